@@ -21,7 +21,7 @@ from grpo_cli.collect.profile import read_history
 from grpo_cli.collect.warmup import Sft
 from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
-from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rule_of
+from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rule_of, says
 from grpo_cli.config.prepare import Prepared, pick_device, prepare
 from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samples
@@ -99,7 +99,7 @@ def set_up(
     per_step = run.size.at_once if isinstance(run, Prepared) else None
     of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
     more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
-    return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more), room, frozenset(eos))
+    return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more), room, eos)
 
 
 def _load(weights: ModelSettings, device: torch.device, run: RunSettings | EvalRunSettings) -> Any:
@@ -112,17 +112,14 @@ def _load(weights: ModelSettings, device: torch.device, run: RunSettings | EvalR
 
 def takes_any_family(run: RunSettings | EvalRunSettings) -> bool:
     """Whether rollouts can be made of models that are not Llama-shaped."""
-    return bool(together.says(run.parts, "engine", "any_family"))
+    return bool(says(run.parts, "engine", "any_family"))
 
 
 def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int, ...], pad: int, **more: Any) -> Engine:
     """The rollout engine with its sampler, scheduler, predictor and sparsity."""
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
     built = engine_parts(settings.parts, offered)
-    engine = make("engine", settings.parts["engine"], {**offered, **built})
-    if not isinstance(engine, Engine):
-        members = [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
-        raise UserError(f"{settings.parts['engine']['_target_']} is no engine: it has no {', '.join(members)}")
+    engine: Engine = make("engine", settings.parts["engine"], {**offered, **built})
     if settings.sampling.stop and not engine.reads_stop_strings:
         raise UserError(
             f"sampling.stop={list(settings.sampling.stop)}: {settings.parts['engine']['_target_']} does not look for "
@@ -183,8 +180,7 @@ def _warmup(settings: RunSettings, bench: Bench, warn: Callable[[str], None]) ->
     train, tokenizer = settings.train, bench.tokenizer
     if train.warmup != "sft":
         return None
-    ends = eos_token_ids(bench.model, tokenizer, () if settings.model.without_files else settings.model.eos_tokens)
-    eos = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
+    eos = tokenizer.eos_token_id if tokenizer.eos_token_id in bench.ends else bench.ends[0]
     if train.warmup_path is None:
         most = train.warmup_steps * train.prompts * settings.m
         found = solutions(bench.task, train.warmup_field, tokenizer, eos, warn, most)
@@ -218,23 +214,17 @@ def parts_of(
 
 def replay_of(settings: RunSettings, bench: Bench, warn: Callable[[str], None]) -> Replay:
     """The replay of a run's steps."""
-    ends = () if settings.model.without_files else settings.model.eos_tokens
     offered = {
         "task": bench.task,
         "tokenizer": bench.tokenizer,
-        "eos_token_ids": eos_token_ids(bench.model, bench.tokenizer, ends),
+        "eos_token_ids": bench.ends,
         "vocabulary": vocabulary_of(bench.model),
         "sampling": settings.sampling,
         "run_dir": Path(settings.run_dir),
         "seed": settings.seed,
         "warn": warn,
     }
-    made = make("replay", settings.parts["replay"], offered)
-    if not isinstance(made, Replay):
-        raise UserError(
-            f"replay: {settings.parts['replay']['_target_']} has no fresh(prompts, version) and no draw(count, fresh, "
-            "version, rng)"
-        )
+    made: Replay = make("replay", settings.parts["replay"], offered)
     return made
 
 
@@ -243,9 +233,8 @@ def curriculum_of(run: Prepared[Any], task: Task, history: History) -> Curriculu
     settings, prompts = run.settings, task.prompts("train")
     train = settings.train
     offered = {"prompts": prompts, "per_step": train.prompts, "steps": train.steps, "n": settings.n}
-    made = make("curriculum", settings.parts["curriculum"], {**offered, "seed": settings.seed, "history": history})
-    if not isinstance(made, Curriculum):
-        raise UserError(f"curriculum: {settings.parts['curriculum']['_target_']} has no pick(step, count, without)")
+    offered |= {"seed": settings.seed, "history": history}
+    made: Curriculum = make("curriculum", settings.parts["curriculum"], offered)
     wanted = run.size.picked
     if wanted > len(prompts):
         collector = settings.parts["collector"]

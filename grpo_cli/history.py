@@ -6,11 +6,9 @@ how visits are weighted.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -49,10 +47,7 @@ class Marked(dict[Key, Value]):
     def mark(self) -> Callable[[], dict[Key, Value]]:
         """A function that returns the mapping as it is now; valid until the next mark."""
         self._before = {}
-        return self._as_marked
-
-    def _as_marked(self) -> dict[Key, Value]:
-        return {key: value for key, value in {**self, **self._before}.items() if value is not _ABSENT}
+        return lambda: {key: value for key, value in {**self, **self._before}.items() if value is not _ABSENT}
 
 
 class Solved(StrEnum):
@@ -170,11 +165,6 @@ class History:
         self._visits = Marked(visits)
         self.digests = Marked(state.get("digests", {}))  # older checkpoints do not have them
         self._distinct = self._count()
-
-
-def with_history(rule: Callable[..., Any], history: History) -> Callable[..., Any]:
-    """A rule that is given the history by name, if it has a parameter of that name."""
-    return partial(rule, history=history) if "history" in inspect.signature(rule).parameters else rule
 
 
 def of_kind(state: Mapping[str, Any] | None, group: str, kind: str) -> Mapping[str, Any]:

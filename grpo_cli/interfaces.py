@@ -6,30 +6,30 @@ A part is one function or one small class, chosen by a YAML file.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo_cli.collect.interfaces import Collector, Warmup
+from grpo_cli.facts import Others as Others
+from grpo_cli.facts import facts as facts  # the name by which parts of users have them
 from grpo_cli.history import History
 from grpo_cli.types import (
     Batch,
     EngineStats,
-    Group,
     LossOutput,
     Prompt,
-    Readout,
     Record,
     Request,
     Reward,
     Rollout,
-    Round,
     ScoredGroup,
     Totals,
     Verdict,
@@ -159,153 +159,11 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class Others(Protocol):
-    """The parts of a run as their settings describe them, before any is made: what a part may ask of the others in its
-    `goes_with` or `undone_by`. `n`, `m` and `prompts` (of a step) are the run's."""
-
-    n: int
-    m: int
-    prompts: int
-    unequal: bool  # whether the collector makes groups of other sizes than n; False before its rehearsal
-
-    def says(self, group: str, fact: str) -> Any:
-        """What the part chosen of this group says of itself (see `facts`), None where it says nothing."""
-
-    def named(self, group: str) -> str:
-        """`group=choice`, as a person types it."""
-
-    def setting(self, group: str, key: str) -> Any:
-        """A setting of the part, None where it has none of this name."""
-
-
-Part = TypeVar("Part")
-
-
-def facts(**said: Any) -> Callable[[Part], Part]:
-    """A decorator: what a part, a function or a class, says of itself before it is made, as attributes.
-
-    | of | fact | says |
-    |---|---|---|
-    | any | goes_with | a function `(own settings, Others)` that yields why it cannot work beside the others |
-    | advantage, credit, collector | reads | what it reads in rollouts: some of entropies, top, features (`Readout`) |
-    | any | undone_by | the same, of what the others undo: refused, but a run that began so goes on, with a warning |
-    | advantage | divides | whether it divides by the deviation of the group |
-    | advantage, downsample | needs_middle | whether it looks for the rollout in the middle of a group |
-    | downsample | keeps_fewer | whether it may keep fewer than it is asked for |
-    | advantage | alone | whether one rollout of a problem is enough for it |
-    | curriculum, advantage | needs_history | whether it needs `train.history` |
-    | collector | arms | whether rollouts of a problem may differ in their context, or in what they are given |
-    | collector | contexts | whether it may have contexts that its rehearsal does not show |
-    | replay | replays | whether it brings groups of earlier weights |
-    | replay | foreign | whether these are of other runs: of any size, drawn by other policies |
-    | predictor | of_whole_rollouts | whether it knows nothing of a rollout that goes on |
-    | correction | same_view | whether the learner's pass hides the keys that were evicted (see `SameView`) |
-    | sparsity | evicts | whether KV entries are dropped |
-    | engine | is_policy | whether it draws from the trainer's own policy (left to `engine.inner` where there is one) |
-    | engine | kept_sets | True: it records `Rollout.kept`; or why it does not (left to `engine.inner`, as above) |
-    | engine | views | whether it records `Rollout.view` (left to `engine.inner`, as above) |
-    | engine | stops_early | whether it can stop rollouts before their end |
-    | engine | any_family | whether it takes causal models of any family, not only Llama-shaped ones |
-    | engine | answers_in_place | whether `generate` takes `replies`, and goes on with a row once its turn is answered |
-    """
-
-    def with_facts(part: Part) -> Part:
-        for name, value in said.items():
-            setattr(part, name, value)
-        return part
-
-    return with_facts
-
-
-@runtime_checkable
-class Warmup(Protocol):
-    """What the first steps of a run are made of, in place of rollouts and rewards."""
-
-    @property
-    def steps(self) -> int:
-        """How many there are."""
-
-    @property
-    def rate(self) -> float | None:
-        """Their learning rate; None: that of other steps."""
-
-    def groups(self, step: int) -> Sequence[ScoredGroup]:
-        """What step `step` (from 0) is trained on, whose tokens are given."""
-
-    def loss(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput:
-        """As `LossFn`."""
-
-
-@runtime_checkable
 class Curriculum(Protocol):
     """Which problems come next."""
 
     def pick(self, step: int, count: int, without: Set[str]) -> Sequence[Prompt]:
         """`count` different problems for step `step` (from 0), none whose id is in `without`."""
-
-
-@runtime_checkable
-class Collection(Protocol):
-    """What a collector may use while it collects one step's rollouts.
-
-    `n` is the size of a plain group and `prompts` how many problems a plain step has; `rng` is the step's own stream.
-    `max_new_tokens` are the most that a rollout has.
-    `version` is how many updates the weights have seen, which is what a `Span` says of the tokens drawn now.
-    """
-
-    n: int
-    prompts: int
-    max_new_tokens: int
-    step: int
-    version: int
-    rng: np.random.Generator
-    history: History  # of the steps before this one
-    max_prompt_tokens: int | float  # of a context: the model's own, less `sampling.max_new_tokens`
-    ends: Set[int]  # tokens that end a reply
-
-    @property
-    def at_limit(self) -> bool:
-        """Whether the run has generated `train.max_generated` tokens and ends with this step: no further round is
-        worth its tokens."""
-
-    def pick(self, count: int, without: Set[str] = frozenset()) -> Sequence[Prompt]:
-        """`count` problems of the curriculum, none of which this step has picked or resumed before, nor one whose id is
-        in `without`."""
-
-    def score(self, groups: Sequence[Group]) -> Sequence[ScoredGroup]:
-        """Judge the finished rollouts; each is judged only once, however often this is called."""
-
-    def in_context(self, prompt: Prompt, texts: Sequence[str | Sequence[int]]) -> Prompt:
-        """The problem behind texts, or the texts of tokens (see `InContext`). UserError if the task cannot."""
-
-    def solution(self, prompt: Prompt) -> Sequence[int]:
-        """See `Worked`. UserError if the task has no solutions."""
-
-    def teaches(self, group: ScoredGroup) -> bool:
-        """Whether rewards of the group differ, and some rollout that `train.truncated` does not leave out would have an
-        advantage. What a correction will reject is not known yet."""
-
-    def read(self, groups: Sequence[Group], reads: Set[str], layer: int | None, last: int) -> Readout:
-        """One pass of the policy over the groups' rollouts, ended or not, a row each in their order: `reads` as in
-        `facts`, of the last `last` tokens of prompt and response, from `layer` (None: that at two thirds)."""
-
-    def drop(self, groups: Sequence[Group]) -> None:
-        """End the partial rollouts of these groups where they are: they are not judged and not trained on."""
-
-    def note(self, figure: str, value: int | float) -> None:
-        """A number for the record, as `collect/<figure>`."""
-
-
-# A collector yields rounds, and is sent all groups so far, in the order in which they were first requested. It returns
-# the ids of the problems that the step trains on, whose rollouts are all at their end by then; None: all.
-Rounds = Generator[Round, Sequence[Group], Sequence[str] | None]
-
-
-@runtime_checkable
-class Collector(Protocol):
-    """How a step's rollouts are collected: how many of which problem, in how many rounds."""
-
-    def __call__(self, collection: Collection) -> Rounds: ...
 
 
 @runtime_checkable
@@ -384,7 +242,7 @@ class AdvantageFn(Protocol):
 
     One that has a parameter `inputs` is given an `AdvantageInputs` by that name, too, and with a parameter `history`
     what the run knows of its problems. `inputs.readout` is what was read in the group's rollouts (`facts`: reads; None
-    where it is asked before the step's rollouts are all made, see `Collection.teaches`).
+    where it is asked before the step's rollouts are all made, see `collect.interfaces.Collection.teaches`).
     """
 
     def __call__(self, kept_rewards: Float[Tensor, "K"], group_rewards: Float[Tensor, "G"]) -> Float[Tensor, "K"]: ...
@@ -521,7 +379,7 @@ class Bench:
     task: Task
     engine: Engine
     max_prompt_tokens: int | float = math.inf  # the longest that fits the model beside `sampling.max_new_tokens`
-    ends: Set[int] = frozenset()  # tokens that end a reply
+    ends: tuple[int, ...] = ()  # tokens that end a reply
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ Nothing is stored or sent here: the trainer merges these dictionaries into a `Re
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_cli.types import FOREIGN, GIVEN, Batch, Finish, Group, KeptSets, ScoredGroup
+from grpo_cli.types import FOREIGN, GIVEN, Batch, Finish, Group, ScoredGroup
 
 # A name in angle brackets stands for one word, or for a number where the name is `k`.
 METRICS: Mapping[str, str] = {
@@ -184,24 +183,6 @@ METRICS: Mapping[str, str] = {
 }
 
 
-def _pattern(name: str) -> re.Pattern[str]:
-    escaped = re.escape(name).replace(re.escape("<k>"), r"[1-9][0-9]*")
-    return re.compile(re.sub(r"<[a-z]+>", r"[^/]+", escaped))
-
-
-_PATTERNS = {_pattern(name): sentence for name, sentence in METRICS.items() if "<" in name}
-
-
-def describe(name: str) -> str:
-    """The sentence that explains metric `name`. Raises KeyError for a name that is not in the list."""
-    if name in METRICS:
-        return METRICS[name]
-    for pattern, sentence in _PATTERNS.items():
-        if pattern.fullmatch(name):
-            return sentence
-    raise KeyError(f"{name!r} is not a metric: give it a sentence in metrics.METRICS")
-
-
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Metrics of all the step's rollouts, before selection. A step that made none has no means, which would say
     something of a policy that was not sampled."""
@@ -209,6 +190,8 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     if not rollouts:
         return {"group/mixed": 0.0}
     lengths = [len(rollout) for rollout in rollouts]
+    sets = [rollout.kept for rollout in rollouts if rollout.kept is not None]
+    tokens = sum(len(one.counts) for one in sets)
     totals = np.concatenate([group.totals for group in groups])
     return {
         "reward/mean": float(totals.mean()),
@@ -220,13 +203,8 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),
         "response/truncated": sum(rollout.finish is Finish.LENGTH for rollout in rollouts) / len(rollouts),
-        **_kept_ids([rollout.kept for rollout in rollouts if rollout.kept is not None]),
+        **({"rollouts/kept_ids": sum(len(one.ids) for one in sets) / tokens} if tokens else {}),
     }
-
-
-def _kept_ids(sets: Sequence[KeptSets]) -> dict[str, float]:
-    tokens = sum(len(one.counts) for one in sets)
-    return {"rollouts/kept_ids": sum(len(one.ids) for one in sets) / tokens} if tokens else {}
 
 
 def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -8,18 +8,16 @@ divisors count them (as Sparse-RL's release has it), or are left out altogether,
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.history import History
-from grpo_cli.interfaces import AdvantageFn, Credit, DownsampleRule
+from grpo_cli.facts import taken
+from grpo_cli.interfaces import AdvantageFn, DownsampleRule
 from grpo_cli.rules.downsample import choose
 from grpo_cli.types import AdvantageInputs, Batch, Readout, ScoredGroup
 
@@ -74,7 +72,9 @@ def select(
     chosen = [candidates[place] for place in choose(rule, group.take(candidates), keep, rng)]
     totals = torch.tensor(group.totals)
     inputs = AdvantageInputs(group, tuple(chosen), tuple(baseline), readout)
-    answer = advantages_of(advantage, totals[chosen], totals[baseline], inputs) if chosen else torch.zeros(0)
+    answer = torch.zeros(0)
+    if chosen:
+        answer = advantage(totals[chosen], totals[baseline], **taken(advantage, inputs=inputs))
     trained = set(chosen)
     reasons = tuple(why or ("" if index in trained else NOT_CHOSEN) for index, why in enumerate(rejections))
     return Selection(group, tuple(chosen), answer.float(), reasons)
@@ -94,27 +94,6 @@ def settled(selected: Sequence[Selection], batch: Batch, rejections: Sequence[st
             reasons[index] = "" if is_in else reasons[index] or why or (NO_CREDIT if some else NO_TOKEN)
         found.append(replace(selection, reasons=tuple(reasons)))
     return found
-
-
-def advantages_of(
-    advantage: Callable[..., Any],
-    kept_rewards: Float[Tensor, " K"],
-    group_rewards: Float[Tensor, " G"],
-    inputs: AdvantageInputs,
-) -> Any:
-    """What `advantage` returns, unchecked; it gets `inputs` only if it has a parameter of that name."""
-    named = {"inputs": inputs} if "inputs" in inspect.signature(advantage).parameters else {}
-    return advantage(kept_rewards, group_rewards, **named)
-
-
-def factors_of(
-    credit: Credit, batch: Batch, problems: Sequence[str], history: History, readout: Readout | None
-) -> Float[Tensor, "B T"] | None:
-    """What `credit` returns, unchecked; it gets `readout`, with the rows of `batch`, if it has such a parameter."""
-    called: Callable[..., Any] = credit
-    named = {"readout": readout} if "readout" in inspect.signature(credit).parameters else {}
-    factors: Tensor | None = called(batch, problems, history, **named)
-    return factors
 
 
 def row_weights(selected: Sequence[Selection]) -> Float[Tensor, "K"]:

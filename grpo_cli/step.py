@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_cli.collect import learnt
 from grpo_cli.collect.collection import StepCollection
+from grpo_cli.collect.interfaces import Warmup
 from grpo_cli.collect.requests import seed_of
-from grpo_cli.collect.same import OtherProblems
-from grpo_cli.history import with_history
-from grpo_cli.interfaces import Forgets, LossFn, Marks, Parts, Remembers, SameView, Warmup
+from grpo_cli.facts import taken
+from grpo_cli.interfaces import LossFn, Parts, SameView
 from grpo_cli.learner.batch import collate, corrected, minibatches, plainly, rows_of, verdict_on, without_rows
 from grpo_cli.learner.gauges import Gauges
 from grpo_cli.learner.learner import Learner, Update
@@ -27,7 +29,7 @@ from grpo_cli.learner.old_policy import old_policy
 from grpo_cli.learner.readout import layer_read, reads_of
 from grpo_cli.metrics import of_trained, replay_metrics, reuse_metrics
 from grpo_cli.runs import layout
-from grpo_cli.select import CUT_OFF, Selection, batch_rows, factors_of, plain_rows, row_weights, select, settled
+from grpo_cli.select import CUT_OFF, Selection, batch_rows, plain_rows, row_weights, select, settled
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import peak_bytes, reserved_bytes
@@ -51,7 +53,7 @@ class Step:
         self.learner = Learner(
             model, loss, settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn, gauges
         )
-        self._advantage = with_history(parts.rules.advantage, parts.history)
+        self._advantage = partial(parts.rules.advantage, **taken(parts.rules.advantage, history=parts.history))
         self._read_by_advantage = reads_of(parts.rules.advantage)
         self._reads = self._read_by_advantage | reads_of(parts.rules.credit)
         self._layer = layer_read(parts.rules, model)
@@ -87,10 +89,10 @@ class Step:
                     everything, verdict = self._corrected(everything, readout)
             selected = self._selected(groups, verdict, cut_off, step, readout)
             trained = self._train_on(selected, everything, verdict, step, progress, readout)
-            learnt = self._observe(step, scored, made)
+            told = learnt.observe(self._parts, step, scored, made)
         progress.train_seconds += time.perf_counter() - start
         stats = collection.stats
-        metrics = step_metrics(progress, made, stats, trained) | collection.metrics() | learnt
+        metrics = step_metrics(progress, made, stats, trained) | collection.metrics() | told
         metrics |= replay_metrics(groups[len(scored) :], version)
         metrics["prompts/distinct"] = float(len(self._parts.history))
         metrics["memory/peak_bytes"] = float(peak_bytes(self._parts.bench.device))
@@ -157,7 +159,7 @@ class Step:
             read=self._read_in_collection,
             max_prompt_tokens=parts.bench.max_prompt_tokens,
             label=settings.train.label,
-            ends=parts.bench.ends,
+            ends=frozenset(parts.bench.ends),
         )
 
     def _read_in_collection(self, groups: Sequence[Group], reads: Set[str], layer: int | None, last: int) -> Readout:
@@ -174,51 +176,6 @@ class Step:
         """Which rollouts `train.truncated` leaves out, group after group."""
         leaves_out = self._settings.train.truncated == "leave_out"
         return [leaves_out and one.finish is Finish.LENGTH for group in groups for one in group.rollouts]
-
-    def _observe(self, step: int, scored: Sequence[ScoredGroup], made: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Show the step's groups to every rule that learns from them; returns the rules' metrics."""
-        self._parts.history.observe(step, made)
-        told = [(rule, made if name == "curriculum" else scored) for name, rule in self._remembering()]
-        return {name: value for rule, groups in told for name, value in rule.observe(step, groups).items()}
-
-    def _remembering(self) -> Iterator[tuple[str, Remembers]]:
-        named = {"curriculum": self._parts.curriculum, "replay": self._parts.replay, **vars(self._parts.rules)}
-        yield from ((name, rule) for name, rule in named.items() if isinstance(rule, Remembers))
-
-    def mark(self) -> Callable[[], dict[str, Any]]:
-        """A function that returns the rules' state as of now; valid until the next mark."""
-        learnt = {"history": self._parts.history.mark()} | {name: _marked(rule) for name, rule in self._remembering()}
-        return lambda: {name: dict(state()) for name, state in learnt.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that a mark returned; empty if the checkpoint is older than all such state."""
-        remembering = dict(self._remembering())
-        for name in state.keys() - remembering.keys() - {"history"}:
-            kind = state[name].get("kind")
-            raise UserError(
-                f"the checkpoint holds what {name}={kind} has learnt, and this run's {name} learns nothing; resume "
-                f"with {name}={kind}, or start a new run"
-            )
-        if "history" in state:
-            self._parts.history.load_state_dict(state["history"])
-        for name, rule in remembering.items():
-            rule.load_state_dict(state.get(name))
-        self._forget_other_problems()
-
-    def _forget_other_problems(self) -> None:
-        """Keep a checkpoint's state about problems that this run's task also has, and drop the rest."""
-        parts = self._parts
-        is_other = OtherProblems(parts.bench.task.prompts("train"), parts.history.digests)
-        parts.history.forget(is_other)
-        for _, rule in self._remembering():
-            if isinstance(rule, Forgets):
-                rule.forget(is_other)
-        if count := len(is_other.found):
-            parts.warn(
-                f"{count} of the problems in the checkpoint are not in this run's task, or not with the same prompt "
-                "and answer: what was seen and learnt of them is dropped, with their stored and partial groups. To "
-                "keep it, resume with the task as it was"
-            )
 
     def _selected(
         self,
@@ -333,8 +290,8 @@ class Step:
         if self._settings.train.count_by == "prompt":
             batch = replace(batch, weights=batch.weights * row_weights(selected)[source, None])
         problems = [selection.group.prompt.id for selection in selected for _ in selection.indices]
-        ids = [problems[row] for row in source]
-        factors = factors_of(self._parts.rules.credit, batch, ids, self._parts.history, readout)
+        ids, credit = [problems[row] for row in source], self._parts.rules.credit
+        factors = credit(batch, ids, self._parts.history, **taken(credit, readout=readout))
         return batch if factors is None else replace(batch, weights=batch.weights * factors)
 
     def _corrected(self, batch: Batch, readout: Readout | None) -> tuple[Batch, Verdict]:
@@ -423,10 +380,3 @@ def _sum_of(*losses: LossFn) -> LossFn:
         return LossOutput(torch.stack([one.loss for one in said]).sum(), metrics)
 
     return total
-
-
-def _marked(rule: Remembers) -> Callable[[], Mapping[str, Any]]:
-    if isinstance(rule, Marks):
-        return rule.mark()
-    state = rule.state_dict()
-    return lambda: state

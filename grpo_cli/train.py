@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_cli.collect import learnt
 from grpo_cli.evaluate import evaluate_with
 from grpo_cli.interfaces import Parts, RecordFiles
 from grpo_cli.learner.learner import rate_jump, schedule_of
@@ -127,7 +128,7 @@ class Trainer:
             "progress": dict(vars(self._progress)),
             "engine": dict(self._parts.bench.engine.state_dict()),
             "rng": rng_state(),
-            "rules": self._step.mark(),
+            "rules": learnt.mark(self._parts),
         }
 
     def _evaluate(self) -> dict[str, float]:
@@ -222,7 +223,7 @@ class Trainer:
         self._learner.updates = self._progress.updates
         self._learner.load_state_dict(state["optimizer"])
         self._parts.bench.engine.load_state_dict(state["engine"])
-        self._step.load_state_dict(state.get("rules", {}))
+        learnt.put_back(self._parts, state.get("rules", {}))
         self._step.old_policy.load_state_dict(state.get("old_policy"))
         set_rng_state(state["rng"])
         self._finish(None)

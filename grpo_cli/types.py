@@ -219,6 +219,11 @@ class Group:
         """Whether every rollout is finished."""
         return all(rollout.finish is not Finish.PARTIAL for rollout in self.rollouts)
 
+    @property
+    def partial(self) -> Group:
+        """The group with only the rollouts that are not finished."""
+        return Group(self.prompt, tuple(one for one in self.rollouts if one.finish is Finish.PARTIAL))
+
 
 @dataclass(frozen=True)
 class Round:

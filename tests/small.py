@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import made
+import numpy as np
 import pytest
 import torch
 from made import full
@@ -25,9 +27,13 @@ from grpo_cli.engine.torch.generation import Generation
 from grpo_cli.engine.torch.stop import NeverStop
 from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.engine.vllm.engine import VllmEngine
+from grpo_cli.facts import taken
+from grpo_cli.interfaces import DownsampleRule
+from grpo_cli.metrics import METRICS
+from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import NullMeter
-from grpo_cli.types import Batch, EngineStats, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
+from grpo_cli.types import AdvantageInputs, Batch, EngineStats, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 VOCABULARY, EOS = 24, 1
 
@@ -155,6 +161,26 @@ def plain_batch(mask: Any, **fields: Any) -> Batch:
     others = {"policy_logprobs": None, "ref_logprobs": None, "advantages": torch.ones(rows)}
     sizes = {"input_ids": zeros.long(), "sampler_logprobs": zeros, "lengths": torch.full((rows,), width)}
     return Batch(**{**masks, **others, **sizes, **fields})
+
+
+def advantages_of(rule: Any, kept: torch.Tensor, everyone: torch.Tensor, inputs: AdvantageInputs) -> Any:
+    return rule(kept, everyone, **taken(rule, inputs=inputs))
+
+
+def kept_by(rule: DownsampleRule, group: ScoredGroup, keep: int, rng: np.random.Generator) -> ScoredGroup:
+    """The part of the group that is trained on, in its order."""
+    return group.take(choose(rule, group, keep, rng))
+
+
+def describe(metric: str) -> str:
+    """The sentence that explains it. KeyError if it has none."""
+    if metric in METRICS:
+        return METRICS[metric]
+    for name, sentence in METRICS.items():
+        escaped = re.escape(name).replace(re.escape("<k>"), r"[1-9][0-9]*")
+        if "<" in name and re.fullmatch(re.sub(r"<[a-z]+>", r"[^/]+", escaped), metric):
+            return sentence
+    raise KeyError(f"{metric!r} is not a metric: give it a sentence in metrics.METRICS")
 
 
 class FakeEngine:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,17 @@ import made
 import pytest
 import torch
 from made import configuration
-from small import plain_batch, scored
+from small import advantages_of, plain_batch, scored
 from test_config import refusal
 
 from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
-from grpo_cli.history import PROFILED, History, Visit, with_history
+from grpo_cli.facts import taken
+from grpo_cli.history import PROFILED, History, Visit
 from grpo_cli.methods.a2po import value
 from grpo_cli.model.load import load_tokenizer
+from grpo_cli.profile.command import _never_all_equal
 from grpo_cli.rules.loss import Clipped
-from grpo_cli.select import advantages_of
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import AdvantageInputs, Reward, Totals
 
@@ -42,7 +44,7 @@ def test_an_advantage_is_solved_or_not_less_the_value_whatever_the_reward_says()
     rewards = [Reward(0.3, {"correct": 1.0}), Reward(0.9, {"correct": 0.0})]
     group = scored(*rewards)
     history = History({"p": [Visit(PROFILED, 2, 4), Visit(3, 0, 8)]})  # what training has seen since is of no account
-    rule = with_history(made.advantage("a2po"), history)
+    rule = partial(made.advantage("a2po"), history=history)
     totals = torch.tensor([0.3, 0.9])
     found = advantages_of(rule, totals, totals, AdvantageInputs(group, (0, 1), (0, 1)))
     wanted = 0.5 * math.log((1 + math.e**2) / 2)
@@ -51,6 +53,16 @@ def test_an_advantage_is_solved_or_not_less_the_value_whatever_the_reward_says()
     torch.testing.assert_close(alone, torch.tensor([-wanted]))
     with pytest.raises(UserError, match=r"train.history does not know q: .* grpo eval"):
         advantages_of(rule, totals, totals, AdvantageInputs(scored(*rewards, name="q"), (0, 1), (0, 1)))
+
+
+def test_a_profile_hands_it_what_a_run_does() -> None:
+    group, totals = scored(Reward(1.0), Reward(0.0)), torch.tensor([1.0, 0.0])
+    rule = partial(_never_all_equal, made.advantage("a2po"))
+    given = taken(rule, history=History({"p": [Visit(PROFILED, 0, 4)]}))
+    assert advantages_of(partial(rule, **given), totals, totals, AdvantageInputs(group, (0, 1), (0, 1))).tolist() == [
+        1,
+        0,
+    ]
 
 
 def test_the_regression_by_hand() -> None:

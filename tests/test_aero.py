@@ -15,7 +15,7 @@ import torch
 from bank import Scripted, collection_of
 from hypothesis import given
 from hypothesis import strategies as st
-from small import scored
+from small import kept_by, scored
 from test_collectors import InOrder, collector, one_step, problems
 
 from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
@@ -23,7 +23,7 @@ from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import function
 from grpo_cli.config.together import remarks
-from grpo_cli.rules.downsample import checked, choose
+from grpo_cli.rules.downsample import choose
 from grpo_cli.select import select
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Request, Reward, ScoredGroup
@@ -76,7 +76,7 @@ def test_a_run_that_has_generated_all_its_tokens_asks_for_no_further_round() -> 
 
 def kept(right: int, wrong: int, m: int, k: float = 1.0, seed: int = 0) -> tuple[int, int]:
     """How many right and how many wrong ones are kept."""
-    group = checked(aero(k), scored(*[1.0] * right, *[0.0] * wrong), m, rng(seed))
+    group = kept_by(aero(k), scored(*[1.0] * right, *[0.0] * wrong), m, rng(seed))
     return group.solved, len(group.rollouts) - group.solved
 
 
@@ -175,7 +175,7 @@ def test_rewards_outside_0_and_1_are_refused_with_a_way_out(stats_over: str, gro
 def test_right_is_what_is_graded_right_whatever_the_total() -> None:
     """Totals of 1 less a punishment of length, and of a form alone."""
     rewards = [Reward(0.4, {"correct": 1.0, "overlong": -0.6}), *[Reward(0.3, {"correct": 0.0, "form": 0.3})] * 3]
-    group = checked(aero(), scored(*rewards), 3, rng())
+    group = kept_by(aero(), scored(*rewards), 3, rng())
     assert sorted(reward.total for reward in group.rewards) == [0.3, 0.4]
 
 

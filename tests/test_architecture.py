@@ -17,9 +17,10 @@ PACKAGE = Path(grpo_cli.__file__).parent
 # engine each folder has a row of its own.
 ROWS = """
 support/
-settings
+facts settings
 types
 history
+collect/interfaces
 interfaces runs/
 rules/ metrics model/ tasks/
 engine/interfaces engine/costs engine/batching
@@ -135,8 +136,9 @@ def test_the_trainer_knows_no_concrete_part():
         "tracking/health",
         "tracking/progress",
         "collect/collection",
+        "collect/interfaces",
         "collect/requests",
-        "collect/same",
+        "collect/learnt",
     }
     known = (own_imports(PACKAGE / "train.py") | own_imports(PACKAGE / "step.py")) - allowed
     assert [module for module in known if module.startswith(concrete)] == []
@@ -165,8 +167,8 @@ OTHER_MEANING = {
     "config/check": {"none", "sqrt", "full", "epochs", "dora"},
     "config/compose": {"profile"},  # the command
     "config/elsewhere": {"beta"},  # TRL's word
-    "config/instantiate": {"all"},  # Hydra's word for _convert_
-    "config/together": {"none"},  # a value of engine.quantize
+    "config/instantiate": {"none"},  # a value of engine.quantize
+    "config/together": {"none"},  # a value of model.quantize
     "config/overrides": {"hf"},  # whose YAML lists every setting of a model
     "config/auto": {"hf", "none"},  # none: a value of model.autocast
     "train": {"none"},  # a value of optim.ess

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from made import composed
-from small import FakeEngine, plain_batch, scored
+from small import FakeEngine, advantages_of, describe, plain_batch, scored
 from test_contexts import SOLUTION, Asked, collect, collector, problems
 from tiny_hf import make_tokenizer
 from words import rollout_of
@@ -33,9 +33,7 @@ from grpo_cli.methods.adhint import right_hints, share
 from grpo_cli.methods.lightning_rl import per_part
 from grpo_cli.methods.scope import beginning
 from grpo_cli.methods.xrpo import Icl, bm25
-from grpo_cli.metrics import describe
 from grpo_cli.model.load import load_tokenizer
-from grpo_cli.select import advantages_of
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import (

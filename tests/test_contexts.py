@@ -24,8 +24,6 @@ from tiny_hf import make_tokenizer
 from words import task_of
 
 from grpo_cli.collect.collection import StepCollection
-from grpo_cli.collect.resuming import from_plain as partial_from_plain
-from grpo_cli.collect.resuming import to_plain as partial_to_plain
 from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.instantiate import rule_of
 from grpo_cli.history import History
@@ -155,7 +153,7 @@ def test_stored_and_partial_rollouts_keep_what_they_read():
     back = from_plain(to_plain(groups[0]))
     assert [one.request for one in back.rollouts] == [one.request for one in groups[0].rollouts]
     partial = Group(A, tuple(replace(one, finish=Finish.PARTIAL) for one in groups[0].rollouts))
-    back_again = partial_from_plain(partial_to_plain(partial))
+    back_again = from_plain(to_plain(partial))
     assert [one.request for one in back_again.rollouts] == [one.request for one in partial.rollouts]
     assert back_again.rollouts[0].spans == partial.rollouts[0].spans
     older = to_plain(groups[0].take([1]))

@@ -17,8 +17,8 @@ from small import plain_batch
 
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.instantiate import make
+from grpo_cli.facts import taken
 from grpo_cli.interfaces import Correction
-from grpo_cli.learner.batch import takes_advantages
 from grpo_cli.methods import f_tis
 from grpo_cli.rules import correction
 from grpo_cli.support.errors import UserError
@@ -36,7 +36,7 @@ WEIGHTLESS = ("none", "shadow")  # which measure xi and do nothing about it
 
 def asked(part: Correction, sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor) -> Verdict:
     """Its verdict; one that looks at advantages is told that no rollout is better than others."""
-    named = {"advantages": torch.full((len(mask),), -1.0)} if takes_advantages(part) else {}
+    named = taken(part, advantages=torch.full((len(mask),), -1.0))
     return part(sampler, policy, mask, **named)
 
 

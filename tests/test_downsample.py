@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import scored
+from small import kept_by, scored
 
 from grpo_cli.methods import mc_grpo, pods
 from grpo_cli.rules import downsample
@@ -62,7 +62,7 @@ def test_maxvar_reaches_the_brute_force_variance_with_the_ends_only(rewards, dat
     ],
 )
 def test_maxvar_on_groups_worked_out_by_hand(rewards, keep, expected):
-    kept = downsample.checked(pods.maxvar, scored(*rewards), keep, stream())
+    kept = kept_by(pods.maxvar, scored(*rewards), keep, stream())
     assert sorted(kept.totals) == expected
 
 
@@ -106,9 +106,9 @@ def test_maxvar_survives_a_large_offset():
 def test_no_rule_keeps_more_variance_than_maxvar(rewards, data):
     keep = data.draw(st.integers(2, len(rewards)))
     group = scored(*rewards)
-    most = np.var(downsample.checked(pods.maxvar, group, keep, stream()).totals)
+    most = np.var(kept_by(pods.maxvar, group, keep, stream()).totals)
     for rule in CHOOSING_RULES:
-        assert np.var(downsample.checked(rule, group, keep, stream()).totals) <= most + 1e-9
+        assert np.var(kept_by(rule, group, keep, stream()).totals) <= most + 1e-9
 
 
 @settings(max_examples=100)
@@ -117,8 +117,8 @@ def test_the_rewards_kept_do_not_depend_on_the_order_of_the_samples(rewards, dat
     keep = data.draw(st.integers(2, len(rewards)))
     shuffled = data.draw(st.permutations(rewards))
     for rule in (pods.maxvar, pods.maxreward, pods.percentile):
-        kept = downsample.checked(rule, scored(*rewards), keep, stream(1)).totals
-        kept_shuffled = downsample.checked(rule, scored(*shuffled), keep, stream(2)).totals
+        kept = kept_by(rule, scored(*rewards), keep, stream(1)).totals
+        kept_shuffled = kept_by(rule, scored(*shuffled), keep, stream(2)).totals
         assert sorted(kept) == sorted(kept_shuffled)
 
 
@@ -168,7 +168,7 @@ def test_rollouts_of_equal_reward_are_kept_equally_often(rule, rewards):
     group, keep, runs, rng = scored(*rewards), 4, 600, stream(11)
     counts = np.zeros(10)
     for _ in range(runs):
-        counts[samples(downsample.checked(rule, group, keep, rng))] += 1
+        counts[samples(kept_by(rule, group, keep, rng))] += 1
     expected = np.full(10, runs * keep / 10)
     if rule is pods.maxreward and 0.0 in rewards:
         expected = np.array(rewards) * runs * keep / 5
@@ -215,14 +215,12 @@ def test_a_rule_is_a_function_of_rewards_and_stream(rule):
 @pytest.mark.parametrize("keep", [3, 5])
 def test_a_group_of_m_or_fewer_is_kept_whole_and_in_order(rule, keep):
     group = scored(*[1.0, 0.0, 0.5])
-    kept = downsample.checked(rule, group, keep, stream())
+    kept = kept_by(rule, group, keep, stream())
     assert samples(kept) == [0, 1, 2] and kept.totals.tolist() == [1.0, 0.0, 0.5]
 
 
 def test_kept_rollouts_stay_in_the_order_of_the_group_with_their_own_rewards():
-    kept = downsample.checked(
-        lambda group, keep, rng: np.array([4, 0, 2]), scored(*[0.0, 1.0, 2.0, 3.0, 4.0]), 3, stream()
-    )
+    kept = kept_by(lambda group, keep, rng: np.array([4, 0, 2]), scored(*[0.0, 1.0, 2.0, 3.0, 4.0]), 3, stream())
     assert samples(kept) == [0, 2, 4] and kept.totals.tolist() == [0.0, 2.0, 4.0]
 
 
@@ -256,7 +254,7 @@ def my_rule(group, keep, rng, answer):
 )
 def test_a_rule_that_answers_wrongly_is_named_with_its_prompt(answer, complaint):
     with pytest.raises(UserError, match=complaint) as error:
-        downsample.checked(partial(my_rule, answer=answer), scored(*[1.0, 0.0, 0.5]), 2, stream())
+        kept_by(partial(my_rule, answer=answer), scored(*[1.0, 0.0, 0.5]), 2, stream())
     assert "my_rule" in str(error.value) and "prompt p " in str(error.value)
 
 
@@ -270,7 +268,7 @@ def test_a_rule_that_answers_wrongly_is_named_with_its_prompt(answer, complaint)
     ],
 )
 def test_median_leaves_out_one_in_the_middle(rewards, left):
-    kept = downsample.checked(mc_grpo.all_but_the_middle, scored(*rewards), len(rewards) - 1, stream())
+    kept = kept_by(mc_grpo.all_but_the_middle, scored(*rewards), len(rewards) - 1, stream())
     if left is not None:
         assert sorted(kept.totals) == left
         return
@@ -281,11 +279,11 @@ def test_median_leaves_out_one_in_the_middle(rewards, left):
 def test_median_draws_which_of_the_equal_ones_in_the_middle_is_left_out():
     group, gone = scored(*[1.0, 0.0, 1.0, 1.0, 0.0]), []
     for seed in range(300):
-        kept = downsample.checked(mc_grpo.all_but_the_middle, group, 4, stream(seed))
+        kept = kept_by(mc_grpo.all_but_the_middle, group, 4, stream(seed))
         gone += list({0, 1, 2, 3, 4} - set(samples(kept)))
     assert set(gone) == {0, 2, 3} and min(gone.count(place) for place in (0, 2, 3)) > 60
 
 
 def test_median_leaves_out_one_and_no_more():
     with pytest.raises(UserError, match="downsample=median leaves out one of n=9 rollouts, so m must be 8"):
-        downsample.checked(mc_grpo.all_but_the_middle, scored(*[0.0, 1.0] * 4, 1.0), 4, stream())
+        kept_by(mc_grpo.all_but_the_middle, scored(*[0.0, 1.0] * 4, 1.0), 4, stream())

@@ -136,7 +136,7 @@ def rules(n: int = 4, m: int = 2, **changed: dict[str, Any]):
 
 
 def test_a_part_gets_its_own_words_and_the_objects_that_it_names(user_module):
-    thing = make("task", {"_target_": f"{user_module}.Thing", "own": [1, {"b": 2}]}, {"seed": 3, "unasked": 4})
+    thing = make("sparsity", {"_target_": f"{user_module}.Thing", "own": [1, {"b": 2}]}, {"seed": 3, "unasked": 4})
     assert vars(thing) == {"own": [1, {"b": 2}], "seed": 3}
 
 
@@ -321,7 +321,7 @@ def test_an_engine_that_lacks_what_a_run_asks_for_is_refused_before_the_first_st
         settings = parse(hydra.compose("train", words))
     for word in ("cuda_graph", "packed_weights", "compile", "threads", "quantize"):
         del settings.parts["engine"][word]  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match="user_rules.Thing is no engine: it has no reads_stop_strings, generate, stats"):
+    with pytest.raises(UserError, match="engine: user_rules.Thing has no reads_stop_strings, generate, stats"):
         set_up(prepare(settings), settings.model)
 
 

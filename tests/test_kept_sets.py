@@ -174,7 +174,7 @@ def test_sets_come_back_from_stores_and_go_on_with_partial_rollouts() -> None:
     group = group_of(make_engine(model, eos_token_ids=(-1,)).generate(some_requests(1, 3, tokens=8, **CUT)))
     assert stored.from_plain(stored.to_plain(group)) == group
     plain = Group(group.prompt, group.rollouts)
-    assert resuming.from_plain(resuming.to_plain(plain)) == plain
+    assert stored.from_plain(stored.to_plain(plain)) == plain
     whole = group.rollouts[0]
     (ended,) = make_engine(model, eos_token_ids=(whole.token_ids[3],)).generate([whole.request])
     begun = replace(ended, finish=Finish.PARTIAL)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from small import describe
 
 from grpo_cli.metrics import (
     METRICS,
-    describe,
     kept_metrics,
     rollout_metrics,
     zero_std_share,

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from small import one_and_the_rest, plain_batch, small_model
+from small import advantages_of, describe, one_and_the_rest, plain_batch, small_model
 from test_learner import make_learner
 from test_seams import Spy, quiet
 from test_train import Recorder, make_trainer, records_of, settings_for
@@ -30,8 +30,7 @@ from grpo_cli.history import History
 from grpo_cli.learner.batch import collate, corrected, verdict_on
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.methods.april import fresh
-from grpo_cli.metrics import describe, reuse_metrics
-from grpo_cli.select import advantages_of
+from grpo_cli.metrics import reuse_metrics
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import (

@@ -11,6 +11,7 @@ import pytest
 from bank import problems
 from test_resume import WORDS, rows, trained
 
+from grpo_cli.collect.learnt import put_back, remembering
 from grpo_cli.collect.same import OtherProblems, Places
 from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
@@ -78,7 +79,7 @@ def test_what_is_of_another_task_is_dropped_counted_and_named(
     assert said.count("resume with the task as it was") == 1
     assert f" {len(digests) - len(same)} of the problems in the checkpoint" in said or name == "held"
     assert trainer._parts.history.digests.keys() == same == trainer._parts.history.state_dict()["visits"].keys()
-    learnt = {part: rule.state_dict() for part, rule in trainer._step._remembering()}
+    learnt = {part: rule.state_dict() for part, rule in remembering(trainer._parts)}
     assert {problem for _, problem in learnt["curriculum"].get("problems", ())} <= same
     assert learnt.get("credit", {"bin_of": {}})["bin_of"].keys() <= same
     trainer.fit()
@@ -110,7 +111,7 @@ def test_a_checkpoint_that_does_not_say_what_its_problems_were_goes_on_as_it_is(
     trainer = build(settings_of(*WORDS, *KEPT, *RULES[name], f"run_dir={folder}", f"resume={folder}"))
     state = state_of(folder)
     del state["history"]["digests"]
-    trainer._step.load_state_dict(state)
+    put_back(trainer._parts, state)
     assert trainer._parts.history.state_dict()["visits"] == state["history"]["visits"]
     assert "task as it was" not in "".join(capsys.readouterr())
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from bank import collection_of
 from captured import Again
 from made import full, infinite, mean_length, micro, prefix_head
@@ -22,8 +23,10 @@ from test_stop import engine as reading_engine
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
+from grpo_cli.collect.interfaces import Collection, Collector, Rounds
 from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
-from grpo_cli.collect.resuming import begun, first_seed, from_plain, joined, rest_of, to_plain
+from grpo_cli.collect.resuming import begun, first_seed, joined, rest_of
+from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
 from grpo_cli.engine.ray.engine import RayEngine
@@ -31,7 +34,6 @@ from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.step.sample import uniforms
 from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.engine.torch.generation import BEHIND
-from grpo_cli.interfaces import Collection, Collector, Rounds
 from grpo_cli.methods.april import Partial
 from grpo_cli.methods.dps import DynamicsPredictive
 from grpo_cli.profile.forced_lengths import ProfiledEngine
@@ -264,6 +266,14 @@ def test_a_group_comes_back_from_plain_values_as_it_was() -> None:
     partial = Rollout(request, (7,), (-0.1,), Finish.PARTIAL, 2, (Span(4, 1),))
     group = Group(request.prompt, (partial, begun(replace(request, sample=5))))
     assert from_plain(to_plain(group)) == group and not group.whole
+    older = to_plain(group)  # which kept each rollout's tokens with it
+    tokens, logprobs = (older.pop(name).tolist() for name in ("token_ids", "logprobs"))
+    assert (tokens, logprobs) == ([7], [-0.1])
+    for fate, count in zip(older["rollouts"], (1, 0), strict=True):
+        fate["token_ids"] = torch.tensor(tokens[:count])
+        fate["logprobs"] = torch.tensor(logprobs[:count], dtype=torch.float64)
+        del fate["length"]
+    assert from_plain(older) == group
 
 
 # Rounds that stop and go on, with a scripted engine

@@ -12,7 +12,7 @@ import made
 import numpy as np
 import pytest
 import torch
-from small import small_model
+from small import advantages_of, small_model
 from test_config import refusal
 from test_readout import Counted
 from test_resume import rows as records
@@ -23,7 +23,6 @@ from grpo_cli.config.instantiate import function
 from grpo_cli.methods import pods
 from grpo_cli.methods.poise import Poise, described
 from grpo_cli.rules.ridge import WIDTH, ProbeRows, RidgeProbe, correlation, narrowed
-from grpo_cli.select import advantages_of
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import (

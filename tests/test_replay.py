@@ -16,11 +16,13 @@ import made
 import numpy as np
 import pytest
 import torch
+from small import describe
 from test_resume import HELD, WORDS, cut_off_and_resumed, kill_and_resume, records, rows, trained
 from test_seams import Spy, quiet
 from test_train import CountTask, Recorder, make_trainer, settings_for
 
 from grpo_cli.collect.equal import equal
+from grpo_cli.collect.interfaces import Collection, Rounds
 from grpo_cli.collect.replay import NoReplay
 from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.check import check
@@ -28,11 +30,11 @@ from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import ready
 from grpo_cli.config.prepare import prepare
 from grpo_cli.experiment import replay_of, set_up
-from grpo_cli.interfaces import Bench, Collection, Remembers, Replay, Rounds
+from grpo_cli.interfaces import Bench, Remembers, Replay
 from grpo_cli.learner.batch import collate, corrected, verdict_on
 from grpo_cli.methods.dots import GroupStore
 from grpo_cli.methods.sapo import RunFolder
-from grpo_cli.metrics import describe, replay_metrics, reuse_metrics
+from grpo_cli.metrics import replay_metrics, reuse_metrics
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.select import Selection
 from grpo_cli.settings import RecordSettings, Sampling
@@ -340,7 +342,7 @@ def test_a_replay_of_ones_own_needs_two_methods_and_may_remember(tmp_path: Path,
     monkeypatch.syspath_prepend(tmp_path)
     trained(tmp_path / "mine", *ALL, "replay._target_=my_replay.Mine")
     assert rows(tmp_path / "mine")[-1]["replay/groups"] == 1.0
-    with pytest.raises(UserError, match=r"replay: my_replay.Nothing has no fresh\(prompts, version\) and no draw"):
+    with pytest.raises(UserError, match="replay: my_replay.Nothing has no fresh, draw; see grpo_cli.interfaces.Replay"):
         trained(tmp_path / "nothing", *ALL, "replay._target_=my_replay.Nothing")
 
 

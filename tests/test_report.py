@@ -17,7 +17,7 @@ from grpo_cli.report.compare import compare, estimate
 from grpo_cli.report.curves import Curve, curve_of, deviation, mean_curve
 from grpo_cli.report.evaluations import headline
 from grpo_cli.report.make import make
-from grpo_cli.report.read import Run, State, read_rows, read_run, read_runs
+from grpo_cli.report.read import GREEDY, FoundRuns, Run, State, of_training, read_all, read_rows, read_run
 from grpo_cli.report.tables import arm_table, as_json, footnotes
 from grpo_cli.runs.lock import sole_use
 from grpo_cli.support.errors import UserError
@@ -66,6 +66,10 @@ def launched(folder: Path, state: str, reason: str | None = None, words: Sequenc
     folder.mkdir(parents=True, exist_ok=True)
     told = {"state": state, "reason": reason, "overrides": list(words), "exit_code": None, "log": "log.txt"}
     (folder / "status.json").write_text(json.dumps(told))
+
+
+def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> FoundRuns:
+    return of_training(read_all(folders, metric), folders, metric)
 
 
 def runs_in(folder: Path) -> tuple[Run, ...]:

@@ -15,7 +15,7 @@ import made
 import numpy as np
 import pytest
 import torch
-from small import small_model
+from small import advantages_of, kept_by, small_model
 from typer.testing import CliRunner
 
 from grpo_cli import metrics, select
@@ -24,7 +24,7 @@ from grpo_cli.collect.requests import group_rollouts
 from grpo_cli.config.choices import choices, shipped
 from grpo_cli.learner import batch, logprobs
 from grpo_cli.methods import pods
-from grpo_cli.rules import downsample, loss
+from grpo_cli.rules import loss
 from grpo_cli.settings import Sampling
 from grpo_cli.types import AdvantageInputs, Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Verdict
 
@@ -71,12 +71,12 @@ def new_logprobs() -> torch.Tensor:
 
 CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     **{
-        f"downsample.{name}": (partial(downsample.checked, made.downsample(name), **KEEP_TWO), [a_group()])
+        f"downsample.{name}": (partial(kept_by, made.downsample(name), **KEEP_TWO), [a_group()])
         for name in choices("downsample")
         if name not in ("all", "median")  # which do not keep two of four
     },
     **{
-        f"advantage.{rule}.{over}": (partial(select.advantages_of, made.advantage(rule, stats_over=over)), ADVANTAGES)
+        f"advantage.{rule}.{over}": (partial(advantages_of, made.advantage(rule, stats_over=over)), ADVANTAGES)
         for rule in choices("advantage")
         if "stats_over" in shipped("advantage", rule)  # else it has a test of its own
         for over in ("kept", "group")

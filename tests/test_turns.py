@@ -18,7 +18,8 @@ from test_same_rollouts import POLICIES
 
 from grpo_cli.collect import episodes
 from grpo_cli.collect.episodes import play
-from grpo_cli.collect.resuming import begun, from_plain, to_plain
+from grpo_cli.collect.resuming import begun
+from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import ready
 from grpo_cli.config.prepare import prepare

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Sequence, Set
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.history import History
@@ -11,26 +10,20 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt
 
 
-class CandidateOrder:
+class CandidateOrder(Epochs):
     """The next `pool` times as many problems as needed, in the order of epochs; all if there are fewer."""
 
     def __init__(self, prompts: Sequence[Prompt], per_step: int, seed: int, pool: int) -> None:
-        self._prompts, self._pool = prompts, pool
-        self._order = Epochs(prompts, per_step, seed)
+        super().__init__(prompts, per_step, seed)
+        self._pool = pool
 
     def places(self, step: int, count: int, without: Set[str]) -> list[int]:
         """Their indices in the task's sequence. UserError if fewer than `count` are left."""
         left, wanted = len(self._prompts) - len(without), self._pool * count
         if not count <= left <= wanted:
-            return self._order.places(step, min(wanted, max(left, count)), without)
+            return super().places(step, min(wanted, max(left, count)), without)
         every = range(len(self._prompts))
         return [place for place in every if not (without and self._prompts[place].id in without)]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._order.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._order.load_state_dict(state)
 
 
 def require_revisits(name: str, prompts: int, per_step: int, steps: int, history: History) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from grpo_cli.collect.episodes import Spent, has_turns, play
+from grpo_cli.collect.interfaces import Collector
 from grpo_cli.collect.label import by_majority, reader_of
-from grpo_cli.collect.requests import in_context, score_all, seed_of
+from grpo_cli.collect.requests import Goal, check_sampling, in_context, score_all, seed_of, with_rewards
 from grpo_cli.collect.resuming import begun, limited, unlimited
 from grpo_cli.engine.costs import together
 from grpo_cli.history import History
-from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, Task, Worked
+from grpo_cli.interfaces import Counts, Curriculum, Engine, Task, Worked
 from grpo_cli.metrics import turn_metrics
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -41,7 +42,7 @@ MOST_ROLLOUTS = 2**22  # and problems, of a step: each is a Python object
 
 
 class StepCollection:
-    """What a collector is given (see `interfaces.Collection`), and what has come of its rounds.
+    """What a collector is given (see `collect.interfaces.Collection`), and what has come of its rounds.
 
     `version` is the number of updates that the weights have seen, of which every token that is drawn here is.
     `tokens_left` is how many the run is to generate yet; with `zero_truncated` what is cut off earns nothing.
@@ -185,7 +186,7 @@ class StepCollection:
     def made(self) -> list[ScoredGroup]:
         """All groups that have become whole in this step and were judged, whether they are trained on or not."""
         new = (group for group in self.groups if group.whole and group.prompt.id not in self._held)
-        return _with_rewards([self._judged(group) for group in new if not self._unjudged(group).rollouts])
+        return with_rewards([self._judged(group) for group in new if not self._unjudged(group).rollouts])
 
     def run(self, collector: Collector, engine: Engine) -> list[ScoredGroup]:
         """Run the collector to its end; returns the groups to train on. UserError for impossible requests."""
@@ -205,7 +206,7 @@ class StepCollection:
 
     def _trained_on(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """The groups without what their judge has failed on. UserError where nothing is left."""
-        left = _with_rewards(groups)
+        left = with_rewards(groups)
         if not left:
             raise UserError(
                 "the judge scored no rollout of the step (the warnings above say why); fix the judge, then continue "
@@ -259,7 +260,7 @@ class StepCollection:
                 "it out"
             )
         for rollout in partial:
-            self._check_sampling(name, rollout.request.sampling)
+            check_sampling(rollout.request, self._sampling)
         return partial
 
     def _join(self, group: ScoredGroup, number: int) -> None:
@@ -272,21 +273,11 @@ class StepCollection:
             )
         samples = [rollout.request.sample for rollout in group.rollouts]
         for rollout in group.rollouts:
-            self._check_sampling(name, rollout.request.sampling)
+            check_sampling(rollout.request, self._sampling)
         self._held.add(name)
         self._picked[name] = group.prompt
         self._rollouts[name] = dict(zip(samples, group.rollouts, strict=True))
         self._rewards[name] = dict(zip(samples, group.rewards, strict=True))
-
-    def _check_sampling(self, name: str, before: Sampling) -> None:
-        """UserError if a resumed rollout was begun with other sampling settings."""
-        if before != self._sampling:
-            now = vars(self._sampling)
-            changed = {f"sampling.{key}": (value, now[key]) for key, value in vars(before).items() if value != now[key]}
-            raise UserError(
-                f"rollouts of problem {name!r} were begun with {_said(changed, 0)}, and this run has "
-                f"{_said(changed, 1)}: resume with what they were begun with, or start a new run"
-            )
 
     def _requests(self, wanted: Round, number: int) -> list[Rollout]:
         """New rollouts, without any tokens but those that are given."""
@@ -333,16 +324,16 @@ class StepCollection:
                 f"sampling.max_new_tokens={most} none is left to draw: give fewer, or raise it"
             )
 
-    def _goal(self, enough: int | None, partial: Sequence[Rollout], number: int) -> _Goal | None:
+    def _goal(self, enough: int | None, partial: Sequence[Rollout], number: int) -> Goal | None:
         whole = sum(group.whole for group in self.groups)
         if enough is not None and enough <= whole:
             raise UserError(
                 f"round {number + 1} of the collector ends at enough={enough} whole groups, and there are {whole} "
                 "before it: ask for more, or leave the round out"
             )
-        return None if enough is None else _Goal(enough, whole, partial)
+        return None if enough is None else Goal(enough, whole, partial)
 
-    def _make(self, partial: Sequence[Rollout], goal: _Goal | None, engine: Engine, limit: int | None) -> None:
+    def _make(self, partial: Sequence[Rollout], goal: Goal | None, engine: Engine, limit: int | None) -> None:
         if limit is not None:
             partial = [limited(one, limit) for one in partial if len(one) < limit]
         if not partial:  # all that the round asks for is there
@@ -398,33 +389,9 @@ class StepCollection:
         }
 
 
-class _Goal:
-    """Whether `enough` groups are whole, as the rollouts `under_way` end."""
-
-    def __init__(self, enough: int, whole: int, under_way: Sequence[Rollout]) -> None:
-        self._enough, self._whole = enough, whole
-        self._left = Counter(rollout.request.about.id for rollout in under_way)
-
-    def __call__(self, rollout: Rollout) -> bool:
-        problem = rollout.request.about.id
-        self._left[problem] -= 1
-        self._whole += not self._left[problem]
-        return self._whole >= self._enough
-
-
 def _key(request: Request) -> tuple[str, int]:
     """Identifies a rollout; a request that resumes one has a different prompt."""
     return request.about.id, request.sample
-
-
-def _said(changed: Mapping[str, tuple[Any, Any]], which: int) -> str:
-    return " ".join(f"{key}={values[which]}" for key, values in changed.items())
-
-
-def _with_rewards(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-    """Only the rollouts that have a judgement."""
-    judged = [group.take([i for i, one in enumerate(group.rewards) if one.judged]) for group in groups]
-    return [group for group in judged if group.rollouts]
 
 
 def _ended(group: Group) -> tuple[Rollout, ...]:

@@ -131,7 +131,8 @@ def _in_rounds(
         replies: dict[tuple[str, int, int], tuple[int, ...] | None] = {}
 
         def ask(episode: Episode, asked: dict[Any, int] = asked) -> None:
-            if not _is_full(episode) and _key(episode.request) not in asked:
+            is_full = len(episode) >= episode.request.sampling.max_new_tokens
+            if not is_full and _key(episode.request) not in asked:
                 asked[_key(episode.request)] = conversation.ask(episode)
 
         def reply_to(episode: Episode, asked: Any = asked, replies: Any = replies) -> tuple[int, ...] | None:
@@ -189,10 +190,6 @@ def _generated(
         assert rest.finish is not Finish.PARTIAL or enough, "an engine stops nothing unless it is asked to"
         yield whole(rest)
     spent.costs.append(engine.stats())
-
-
-def _is_full(episode: Episode) -> bool:
-    return len(episode) >= episode.request.sampling.max_new_tokens
 
 
 def _ending(request: Request, task: Dialogue) -> Request:

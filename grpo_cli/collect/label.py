@@ -35,15 +35,11 @@ def by_majority(read: Reader, group: ScoredGroup) -> ScoredGroup:
     label = answers[first] if answers else None
     right = float(label is not None and group.rewards[first].solved)
     rewards = [
-        _reward(one, float(label is not None and said == label), right)
-        for one, said in zip(group.rewards, answers, strict=True)
+        Reward(said, {"label": said, "true": one.total, "majority_right": right}, "label", {"label": 1.0}, one.judged)
+        for one, answer in zip(group.rewards, answers, strict=True)
+        for said in [float(label is not None and answer == label)]
     ]
     return ScoredGroup(group.prompt, group.rollouts, tuple(rewards))
-
-
-def _reward(true: Reward, total: float, right: float) -> Reward:
-    parts = {"label": total, "true": true.total, "majority_right": right}
-    return Reward(total, parts, "label", {"label": 1.0}, true.judged)
 
 
 def winner(answers: Sequence[str | None]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -86,3 +87,34 @@ def check_rewards(group: ScoredGroup) -> None:
             f"{group.prompt.id} ({len(bad)} of {len(group.totals)} rewards of this group are so): rewards must be "
             "finite numbers from -2^53 to 2^53, so repair the task's reward; training stopped before using it"
         )
+
+
+def with_rewards(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+    """Only the rollouts that have a judgement."""
+    judged = [group.take([i for i, one in enumerate(group.rewards) if one.judged]) for group in groups]
+    return [group for group in judged if group.rollouts]
+
+
+def check_sampling(request: Request, now: Sampling) -> None:
+    """UserError if a rollout that goes on was begun with other sampling settings."""
+    begun = vars(request.sampling)
+    if changed := [key for key, value in vars(now).items() if begun[key] != value]:
+        before, here = (" ".join(f"sampling.{key}={of[key]}" for key in changed) for of in (begun, vars(now)))
+        raise UserError(
+            f"rollouts of problem {request.about.id!r} were begun with {before}, and this run has {here}: resume with "
+            "what they were begun with, or start a new run"
+        )
+
+
+class Goal:
+    """Whether `enough` groups are whole, as the rollouts `under_way` end."""
+
+    def __init__(self, enough: int, whole: int, under_way: Sequence[Rollout]) -> None:
+        self._enough, self._whole = enough, whole
+        self._left = Counter(rollout.request.about.id for rollout in under_way)
+
+    def __call__(self, rollout: Rollout) -> bool:
+        problem = rollout.request.about.id
+        self._left[problem] -= 1
+        self._whole += not self._left[problem]
+        return self._whole >= self._enough

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-import torch
-
-from grpo_cli.collect.stored import plain_context, plain_sets, request_of, sets_of
-from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, Group, KeptSets, Prompt, Request, Rollout, Span
+from grpo_cli.support.errors import UserError
+from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, KeptSets, Request, Rollout, Span
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -61,6 +58,18 @@ def unlimited(made: Rollout, before: Rollout) -> Rollout:
     """What was made of a limited rollout, under the request that it had before; partial if the limit has ended it."""
     cut = made.finish is Finish.LENGTH and len(made) < before.request.sampling.max_new_tokens
     return replace(made, request=before.request, finish=Finish.PARTIAL if cut else made.finish)
+
+
+def look_at(key: str, given: int | None, longest: int) -> int:
+    """How many tokens rollouts have when a collector looks at them: `given` as the setting `key`, None is a quarter.
+    UserError if none gets there."""
+    at = max(1, longest // 4) if given is None else given
+    if at >= longest:
+        raise UserError(
+            f"{key}={at} is never reached with sampling.max_new_tokens={longest}: lower it (null is a quarter), or use "
+            "collector=equal"
+        )
+    return at
 
 
 def first_seed(request: Request) -> int:
@@ -112,47 +121,3 @@ def _longer(spans: tuple[Span, ...], version: int, rest: Rollout) -> tuple[Span,
             count += longer.pop().count
         longer.append(Span(which, count))
     return tuple(longer)
-
-
-def to_plain(group: Group) -> dict[str, Any]:
-    """A group as a checkpoint keeps it: plain values and tensors."""
-    return {
-        "prompt": (group.prompt.id, list(group.prompt.token_ids), group.prompt.answer),
-        "rollouts": [
-            {
-                "sample": rollout.request.sample,
-                "seed": str(rollout.request.seed),  # 64 bits, of which a tensor has one for the sign
-                "sampling": asdict(rollout.request.sampling),
-                "context": plain_context(rollout.request),
-                "token_ids": torch.tensor(rollout.token_ids, dtype=torch.int64),
-                "logprobs": torch.tensor(rollout.sampler_logprobs, dtype=torch.float64),
-                "finish": rollout.finish.value,
-                "kept_kv": rollout.kept_kv,
-                "spans": [(span.version, span.count) for span in rollout.spans],
-                "kept": plain_sets(rollout),
-            }
-            for rollout in group.rollouts
-        ],
-    }
-
-
-def from_plain(state: Mapping[str, Any]) -> Group:
-    """What `to_plain` was given."""
-    name, token_ids, answer = state["prompt"]
-    prompt = Prompt(name, tuple(token_ids), answer)
-    return Group(prompt, _rollouts(prompt, state["rollouts"]))
-
-
-def _rollouts(prompt: Prompt, states: Sequence[Mapping[str, Any]]) -> tuple[Rollout, ...]:
-    return tuple(
-        Rollout(
-            request_of(prompt, state),
-            tuple(state["token_ids"].tolist()),
-            tuple(state["logprobs"].tolist()),
-            Finish(state["finish"]),
-            state["kept_kv"],
-            tuple(Span(*span) for span in state["spans"]),
-            sets_of(state),
-        )
-        for state in states
-    )

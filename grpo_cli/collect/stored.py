@@ -1,33 +1,37 @@
-"""A scored group as plain values and tensors, for stores and checkpoints, at 12 bytes per token and 4 more for
+"""Groups as plain values and tensors, for stores and checkpoints: a scored one at 12 bytes per token and 4 more for
 each id that truncation left."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from grpo_cli.history import digest_of, of_kind
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Finish, KeptSets, Prompt, Request, Reward, Rollout, ScoredGroup, Span
+from grpo_cli.types import Finish, Group, KeptSets, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
 
-def to_plain(group: ScoredGroup) -> dict[str, Any]:
-    """The group with all its rollouts' tokens concatenated, log-probabilities in float32, in which they were drawn."""
+def to_plain(group: Group | ScoredGroup) -> dict[str, Any]:
+    """The group with all its rollouts' tokens concatenated. Log-probabilities of a scored one are in float32, in which
+    they were drawn."""
     tokens = [token for rollout in group.rollouts for token in rollout.token_ids]
     logprobs = [logprob for rollout in group.rollouts for logprob in rollout.sampler_logprobs]
+    rewards = {"rewards": [_earned(reward) for reward in group.rewards]} if isinstance(group, ScoredGroup) else {}
     return {
         "prompt": (group.prompt.id, list(group.prompt.token_ids), group.prompt.answer),
         "token_ids": torch.tensor(tokens, dtype=torch.int64),
-        "logprobs": torch.tensor(logprobs, dtype=torch.float32),
+        "logprobs": torch.tensor(logprobs, dtype=torch.float32 if rewards else torch.float64),
         "rollouts": [_fate(rollout) for rollout in group.rollouts],
-        "rewards": [
-            (float(reward.total), _floats(reward.parts), reward.answer_part, _floats(reward.weights))
-            for reward in group.rewards
-        ],
+        **rewards,
     }
+
+
+def _earned(reward: Reward) -> tuple[float, dict[str, float], str, dict[str, float]]:
+    return float(reward.total), _floats(reward.parts), reward.answer_part, _floats(reward.weights)
 
 
 def _floats(named: Mapping[str, float]) -> dict[str, float]:
@@ -40,55 +44,47 @@ def _fate(rollout: Rollout) -> dict[str, Any]:
         "sample": request.sample,
         "seed": str(request.seed),  # 64 bits, of which a tensor has one for the sign
         "sampling": asdict(request.sampling),
-        "context": plain_context(request),
+        # what was read in place of the problem's prompt, if anything was
+        "context": None if request.problem is None else (request.prompt.id, list(request.prompt.token_ids)),
         "length": len(rollout),
         "finish": rollout.finish.value,
         "kept_kv": rollout.kept_kv,
         "spans": [(span.version, span.count) for span in rollout.spans],
-        "kept": plain_sets(rollout),
+        "kept": None if rollout.kept is None else tuple(torch.from_numpy(one.copy()) for one in rollout.kept.arrays),
     }
 
 
-def plain_context(request: Request) -> tuple[str, list[int]] | None:
-    """What was read in place of the problem's prompt, if anything was."""
-    return None if request.problem is None else (request.prompt.id, list(request.prompt.token_ids))
-
-
 def request_of(problem: Prompt, state: Mapping[str, Any]) -> Request:
-    """The request of a stored rollout; older stores know no contexts."""
-    asked = Request(problem, state["sample"], int(state["seed"]), sampling_of(state["sampling"]))
+    """The request of a stored rollout; older stores know no contexts, and lack some settings."""
+    said = {"max_turn_tokens": None, "kept_set": False, **state["sampling"]}
+    sampling = Sampling(**said | {"stop": tuple(said["stop"])})
+    asked = Request(problem, state["sample"], int(state["seed"]), sampling)
     if (context := state.get("context")) is None:
         return asked
     name, token_ids = context
     return replace(asked, prompt=Prompt(name, tuple(token_ids), problem.answer), problem=problem)
 
 
-def plain_sets(rollout: Rollout) -> tuple[torch.Tensor, ...] | None:
-    """What truncation left of each token: ids and counts, int32."""
-    return None if rollout.kept is None else tuple(torch.from_numpy(one.copy()) for one in rollout.kept.arrays)
-
-
 def sets_of(state: Mapping[str, Any]) -> KeptSets | None:
-    """The inverse, from what is kept of a rollout; older stores say nothing of it."""
+    """What truncation left of each token of a stored rollout; older stores say nothing of it."""
     kept = state.get("kept")
     return None if kept is None else KeptSets(*(one.numpy().tobytes() for one in kept))
 
 
-def sampling_of(state: Mapping[str, Any]) -> Sampling:
-    """The inverse of `asdict`; older stores lack some settings."""
-    return Sampling(**{"max_turn_tokens": None, "kept_set": False, **state, "stop": tuple(state["stop"])})
-
-
-def from_plain(state: Mapping[str, Any]) -> ScoredGroup:
-    """The inverse of `to_plain`."""
-    prompt = prompt_of(state)
-    lengths = [fate["length"] for fate in state["rollouts"]]
-    parts = zip(state["rollouts"], state["token_ids"].split(lengths), state["logprobs"].split(lengths), strict=True)
-    return ScoredGroup(
-        prompt,
-        tuple(_rollout(prompt, fate, tuple(ids.tolist()), tuple(said.tolist())) for fate, ids, said in parts),
-        tuple(Reward(*reward) for reward in state["rewards"]),
+def from_plain(state: Mapping[str, Any]) -> Any:
+    """The inverse of `to_plain`. Older versions kept the tokens of each rollout of a group without rewards apart."""
+    prompt, fates = prompt_of(state), state["rollouts"]
+    tokens = [
+        state[name].split([fate["length"] for fate in fates]) if name in state else [fate[name] for fate in fates]
+        for name in ("token_ids", "logprobs")
+    ]
+    rollouts = tuple(
+        _rollout(prompt, fate, tuple(ids.tolist()), tuple(said.tolist()))
+        for fate, ids, said in zip(fates, *tokens, strict=True)
     )
+    if "rewards" not in state:
+        return Group(prompt, rollouts)
+    return ScoredGroup(prompt, rollouts, tuple(Reward(*reward) for reward in state["rewards"]))
 
 
 def prompt_of(state: Mapping[str, Any]) -> Prompt:
@@ -119,3 +115,24 @@ def version_of(state: Mapping[str, Any]) -> int:
     """The oldest version that drew any of its tokens, 0 without a token."""
     versions = (version for fate in state["rollouts"] for version, _ in fate["spans"])
     return min((version for version in versions if version >= 0), default=0)
+
+
+class HoldsGroups:
+    """What collectors that hold groups for later steps share; the checkpoint has them under the name `held`."""
+
+    kind: ClassVar[str]
+    held: ClassVar[str] = "held"
+    _held: tuple[Any, ...] = ()
+
+    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        return {}
+
+    def forget(self, is_other: Callable[[str, int], bool]) -> None:
+        """As `interfaces.Forgets` has it."""
+        self._held = tuple(group for group in self._held if not is_other(group.prompt.id, digest_of(group.prompt)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, self.held: [to_plain(group) for group in self._held]}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        self._held = tuple(from_plain(group) for group in of_kind(state, "collector", self.kind)[self.held])

@@ -36,11 +36,9 @@ def check(settings: RunSettings) -> Tried:
         *_length_problems(settings),
         *_optim_problems(settings.optim),
         *_checkpoint_problems(settings),
-        *_quantize_problems(settings),
         *_opob_problems(settings),
         *_model_problems(settings.model, settings.device),
         *_rounding_problems(settings),
-        *_resume_problems(settings),
         *no_history(settings.train.history),
         *together.problems(settings),
     ]
@@ -51,15 +49,10 @@ def check(settings: RunSettings) -> Tried:
         tried = try_rules(settings)
     for group in ("curriculum", "replay"):
         with gathered(problems):
-            refuse([*refused_by(group, settings.parts[group], {})])
+            problems += refused_by(group, settings.parts[group], {})
     refuse(problems)
     assert tried is not None, "n and m are as they must be"
     return tried
-
-
-def _resume_problems(settings: RunSettings) -> Iterator[str]:
-    if settings.accept_damage and settings.resume is None:
-        yield "accept_damage=true is about the records of a run that goes on: name it, resume=<run folder>"
 
 
 def check_profile(settings: ProfileRunSettings) -> Tried:
@@ -205,15 +198,9 @@ def _optim_problems(optim: OptimSettings) -> Iterator[str]:
         )
 
 
-def _quantize_problems(settings: RunSettings) -> Iterator[str]:
-    kind, rounding = settings.model.quantize, together.rounding_of(settings.parts)
-    if kind != "none" and rounding is not None:
-        yield f"engine.quantize={rounding} rounds plain weights, and model.quantize={kind} has done so: leave one out"
-    if kind != "none" and (fake := settings.model.fake_quantize) != "none":
-        yield f"model.fake_quantize={fake} rounds plain weights, and model.quantize={kind} has done so: leave one out"
-
-
 def _checkpoint_problems(settings: RunSettings) -> Iterator[str]:
+    if settings.accept_damage and settings.resume is None:
+        yield "accept_damage=true is about the records of a run that goes on: name it, resume=<run folder>"
     if settings.train.checkpoint == "lazy" and settings.optim.offload:
         yield (
             "train.checkpoint=lazy copies what a checkpoint holds to the CPU's memory, where optim.offload=true has "
@@ -243,7 +230,10 @@ def _opob_problems(settings: RunSettings) -> Iterator[str]:
 
 
 def _rounding_problems(settings: RunSettings) -> Iterator[str]:
-    """Not for a resumed run, which an older version may have allowed."""
+    kind, fake = settings.model.quantize, settings.model.fake_quantize
+    if kind != "none" and fake != "none":
+        yield f"model.fake_quantize={fake} rounds plain weights, and model.quantize={kind} has done so: leave one out"
+    # An older version may have allowed it to a run that is resumed.
     if settings.model.dtype == "bfloat16" and not settings.model.adapted and settings.resume is None:
         yield (
             "model.dtype=bfloat16 would train every weight in 8 bits of precision, where steps of less than a 256th of "

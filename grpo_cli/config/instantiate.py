@@ -32,13 +32,19 @@ _BY_NAME = {"advantage": ("inputs", "history"), "credit": ("readout",)}
 
 
 def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
-    """Build the part of group `name`. UserError if an argument is missing or unknown."""
+    """Build the part of group `name`. UserError if an argument is missing or unknown, or if it lacks members of its
+    protocol."""
     factory = _factory(name, part, offered)
     missing, given = _fits(factory, offered)
     if missing:
         raise UserError(f"{name}: {part['_target_']} cannot be made: {missing}; give it as +{name}.<argument>=...")
     with own_code_unless_ours(f"{name}._target_={part['_target_']}", factory.func):
-        return factory(**given)
+        made = factory(**given)
+    members = () if name not in KINDS or is_function(name) else KINDS[name].members
+    if lacking := [asked for asked in members if not hasattr(made, asked)]:
+        protocol = f"{KINDS[name].protocol.__module__}.{KINDS[name].protocol.__name__}"
+        raise UserError(f"{name}: {part['_target_']} has no {', '.join(lacking)}; see {protocol}")
+    return made
 
 
 def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, /, **changed: Any) -> Any:
@@ -67,18 +73,15 @@ def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> 
     if named or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         known = [key for key in takes if key not in offered]
         problems += [
-            f"{name}.{word}: {target} takes no {word}{_meant(f'{name}.{word}', word, known)}"
+            f"{name}.{word}: {target} takes no {word}{f'; it is called {new}' if new else closest(word, known)}"
             for word in kwargs
             if word not in takes
+            for new in [RENAMED.get(f"{name}.{word}")]
         ]
     if ours:
         kwargs = read_kwargs(code, name, kwargs, problems)
     refuse(problems)
     return partial(code, **kwargs)
-
-
-def _meant(key: str, word: str, known: list[str]) -> str:
-    return f"; it is called {RENAMED[key]}" if key in RENAMED else closest(word, known)
 
 
 def _fits(factory: Any, offered: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -110,7 +113,7 @@ def function(name: str, part: Mapping[str, Any]) -> Any:
 
 
 def fact_of(name: str, part: Mapping[str, Any], fact: str) -> Any:
-    """A fact of a part's class or function (`interfaces.facts`). None if it has no such fact or cannot be made, which
+    """A fact of a part's class or function (`facts.facts`). None if it has no such fact or cannot be made, which
     is refused elsewhere."""
     with suppress(UserError):
         return getattr(_factory(name, part, {}).func, fact, None)
@@ -127,21 +130,11 @@ def engine_parts(parts: Mapping[str, Any], offered: Mapping[str, Any], early: bo
     for name in ENGINE_PARTS[1:]:
         with gathered(problems):
             if not (early and _fits(_factory(name, parts[name], offered), offered)[0]):
-                made = make(name, parts[name], offered)
-                refuse([*_unspoken(name, parts[name], made)])
-                built[name] = made
+                built[name] = make(name, parts[name], offered)
     with gathered(problems):
         problems += _not_together(parts, built)
     refuse(problems)
     return built
-
-
-def _unspoken(name: str, part: Mapping[str, Any], made: Any) -> Iterator[str]:
-    """Complains about members of its protocol that it lacks."""
-    lacking = [asked for asked in KINDS[name].members if not hasattr(made, asked)] if name in KINDS else []
-    if lacking:
-        protocol = KINDS[name].protocol
-        yield f"{name}: {part['_target_']} has no {', '.join(lacking)}; see {protocol.__module__}.{protocol.__name__}"
 
 
 def _not_together(parts: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
@@ -177,6 +170,20 @@ def inner_engine(part: Mapping[str, Any]) -> dict[str, Any]:
     return shipped("engine", inner) | dict(part.get("options") or {})
 
 
+def says(parts: Mapping[str, Mapping[str, Any]], group: str, fact: str) -> Any:
+    """As `facts.Others.says`; of an engine of workers what these say where it says nothing."""
+    part = parts[group]
+    said = fact_of(group, part, fact)
+    return fact_of(group, inner_engine(part), fact) if said is None and INNER in part else said
+
+
+def rounding_of(parts: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What the rollouts' weights are rounded to (engine.quantize), None if they are the trainer's own."""
+    engine = parts["engine"]
+    kind = (inner_engine(engine) if INNER in engine else engine).get("quantize")
+    return None if kind == "none" else kind
+
+
 @dataclass(frozen=True)
 class OwnLoss:
     """Makes a plain function a `Loss`: whether it needs a reference is an attribute of the function or class, by
@@ -207,8 +214,6 @@ def rules_of(parts: Mapping[str, Mapping[str, Any]]) -> Rules:
 def rule_of(name: str, part: Mapping[str, Any]) -> Any:
     """A rule, untried. UserError if it cannot be made."""
     if not is_function(name):
-        made = make(name, part, {})
-        refuse([*_unspoken(name, part, made)])
-        return made
+        return make(name, part, {})
     rule = function(name, part)
     return OwnLoss(rule) if KINDS[name].protocol is Loss and not isinstance(rule, Loss) else rule

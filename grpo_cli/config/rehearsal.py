@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_cli.collect.collection import MOST_ROLLOUTS
 from grpo_cli.collect.rehearsal import MOST_REHEARSED, CollectionSize, rehearsed
 from grpo_cli.config import together
 from grpo_cli.config.instantiate import rules_of
 from grpo_cli.config.kinds import RULES
-from grpo_cli.history import PROFILED, History, Visit, with_history
+from grpo_cli.facts import taken
+from grpo_cli.history import PROFILED, History, Visit
 from grpo_cli.interfaces import Loss, Rules
-from grpo_cli.learner.batch import corrected, takes_advantages, verdict_on
+from grpo_cli.learner.batch import corrected, verdict_on
 from grpo_cli.learner.readout import layer_read, reads_of
 from grpo_cli.rules.downsample import choose
-from grpo_cli.select import advantages_of, factors_of
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.support.errors import UserError, gathered, own_code, refuse
 from grpo_cli.types import (
@@ -62,7 +61,7 @@ def try_rules(settings: RunSettings) -> Tried | None:
     size = CollectionSize.equal(n, prompts)
     with gathered(problems):
         size = rehearsed(rules.collector, n, prompts, settings.sampling.max_new_tokens)
-        refuse([*_step_problems(settings, size.rollouts), *together.rehearsed_problems(settings, size)])
+        problems += together.rehearsed_problems(settings, size)
     with gathered(problems):
         tried = _try_choice(rules, n, m)
     refuse(problems)
@@ -71,14 +70,6 @@ def try_rules(settings: RunSettings) -> Tried | None:
     with own_code(" or ".join(own)) if own else nullcontext():
         _rehearse(rules, *tried)
     return Tried(rules, size)
-
-
-def _step_problems(settings: RunSettings, rollouts: int) -> Iterator[str]:
-    if rollouts > MOST_ROLLOUTS:
-        yield (
-            f"n={settings.n} of train.prompts={settings.train.prompts} problems come to {rollouts} rollouts a step, "
-            f"and {MOST_ROLLOUTS} are the most: lower n, train.prompts or what the collector asks for"
-        )
 
 
 def _try_choice(rules: Rules, n: int, m: int) -> tuple[ScoredGroup, ScoredGroup]:
@@ -104,9 +95,10 @@ def _rehearse(rules: Rules, group: ScoredGroup, kept: ScoredGroup) -> None:
     readout = _made_up_readout(len(group.rollouts))
     inputs = AdvantageInputs(group, numbers, tuple(range(len(group.rollouts))), readout)
     history = History({group.prompt.id: [Visit(PROFILED, 1, 2)]})
-    advantages = advantages_of(with_history(copy.deepcopy(rules.advantage), history), of_kept, of_group, inputs)
+    advantage = copy.deepcopy(rules.advantage)
+    advantages = advantage(of_kept, of_group, **taken(advantage, inputs=inputs, history=history))
     _expect("advantage", advantages, (m,))
-    if rules.correction.rejects and takes_advantages(rules.correction):
+    if rules.correction.rejects and taken(rules.correction, advantages=None):
         raise UserError(
             "correction: one that rejects is asked before rollouts are chosen, when nobody knows their advantages; "
             "leave out the parameter advantages, or say rejects = False"
@@ -119,7 +111,8 @@ def _rehearse(rules: Rules, group: ScoredGroup, kept: ScoredGroup) -> None:
     _expect("correction", verdict.weights, (m, 4))
     _expect("correction", verdict.mask, (m, 4))
     _require_reads(rules)
-    factors = factors_of(copy.deepcopy(rules.credit), batch, ["rehearsal"] * m, History(), _made_up_readout(m))
+    credit, read = copy.deepcopy(rules.credit), _made_up_readout(m)
+    factors = credit(batch, ["rehearsal"] * m, History(), **taken(credit, readout=read))
     if factors is not None:
         _expect("credit", factors, (m, 4))
         batch = replace(batch, weights=batch.weights * factors)
@@ -195,7 +188,7 @@ def _require_reads(rules: Rules) -> None:
     if "readout" in inspect.signature(rules.credit).parameters and not reads_of(rules.credit):
         raise UserError(
             "credit: its parameter readout would be None, as it does not say what it reads; decorate it with "
-            "@facts(reads=(...)) of grpo_cli.interfaces"
+            "@facts(reads=(...)) of grpo_cli.facts"
         )
 
 

@@ -1,6 +1,6 @@
 """Conflicts between parts, or of parts with `n` or `m`.
 
-What a part requires of others it declares itself (`goes_with`, `undone_by`: see `interfaces.facts`); here are conflicts
+What a part requires of others it declares itself (`goes_with`, `undone_by`: see `facts.facts`); here are conflicts
 that follow from the facts of two parts. Names of choices appear only in messages.
 """
 
@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from grpo_cli.collect.collection import MOST_ROLLOUTS
 from grpo_cli.collect.rehearsal import CollectionSize
 from grpo_cli.config.choices import choice_of
-from grpo_cli.config.instantiate import INNER, fact_of, inner_engine
+from grpo_cli.config.instantiate import INNER, fact_of, rounding_of, says
 from grpo_cli.interfaces import Rules
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import own_code_unless_ours
@@ -20,7 +21,7 @@ from grpo_cli.support.errors import own_code_unless_ours
 
 @dataclass(frozen=True)
 class Chosen:
-    """As `interfaces.Others`."""
+    """As `facts.Others`."""
 
     parts: Mapping[str, Mapping[str, Any]]
     n: int
@@ -46,20 +47,6 @@ class Chosen:
                 yield from found
 
 
-def says(parts: Mapping[str, Mapping[str, Any]], group: str, fact: str) -> Any:
-    """As `Others.says`; of an engine of workers what these say where it says nothing."""
-    part = parts[group]
-    said = fact_of(group, part, fact)
-    return fact_of(group, inner_engine(part), fact) if said is None and INNER in part else said
-
-
-def rounding_of(parts: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What the rollouts' weights are rounded to (engine.quantize), None if they are the trainer's own."""
-    engine = parts["engine"]
-    kind = (inner_engine(engine) if INNER in engine else engine).get("quantize")
-    return None if kind == "none" else kind
-
-
 def chosen(settings: RunSettings) -> Chosen:
     return Chosen(settings.parts, settings.n, settings.m, settings.train.prompts)
 
@@ -75,6 +62,8 @@ def problems(settings: RunSettings) -> Iterator[str]:
     others = chosen(settings)
     yield from others.of_each("goes_with")
     yield from _drawn_problems(others)
+    if (kind := settings.model.quantize) != "none" and (rounding := rounding_of(settings.parts)) is not None:
+        yield f"engine.quantize={rounding} rounds plain weights, and model.quantize={kind} has done so: leave one out"
     if settings.sampling.kept_set:
         yield from _kept_problems(others)
     for group in ("curriculum", "advantage"):
@@ -88,6 +77,11 @@ def problems(settings: RunSettings) -> Iterator[str]:
 def rehearsed_problems(settings: RunSettings, size: CollectionSize) -> Iterator[str]:
     """What cannot work, given the collector's rehearsal."""
     others = chosen(settings)
+    if size.rollouts > MOST_ROLLOUTS:
+        yield (
+            f"n={settings.n} of train.prompts={settings.train.prompts} problems come to {size.rollouts} rollouts a "
+            f"step, and {MOST_ROLLOUTS} are the most: lower n, train.prompts or what the collector asks for"
+        )
     if size.unequal:
         known = {*others.of_each("goes_with")}
         yield from (problem for problem in replace(others, unequal=True).of_each("goes_with") if problem not in known)

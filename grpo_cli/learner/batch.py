@@ -5,7 +5,6 @@ Padding is on the right, where a causal model never sees it. A part is trimmed t
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_cli.facts import taken
 from grpo_cli.interfaces import Correction
 from grpo_cli.types import ENVIRONMENT, GIVEN, NEVER, Batch, Group, Rollout, ScoredGroup, Span, Totals, Verdict
 
@@ -139,7 +139,7 @@ def verdict_on(correction: Correction, batch: Batch, old_logprobs: Tensor) -> Ve
     drawn token is not subject to the correction.
     """
     drawn = batch.drawn_mask
-    named = {"advantages": batch.advantages} if takes_advantages(correction) else {}
+    named = taken(correction, advantages=batch.advantages)
     verdict = correction(batch.sampler_logprobs, old_logprobs, drawn, **named)
     given = batch.response_mask & ~drawn
     if not given.any():
@@ -150,11 +150,6 @@ def verdict_on(correction: Correction, batch: Batch, old_logprobs: Tensor) -> Ve
     weights = torch.where(given, trained.float()[:, None], verdict.weights)
     left = verdict.mask.any(dim=1) | only_given
     return replace(verdict, weights=weights, mask=verdict.mask | (given & left[:, None]), reasons=reasons)
-
-
-def takes_advantages(correction: Correction) -> bool:
-    """Whether it needs the advantages, and so can only be asked once rollouts are chosen."""
-    return "advantages" in inspect.signature(correction).parameters
 
 
 def corrected(batch: Batch, verdict: Verdict) -> Batch:

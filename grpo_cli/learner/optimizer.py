@@ -24,7 +24,10 @@ def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings, ends: Collec
     check_optimizer(optim, weights[0].device)
     kwargs: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps)
     if optim.name == "adamw8bit":
-        return _eight_bit(_groups(weights, optim.weight_decay), kwargs)
+        from bitsandbytes.optim import AdamW8bit
+
+        # state of 8 bits in blocks, 2 bytes per weight instead of 8 (Dettmers et al., arXiv 2110.02861)
+        return AdamW8bit(_groups(weights, optim.weight_decay), **kwargs)
     if optim.offload:
         return Offloaded(weights, optim.weight_decay, kwargs)
     if optim.name == "muon":
@@ -179,13 +182,6 @@ def _two_moments(weight: Tensor) -> int:
 
 def _eight_bit_bytes(count: int) -> int:
     return 2 * 4 * count if count < _SMALL else 2 * (count + 4 * -(-count // _BLOCK))
-
-
-def _eight_bit(groups: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> Any:
-    """AdamW with state of 8 bits in blocks, 2 bytes per weight instead of 8 (Dettmers et al., arXiv 2110.02861)."""
-    from bitsandbytes.optim import AdamW8bit
-
-    return AdamW8bit(groups, **kwargs)
 
 
 class Offloaded:

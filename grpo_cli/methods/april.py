@@ -10,21 +10,22 @@ Measured: scripts/reproduce/frontier_b.md (no difference in accuracy seen, fewer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Annotated, Any
 
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.collect.resuming import from_plain, to_plain
-from grpo_cli.history import History, digest_of, of_kind
-from grpo_cli.interfaces import Collection, Others, Rounds, facts
+from grpo_cli.collect.interfaces import Collection, Rounds
+from grpo_cli.collect.stored import HoldsGroups
+from grpo_cli.facts import Others, facts
+from grpo_cli.history import History
 from grpo_cli.support.ranges import Range
-from grpo_cli.types import GIVEN, Batch, Finish, Group, GroupRequest, Round, ScoredGroup
+from grpo_cli.types import GIVEN, Batch, Group, GroupRequest, Round
 
 
-class Partial:
+class Partial(HoldsGroups):
     """`1 + surplus` times a plain step's problems are under way, and a step ends when a plain step's number of groups
     is whole (APRIL, arXiv 2509.18521). The others are held, with the rollouts that have ended and those that have not,
     and go on first in the next step.
@@ -34,7 +35,7 @@ class Partial:
     a step makes several updates it may be older by those of one step, less one.
     """
 
-    kind = "partial"  # whose state a checkpoint holds
+    kind = "partial"
 
     def __init__(
         self,
@@ -44,7 +45,6 @@ class Partial:
     ) -> None:
         self._share = 1 + Fraction(str(surplus))  # in floating point 1.1 * 50 is more than 55
         self._max_lag = max_lag
-        self._held: tuple[Group, ...] = ()
 
     def __call__(self, collection: Collection) -> Rounds:
         held, prompts, groups = self._held, collection.prompts, tuple[Group, ...]()
@@ -60,7 +60,7 @@ class Partial:
             groups = tuple((yield Round(requests, rest, enough=prompts)))
             waiting = tuple(group for group in groups if not group.whole)
         self._held = waiting
-        partial = [r for group in waiting for r in group.rollouts if r.finish is Finish.PARTIAL]
+        partial = [rollout for group in waiting for rollout in group.partial.rollouts]
         collection.note("carried_rollouts", len(partial))
         collection.note("carried_tokens", sum(map(len, partial)))
         return [group.prompt.id for group in groups if group.whole]
@@ -68,19 +68,6 @@ class Partial:
     def _fresh(self, under_way: int, held: int) -> int:
         """How many problems begin, where `under_way` are wanted and `held` go on."""
         return max(0, under_way - held)
-
-    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        return {}
-
-    def forget(self, is_other: Callable[[str, int], bool]) -> None:
-        """As `interfaces.Forgets` has it."""
-        self._held = tuple(group for group in self._held if not is_other(group.prompt.id, digest_of(group.prompt)))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, "held": [to_plain(group) for group in self._held]}
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        self._held = tuple(from_plain(group) for group in of_kind(state, "collector", self.kind)["held"])
 
 
 def _lag(group: Group, version: int) -> int:

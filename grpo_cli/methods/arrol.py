@@ -19,18 +19,18 @@ Measured: scripts/reproduce/frontier_c.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Float
 
-from grpo_cli.history import of_kind
-from grpo_cli.interfaces import Collection, Others, Rounds, facts
-from grpo_cli.rules.ridge import ProbeRows, RidgeProbe, narrowed, never_enough
-from grpo_cli.support.errors import UserError
+from grpo_cli.collect.interfaces import Collection, Rounds
+from grpo_cli.collect.resuming import look_at
+from grpo_cli.facts import Others, facts
+from grpo_cli.rules.ridge import ProbeRows, Probing, RidgeProbe, narrowed, never_enough
 from grpo_cli.support.ranges import Count, OneOf, Range, Share
-from grpo_cli.types import Finish, Group, GroupRequest, Round, ScoredGroup
+from grpo_cli.types import Group, GroupRequest, Round, ScoredGroup
 
 LEAST = 2  # rollouts of a problem; one has nothing to be compared with
 BINS = 10  # of scores, in each of which the share of right ones is counted
@@ -54,9 +54,11 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
 
 
 @facts(goes_with=_goes_with, reads=("features",))
-class Arrol:
+class Arrol(Probing):
     """Rollouts are looked at once they have `at` tokens, and those that are needed least end there (ARRoL, arXiv
     2603.24840)."""
+
+    group, kind = "collector", "arrol"
 
     def __init__(
         self,
@@ -78,10 +80,10 @@ class Arrol:
         self._begun = self._dropped = self._stopped_at = 0
 
     def __call__(self, collection: Collection) -> Rounds:
-        at = self._stopped_at = self._limit(collection.max_new_tokens)
+        at = self._stopped_at = look_at("collector.at", self._at, collection.max_new_tokens)
         prompts = collection.pick(collection.prompts)
         groups = yield Round(tuple(GroupRequest(prompt, collection.n) for prompt in prompts), limit=at)
-        begun = [some for group in groups if (some := _partial(group)).rollouts]
+        begun = [some for group in groups if (some := group.partial).rollouts]
         whole = {group.prompt.id: len(group.rollouts) for group in groups}
         self._begun, self._dropped, self._now = sum(len(group.rollouts) for group in begun), 0, {}
         if not begun:
@@ -101,15 +103,6 @@ class Arrol:
         if left:
             yield Round(resumed=tuple(left))
         return None
-
-    def _limit(self, longest: int) -> int:
-        at = max(1, longest // 4) if self._at is None else self._at
-        if at >= longest:
-            raise UserError(
-                f"collector.at={at} is never reached with sampling.max_new_tokens={longest}: lower it (null is a "
-                "quarter), or use collector=equal"
-            )
-        return at
 
     def _read(self, collection: Collection, begun: Sequence[Group]) -> Float[np.ndarray, " N"]:
         """What the head says of each, NaN if nothing yet; remembers what it was asked about."""
@@ -159,21 +152,6 @@ class Arrol:
             metrics |= {} if found is None else {"prune/auc": found}
         self._now, self._begun = {}, 0
         return metrics
-
-    def forget(self, is_other: Callable[[str], bool]) -> None:
-        """As `interfaces.Forgets` has it."""
-        self._probe.forget(is_other)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": "arrol", **self._probe.state()}
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        found = of_kind(state, "collector", "arrol")
-        self._probe.load(found, "collector")
-
-
-def _partial(group: Group) -> Group:
-    return Group(group.prompt, tuple(one for one in group.rollouts if one.finish is Finish.PARTIAL))
 
 
 def _those(group: Group, which: Any) -> Group:

@@ -15,12 +15,9 @@ from grpo_cli.types import Batch
 
 
 class Cispo(Clipped):
-    """Per token -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, MiniMax-M1, arXiv 2506.13585).
-
-    A clipped token keeps a gradient, of bounded weight, where the other losses drop it. Published settings: no lower
+    """A clipped token keeps a gradient, of bounded weight, where the other losses drop it. Published settings: no lower
     bound (clip_low 1.0), kl_coef 0, aggregation token; the upper bound is not in the paper, ScaleRL (arXiv 2510.13786)
-    uses rho <= 5, that is clip_high 4.0. Its value is no measure of progress: it contains log pi itself.
-    """
+    uses rho <= 5, that is clip_high 4.0. Its value is no measure of progress: it contains log pi itself."""
 
     def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
         ratio = bounded_ratio(log_policy_ratio(logprobs, batch)).detach()

@@ -10,14 +10,14 @@ Measured: scripts/reproduce/dapo.md (no gain in accuracy seen at equal tokens; w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from math import ceil
 from typing import Annotated, Any
 
-from grpo_cli.collect.stored import from_plain, to_plain
-from grpo_cli.history import digest_of, of_kind
-from grpo_cli.interfaces import Collection, Others, Rounds, facts
+from grpo_cli.collect.interfaces import Collection, Rounds
+from grpo_cli.collect.stored import HoldsGroups
+from grpo_cli.facts import Others, facts
 from grpo_cli.support.ranges import Range
 from grpo_cli.types import GroupRequest, Round, ScoredGroup
 
@@ -31,7 +31,7 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
 
 
 @facts(goes_with=_goes_with)
-class Dynamic:
+class Dynamic(HoldsGroups):
     """Rounds until `train.prompts` groups are mixed: their rewards differ, and still do where replies that were cut off
     are left out (`Collection.teaches`). The others are dropped.
 
@@ -42,6 +42,8 @@ class Dynamic:
     the next step, as they were drawn and judged: their tokens are as old as `off/lag_mean` says.
     """
 
+    kind = "dynamic"
+
     def __init__(
         self,
         *,
@@ -51,7 +53,6 @@ class Dynamic:
     ) -> None:
         self._share = 1 + Fraction(str(surplus))  # in floating point 1.1 * 50 is more than 55
         self._most_rounds, self._hold = most_rounds, hold
-        self._held: tuple[ScoredGroup, ...] = ()
 
     def __call__(self, collection: Collection) -> Rounds:
         prompts, held = collection.prompts, self._held
@@ -76,16 +77,3 @@ class Dynamic:
         collection.note("tokens_dropped", sum(one.num_drawn for group in dropped for one in group.rollouts))
         collection.note("held_groups", len(self._held))
         return [group.prompt.id for group in taken]
-
-    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        return {}
-
-    def forget(self, is_other: Callable[[str, int], bool]) -> None:
-        """As `interfaces.Forgets` has it."""
-        self._held = tuple(group for group in self._held if not is_other(group.prompt.id, digest_of(group.prompt)))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": "dynamic", "held": [to_plain(group) for group in self._held]}
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        self._held = tuple(from_plain(group) for group in of_kind(state, "collector", "dynamic")["held"])

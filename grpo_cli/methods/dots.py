@@ -21,8 +21,8 @@ import numpy as np
 from grpo_cli.collect.candidates import CandidateOrder, require_revisits
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.stored import drawn, from_plain, prompt_of, to_plain, version_of
+from grpo_cli.facts import facts
 from grpo_cli.history import History, digest_of, of_kind
-from grpo_cli.interfaces import facts
 from grpo_cli.support.ranges import Count, Range, Share
 from grpo_cli.types import Prompt, ScoredGroup
 
@@ -109,7 +109,8 @@ class GroupStore:
         self._rescued = 0  # in the step that is under way
 
     def fresh(self, prompts: int, version: int) -> int:
-        self._drop_old(version)
+        if (most := self._max_lag) is not None:
+            self._stored = {name: kept for name, kept in self._stored.items() if version - version_of(kept) <= most}
         return max(math.ceil(self._share * prompts), prompts - len(self._stored))
 
     def draw(
@@ -130,11 +131,6 @@ class GroupStore:
         rollouts, rewards = list(group.rollouts), list(group.rewards)
         rollouts[left], rewards[left] = stored.rollouts[taken], stored.rewards[taken]
         return replace(group, rollouts=tuple(rollouts), rewards=tuple(rewards))
-
-    def _drop_old(self, version: int) -> None:
-        if self._max_lag is not None:
-            stored = self._stored.items()
-            self._stored = {name: kept for name, kept in stored if version - version_of(kept) <= self._max_lag}
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         if self._share < 1 or self._rescue:

@@ -61,18 +61,15 @@ class DynamicsPredictive:
         self._beliefs = Marked[int, tuple[str, np.ndarray]]()  # by place in the task, with the problem's id
         self._step, self._looked_at = -1, dict[int, None]()  # of the step that is being made
         self._picked = dict[str, int]()  # and not learnt from yet
-        if history.profile:
-            self._begin_with(history.profile)
-
-    def _begin_with(self, profile: Mapping[str, Visit]) -> None:
-        """A profile counts as a first visit to each of its problems."""
-        names = {place: p.id for place, p in enumerate(self._prompts) if p.id in profile}
-        self._move_on(names, _certain([profile[name] for name in names.values()]))
+        if profile := history.profile:  # which counts as a first visit to each of its problems
+            names = {place: p.id for place, p in enumerate(prompts) if p.id in profile}
+            self._move_on(names, _certain([profile[name] for name in names.values()]))
 
     def pick(self, step: int, count: int, without: Set[str]) -> list[Prompt]:
         if step != self._step:
             self._step, self._looked_at = step, {}
-            self._let_go([name for name in self._picked if name not in without])
+            left_out = [name for name in self._picked if name not in without]  # no rollout of these was made
+            self._look_again([self._picked.pop(name) for name in left_out])
         places = self._candidates.places(step, count, without)
         self._looked_at |= dict.fromkeys(places)
         rng = np.random.default_rng(seed_of(self._seed, step, "dps", len(without)))
@@ -80,10 +77,6 @@ class DynamicsPredictive:
         chosen = {self._prompts[places[place]]: places[place] for place in order[:count]}
         self._picked |= {prompt.id: place for prompt, place in chosen.items()}
         return [*chosen]
-
-    def _let_go(self, names: Sequence[str]) -> None:
-        """These were picked in an earlier step, but no rollout of them was made."""
-        self._look_again([self._picked.pop(name) for name in names])
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         asked = {self._picked.pop(g.prompt.id): g for g in groups if g.prompt.id in self._picked}

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.interfaces import facts
+from grpo_cli.facts import facts
 from grpo_cli.rules.advantage import StatsOver, centred, compared_rewards, varies
 
 
@@ -19,10 +19,8 @@ from grpo_cli.rules.advantage import StatsOver, centred, compared_rewards, varie
 def dr_grpo(
     kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: StatsOver
 ) -> Float[Tensor, " K"]:
-    """r - mean, undivided (Dr. GRPO, arXiv 2503.20783): no bias towards prompts whose rewards hardly differ.
-
-    The other half of Dr. GRPO, no division by the length, is the loss's `aggregation: constant`.
-    """
+    """No bias towards prompts whose rewards hardly differ. The other half of Dr. GRPO, no division by the length, is
+    the loss's `aggregation: constant`."""
     reference = compared_rewards(kept_rewards, group_rewards, stats_over)
     if not varies(reference):
         return torch.zeros_like(kept_rewards)

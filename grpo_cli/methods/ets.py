@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Float
 
 from grpo_cli.collect.search import Searching
-from grpo_cli.interfaces import facts
+from grpo_cli.facts import facts
 from grpo_cli.methods.dora import Leaf, Temperature, cosines, grown, rebase, voted
 from grpo_cli.methods.particle import goes_with
 from grpo_cli.support.ranges import Count, Range

@@ -33,14 +33,9 @@ Positive = Annotated[float | int | None, Range(0, because="null is no bound", ab
 
 @dataclass(frozen=True)
 class Gated:
-    """Truncated importance sampling per token, but for rollouts that are far from the policy and no better than others
-    (F-TIS, arXiv 2605.22537).
-
-    A rollout takes part if its advantage is above 0, or if the estimated KL(policy || sampler) summed over its tokens,
-    xi log xi - xi + 1 of each, is less than `gate` (null: always). One that does not gets weight 0 and counts in the
-    divisors and in its group's statistics. The estimator is ours: the paper's was not available. This one is unbiased
-    for tokens of the sampler, and never negative.
-    """
+    """What a rollout is left out by is its estimated KL(policy || sampler); `gate` null: none is. One that is left out
+    counts in the divisors and in its group's statistics. The estimator is ours: the paper's was not available. This one
+    is unbiased for tokens of the sampler, and never negative."""
 
     is_threshold: Positive
     gate: Positive

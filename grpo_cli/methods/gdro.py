@@ -24,8 +24,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.collect.apportion import in_proportion
+from grpo_cli.collect.interfaces import Collection, Rounds
 from grpo_cli.history import KEPT, UNSEEN, History, Marked, Solved, of_kind
-from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import OneOf, Range, Share
 from grpo_cli.types import Batch, GroupRequest, Round, ScoredGroup
@@ -81,14 +81,11 @@ class PromptGdro:
             shares = [float(visit.outcome is not Solved.NONE) for visit in visits]
         rate = sum(shares) / len(shares)
         found, before = bisect_right(self._edges, rate), self._bin_of.get(problem)
-        if before is not None and self._is_near(rate, before):
-            found = before
+        if before is not None:
+            low, high = [-np.inf, *self._edges, np.inf][before : before + 2]
+            found = before if low - self._hysteresis <= rate < high + self._hysteresis else found
         self._bin_of[problem] = found
         return found
-
-    def _is_near(self, rate: float, place: int) -> bool:
-        low, high = [-np.inf, *self._edges, np.inf][place : place + 2]
-        return bool(low - self._hysteresis <= rate < high + self._hysteresis)
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         failures: dict[int, list[float]] = {}
@@ -157,10 +154,7 @@ def by_deviation(
     least: Annotated[int, Range(FEWEST, because="one rollout has nothing to be compared with")],
     decay: Annotated[float, Range(0, 1, "with 0 the last visit alone counts, with 1 all count alike")],
 ) -> Rounds:
-    """In proportion to sqrt(p(1-p)), which the variance of a step's gradient is least with, at least `least` each.
-
-    p is the decayed mean of the problem's earlier visits, 1/2 before the first; `floor` is the least deviation.
-    """
+    """p is the decayed mean of the problem's earlier visits, 1/2 before the first; `floor` is the least deviation."""
     if least > collection.n:
         raise UserError(f"collector.least={least} is more than n={collection.n}, the mean size of a group: lower it")
     prompts = collection.pick(collection.prompts)

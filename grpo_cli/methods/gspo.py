@@ -15,13 +15,10 @@ from grpo_cli.types import Batch
 
 
 class Gspo(Clipped):
-    """GRPO with one ratio per sequence, the geometric mean over its trained tokens (GSPO, arXiv 2507.18071).
-
-    Each token carries the sequence's ratio in value and its own log-probability in gradient (the paper's GSPO-token
+    """Each token carries the sequence's ratio in value and its own log-probability in gradient (the paper's GSPO-token
     form), so that per-token weights still act per token; unweighted, its gradient is that of the sequence form. The
     clip is all-or-nothing for a sequence. Published settings: clip_low 3e-4, clip_high 4e-4, kl_coef 0, aggregation
-    sequence: sequence ratios stay much nearer to 1 than token ratios.
-    """
+    sequence: sequence ratios stay much nearer to 1 than token ratios."""
 
     def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
         log_ratio = log_policy_ratio(logprobs, batch)

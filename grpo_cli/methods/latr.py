@@ -22,8 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_cli.interfaces import Collection, Others, Rounds, facts
-from grpo_cli.support.errors import UserError
+from grpo_cli.collect.interfaces import Collection, Rounds
+from grpo_cli.collect.resuming import look_at
+from grpo_cli.facts import Others, facts
 from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import Finish, Group, GroupRequest, Readout, Rollout, Round
 
@@ -85,7 +86,7 @@ def lookahead(
     since: Sequence[int],
 ) -> Rounds:
     """A share of each group branches off one rollout of the problem; the others are plain."""
-    until = _limit(hand_over, collection.max_new_tokens)
+    until = look_at("collector.hand_over", hand_over, collection.max_new_tokens)
     begun = [part for step, part in zip(since, share, strict=True) if step <= collection.step]
     leaves = round(begun[-1] * collection.n)
     prompts, tree, length = collection.pick(collection.prompts), _Tree(), min(chunk, until)
@@ -111,23 +112,12 @@ def lookahead(
     return None
 
 
-def _limit(hand_over: int | None, longest: int) -> int:
-    until = max(1, longest // 4) if hand_over is None else hand_over
-    if until >= longest:
-        raise UserError(
-            f"collector.hand_over={until} is never reached with sampling.max_new_tokens={longest}: lower it (null is a "
-            "quarter), or use collector=equal"
-        )
-    return until
-
-
 def _name(rollout: Rollout) -> Name:
     return rollout.request.about.id, rollout.request.sample
 
 
 def _live(groups: Sequence[Group]) -> tuple[Group, ...]:
-    found = (Group(g.prompt, tuple(r for r in g.rollouts if r.finish is Finish.PARTIAL)) for g in groups)
-    return tuple(group for group in found if group.rollouts)
+    return tuple(partial for group in groups if (partial := group.partial).rollouts)
 
 
 def _pruned(
@@ -213,7 +203,7 @@ def _hesitations(
 
 def _is_settled(groups: Sequence[Group], tree: _Tree, leaves: int, prune_after: Sequence[int]) -> bool:
     """Whether every tree has its leaves, and no branch of them is to be judged yet."""
-    names = (_name(r) for g in groups for r in g.rollouts if r.finish is Finish.PARTIAL)
+    names = (_name(rollout) for group in groups for rollout in group.partial.rollouts)
     young = any(name in tree.branches and tree.branches[name].passed < len(prune_after) for name in names)
     return not young and all(len(group.rollouts) >= leaves for group in groups)
 

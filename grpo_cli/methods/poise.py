@@ -18,7 +18,7 @@ Measured: scripts/reproduce/frontier_c.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import Annotated, Any
 
@@ -27,9 +27,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.history import of_kind
-from grpo_cli.interfaces import Others, facts
-from grpo_cli.rules.ridge import ProbeRows, RidgeProbe, correlation, narrowed, never_enough
+from grpo_cli.facts import Others, facts
+from grpo_cli.rules.ridge import ProbeRows, Probing, RidgeProbe, correlation, narrowed, never_enough
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Count, Range, Share
 from grpo_cli.types import AdvantageInputs, Readout, Rollout, ScoredGroup
@@ -47,8 +46,10 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
 
 
 @facts(divides=False, reads=("entropies", "features"), goes_with=_goes_with)
-class Poise:
+class Poise(Probing):
     """Reward minus what a linear probe predicts from what was read in the others (POISE, arXiv 2605.07579)."""
+
+    group, kind = "advantage", "probe"
 
     def __init__(
         self,
@@ -101,17 +102,6 @@ class Poise:
             found = correlation(self._probe.steps[-1].predicted, self._probe.steps[-1].targets)
             metrics |= {} if found is None else {"probe/correlation": found}
         return metrics
-
-    def forget(self, is_other: Callable[[str], bool]) -> None:
-        """As `interfaces.Forgets` has it."""
-        self._probe.forget(is_other)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": "probe", **self._probe.state()}
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        found = of_kind(state, "advantage", "probe")
-        self._probe.load(found, "advantage")
 
 
 def _of_others(values: Float[np.ndarray, " G"]) -> Float[np.ndarray, " G"]:

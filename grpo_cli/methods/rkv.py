@@ -24,11 +24,8 @@ SIMILARITIES_AT_ONCE = {"cpu": 2**18, "cuda": 2**26}
 
 @dataclass(frozen=True)
 class Rkv(AttentionOfWindow):
-    """Importance less redundancy: R-KV (Cai et al., arXiv 2505.24133; `r1_kv.py`, retain direction `last`).
-
-    importance * attention (SnapKV's score) - (1 - importance) * redundancy; `importance` is the paper's lambda. The two
-    are on one scale only roughly: a softmax of cosines is nearly flat, one of logits is not.
-    """
+    """As in Cai et al.'s `r1_kv.py`, retain direction `last`: attention is SnapKV's score, `importance` the paper's
+    lambda. The two are on one scale only roughly: a softmax of cosines is nearly flat, one of logits is not."""
 
     importance: Share
     threshold: Annotated[float, Range(-1, 1)]

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.interfaces import facts
+from grpo_cli.facts import facts
 from grpo_cli.rules.advantage import StatsOver, centred, compared_rewards, varies
 
 
@@ -19,11 +19,7 @@ from grpo_cli.rules.advantage import StatsOver, centred, compared_rewards, varie
 def rloo(
     kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: StatsOver
 ) -> Float[Tensor, " K"]:
-    """r minus the mean of the others (REINFORCE leave-one-out, arXiv 2402.14740): a baseline independent of the sample.
-
-    Over `group` the others are the G - 1 of the whole group, itself left out. Computed as N / (N - 1) * (r - mean),
-    which is the same number.
-    """
+    """The baseline is independent of the sample. Over `group` the others are the G - 1 of the whole group."""
     reference = compared_rewards(kept_rewards, group_rewards, stats_over)
     if not varies(reference):
         return torch.zeros_like(kept_rewards)

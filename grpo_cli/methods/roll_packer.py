@@ -18,15 +18,16 @@ Measured: scripts/reproduce/rivals.md (no difference in accuracy seen, fewer dec
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Annotated, Any
 
-from grpo_cli.collect.resuming import begun, from_plain, to_plain
-from grpo_cli.history import digest_of, of_kind
-from grpo_cli.interfaces import Collection, Others, Rounds, facts
+from grpo_cli.collect.interfaces import Collection, Rounds
+from grpo_cli.collect.resuming import begun
+from grpo_cli.collect.stored import HoldsGroups
+from grpo_cli.facts import Others, facts
 from grpo_cli.support.ranges import Range
-from grpo_cli.types import Group, GroupRequest, Round, ScoredGroup
+from grpo_cli.types import Group, GroupRequest, Round
 
 
 def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
@@ -38,45 +39,34 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
 
 
 @facts(goes_with=_goes_with)
-class Tail:
+class Tail(HoldsGroups):
     """Short steps end with the first `train.prompts` groups; those of the others are generated anew in long steps (tail
     batching, arXiv 2509.21009). All tokens that are trained on are of the step's own weights.
 
     Groups that are whole at the same moment are all trained on. What is set aside when the run ends never was.
     """
 
+    kind, held = "tail", "aside"
+
     def __init__(
         self, *, surplus: Annotated[float, Range(0, 1, "with more, long steps would be as many as short ones")]
     ) -> None:
         self._share = 1 + Fraction(str(surplus))  # in floating point 1.1 * 50 is more than 55
-        self._aside: tuple[Group, ...] = ()  # none of whose rollouts has a token
 
     def __call__(self, collection: Collection) -> Rounds:
-        aside, prompts, dropped = self._aside, collection.prompts, 0
+        aside, prompts, dropped = self._held, collection.prompts, 0
         is_long = len(aside) >= prompts
         if is_long:
             groups = yield Round(resumed=aside[:prompts])
-            self._aside = aside[prompts:]
+            self._held = aside[prompts:]
         else:
             picked = collection.pick(math.ceil(self._share * prompts), {group.prompt.id for group in aside})
             groups = yield Round(tuple(GroupRequest(prompt, collection.n) for prompt in picked), enough=prompts)
             late = [group for group in groups if not group.whole]
-            self._aside = (*aside, *(Group(g.prompt, tuple(begun(r.request) for r in g.rollouts)) for g in late))
+            # From their first token on: the random streams are those that they had.
+            self._held = (*aside, *(Group(g.prompt, tuple(begun(r.request) for r in g.rollouts)) for g in late))
             dropped = sum(rollout.num_drawn for group in late for rollout in group.rollouts)
         collection.note("long_step", is_long)
-        collection.note("set_aside", len(self._aside))
+        collection.note("set_aside", len(self._held))
         collection.note("tokens_dropped", dropped)
         return [group.prompt.id for group in groups if group.whole]
-
-    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        return {}
-
-    def forget(self, is_other: Callable[[str, int], bool]) -> None:
-        """As `interfaces.Forgets` has it."""
-        self._aside = tuple(group for group in self._aside if not is_other(group.prompt.id, digest_of(group.prompt)))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": "tail", "aside": [to_plain(group) for group in self._aside]}
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        self._aside = tuple(from_plain(group) for group in of_kind(state, "collector", "tail")["aside"])

@@ -22,8 +22,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.collect.apportion import hand_out, in_proportion
+from grpo_cli.collect.interfaces import Collection, Rounds
+from grpo_cli.facts import facts
 from grpo_cli.history import of_kind
-from grpo_cli.interfaces import Collection, Rounds, facts
 from grpo_cli.rules.advantage import Epsilon, StatsOver, grpo
 from grpo_cli.rules.arms import reward_by_arm
 from grpo_cli.support.errors import UserError
@@ -45,11 +46,8 @@ def novelty(
     bonus: Annotated[float, NotNegative],
     cap: Annotated[float, NotNegative],
 ) -> Float[Tensor, " K"]:
-    """That of `grpo`, and more for right answers that were unlikely in their group (XRPO, arXiv 2510.06672).
-
-    With s the mean log-probability of a rollout's tokens as they were drawn, and its mean over the compared rollouts:
-    A + min(bonus * max(0, 1 - exp(s - mean)), cap * A) for a rollout that solved the problem and has A above 0. That
-    the cap is relative to A is ours.
+    """That of `grpo`, and more for right answers that were unlikely in their group, by the log-probabilities of the
+    tokens as they were drawn; the mean is over the compared rollouts. That the cap is relative to A is ours.
     """
     advantages = grpo(kept_rewards, group_rewards, stats_over=stats_over, eps=eps).double()
     likely = torch.tensor([_mean_logprob(rollout) for rollout in inputs.group.rollouts]).double()
@@ -84,11 +82,8 @@ def ci(
     explore: Annotated[float, Range(0, because="it favours problems that were tried little")],
 ) -> Rounds:
     """As many rollouts as a plain step has, in `rounds` parts; after the first, which all problems share alike, each
-    goes to where it narrows the interval of the solved share most (XRPO, arXiv 2510.06672).
-
-    What the k-th rollout of a problem is worth: `narrowing`, and explore * sqrt(ln K / k) with K rollouts so far in the
-    step. The deviation is that of (solved + 1) of (tried + 2), since one answer says nothing of it.
-    """
+    goes to where it narrows the interval of the solved share most. The deviation is that of (solved + 1) of (tried +
+    2), since one answer says nothing of it."""
     n, prompts = collection.n, collection.prompts
     room = 2 * n if most is None else most
     if room < n:

@@ -18,6 +18,8 @@ from grpo_cli import __version__, experiment
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.order.lengths import read_trace
+from grpo_cli.facts import taken
+from grpo_cli.history import History
 from grpo_cli.interfaces import AdvantageFn
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile import advice, fit, roofline
@@ -34,7 +36,6 @@ from grpo_cli.profile.from_settings import (
 from grpo_cli.profile.measure import Measured, Probe, Subject, measure, write_trace
 from grpo_cli.profile.micro_batch import decided
 from grpo_cli.profile.shapes import ShapeModel
-from grpo_cli.select import advantages_of
 from grpo_cli.settings import ProfileRunSettings, ProfileSettings
 from grpo_cli.step import Step
 from grpo_cli.support.errors import UserError
@@ -152,11 +153,15 @@ def _measured(
 
 
 def _never_all_equal(
-    rule: AdvantageFn, kept_rewards: torch.Tensor, group_rewards: torch.Tensor, inputs: AdvantageInputs
+    rule: AdvantageFn,
+    kept_rewards: torch.Tensor,
+    group_rewards: torch.Tensor,
+    inputs: AdvantageInputs,
+    history: History,
 ) -> torch.Tensor:
     """A group's advantages, replaced by ones where all are 0. Completions of forced length often all earn nothing, and
     without a gradient the optimizer would neither step nor allocate its state."""
-    advantages = advantages_of(rule, kept_rewards, group_rewards, inputs)
+    advantages = rule(kept_rewards, group_rewards, **taken(rule, inputs=inputs, history=history))
     return advantages if advantages.any() else torch.ones_like(advantages)
 
 

@@ -118,7 +118,9 @@ class ProfiledEngine:
 
         has_enough = None if enough is None else lambda rollout: enough(as_asked(rollout))
         limited = [
-            _limited(request, max(1, self._forced[first_seed(request)] - request.resumed)) for request in requests
+            replace(request, sampling=replace(request.sampling, max_new_tokens=most))
+            for request in requests
+            for most in [max(1, self._forced[first_seed(request)] - request.resumed)]
         ]
         yield from map(as_asked, self._engine.generate(limited, has_enough))
 
@@ -144,7 +146,3 @@ class ProfiledEngine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._engine.load_state_dict(state)
-
-
-def _limited(request: Request, tokens: int) -> Request:
-    return replace(request, sampling=replace(request.sampling, max_new_tokens=tokens))

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
 from grpo_cli.config.compose import model_of
-from grpo_cli.config.instantiate import engine_parts, fact_of, make
+from grpo_cli.config.instantiate import engine_parts, fact_of, make, rounding_of
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.batching import Sampler
 from grpo_cli.experiment import is_ours
@@ -94,7 +93,7 @@ def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
         )
     if settings.parts["engine"].get("cuda_graph"):
         notes.append("engine.cuda_graph=true: what graphs take beside slots and copies of weights is not predicted")
-    if kind := together.rounding_of(settings.parts):
+    if kind := rounding_of(settings.parts):
         notes.append(
             f"engine.quantize={kind}: a copy of the layers' weights during rollouts, where there is none without"
         )

@@ -94,17 +94,9 @@ class FoundRuns:
     others: tuple[Run, ...]
 
 
-def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> FoundRuns:
-    """Every run in or below the folders, each once, in the order of the folders and of their jobs' numbers.
-
-    `metric` is the accuracy to read. UserError if a folder does not exist, if no training run is found, or if the runs
-    have measured only other accuracies.
-    """
-    return of_training(read_all(folders, metric), folders, metric)
-
-
 def of_training(read: Sequence[Run], folders: Sequence[Path], metric: str) -> FoundRuns:
-    """The same of runs that have been read."""
+    """Those of `read`, from `folders`, that are training runs. UserError if there is none, or if they have measured
+    other accuracies than `metric`."""
     runs = tuple(run for run in read if run.asked.command == "train")
     others = tuple(run for run in read if run.asked.command != "train")
     if not runs:
@@ -122,7 +114,8 @@ def of_training(read: Sequence[Run], folders: Sequence[Path], metric: str) -> Fo
 
 
 def read_all(folders: Sequence[Path], metric: str = GREEDY) -> list[Run]:
-    """The same for runs of every command; may be empty."""
+    """Every run in or below the folders, each once, in the order of the folders and of their jobs' numbers; may be
+    empty. `metric` is the accuracy to read. UserError if a folder does not exist."""
     found: dict[Path, tuple[str, Sequence[str] | None]] = {}
     for folder in folders:
         if not folder.is_dir():

@@ -62,11 +62,6 @@ def choose(rule: DownsampleRule, group: ScoredGroup, keep: int, rng: np.random.G
     return sorted(indices)
 
 
-def checked(rule: DownsampleRule, group: ScoredGroup, keep: int, rng: np.random.Generator) -> ScoredGroup:
-    """The part of `group` that is trained on, in the order of the group: `choose`, applied."""
-    return group.take(choose(rule, group, keep, rng))
-
-
 def _name(rule: DownsampleRule) -> str:
     """What a person would look for: the function's dotted name, also behind `functools.partial`."""
     target = rule.func if isinstance(rule, partial) else rule

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
 
-from grpo_cli.interfaces import Others
+from grpo_cli.facts import Others
+from grpo_cli.history import of_kind
 from grpo_cli.support.errors import UserError
 
 _ARRAYS = ("features", "targets", "predicted")
@@ -129,7 +130,7 @@ class RidgeProbe:
         return {"layer": self._layer, "steps": steps}
 
     def load(self, state: Mapping[str, Any], group: str) -> None:
-        """UserError if the features are of another layer than those that `group` reads."""
+        """UserError if the features are of another layer than those that the rule of `group` reads."""
         if state["layer"] != self._layer:
             raise UserError(
                 f"the checkpoint's probe has learnt from {group}.layer={_shown(state['layer'])}, and this run has "
@@ -139,6 +140,25 @@ class RidgeProbe:
             ProbeRows(tuple(step["problems"]), *(step[name].numpy() for name in _ARRAYS)) for step in state["steps"]
         )
         self._fit()
+
+
+class Probing:
+    """What rules share that learn a probe, of which their state is made; `kind` is their choice in `group`."""
+
+    group: ClassVar[str]
+    kind: ClassVar[str]
+    _probe: RidgeProbe
+
+    def forget(self, is_other: Callable[[str], bool]) -> None:
+        """As `interfaces.Forgets` has it."""
+        self._probe.forget(is_other)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, **self._probe.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        found = of_kind(state, self.group, self.kind)
+        self._probe.load(found, self.group)
 
 
 def _shown(layer: int | None) -> str:

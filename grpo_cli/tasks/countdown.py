@@ -161,9 +161,6 @@ class Countdown(GeneratedTask[CountdownProblem]):
     def key(self, problem: CountdownProblem) -> str:
         return problem.key
 
-    def answer(self, problem: CountdownProblem) -> str:
-        return str(problem)
-
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         completion = self._verbatim.completion(rollout)
         try:

@@ -56,9 +56,9 @@ class GeneratedTask(ABC, Generic[P]):
     def draw(self, rng: Random, size: int) -> P:
         """A problem of either split."""
 
-    @abstractmethod
     def answer(self, problem: P) -> str:
         """The answer that the judge compares with."""
+        return str(problem)
 
     def key(self, problem: P) -> str:
         """The text whose hash decides the split."""

@@ -79,9 +79,6 @@ class Guess(GeneratedTask[Hidden]):
     def question(self, problem: Hidden, rng: Random) -> str:
         return problem.shown
 
-    def answer(self, problem: Hidden) -> str:
-        return str(problem)
-
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
         left, found = self._played(prompt, turns)
         return answer(None if found else [f",{left.shown}"])

@@ -25,7 +25,7 @@ from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.kv.eviction import Budget, Dense
 from grpo_cli.engine.vllm.admission import Work
 from grpo_cli.engine.vllm.options import check_options
-from grpo_cli.engine.vllm.process import OLD_RUNNER, guest, head_sizes, require_vllm, runner_of
+from grpo_cli.engine.vllm.process import OLD_RUNNER, guest, head_sizes, only, require_vllm, runner_of
 from grpo_cli.engine.vllm.served import Served
 from grpo_cli.interfaces import Meter, facts
 from grpo_cli.model.anatomy import unwrapped
@@ -306,7 +306,7 @@ class VllmEngine:
         if self._device.type == "cuda":
             kwargs["gpu_memory_utilization"] = self._share()
         with guest(), tempfile.TemporaryDirectory() as folder, self._answering("could not be started"):
-            _only(self)
+            only(self)
             self._llm = self._started(Path(folder), kwargs | {"dtype": str(dtype).removeprefix("torch.")})
         self._runner = runner_of(self._llm)
         if self._device.type == "cuda" and self._runner == OLD_RUNNER:
@@ -395,14 +395,3 @@ class VllmEngine:
 
 def _tokens(request: Request) -> int:
     return len(request.prompt.token_ids) + request.sampling.max_new_tokens
-
-
-_holder: list[weakref.ref[VllmEngine]] = []
-
-
-def _only(engine: VllmEngine) -> None:
-    """Close the engine that uses vLLM now, if any: vLLM's state is per process."""
-    for other in _holder:
-        if (holder := other()) is not None:
-            holder.close()
-    _holder[:] = [weakref.ref(engine)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -70,3 +71,14 @@ OLD_RUNNER = "V1"
 def runner_of(llm: Any) -> str:
     """Which of vLLM's two model runners drives the model: V1, or V2, which draws all rows in one kernel."""
     return "V2" if llm.llm_engine.vllm_config.use_v2_model_runner else OLD_RUNNER
+
+
+_holder: list[weakref.ref[Any]] = []
+
+
+def only(engine: Any) -> None:
+    """Close the engine that uses vLLM now, if any: vLLM's state is per process."""
+    for other in _holder:
+        if (holder := other()) is not None:
+            holder.close()
+    _holder[:] = [weakref.ref(engine)]

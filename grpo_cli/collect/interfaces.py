@@ -1,0 +1,96 @@
+"""What the groups of a step come from: a collector, or a warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence, Set
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.history import History
+from grpo_cli.types import Batch, Group, LossOutput, Prompt, Readout, Round, ScoredGroup, Totals
+
+
+@runtime_checkable
+class Collection(Protocol):
+    """What a collector may use while it collects one step's rollouts.
+
+    `n` is the size of a plain group and `prompts` how many problems a plain step has; `rng` is the step's own stream.
+    `max_new_tokens` are the most that a rollout has.
+    `version` is how many updates the weights have seen, which is what a `Span` says of the tokens drawn now.
+    """
+
+    n: int
+    prompts: int
+    max_new_tokens: int
+    step: int
+    version: int
+    rng: np.random.Generator
+    history: History  # of the steps before this one
+    max_prompt_tokens: int | float  # of a context: the model's own, less `sampling.max_new_tokens`
+    ends: Set[int]  # tokens that end a reply
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether the run has generated `train.max_generated` tokens and ends with this step: no further round is
+        worth its tokens."""
+
+    def pick(self, count: int, without: Set[str] = frozenset()) -> Sequence[Prompt]:
+        """`count` problems of the curriculum, none of which this step has picked or resumed before, nor one whose id is
+        in `without`."""
+
+    def score(self, groups: Sequence[Group]) -> Sequence[ScoredGroup]:
+        """Judge the finished rollouts; each is judged only once, however often this is called."""
+
+    def in_context(self, prompt: Prompt, texts: Sequence[str | Sequence[int]]) -> Prompt:
+        """The problem behind texts, or the texts of tokens. UserError if the task is no `interfaces.InContext`."""
+
+    def solution(self, prompt: Prompt) -> Sequence[int]:
+        """See `interfaces.Worked`. UserError if the task has no solutions."""
+
+    def teaches(self, group: ScoredGroup) -> bool:
+        """Whether rewards of the group differ, and some rollout that `train.truncated` does not leave out would have an
+        advantage. What a correction will reject is not known yet."""
+
+    def read(self, groups: Sequence[Group], reads: Set[str], layer: int | None, last: int) -> Readout:
+        """One pass of the policy over the groups' rollouts, ended or not, a row each in their order: `reads` as in
+        `facts`, of the last `last` tokens of prompt and response, from `layer` (None: that at two thirds)."""
+
+    def drop(self, groups: Sequence[Group]) -> None:
+        """End the partial rollouts of these groups where they are: they are not judged and not trained on."""
+
+    def note(self, figure: str, value: int | float) -> None:
+        """A number for the record, as `collect/<figure>`."""
+
+
+# A collector yields rounds, and is sent all groups so far, in the order in which they were first requested. It returns
+# the ids of the problems that the step trains on, whose rollouts are all at their end by then; None: all.
+Rounds = Generator[Round, Sequence[Group], Sequence[str] | None]
+
+
+@runtime_checkable
+class Collector(Protocol):
+    """How a step's rollouts are collected: how many of which problem, in how many rounds."""
+
+    def __call__(self, collection: Collection) -> Rounds: ...
+
+
+@runtime_checkable
+class Warmup(Protocol):
+    """What the first steps of a run are made of, in place of rollouts and rewards."""
+
+    @property
+    def steps(self) -> int:
+        """How many there are."""
+
+    @property
+    def rate(self) -> float | None:
+        """Their learning rate; None: that of other steps."""
+
+    def groups(self, step: int) -> Sequence[ScoredGroup]:
+        """What step `step` (from 0) is trained on, whose tokens are given."""
+
+    def loss(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput:
+        """As `interfaces.LossFn`."""

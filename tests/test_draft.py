@@ -20,7 +20,7 @@ from test_resume import rows, trained
 
 import grpo_cli.engine.kv.cache
 import grpo_cli.engine.torch.engine
-from grpo_cli.engine.torch.draft import GAMMAS, LEAST, LOSS, PLAIN_STEPS, REFRESH, Pays, guess, leading, speedup
+from grpo_cli.engine.torch.draft import LEAST, LOSS, PLAIN_STEPS, REFRESH, Pays, guess, leading, speedup
 from grpo_cli.types import Finish, Prompt, Request
 
 
@@ -175,15 +175,15 @@ def test_what_drafts_gain(a: float, gamma: int, gain: float) -> None:
 
 
 def told(pays: Pays, rows: int, kept: int, drafting: float, check: float, steps: int, slots: int = 64) -> list[int]:
-    """What it decides over so many steps, where a plain one takes a second, and of every row's drafts the first `kept`
-    are right."""
+    """What it decides over so many steps, where a plain one takes a second, a check 1 + `check` for each row's draft,
+    and of every row's drafts the first `kept` are right."""
     found = []
     for _ in range(steps):
         gamma = pays.gamma(rows, slots)
         found.append(gamma)
         if gamma:
             right = min(kept, gamma)
-            pays.checked(gamma, [gamma] * rows, [right] * rows, drafting * gamma, drafting * gamma + check)
+            pays.checked(gamma, [gamma] * rows, [right] * rows, drafting * gamma, 1 + (drafting + check) * gamma)
         else:
             pays.plain(rows, 1.0)
     return found
@@ -191,8 +191,7 @@ def told(pays: Pays, rows: int, kept: int, drafting: float, check: float, steps:
 
 def test_drafts_go_on_where_they_pay() -> None:
     pays = Pays()
-    told(pays, rows=40, kept=0, drafting=0.0, check=9.0, steps=200)  # too many rows to draft for, but seconds pass
-    found = told(pays, rows=4, kept=11, drafting=0.0, check=1.2, steps=100)
+    found = told(pays, rows=4, kept=11, drafting=0.0, check=0.05, steps=100)
     assert found[:PLAIN_STEPS] == [0] * PLAIN_STEPS and found[PLAIN_STEPS] == 5
     plain = [step for step, gamma in enumerate(found) if gamma == 0 and step >= PLAIN_STEPS]
     assert plain == list(range(REFRESH, 100, REFRESH))
@@ -200,44 +199,33 @@ def test_drafts_go_on_where_they_pay() -> None:
 
 
 def test_what_trials_lose_is_bounded() -> None:
-    """Half of a draft is right, and a check takes five times a step: it never pays, and what was lost shows it."""
-    pays, steps, check = Pays(), 2000, 5.0
-    found = told(pays, rows=4, kept=1, drafting=0.0, check=check, steps=steps)
-    trials = [gamma for gamma in found if gamma]
-    assert trials
-    lost = sum(check - 2 for _ in trials)
-    assert lost <= LOSS * (steps + check * len(trials)) + check
+    """No draft is ever right, though it would pay if all were: a trial in sixteen steps would lose 5 % of all time."""
+    steps, each = 2000, 0.9
+    found = told(Pays(), rows=4, kept=0, drafting=0.0, check=each, steps=steps)
+    assert 3 < sum(gamma > 0 for gamma in found)
+    lost = sum(each * gamma for gamma in found)
+    assert lost <= LOSS * (steps + lost) + each * max(found)
 
 
-def test_a_gain_that_is_not_there_ends() -> None:
-    """Drafts pay until checks become slow for reasons that come and go: the account bounds the loss."""
+def test_what_drafts_may_lose_does_not_depend_on_what_they_saved_long_ago() -> None:
     pays = Pays()
-    told(pays, rows=4, kept=11, drafting=0.0, check=1.0, steps=500)
-    spent = lost = 0.0
-    for turn in range(2000):
-        slow = 30.0 if turn % 10 == 0 else 1.0  # seconds of a check of which as many tokens come as of 12 steps
-        gamma = pays.gamma(4, 64)
-        if gamma:
-            pays.checked(gamma, [gamma] * 4, [0] * 4, 0.0, slow)
-        else:
-            pays.plain(4, 1.0)
-        spent, lost = spent + (slow if gamma else 1.0), lost + (slow - 1.0 if gamma else 0.0)
-    assert lost <= 2 * LOSS * (spent + 500) + 30.0
+    good = told(pays, rows=4, kept=11, drafting=0.0, check=0.01, steps=1000)
+    spent = sum(1 + 0.01 * gamma for gamma in good)
+    pays.lose(2.5 * LOSS * spent)  # the account was at most one such share above zero
+    assert not any(told(pays, rows=4, kept=11, drafting=0.0, check=0.01, steps=10))
+    assert any(told(pays, rows=4, kept=11, drafting=0.0, check=0.01, steps=int(spent)))
 
 
 def test_what_can_never_pay_is_tried_once() -> None:
-    pays = Pays()
-    told(pays, rows=40, kept=0, drafting=0.0, check=9.0, steps=1000)
-    found = told(pays, rows=4, kept=11, drafting=1.0, check=1.1, steps=500)
+    found = told(Pays(), rows=4, kept=11, drafting=1.0, check=0.1, steps=2000)
     assert sum(gamma > 0 for gamma in found) == 1
 
 
 def test_checks_have_no_more_rows_than_steps_have() -> None:
-    pays = Pays()
-    told(pays, rows=32, kept=11, drafting=0.0, check=1.0, steps=2000, slots=64)
-    assert max(told(pays, rows=32, kept=11, drafting=0.0, check=1.0, steps=50, slots=64)) == 1  # 32 rows of two tokens
-    assert max(told(pays, rows=33, kept=11, drafting=0.0, check=1.0, steps=50, slots=64)) == 0
-    assert max(told(pays, rows=33, kept=11, drafting=0.0, check=1.0, steps=50, slots=140)) in GAMMAS
+    cheap = dict(kept=11, drafting=0.0, check=0.0, steps=50)
+    assert max(told(Pays(), rows=32, slots=64, **cheap)) == 1  # 32 rows of two tokens
+    assert max(told(Pays(), rows=33, slots=64, **cheap)) == 0
+    assert max(told(Pays(), rows=33, slots=140, **cheap)) == 3  # 132 rows
 
 
 @given(

@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.facts import taken
 from grpo_cli.interfaces import AdvantageFn, DownsampleRule
 from grpo_cli.rules.downsample import choose
+from grpo_cli.support.facts import taken
 from grpo_cli.types import AdvantageInputs, Batch, Readout, ScoredGroup
 
 NOT_CHOSEN = "not chosen by the down-sample rule"

@@ -18,10 +18,8 @@ from torch import Tensor
 
 from grpo_cli.collect import learnt
 from grpo_cli.collect.collection import StepCollection
-from grpo_cli.collect.interfaces import Warmup
 from grpo_cli.collect.requests import seed_of
-from grpo_cli.facts import taken
-from grpo_cli.interfaces import LossFn, Parts, SameView
+from grpo_cli.interfaces import LossFn, Parts, SameView, Warmup
 from grpo_cli.learner.batch import collate, corrected, minibatches, plainly, rows_of, verdict_on, without_rows
 from grpo_cli.learner.gauges import Gauges
 from grpo_cli.learner.learner import Learner, Update
@@ -32,6 +30,7 @@ from grpo_cli.runs import layout
 from grpo_cli.select import CUT_OFF, Selection, batch_rows, plain_rows, row_weights, select, settled
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import taken
 from grpo_cli.support.memory import peak_bytes, reserved_bytes
 from grpo_cli.tracking.examples import examples
 from grpo_cli.tracking.progress import Progress, Trained, step_metrics, warmup_metrics

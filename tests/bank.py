@@ -17,9 +17,8 @@ from small import FakeEngine
 
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.equal import equal
-from grpo_cli.collect.interfaces import Collector
 from grpo_cli.history import History
-from grpo_cli.interfaces import Curriculum
+from grpo_cli.interfaces import Collector, Curriculum
 from grpo_cli.settings import Sampling
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 

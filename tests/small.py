@@ -27,11 +27,11 @@ from grpo_cli.engine.torch.generation import Generation
 from grpo_cli.engine.torch.stop import NeverStop
 from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.engine.vllm.engine import VllmEngine
-from grpo_cli.facts import taken
 from grpo_cli.interfaces import DownsampleRule
 from grpo_cli.metrics import METRICS
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import Sampling
+from grpo_cli.support.facts import taken
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import AdvantageInputs, Batch, EngineStats, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 

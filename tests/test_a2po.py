@@ -20,13 +20,13 @@ from test_config import refusal
 
 from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
-from grpo_cli.facts import taken
 from grpo_cli.history import PROFILED, History, Visit
 from grpo_cli.methods.a2po import value
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.profile.command import _never_all_equal
 from grpo_cli.rules.loss import Clipped
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import taken
 from grpo_cli.types import AdvantageInputs, Reward, Totals
 
 

@@ -17,11 +17,10 @@ PACKAGE = Path(grpo_cli.__file__).parent
 # engine each folder has a row of its own.
 ROWS = """
 support/
-facts settings
+settings
 types
 history
-collect/interfaces
-interfaces runs/
+interfaces/ runs/
 rules/ metrics model/ tasks/
 engine/interfaces engine/costs engine/batching
 engine/order/ engine/kv/
@@ -136,7 +135,6 @@ def test_the_trainer_knows_no_concrete_part():
         "tracking/health",
         "tracking/progress",
         "collect/collection",
-        "collect/interfaces",
         "collect/requests",
         "collect/learnt",
     }

@@ -21,9 +21,9 @@ from test_train import NO_EXAM, Recorder, make_trainer, settings_for
 
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.collect.interfaces import Collection, Rounds
 from grpo_cli.collect.rehearsal import rehearsed
 from grpo_cli.config.instantiate import make
+from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.methods.arrol import Arrol, auc, drawn
 from grpo_cli.rules.ridge import ProbeRows
 from grpo_cli.settings import Sampling

@@ -19,12 +19,12 @@ from grpo_cli.cli.main import app
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs, of_kind
 from grpo_cli.collect.equal import equal
-from grpo_cli.collect.interfaces import Collection, Collector, Rounds
 from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.choices import choices, shipped
 from grpo_cli.engine.costs import together
 from grpo_cli.history import History
+from grpo_cli.interfaces import Collection, Collector, Rounds
 from grpo_cli.methods import pods
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.settings import Sampling

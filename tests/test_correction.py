@@ -17,11 +17,11 @@ from small import plain_batch
 
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.instantiate import make
-from grpo_cli.facts import taken
 from grpo_cli.interfaces import Correction
 from grpo_cli.methods import f_tis
 from grpo_cli.rules import correction
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import taken
 from grpo_cli.types import Totals, Verdict
 
 

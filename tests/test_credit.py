@@ -16,9 +16,9 @@ from small import plain_batch
 from test_seams import Spy
 from test_train import NO_EXAM, Recorder, make_trainer, settings_for
 
-from grpo_cli.collect.interfaces import Collection, Rounds
 from grpo_cli.config.instantiate import function
 from grpo_cli.history import History, Visit
+from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.methods.gdro import PromptGdro
 from grpo_cli.select import Selection, row_weights
 from grpo_cli.support.errors import UserError

@@ -24,10 +24,10 @@ from words import task_of
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
-from grpo_cli.collect.interfaces import Collection, Rounds
 from grpo_cli.collect.rehearsal import rehearsed
 from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
+from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.learner.batch import corrected, totals, without_rows
 from grpo_cli.methods import pods
 from grpo_cli.methods.dapo import Dynamic

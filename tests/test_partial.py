@@ -23,7 +23,6 @@ from test_stop import engine as reading_engine
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
-from grpo_cli.collect.interfaces import Collection, Collector, Rounds
 from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
 from grpo_cli.collect.resuming import begun, first_seed, joined, rest_of
 from grpo_cli.collect.stored import from_plain, to_plain
@@ -34,6 +33,7 @@ from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.step.sample import uniforms
 from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.engine.torch.generation import BEHIND
+from grpo_cli.interfaces import Collection, Collector, Rounds
 from grpo_cli.methods.april import Partial
 from grpo_cli.methods.dps import DynamicsPredictive
 from grpo_cli.profile.forced_lengths import ProfiledEngine

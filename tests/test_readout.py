@@ -19,13 +19,13 @@ from tiny_hf import FAMILIES
 
 from grpo_cli.config.instantiate import function, rules_of
 from grpo_cli.config.rehearsal import _rehearse, _try_choice
-from grpo_cli.facts import facts
 from grpo_cli.history import History
 from grpo_cli.learner.batch import collate
 from grpo_cli.learner.forward import make_padded
 from grpo_cli.learner.readout import POOLED, READS, layer_read, read, reads_of
 from grpo_cli.methods import pods
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import facts
 from grpo_cli.types import AdvantageInputs, Batch, Readout
 
 TEMPERATURE = 0.7

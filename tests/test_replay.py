@@ -22,7 +22,6 @@ from test_seams import Spy, quiet
 from test_train import CountTask, Recorder, make_trainer, settings_for
 
 from grpo_cli.collect.equal import equal
-from grpo_cli.collect.interfaces import Collection, Rounds
 from grpo_cli.collect.replay import NoReplay
 from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.check import check
@@ -30,7 +29,7 @@ from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import ready
 from grpo_cli.config.prepare import prepare
 from grpo_cli.experiment import replay_of, set_up
-from grpo_cli.interfaces import Bench, Remembers, Replay
+from grpo_cli.interfaces import Bench, Collection, Remembers, Replay, Rounds
 from grpo_cli.learner.batch import collate, corrected, verdict_on
 from grpo_cli.methods.dots import GroupStore
 from grpo_cli.methods.sapo import RunFolder

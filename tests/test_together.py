@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from small import some_and_the_rest
 
-from grpo_cli.collect.interfaces import Collection, Rounds
 from grpo_cli.collect.rehearsal import rehearsed
 from grpo_cli.config import together
 from grpo_cli.config.check import check
@@ -17,6 +16,7 @@ from grpo_cli.config.choices import choice_of, choices, shipped
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import rules_of
 from grpo_cli.experiment import build
+from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import GroupRequest, Round
 

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from grpo_cli.collect.episodes import Spent, has_turns, play
-from grpo_cli.collect.interfaces import Collector
 from grpo_cli.collect.label import by_majority, reader_of
 from grpo_cli.collect.requests import Goal, check_sampling, in_context, score_all, seed_of, with_rewards
 from grpo_cli.collect.resuming import begun, limited, unlimited
 from grpo_cli.engine.costs import together
 from grpo_cli.history import History
-from grpo_cli.interfaces import Counts, Curriculum, Engine, Task, Worked
+from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, Task, Worked
 from grpo_cli.metrics import turn_metrics
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -42,7 +41,7 @@ MOST_ROLLOUTS = 2**22  # and problems, of a step: each is a Python object
 
 
 class StepCollection:
-    """What a collector is given (see `collect.interfaces.Collection`), and what has come of its rounds.
+    """What a collector is given (see `interfaces.Collection`), and what has come of its rounds.
 
     `version` is the number of updates that the weights have seen, of which every token that is drawn here is.
     `tokens_left` is how many the run is to generate yet; with `zero_truncated` what is cut off earns nothing.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_cli.collect.interfaces import Collection, Rounds
+from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.types import GroupRequest, Round
 
 

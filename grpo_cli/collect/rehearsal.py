@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from grpo_cli.collect.collection import StepCollection
-from grpo_cli.collect.interfaces import Collector
 from grpo_cli.history import PROFILED, History, Visit
+from grpo_cli.interfaces import Collector
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import own_code
 from grpo_cli.types import EngineStats, Finish, Group, Prompt, Readout, Request, Reward, Rollout

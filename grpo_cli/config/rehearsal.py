@@ -16,7 +16,6 @@ from grpo_cli.collect.rehearsal import MOST_REHEARSED, CollectionSize, rehearsed
 from grpo_cli.config import together
 from grpo_cli.config.instantiate import rules_of
 from grpo_cli.config.kinds import RULES
-from grpo_cli.facts import taken
 from grpo_cli.history import PROFILED, History, Visit
 from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.learner.batch import corrected, verdict_on
@@ -24,6 +23,7 @@ from grpo_cli.learner.readout import layer_read, reads_of
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.support.errors import UserError, gathered, own_code, refuse
+from grpo_cli.support.facts import taken
 from grpo_cli.types import (
     AdvantageInputs,
     Batch,
@@ -188,7 +188,7 @@ def _require_reads(rules: Rules) -> None:
     if "readout" in inspect.signature(rules.credit).parameters and not reads_of(rules.credit):
         raise UserError(
             "credit: its parameter readout would be None, as it does not say what it reads; decorate it with "
-            "@facts(reads=(...)) of grpo_cli.facts"
+            "@facts(reads=(...)) of grpo_cli.interfaces"
         )
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_cli.facts import taken
 from grpo_cli.interfaces import Correction
+from grpo_cli.support.facts import taken
 from grpo_cli.types import ENVIRONMENT, GIVEN, NEVER, Batch, Group, Rollout, ScoredGroup, Span, Totals, Verdict
 
 # What a forward and backward pass costs beyond its tokens, in tokens (measured with the embedded model on a CPU, where

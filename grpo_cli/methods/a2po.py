@@ -23,10 +23,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.collect.profile import WRITE_IT
-from grpo_cli.facts import Others, facts
 from grpo_cli.history import History, Visit
 from grpo_cli.rules.loss import masked_float
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Range
 from grpo_cli.types import AdvantageInputs, Batch, LossOutput, Totals
 

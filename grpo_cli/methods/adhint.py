@@ -27,11 +27,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.collect.interfaces import Collection, Rounds
-from grpo_cli.facts import facts
 from grpo_cli.history import History
+from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.rules.arms import arm, arm_means, needs_arms, reward_by_arm
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count, OneOf, Range, Share
 from grpo_cli.types import GIVEN, AdvantageInputs, Batch, GroupRequest, Prompt, Round
 

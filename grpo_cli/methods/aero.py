@@ -28,10 +28,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_cli.collect.interfaces import Collection, Rounds
-from grpo_cli.facts import Others, facts
+from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.rules.advantage import StatsOver, compared_rewards
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Range
 from grpo_cli.types import GroupRequest, Round, ScoredGroup
 

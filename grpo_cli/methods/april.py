@@ -17,10 +17,10 @@ from typing import Annotated, Any
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.collect.interfaces import Collection, Rounds
 from grpo_cli.collect.stored import HoldsGroups
-from grpo_cli.facts import Others, facts
 from grpo_cli.history import History
+from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Range
 from grpo_cli.types import GIVEN, Batch, Group, GroupRequest, Round
 

@@ -25,10 +25,10 @@ from typing import Annotated, Any
 import numpy as np
 from jaxtyping import Float
 
-from grpo_cli.collect.interfaces import Collection, Rounds
 from grpo_cli.collect.resuming import look_at
-from grpo_cli.facts import Others, facts
+from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.rules.ridge import ProbeRows, Probing, RidgeProbe, narrowed, never_enough
+from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Count, OneOf, Range, Share
 from grpo_cli.types import Group, GroupRequest, Round, ScoredGroup
 

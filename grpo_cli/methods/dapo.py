@@ -15,9 +15,9 @@ from fractions import Fraction
 from math import ceil
 from typing import Annotated, Any
 
-from grpo_cli.collect.interfaces import Collection, Rounds
 from grpo_cli.collect.stored import HoldsGroups
-from grpo_cli.facts import Others, facts
+from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Range
 from grpo_cli.types import GroupRequest, Round, ScoredGroup
 

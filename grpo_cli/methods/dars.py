@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import numpy as np
 
 from grpo_cli.collect.apportion import in_proportion
-from grpo_cli.collect.interfaces import Collection, Rounds
-from grpo_cli.facts import Others, facts
+from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import OneOf
 from grpo_cli.types import GroupRequest, Round
 

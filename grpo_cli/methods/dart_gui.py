@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.facts import facts
 from grpo_cli.history import History
+from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Range
 from grpo_cli.types import Batch, Readout
 

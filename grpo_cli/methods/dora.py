@@ -26,10 +26,10 @@ import numpy as np
 from jaxtyping import Float
 
 from grpo_cli.collect.search import Searching
-from grpo_cli.facts import facts
 from grpo_cli.methods.particle import goes_with
 from grpo_cli.methods.sample_and_rank import mean_logprob
 from grpo_cli.settings import MOST_SAMPLES
+from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count, Range
 from grpo_cli.types import Finish, Rollout
 

@@ -21,8 +21,8 @@ import numpy as np
 from grpo_cli.collect.candidates import CandidateOrder, require_revisits
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.stored import drawn, from_plain, prompt_of, to_plain, version_of
-from grpo_cli.facts import facts
 from grpo_cli.history import History, digest_of, of_kind
+from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count, Range, Share
 from grpo_cli.types import Prompt, ScoredGroup
 

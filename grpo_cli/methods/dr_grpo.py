@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.facts import facts
 from grpo_cli.rules.advantage import StatsOver, centred, compared_rewards, varies
+from grpo_cli.support.facts import facts
 
 
 @facts(divides=False)

@@ -22,9 +22,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_cli.facts import facts
 from grpo_cli.history import History
 from grpo_cli.rules.loss import Clipped, Terms, aggregate, bounded_ratio, log_policy_ratio, masked_float
+from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count, Range
 from grpo_cli.types import Batch, LossOutput, Readout, Totals
 

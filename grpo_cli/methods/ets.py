@@ -26,9 +26,9 @@ import numpy as np
 from jaxtyping import Float
 
 from grpo_cli.collect.search import Searching
-from grpo_cli.facts import facts
 from grpo_cli.methods.dora import Leaf, Temperature, cosines, grown, rebase, voted
 from grpo_cli.methods.particle import goes_with
+from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count, Range
 from grpo_cli.types import Rollout
 

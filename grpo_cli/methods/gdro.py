@@ -24,8 +24,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.collect.apportion import in_proportion
-from grpo_cli.collect.interfaces import Collection, Rounds
 from grpo_cli.history import KEPT, UNSEEN, History, Marked, Solved, of_kind
+from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import OneOf, Range, Share
 from grpo_cli.types import Batch, GroupRequest, Round, ScoredGroup

@@ -22,9 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_cli.collect.interfaces import Collection, Rounds
 from grpo_cli.collect.resuming import look_at
-from grpo_cli.facts import Others, facts
+from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import Finish, Group, GroupRequest, Readout, Rollout, Round
 

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.facts import facts
 from grpo_cli.rules.advantage import Epsilon, StatsOver, grpo
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import facts
 from grpo_cli.types import AdvantageInputs, Reward
 
 

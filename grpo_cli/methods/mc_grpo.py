@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.facts import Others, facts
 from grpo_cli.rules.advantage import StatsOver, compared_rewards, varies
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import OneOf, Range
 from grpo_cli.types import ScoredGroup
 

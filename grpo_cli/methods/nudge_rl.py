@@ -24,12 +24,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.collect.interfaces import Collection, Rounds
-from grpo_cli.facts import Others, facts
+from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.rules.advantage import varies
 from grpo_cli.rules.arms import arm, arm_means, needs_arms, reward_by_arm
 from grpo_cli.runs.files import regular
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Count, Range, Share
 from grpo_cli.types import AdvantageInputs, GroupRequest, Prompt, Round
 

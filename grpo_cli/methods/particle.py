@@ -24,8 +24,8 @@ from typing import Annotated, Any
 import numpy as np
 
 from grpo_cli.collect.search import Searching
-from grpo_cli.facts import Others, facts
 from grpo_cli.settings import MOST_SAMPLES
+from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Count, Range
 from grpo_cli.types import Finish, Rollout
 

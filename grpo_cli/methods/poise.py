@@ -27,9 +27,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.facts import Others, facts
 from grpo_cli.rules.ridge import ProbeRows, Probing, RidgeProbe, correlation, narrowed, never_enough
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Count, Range, Share
 from grpo_cli.types import AdvantageInputs, Readout, Rollout, ScoredGroup
 

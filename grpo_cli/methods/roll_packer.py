@@ -22,10 +22,10 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Annotated, Any
 
-from grpo_cli.collect.interfaces import Collection, Rounds
 from grpo_cli.collect.resuming import begun
 from grpo_cli.collect.stored import HoldsGroups
-from grpo_cli.facts import Others, facts
+from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Range
 from grpo_cli.types import Group, GroupRequest, Round
 

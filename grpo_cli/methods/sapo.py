@@ -26,12 +26,12 @@ import numpy as np
 
 from grpo_cli.collect.same import Places
 from grpo_cli.collect.stored import drawn, to_plain
-from grpo_cli.facts import facts
 from grpo_cli.history import of_kind
 from grpo_cli.interfaces import Task
 from grpo_cli.runs.layout import ROLLOUTS
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Range
 from grpo_cli.types import (
     ENVIRONMENT,

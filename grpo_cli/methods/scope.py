@@ -17,9 +17,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from grpo_cli.collect.interfaces import Collection, Rounds
-from grpo_cli.facts import facts
+from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count
 from grpo_cli.types import GroupRequest, Rollout, Round, ScoredGroup
 

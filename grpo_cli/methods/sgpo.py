@@ -15,12 +15,12 @@ from itertools import accumulate, islice
 from typing import Any
 
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.collect.interfaces import Collection, Rounds
 from grpo_cli.collect.profile import MOST_PROFILED, WRITE_IT
 from grpo_cli.collect.requests import seed_of
-from grpo_cli.facts import Others, facts
 from grpo_cli.history import History, Visit, of_kind
+from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Share
 from grpo_cli.types import GroupRequest, Prompt, Round, ScoredGroup
 

@@ -27,9 +27,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_cli.facts import Others, facts
 from grpo_cli.rules.correction import Prox, Window, check_sampler, log_sparsity_ratio, mismatch_metrics
 from grpo_cli.rules.loss import aggregate, k3
+from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Range
 from grpo_cli.types import Batch, LossOutput, Totals, Verdict
 

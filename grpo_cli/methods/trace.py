@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from grpo_cli.collect.apportion import hand_out
-from grpo_cli.collect.interfaces import Collection, Rounds
+from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Range
 from grpo_cli.types import GroupRequest, Round

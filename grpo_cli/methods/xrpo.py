@@ -22,12 +22,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.collect.apportion import hand_out, in_proportion
-from grpo_cli.collect.interfaces import Collection, Rounds
-from grpo_cli.facts import facts
 from grpo_cli.history import of_kind
+from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.rules.advantage import Epsilon, StatsOver, grpo
 from grpo_cli.rules.arms import reward_by_arm
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import facts
 from grpo_cli.support.intervals import student_95
 from grpo_cli.support.ranges import Count, Range
 from grpo_cli.types import AdvantageInputs, GroupRequest, Prompt, Rollout, Round, ScoredGroup

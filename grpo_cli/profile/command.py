@@ -18,7 +18,6 @@ from grpo_cli import __version__, experiment
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.order.lengths import read_trace
-from grpo_cli.facts import taken
 from grpo_cli.history import History
 from grpo_cli.interfaces import AdvantageFn
 from grpo_cli.model.anatomy import has_dropout
@@ -39,6 +38,7 @@ from grpo_cli.profile.shapes import ShapeModel
 from grpo_cli.settings import ProfileRunSettings, ProfileSettings
 from grpo_cli.step import Step
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import taken
 from grpo_cli.support.formatting import gib, parse_bytes
 from grpo_cli.types import AdvantageInputs, Record
 

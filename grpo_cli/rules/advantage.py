@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.facts import facts
+from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import OneOf, Range
 
 StatsOver = Annotated[str, OneOf(("kept", "group"))]

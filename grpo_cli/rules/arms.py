@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.facts import Others
+from grpo_cli.support.facts import Others
 from grpo_cli.types import AdvantageInputs, Rollout, ScoredGroup
 
 

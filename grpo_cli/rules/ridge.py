@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 
-from grpo_cli.facts import Others
 from grpo_cli.history import of_kind
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import Others
 
 _ARRAYS = ("features", "targets", "predicted")
 WIDTH = 256  # directions of wider states that are used, so that a fit takes some 20 milliseconds whatever their width

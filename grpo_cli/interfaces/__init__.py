@@ -17,10 +17,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_cli.collect.interfaces import Collector, Warmup
-from grpo_cli.facts import Others as Others
-from grpo_cli.facts import facts as facts  # the name by which parts of users have them
 from grpo_cli.history import History
+
+# Said again, since parts of users have them by these names.
+from grpo_cli.interfaces.collecting import Collection as Collection
+from grpo_cli.interfaces.collecting import Collector as Collector
+from grpo_cli.interfaces.collecting import Rounds as Rounds
+from grpo_cli.interfaces.collecting import Warmup as Warmup
+from grpo_cli.support.facts import Others as Others
+from grpo_cli.support.facts import facts as facts
 from grpo_cli.types import (
     Batch,
     EngineStats,
@@ -242,7 +247,7 @@ class AdvantageFn(Protocol):
 
     One that has a parameter `inputs` is given an `AdvantageInputs` by that name, too, and with a parameter `history`
     what the run knows of its problems. `inputs.readout` is what was read in the group's rollouts (`facts`: reads; None
-    where it is asked before the step's rollouts are all made, see `collect.interfaces.Collection.teaches`).
+    where it is asked before the step's rollouts are all made, see `interfaces.Collection.teaches`).
     """
 
     def __call__(self, kept_rewards: Float[Tensor, "K"], group_rewards: Float[Tensor, "G"]) -> Float[Tensor, "K"]: ...

@@ -38,6 +38,8 @@ PLAIN_STEPS = 4  # before the first trial with about so many rows
 REFRESH = 16  # every so many steps is plain where drafts pay, and a trial where they did not
 LOSS = 0.01  # the share of all seconds that drafts may have lost, in trials or where the measured gain is wrong
 WEIGHT = 0.2  # of a new measurement in a running average
+PRIOR = 6.0, 10.0  # drafts kept and tested before any was: one short row may not end trials
+FADES = 0.99  # what earlier ones count after another pass
 
 
 def speedup(a: float, gamma: int, r: float, v: float) -> float:
@@ -80,6 +82,7 @@ class Costs:
     r: float | None = None
     s: float | None = None
     steps: int = 0
+    checks: int = 0
 
     def gain(self, a: float, gamma: int) -> float:
         assert self.r is not None and self.s is not None, "it was tried"
@@ -92,7 +95,7 @@ class Pays:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._costs: dict[int, Costs] = {}  # by the rows' number of binary digits
-        self._kept: float | None = None  # a
+        self._kept, self._tested = PRIOR
         self._seconds = self._saved = 0.0
 
     def gamma(self, rows: int, slots: int) -> int:
@@ -103,9 +106,9 @@ class Pays:
             return 0
         if -self._saved > LOSS * self._seconds:
             return 0
-        if costs.r is None or self._kept is None:
+        if costs.r is None:
             return min(possible[-1], FIRST)
-        gain, best = max((costs.gain(self._kept, gamma), gamma) for gamma in possible)
+        gain, best = max((costs.gain(self._kept / self._tested, gamma), gamma) for gamma in possible)
         turn = costs.steps % REFRESH == 0
         if gain > 1:
             return 0 if turn else best
@@ -127,9 +130,12 @@ class Pays:
         costs = self._of(rows)
         assert costs.plain is not None, "plain steps come first"
         costs.steps += 1
-        self._kept = _average(self._kept, passed / sum(min(k + 1, gamma) for k in kept))
-        costs.r = _average(costs.r, drafting / costs.plain / gamma)
-        costs.s = _average(costs.s, max(0.0, (seconds - drafting) / costs.plain - 1) / gamma)
+        costs.checks += 1
+        self._kept = FADES * self._kept + passed
+        self._tested = FADES * self._tested + sum(min(k + 1, gamma) for k in kept)
+        if costs.checks > 1:  # as above
+            costs.r = _average(costs.r, drafting / costs.plain / gamma)
+            costs.s = _average(costs.s, max(0.0, (seconds - drafting) / costs.plain - 1) / gamma)
         self._account(seconds, (1 + passed / rows) * costs.plain)
 
     def lose(self, seconds: float) -> None:

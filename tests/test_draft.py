@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ from test_resume import rows, trained
 
 import grpo_cli.engine.kv.cache
 import grpo_cli.engine.torch.engine
+from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.torch.draft import LEAST, LOSS, PLAIN_STEPS, REFRESH, Pays, guess, leading, speedup
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Prompt, Request
 
 
@@ -283,6 +286,15 @@ def test_drafts_are_kept_up_to_the_first_other_token_or_an_end(drafts: list[int]
 )
 def test_what_drafts_cannot_be_combined_with(words: tuple[str, ...], why: str) -> None:
     assert why in refusal(*words)
+
+
+def test_an_engine_of_workers_refuses_what_it_cannot_draft_for() -> None:
+    """Whose settings are checked where it is made."""
+    sparsity = ready("sparsity", "rkv", budget=8, buffer=4)
+    with pytest.raises(UserError, match="engine.draft=ngram needs sparsity=dense"):
+        make_engine(small_model(), draft="ngram", sparsity=sparsity)
+    with pytest.raises(UserError, match="several"):
+        list(make_engine(small_model(), draft="ngram").generate(some_requests(), replies=Mock()))
 
 
 @pytest.mark.parametrize("kind", ["ngram", "self"])

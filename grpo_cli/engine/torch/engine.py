@@ -98,6 +98,10 @@ class TorchEngine:
                 "layers takes two more small products in every step; with model.quantize=none and float32 it takes none"
             )
         self._speculation = Speculation(draft) if draft != "none" else None
+        if draft != "none" and (isinstance(sparsity, Budget) or cuda_graph):
+            raise UserError(
+                f"engine.draft={draft} needs sparsity=dense and engine.cuda_graph=false: use engine.draft=none"
+            )
         if draft == "self":
             self._decoder.rounded(DRAFTER)  # or it says at once why it cannot be
         self._capture = CudaGraphs() if cuda_graph else None

@@ -97,6 +97,11 @@ def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
         notes.append(
             f"engine.quantize={kind}: a copy of the layers' weights during rollouts, where there is none without"
         )
+    if (draft := settings.parts["engine"].get("draft", "none")) != "none":
+        notes.append(
+            f"engine.draft={draft}: steps are predicted without drafts"
+            + ", and without the copy that draws them" * (draft == "self")
+        )
     if size.partial:
         notes.append(
             "the collector leaves rollouts partial: steps are predicted as if all of them ended in the step, "

@@ -22,6 +22,8 @@ from test_resume import rows, trained
 import grpo_cli.engine.kv.cache
 import grpo_cli.engine.torch.engine
 from grpo_cli.config.instantiate import ready
+from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.engine.torch import slots
 from grpo_cli.engine.torch.draft import LEAST, LOSS, PLAIN_STEPS, REFRESH, Pays, guess, leading, speedup
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Prompt, Request
@@ -94,6 +96,24 @@ def test_over_the_border_of_a_page(kind: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(grpo_cli.engine.kv.cache, "PAGE_BYTES", 1)
     engine = assert_same(small_model(), some_requests(tokens=100, n=3), kind, (7,))
     assert engine.stats().details["engine/draft_passes"] > 0
+
+
+@pytest.mark.parametrize("promised", [True, False])
+def test_tokens_of_a_row_query_its_pages_together_only_where_no_bits_are_promised(
+    promised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU and in bfloat16. Both ways are the same to rounding, over several pages too."""
+    apart, real = set[bool](), slots.ahead_pieces
+
+    def watched(*given: Any) -> Any:
+        apart.add(given[-1])
+        return real(*given)
+
+    monkeypatch.setattr(slots, "ahead_pieces", watched)
+    monkeypatch.setattr(grpo_cli.engine.kv.cache, "PAGE_BYTES", 1)
+    monkeypatch.setattr(Decoder, "promises_bits", property(lambda decoder: promised))
+    assert_same(small_model(), some_requests(tokens=80, n=3), "ngram", (1, 5))
+    assert apart == {promised}
 
 
 def test_stop_strings_and_limits_end_a_row_amid_its_drafts() -> None:

@@ -136,7 +136,8 @@ class Pays:
         if costs.checks > 1:  # as above
             costs.r = _average(costs.r, drafting / costs.plain / gamma)
             costs.s = _average(costs.s, max(0.0, (seconds - drafting) / costs.plain - 1) / gamma)
-        self._account(seconds, (1 + passed / rows) * costs.plain)
+        # A pass ends when its last row does, so only what the slowest row gained is sure to save steps.
+        self._account(seconds, (1 + min(kept)) * costs.plain)
 
     def lose(self, seconds: float) -> None:
         """What drafts took beside any step."""

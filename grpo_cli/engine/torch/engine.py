@@ -169,6 +169,11 @@ class TorchEngine:
         self._decoder = self._decoder.padded(found.padding).may_pack(found.packed)
         if found != self._invariance and not found.holds and self._decoder.promises_bits:
             self._warn(rounding_warning(found, torch.get_num_threads()))
+        if drafts and self._invariance is None and not (found.holds and self._decoder.promises_bits):
+            self._warn(
+                "engine.draft: with this precision or device a check of drafts rounds otherwise than a step, and the "
+                "clock decides when there is one, so a run repeated or resumed may differ from this one by rounding"
+            )
         self._invariance = found
         slow = self._decoder.slow_since(watches(self._sparsity), drafts) if self._decoder.device.type == "cuda" else ""
         if slow != self._said_slow:

@@ -21,7 +21,7 @@ from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.engine.order.schedule import Fifo
 from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.step.invariance import invariance_of
+from grpo_cli.engine.step.invariance import Invariance
 from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.engine.torch.generation import Generation
 from grpo_cli.engine.torch.stop import NeverStop
@@ -90,9 +90,17 @@ def some_requests(prompts: int = 3, n: int = 4, *, tokens: int = 30, seed: int =
     return requests
 
 
+def tried(model: Any) -> Invariance:
+    """What an engine finds out about a model once, for this test and those that follow."""
+    engine = make_engine(model)
+    engine._pad()
+    assert engine._invariance is not None, "it has been tried"
+    return engine._invariance
+
+
 def require_bits(model: Any) -> None:
     """Skips a test of bits, saying so, where the engine finds that they cannot be held for this model."""
-    if not invariance_of(Decoder(model)).holds:
+    if not tried(model).holds:
         pytest.skip(
             f"bits cannot be held here: {torch.get_num_threads()} threads, MKL_CBWR={os.environ.get('MKL_CBWR')}"
         )
@@ -101,7 +109,14 @@ def require_bits(model: Any) -> None:
 def make_engine(model: Any, **parts: Any) -> TorchEngine:
     """An engine with everything off but what is given."""
     defaults: dict[str, Any] = dict(scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense())
-    defaults |= {"sampler": full(), "cuda_graph": False, "packed_weights": True, "compile": None, "threads": "auto"}
+    defaults |= {
+        "sampler": full(),
+        "cuda_graph": False,
+        "packed_weights": True,
+        "native": True,
+        "compile": None,
+        "threads": "auto",
+    }
     defaults |= {"quantize": "none", "draft": "none"}
     return TorchEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
 

@@ -319,7 +319,7 @@ def test_an_engine_that_lacks_what_a_run_asks_for_is_refused_before_the_first_st
     words = [f"engine._target_={user_module}.Thing", "+engine.own=1", "engine.cuda_graph=false", "run_dir=outputs/x"]
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         settings = parse(hydra.compose("train", words))
-    for word in ("cuda_graph", "packed_weights", "compile", "threads", "quantize", "draft"):
+    for word in ("cuda_graph", "packed_weights", "native", "compile", "threads", "quantize", "draft"):
         del settings.parts["engine"][word]  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="engine: user_rules.Thing has no reads_stop_strings, generate, stats"):
         set_up(prepare(settings), settings.model)

@@ -57,7 +57,7 @@ def test_a_full_slot_that_nobody_runs_in_writes_nowhere() -> None:
     generation = make_generation(decoder, requests, eos=never, sampler=infinite(slots=2), capture=Again())
     assert generation.slots.capacity == decoder.padding.slot_tile
     rollouts = contents(rollout for _, rollout in generation.serve(Fifo()))
-    assert rollouts == contents(make_engine(small_model(), eos_token_ids=never).generate(requests))
+    assert rollouts == contents(make_engine(small_model(), eos_token_ids=never, native=False).generate(requests))
 
 
 def test_few_shapes_occur_and_those_that_come_back_are_captured() -> None:

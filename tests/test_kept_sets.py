@@ -18,7 +18,7 @@ from made import full, infinite, micro
 from small import make_engine, plain_batch, small_model, some_requests
 from test_config import refusal
 from test_generate import generating
-from test_profile_shapes import work_of
+from test_profile_shapes import fullest_step, work_of
 from test_resume import cut_off_and_resumed, rows
 from test_train import CountTask
 
@@ -31,7 +31,7 @@ from grpo_cli.learner.batch import collate, minibatches
 from grpo_cli.learner.forward import make_forward
 from grpo_cli.learner.learner import Learner
 from grpo_cli.learner.logprobs import KeptTokens, token_logprobs
-from grpo_cli.profile.allocations import Allocations
+from grpo_cli.profile.estimate import total
 from grpo_cli.profile.shapes import EngineShape, ShapeModel
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import NullMeter
@@ -233,11 +233,8 @@ def test_what_drawing_holds_is_predicted(cut: dict[str, Any], monkeypatch: pytes
     """With so many words a decode step is fullest where it draws, where it sorts all of them."""
     monkeypatch.setattr(sample, "FIRST", 2000)
     model, requests = small_model(vocab_size=2000), some_requests(prompts=1, n=4, tokens=6, **cut)
-    engine = make_engine(model, eos_token_ids=(2000,))
-    list(engine.generate(requests[:1]))  # what is tried once about the model is not looked at
-    with Allocations(model) as allocations:
-        list(engine.generate(requests))
-        held = sum(allocations.take_peak().values())
+    held, in_c = (total(fullest_step(model, requests, full(), native)) for native in (False, True))
+    assert in_c <= held
     shape = EngineShape(full(), Dense(), 0, sampling=requests[0].sampling)
     _, decode = ShapeModel(lambda: small_model(vocab_size=2000), "none").rollouts(work_of(requests, 4, 6), shape)
     assert sum(decode.values()) == pytest.approx(held, rel=0.01)

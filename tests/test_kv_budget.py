@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import fptas, full, infinite, mean_length, micro, prefix_head
 from orders import AnyOrder, Backwards, Forgetful, PromptsFirst
-from small import VOCABULARY, contents, make_engine, small_model, some_requests
+from small import VOCABULARY, contents, make_engine, small_model, some_requests, tried
 
 from grpo_cli.engine.batching import KvShape
 from grpo_cli.engine.kv import cache
@@ -24,8 +24,6 @@ from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.kv.padding import round_up
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
-from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.step.invariance import invariance_of
 from grpo_cli.engine.torch.generation import BEHIND
 from grpo_cli.engine.torch.sequence import Parked
 from grpo_cli.methods.rkv import Rkv
@@ -39,7 +37,7 @@ CPU = torch.device("cpu")
 TOKEN = 256  # bytes of small_model: 2 layers x keys and values x 2 heads x 8 numbers of 4
 MODEL = small_model()
 DENSE = Dense()
-PADDING = invariance_of(Decoder(MODEL)).padding  # found before anything is counted
+PADDING = tried(MODEL).padding  # found before anything is counted
 
 
 class Ledger:

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from small import VOCABULARY, make_engine, small_model
+from small import VOCABULARY, make_engine, small_model, tried
 from tiny_hf import LLAMA3_ROPE
 
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.step.invariance import invariance_of
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Request
 
@@ -50,7 +49,7 @@ def one_forward(model: Any, prompt: list[int], reply: tuple[int, ...]) -> torch.
 def test_every_step_has_the_logits_of_transformers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, config = CASES[case]
     model = small_model(family, **config)
-    invariance_of(Decoder(model))  # tried with the real head, before it is watched
+    tried(model)  # tried with the real head, before it is watched
     made: list[torch.Tensor] = []
     compute = Decoder.logits
 

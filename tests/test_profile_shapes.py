@@ -86,15 +86,20 @@ def test_predicted_keys_and_values_are_the_engines(sampler: Any, sparsity: Any):
     assert decode[KV] == pytest.approx(engine.stats().kv_peak_bytes, rel=0.0 if exactly else 0.1)
 
 
+def fullest_step(model: Any, requests: Any, sampler: Any, native: bool) -> Any:
+    engine = make_engine(model, sampler=sampler, eos_token_ids=(2000,), native=native)
+    list(engine.generate(requests[:1]))  # what is tried once about the model is not looked at
+    with Allocations(model) as allocations:
+        list(engine.generate(requests))
+        return allocations.take_peak()
+
+
 @pytest.mark.parametrize("sampler", [full(), infinite(slots=4)])
 def test_a_decode_step_is_predicted_to_hold_what_the_engines_fullest_one_holds(sampler: Any):
     """With so many words to choose from, no moment is as full as that at which a token is drawn."""
     model, requests = small_model(vocab_size=2000), some_requests(prompts=2, n=8, tokens=30)
-    engine = make_engine(model, sampler=sampler, eos_token_ids=(2000,))
-    list(engine.generate(requests[:1]))  # what is tried once about the model is not looked at
-    with Allocations(model) as allocations:
-        list(engine.generate(requests))
-        held = allocations.take_peak()
+    in_c, held = (fullest_step(model, requests, sampler, native) for native in (True, False))
+    assert total(in_c) <= total(held)
     work = work_of(requests, 8, 30)
     _, decode = fake_model(vocab_size=2000).rollouts(work, EngineShape(sampler, Dense(), 0))
     assert decode[LOGITS] == held[LOGITS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -11,14 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import some_requests
 
+from grpo_cli.engine.step import native
 from grpo_cli.engine.step.sample import SamplingTable, _truncated, inverse, truncate, uniforms
 from grpo_cli.settings import Sampling
 
 CPU = torch.device("cpu")
+NATIVELY = [False]
+
+
+@pytest.fixture(params=["PyTorch", "C"], autouse=True)
+def how(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything that is said of drawing holds in both ways."""
+    try:
+        NATIVELY[0] = request.param == "C" and bool(native.library())
+    except native.NoNative as error:
+        pytest.skip(str(error))
+    yield
+    NATIVELY[0] = False
 
 
 def table(*words: Sampling) -> SamplingTable:
-    made = SamplingTable(len(words), CPU)
+    made = SamplingTable(len(words), CPU, NATIVELY[0])
     made.put(range(len(words)), words)
     return made
 

@@ -21,13 +21,19 @@ def bucket(rows: int) -> int:
     return max(LEAST_ROWS, 1 << (rows - 1).bit_length())
 
 
+def _normed(norm: Callable[..., Any], hidden: Any) -> Any:
+    return norm(hidden)
+
+
 @dataclass(frozen=True)
 class Functions:
-    """A layer before and after its attention, and how results of several pages are joined (`flash.join`)."""
+    """A layer before and after its attention, how results of several pages are joined (`flash.join`), and the model's
+    last norm. What `after` returns is for `before` and `last`."""
 
     before: Callable[..., Any]
     after: Callable[..., Any]
     join: Callable[..., Any]
+    last: Callable[..., Any] = _normed
     compiled: bool = False
 
     def rows(self, count: int) -> int:

@@ -33,6 +33,18 @@ class Pieces:
     in_order: bool
     copied: Int[Tensor, "N"] | None = None
 
+    @property
+    def pages(self) -> Int[Tensor, "R K"]:
+        """Each row's pages in the order of its keys; any number where it has none."""
+        at = self.of_row // self.rows.shape[1]
+        return at if self.copied is None else self.copied[at.clamp(max=len(self.copied) - 1)]
+
+    @property
+    def seen(self) -> Int[Tensor, "R"]:
+        """How many keys of a prompt each row reads."""
+        assert self.held is not None, "a prompt's page has a length"
+        return torch.cat([self.held, self.held.new_zeros(1)])[self.of_row // self.rows.shape[1]].sum(1)
+
 
 def own_pieces(pages: np.ndarray, tokens: int, device: torch.device) -> Pieces:
     """For rows and their own `pages` of `tokens` tokens, [R, K] with -1 for none.

@@ -198,6 +198,6 @@ def _fingerprint() -> str:
     """A hash of grpo-cli's own source: equal sources compute the same."""
     package = Path(grpo_cli.__file__).parent
     digest = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
+    for file in sorted([*package.rglob("*.py"), *package.rglob("*.c")]):
         digest.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()[:16]

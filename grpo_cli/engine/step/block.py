@@ -54,7 +54,7 @@ class Block:
         products = (self.qkv, self.o_proj, self.gate_up, self.down_proj)
         norms = (self.input_norm, self.q_norm, self.k_norm, self.post_norm)
         plain = all(map(is_plain, products)) and all(norm is None or type(norm) is Norm for norm in norms)
-        return plain and self.activation is _silu
+        return plain and is_silu(self.activation)
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,11 @@ def _activation(module: Any) -> Any:
     that bits depend on the number of rows. `exp` alone is computed the same way throughout.
     """
     return _silu if type(module).__name__ in ("SiLU", "SiLUActivation") else module
+
+
+def is_silu(activation: Any) -> bool:
+    """Whether it is what `_activation` has for SiLU."""
+    return activation is _silu
 
 
 def _silu(x: Float[Tensor, "N F"]) -> Float[Tensor, "N F"]:

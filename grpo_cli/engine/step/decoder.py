@@ -23,6 +23,7 @@ from grpo_cli.engine.gpu.flash import FlashAttention, least_page, reason_against
 from grpo_cli.engine.kv.cache import KvArena, KvLayout
 from grpo_cli.engine.kv.padding import Padding, round_up, unpadded
 from grpo_cli.engine.kv.rows import Rows, Watch
+from grpo_cli.engine.step import native
 from grpo_cli.engine.step.attention import StepAttention
 from grpo_cli.engine.step.block import EAGER, Block, norm_of
 from grpo_cli.engine.step.weights import (
@@ -87,8 +88,8 @@ class Decoder:
         self._packed = packed
         self.rounding: Kind = "none"
         self._weights: AsTheyAre | Copies = AsTheyAre()  # how blocks and head were made
-        self._flash = False
-        self._functions = self._to_compile = EAGER
+        self._flash = self._attends_natively = False
+        self._functions = self._plain = self._to_compile = EAGER
 
     def _with(self, **changed: Any) -> Decoder:
         """A copy with changed attributes."""
@@ -118,6 +119,19 @@ class Decoder:
     def may_compile(self, warn: Callable[[str], None]) -> Decoder:
         """The same, with compiled steps if layers consist of plain weights; calls `warn` if compilation fails."""
         return self._with(_to_compile=Compiled(EAGER, warn).functions)
+
+    def natively(self, watched: bool) -> Decoder:
+        """The same, with a step's small operations in C, which has to be there, if it has this device and precision."""
+        fits = self.device.type == "cpu" and {self.dtype, self.layout().dtype} <= {*native.PRECISIONS}
+        fits = fits and all(native.serves(block, self._norm) for block in self._blocks_of_model)
+        if not fits or self.dim > native.MOST_DIM or self.dim % 2:
+            return self
+        return self._with(_functions=native.FUNCTIONS, _plain=native.FUNCTIONS, _attends_natively=not watched)
+
+    @property
+    def is_native(self) -> tuple[bool, bool]:
+        """Whether a step's small operations, and its attention, run in C."""
+        return self._plain is not EAGER, self._attends_natively
 
     def for_steps(self, watched: bool, drafts: bool = False) -> Decoder:
         """The same, with the fastest decode steps for this device and precision. `watched`: an eviction policy needs
@@ -267,11 +281,16 @@ class Decoder:
         """Feed one token per row; writes each row's key and value at its length and returns the last hidden state."""
         functions, count = self._functions, rows.tokens.shape[0]
         if not self._flash:
-            attention = StepAttention(rows, kv, self.group, self.scale, watch)
+            attention = self.attention(rows, kv, watch)
             return self.blocks(rows.tokens, rows.positions, attention, functions)
         total = functions.rows(count)
         flash = FlashAttention(rows, kv, self.scale, watch, total, functions.join)
         return self.blocks(_to(rows.tokens, total), _to(rows.positions, total), flash, functions)[:count]
+
+    def attention(self, rows: Rows, kv: KvArena, watch: Watch) -> StepAttention | native.NativeAttention:
+        """That of a step over pages that are not laid out by token."""
+        kind = native.NativeAttention if self._attends_natively else StepAttention
+        return kind(rows, kv, self.group, self.scale, watch)
 
     def blocks(
         self,
@@ -282,7 +301,7 @@ class Decoder:
     ) -> Float[Tensor, "N H"]:
         """The model's blocks over a flat run of tokens; `attend` gets rotated q, k, v as [N, heads, dim], without
         padding rows, and returns [N, heads * dim]."""
-        functions = functions or EAGER
+        functions = functions or self._plain
         count, dtype = tokens.shape[0], self.layout().dtype
         total = max(self.padding.padded_rows(count), functions.rows(count))
         hidden = _to(self._embed(tokens), total)
@@ -295,7 +314,7 @@ class Decoder:
             q, k, v = functions.before(block, hidden, cos, sin, dtype)
             attended = _to(attend(index, q[:count], k[:count], v[:count]), total)
             hidden = functions.after(block, hidden, attended, dtype)
-        return self._norm(hidden)[:count]
+        return functions.last(self._norm, hidden)[:count]
 
     def _pad_rows(self, x: Float[Tensor, "N ..."]) -> Tensor:
         """Append as many zero rows as `padding` requires."""

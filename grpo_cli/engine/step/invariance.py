@@ -25,7 +25,7 @@ from grpo_cli.engine.kv.keeper import KeepAll
 from grpo_cli.engine.kv.padding import Padding, unpadded
 from grpo_cli.engine.kv.rows import Rows
 from grpo_cli.engine.kv.tiles import PromptPages, own_pieces, prompt_pieces
-from grpo_cli.engine.step.attention import StepAttention
+from grpo_cli.engine.step import native
 from grpo_cli.engine.step.decoder import Decoder
 
 # Numbers of rows to test: all small ones, where kernels change, and some large ones, where work is divided differently.
@@ -46,6 +46,7 @@ class Invariance:
 
 
 _FOUND: dict[tuple[Any, ...], Invariance] = {}
+_SAME: dict[tuple[Any, ...], bool] = {}
 
 
 def invariance_of(decoder: Decoder) -> Invariance:
@@ -63,12 +64,15 @@ def invariance_of(decoder: Decoder) -> Invariance:
 
 def _found(decoder: Decoder) -> Invariance:
     threads, packed = torch.get_num_threads(), decoder.packs
-    of_model = decoder.group, decoder.dim, decoder.vocabulary, *decoder.weight_shapes()
-    asked = (threads, packed, decoder.rounding, *of_model)
+    asked = (threads, packed, decoder.rounding, decoder.is_native, *_shapes(decoder))
     if asked not in _FOUND:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             _FOUND[asked] = _try_out(decoder.of_one_block().in_its_precision(), packed, threads)
     return _FOUND[asked]
+
+
+def _shapes(decoder: Decoder) -> tuple[Any, ...]:
+    return decoder.group, decoder.dim, decoder.vocabulary, *decoder.weight_shapes()
 
 
 def _try_out(decoder: Decoder, packed: bool, threads: int) -> Invariance:
@@ -218,7 +222,7 @@ class _Trial:
         )
         own_side = own_pieces(own.pages, own.tokens, device)
         step = Rows(nothing, nothing, held, write_to, own.tokens, own_side, of_prompt)
-        attention = StepAttention(step, kv, self._decoder.group, self._decoder.scale, KeepAll())
+        attention = self._decoder.attention(step, kv, KeepAll())
         q, k, v = (_among(one, rows, place) for one in (self._query, self._key, self._value))
         return attention(0, q, k, v)[place]
 
@@ -245,6 +249,29 @@ class _Trial:
             ):
                 return False
         return True
+
+
+def computes_the_same(decoder: Decoder, plain: Decoder) -> bool:
+    """Whether a decoder whose small operations run in C finds what one without finds, but for rounding. Found once for
+    the same shapes, precision and library."""
+    asked = (native.library(), decoder.layout().dtype, decoder.dtype, decoder.is_native, *_shapes(decoder))
+    if asked not in _SAME:
+        _SAME[asked] = _finds_the_same(decoder, plain)
+    return _SAME[asked]
+
+
+def _finds_the_same(decoder: Decoder, plain: Decoder) -> bool:
+    with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+        decoder, plain = (one.of_one_block().in_its_precision() for one in (decoder, plain))
+        tokens = torch.randint(decoder.vocabulary, (9,), generator=torch.Generator().manual_seed(0))
+        hidden, batch = hidden_of_block(plain, tokens), _Batch(3, 1, 2, 3, 2)
+        attended = (_Trial(one, one.padding).attended(batch) for one in (decoder, plain))
+        pairs = [(hidden_of_block(decoder, tokens), hidden), (next(attended), next(attended))]
+        logits, uniform = plain.logits(hidden), torch.rand(9, dtype=torch.float64)
+        drawn, logprobs = native.draw(logits, uniform, torch.ones(9))
+        pairs += [(logprobs, logits.float().log_softmax(-1).gather(1, drawn[:, None])[:, 0])]
+        most = 1e-4 if decoder.layout().dtype == torch.float32 else 0.05
+        return all(bool((one - other).abs().max() <= most * other.abs().max()) for one, other in pairs)
 
 
 def _among(one: Tensor, rows: int, place: int) -> Tensor:

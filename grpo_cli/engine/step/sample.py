@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from grpo_cli.engine.step import native
 from grpo_cli.model.transfer import send
 from grpo_cli.settings import Sampling
 
@@ -43,8 +44,9 @@ def uniforms(seeds: Sequence[int], count: int) -> np.ndarray:
 class SamplingTable:
     """The sampling settings of each slot as tensors, and flags on the host to skip what no row needs."""
 
-    def __init__(self, slots: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, slots: int, device: torch.device, natively: bool = False) -> None:
+        """`natively`: draw in C where nothing is truncated."""
+        self._device, self._natively = device, natively
         # Temperature, top_p, top_k and kept_set of each slot; temperature is NaN if the slot was never used.
         self._words = np.array([[np.nan, 1.0, 0.0, 0.0]] * slots).T
         self.temperature, self.top_p = torch.ones(2, slots, device=device)
@@ -93,6 +95,8 @@ class SamplingTable:
 
         A greedy row draws from a point mass, so its log-probability is 0.
         """
+        if self._natively and not self.any_truncated:
+            return native.draw(logits, uniform, self.temperature[rows])
         few = max(1, _AT_ONCE // logits.shape[1])
         if logits.dtype == torch.float32 or logits.device.type != "cpu" or len(logits) <= few:
             return self._draw(logits.float(), uniform, rows)

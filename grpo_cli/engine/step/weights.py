@@ -160,7 +160,7 @@ class Copies:
             return Linear(weight, bias)
         if isinstance(weight, FakeTensor):  # which cannot be packed, and packed would take the same bytes
             return Copies(self.dtype, False)._multiply(weight.clone(), bias)
-        packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise
+        packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise.default
         return lambda x: multiply(x, packed, bias, "none", [], None)
 
     def _beside(self, product: Product, bases: Sequence[nn.Linear], adapters: Sequence[Sequence[Adapter]]) -> Product:

@@ -17,7 +17,14 @@ from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.kv.eviction import Budget, Dense, watches
 from grpo_cli.engine.order.schedule import Fifo
 from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.step.invariance import Invariance, computing_with, invariance_of, rounding_warning
+from grpo_cli.engine.step.invariance import (
+    Invariance,
+    computes_the_same,
+    computing_with,
+    invariance_of,
+    rounding_warning,
+)
+from grpo_cli.engine.step.native import NoNative, library
 from grpo_cli.engine.step.threads import threads_for
 from grpo_cli.engine.torch.draft import DRAFTER
 from grpo_cli.engine.torch.draft import Kind as Draft
@@ -77,6 +84,7 @@ class TorchEngine:
         *,
         cuda_graph: bool,
         packed_weights: bool,
+        native: bool,
         compile: bool | None,
         threads: Count | Literal["auto"],
         quantize: Kind,
@@ -107,6 +115,7 @@ class TorchEngine:
         self._capture = CudaGraphs() if cuda_graph else None
         self._kept = KeptWorkspace()
         self._packed_weights, self._asked_threads = packed_weights, threads
+        self._native: bool | str = native and not compile  # or why not
         self._threads: int | None = None
         self._most_slots = sampler.slots
         self._eos = tuple(eos_token_ids)
@@ -165,6 +174,8 @@ class TorchEngine:
     def _pad(self) -> None:
         """Set the padding for the current model, precision and threads; warns once if bits depend on the batch."""
         drafts = self._speculation is not None
+        if self._native is True and not self._decoder.is_native[0]:
+            self._go_native()
         found = invariance_of(self._decoder.may_pack(self._packed_weights))
         self._decoder = self._decoder.padded(found.padding).may_pack(found.packed)
         if found != self._invariance and not found.holds and self._decoder.promises_bits:
@@ -179,6 +190,29 @@ class TorchEngine:
         if slow != self._said_slow:
             self._said_slow = slow
             self._warn(f"decode steps do not use FlashAttention, and are slower: {slow}")
+
+    def _go_native(self) -> None:
+        try:
+            library()
+        except NoNative as error:
+            self._native = str(error)
+            if error.is_fault:
+                self._warn_of_steps()
+        else:
+            natively = self._decoder.natively(watches(self._sparsity))
+            if not natively.is_native[0]:
+                self._native = "not for this device, precision or size of heads"
+            elif computes_the_same(natively, self._decoder):
+                self._decoder = natively
+            else:
+                self._native = "what the C compiler made computes something else than PyTorch"
+                self._warn_of_steps()
+
+    def _warn_of_steps(self) -> None:
+        self._warn(
+            f"decode steps run in PyTorch's operations, and are slower: {self._native}. To do without: "
+            "engine.native=false"
+        )
 
     def _choose_threads(self, requests: int) -> None:
         """Once; the first call's requests say how many rows a step will have: half of what begins, as rows end."""
@@ -195,6 +229,7 @@ class TorchEngine:
             "decode_threads": self._threads,
             "padding": None if found is None else asdict(found.padding),
             "packed_weights": None if found is None else found.packed,
+            "native": None if found is None else self._native,
         }
 
     def _halve(self) -> None:

@@ -48,6 +48,7 @@ class Slots:
         keeper: KeepAll | Keeper,
         kv: KvArena,
         fixed: bool = False,
+        natively: bool = False,
     ) -> None:
         count, device = shape.slots, shape.device
         self.kv, self.keeper, self.capacity, self._fixed = kv, keeper, shape.capacity, fixed
@@ -58,7 +59,7 @@ class Slots:
         # Tokens of the prompt; tokens generated, including the one being drawn; keys held; prompt keys read in the pool
         # (0 once some were evicted); most tokens to generate.
         self._prompt_len, self._num_generated, self._num_held, self._num_prompt_seen, self._max_new = self._numbers
-        self._sampling = SamplingTable(count, device)
+        self._sampling = SamplingTable(count, device, natively)
         self._entries = np.zeros(count, dtype=np.int64)  # of the prompt that each slot reads
         self._own: tuple[object, Pieces | Runs] | None = None  # the last layout and its key
         self._of_prompts: tuple[object, Pieces | Runs] | None = None

@@ -51,7 +51,8 @@ class Workspace:
         decoder, fixed = decoder.in_its_precision().for_steps(watches(sparsity), drafts), capture is not None
         sizes = Sizes.of(decoder, sampler, sparsity, requests, prefix, one_page=fixed)
         kv, keeper = sizes.arena(fixed), keeper_of(sparsity, sizes.slots)
-        slots = Slots(sizes.slots, decoder.padding, sizes.max_new_tokens, keeper, kv, fixed)
+        natively = decoder.is_native[0]
+        slots = Slots(sizes.slots, decoder.padding, sizes.max_new_tokens, keeper, kv, fixed, natively)
 
         def turn(rows: Rows, uniform: Float[Tensor, "R"]) -> TurnOutput:
             hidden = decoder.step(rows, kv, keeper)

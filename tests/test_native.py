@@ -1,0 +1,370 @@
+"""A decode step's small operations in C: each is its definition, a row's bits depend on nothing else, and where they
+cannot be made steps run without."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small import contents, make_engine, small_model, some_requests
+from torch import Tensor
+
+from grpo_cli.engine.kv.cache import KvArena, KvLayout, Region
+from grpo_cli.engine.kv.keeper import KeepAll
+from grpo_cli.engine.kv.rows import Rows
+from grpo_cli.engine.kv.tiles import PromptPages, own_pieces, prompt_pieces
+from grpo_cli.engine.step import native
+from grpo_cli.engine.step.block import Norm
+from grpo_cli.engine.step.invariance import computing_with
+from grpo_cli.engine.step.native import NativeAttention, NoNative
+
+CPU = torch.device("cpu")
+# By dtype, of the largest number: what is lost by computing in another order, and by rounding once to it.
+CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    try:
+        native.library()
+    except NoNative as error:
+        pytest.skip(str(error))
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+    return bool((found.double() - wanted.double()).abs().max() <= CLOSE[dtype] * max(1.0, wanted.abs().max().item()))
+
+
+# ---- attention
+
+
+class Case:
+    """Rows over pages in disorder, of which only the first `held` numbers mean anything."""
+
+    def __init__(
+        self, rows: int, heads: int, group: int, dim: int, dtype: torch.dtype, page: int, prompt_page: int, seed: int
+    ) -> None:
+        random = np.random.default_rng(seed)
+        self.group, self.dim, self.heads, self.dtype = group, dim, heads, dtype
+        self.lengths = random.integers(0, 3 * page - 1, rows)
+        self.entries = random.integers(0, 3, rows)
+        self.of_prompts = random.integers(1, 3 * prompt_page, 3)
+        self.sees = random.random(rows) < 0.8
+        own, prompts = Region(rows, 3, page), Region(3, 3, prompt_page)
+        for row in random.permutation(rows):
+            own.take(row, own.pages_for(int(self.lengths[row]) + 1))
+        for entry in random.permutation(3):
+            prompts.take(entry, prompts.pages_for(int(self.of_prompts[entry])))
+        self.kv = KvArena(KvLayout(1, heads, dim, dtype), own, prompts, 1 << 30, None, CPU)
+        self.kv.make_room(0, 0)
+        views = (self.kv.row_keys, self.kv.row_values, self.kv.prompt_keys, self.kv.prompt_values)
+        for index, (view,) in enumerate(views):
+            view.copy_(numbers(*view.shape, seed=seed + index))
+        places = np.where(prompts.pages < 0, -1, self.kv.prompt_place(prompts.pages))
+        looked_at = PromptPages(places, prompts.used, self.of_prompts, prompt_page)
+        write_to = torch.from_numpy(own.pages[np.arange(rows), self.lengths // page])
+        self.rows = Rows(
+            torch.zeros(rows, dtype=torch.long),
+            torch.zeros(rows, dtype=torch.long),
+            torch.from_numpy(self.lengths),
+            write_to,
+            page,
+            own_pieces(own.pages[:, : own.count.max()], page, CPU),
+            prompt_pieces(self.entries, self.sees, looked_at, 4, None, CPU),
+        )
+        self.q = numbers(rows, heads * group, dim, seed=seed + 9, dtype=dtype)
+        self.k, self.v = (numbers(rows, heads, dim, seed=seed + i, dtype=dtype) for i in (10, 11))
+
+    def found(self) -> Tensor:
+        return NativeAttention(self.rows, self.kv, self.group, 0.3, KeepAll())(0, self.q, self.k, self.v)
+
+    def wanted(self) -> Tensor:
+        """From the definition, row by row, in float64."""
+        kv, out = self.kv, []
+        for row, length in enumerate(self.lengths):
+            own = kv.rows.pages[row, : kv.rows.count[row]]
+            keys, values = (
+                view[0][own].double().transpose(0, 1).flatten(1, 2)[:, :length] for view in (kv.row_keys, kv.row_values)
+            )
+            keys = torch.cat([keys, self.k[row, :, None].double()], 1)
+            values = torch.cat([values, self.v[row, :, None].double()], 1)
+            if self.sees[row]:
+                entry = self.entries[row]
+                pages = kv.prompt_pages([entry], int(self.of_prompts[entry]))[0]
+                before = (
+                    view[0][pages].double().transpose(0, 1).flatten(1, 2)[:, : self.of_prompts[entry]]
+                    for view in (kv.prompt_keys, kv.prompt_values)
+                )
+                keys, values = (torch.cat([one, other], 1) for one, other in zip(before, (keys, values), strict=True))
+            q = self.q[row].double().view(self.heads, self.group, self.dim)
+            out.append(((q @ keys.mT * 0.3).softmax(-1) @ values).flatten())
+        return torch.stack(out)
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.sampled_from([2, 24, 40, 64, 96, 128, 256]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([16, 32, 48]),
+    st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_attention_over_pages_is_its_definition(
+    rows: int, heads: int, group: int, dim: int, dtype: torch.dtype, page: int, seed: int
+) -> None:
+    case = Case(rows, heads, group, dim, dtype, page, 32, seed)
+    wanted = case.wanted()
+    assert close(case.found(), wanted, dtype)
+
+
+def test_more_keys_than_are_weighted_at_a_time() -> None:
+    """256 at a time, and the largest score among the last ones, so that what came before is made smaller."""
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case(3, 2, 3, 64, dtype, 320, 512, 3)
+        case.k.mul_(4)
+        wanted = case.wanted()
+        assert max(case.lengths) > 512 and max(case.of_prompts) > 1024
+        assert close(case.found(), wanted, dtype)
+
+
+def test_keys_and_values_are_written_where_the_row_will_look_for_them() -> None:
+    case = Case(5, 2, 2, 64, torch.float32, 16, 16, 0)
+    case.found()
+    for row, length in enumerate(case.lengths):
+        keys, values = case.kv.read(row, int(length) + 1)
+        assert torch.equal(keys[0, :, -1], case.k[row]) and torch.equal(values[0, :, -1], case.v[row])
+
+
+def test_what_pages_hold_beyond_their_rows_is_never_read() -> None:
+    case = Case(6, 2, 3, 64, torch.bfloat16, 32, 32, 4)
+    before = case.found()
+    kv, places = case.kv, case.kv.prompt_place(case.kv.prompts.pages)
+    for views, pages, held in (
+        ((kv.row_keys[0], kv.row_values[0]), kv.rows.pages, case.lengths + 1),
+        ((kv.prompt_keys[0], kv.prompt_values[0]), places, case.of_prompts),
+    ):
+        for owner, tokens in enumerate(held):
+            page, at = pages[owner, tokens // 32 if tokens % 32 else 0], tokens % 32
+            for view in views:
+                view[page, :, at if tokens % 32 else 32 :] = torch.nan
+    assert torch.equal(case.found(), before)
+
+
+def test_scores_that_no_exponential_can_hold() -> None:
+    """Scores of up to several thousand: all weight is on the largest one."""
+    case = Case(4, 1, 2, 64, torch.float32, 16, 16, 7)
+    case.q.mul_(1000)
+    assert close(case.found(), case.wanted(), torch.float32)
+
+
+# ---- the other functions
+
+
+@pytest.mark.parametrize("width", [8, 96, 100, 576])
+@pytest.mark.parametrize("dtypes", ["ffff", "bbbb", "fbfb", "ffff, first"])
+def test_norms_add_what_came_and_round_as_the_modules_do(width: int, dtypes: str) -> None:
+    of = {"f": torch.float32, "b": torch.bfloat16}
+    hidden, delta, weight, out = (of[letter] for letter in dtypes[:4])
+    x, more = numbers(5, width, dtype=hidden), numbers(5, width, seed=1, dtype=delta)
+    by = Norm(1 + numbers(width, seed=2, dtype=weight) / 4, 1e-5)
+    first = dtypes.endswith("first")
+    added = x.clone() if first else x + more
+    found = native.norm(x, None if first else more, by, out)
+    assert torch.equal(x, added)
+    scaled = added.double() * (added.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    assert close(found, scaled.to(hidden).double() * by.weight.double(), out)
+
+
+@pytest.mark.parametrize("dim", [2, 24, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_is_that_of_pairs_of_numbers(dim: int, dtype: torch.dtype) -> None:
+    """As of complex numbers, over rows that lie apart."""
+    all_heads = numbers(5, 7, dim, dtype=dtype)
+    x, angle = all_heads[:, 1:4], numbers(5, dim // 2, seed=1)
+    turn = torch.polar(torch.ones(5, 1, dim // 2).double(), angle[:, None].double())
+    pairs = torch.complex(*x.double().chunk(2, -1)) * turn
+    others = all_heads[:, 4:].clone()
+    cos = torch.cat([angle.cos(), angle.cos()], -1)[:, None]
+    sin = torch.cat([-angle.sin(), angle.sin()], -1)[:, None]
+    before = all_heads[:, :1].clone()
+    native.rotate(x, cos, sin)
+    assert close(x, torch.cat([pairs.real, pairs.imag], -1), dtype)
+    assert torch.equal(all_heads[:, 4:], others) and torch.equal(all_heads[:, :1], before)
+
+
+def test_the_exponential_over_all_of_its_range() -> None:
+    """Seen through SiLU: from where it is -0 to where it is the number itself, and where it is none."""
+    gate = torch.cat([torch.linspace(-120, 120, 100_001), torch.tensor([torch.inf, torch.nan, 0.0])])[None]
+    out = torch.empty_like(gate)
+    up = torch.ones_like(gate)
+    native.library().silu(*gate.shape, gate.data_ptr(), up.data_ptr(), gate.shape[1], 0, out.data_ptr())
+    wanted = F.silu(gate.double())
+    assert out[0, -2].isnan() and out[0, -3] == torch.inf
+    error = (out[0, :-3] - wanted[0, :-3]).abs() / wanted[0, :-3].abs().clamp(min=1e-30)
+    assert error[gate[0, :-3] > -80].max() < 4e-7
+
+
+# ---- bits
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others_and_with_any_number_of_threads() -> None:
+    case = Case(9, 2, 3, 64, torch.float32, 32, 32, 1)
+    together = case.found()
+    hidden, delta, by = numbers(300, 576), numbers(300, 576, seed=1), Norm(numbers(576, seed=2), 1e-5)
+    logits, uniform = numbers(9, 1000) * 3, torch.rand(9, dtype=torch.float64)
+    normed = native.norm(hidden.clone(), delta, by, torch.float32)
+    drawn = native.draw(logits, uniform, torch.ones(9))
+    for threads in (1, 2, 3):
+        with computing_with(threads):
+            assert torch.equal(case.found(), together)
+            assert torch.equal(native.norm(hidden.clone(), delta, by, torch.float32), normed)
+            for row in (0, 4, 8):
+                one = hidden[row : row + 1].clone()
+                assert torch.equal(native.norm(one, delta[row : row + 1], by, torch.float32)[0], normed[row])
+                alone = native.draw(logits[row : row + 1], uniform[row : row + 1], torch.ones(1))
+                assert [x[0] for x in alone] == [x[row] for x in drawn]
+
+
+def test_rollouts_are_those_of_pytorchs_operations_but_for_rounding() -> None:
+    model, requests = small_model(), some_requests(prompts=3, n=4, tokens=40)
+    ours, plain = (make_engine(model, native=native) for native in (True, False))
+    mine, theirs = contents(ours.generate(requests)), contents(plain.generate(requests))
+    assert (ours.facts()["native"], plain.facts()["native"]) == (True, False)
+    assert {key: one[0] for key, one in mine.items()} == {key: one[0] for key, one in theirs.items()}
+    for key, (_, logprobs, _) in mine.items():
+        assert logprobs == pytest.approx(theirs[key][1], abs=2e-4)
+    assert mine != theirs, "they are made in two ways"
+
+
+# ---- where it cannot be made
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache, and after the test the library as it was."""
+    before = native.library()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    native.library.cache_clear()
+    yield tmp_path
+    native.library.cache_clear()
+    del before
+
+
+def compiler(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only one on the path."""
+    folder.mkdir(exist_ok=True)
+    (folder / "cc").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "cc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def engine_says(warned: list[str]) -> Any:
+    engine = make_engine(small_model(), warn=warned.append)
+    assert len(list(engine.generate(some_requests(prompts=1, n=2, tokens=4)))) == 2
+    return engine.facts()["native"]
+
+
+@pytest.mark.parametrize(("march", "needs"), [("x86-64", ()), ("x86-64-v3", ("avx2",)), ("x86-64-v4", ("avx512_f",))])
+def test_other_instructions_compute_the_same(
+    anew: Path, monkeypatch: pytest.MonkeyPatch, march: str, needs: tuple[str, ...]
+) -> None:
+    has = torch.cpu.get_capabilities()
+    if has["architecture"] != "x86_64" or not all(has.get(name) for name in needs):
+        pytest.skip(f"this processor is not {march}")
+    monkeypatch.setattr(native, "FLAGS", tuple(flag.replace("march=native", f"march={march}") for flag in native.FLAGS))
+    for dtype in (torch.float32, torch.bfloat16):
+        for dim, group in ((24, 2), (64, 3), (64, 7), (128, 4), (96, 1)):
+            case = Case(5, 2, group, dim, dtype, 32, 48, dim + group)
+            wanted = case.wanted()
+            assert close(case.found(), wanted, dtype)
+        x, by = numbers(3, 100, dtype=dtype), Norm(1 + numbers(100, seed=2, dtype=dtype) / 4, 1e-5)
+        scaled = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        assert close(native.norm(x, None, by, dtype), scaled.to(dtype).double() * by.weight.double(), dtype)
+    logits = numbers(9, 1000) * 3
+    tokens, logprobs = native.draw(logits, torch.rand(9, dtype=torch.float64), torch.ones(9))
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=0)
+
+
+def test_other_threads_than_pytorchs_are_not_used(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second OpenMP, which knows nothing of `torch.set_num_threads`."""
+    source = anew / "other.c"
+    source.write_text(native.SOURCE.read_text() + "\nint omp_get_max_threads(void) { return 7; }\n")
+    monkeypatch.setattr(native, "SOURCE", source)
+    with pytest.raises(NoNative, match="OpenMP is not PyTorch's"):
+        native.library()
+
+
+def test_it_is_compiled_once(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native.library()
+    (made,) = (anew / "cache" / "grpo-cli").iterdir()
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    monkeypatch.setattr(native, "_keep", lambda *_: pytest.fail("it was there"))
+    native.library.cache_clear()
+    native.library()
+
+
+def test_what_others_could_have_written_is_not_loaded(anew: Path) -> None:
+    native.library()
+    (made,) = (anew / "cache" / "grpo-cli").iterdir()
+    made.unlink()  # what is loaded stays what it is
+    made.write_bytes(b"anything")
+    made.chmod(0o722)
+    native.library.cache_clear()
+    native.library()
+    assert made.stat().st_size > 10_000 and stat.S_IMODE(made.stat().st_mode) == 0o700
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(anew: Path) -> None:
+    (anew / "cache").write_text("not a folder")
+    native.library()
+
+
+def test_without_a_compiler_steps_run_in_pytorchs_operations(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(anew))
+    warned: list[str] = []
+    assert engine_says(warned) == "there is no C compiler" and warned == []
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            "echo 'native.c:1: error: no such machine' >&2; exit 1",
+            "cannot compile it: native.c:1: error: no such machine",
+        ),
+        ("exit 0", "what the C compiler made cannot be loaded"),
+    ],
+)
+def test_a_compiler_that_fails_is_said(anew: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str) -> None:
+    compiler(anew / "bin", script, monkeypatch)
+    warned: list[str] = []
+    assert said in engine_says(warned)
+    assert len(warned) == 1 and said in warned[0] and "engine.native=false" in warned[0]
+
+
+def test_functions_that_compute_something_else_are_not_used(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = native.SOURCE.read_text()
+    wrongs = {"sums(parts[g]) * scale": "sums(parts[g])", "1.0f / sqrtf": "1.1f / sqrtf", "log(total)": "total"}
+    for index, (right, wrong) in enumerate(wrongs.items()):
+        assert text.count(right) == 1
+        changed = anew / f"{index}.c"
+        changed.write_text(text.replace(right, wrong))
+        monkeypatch.setattr(native, "SOURCE", changed)
+        native.library.cache_clear()
+        warned: list[str] = []
+        assert engine_says(warned) == "what the C compiler made computes something else than PyTorch"
+        assert len(warned) == 1 and "slower" in warned[0]

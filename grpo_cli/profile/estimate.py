@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -112,11 +113,19 @@ class Estimator:
         self._other = other
         self._on_cpu = on_cpu
 
-    def predict(self, step: StepShape, say: Callable[[str], None] = lambda line: None) -> Prediction:
+    def predict(
+        self, step: StepShape, say: Callable[[str], None] = lambda line: None, room: float = math.inf
+    ) -> Prediction:
         """Each phase at its peak, including what other phases keep allocated. A large model takes minutes, so `say` is
-        told of the progress."""
+        told of the progress. Where an update alone exceeds `room`, the other phases are left out."""
         model, steady = self._model, self._steady(step)
         phases: dict[str, Sizes] = {}
+        say("updates")
+        every = rows_of(step.rollouts, step.rollouts.n)
+        kept = rows_of(step.rollouts, step.m)
+        updates = {phase: {**steady, **sizes} for phase, sizes in self._update(step, kept, room).items()}
+        if max(map(total, updates.values())) > room:
+            return Prediction(updates)
         stays: Sizes = {}
         if step.engine is not None:
             say("rollouts")
@@ -127,15 +136,12 @@ class Estimator:
             stays = model.stays(step.rollouts, engine)
             slots = {KV: stays[KV]} if stays else {}
             phases = {"prefill": {**steady, **prefill, **slots}, "decode": {**steady, **decode, **slots}}
-        say("updates")
-        every = rows_of(step.rollouts, step.rollouts.n)
-        kept = rows_of(step.rollouts, step.m)
         if step.passes.policy_over_all or step.passes.policy_over_kept:
             rows = every if step.passes.policy_over_all else kept
             phases["policy_logprobs"] = {**steady, **self._quiet(step, rows)}
         if step.passes.reference:
             phases["ref_logprobs"] = {**steady, **self._quiet(step, kept)}
-        phases |= {phase: {**steady, **sizes} for phase, sizes in self._update(step, kept).items()}
+        phases |= updates
         for phase in phases.keys() - {"prefill", "decode"}:
             phases[phase] = _both(phases[phase], stays)
         if step.evaluation is not None and step.engine is not None:
@@ -160,14 +166,15 @@ class Estimator:
     def _quiet(self, step: StepShape, rows: Sequence[RowShape]) -> Sizes:
         return self._model.quiet_pass(step.forward, max(parts_of(step.forward, rows), key=step.forward.size))
 
-    def _update(self, step: StepShape, kept: Sequence[RowShape]) -> dict[str, Sizes]:
+    def _update(self, step: StepShape, kept: Sequence[RowShape], room: float) -> dict[str, Sizes]:
         """Gradients are already allocated during the forward pass of every micro-batch but the first."""
         first, *others = parts_of(step.forward, kept[: -(-len(kept) // step.minibatches)])
         largest, passes = max(others, key=step.forward.size, default=None), []
-        if largest is None or step.forward.size(first) > step.forward.size(largest):
-            passes.append(self._model.train_pass(step.forward, first, False))  # else it takes less at every moment
         if largest is not None:
             passes.append(self._model.train_pass(step.forward, largest, True))
+        beyond = passes and total(self._steady(step)) + total(passes[0][1]) > room
+        if largest is None or not beyond and step.forward.size(first) > step.forward.size(largest):
+            passes.append(self._model.train_pass(step.forward, first, False))  # else it takes less at every moment
         forwards, backwards = zip(*passes, strict=True)
         gradients = storage_bytes(self._model.trained)
         fullest = {"forward": max(forwards, key=total), "backward": max(backwards, key=total)}
@@ -226,26 +233,28 @@ class Estimator:
         found: dict[int, Prediction] = {}
         value, always = start, total(self._steady(step(start)))
         for _ in range(9):
-            found[value] = self.predict(step(value))
+            found[value] = self.predict(step(value), room=room)
             good = max((v for v, one in found.items() if one.peak <= room), default=None)
             bad = min((v for v, one in found.items() if one.peak > room), default=None)
-            if good is None:
-                assert bad is not None, "something was tried"
-                if bad == least:
-                    return None
-                share = (room - always) / (found[bad].peak - always)
-                value = max(least, int(0.9 * share * bad)) if len(found) == 1 else least
-            elif bad is None:
+            if good is None and bad == least:
+                return None
+            if bad is None:
                 if good == enough:
                     return 0
-                value = min(enough, 4 * good)
-            elif room - found[good].peak < 0.05 * (room - always) or bad - good <= max(1, good // 8):
+                value = min(enough, 4 * value)
+            elif good is not None and (
+                room - found[good].peak < 0.05 * (room - always) or bad - good <= max(1, good // 8)
+            ):
                 break
-            else:
-                low, high = ({phase: total(sizes) for phase, sizes in found[v].phases.items()} for v in (good, bad))
+            else:  # with nothing to do, what is always there would fit
+                high = {phase: total(sizes) for phase, sizes in found[bad].phases.items()}
+                low = dict.fromkeys(high, always)
+                if good is not None:
+                    low = {phase: total(sizes) for phase, sizes in found[good].phases.items()}
                 share = min((room - low[phase]) / (high[phase] - low[phase]) for phase in high if high[phase] > room)
-                margin = (bad - good) // 8
-                value = min(bad - max(1, margin), good + max(1, int(0.97 * share * (bad - good))))
+                under, margin = good or 0, (bad - (good or 0)) // 8
+                value = min(bad - max(1, margin), under + max(1, int(0.97 * share * (bad - under))))
+                value = least if good is None and len(found) > 2 else max(least, value)
         return good
 
 

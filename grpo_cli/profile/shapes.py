@@ -34,7 +34,7 @@ from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.mlp_recompute import always_sparing
 from grpo_cli.model.packed import KERNELS, allow_packing
 from grpo_cli.model.recompute import keep_inputs
-from grpo_cli.model.varlen import OnProcessor, Part
+from grpo_cli.model.varlen import OnProcessor, Part, Spans
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
 from grpo_cli.settings import Sampling
 from grpo_cli.support.memory import storage_bytes
@@ -163,6 +163,15 @@ class _OfShapes(OnProcessor):
     def takes(self, q: Tensor) -> bool:
         return isinstance(q, FakeTensor) and super().takes(q)
 
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Spans, scale: float) -> tuple[Tensor, Tensor, Any]:
+        return super().forward(q, k, v, _as_one(at), scale)
+
+    def backward(
+        self, grad: Tensor, qkv: tuple[Tensor, ...], out: Tensor, lse: Tensor, at: Spans, scale: float,
+        besides: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return super().backward(grad, qkv, out, lse, _as_one(at), scale, besides)
+
     def part_forward(self, part: Part, scale: float, runs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
         inherited = super().part_forward
         out, lse = self._results(part, lambda *runs: inherited(part, scale, runs)[:2], runs)
@@ -188,6 +197,11 @@ class _OfShapes(OnProcessor):
         made = [given[0].new_empty(shape, dtype=dtype) for shape, dtype in shapes]
         given[0].new_empty(beside, 1, dtype=torch.uint8)  # and given back
         return made
+
+
+def _as_one(at: Spans) -> Spans:
+    """The same numbers of queries and keys, which take the same bytes, in one call."""
+    return replace(at, sizes=((sum(queries for queries, _ in at.sizes), sum(keys for _, keys in at.sizes)),))
 
 
 _NOTHING = SimpleNamespace(config=SimpleNamespace(vocab_size=0), parameters=list, buffers=list)

@@ -304,7 +304,7 @@ def test_other_threads_than_pytorchs_are_not_used(anew: Path, monkeypatch: pytes
     source = anew / "other.c"
     source.write_text(native.SOURCE.read_text() + "\nint omp_get_max_threads(void) { return 7; }\n")
     monkeypatch.setattr(native, "SOURCE", source)
-    with pytest.raises(NoNative, match="OpenMP is not PyTorch's"):
+    with pytest.raises(NoNative, match="is not PyTorch.s"):
         native.library()
 
 
@@ -346,7 +346,7 @@ def test_without_a_compiler_steps_run_in_pytorchs_operations(anew: Path, monkeyp
             "echo 'native.c:1: error: no such machine' >&2; exit 1",
             "cannot compile it: native.c:1: error: no such machine",
         ),
-        ("exit 0", "what the C compiler made cannot be loaded"),
+        ("exit 0", "made cannot be loaded"),
     ],
 )
 def test_a_compiler_that_fails_is_said(anew: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str) -> None:

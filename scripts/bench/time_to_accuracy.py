@@ -39,6 +39,7 @@ from grpo_cli.support.processor import flush_denormals
 WANTED = (0.5, 0.8)
 RATES = (1e-5, 2e-5, 4e-5)
 APART = 100  # the seed by which rates are chosen
+AT_ONCE = 64  # completions in one pass of TRL's, which take 15 GiB
 EXAM = {"eval.problems": 128, "eval.k": 2}
 BASE = ("model=smollm2_135m", "task=word_problems", "model.autocast=bfloat16", "train.prompts=4", "train.steps=100000")
 LEAN = ("logger=jsonl", "record.rollouts=0", "train.checkpoint_every=100000", "train.keep_checkpoints=1")
@@ -157,7 +158,9 @@ def train_trl(cell: Cell, args: argparse.Namespace) -> Run:
             return control
 
     words: dict[str, Any] = dict(use_cpu=True, bf16=True, dataloader_pin_memory=False, report_to="none", seed=cell.seed)
-    words |= dict(save_strategy="no", logging_strategy="no", disable_tqdm=True, per_device_train_batch_size=4 * arm.trl)
+    at_once = min(4 * arm.trl, AT_ONCE)
+    words |= dict(save_strategy="no", logging_strategy="no", disable_tqdm=True, per_device_train_batch_size=at_once)
+    words |= dict(gradient_accumulation_steps=4 * arm.trl // at_once)
     words |= dict(num_generations=arm.trl, temperature=1.0, max_completion_length=settings.sampling.max_new_tokens)
     words |= dict(max_steps=1000, beta=0.0, learning_rate=cell.rate, lr_scheduler_type="constant_with_warmup")
     words |= dict(warmup_steps=5, gradient_checkpointing=False)

@@ -82,7 +82,12 @@ INLINE Vec exponential(Vec x) {
     return choose(x < -87.0f, (Vec){}, choose(x == x, p * power, x));
 }
 
+/* The given lanes of two vectors. GCC has the other function since version 12 only. */
+#ifdef __clang__
 #define PAIR(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
+#else
+#define PAIR(a, b, ...) (__builtin_shuffle(a, b, (Ints){__VA_ARGS__}))
+#endif
 INLINE Vec greater(Vec a, Vec b) { return choose(a > b, a, b); }
 
 /* `join` of all lanes, halving their number each time. */

@@ -48,10 +48,18 @@ class NoNative(Exception):
 
 @cache
 def library() -> ctypes.CDLL:
-    """The functions of native.c, compiled. NoNative where there are none."""
-    source, compiler = SOURCE.read_text(encoding="utf-8"), next(filter(None, map(shutil.which, COMPILERS)), None)
-    if os.name != "posix" or compiler is None:
-        raise NoNative("there is no C compiler", is_fault=False)
+    """The functions of native.c, by the first compiler whose work serves. NoNative where there are none."""
+    reason = NoNative("there is no C compiler", is_fault=False)
+    for compiler in filter(None, map(shutil.which, COMPILERS)) if os.name == "posix" else ():
+        try:
+            return _made_by(compiler)
+        except NoNative as error:
+            reason = error
+    raise reason
+
+
+def _made_by(compiler: str) -> ctypes.CDLL:
+    source = SOURCE.read_text(encoding="utf-8")
     # What the compiler predefines says which compiler it is, and which instructions this processor has.
     defined = _run(compiler, *FLAGS[:2], "-dM", "-E", "-x", "c", os.devnull)
     made_from = hashlib.sha256("\0".join([source, *FLAGS, defined]).encode()).hexdigest()
@@ -66,9 +74,9 @@ def library() -> ctypes.CDLL:
                 _run(compiler, *FLAGS, "-o", str(new), str(SOURCE), "-lm")
                 made = ctypes.CDLL(str(kept if _keep(new, kept) else new))
     except OSError as error:
-        raise NoNative(f"what the C compiler made cannot be loaded: {error}") from error
+        raise NoNative(f"what {compiler} made cannot be loaded: {error}") from error
     if not _has_our_threads(made):
-        raise NoNative("the C compiler's OpenMP is not PyTorch's, whose number of threads would not hold")
+        raise NoNative(f"the OpenMP of {compiler} is not PyTorch's, whose number of threads would not hold")
     kinds = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
     for name, arguments in re.findall(r"^void (\w+)\(([^)]*)\) \{", source, re.MULTILINE):
         function, words = getattr(made, name), [argument.split() for argument in arguments.split(",")]

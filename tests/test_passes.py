@@ -257,7 +257,8 @@ def test_an_update_is_the_same_whatever_the_way(train: dict[str, bool]) -> None:
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
 
 
-def test_a_way_that_differs_is_found_before_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
+def test_a_way_that_differs_is_found_before_the_first_update(monkeypatch: pytest.MonkeyPatch, autocast: str) -> None:
     """Here replies that do not see their prompt."""
 
     class Blind(packed.Layout):
@@ -269,7 +270,9 @@ def test_a_way_that_differs_is_found_before_the_first_update(monkeypatch: pytest
     model = small_model()
     before = [weight.clone() for weight in model.parameters()]
     with pytest.raises(UserError, match="does not give what padded rows give .* set both to false"):
-        make_learner(model, shared_prefix=True).update(make_batch(UNEVEN), 0)
+        train = made.train(micro_batch_tokens=10_000, logprob_chunk=64, shared_prefix=True)
+        words = replace(MODEL, autocast=autocast), SAMPLING, train, OPTIM, METER
+        Learner(model, made.loss(), *words).update(make_batch(UNEVEN), 0)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 

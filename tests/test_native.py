@@ -63,9 +63,9 @@ class Case:
         self.of_prompts = random.integers(1, 3 * prompt_page, 3)
         self.sees = random.random(rows) < 0.8
         own, prompts = Region(rows, 3, page), Region(3, 3, prompt_page)
-        for row in random.permutation(rows):
+        for row in random.permutation(rows).tolist():
             own.take(row, own.pages_for(int(self.lengths[row]) + 1))
-        for entry in random.permutation(3):
+        for entry in random.permutation(3).tolist():
             prompts.take(entry, prompts.pages_for(int(self.of_prompts[entry])))
         self.kv = KvArena(KvLayout(1, heads, dim, dtype), own, prompts, 1 << 30, None, CPU)
         self.kv.make_room(0, 0)
@@ -101,7 +101,7 @@ class Case:
             keys = torch.cat([keys, self.k[row, :, None].double()], 1)
             values = torch.cat([values, self.v[row, :, None].double()], 1)
             if self.sees[row]:
-                entry = self.entries[row]
+                entry = int(self.entries[row])
                 pages = kv.prompt_pages([entry], int(self.of_prompts[entry]))[0]
                 before = (
                     view[0][pages].double().transpose(0, 1).flatten(1, 2)[:, : self.of_prompts[entry]]

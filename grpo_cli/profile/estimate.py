@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -114,7 +113,7 @@ class Estimator:
         self._on_cpu = on_cpu
 
     def predict(
-        self, step: StepShape, say: Callable[[str], None] = lambda line: None, room: float = math.inf
+        self, step: StepShape, say: Callable[[str], None] = lambda line: None, room: int | None = None
     ) -> Prediction:
         """Each phase at its peak, including what other phases keep allocated. A large model takes minutes, so `say` is
         told of the progress. Where an update alone exceeds `room`, the other phases are left out."""
@@ -124,7 +123,7 @@ class Estimator:
         every = rows_of(step.rollouts, step.rollouts.n)
         kept = rows_of(step.rollouts, step.m)
         updates = {phase: {**steady, **sizes} for phase, sizes in self._update(step, kept, room).items()}
-        if max(map(total, updates.values())) > room:
+        if room is not None and max(map(total, updates.values())) > room:
             return Prediction(updates)
         stays: Sizes = {}
         if step.engine is not None:
@@ -166,13 +165,13 @@ class Estimator:
     def _quiet(self, step: StepShape, rows: Sequence[RowShape]) -> Sizes:
         return self._model.quiet_pass(step.forward, max(parts_of(step.forward, rows), key=step.forward.size))
 
-    def _update(self, step: StepShape, kept: Sequence[RowShape], room: float) -> dict[str, Sizes]:
+    def _update(self, step: StepShape, kept: Sequence[RowShape], room: int | None) -> dict[str, Sizes]:
         """Gradients are already allocated during the forward pass of every micro-batch but the first."""
         first, *others = parts_of(step.forward, kept[: -(-len(kept) // step.minibatches)])
         largest, passes = max(others, key=step.forward.size, default=None), []
         if largest is not None:
             passes.append(self._model.train_pass(step.forward, largest, True))
-        beyond = passes and total(self._steady(step)) + total(passes[0][1]) > room
+        beyond = room is not None and passes and total(self._steady(step)) + total(passes[0][1]) > room
         if largest is None or not beyond and step.forward.size(first) > step.forward.size(largest):
             passes.append(self._model.train_pass(step.forward, first, False))  # else it takes less at every moment
         forwards, backwards = zip(*passes, strict=True)

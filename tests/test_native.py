@@ -189,6 +189,22 @@ def test_norms_add_what_came_and_round_as_the_modules_do(width: int, dtypes: str
     assert close(found, scaled.to(hidden).double() * by.weight.double(), out)
 
 
+def test_a_norm_of_bfloat16_is_rounded_twice_as_in_the_modules() -> None:
+    """So nearly all of its bits are theirs; rounded once, every fourth number would be another."""
+    x, more, weight = (numbers(50, 576, seed=i, dtype=torch.bfloat16) for i in (0, 1, 2))
+    added = x + more
+    root = added.float().square().mean(-1, keepdim=True).add(1e-5).rsqrt()
+    wanted = (added.float() * root).bfloat16() * weight[0]
+    found = native.norm(x, more, Norm(weight[0], 1e-5), torch.bfloat16)
+    assert (found == wanted).float().mean() > 0.99
+
+
+def test_epsilon_counts_where_numbers_are_small() -> None:
+    x = numbers(5, 96) * 1e-3
+    wanted = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    assert close(native.norm(x, None, Norm(torch.ones(96), 1e-5), torch.float32), wanted, torch.float32)
+
+
 @pytest.mark.parametrize("dim", [2, 24, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotation_is_that_of_pairs_of_numbers(dim: int, dtype: torch.dtype) -> None:
@@ -216,6 +232,15 @@ def test_the_exponential_over_all_of_its_range() -> None:
     assert out[0, -2].isnan() and out[0, -3] == torch.inf
     error = (out[0, :-3] - wanted[0, :-3]).abs() / wanted[0, :-3].abs().clamp(min=1e-30)
     assert error[gate[0, :-3] > -80].max() < 4e-7
+    assert out[0, :-3][gate[0, :-3] <= -80].abs().max() < 1e-30
+
+
+def test_logits_that_are_all_far_below_zero_are_drawn_from_as_any() -> None:
+    """23 of them, which is not a multiple of what is read at a time."""
+    logits = numbers(50, 23) * 3
+    uniform = torch.rand(50, dtype=torch.float64)
+    tokens, logprobs = native.draw(logits - 300, uniform, torch.ones(50))
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-4, rtol=0)
 
 
 # ---- bits

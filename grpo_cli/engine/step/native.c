@@ -461,20 +461,18 @@ void draw(
         }
         const double threshold = uniform[row] * total;
         while (block < blocks - 1 && !(sums[block] > threshold)) block++;
-        while (block && !(sums[block] > sums[block - 1])) block--; /* rounded up to the whole: the last that has any */
-        const double below = block ? sums[block - 1] : 0, whole = sums[block] - below;
+        const double below = block ? sums[block - 1] : 0, share = (threshold - below) / (sums[block] - below);
         const int64_t begin = block * BLOCK, end = begin + BLOCK < vocabulary ? begin + BLOCK : vocabulary;
-        double inside = 0, so_far = 0, share = (threshold - below) / whole;
+        double inside = 0, so_far = 0;
         for (int64_t i = begin; i < end; i += LANES) {
             float some[LANES];
             Vec x = weight_of(logits, first, i, end, half, top, cold);
             memcpy(some, &x, sizeof some);
             for (int64_t j = 0; j < LANES; j++) inside += weights[i - begin + j] = some[j];
         }
-        if (!(share < 1 - 0x1p-53)) share = 1 - 0x1p-53;
         for (token = begin; token < end; token++) {
             so_far += weights[token - begin];
-            if (weights[token - begin] > 0) found = token;
+            if (weights[token - begin] > 0) found = token; /* the last such one where a share is rounded to 1 */
             if (so_far > share * inside) break;
         }
         token = found < 0 ? vocabulary - 1 : found;

@@ -3,6 +3,8 @@ cannot be made steps run without."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -324,13 +326,33 @@ def test_other_instructions_compute_the_same(
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=0)
 
 
+def symbols() -> bytes:
+    return Path(native.library()._name).read_bytes()
+
+
+def serves_with_one_thread() -> None:
+    """An engine with two threads uses what was made, which starts none of its own."""
+    warned: list[str] = []
+    with computing_with(2):
+        assert engine_says(warned) is True and not warned
+    assert b"GOMP_parallel" not in symbols()
+
+
 def test_other_threads_than_pytorchs_are_not_used(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second OpenMP, which knows nothing of `torch.set_num_threads`."""
+    assert b"GOMP_parallel" in symbols()
     source = anew / "other.c"
     source.write_text(native.SOURCE.read_text() + "\nint omp_get_max_threads(void) { return 7; }\n")
     monkeypatch.setattr(native, "SOURCE", source)
-    with pytest.raises(NoNative, match="is not PyTorch.s"):
-        native.library()
+    native.library.cache_clear()
+    serves_with_one_thread()
+
+
+def test_a_compiler_without_openmp_makes_it_for_one_thread(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = 'for word; do test "$word" = -fopenmp && echo "error: unsupported option" >&2 && exit 1; done'
+    real = f'PATH="{os.environ["PATH"]}" exec {shutil.which("cc")} "$@"'
+    compiler(anew / "bin", f"{refuse}\n{real}", monkeypatch)
+    serves_with_one_thread()
 
 
 def test_it_is_compiled_once(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import stat
 import subprocess
 import tempfile
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from grpo_cli.engine.step.weights import Split
 
 SOURCE = Path(__file__).with_name("native.c")
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
+THREADS = "-fopenmp"
 MOST_DIM = 256  # numbers of a head, as in native.c
 PRECISIONS = (torch.float32, torch.bfloat16)
 
@@ -48,21 +50,23 @@ class NoNative(Exception):
 
 @cache
 def library() -> ctypes.CDLL:
-    """The functions of native.c, by the first compiler whose work serves. NoNative where there are none."""
+    """The functions of native.c, by the first compiler whose work serves. NoNative where there are none. A compiler
+    without OpenMP, or with another than PyTorch's, makes them for one thread."""
     reason = NoNative("there is no C compiler", is_fault=False)
-    for compiler in filter(None, map(shutil.which, COMPILERS)) if os.name == "posix" else ():
+    compilers = [*filter(None, map(shutil.which, COMPILERS))] if os.name == "posix" else []
+    for threads, compiler in product((True, False), compilers):
         try:
-            return _made_by(compiler)
+            return _made_by(compiler, threads)
         except NoNative as error:
             reason = error
     raise reason
 
 
-def _made_by(compiler: str) -> ctypes.CDLL:
-    source = SOURCE.read_text(encoding="utf-8")
+def _made_by(compiler: str, threads: bool) -> ctypes.CDLL:
+    source, flags = SOURCE.read_text(encoding="utf-8"), (*FLAGS, *([THREADS] * threads))
     # What the compiler predefines says which compiler it is, and which instructions this processor has.
     defined = _run(compiler, *FLAGS[:2], "-dM", "-E", "-x", "c", os.devnull)
-    made_from = hashlib.sha256("\0".join([source, *FLAGS, defined]).encode()).hexdigest()
+    made_from = hashlib.sha256("\0".join([source, *flags, defined]).encode()).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "grpo-cli"
     kept = folder / f"native-{made_from[:32]}.so"
     try:
@@ -71,11 +75,11 @@ def _made_by(compiler: str) -> ctypes.CDLL:
         else:
             with tempfile.TemporaryDirectory() as place:
                 new = Path(place) / kept.name
-                _run(compiler, *FLAGS, "-o", str(new), str(SOURCE), "-lm")
+                _run(compiler, *flags, "-o", str(new), str(SOURCE), "-lm")
                 made = ctypes.CDLL(str(kept if _keep(new, kept) else new))
     except OSError as error:
         raise NoNative(f"what {compiler} made cannot be loaded: {error}") from error
-    if not _has_our_threads(made):
+    if threads and not _has_our_threads(made):
         raise NoNative(f"the OpenMP of {compiler} is not PyTorch's, whose number of threads would not hold")
     kinds = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
     for name, arguments in re.findall(r"^void (\w+)\(([^)]*)\) \{", source, re.MULTILINE):

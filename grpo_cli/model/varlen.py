@@ -125,6 +125,10 @@ class Flash(Kernel):
 SHORT = 2**18  # queries times keys, up to which its backward pass is faster in float32 than in bfloat16
 
 
+def is_short(at: Spans) -> bool:
+    return at.most_queries * at.most_keys <= SHORT
+
+
 class OnProcessor(Kernel):
     """PyTorch's own for a processor, span by span: it takes one sequence, and as many key heads as query heads. In
     bfloat16 its backward pass takes 4 to 8 times as long as in float32 where sequences are short."""
@@ -143,7 +147,7 @@ class OnProcessor(Kernel):
         self, grad: Tensor, qkv: tuple[Tensor, ...], out: Tensor, lse: Tensor, at: Spans, scale: float,
         besides: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        grad, q, k, v, out = (x.float() if at.most_queries * at.most_keys <= SHORT else x for x in (grad, *qkv, out))
+        grad, q, k, v, out = (x.float() if is_short(at) else x for x in (grad, *qkv, out))
         heads = k.shape[1]
         k, v = (x.repeat_interleave(q.shape[1] // heads, dim=1) for x in (k, v))
         lses = lse[None].split([queries for queries, _ in at.sizes], dim=2)

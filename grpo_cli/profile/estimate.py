@@ -168,12 +168,20 @@ class Estimator:
     def _update(self, step: StepShape, kept: Sequence[RowShape], room: int | None) -> dict[str, Sizes]:
         """Gradients are already allocated during the forward pass of every micro-batch but the first."""
         first, *others = parts_of(step.forward, kept[: -(-len(kept) // step.minibatches)])
-        largest, passes = max(others, key=step.forward.size, default=None), []
-        if largest is not None:
-            passes.append(self._model.train_pass(step.forward, largest, True))
-        beyond = room is not None and passes and total(self._steady(step)) + total(passes[0][1]) > room
-        if largest is None or not beyond and step.forward.size(first) > step.forward.size(largest):
-            passes.append(self._model.train_pass(step.forward, first, False))  # else it takes less at every moment
+        size, asked = step.forward.size, [(first, False)]
+        if others:
+            largest = max(others, key=size)
+            if size(first) <= size(largest):  # it takes less at every moment
+                asked = [(largest, True)]
+            elif size(first) <= 2 * size(largest):
+                asked.insert(0, (largest, True))
+            else:  # which is more likely to be beyond the room by itself
+                asked.append((largest, True))
+        passes, taken = [], total(self._steady(step))
+        for rows, later in asked:
+            passes.append(self._model.train_pass(step.forward, rows, later))
+            if room is not None and taken + total(passes[-1][1]) > room:
+                break
         forwards, backwards = zip(*passes, strict=True)
         gradients = storage_bytes(self._model.trained)
         fullest = {"forward": max(forwards, key=total), "backward": max(backwards, key=total)}
@@ -227,7 +235,8 @@ class Estimator:
         beyond `enough` nothing changes any more.
 
         The bytes of each phase grow nearly linearly, so the next guess is interpolated between what fits and what does
-        not; from a single value that does not, in proportion to what it takes beside what is always there.
+        not; from a single value that does not, in proportion to what it takes beside what is always there. Where less
+        takes as much, as a pass of so many tokens does however many there are, the next guess is in the middle.
         """
         found: dict[int, Prediction] = {}
         value, always = start, total(self._steady(step(start)))
@@ -253,7 +262,13 @@ class Estimator:
                 share = min((room - low[phase]) / (high[phase] - low[phase]) for phase in high if high[phase] > room)
                 under, margin = good or 0, (bad - (good or 0)) // 8
                 value = min(bad - max(1, margin), under + max(1, int(0.97 * share * (bad - under))))
-                value = least if good is None and len(found) > 2 else max(least, value)
+                above = min((v for v in found if v > bad), default=None)
+                flat = above is not None and found[above].peak < 1.02 * found[bad].peak
+                if flat:
+                    value = (under + bad) // 2
+                elif good is None and len(found) > 2:
+                    value = least
+                value = max(least, value)
         return good
 
 

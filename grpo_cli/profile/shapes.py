@@ -34,7 +34,7 @@ from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.mlp_recompute import always_sparing
 from grpo_cli.model.packed import KERNELS, allow_packing
 from grpo_cli.model.recompute import keep_inputs
-from grpo_cli.model.varlen import OnProcessor, Part, Spans
+from grpo_cli.model.varlen import OnProcessor, Part, Spans, is_short
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
 from grpo_cli.settings import Sampling
 from grpo_cli.support.memory import storage_bytes
@@ -154,11 +154,11 @@ def _scratch(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _OfShapes(OnProcessor):
-    """Attention of fake tensors: allocates what PyTorch's on a processor holds at its fullest, and its results. Both
-    are found once for trees of the same sizes, since each takes dozens of operations, in every layer."""
+    """Attention of fake tensors: allocates what PyTorch's on a processor holds at its fullest, and its results. The
+    first is found once for trees of about the same size, since it takes dozens of operations, in every layer."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, tuple[int, list[tuple[torch.Size, torch.dtype]]]] = {}
+        self._found: dict[Any, float] = {}  # bytes for each token
 
     def takes(self, q: Tensor) -> bool:
         return isinstance(q, FakeTensor) and super().takes(q)
@@ -173,30 +173,42 @@ class _OfShapes(OnProcessor):
         return super().backward(grad, qkv, out, lse, _as_one(at), scale, besides)
 
     def part_forward(self, part: Part, scale: float, runs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
-        inherited = super().part_forward
-        out, lse = self._results(part, lambda *runs: inherited(part, scale, runs)[:2], runs)
+        inherited, q = super().part_forward, runs[0]
+        shapes = (q.shape, q.dtype), (q.shape[1::-1], torch.float32)
+        out, lse = self._results(part, lambda *runs: inherited(part, scale, runs)[:2], runs, shapes)
         return out, lse, ()
 
     def part_backward(
         self, part: Part, scale: float, runs: Sequence[Tensor], lse: Tensor, besides: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inherited = super().part_backward
-        dq, dk, dv = self._results(part, lambda *of: inherited(part, scale, of[:-1], of[-1], besides), (*runs, lse))
+        inherited, shapes = super().part_backward, [(x.shape, x.dtype) for x in runs[1:4]]
+        compute = lambda *of: inherited(part, scale, of[:-1], of[-1], besides)  # noqa: E731
+        dq, dk, dv = self._results(part, compute, (*runs, lse), shapes)
         return dq, dk, dv
 
-    def _results(self, part: Part, compute: Callable[..., Any], given: Sequence[Tensor]) -> Sequence[Tensor]:
-        key = part.own.sizes, part.trunks and part.trunks.spans.sizes, *((x.shape, x.dtype) for x in given)
+    def _results(
+        self,
+        part: Part,
+        compute: Callable[..., Any],
+        given: Sequence[Tensor],
+        shapes: Sequence[tuple[Any, torch.dtype]],
+    ) -> Sequence[Tensor]:
+        spans = [part.own, *([part.trunks.spans] if part.trunks else [])]
+        about = *(_about(*map(sum, zip(*at.sizes, strict=True))) for at in spans), *(is_short(at) for at in spans)
+        key = about, *((x.shape[1:], x.dtype) for x in given[:-1]), len(given)
         if key not in self._found:
             with Allocations(_NOTHING) as seen:
                 seen.leave_out(given)
                 made = compute(*given)
-                beside = sum(seen.take_peak().values()) - storage_bytes(made)
-                self._found[key] = beside, [(x.shape, x.dtype) for x in made]
+                self._found[key] = (sum(seen.take_peak().values()) - storage_bytes(made)) / part.tokens
             return made
-        beside, shapes = self._found[key]
         made = [given[0].new_empty(shape, dtype=dtype) for shape, dtype in shapes]
-        given[0].new_empty(beside, 1, dtype=torch.uint8)  # and given back
+        given[0].new_empty(int(self._found[key] * part.tokens), 1, dtype=torch.uint8)  # and given back
         return made
+
+
+def _about(*tokens: int) -> tuple[int, ...]:
+    return tuple(-(-count // 64) for count in tokens)
 
 
 def _as_one(at: Spans) -> Spans:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import hypothesis
 import made
 import pytest
 import torch
+from hypothesis import strategies as st
 from made import full, infinite, micro, prefix_head
 from small import VOCABULARY, make_engine, one_and_the_rest, small_model, some_requests
 from test_passes import make_batch
@@ -29,7 +31,7 @@ from grpo_cli.profile import shapes
 from grpo_cli.profile.advice import of_fit
 from grpo_cli.profile.allocations import ACTIVATIONS, LOGITS, Allocations
 from grpo_cli.profile.estimate import GRADIENTS as HELD
-from grpo_cli.profile.estimate import KINDS, Estimator, Passes, StepShape, rows_of, total, with_tokens
+from grpo_cli.profile.estimate import KINDS, Estimator, Passes, Prediction, StepShape, rows_of, total, with_tokens
 from grpo_cli.profile.operations import Operations, operations_of
 from grpo_cli.profile.roofline import ModelSizes
 from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Workload
@@ -303,6 +305,24 @@ def test_attention_found_once_takes_what_it_takes_every_time(tree: Tree, dtype: 
     assert all(sum(peak.values()) > sum(held.values()) for peak, _ in found)
 
 
+def test_attention_found_for_a_tree_serves_those_of_about_its_size():
+    with FakeTensorMode(), Allocations(shapes._NOTHING) as seen:
+        kernel, beside = shapes._OfShapes(), list[list[int]]()
+        for prompt in (35, 60):
+            (part,) = Layout([Tree(prompt, (250, 240))], torch.device("cpu")).parts
+            q, k, v = (torch.empty(part.tokens, heads, 16) for heads in (4, 2, 2))
+            beside.append([])
+            for one in (kernel, OnProcessor()):
+                seen.take_peak()
+                held = sum(seen.take_peak().values())
+                results = one.part_forward(part, 0.25, (q, k, v))[:2]
+                beside[-1].append(sum(seen.take_peak().values()) - held)
+                del results
+                seen.take_peak()
+        assert len(kernel._found) == 1 and beside[0][0] == beside[0][1] and beside[1][0] != beside[0][0]
+        assert beside[1][0] == pytest.approx(beside[1][1], rel=0.02)
+
+
 def plan(requests: Any, n: int, m: int, *, slots: int | None = None, tokens: int = 400) -> StepShape:
     sampler = full() if slots is None else infinite(slots=slots)
     passes = Passes(policy_over_all=False, policy_over_kept=False, reference=False)
@@ -433,6 +453,68 @@ def test_the_largest_values_fit_and_twice_as_much_does_not():
     assert estimator.predict(fitting).peak <= room < estimator.predict(bigger).peak
     assert estimator.largest(given, 1000) == dict.fromkeys(largest)
     assert estimator.largest(given, 10**15) == dict.fromkeys(largest, 0), "there is no largest"
+
+
+class _Straight(Estimator):
+    """As if each of the rollouts of a prompt took as much, up to `most` of them, which a pass holds."""
+
+    def __init__(self, each: int, most: int) -> None:
+        super().__init__(fake_model(), optimizer=0, other=0)
+        self.each, self.most, self.asked = each, most, list[int]()
+
+    def predict(self, step: StepShape, *_: Any, **__: Any) -> Prediction:
+        self.asked.append(step.m)
+        return Prediction({"backward": {ACTIVATIONS: self._model.weights + self.each * min(step.m, self.most)}})
+
+
+@hypothesis.given(
+    each=st.integers(1, 10**6), most=st.integers(2, 200), start=st.integers(1, 300), fits=st.floats(0.1, 1.2)
+)
+@hypothesis.settings(deadline=None)
+def test_the_largest_that_fits_is_found_in_a_few_predictions(each: int, most: int, start: int, fits: float):
+    estimator, given = _Straight(each, most), plan(some_requests(prompts=1, n=2), 2, 2)
+    weights = total(estimator._steady(given))
+    room = weights + int(fits * each * most)
+    found = estimator._most(lambda m: replace(given, m=m), min(start, 256), 1, 256, room)
+    assert len(estimator.asked) <= 9
+
+    def peak(m: int) -> int:
+        return weights + each * min(m, most)
+
+    if found is None:
+        assert peak(1) > room
+    elif found == 0:
+        assert peak(256) <= room
+    else:
+        assert peak(found) <= room
+        assert peak(found + max(1, found // 8)) > room or room - peak(found) < 0.05 * (room - weights)
+
+
+def test_what_a_pass_holds_is_halved_where_less_takes_as_much():
+    """A pass holds 8 rollouts, and 7 fit: 16, 11, 10 take as much as 8."""
+    estimator, given = _Straight(1000, 8), plan(some_requests(prompts=1, n=2), 2, 2)
+    room = total(estimator._steady(given)) + 7500
+    assert estimator._most(lambda m: replace(given, m=m), 16, 2, 64, room) == 7
+    assert len(estimator.asked) <= 6, estimator.asked
+
+
+def test_the_pass_that_is_beyond_the_room_by_itself_is_asked_first(monkeypatch: pytest.MonkeyPatch):
+    requests = some_requests(prompts=1, n=5)
+    way = Padded(4 * (len(requests[0].prompt.token_ids) + 30), 64, 1.0)  # four rows, and one
+    model, asked = fake_model(), list[tuple[int, bool]]()
+    given, train_pass = replace(plan(requests, 5, 5), forward=way), model.train_pass
+
+    def counted(forward: Any, rows: Any, later: bool) -> Any:
+        asked.append((len(rows), later))
+        return train_pass(forward, rows, later)
+
+    monkeypatch.setattr(model, "train_pass", counted)
+    estimator = Estimator(model, optimizer=0, other=0)
+    peak = estimator.predict(given).peak
+    assert asked == [(4, False), (1, True)]
+    asked.clear()
+    assert estimator.predict(given, room=model.weights + 1).peak > model.weights + 1
+    assert asked == [(4, False)] and peak > model.weights
 
 
 def test_where_slots_are_refilled_they_stay_full_to_the_longest():

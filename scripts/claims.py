@@ -110,6 +110,11 @@ def matching(named: Mapping[str, Any], part: str) -> list[str]:
     return [name for name in named if part in name]
 
 
+def counted_of(runs: Mapping[str, Any], arm: str) -> list[str]:
+    """The runs of an arm of `time_to_accuracy`, but for those by which a learning rate was chosen."""
+    return [name for name in runs if name.startswith(f"{arm}, ") and not name.endswith("seed 100")]
+
+
 def counted(words: Sequence[str], in_order: bool = False) -> dict[str, int]:
     """How often each occurs, the most frequent first, or each at the place where it first occurs."""
     found = Counter(words)

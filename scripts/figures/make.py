@@ -147,7 +147,8 @@ def time_to_accuracy() -> str:
     figure = Figure(figsize=(8.0, 3.2), layout="constrained")
     panel = figure.subplots()
     for colour, (arm, label) in zip(COLOURS, RACERS.items(), strict=False):
-        for number, curve in enumerate(run["curve"] for name, run in runs.items() if name.startswith(f"{arm}, ")):
+        counted = [name for name in runs if name.startswith(f"{arm}, ") and not name.endswith("seed 100")]
+        for number, curve in enumerate(runs[name]["curve"] for name in counted):
             style: dict[str, Any] = dict(color=colour, ls=("-", "--", ":")[number % 3], marker="o", ms=3.5)
             panel.plot(*zip(*curve, strict=True), label=None if number else label, **style)
     for wanted in (0.5, 0.8):

@@ -2,7 +2,7 @@
 gives a ratio (this over that), of which the table shows the geometric mean and its 95 % interval.
 
     python scripts/bench/against.py <commit> --json out.json
-    python scripts/bench/against.py <commit> --model models/smollm2 --only 'real step' --pairs 5
+    python scripts/bench/against.py <commit> --model models/smollm2 --only 'real step' --rounds 5
 
 Steps and rollouts are medians of what a run logs of its steps from the third on, in seconds of the clock. A plan, a
 start (one step of training, nothing learnt) and `--help` are processor seconds of the whole process, which other

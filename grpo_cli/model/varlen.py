@@ -126,6 +126,7 @@ SHORT = 2**18  # queries times keys, up to which its backward pass is faster in 
 
 
 def is_short(at: Spans) -> bool:
+    """Whether a backward pass on a processor converts to float32."""
     return at.most_queries * at.most_keys <= SHORT
 
 

@@ -194,7 +194,7 @@ class _OfShapes(OnProcessor):
         shapes: Sequence[tuple[Any, torch.dtype]],
     ) -> Sequence[Tensor]:
         spans = [part.own, *([part.trunks.spans] if part.trunks else [])]
-        about = *(_about(*map(sum, zip(*at.sizes, strict=True))) for at in spans), *(is_short(at) for at in spans)
+        about = *(_about(*_as_one(at).sizes[0]) for at in spans), *map(is_short, spans)
         key = about, *((x.shape[1:], x.dtype) for x in given[:-1]), len(given)
         if key not in self._found:
             with Allocations(_NOTHING) as seen:

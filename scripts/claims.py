@@ -45,7 +45,7 @@ NO_PROSE = re.compile(r"(?ms)^```.*?^```|(?<=\n\n)(?: {4}[^\n]*\n|\n)+|`[^`]*`|\
 # Names, versions, publications and sizes that are definitions.
 ALLOWED = re.compile(
     r"arXiv \d{4}\.\d{5}|Python 3\.\d+|TRL \d\.\d+|Apache-2\.0|SmolLM2(?:-135M(?:-Instruct)?)?|\bQwen[23]\b|\bGSM8K\b"
-    r"|\bfloat32\b|\b(?:half of its )?95 % intervals?\b|pass@1\b|\bvLLM-CPU 0\.\d+"
+    r"|\bfloat32\b|\bH100\b|\b(?:half of its )?95 % intervals?\b|pass@1\b|\bvLLM-CPU 0\.\d+"
     r"|\b(?:0\.36|50|135) M parameters\b|\b64 -> 16\b|\b64 rollouts\b"
 )
 FIGURE = re.compile(

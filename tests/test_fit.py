@@ -134,6 +134,34 @@ def test_a_profile_says_what_the_fit_of_its_run_would_choose(monkeypatch: pytest
     assert json.loads(Path("out/profile.json").read_text())["fit"]["room_bytes"] == 700 * MIB
 
 
+@pytest.mark.matrix
+def test_on_a_gpu_slots_stay_through_updates_unless_updates_do_not_fit_beside_them() -> None:
+    run, shapes = prepared()
+    gpu = torch.device("cuda")
+
+    def plan(room: int, typed: frozenset[str] = frozenset()) -> Fitted:
+        return fit.planned(run, gpu, room, typed, 0, shapes)
+
+    whole = plan(2**40)
+    assert whole.choices == ()
+    most, found = whole.peak, whole
+    while fit.GRAPHS not in found.values:
+        most = int(0.6 * most)
+        found = plan(most)
+        assert found.peak <= most
+        for key in found.values:
+            assert fit._Asks(run, gpu, 0, shapes).prediction(_without(found.values, key)).peak > most, "all are needed"
+    assert found.values[fit.GRAPHS] is False and most < 0.8 * whole.peak
+    try:
+        assert fit.GRAPHS not in plan(most, frozenset({fit.GRAPHS})).values
+    except UserError as refused:
+        assert f"with {fit.GRAPHS} as typed" in str(refused)
+
+
+def _without(values: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != key}
+
+
 def test_on_a_cpu_a_part_of_what_comes_and_goes_is_held_besides_and_at_most_so_much() -> None:
     _, shapes = prepared()
     _, step = step_of(prepared()[0], has_dropout(shapes.model))

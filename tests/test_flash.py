@@ -59,7 +59,7 @@ class Case:
         q, k, v = (self.drawn(rows, heads, DIM) for heads in (self.heads * self.group, self.heads, self.heads))
         if by_token:
             more = [torch.cat([x, torch.full((rows_to - rows, *x.shape[1:]), torch.nan)]) for x in (q, k, v)]
-            found = flash.FlashAttention(step, kv, 0.3, KeepAll(), rows_to, flash.join)(0, *more)
+            found = flash.FlashAttention(step, kv, self.group, 0.3, KeepAll(), rows_to, flash.join)(0, *more)
         else:
             found = StepAttention(step, kv, self.group, 0.3, KeepAll())(0, q, k, v)
         return found, [kv.read(row, count + 1)[0] for row, count in enumerate(self.held)]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import made
@@ -14,7 +18,7 @@ from captured import Again
 from made import full, infinite, micro, prefix_head
 from small import VOCABULARY, contents, make_engine, make_generation, small_model, some_requests
 
-from grpo_cli.engine.gpu.graph import WORTH_CAPTURING, FixedTurns
+from grpo_cli.engine.gpu.graph import WORTH_CAPTURING, CudaGraphs, FixedTurns, graphs_by_default
 from grpo_cli.engine.kv.cache import KvArena, KvLayout, Region
 from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.kv.rows import Rows
@@ -89,6 +93,40 @@ def test_a_model_that_asks_the_host_is_not_recorded(words: dict[str, Any], said:
         setattr(model if name.startswith("is_") else model.model.rotary_emb, name, value)
     with pytest.raises(UserError, match=said):
         make_engine(model, cuda_graph=True)
+
+
+def test_a_pool_outlives_the_graphs_that_are_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's pools end with their last graph, and a capture into one that has ended fails."""
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    begun: list[Any] = []
+
+    class Graph:
+        def replay(self) -> None: ...
+
+    @contextmanager
+    def graph(made: Graph, pool: object, **_: Any) -> Iterator[None]:
+        assert not begun or alive, "the pool has ended"
+        begun.append(pool)
+        alive.add(made)
+        yield
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, stand_in in {
+        "CUDAGraph": Graph, "graph": graph, "graph_pool_handle": object, "Stream": lambda: stream,
+        "current_stream": lambda: stream, "stream": lambda _: nullcontext(),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    capture = CudaGraphs()
+    for number in range(3):
+        assert capture(lambda number=number: (torch.tensor(number),))()[0] == number  # and the replay is dropped
+        gc.collect()
+    assert len(begun) == 3 and len(alive) == 1
+
+
+def test_steps_are_replayed_by_default_on_a_gpu_alone_and_where_they_can_be() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [graphs_by_default(*one) for one in ((gpu, "none"), (gpu, "ngram"), (cpu, "none"))] == [True, False, False]
+    assert make_engine(small_model(), cuda_graph=None)._capture is None
 
 
 def test_a_block_of_another_size_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:

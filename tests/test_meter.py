@@ -6,12 +6,13 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from grpo_cli.interfaces import Meter
-from grpo_cli.support.memory import give_back_freed, peak_bytes, resident_bytes
+from grpo_cli.support.memory import free_bytes, give_back_freed, peak_bytes, resident_bytes
 from grpo_cli.support.meter import NullMeter, WallMeter
 
 
@@ -159,6 +160,18 @@ def test_peak_memory_grows_with_what_is_resident_and_stays() -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps what is freed, and has a call for it")
+def test_what_is_free_of_a_gpu_is_its_share_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fraction(device: Any = None) -> float:
+        assert device is None or torch.device(device).index is not None, "PyTorch takes no other"
+        return 0.5
+
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", fraction)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10)
+    for free, expected in ((80, 40), (30, 30)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 100))
+        assert free_bytes(torch.device("cuda")) == expected
+
+
 def test_memory_that_was_freed_between_what_is_held_goes_back() -> None:
     blocks: list[torch.Tensor | None] = [torch.ones(100 << 10, dtype=torch.uint8) for _ in range(2000)]
     blocks[::2] = [None] * 1000

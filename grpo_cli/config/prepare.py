@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -63,6 +64,8 @@ def pick_device(word: str) -> torch.device:
         if not torch.cuda.is_available():
             found = f"PyTorch finds no GPU here ({why_no_gpu()})"
             raise UserError(f"device=cuda was asked for, but {found}; use device=auto or device=cpu")
+        # Threads of autograd take up the context with their first product, and PyTorch warns of it.
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS", UserWarning)
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(part_of_gpu(float(os.environ.get(SHARE, "1")), total))
     return torch.device(word)

@@ -94,7 +94,8 @@ class Kernel(ABC):
         if trunks is not None:
             at, of = trunks.branches, trunks.trunks
             qkv, more = (q[at], k[of], v[of]), besides[half:]
-            found = self.backward(grad[at], qkv, out[at], lse[:, at], trunks.spans, scale, more)
+            # Kernels of a GPU read log-sum-exps as if they were contiguous, which those of a slice are not.
+            found = self.backward(grad[at], qkv, out[at], lse[:, at].contiguous(), trunks.spans, scale, more)
             for whole, place, one in zip((dq, dk, dv), (at, of, of), found, strict=True):
                 whole[place] += one
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)

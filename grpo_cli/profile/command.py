@@ -61,7 +61,7 @@ def profile(run: Prepared[ProfileRunSettings], command: Sequence[str], say: Say,
     if not settings.profile.plan_only:
         measured = _measured(run, lengths, folder, say, warn)
     seen = None if measured is None else (measured.rollouts, measured.evaluation)
-    sampler, step = step_of(run, has_dropout(shapes.model), lengths, seen)
+    sampler, step = step_of(replace(run, device=planned), has_dropout(shapes.model), lengths, seen)
     estimator = estimator_of(settings, shapes, planned, other)
     dtype = "bfloat16" if "bfloat16" in (settings.model.autocast, settings.model.dtype) else "float32"
     optimizer = optimizer_bytes(settings, shapes, planned)

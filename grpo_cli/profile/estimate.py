@@ -128,9 +128,7 @@ class Estimator:
         stays: Sizes = {}
         if step.engine is not None:
             say("rollouts")
-            count = len(step.rollouts.lengths)
-            capped = count if step.engine.sampler.all_at_once else None  # of no meaning where slots are given
-            engine = replace(step.engine, packed=step.engine.packed and self._on_cpu, rollouts=capped)
+            engine = self._capped(step.engine, step)
             prefill, decode = model.rollouts(step.rollouts, engine)
             stays = model.stays(step.rollouts, engine)
             slots = {KV: stays[KV]} if stays else {}
@@ -153,6 +151,15 @@ class Estimator:
         if self._on_cpu:
             phases = {phase: _both(sizes, {OTHER: _beside(sizes)}) for phase, sizes in phases.items()}
         return Prediction(phases)
+
+    def held_by_slots(self, step: StepShape) -> int:
+        """Bytes that rollouts leave allocated, as graphs hold addresses."""
+        return 0 if step.engine is None else total(self._model.stays(step.rollouts, self._capped(step.engine, step)))
+
+    def _capped(self, engine: EngineShape, step: StepShape) -> EngineShape:
+        count = len(step.rollouts.lengths)
+        capped = count if engine.sampler.all_at_once else None  # of no meaning where slots are given
+        return replace(engine, packed=engine.packed and self._on_cpu, rollouts=capped)
 
     def _steady(self, step: StepShape) -> dict[str, int]:
         return {

@@ -34,7 +34,7 @@ from grpo_cli.support.memory import free_bytes, resident_bytes
 Values = Mapping[str, Any]  # by dotted key
 SLOTS = "sampler.slots"
 CHUNK, RECOMPUTE = "train.logprob_chunk", "model.gradient_checkpointing"
-OFFLOAD, PARK = "model.offload_activations", "optim.park"
+OFFLOAD, PARK, GRAPHS = "model.offload_activations", "optim.park", "engine.cuda_graph"
 # What updates may do, the cheapest first; the micro-batch is the largest with which each of them fits.
 _CHUNKED = {CHUNK: 128}
 _WAYS: tuple[Values, ...] = ({}, _CHUNKED, {RECOMPUTE: True}, {RECOMPUTE: True, **_CHUNKED})
@@ -48,6 +48,7 @@ _COSTS = {
     RECOMPUTE: "about a third of the time of updates",
     OFFLOAD: "copies between the GPU and the host in updates",
     PARK: "copies of the optimizer's state twice a step",
+    GRAPHS: "several times the time of decode steps: each of their kernels is launched by itself",
 }
 
 
@@ -125,8 +126,7 @@ def planned(
     none suffice. `shapes` are the run's, if they were asked already."""
     asks = _Asks(run, device, other, shapes)
     before = asks.prediction({})
-    values = _of_updates(asks, room, typed)
-    values |= _of_rollouts(asks, values, room, typed)
+    values = _chosen(asks, room, typed)
     last = asks.prediction(values)
     choices = []
     for key, value in values.items():
@@ -174,13 +174,16 @@ class _Asks:
         for group in ("model", "train", "optim"):
             changed = {key.partition(".")[2]: v for key, v in values.items() if key.startswith(f"{group}.")}
             settings = replace(settings, **{group: replace(getattr(settings, group), **changed)})
+        if not settings.model.gradient_checkpointing:  # its inputs are what is offloaded
+            settings = replace(settings, model=replace(settings.model, offload_activations=False))
         if settings.train.micro_batch_tokens == AUTO:
             settings = replace(settings, train=replace(settings.train, micro_batch_tokens=1 << 30))
         key = settings.model.gradient_checkpointing, settings.model.offload_activations
         shapes = self._shapes[key] = self._shapes.get(key) or shapes_of(settings.model, self.device)
-        _, step = step_of(replace(self.run, settings=settings), has_dropout(shapes.model))
-        if SLOTS in values and step.engine is not None:
-            step = replace(step, engine=replace(step.engine, sampler=step.engine.sampler.with_slots(values[SLOTS])))
+        _, step = step_of(replace(self.run, settings=settings, device=self.device), has_dropout(shapes.model))
+        if (engine := step.engine) is not None:
+            sampler = engine.sampler.with_slots(values[SLOTS]) if SLOTS in values else engine.sampler
+            step = replace(step, engine=replace(engine, sampler=sampler, graphs=values.get(GRAPHS, engine.graphs)))
         return estimator_of(settings, shapes, self.device, self.other), step.at_full_length()
 
     def prediction(self, values: Values, updates: bool = False) -> Prediction:
@@ -189,6 +192,14 @@ class _Asks:
             estimator, step = self.of(values)
             self._found[key] = estimator.predict(_updates(step) if updates else step)
         return self._found[key]
+
+    def held_by_slots(self, part: int) -> int:
+        """Bytes that a part of the slots, the `part`-th, leave allocated through updates."""
+        _, step = self.of({})
+        if step.engine is None or not step.engine.graphs:
+            return 0
+        estimator, step = self.of({SLOTS: -(-self._slots(step) // part)} if part > 1 else {})
+        return estimator.held_by_slots(step)
 
     def cost(self, key: str, value: Any) -> str:
         _, step = self.of({})
@@ -211,6 +222,30 @@ class _Asks:
 
 def _updates(step: StepShape) -> StepShape:
     return replace(step, engine=None, evaluation=None)
+
+
+def _chosen(asks: _Asks, room: int, typed: Set[str]) -> dict[str, Any]:
+    """Slots that are replayed as graphs stay through updates. If updates do not fit beside a quarter of them, none
+    do: a replayed step takes about a quarter of the time."""
+    for part in (1, 4):
+        held = asks.held_by_slots(part)
+        try:
+            values = _of_updates(asks, room - held, typed)
+            return _needed(asks, values | _of_rollouts(asks, values, room, typed), room)
+        except UserError:
+            if not held:
+                raise
+    graphs = {} if GRAPHS in typed else {GRAPHS: False}
+    values = {**graphs, **_of_updates(asks, room, typed)}
+    return _needed(asks, values | _of_rollouts(asks, values, room, typed), room)
+
+
+def _needed(asks: _Asks, values: Mapping[str, Any], room: int) -> dict[str, Any]:
+    """Without what other choices have made unnecessary."""
+    for key in tuple(values):
+        less = {name: value for name, value in values.items() if name != key}
+        values = less if asks.prediction(less).peak <= room else values
+    return dict(values)
 
 
 def _of_updates(asks: _Asks, room: int, typed: Set[str]) -> dict[str, Any]:
@@ -262,11 +297,12 @@ def _of_rollouts(asks: _Asks, values: Values, room: int, typed: Set[str]) -> dic
 def _refused(asks: _Asks, room: int, typed: Set[str]) -> UserError:
     """With everything that may be chosen at its smallest."""
     ways = _ON_A_GPU if asks.device.type == "cuda" else _WAYS
-    values = {key: value for key, value in {**ways[-1], TOKENS: 1, SLOTS: 1}.items() if key not in typed}
+    graphs = {GRAPHS: False} if asks.device.type == "cuda" else {}
+    values = {key: value for key, value in {**ways[-1], TOKENS: 1, SLOTS: 1, **graphs}.items() if key not in typed}
     if "sampler" in typed and "slots" not in asks.run.settings.parts["sampler"]:
         values.pop(SLOTS, None)
     least = asks.prediction(values)
-    ours = sorted(typed & {CHUNK, RECOMPUTE, OFFLOAD, PARK, TOKENS, SLOTS, "sampler", "sampler.kv_budget"})
+    ours = sorted(typed & {CHUNK, RECOMPUTE, OFFLOAD, PARK, GRAPHS, TOKENS, SLOTS, "sampler", "sampler.kv_budget"})
     kept = f" with {', '.join(ours)} as typed, which stay as they are: leave them out, or" if ours else ":"
     beside = BESIDE if asks.device.type == "cpu" else 0
     enough = math.ceil(max(least.peak / MARGIN, least.peak + beside) / 2**20)

@@ -200,7 +200,7 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that this process may still allocate: of its share of a GPU, or of the machine and its control groups."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        share = int(torch.cuda.get_per_process_memory_fraction() * total)  # of the current device: takes no other
         return min(free, share - torch.cuda.memory_reserved(device))
     return min([int(psutil.virtual_memory().available), *(group.limit - group.used for group in _control_groups())])
 

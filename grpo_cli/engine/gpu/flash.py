@@ -1,14 +1,16 @@
 """Attention of one decode step by PyTorch's FlashAttention: no scores in memory, and each row costs only its own
 length.
 Two calls have pages as their sequences: one over prompts' pages, queried by the rows that share them, and one over
-rows' own. Results of several pages are joined by their log-sum-exps, in float32. Lengths stay on the device, so that a
-step's shape depends only on the number of rows.
+rows' own. The queries that share a key head are queries of one head to the kernel, which would else copy queries and
+results to the same end. Results of several pages are joined by their log-sum-exps, in float32. Lengths stay on the
+device, so that a step's shape depends only on the number of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from grpo_cli.engine.kv.cache import KvArena
 from grpo_cli.engine.kv.rows import Rows, Watch
 from grpo_cli.engine.kv.tiles import Runs
 
-# Outputs [A, HG, D] and log-sum-exps [HG, A] of a call's queries; the indices of each row's, and a mask where a row has
-# none [R, K].
+# Outputs [A, G, H, D] and log-sum-exps [A, G, H] of a call's queries; the indices of each row's, and a mask where a row
+# has none [R, K].
 Part = tuple[Tensor, Tensor, Tensor, Tensor]
 Join = Callable[[Sequence[Part]], Tensor]
 
@@ -66,12 +68,27 @@ def join(parts: Sequence[Part]) -> Float[Tensor, "R HGD"]:
     For a sequence without keys the operation returns +inf as log-sum-exp, and leaves the results of unused queries
     uninitialised: neither counts. A row without results gets 0.
     """
-    sums = [logsumexp.t()[at].masked_fill(missing[..., None], -torch.inf) for _, logsumexp, at, missing in parts]
-    level = torch.cat(sums, dim=1).nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
-    heard = torch.cat([out[at] for out, _, at, _ in parts], dim=1)
-    share = (level - level.amax(1, keepdim=True).clamp(min=torch.finfo(level.dtype).min)).exp()
-    share = (share / share.sum(1, keepdim=True).clamp(min=torch.finfo(level.dtype).tiny))[..., None]
-    return (torch.where(share > 0, heard, 0.0) * share).sum(1).to(heard.dtype).flatten(1)
+    if all(at.shape[1] == 1 for _, _, at, _ in parts):  # a compiler makes one kernel of it
+        outs = [out[at[:, 0]] for out, _, at, _ in parts]
+        levels = [_level(logsumexp[at[:, 0]], missing) for _, logsumexp, at, missing in parts]
+        most = reduce(torch.maximum, levels).clamp(min=torch.finfo(levels[0].dtype).min)
+        shares = [(level - most).exp()[..., None] for level in levels]
+        whole = reduce(torch.add, shares).clamp(min=torch.finfo(levels[0].dtype).tiny)
+        pieces = [torch.where(share > 0, out, 0.0) * (share / whole) for share, out in zip(shares, outs, strict=True)]
+        joined = reduce(torch.add, pieces)
+    else:
+        level = torch.cat([_level(logsumexp[at], missing[..., None]) for _, logsumexp, at, missing in parts], dim=1)
+        heard = torch.cat([out[at] for out, _, at, _ in parts], dim=1)
+        share = (level - level.amax(1, keepdim=True).clamp(min=torch.finfo(level.dtype).min)).exp()
+        share = (share / share.sum(1, keepdim=True).clamp(min=torch.finfo(level.dtype).tiny))[..., None]
+        joined = (torch.where(share > 0, heard, 0.0) * share).sum(1)
+    return joined.to(parts[0][0].dtype).transpose(1, 2).flatten(1)
+
+
+def _level(logsumexp: Float[Tensor, "... G H"], missing: Bool[Tensor, "... 1"]) -> Float[Tensor, "... G H"]:
+    """What weighs nothing is -inf."""
+    found = logsumexp.masked_fill(missing[..., None], -torch.inf)
+    return found.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
 
 @dataclass(frozen=True)
@@ -79,6 +96,7 @@ class _Call:
     """A call over prompts' pages or rows' own: its queries, and how many keys of each page count."""
 
     runs: Runs
+    starts: Int[Tensor, "N+1"]  # of each page's queries, G for each that is asked
     used: Int[Tensor, "N"]
     keys: list[Tensor]
     values: list[Tensor]
@@ -87,28 +105,33 @@ class _Call:
     missing: Bool[Tensor, "R K"]
 
     @classmethod
-    def of(cls, runs: Runs, used: Tensor, kv: KvArena, prompts: bool, rows: int) -> _Call:
-        """`rows` more rows after those of `runs` query nothing."""
+    def of(cls, runs: Runs, group: int, used: Tensor, kv: KvArena, prompts: bool, rows: int) -> _Call:
+        """`rows` more rows after those of `runs` query nothing. `group`: of queries per key head."""
         nobody = len(runs.asks)
         of_row = F.pad(runs.of_row, (0, 0, 0, rows), value=nobody) if rows else runs.of_row
         tokens = (kv.prompts if prompts else kv.rows).tokens
-        return cls(runs, used, *kv.by_token(prompts), tokens, of_row.clamp(max=nobody - 1), of_row >= nobody)
+        places = of_row.clamp(max=nobody - 1), of_row >= nobody
+        return cls(runs, runs.starts * group, used, *kv.by_token(prompts), tokens, *places)
 
-    def __call__(self, layer: int, q: Float[Tensor, "R HG D"], scale: float) -> Part:
+    def __call__(self, layer: int, q: Float[Tensor, "R G H D"], scale: float) -> Part:
         runs = self.runs
         asked = q[: len(self.used)] if runs.in_order else q.index_select(0, runs.asks)
-        keys, values, sizes = self.keys[layer], self.values[layer], (runs.most, self.tokens)
+        (_, group, heads, _), keys, values = asked.shape, self.keys[layer], self.values[layer]
+        sizes = runs.most * group, self.tokens
         out, logsumexp, *_ = _forward(
-            *(asked, keys, values, runs.starts, runs.keys, *sizes, 0.0, False, False), scale=scale, seqused_k=self.used
+            *(asked.flatten(0, 1), keys, values, self.starts, runs.keys, *sizes, 0.0, False, False),
+            **dict(scale=scale, seqused_k=self.used),
         )
-        return out, logsumexp, self.at, self.missing
+        return out.view(asked.shape), logsumexp.t().view(-1, group, heads), self.at, self.missing
 
 
 class FlashAttention:
     """As `StepAttention`, for pages laid out `by_token`. It returns `rows_to` rows, those beyond `rows` being 0; a
     watch gets no weights."""
 
-    def __init__(self, rows: Rows, kv: KvArena, scale: float, watch: Watch, rows_to: int, joined: Join) -> None:
+    def __init__(
+        self, rows: Rows, kv: KvArena, group: int, scale: float, watch: Watch, rows_to: int, joined: Join
+    ) -> None:
         own, prompt = rows.own, rows.prompt
         assert isinstance(own, Runs) and isinstance(prompt, Runs), "the layout is by token"
         self._kv, self._watch, self._scale, self._join = kv, watch, scale, joined
@@ -116,10 +139,10 @@ class FlashAttention:
         self._write_at = rows.write_to * tokens + rows.lengths.remainder(tokens)
         used = (rows.lengths + 1).index_select(0, own.asks).sub_(own.first).clamp_(0, tokens).int()
         more = rows_to - self._count
-        self._calls = [_Call.of(own, used, kv, False, more)]
+        self._calls = [_Call.of(own, group, used, kv, False, more)]
         if prompt.of_row.shape[1]:
             assert prompt.held is not None, "a prompt's page has a length"
-            self._calls.insert(0, _Call.of(prompt, prompt.held, kv, True, more))
+            self._calls.insert(0, _Call.of(prompt, group, prompt.held, kv, True, more))
         if any(len(call.runs.asks) == 1 for call in self._calls):
             self._join = join  # for size 1 it would be compiled again
         watch.prepare(rows)
@@ -130,4 +153,5 @@ class FlashAttention:
         count = self._count
         self._kv.write_tokens(layer, self._write_at, k[:count], v[:count])
         self._watch.see(layer, q[:count], None)
-        return self._join([call(layer, q, self._scale) for call in self._calls])
+        by_group = q.unflatten(1, (k.shape[1], -1)).transpose(1, 2).contiguous()
+        return self._join([call(layer, by_group, self._scale) for call in self._calls])

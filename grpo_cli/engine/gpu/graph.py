@@ -32,6 +32,11 @@ Turn = Callable[[Rows, Float[Tensor, "R"]], TurnOutput]
 Capture = Callable[[Callable[[], TurnOutput]], Callable[[], TurnOutput]]
 
 
+def graphs_by_default(device: torch.device, draft: str) -> bool:
+    """Whether `engine.cuda_graph=null` replays steps. Those that check drafts come in too many shapes."""
+    return device.type == "cuda" and draft == "none"
+
+
 class FixedTurns:
     """Runs turns of fixed shape through `turn`, and captures the shapes that come up often.
 
@@ -96,6 +101,7 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
+        self._last: torch.cuda.CUDAGraph | None = None  # a pool ends with its last graph, and cannot begin again
 
     def __call__(self, run: Callable[[], TurnOutput]) -> Callable[[], TurnOutput]:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -109,6 +115,7 @@ class CudaGraphs:
         # Work of other threads on the device is not captured.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = run()
+        self._last = graph
 
         def replay() -> TurnOutput:
             graph.replay()

@@ -284,7 +284,7 @@ class Decoder:
             attention = self.attention(rows, kv, watch)
             return self.blocks(rows.tokens, rows.positions, attention, functions)
         total = functions.rows(count)
-        flash = FlashAttention(rows, kv, self.scale, watch, total, functions.join)
+        flash = FlashAttention(rows, kv, self.group, self.scale, watch, total, functions.join)
         return self.blocks(_to(rows.tokens, total), _to(rows.positions, total), flash, functions)[:count]
 
     def attention(self, rows: Rows, kv: KvArena, watch: Watch) -> StepAttention | native.NativeAttention:

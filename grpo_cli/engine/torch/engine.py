@@ -12,7 +12,7 @@ import torch
 
 from grpo_cli.engine.batching import Capped, Sampler
 from grpo_cli.engine.costs import together
-from grpo_cli.engine.gpu.graph import CudaGraphs
+from grpo_cli.engine.gpu.graph import CudaGraphs, graphs_by_default
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.kv.eviction import Budget, Dense, watches
 from grpo_cli.engine.order.schedule import Fifo
@@ -82,7 +82,7 @@ class TorchEngine:
         sparsity: Dense | Budget,
         rollouts_per_step: int | None = None,
         *,
-        cuda_graph: bool,
+        cuda_graph: bool | None,
         packed_weights: bool,
         native: bool,
         compile: bool | None,
@@ -98,7 +98,9 @@ class TorchEngine:
         on_gpu = self._decoder.device.type == "cuda"
         if on_gpu if compile is None else compile:
             self._decoder = self._decoder.may_compile(warn)
-        if cuda_graph:
+        if cuda_graph is None:
+            cuda_graph = graphs_by_default(self._decoder.device, draft) and not _against_graphs(unwrapped(model))
+        elif cuda_graph:
             _check_graph(unwrapped(model), self._decoder.device)
         if self._decoder.keeps_adapters_apart:
             warn(
@@ -368,13 +370,15 @@ class TorchEngine:
             )
 
 
-def _check_graph(model: Any, device: torch.device) -> None:
-    reason = ""
+def _against_graphs(model: Any) -> str:
     if getattr(model, "is_loaded_in_8bit", False):
-        reason = "model.quantize=8bit searches for outliers"
-    elif (kind := getattr(model.model.rotary_emb, "rope_type", "default")) in ("dynamic", "longrope"):
-        reason = f"rope_type {kind} depends on the longest row"
-    if reason:
+        return "model.quantize=8bit searches for outliers"
+    kind = getattr(model.model.rotary_emb, "rope_type", "default")
+    return f"rope_type {kind} depends on the longest row" if kind in ("dynamic", "longrope") else ""
+
+
+def _check_graph(model: Any, device: torch.device) -> None:
+    if reason := _against_graphs(model):
         raise UserError(
             f"engine.cuda_graph=true replays a recorded step, and {reason} in every step: leave engine.cuda_graph out"
         )

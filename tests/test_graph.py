@@ -125,7 +125,8 @@ def test_a_pool_outlives_the_graphs_that_are_thrown_away(monkeypatch: pytest.Mon
 
 def test_steps_are_replayed_by_default_on_a_gpu_alone_and_where_they_can_be() -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert [graphs_by_default(*one) for one in ((gpu, "none"), (gpu, "ngram"), (cpu, "none"))] == [True, False, False]
+    asked = ((gpu, "none", False), (gpu, "ngram", False), (gpu, "none", True), (cpu, "none", False))
+    assert [graphs_by_default(*one) for one in asked] == [True, False, False, False]
     assert make_engine(small_model(), cuda_graph=None)._capture is None
 
 

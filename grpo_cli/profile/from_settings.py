@@ -16,6 +16,7 @@ from grpo_cli.config.instantiate import engine_parts, fact_of, make, rounding_of
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.batching import Sampler
 from grpo_cli.engine.gpu.graph import graphs_by_default
+from grpo_cli.engine.kv.eviction import Budget
 from grpo_cli.experiment import is_ours
 from grpo_cli.learner.forward import make_forward, shares_prefix
 from grpo_cli.learner.logprobs import logprobs_at
@@ -140,10 +141,11 @@ def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
 
 def _replays(run: Prepared[Any]) -> bool:
     """Whether rollouts replay graphs; of RoPE that forbids it nothing is known here."""
-    engine = run.settings.parts["engine"]
+    settings, engine = run.settings, run.settings.parts["engine"]
     if (asked := engine.get("cuda_graph", False)) is not None:
         return bool(asked)
-    return graphs_by_default(run.device, engine["draft"]) and run.settings.model.quantize != "8bit"
+    evicts = isinstance(engine_parts(settings.parts, {"seed": settings.seed})["sparsity"], Budget)
+    return graphs_by_default(run.device, engine["draft"], evicts) and settings.model.quantize != "8bit"
 
 
 def step_of(

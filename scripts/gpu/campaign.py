@@ -183,7 +183,8 @@ def line_of(command: Command, device: str) -> tuple[str, ...]:
     """What is run, but for where it writes to."""
     words = (*command.words, *(command.at_toy_size if device == "cpu" else ()))
     if command.words[0] in ("train", "profile"):
-        return ("-P", "-m", "grpo_cli", *words, f"device={device}")
+        graphs = "engine.cuda_graph=true"
+        return ("-P", "-m", "grpo_cli", *(w for w in words if device != "cpu" or w != graphs), f"device={device}")
     return words
 
 

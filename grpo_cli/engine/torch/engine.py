@@ -99,7 +99,8 @@ class TorchEngine:
         if on_gpu if compile is None else compile:
             self._decoder = self._decoder.may_compile(warn)
         if cuda_graph is None:
-            cuda_graph = graphs_by_default(self._decoder.device, draft) and not _against_graphs(unwrapped(model))
+            by_default = graphs_by_default(self._decoder.device, draft, isinstance(sparsity, Budget))
+            cuda_graph = by_default and not _against_graphs(unwrapped(model))
         elif cuda_graph:
             _check_graph(unwrapped(model), self._decoder.device)
         if self._decoder.keeps_adapters_apart:

@@ -18,7 +18,7 @@ from captured import Again
 from made import full, infinite, micro, prefix_head
 from small import VOCABULARY, contents, make_engine, make_generation, small_model, some_requests
 
-from grpo_cli.engine.gpu.graph import WORTH_CAPTURING, CudaGraphs, FixedTurns, graphs_by_default
+from grpo_cli.engine.gpu.graph import WORTH_CAPTURING, CudaGraphs, FixedTurns
 from grpo_cli.engine.kv.cache import KvArena, KvLayout, Region
 from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.kv.rows import Rows
@@ -121,13 +121,6 @@ def test_a_pool_outlives_the_graphs_that_are_thrown_away(monkeypatch: pytest.Mon
         assert capture(lambda number=number: (torch.tensor(number),))()[0] == number  # and the replay is dropped
         gc.collect()
     assert len(begun) == 3 and len(alive) == 1
-
-
-def test_steps_are_replayed_by_default_on_a_gpu_alone_and_where_they_can_be() -> None:
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    asked = ((gpu, "none", False), (gpu, "ngram", False), (gpu, "none", True), (cpu, "none", False))
-    assert [graphs_by_default(*one) for one in asked] == [True, False, False, False]
-    assert make_engine(small_model(), cuda_graph=None)._capture is None
 
 
 def test_a_block_of_another_size_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:

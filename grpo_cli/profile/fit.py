@@ -34,7 +34,7 @@ from grpo_cli.support.memory import free_bytes, resident_bytes
 Values = Mapping[str, Any]  # by dotted key
 SLOTS = "sampler.slots"
 CHUNK, RECOMPUTE = "train.logprob_chunk", "model.gradient_checkpointing"
-OFFLOAD, PARK, GRAPHS = "model.offload_activations", "optim.park", "engine.cuda_graph"
+OFFLOAD, PARK = "model.offload_activations", "optim.park"
 # What updates may do, the cheapest first; the micro-batch is the largest with which each of them fits.
 _CHUNKED = {CHUNK: 128}
 _WAYS: tuple[Values, ...] = ({}, _CHUNKED, {RECOMPUTE: True}, {RECOMPUTE: True, **_CHUNKED})
@@ -48,7 +48,6 @@ _COSTS = {
     RECOMPUTE: "about a third of the time of updates",
     OFFLOAD: "copies between the GPU and the host in updates",
     PARK: "copies of the optimizer's state twice a step",
-    GRAPHS: "several times the time of decode steps: each of their kernels is launched by itself",
 }
 
 
@@ -181,9 +180,8 @@ class _Asks:
         key = settings.model.gradient_checkpointing, settings.model.offload_activations
         shapes = self._shapes[key] = self._shapes.get(key) or shapes_of(settings.model, self.device)
         _, step = step_of(replace(self.run, settings=settings, device=self.device), has_dropout(shapes.model))
-        if (engine := step.engine) is not None:
-            sampler = engine.sampler.with_slots(values[SLOTS]) if SLOTS in values else engine.sampler
-            step = replace(step, engine=replace(engine, sampler=sampler, graphs=values.get(GRAPHS, engine.graphs)))
+        if SLOTS in values and step.engine is not None:
+            step = replace(step, engine=replace(step.engine, sampler=step.engine.sampler.with_slots(values[SLOTS])))
         return estimator_of(settings, shapes, self.device, self.other), step.at_full_length()
 
     def prediction(self, values: Values, updates: bool = False) -> Prediction:
@@ -225,19 +223,15 @@ def _updates(step: StepShape) -> StepShape:
 
 
 def _chosen(asks: _Asks, room: int, typed: Set[str]) -> dict[str, Any]:
-    """Slots that are replayed as graphs stay through updates. If updates do not fit beside a quarter of them, none
-    do: a replayed step takes about a quarter of the time."""
-    for part in (1, 4):
-        held = asks.held_by_slots(part)
+    """With `engine.cuda_graph=true` slots stay through updates: what updates do fits beside all of them, or else beside
+    a quarter."""
+    for held in {asks.held_by_slots(part): part for part in (1, 4)}:
         try:
             values = _of_updates(asks, room - held, typed)
             return _needed(asks, values | _of_rollouts(asks, values, room, typed), room)
-        except UserError:
-            if not held:
-                raise
-    graphs = {} if GRAPHS in typed else {GRAPHS: False}
-    values = {**graphs, **_of_updates(asks, room, typed)}
-    return _needed(asks, values | _of_rollouts(asks, values, room, typed), room)
+        except UserError as error:
+            refused = error
+    raise refused
 
 
 def _needed(asks: _Asks, values: Mapping[str, Any], room: int) -> dict[str, Any]:
@@ -297,12 +291,11 @@ def _of_rollouts(asks: _Asks, values: Values, room: int, typed: Set[str]) -> dic
 def _refused(asks: _Asks, room: int, typed: Set[str]) -> UserError:
     """With everything that may be chosen at its smallest."""
     ways = _ON_A_GPU if asks.device.type == "cuda" else _WAYS
-    graphs = {GRAPHS: False} if asks.device.type == "cuda" else {}
-    values = {key: value for key, value in {**ways[-1], TOKENS: 1, SLOTS: 1, **graphs}.items() if key not in typed}
+    values = {key: value for key, value in {**ways[-1], TOKENS: 1, SLOTS: 1}.items() if key not in typed}
     if "sampler" in typed and "slots" not in asks.run.settings.parts["sampler"]:
         values.pop(SLOTS, None)
     least = asks.prediction(values)
-    ours = sorted(typed & {CHUNK, RECOMPUTE, OFFLOAD, PARK, GRAPHS, TOKENS, SLOTS, "sampler", "sampler.kv_budget"})
+    ours = sorted(typed & {CHUNK, RECOMPUTE, OFFLOAD, PARK, TOKENS, SLOTS, "sampler", "sampler.kv_budget"})
     kept = f" with {', '.join(ours)} as typed, which stay as they are: leave them out, or" if ours else ":"
     beside = BESIDE if asks.device.type == "cpu" else 0
     enough = math.ceil(max(least.peak / MARGIN, least.peak + beside) / 2**20)

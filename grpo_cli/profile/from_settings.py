@@ -15,8 +15,6 @@ from grpo_cli.config.compose import model_of
 from grpo_cli.config.instantiate import engine_parts, fact_of, make, rounding_of
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.batching import Sampler
-from grpo_cli.engine.gpu.graph import graphs_by_default
-from grpo_cli.engine.kv.eviction import Budget
 from grpo_cli.experiment import is_ours
 from grpo_cli.learner.forward import make_forward, shares_prefix
 from grpo_cli.learner.logprobs import logprobs_at
@@ -93,8 +91,8 @@ def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
             "this machine count in what is measured): prefill, decode and eval are not predicted, and what fits is "
             "said of the update alone"
         )
-    if _replays(run):
-        notes.append("engine.cuda_graph: what graphs take beside slots and copies of weights is not predicted")
+    if settings.parts["engine"].get("cuda_graph"):
+        notes.append("engine.cuda_graph=true: what graphs take beside slots and copies of weights is not predicted")
     if kind := rounding_of(settings.parts):
         notes.append(
             f"engine.quantize={kind}: a copy of the layers' weights during rollouts, where there is none without"
@@ -139,15 +137,6 @@ def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _replays(run: Prepared[Any]) -> bool:
-    """Whether rollouts replay graphs; of RoPE that forbids it nothing is known here."""
-    settings, engine = run.settings, run.settings.parts["engine"]
-    if (asked := engine.get("cuda_graph", False)) is not None:
-        return bool(asked)
-    evicts = isinstance(engine_parts(settings.parts, {"seed": settings.seed})["sparsity"], Budget)
-    return graphs_by_default(run.device, engine["draft"], evicts) and settings.model.quantize != "8bit"
-
-
 def step_of(
     run: Prepared[Any],
     dropout: bool,
@@ -163,7 +152,7 @@ def step_of(
     prefix = built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0
     packed = bool(settings.parts["engine"].get("packed_weights"))
     several = settings.train.epochs * settings.train.minibatches > 1
-    graphs = _replays(run)
+    graphs = bool(settings.parts["engine"].get("cuda_graph"))
     engine = EngineShape(built["sampler"], built["sparsity"], prefix, packed, None, graphs, settings.sampling)
     correction, read_after = rules.correction, bool(reads_of(rules.credit))
     over_all = bool(reads_of(rules.advantage)) or (

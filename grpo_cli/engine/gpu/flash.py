@@ -96,8 +96,8 @@ class _Call:
     """A call over prompts' pages or rows' own: its queries, and how many keys of each page count."""
 
     runs: Runs
-    starts: Int[Tensor, "N+1"]  # of each page's queries, G for each that is asked
     used: Int[Tensor, "N"]
+    starts: Int[Tensor, "N+1"]  # of each page's queries, G for each that is asked
     keys: list[Tensor]
     values: list[Tensor]
     tokens: int  # of a page
@@ -111,7 +111,7 @@ class _Call:
         of_row = F.pad(runs.of_row, (0, 0, 0, rows), value=nobody) if rows else runs.of_row
         tokens = (kv.prompts if prompts else kv.rows).tokens
         places = of_row.clamp(max=nobody - 1), of_row >= nobody
-        return cls(runs, runs.starts * group, used, *kv.by_token(prompts), tokens, *places)
+        return cls(runs, used, runs.starts * group, *kv.by_token(prompts), tokens, *places)
 
     def __call__(self, layer: int, q: Float[Tensor, "R G H D"], scale: float) -> Part:
         runs = self.runs

@@ -32,12 +32,6 @@ Turn = Callable[[Rows, Float[Tensor, "R"]], TurnOutput]
 Capture = Callable[[Callable[[], TurnOutput]], Callable[[], TurnOutput]]
 
 
-def graphs_by_default(device: torch.device, draft: str, evicts: bool) -> bool:
-    """Whether `engine.cuda_graph=null` replays steps. Those that check drafts come in too many shapes; those with
-    eviction were replayed on a CPU only."""
-    return device.type == "cuda" and draft == "none" and not evicts
-
-
 class FixedTurns:
     """Runs turns of fixed shape through `turn`, and captures the shapes that come up often.
 

@@ -12,7 +12,7 @@ import torch
 
 from grpo_cli.engine.batching import Capped, Sampler
 from grpo_cli.engine.costs import together
-from grpo_cli.engine.gpu.graph import CudaGraphs, graphs_by_default
+from grpo_cli.engine.gpu.graph import CudaGraphs
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.kv.eviction import Budget, Dense, watches
 from grpo_cli.engine.order.schedule import Fifo
@@ -82,7 +82,7 @@ class TorchEngine:
         sparsity: Dense | Budget,
         rollouts_per_step: int | None = None,
         *,
-        cuda_graph: bool | None,
+        cuda_graph: bool,
         packed_weights: bool,
         native: bool,
         compile: bool | None,
@@ -98,11 +98,13 @@ class TorchEngine:
         on_gpu = self._decoder.device.type == "cuda"
         if on_gpu if compile is None else compile:
             self._decoder = self._decoder.may_compile(warn)
-        if cuda_graph is None:
-            by_default = graphs_by_default(self._decoder.device, draft, isinstance(sparsity, Budget))
-            cuda_graph = by_default and not _against_graphs(unwrapped(model))
-        elif cuda_graph:
+        if cuda_graph:
             _check_graph(unwrapped(model), self._decoder.device)
+        elif on_gpu and draft == "none":
+            warn(
+                "decode steps launch their kernels one by one: engine.cuda_graph=true replays them, several times as "
+                "fast where rows are few, and keeps slots and their keys and values through updates"
+            )
         if self._decoder.keeps_adapters_apart:
             warn(
                 "adapters are not merged for rollouts, since their base is quantised (model.quantize): each of these "
@@ -371,15 +373,13 @@ class TorchEngine:
             )
 
 
-def _against_graphs(model: Any) -> str:
-    if getattr(model, "is_loaded_in_8bit", False):
-        return "model.quantize=8bit searches for outliers"
-    kind = getattr(model.model.rotary_emb, "rope_type", "default")
-    return f"rope_type {kind} depends on the longest row" if kind in ("dynamic", "longrope") else ""
-
-
 def _check_graph(model: Any, device: torch.device) -> None:
-    if reason := _against_graphs(model):
+    reason = ""
+    if getattr(model, "is_loaded_in_8bit", False):
+        reason = "model.quantize=8bit searches for outliers"
+    elif (kind := getattr(model.model.rotary_emb, "rope_type", "default")) in ("dynamic", "longrope"):
+        reason = f"rope_type {kind} depends on the longest row"
+    if reason:
         raise UserError(
             f"engine.cuda_graph=true replays a recorded step, and {reason} in every step: leave engine.cuda_graph out"
         )

@@ -43,6 +43,11 @@ from grpo_cli.support.meter import NullMeter
 from grpo_cli.support.ranges import Count
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
+UNREPLAYED = (
+    "decode steps launch their kernels one by one: engine.cuda_graph=true replays them, several times as fast where "
+    "rows are few, and keeps slots and their keys and values through updates"
+)
+
 
 def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
     if own["draft"] == "none":
@@ -101,10 +106,7 @@ class TorchEngine:
         if cuda_graph:
             _check_graph(unwrapped(model), self._decoder.device)
         elif on_gpu and draft == "none":
-            warn(
-                "decode steps launch their kernels one by one: engine.cuda_graph=true replays them, several times as "
-                "fast where rows are few, and keeps slots and their keys and values through updates"
-            )
+            warn(UNREPLAYED)
         if self._decoder.keeps_adapters_apart:
             warn(
                 "adapters are not merged for rollouts, since their base is quantised (model.quantize): each of these "

@@ -118,10 +118,8 @@ class _Call:
         asked = q[: len(self.used)] if runs.in_order else q.index_select(0, runs.asks)
         (_, group, heads, _), keys, values = asked.shape, self.keys[layer], self.values[layer]
         sizes = runs.most * group, self.tokens
-        out, logsumexp, *_ = _forward(
-            *(asked.flatten(0, 1), keys, values, self.starts, runs.keys, *sizes, 0.0, False, False),
-            **dict(scale=scale, seqused_k=self.used),
-        )
+        given = asked.flatten(0, 1), keys, values, self.starts, runs.keys, *sizes, 0.0, False, False
+        out, logsumexp, *_ = _forward(*given, scale=scale, seqused_k=self.used)
         return out.view(asked.shape), logsumexp.t().view(-1, group, heads), self.at, self.missing
 
 

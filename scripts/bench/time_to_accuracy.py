@@ -9,7 +9,8 @@ arm's learning rate is chosen from the same few, by a seed that is not counted (
 four fifths, or else the most accurate in the end. Then come the seeds that count (`seeds`), in turns over the arms, and
 what each ingredient gives (`without`). A run that is in the JSON is not made again, so that --hours may spread the
 whole over several days; what is missing is printed. An accuracy is reached at the first evaluation that finds it, of
-128 problems with two samples each at temperature 1, about once a minute.
+about 256 samples of held-out problems at temperature 1. The problems are stories with one sum (word_problems), or sums
+of reasoning-gym behind two worked ones (--task chain_sum, extra `gym`).
 """
 
 from __future__ import annotations
@@ -39,9 +40,7 @@ from grpo_cli.support.processor import flush_denormals
 WANTED = (0.5, 0.8)
 RATES = (1e-5, 2e-5, 4e-5)
 APART = 100  # the seed by which rates are chosen
-AT_ONCE = 64  # completions in one pass of TRL's, which take 15 GiB
-EXAM = {"eval.problems": 128, "eval.k": 2}
-BASE = ("model=smollm2_135m", "task=word_problems", "model.autocast=bfloat16", "train.prompts=4", "train.steps=100000")
+BASE = ("model=smollm2_135m", "model.autocast=bfloat16", "train.prompts=4", "train.steps=100000")
 LEAN = ("logger=jsonl", "record.rollouts=0", "train.checkpoint_every=100000", "train.keep_checkpoints=1")
 RECIPE = {
     "shared prefix": ("train.shared_prefix=true", "train.shared_prefix=false"),
@@ -53,8 +52,33 @@ RECIPE = {
 
 
 @dataclass(frozen=True)
+class Lesson:
+    """`words` of a task; how often an exam of `problems`, with so many `samples` of each, is held (for TRL at n=16);
+    how many completions TRL takes in one pass, whose activations take up to 15 GiB."""
+
+    words: tuple[str, ...]
+    problems: int
+    samples: int
+    at_once: int
+    trl_every: int
+
+
+SUMS = (  # reasoning-gym's easiest, behind two worked ones
+    "task.config={min_terms:2,max_terms:2,min_digits:1,max_digits:1}",
+    "task.few_shot=2",
+    "task.train_problems=4000",
+    "sampling.max_new_tokens=16",
+)
+LESSONS: Mapping[str, Lesson] = {
+    "word_problems": Lesson(("task=word_problems",), 128, 2, 64, 5),
+    # Of these sums 52 are held out.
+    "chain_sum": Lesson(("task=reasoning_gym", "task.name=chain_sum", *SUMS), 52, 5, 16, 2),
+}
+
+
+@dataclass(frozen=True)
 class Arm:
-    """`words` of `grpo train`; or `n` completions of each prompt by TRL. Evaluated every so many steps."""
+    """`words` of `grpo train`; or `trl` completions of each prompt by TRL. Ours are evaluated every so many steps."""
 
     words: tuple[str, ...] = ()
     trl: int = 0
@@ -68,7 +92,7 @@ def recipe(without: str = "") -> Arm:
 
 ARMS: Mapping[str, Arm] = {
     "TRL, n=16": Arm(trl=16),
-    "TRL, n=64": Arm(trl=64, every=2),
+    "TRL, n=64": Arm(trl=64),
     "plain GRPO": Arm((*BASE, "n=16", "train.shared_prefix=false")),
     "recipe": recipe(),
     **{f"without {part}": recipe(part) for part in RECIPE},
@@ -88,11 +112,17 @@ class Cell:
         return f"{self.arm}, {self.rate:g}, seed {self.seed}"
 
 
+def taught(cell: Cell, args: argparse.Namespace) -> list[str]:
+    """The words that all arms have in common."""
+    lesson = LESSONS[args.task]
+    exam = (f"eval.problems={lesson.problems}", f"eval.k={lesson.samples}")
+    return [*lesson.words, *exam, f"seed={cell.seed}", f"model.path={args.model.resolve()}"]
+
+
 def train_ours(cell: Cell, args: argparse.Namespace, folder: Path) -> Run:
     """`grpo train`, stopped once it is good enough, or has had its time."""
     arm = ARMS[cell.arm]
-    words = [*arm.words, *LEAN, f"optim.lr={cell.rate}", f"seed={cell.seed}", f"model.path={args.model.resolve()}"]
-    words += [f"{key}={value}" for key, value in EXAM.items()] + [f"eval.every={arm.every}"]
+    words = [*arm.words, *taught(cell, args), *LEAN, f"optim.lr={cell.rate}", f"eval.every={arm.every}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
     command = [sys.executable, "-P", "-m", "grpo_cli", "train", *words, f"hydra.run.dir={folder}/run"]
     with (folder / "log").open("w") as log:
@@ -103,7 +133,10 @@ def train_ours(cell: Cell, args: argparse.Namespace, folder: Path) -> Run:
                 time.sleep(2)
         finally:
             started.send_signal(signal.SIGINT)
-            started.wait()
+            try:
+                started.wait(60)
+            except subprocess.TimeoutExpired:  # it does not listen before it has begun
+                started.kill()
     curve = _curve(metrics)
     if not curve:
         raise RuntimeError((folder / "log").read_text()[-2000:])
@@ -130,9 +163,9 @@ def train_trl(cell: Cell, args: argparse.Namespace) -> Run:
 
     from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer
 
-    arm = ARMS[cell.arm]
-    exam = [f"{key}={value}" for key, value in EXAM.items()]
-    settings = settings_of(*BASE, *exam, f"seed={cell.seed}", f"model.path={args.model.resolve()}")
+    n, lesson = ARMS[cell.arm].trl, LESSONS[args.task]
+    every = max(1, lesson.trl_every * 16 // n)
+    settings = settings_of(*BASE, *taught(cell, args))
     torch.manual_seed(cell.seed)
     model, tokenizer = load_model(settings.model, torch.device("cpu")), load_tokenizer(settings.model)
     task, problems = problems_of(settings, tokenizer, 4 * 1000)
@@ -152,16 +185,16 @@ def train_trl(cell: Cell, args: argparse.Namespace) -> Run:
 
     class Exams(TrainerCallback):
         def on_step_end(self, given: Any, state: Any, control: Any, **_: Any) -> Any:
-            if state.global_step % arm.every == 0:
+            if state.global_step % every == 0:
                 examine()
                 control.should_training_stop = _is_over(curve, args)
             return control
 
     words: dict[str, Any] = dict(use_cpu=True, bf16=True, dataloader_pin_memory=False, report_to="none", seed=cell.seed)
-    at_once = min(4 * arm.trl, AT_ONCE)
+    at_once = min(4 * n, lesson.at_once)
     words |= dict(save_strategy="no", logging_strategy="no", disable_tqdm=True, per_device_train_batch_size=at_once)
-    words |= dict(gradient_accumulation_steps=4 * arm.trl // at_once)
-    words |= dict(num_generations=arm.trl, temperature=1.0, max_completion_length=settings.sampling.max_new_tokens)
+    words |= dict(gradient_accumulation_steps=4 * n // at_once)
+    words |= dict(num_generations=n, temperature=1.0, max_completion_length=settings.sampling.max_new_tokens)
     words |= dict(max_steps=1000, beta=0.0, learning_rate=cell.rate, lr_scheduler_type="constant_with_warmup")
     words |= dict(warmup_steps=5, gradient_checkpointing=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -246,6 +279,7 @@ def _is(name: str, arm: str, seed: int) -> bool:
 def main(words: Sequence[str] | None = None) -> int:
     made = parser(__doc__, threads=os.cpu_count())
     made.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2")
+    made.add_argument("--task", choices=tuple(LESSONS), default="word_problems")
     made.add_argument("--minutes", type=float, default=30.0, help="of training that a run has at most")
     made.add_argument("--hours", type=float, default=float("inf"), help="after which no further run is begun")
     made.add_argument("--stages", nargs="+", default=["rates", "seeds", "without"])
@@ -261,6 +295,7 @@ def main(words: Sequence[str] | None = None) -> int:
         run = train_trl(Cell(cell[0], cell[1], float(cell[2]), int(cell[3])), args)
         Path(out).write_text(json.dumps(run))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no run is left behind
     held = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     runs: dict[str, Run] = held.get("runs", {})
     ends = time.monotonic() + 3600 * args.hours
@@ -270,6 +305,7 @@ def main(words: Sequence[str] | None = None) -> int:
             if ARMS[cell.arm].trl:
                 own = [cell.stage, cell.arm, str(cell.rate), str(cell.seed), str(folder / "run.json")]
                 given = ["--threads", args.threads, "--minutes", args.minutes, "--model", args.model]
+                given += ["--task", args.task]
                 subprocess.run([sys.executable, __file__, *map(str, given), "--child", *own], check=True)
                 runs[cell.name] = json.loads((folder / "run.json").read_text())
             else:

@@ -281,6 +281,24 @@ def test_a_few_rows_of_logits_stand_for_all_of_a_chunk(monkeypatch: pytest.Monke
     assert sizes[0] == pytest.approx(sizes[1], rel=1e-4)
 
 
+@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
+def test_two_parts_of_a_step_stand_for_all_that_are_drawn_from(autocast: str, monkeypatch: pytest.MonkeyPatch):
+    """A CPU converts four rows of a vocabulary of 2^17 at a time, of 24. A GPU converts all, and so holds 24 rows of
+    float32 more, and probabilities of as many where a CPU has those of a few."""
+    work = work_of(some_requests(prompts=2, n=12, tokens=8), 12, 8)
+
+    def found(on_cpu: bool) -> tuple[int, int]:
+        model = ShapeModel(lambda: small_model(num_hidden_layers=1, vocab_size=2**17), autocast, on_cpu=on_cpu)
+        prefill, decode = map(total, model.rollouts(work, EngineShape(full(), Dense(), 0)))
+        return prefill, decode
+
+    few, on_gpu = found(on_cpu=True), found(on_cpu=False)
+    monkeypatch.setattr(peak, "rows_at_once", lambda logits: len(logits))
+    assert few == pytest.approx(found(on_cpu=True), rel=1e-4)
+    more = 2 * (24 - 4) * 2**17 * 4 if autocast == "bfloat16" else 0
+    assert [gpu - cpu for gpu, cpu in zip(on_gpu, few, strict=True)] == pytest.approx([more, more], rel=0.02, abs=64)
+
+
 @pytest.mark.parametrize("tree", [Tree(30, (25, 10)), Tree(700, (600,)), Tree(50)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_found_once_takes_what_it_takes_every_time(tree: Tree, dtype: torch.dtype):

@@ -370,7 +370,7 @@ class ShapeModel:
 
             found: dict[str, list[Sizes]] = {"prefill": [], "decode": []}
             allocations.take_peak()
-            for moment in fullest_moments(generation, work.lengths, grown):
+            for moment in fullest_moments(generation, work.lengths, grown, self._on_cpu):
                 found[moment].append(allocations.take_peak())
         parked = parked_bytes(generation, work.lengths)
         prefill, decode = (max(sizes, key=lambda one: sum(one.values())) for sizes in found.values())

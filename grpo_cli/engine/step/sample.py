@@ -97,7 +97,7 @@ class SamplingTable:
         """
         if self._natively and not self.any_truncated:
             return native.draw(logits, uniform, self.temperature[rows])
-        few = max(1, _AT_ONCE // logits.shape[1])
+        few = rows_at_once(logits)
         if logits.dtype == torch.float32 or logits.device.type != "cpu" or len(logits) <= few:
             return self._draw(logits.float(), uniform, rows)
         places = torch.arange(self._words.shape[1])[rows].split(few)
@@ -126,6 +126,11 @@ class SamplingTable:
             tokens = torch.where(greedy, logits.argmax(-1), tokens)
             chosen = torch.where(greedy, torch.zeros_like(chosen), chosen)
         return (tokens, chosen, in_bits(scaled > -torch.inf)) if self.any_kept else (tokens, chosen)
+
+
+def rows_at_once(logits: Float[Tensor, "R V"]) -> int:
+    """Of lower-precision logits on a CPU, the rows that are converted and drawn from together."""
+    return max(1, _AT_ONCE // logits.shape[1])
 
 
 def inverse(probabilities: Float[Tensor, "R V"], uniform: Float[Tensor, "R 1"]) -> Int[Tensor, "R 1"]:

@@ -20,21 +20,23 @@ from grpo_cli.engine.kv.padding import TILE, round_up
 from grpo_cli.engine.kv.rows import Rows
 from grpo_cli.engine.kv.tiles import sides
 from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.engine.step.sample import rows_at_once
 from grpo_cli.engine.step.weights import adapters_of
 from grpo_cli.engine.torch.generation import PREFILL_TOKENS, Generation
+from grpo_cli.engine.torch.slots import Slots
 
 
 def fullest_moments(
-    generation: Generation, lengths: Sequence[int], grown_to: Callable[[Sequence[Tensor]], None]
+    generation: Generation, lengths: Sequence[int], grown_to: Callable[[Sequence[Tensor]], None], on_cpu: bool
 ) -> Iterator[str]:
     """Run each moment and yield its name afterwards; `lengths` are those of the rollouts. `grown_to` gets the arena's
-    blocks when they are reallocated.
+    blocks when they are reallocated. `on_cpu`: where the generation would be; tensors are on a CPU in any case.
 
     One `prefill`, of the largest batch of prompts that run together and the first tokens that follow; then a `decode`
     for each step of `course`.
     """
     kv, decoder = generation.kv, of_few_blocks(generation.decoder)
-    entries = _prefill(generation, decoder, grown_to)
+    entries = _prefill(generation, decoder, grown_to, on_cpu)
     yield "prefill"
     names = [sequence.request.prompt.id for sequence in generation.waiting]
     pages = {s.request.prompt.id: kv.prompts.pages_for(len(s.request.prompt.token_ids)) for s in generation.waiting}
@@ -46,7 +48,7 @@ def fullest_moments(
         kv.reserve(found.tokens)
         grown_to(kv.blocks)
     for ages in found.moments:
-        _decode(generation, decoder, ages, entries)
+        _decode(generation, decoder, ages, entries, on_cpu)
         yield "decode"
     kv.peak = max(found.peak * kv.layout.bytes_per_token, kv.nbytes)
 
@@ -85,7 +87,18 @@ def _like(x: Tensor) -> Tensor:
     return memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def _prefill(generation: Generation, decoder: Decoder, grown_to: Callable[[Sequence[Tensor]], None]) -> int:
+def _draw(slots: Slots, logits: Tensor, on_cpu: bool) -> None:
+    """A CPU draws from few rows of lower-precision logits at a time: two of such parts allocate what all of them would,
+    but for the tokens. A GPU converts all rows at once."""
+    if on_cpu and logits.dtype != torch.float32:
+        logits = logits[: 2 * rows_at_once(logits)]
+    rows = torch.zeros(len(logits), dtype=torch.long)
+    slots.draw(rows, logits if on_cpu else logits.float(), rows.double())
+
+
+def _prefill(
+    generation: Generation, decoder: Decoder, grown_to: Callable[[Sequence[Tensor]], None], on_cpu: bool
+) -> int:
     """Returns how many prompts are held from now on: all that the first rollouts need."""
     pool, slots, kv = generation.prompts, generation.slots, generation.kv
     slots.draw_as(generation.waiting[0].request.sampling)
@@ -108,12 +121,11 @@ def _prefill(generation: Generation, decoder: Decoder, grown_to: Callable[[Seque
     for name in names:  # to write a layer's keys into its pages takes less than the pass did
         pool.hold(name, prompts[name], logits.new_zeros(logits.shape[1]))
     del logits
-    first = torch.zeros(slots.count, dtype=torch.long)
-    slots.draw(first, pool.logits([pool.entry(names[0])]).expand(slots.count, -1), first.double())
+    _draw(slots, pool.logits([pool.entry(names[0])]).expand(slots.count, -1), on_cpu)
     return len(names)
 
 
-def _decode(generation: Generation, decoder: Decoder, ages: np.ndarray, entries: int) -> None:
+def _decode(generation: Generation, decoder: Decoder, ages: np.ndarray, entries: int, on_cpu: bool) -> None:
     """One step of rows that hold `ages` keys of their own, including the new one."""
     kv, slots, rows = generation.kv, generation.slots, len(ages)
     pages = [kv.rows.pages_for(int(age)) for age in ages]
@@ -127,7 +139,7 @@ def _decode(generation: Generation, decoder: Decoder, ages: np.ndarray, entries:
     prompt = prompt_side(of_prompts, np.ones(rows, bool), generation.prompts.places(), multiple, None, device)
     width = kv.rows.tokens if max(pages) > 1 else min(kv.rows.tokens, round_up(int(max(ages)), TILE))
     hidden = decoder.step(Rows(first, first, first, first, width, own, prompt), kv, slots.keeper)
-    slots.draw(first, decoder.logits(hidden), first.double())
+    _draw(slots, decoder.logits(hidden), on_cpu)
     for slot in range(rows):
         kv.rows.drop(slot)
     kv.close()

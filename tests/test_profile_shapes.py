@@ -282,7 +282,7 @@ def test_a_few_rows_of_logits_stand_for_all_of_a_chunk(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("autocast", ["none", "bfloat16"])
-def test_two_parts_of_a_step_stand_for_all_that_are_drawn_from(autocast: str, monkeypatch: pytest.MonkeyPatch):
+def test_one_part_of_a_step_stands_for_all_that_are_drawn_from(autocast: str, monkeypatch: pytest.MonkeyPatch):
     """A CPU converts four rows of a vocabulary of 2^17 at a time, of 24. A GPU converts all, and so holds 24 rows of
     float32 more, and probabilities of as many where a CPU has those of a few."""
     work = work_of(some_requests(prompts=2, n=12, tokens=8), 12, 8)

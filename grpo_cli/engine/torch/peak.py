@@ -88,10 +88,10 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _draw(slots: Slots, logits: Tensor, on_cpu: bool) -> None:
-    """A CPU draws from few rows of lower-precision logits at a time: two of such parts allocate what all of them would,
-    but for the tokens. A GPU converts all rows at once."""
+    """A CPU draws from few rows of lower-precision logits at a time: one such part allocates what all would, but for
+    the tokens. A GPU converts all rows at once."""
     if on_cpu and logits.dtype != torch.float32:
-        logits = logits[: 2 * rows_at_once(logits)]
+        logits = logits[: rows_at_once(logits)]
     rows = torch.zeros(len(logits), dtype=torch.long)
     slots.draw(rows, logits if on_cpu else logits.float(), rows.double())
 

@@ -127,6 +127,7 @@ class TrainSettings:
     padding_free: bool
     shared_prefix: bool | Literal["auto"]  # `learner.forward.shares_prefix`
     compile: bool | None
+    threads: Count | Literal["auto"]
     count_by: Annotated[str, OneOf(("rollout", "prompt"))]
     truncated: Annotated[str, OneOf(("train", "leave_out", "zero"))]
     label: Annotated[str, OneOf(("answer", "majority"))]

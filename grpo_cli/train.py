@@ -8,6 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from grpo_cli.collect import learnt
 from grpo_cli.evaluate import evaluate_with
 from grpo_cli.interfaces import Parts, RecordFiles
@@ -46,6 +48,7 @@ class Trainer:
         self._health = HealthCheck(reuse_is_answered=answered, weighed_parts=weighed_parts)
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, RecordFiles)]
         self._stop = Stop(parts.say)
+        self._said_threads = settings.train.threads != "auto"
         self._done: Record | None = None  # of the last step that this process finished
         self._chain: dict[str, str] = {}
         self._state: dict[str, Any] = {}  # as of that step, or of the checkpoint the run resumed from
@@ -99,6 +102,7 @@ class Trainer:
             self._save()
         while not self._is_done() and not self._stop:
             record = self._step.run(progress.step, progress)
+            self._say_threads()
             progress.step += 1
             progress.updates = self._learner.updates
             record = replace(record, step=progress.step)
@@ -114,6 +118,15 @@ class Trainer:
         if not self._saved():  # the signal came after the last check
             self._save()
             self._saver.join()
+
+    def _say_threads(self) -> None:
+        """Once, after the first update: which numbers were chosen, if there was a choice."""
+        chosen, most = self._learner.threads, torch.get_num_threads()
+        if self._said_threads or chosen is None or most == 1:
+            return
+        self._said_threads = True
+        decoding = self._parts.bench.engine.facts().get("decode_threads") or most
+        self._parts.say(f"threads: {decoding} for decode steps and {chosen} for updates of {most}, chosen by trying")
 
     def _is_done(self) -> bool:
         train, progress = self._settings.train, self._progress
@@ -170,6 +183,7 @@ class Trainer:
         """What updates change: state in the order in which it is saved, and the weights if they are to be copied."""
         state: dict[str, Any] = {"optimizer": self._learner.state_dict()}
         state["schedule"] = schedule_of(self._settings.optim, self._settings.train)
+        state["threads"] = self._learner.threads
         if (old_policy := self._step.old_policy.state_dict()) is not None:
             state["old_policy"] = old_policy
         return {"state": state, "weights": self._parts.bench.model.state_dict() if self._saver.lazy else None}
@@ -222,6 +236,7 @@ class Trainer:
         self._progress = Progress(**state["progress"])
         self._learner.updates = self._progress.updates
         self._learner.load_state_dict(state["optimizer"])
+        self._learner.keep_threads(state.get("threads"))
         self._parts.bench.engine.load_state_dict(state["engine"])
         learnt.put_back(self._parts, state.get("rules", {}))
         self._step.old_policy.load_state_dict(state.get("old_policy"))
@@ -248,5 +263,6 @@ class Trainer:
             "missing_records": [step for files in self._files for step in files.missing],
             **measured,
             "engine": bench.engine.facts(),
+            "update_threads": self._learner.threads,
             "code": asdict(code_version()),
         }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
@@ -92,8 +93,8 @@ def settings(**changed: Any) -> RunSettings:
 
 
 def train(**changed: Any) -> TrainSettings:
-    """Padded unless asked for: one pass for each update, and none that compares ways."""
-    return replace(_defaults().train, **{"shared_prefix": False} | changed)
+    """Padded unless asked for: one pass for each update, and none that compares ways or threads."""
+    return replace(_defaults().train, **{"shared_prefix": False, "threads": torch.get_num_threads()} | changed)
 
 
 def optim(**changed: Any) -> OptimSettings:

@@ -10,7 +10,8 @@ from small import contents, make_engine, small_model, some_requests
 
 from grpo_cli.engine.step import threads as module
 from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.step.invariance import computing_with, invariance_of
+from grpo_cli.engine.step.invariance import invariance_of
+from grpo_cli.support.threads import computing_with
 
 
 @pytest.fixture(autouse=True)

@@ -160,6 +160,7 @@ def test_a_corrected_run_trains_to_the_same_weights_under_every_sampler(
     monkeypatch.chdir(tmp_path)
     require_bits(embedded())
     words = ["logger=jsonl", "eval.every=0", "correction=tis", "n=16", "train.prompts=8", "train.steps=2"]
+    words += [f"train.threads={threads}"]
     for name, sampler in (("full", []), ("infinite", ["sampler=infinite", "sampler.slots=16"])):
         result = CliRunner().invoke(app, ["train", *words, *sampler, f"hydra.run.dir={tmp_path / name}"])
         assert result.exit_code == 0, result.output

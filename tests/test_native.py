@@ -25,8 +25,8 @@ from grpo_cli.engine.kv.rows import Rows
 from grpo_cli.engine.kv.tiles import PromptPages, own_pieces, prompt_pieces
 from grpo_cli.engine.step import native
 from grpo_cli.engine.step.block import Norm
-from grpo_cli.engine.step.invariance import computing_with
 from grpo_cli.engine.step.native import NativeAttention, NoNative
+from grpo_cli.support.threads import computing_with
 
 CPU = torch.device("cpu")
 # By dtype, of the largest number: what is lost by computing in another order, and by rounding once to it.

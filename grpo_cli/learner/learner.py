@@ -25,12 +25,14 @@ from grpo_cli.learner.opob import GroupBaseline, one_by_one
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights, state_by_name
 from grpo_cli.learner.readout import POOLED, read
 from grpo_cli.learner.sample_size import effective_share, rate_factor
+from grpo_cli.learner.threads import threads_for_updates
 from grpo_cli.model.anatomy import ends, has_dropout, is_of_a_known_family
 from grpo_cli.model.rounding import rounded_in_place
 from grpo_cli.model.transfer import fetched
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_freed
+from grpo_cli.support.threads import computing_with
 from grpo_cli.types import Batch, Readout, Totals
 
 
@@ -84,6 +86,8 @@ class Learner:
         self._autocast_word = model_settings.autocast
         self._rounding = model_settings.fake_quantize
         self.drops = has_dropout(model)  # then the passes of `update` differ from those of `logprobs`
+        self._tries_threads = train.threads == "auto" and self._device.type == "cpu"
+        self.threads = None if train.threads == "auto" else train.threads  # None: PyTorch's number, or not yet tried
         self.updates = 0
         self.before_moving: Callable[[], None] = lambda: None  # asked before weights or optimizer state change
         self._optimizer = make_optimizer(self._parameters, optim, ends(model))
@@ -106,13 +110,13 @@ class Learner:
         self._forward.prepare(model)
         forward = self._way(batch)
         parts = forward.micro_batches(batch)
-        with self.autocast(), rounded_in_place(model, self._rounding):
+        with self.autocast(), rounded_in_place(model, self._rounding), computing_with(self.threads):
             values = [forward.logprobs(model, rows_of(batch, rows)) for rows in parts]
         return _in_place(batch, parts, fetched(values))
 
     def read(self, batch: Batch, reads: Set[str], layer: int | None = None, last: int = POOLED) -> Readout:
         """What one padded pass of the model reads in the batch (see `readout.read`), log-probabilities included."""
-        with self.autocast(), rounded_in_place(self._model, self._rounding):
+        with self.autocast(), rounded_in_place(self._model, self._rounding), computing_with(self.threads):
             return read(self._model, self._plain, batch, reads, layer, last)
 
     def update(self, batch: Batch, step: int, loss: LossFn | None = None, rate: float | None = None) -> Update:
@@ -125,7 +129,13 @@ class Learner:
             some = rows_of(batch, rows_to_compare(batch, self._plain.tokens))
             with self._span("forward"), rounded_in_place(self._model, self._rounding):
                 self._compare(some, divisors)
-        num_trained = int(batch.trained_mask.sum())
+        if self._tries_threads and self.threads is None:
+            with self._training():
+                self._try_threads(batch, loss or self._loss, divisors)
+        with computing_with(self.threads):
+            return self._update(batch, step, loss, rate, divisors)
+
+    def _update(self, batch: Batch, step: int, loss: LossFn | None, rate: float | None, divisors: Totals) -> Update:
         sums: dict[str, Tensor] = {}
         logprobs = list[Tensor]()
         due = frozenset[str]() if self._gauges is None else self._gauges.due(step)
@@ -137,20 +147,13 @@ class Learner:
             cut = halves(len(batch), step) if "noise" in due and len(batch) > 1 else []
             halved = [[some[part] for part in forward.micro_batches(rows_of(batch, some))] for some in cut]
             parts = sum(halved, []) or (forward.micro_batches(batch) if weigh is None else one_by_one(batch))
+            trained = int(batch.trained_mask.sum())
             for number, rows in enumerate(parts):
                 if cut and number == len(halved[0]):
                     of_half = float(get_total_norm([p.grad for p in self._parameters if p.grad is not None])) ** 2
                 part = rows_of(batch, rows)
-                there = to_device(part, self._device)
-                entropy = Entropy(there.trained_mask, num_trained)
-                with self._span("forward"), self.autocast():
-                    values = forward.logprobs(self._model, part, entropy)
-                output = (loss or self._loss)(values, there, divisors)
-                with self._span("backward"):
-                    output.loss.backward() if weigh is None else weigh.add(values, there)
-                logprobs.append(values.detach())
-                shares = {"loss/total": output.loss.detach(), **output.metrics}
-                shares |= {"policy/entropy": entropy.share()} if num_trained else {}
+                values, shares = self._pass(forward, part, loss or self._loss, divisors, trained, weigh)
+                logprobs.append(values)
                 for name, share in shares.items():
                     sums[name] = sums[name] + share if name in sums else share
         if weigh is not None:
@@ -174,6 +177,38 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         give_back_freed(all_of_it=False)
         return Update(metrics, own, fault, moved)
+
+    def _pass(
+        self, forward: Forward, part: Batch, loss: LossFn, divisors: Totals, trained: int, weigh: GroupBaseline | None
+    ) -> tuple[Float[Tensor, "B T"], Mapping[str, Tensor]]:
+        """A micro-batch forward and backward: its log-probabilities, and its shares of the metrics, of a batch with
+        `trained` tokens."""
+        there = to_device(part, self._device)
+        entropy = Entropy(there.trained_mask, trained)
+        with self._span("forward"), self.autocast():
+            values = forward.logprobs(self._model, part, entropy)
+        output = loss(values, there, divisors)
+        with self._span("backward"):
+            output.loss.backward() if weigh is None else weigh.add(values, there)
+        shares = {"loss/total": output.loss.detach(), **output.metrics}
+        return values.detach(), shares | ({"policy/entropy": entropy.share()} if trained else {})
+
+    def _try_threads(self, batch: Batch, loss: LossFn, divisors: Totals) -> None:
+        """Choose the number of threads by passes of this batch. Advantages are not its own, which may all be 0."""
+        forward, trained = self._way(batch), int(batch.trained_mask.sum())
+        signed = replace(batch, advantages=torch.where(torch.arange(len(batch)) % 2 == 0, 1.0, -0.5))
+
+        def work(rows: Tensor) -> None:
+            with torch.random.fork_rng(devices=[]):  # for the same dropout as without a trial
+                self._pass(forward, rows_of(signed, rows), loss, divisors, trained, None)
+            self._optimizer.zero_grad(set_to_none=True)
+
+        self.threads = threads_for_updates(work, forward.micro_batches(batch)[0])
+
+    def keep_threads(self, number: int | None) -> None:
+        """Of the run that is resumed: not tried anew, unless there are no longer so many."""
+        if self._tries_threads and number is not None and number <= torch.get_num_threads():
+            self.threads = number
 
     def _way(self, batch: Batch) -> Forward:
         """Only the plain way hides keys that were evicted."""

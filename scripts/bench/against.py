@@ -4,6 +4,8 @@ gives a ratio (this over that), of which the table shows the geometric mean and 
     python scripts/bench/against.py <commit> --json out.json
     python scripts/bench/against.py <commit> --model models/smollm2 --only 'real step' --rounds 5
 
+Besides, this checkout's embedded step with several threads, in turns with its own with one.
+
 Steps and rollouts are medians of what a run logs of its steps from the third on, in seconds of the clock. A plan, a
 start (one step of training, nothing learnt) and `--help` are processor seconds of the whole process, which other
 programs on the machine disturb less.
@@ -21,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ REAL = ("model=hf", "task=word_problems", "n=16", "train.prompts=2", "sampling.m
 def run(tree: Path, threads: int, *words: str) -> float:
     """`grpo <words>` of a checkout; its processor seconds. RuntimeError with its last words if it fails."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    environment["MKL_DYNAMIC"] = "FALSE"  # or PyTorch computes with no more threads than there are cores
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-P", "-m", "grpo_cli", *words]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
@@ -116,6 +120,12 @@ def main(words: Sequence[str] | None = None) -> int:
             turns = in_turns({"this": lambda job=job: job(ROOT), "that": lambda job=job: job(that)}, args.rounds)
             for part in turns[0]["this"]:
                 found[name if part in ("step", "process") else f"{name}: {part}"] = ratios(turns, part)
+    for threads in args.with_threads:
+        name = f"embedded step, threads={threads} over one"
+        if threads > 1 and args.only in name:
+            arms = {"this": threads, "that": 1}
+            turns = in_turns({arm: partial(steps, ROOT, count, args.steps) for arm, count in arms.items()}, args.rounds)
+            found[name] = ratios(turns, "step")
     columns = {"this / that": ("ratio", ".3f"), "from": ("low", ".3f"), "to": ("high", ".3f")}
     columns |= {"this, s": ("this", ".3f"), "that, s": ("that", ".3f")}
     show(f"this checkout over {args.commit}, {args.rounds} pairs", found, columns)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,7 @@ from grpo_cli.engine.kv.rows import Rows
 from grpo_cli.engine.kv.tiles import PromptPages, own_pieces, prompt_pieces
 from grpo_cli.engine.step import native
 from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.support.threads import computing_with
 
 # Numbers of rows to test: all small ones, where kernels change, and some large ones, where work is divided differently.
 # Fewer for a block with so many weights that the largest would take seconds.
@@ -103,17 +103,6 @@ def _with_tiles(plain: Padding, factor: int) -> Padding:
 def same_with_threads(decoder: Decoder, threads: int) -> bool:
     """Whether a block gives all batches the bits with so many threads that it gives them with PyTorch's number."""
     return _rows_agree(decoder, threads) and _batches_agree(decoder, decoder.padding, threads)
-
-
-@contextmanager
-def computing_with(threads: int | None) -> Iterator[None]:
-    """PyTorch's number of threads, for as long as this lasts; None: as it is."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _rows_agree(decoder: Decoder, threads: int | None = None) -> bool:

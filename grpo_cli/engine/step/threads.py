@@ -8,15 +8,15 @@ measured; and as a measurement may end either way, only numbers are tried with w
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.step.invariance import computing_with, hidden_of_block, same_with_threads
+from grpo_cli.engine.step.invariance import hidden_of_block, same_with_threads
+from grpo_cli.support.threads import computing_with, fewer, seconds_of
 
 _ROUNDS = 7
 _WORTH = 1.2  # times the least time: more threads for less than that stand idle, or wait for another program to end
@@ -30,7 +30,7 @@ def threads_for(decoder: Decoder, rows: int) -> int:
         return most
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         block = decoder.of_one_block().in_its_precision()
-        seconds = _tried(block, torch.arange(rows) % decoder.vocabulary, [*_fewer(most), most])
+        seconds = _tried(block, torch.arange(rows) % decoder.vocabulary, [*fewer(most), most])
         worth = [count for count, took in seconds.items() if took <= _WORTH * min(seconds.values())]
         return next((count for count in sorted(worth) if count < most and same_with_threads(block, count)), most)
 
@@ -38,30 +38,12 @@ def threads_for(decoder: Decoder, rows: int) -> int:
 def _tried(block: Decoder, tokens: Tensor, counts: Sequence[int]) -> Mapping[int, float]:
     """The least seconds that a block took with each number of threads; if it takes long, only with the last."""
     work = partial(hidden_of_block, block, tokens)
-    least = {counts[-1]: min(_seconds(work), _seconds(work))}
+    least = {counts[-1]: min(seconds_of(work), seconds_of(work))}
     if least[counts[-1]] > _LONG:
         return least
     for _ in range(_ROUNDS):
         for count in counts:
             with computing_with(count):
                 work()  # with that many threads awake
-                least[count] = min(least.get(count, math.inf), _seconds(work))
+                least[count] = min(least.get(count, math.inf), seconds_of(work))
     return least
-
-
-def _fewer(most: int) -> Iterator[int]:
-    """Powers of two.
-
-    >>> list(_fewer(8)), list(_fewer(2))
-    ([1, 2, 4], [1])
-    """
-    count = 1
-    while count < most:
-        yield count
-        count *= 2
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start

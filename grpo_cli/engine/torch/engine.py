@@ -20,7 +20,6 @@ from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.step.invariance import (
     Invariance,
     computes_the_same,
-    computing_with,
     invariance_of,
     rounding_warning,
 )
@@ -41,6 +40,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_cached, give_back_freed, is_out_of_memory
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.support.ranges import Count
+from grpo_cli.support.threads import computing_with
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 UNREPLAYED = (

@@ -35,6 +35,8 @@ QUIET = ("eval.every=0", "logger=jsonl", "record.rollouts=0")
 PLAN = ("model=qwen2_5_3b", "n=64", "m=16", "sampler=infinite", "sampler.slots=16", "profile.fit=80GB")
 REAL = ("model=hf", "task=word_problems", "n=16", "train.prompts=2", "sampling.max_new_tokens=64", "optim.lr=1e-9")
 
+MORE = (2, 3, 8)
+
 
 def run(tree: Path, threads: int, *words: str) -> float:
     """`grpo <words>` of a checkout; its processor seconds. RuntimeError with its last words if it fails."""
@@ -120,9 +122,9 @@ def main(words: Sequence[str] | None = None) -> int:
             turns = in_turns({"this": lambda job=job: job(ROOT), "that": lambda job=job: job(that)}, args.rounds)
             for part in turns[0]["this"]:
                 found[name if part in ("step", "process") else f"{name}: {part}"] = ratios(turns, part)
-    for threads in args.with_threads:
+    for threads in MORE:
         name = f"embedded step, threads={threads} over one"
-        if threads > 1 and args.only in name:
+        if args.only in name:
             arms = {"this": threads, "that": 1}
             turns = in_turns({arm: partial(steps, ROOT, count, args.steps) for arm, count in arms.items()}, args.rounds)
             found[name] = ratios(turns, "step")

@@ -126,6 +126,7 @@ class TrainSettings:
     checkpoint: Annotated[str, OneOf(("now", "lazy"))]
     padding_free: bool
     shared_prefix: bool | Literal["auto"]  # `learner.forward.shares_prefix`
+    native: bool
     compile: bool | None
     threads: Count | Literal["auto"]
     count_by: Annotated[str, OneOf(("rollout", "prompt"))]

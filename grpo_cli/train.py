@@ -264,5 +264,6 @@ class Trainer:
             **measured,
             "engine": bench.engine.facts(),
             "update_threads": self._learner.threads,
+            "update_native": self._learner.native,
             "code": asdict(code_version()),
         }

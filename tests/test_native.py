@@ -25,7 +25,9 @@ from grpo_cli.engine.kv.rows import Rows
 from grpo_cli.engine.kv.tiles import PromptPages, own_pieces, prompt_pieces
 from grpo_cli.engine.step import native
 from grpo_cli.engine.step.block import Norm
-from grpo_cli.engine.step.native import NativeAttention, NoNative
+from grpo_cli.engine.step.native import NativeAttention
+from grpo_cli.support import c_library
+from grpo_cli.support.c_library import NoNative
 from grpo_cli.support.threads import computing_with
 
 CPU = torch.device("cpu")
@@ -285,9 +287,9 @@ def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache, and after the test the library as it was."""
     before = native.library()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    native.library.cache_clear()
+    c_library.library.cache_clear()
     yield tmp_path
-    native.library.cache_clear()
+    c_library.library.cache_clear()
     del before
 
 
@@ -312,7 +314,9 @@ def test_other_instructions_compute_the_same(
     has = torch.cpu.get_capabilities()
     if has["architecture"] != "x86_64" or not all(has.get(name) for name in needs):
         pytest.skip(f"this processor is not {march}")
-    monkeypatch.setattr(native, "FLAGS", tuple(flag.replace("march=native", f"march={march}") for flag in native.FLAGS))
+    monkeypatch.setattr(
+        c_library, "FLAGS", tuple(flag.replace("march=native", f"march={march}") for flag in c_library.FLAGS)
+    )
     for dtype in (torch.float32, torch.bfloat16):
         for dim, group in ((24, 2), (64, 3), (64, 7), (128, 4), (96, 1)):
             case = Case(5, 2, group, dim, dtype, 32, 48, dim + group)
@@ -344,7 +348,7 @@ def test_other_threads_than_pytorchs_are_not_used(anew: Path, monkeypatch: pytes
     source = anew / "other.c"
     source.write_text(native.SOURCE.read_text() + "\nint omp_get_max_threads(void) { return 7; }\n")
     monkeypatch.setattr(native, "SOURCE", source)
-    native.library.cache_clear()
+    c_library.library.cache_clear()
     serves_with_one_thread()
 
 
@@ -359,8 +363,8 @@ def test_it_is_compiled_once(anew: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     native.library()
     (made,) = (anew / "cache" / "grpo-cli").iterdir()
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
-    monkeypatch.setattr(native, "_keep", lambda *_: pytest.fail("it was there"))
-    native.library.cache_clear()
+    monkeypatch.setattr(c_library, "_keep", lambda *_: pytest.fail("it was there"))
+    c_library.library.cache_clear()
     native.library()
 
 
@@ -370,7 +374,7 @@ def test_what_others_could_have_written_is_not_loaded(anew: Path) -> None:
     made.unlink()  # what is loaded stays what it is
     made.write_bytes(b"anything")
     made.chmod(0o722)
-    native.library.cache_clear()
+    c_library.library.cache_clear()
     native.library()
     assert made.stat().st_size > 10_000 and stat.S_IMODE(made.stat().st_mode) == 0o700
 
@@ -411,7 +415,7 @@ def test_functions_that_compute_something_else_are_not_used(anew: Path, monkeypa
         changed = anew / f"{index}.c"
         changed.write_text(text.replace(right, wrong))
         monkeypatch.setattr(native, "SOURCE", changed)
-        native.library.cache_clear()
+        c_library.library.cache_clear()
         warned: list[str] = []
         assert engine_says(warned) == "what the C compiler made computes something else than PyTorch"
         assert len(warned) == 1 and "slower" in warned[0]

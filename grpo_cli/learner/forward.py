@@ -25,10 +25,11 @@ from grpo_cli.learner.logprobs import (
     logprobs_at,
     token_logprobs,
 )
-from grpo_cli.model.anatomy import is_llama_shaped, place_of, unwrapped
+from grpo_cli.model.anatomy import backbone, is_llama_shaped, place_of, unwrapped
 from grpo_cli.model.evicted import Evicted
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
 from grpo_cli.model.transfer import send
+from grpo_cli.model.tree_attention import why_not
 from grpo_cli.settings import TrainSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch
@@ -81,18 +82,31 @@ class Forward(ABC):
         pass measures `entropy`."""
 
 
-def make_forward(train: TrainSettings, temperature: float, share: bool, by_row: ByRow = PLAIN) -> Forward:
+def make_forward(
+    train: TrainSettings, temperature: float, share: bool, by_row: ByRow = PLAIN, natively: bool = False
+) -> Forward:
     """The forward that `train` asks for; `share` as `shares_prefix` has it. UserError if it does not say how many
     tokens go through at once."""
     plain = make_padded(train, temperature, by_row)
     if share or train.padding_free:
-        return PaddingFree(plain.tokens, plain.chunk, temperature, by_row, share=share)
+        return PaddingFree(plain.tokens, plain.chunk, temperature, by_row, share=share, natively=natively)
     return plain
 
 
 def shares_prefix(train: TrainSettings, device: torch.device, llama_shaped: bool) -> bool:
     """`train.shared_prefix`, with `auto` decided."""
     return train.shared_prefix is True or (train.shared_prefix == "auto" and device.type == "cpu" and llama_shaped)
+
+
+def attends_natively(train: TrainSettings, model: Any, share: bool) -> tuple[bool | str, bool]:
+    """Whether packed rows are attended to in C, or why not; and whether that is a fault of what the machine has."""
+    if not train.native or place_of(model).type != "cpu" or not (share or train.padding_free):
+        return False, False
+    config = backbone(model).config
+    heads, queries = config.num_key_value_heads, config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // queries
+    found = why_not(heads, queries // heads, dim)
+    return (True, False) if found is None else (str(found), found.is_fault)
 
 
 def make_padded(train: TrainSettings, temperature: float, by_row: ByRow = PLAIN) -> Padded:
@@ -141,8 +155,11 @@ class Padded(Forward):
 @dataclass(frozen=True)
 class PaddingFree(Forward):
     """Rows packed one after the other. With `share`, rows with the same prompt are one tree: the prompt goes through
-    the model once, and a group of m rows costs P + R_1 + ... + R_m tokens in place of m P + R_1 + ... + R_m.
+    the model once, and a group of m rows costs P + R_1 + ... + R_m tokens in place of m P + R_1 + ... + R_m. With
+    `natively` attention is computed in C (`model.tree_attention`).
     """
+
+    natively: bool = field(default=False, kw_only=True)
 
     def prepare(self, model: Any) -> None:
         if not is_llama_shaped(model):
@@ -177,7 +194,7 @@ class PaddingFree(Forward):
         trees = _trees(rows, prompt_groups(rows, self.share))
         ids = torch.zeros(sum(map(len, trees)), dtype=torch.long)
         places = torch.zeros(sum(row.completion for row in rows), dtype=torch.long)
-        states = packed_hidden(model, ids, trees).index_select(0, places)
+        states = packed_hidden(model, ids, trees, self.natively).index_select(0, places)
         return chosen_logprobs(model, states, places, self.temperature, self.chunk, self.by_row)
 
     def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
@@ -189,7 +206,7 @@ class PaddingFree(Forward):
         )
         # A prompt's last state predicts several tokens, whose gradients are added up; with several threads the backward
         # pass of plain indexing does so in an order that differs from run to run.
-        states = packed_hidden(model, ids, packed.trees).index_select(0, predicting)
+        states = packed_hidden(model, ids, packed.trees, self.natively).index_select(0, predicting)
         room = None if entropy is None else entropy.room(*places)
         kept = kept_tokens(part, packed.rows[packed.targets], packed.columns[packed.targets])
         chosen = chosen_logprobs(model, states, labels, self.temperature, self.chunk, self.by_row, room, kept)

@@ -18,7 +18,7 @@ from torch.nn.utils import get_total_norm
 from grpo_cli.interfaces import LossFn, Meter
 from grpo_cli.learner.agreement import require_agreement, rows_to_compare
 from grpo_cli.learner.batch import rows_of, to_device, totals
-from grpo_cli.learner.forward import Forward, make_forward, make_padded, shares_prefix
+from grpo_cli.learner.forward import Forward, attends_natively, make_forward, make_padded, shares_prefix
 from grpo_cli.learner.gauges import Gauges, changed_share, halves, in_bfloat16
 from grpo_cli.learner.logprobs import PLAIN, Entropy, compiled_by_row
 from grpo_cli.learner.opob import GroupBaseline, one_by_one
@@ -79,10 +79,15 @@ class Learner:
         by_row = compiled_by_row(warn) if compiles else PLAIN
         self._plain = make_padded(train, sampling.temperature, by_row)
         share = shares_prefix(train, self._device, is_of_a_known_family(model))
-        self._forward: Forward = make_forward(train, sampling.temperature, share, by_row)
+        self.native, is_fault = attends_natively(train, model, share)
+        self._forward: Forward = make_forward(train, sampling.temperature, share, by_row, self.native is True)
         self._forward.prepare(model)
         self._compared = self._forward == self._plain
         self._span, self._warn = meter.span, warn
+        if is_fault:
+            warn(
+                f"updates attend by PyTorch's kernel, which is slower: {self.native}. To do without: train.native=false"
+            )
         self._autocast_word = model_settings.autocast
         self._rounding = model_settings.fake_quantize
         self.drops = has_dropout(model)  # then the passes of `update` differ from those of `logprobs`

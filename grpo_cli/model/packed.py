@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
+from grpo_cli.model import tree_attention
 from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.evicted import Evicted
 from grpo_cli.model.mlp_recompute import last_states
@@ -41,10 +42,12 @@ class Tree:
 
 
 class Layout:
-    """The positions of a run's trees and what their branches may attend to (built once for all layers)."""
+    """The positions of a run's trees and what their branches may attend to (built once for all layers).
+    `natively`: they are computed in C where that serves."""
 
-    def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
+    def __init__(self, trees: Sequence[Tree], device: torch.device, natively: bool = False) -> None:
         self.trees = tuple(trees)
+        self.in_c = tree_attention.Run([(tree.trunk, *tree.branches) for tree in trees]) if natively else None
         self.sizes = [size for tree in trees for size in (tree.trunk, *tree.branches)]
         together = [[tree] for tree in trees] if device.type == "cpu" else [list(trees)]
         starts = accumulate((sum(map(len, some)) for some in together), initial=0)
@@ -82,10 +85,13 @@ def allow_packing(model: Any) -> None:
     backbone(model).config._attn_implementation = _NAME
 
 
-def packed_hidden(model: Any, input_ids: Int[Tensor, "N"], trees: Sequence[Tree]) -> Float[Tensor, "N H"]:
-    """The last hidden state of every token of the run. The model must have been through `allow_packing`."""
+def packed_hidden(
+    model: Any, input_ids: Int[Tensor, "N"], trees: Sequence[Tree], natively: bool = False
+) -> Float[Tensor, "N H"]:
+    """The last hidden state of every token of the run. The model must have been through `allow_packing`; `natively` as
+    `Layout` has it."""
     assert sum(len(tree) for tree in trees) == len(input_ids), "the trees cover the run"
-    layout = Layout(trees, input_ids.device)
+    layout = Layout(trees, input_ids.device, natively)
     starts = [start for tree in trees for start in (0, *[tree.trunk] * len(tree.branches))]
     spans = [np.arange(start, start + size) for start, size in zip(starts, layout.sizes, strict=True)]
     (positions,) = send(input_ids.device, np.concatenate(spans))
@@ -116,7 +122,7 @@ def _attention(
     packed_layout: Layout | Evicted | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Called by transformers in every layer: a GPU's flash kernel over the run, or else part by part. The latter splits
+    """Called by transformers in every layer: in C, by a flash kernel, or else part by part. The latter splits
     and joins once per layer: the backward of a slice is a full tensor of zeros, that of a split one concatenation."""
     if packed_layout is None and attention_mask is None and _wants_a_head_each(query):
         return causal(query, key, value, kwargs["scaling"]).transpose(1, 2).contiguous(), None
@@ -128,9 +134,13 @@ def _attention(
     sizes, scale = packed_layout.sizes, kwargs["scaling"]
     if torch.is_autocast_enabled(query.device.type):  # as PyTorch's own attention would, but once and not in each part
         query, key, value = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (query, key, value))
+    in_c = packed_layout.in_c if tree_attention.serves(query, key, value) else None
     kernel = next((kernel for kernel in KERNELS if kernel.takes(query)), None)
-    if kernel is not None:
+    if in_c is not None or kernel is not None:
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        if in_c is not None:
+            return tree_attention.attention(q, k, v, in_c, scale)[None], None
+        assert kernel is not None, "it is not None where the other is"
         return attention(q, k, v, packed_layout.parts, scale, kernel)[None], None
     group = module.num_key_value_groups
     queries = iter(query.split(sizes, dim=2))

@@ -1,22 +1,11 @@
 """A decode step on a CPU around its products, in C (`native.c`): a few calls for each layer in place of some forty.
 
-The C file is compiled by the machine's compiler when an engine first needs it, which takes four seconds, and kept in
-the user's cache under a name that says what it was made from: source, compiler and processor. Without a compiler, or
-where the functions compute anything else than PyTorch does, steps run in PyTorch's operations.
+Without a compiler, or where the functions compute anything else than PyTorch does, steps run in PyTorch's operations.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import re
-import shutil
-import stat
-import subprocess
-import tempfile
-from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,105 +20,16 @@ from grpo_cli.engine.kv.rows import Rows, Watch
 from grpo_cli.engine.kv.tiles import Pieces
 from grpo_cli.engine.step.block import Block, Norm, is_silu
 from grpo_cli.engine.step.weights import Split
+from grpo_cli.support import c_library
 
 SOURCE = Path(__file__).with_name("native.c")
-COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
-THREADS = "-fopenmp"
 MOST_DIM = 256  # numbers of a head, as in native.c
 PRECISIONS = (torch.float32, torch.bfloat16)
 
 
-class NoNative(Exception):
-    """Why steps run in PyTorch's operations; `is_fault`: though there is a C compiler."""
-
-    def __init__(self, reason: str, is_fault: bool = True) -> None:
-        super().__init__(reason)
-        self.is_fault = is_fault
-
-
-@cache
 def library() -> ctypes.CDLL:
-    """The functions of native.c, by the first compiler whose work serves. NoNative where there are none. A compiler
-    without OpenMP, or with another than PyTorch's, makes them for one thread."""
-    reason = NoNative("there is no C compiler", is_fault=False)
-    compilers = [*filter(None, map(shutil.which, COMPILERS))] if os.name == "posix" else []
-    for threads, compiler in product((True, False), compilers):
-        try:
-            return _made_by(compiler, threads)
-        except NoNative as error:
-            reason = error
-    raise reason
-
-
-def _made_by(compiler: str, threads: bool) -> ctypes.CDLL:
-    source, flags = SOURCE.read_text(encoding="utf-8"), (*FLAGS, *([THREADS] * threads))
-    # What the compiler predefines says which compiler it is, and which instructions this processor has.
-    defined = _run(compiler, *FLAGS[:2], "-dM", "-E", "-x", "c", os.devnull)
-    made_from = hashlib.sha256("\0".join([source, *flags, defined]).encode()).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "grpo-cli"
-    kept = folder / f"native-{made_from[:32]}.so"
-    try:
-        if _is_ours(kept):
-            made = ctypes.CDLL(str(kept))
-        else:
-            with tempfile.TemporaryDirectory() as place:
-                new = Path(place) / kept.name
-                _run(compiler, *flags, "-o", str(new), str(SOURCE), "-lm")
-                made = ctypes.CDLL(str(kept if _keep(new, kept) else new))
-    except OSError as error:
-        raise NoNative(f"what {compiler} made cannot be loaded: {error}") from error
-    if threads and not _has_our_threads(made):
-        raise NoNative(f"the OpenMP of {compiler} is not PyTorch's, whose number of threads would not hold")
-    kinds = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
-    for name, arguments in re.findall(r"^void (\w+)\(([^)]*)\) \{", source, re.MULTILINE):
-        function, words = getattr(made, name), [argument.split() for argument in arguments.split(",")]
-        function.argtypes = [ctypes.c_void_p if "*" in " ".join(word) else kinds[word[0]] for word in words]
-        function.restype = None
-    return made
-
-
-def _has_our_threads(made: ctypes.CDLL) -> bool:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        return bool(made.omp_get_max_threads() == threads + 1)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _keep(new: Path, kept: Path) -> bool:
-    """Whether a copy could be kept; else it is made again next time."""
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not _is_ours(kept.parent):
-            return False
-        here = kept.with_suffix(f".{os.getpid()}")
-        shutil.copyfile(new, here)
-        here.chmod(0o700)
-        here.replace(kept)
-    except OSError:
-        return False
-    return True
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether it exists and nobody else could have written it."""
-    try:
-        found = path.stat()
-    except OSError:
-        return False
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _run(*command: str) -> str:
-    try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=120).stdout
-    except subprocess.CalledProcessError as error:
-        reason = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip())
-        raise NoNative(f"{command[0]} cannot compile it: {reason}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoNative(f"{command[0]} cannot compile it: {error}") from error
+    """The functions of native.c."""
+    return c_library.library(SOURCE)
 
 
 def _half(x: Tensor) -> int:

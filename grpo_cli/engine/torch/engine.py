@@ -23,7 +23,7 @@ from grpo_cli.engine.step.invariance import (
     invariance_of,
     rounding_warning,
 )
-from grpo_cli.engine.step.native import NoNative, library
+from grpo_cli.engine.step.native import library
 from grpo_cli.engine.step.threads import threads_for
 from grpo_cli.engine.torch.draft import DRAFTER
 from grpo_cli.engine.torch.draft import Kind as Draft
@@ -36,6 +36,7 @@ from grpo_cli.engine.torch.workspace import KeptWorkspace, Workspace
 from grpo_cli.interfaces import Meter, Others, Replies, facts
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.rounding import Kind
+from grpo_cli.support.c_library import NoNative
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_cached, give_back_freed, is_out_of_memory
 from grpo_cli.support.meter import NullMeter

@@ -1,0 +1,118 @@
+"""C that is compiled by the machine's own compiler when it is first needed, which takes seconds.
+
+What was made is kept in the user's cache under a name that says what it was made from: source, compiler and processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import torch
+
+HEADER = Path(__file__).with_name("vectors.h")
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
+THREADS = "-fopenmp"
+
+
+class NoNative(Exception):
+    """Why PyTorch's operations have to do; `is_fault`: though there is a C compiler."""
+
+    def __init__(self, reason: str, is_fault: bool = True) -> None:
+        super().__init__(reason)
+        self.is_fault = is_fault
+
+
+@cache
+def library(source: Path) -> ctypes.CDLL:
+    """The functions of a C file, by the first compiler whose work serves. NoNative where there are none. A compiler
+    without OpenMP, or with another than PyTorch's, makes them for one thread."""
+    reason = NoNative("there is no C compiler", is_fault=False)
+    compilers = [*filter(None, map(shutil.which, COMPILERS))] if os.name == "posix" else []
+    for threads, compiler in product((True, False), compilers):
+        try:
+            return _made_by(compiler, threads, source)
+        except NoNative as error:
+            reason = error
+    raise reason
+
+
+def _made_by(compiler: str, threads: bool, source: Path) -> ctypes.CDLL:
+    text, flags = source.read_text(encoding="utf-8"), (*FLAGS, *([THREADS] * threads))
+    shared = HEADER.read_text(encoding="utf-8")
+    # What the compiler predefines says which compiler it is, and which instructions this processor has.
+    defined = _run(compiler, *FLAGS[:2], "-dM", "-E", "-x", "c", os.devnull)
+    made_from = hashlib.sha256("\0".join([text, shared, *flags, defined]).encode()).hexdigest()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "grpo-cli"
+    kept = folder / f"{source.stem}-{made_from[:32]}.so"
+    try:
+        if _is_ours(kept):
+            made = ctypes.CDLL(str(kept))
+        else:
+            with tempfile.TemporaryDirectory() as place:
+                new = Path(place) / kept.name
+                _run(compiler, *flags, "-I", str(HEADER.parent), "-o", str(new), str(source), "-lm")
+                made = ctypes.CDLL(str(kept if _keep(new, kept) else new))
+    except OSError as error:
+        raise NoNative(f"what {compiler} made cannot be loaded: {error}") from error
+    if threads and not _has_our_threads(made):
+        raise NoNative(f"the OpenMP of {compiler} is not PyTorch's, whose number of threads would not hold")
+    kinds = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
+    for name, arguments in re.findall(r"^void (\w+)\(([^)]*)\) \{", text, re.MULTILINE):
+        function, words = getattr(made, name), [argument.split() for argument in arguments.split(",")]
+        function.argtypes = [ctypes.c_void_p if "*" in " ".join(word) else kinds[word[0]] for word in words]
+        function.restype = None
+    return made
+
+
+def _has_our_threads(made: ctypes.CDLL) -> bool:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        return bool(made.omp_get_max_threads() == threads + 1)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _keep(new: Path, kept: Path) -> bool:
+    """Whether a copy could be kept; else it is made again next time."""
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not _is_ours(kept.parent):
+            return False
+        here = kept.with_suffix(f".{os.getpid()}")
+        shutil.copyfile(new, here)
+        here.chmod(0o700)
+        here.replace(kept)
+    except OSError:
+        return False
+    return True
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it exists and nobody else could have written it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _run(*command: str) -> str:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=120).stdout
+    except subprocess.CalledProcessError as error:
+        reason = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip())
+        raise NoNative(f"{command[0]} cannot compile it: {reason}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoNative(f"{command[0]} cannot compile it: {error}") from error

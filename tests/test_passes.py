@@ -23,6 +23,7 @@ from grpo_cli.learner.learner import Learner
 from grpo_cli.model import packed, varlen
 from grpo_cli.model.load import load_model
 from grpo_cli.model.packed import Tree
+from grpo_cli.model.tree_attention import Forest
 from grpo_cli.model.varlen import Flash, Kernel, OnProcessor, Spans
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -258,19 +259,23 @@ def test_an_update_is_the_same_whatever_the_way(train: dict[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("autocast", ["none", "bfloat16"])
-def test_a_way_that_differs_is_found_before_the_first_update(monkeypatch: pytest.MonkeyPatch, autocast: str) -> None:
+@pytest.mark.parametrize("native", [False, True])
+def test_a_way_that_differs_is_found_before_the_first_update(
+    monkeypatch: pytest.MonkeyPatch, native: bool, autocast: str
+) -> None:
     """Here replies that do not see their prompt."""
 
     class Blind(packed.Layout):
         def __init__(self, *words: Any) -> None:
             super().__init__(*words)
             self.parts = tuple(replace(part, trunks=None) for part in self.parts)
+            self.in_c = Forest([(size,) for size in self.sizes]) if self.in_c else None
 
     monkeypatch.setattr(packed, "Layout", Blind)
     model = small_model()
     before = [weight.clone() for weight in model.parameters()]
     with pytest.raises(UserError, match="does not give what padded rows give .* set both to false"):
-        train = made.train(micro_batch_tokens=10_000, logprob_chunk=64, shared_prefix=True)
+        train = made.train(micro_batch_tokens=10_000, logprob_chunk=64, shared_prefix=True, native=native)
         words = replace(MODEL, autocast=autocast), SAMPLING, train, OPTIM, METER
         Learner(model, made.loss(), *words).update(make_batch(UNEVEN), 0)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))

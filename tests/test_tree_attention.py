@@ -21,7 +21,7 @@ from torch import Tensor
 from grpo_cli.learner.forward import Padded, PaddingFree
 from grpo_cli.learner.learner import Learner
 from grpo_cli.model import packed, tree_attention
-from grpo_cli.model.tree_attention import Run, attention
+from grpo_cli.model.tree_attention import Forest, attention
 from grpo_cli.settings import Sampling
 from grpo_cli.support import c_library
 from grpo_cli.support.c_library import NoNative
@@ -50,7 +50,7 @@ def runs_of(trees: Trees, heads: int, group: int, dim: int, dtype: torch.dtype =
 def in_c(trees: Trees, runs: Sequence[Tensor], scale: float) -> list[Tensor]:
     """The output, and gradients of queries, keys and values."""
     inputs = [x.clone().requires_grad_() for x in runs[:3]]
-    out = attention(inputs[0], inputs[1], inputs[2], Run(trees), scale)
+    out = attention(inputs[0], inputs[1], inputs[2], Forest(trees), scale)
     return [out.detach(), *torch.autograd.grad(out, inputs, runs[3])]
 
 
@@ -90,7 +90,7 @@ def test_a_token_that_sees_two_keys_weighs_them_by_hand() -> None:
     q = torch.tensor([0.0, 1.0, 1.0]).view(3, 1, 1)
     k = torch.stack([torch.tensor(0.0), ln3, ln3]).view(3, 1, 1)
     v = torch.tensor([4.0, 8.0, 12.0]).view(3, 1, 1)
-    out = attention(q, k, v, Run([(1, 1, 1)]), 1.0)
+    out = attention(q, k, v, Forest([(1, 1, 1)]), 1.0)
     torch.testing.assert_close(out.flatten(), torch.tensor([4.0, 7.0, 10.0]))
 
 

@@ -100,7 +100,8 @@ def shares_prefix(train: TrainSettings, device: torch.device, llama_shaped: bool
 
 def attends_natively(train: TrainSettings, model: Any, share: bool) -> tuple[bool | str, bool]:
     """Whether packed rows are attended to in C, or why not; and whether that is a fault of what the machine has."""
-    if not train.native or place_of(model).type != "cpu" or not (share or train.padding_free):
+    packs = (share or train.padding_free) and is_llama_shaped(model)
+    if not train.native or place_of(model).type != "cpu" or not packs:
         return False, False
     config = backbone(model).config
     heads, queries = config.num_key_value_heads, config.num_attention_heads

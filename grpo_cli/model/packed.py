@@ -47,7 +47,7 @@ class Layout:
 
     def __init__(self, trees: Sequence[Tree], device: torch.device, natively: bool = False) -> None:
         self.trees = tuple(trees)
-        self.in_c = tree_attention.Run([(tree.trunk, *tree.branches) for tree in trees]) if natively else None
+        self.in_c = tree_attention.Forest([(tree.trunk, *tree.branches) for tree in trees]) if natively else None
         self.sizes = [size for tree in trees for size in (tree.trunk, *tree.branches)]
         together = [[tree] for tree in trees] if device.type == "cpu" else [list(trees)]
         starts = accumulate((sum(map(len, some)) for some in together), initial=0)

@@ -31,7 +31,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype == k.dtype == v.dtype in PRECISIONS and not isinstance(q, FakeTensor)
 
 
-class Run:
+class Forest:
     """Trees, given as the sizes of their trunk and branches, as tree_attention.c reads them."""
 
     def __init__(self, trees: Sequence[Sequence[int]]) -> None:
@@ -55,9 +55,9 @@ class Run:
         getattr(library(SOURCE), name)((ctypes.c_int64 * len(of))(*of), scale, *(x.data_ptr() for x in others))
 
 
-class _Attention(torch.autograd.Function):
+class _InC(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, run: Forest, scale: float) -> Tensor:
         out, logs = torch.empty_like(q), torch.empty(q.shape[1], len(q))
         run.call("forward", scale, q, k, q, k, v, out, logs)
         ctx.asked = run, scale
@@ -73,10 +73,10 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(
-    q: Float[Tensor, "N HG D"], k: Float[Tensor, "N H D"], v: Float[Tensor, "N H D"], run: Run, scale: float
+    q: Float[Tensor, "N HG D"], k: Float[Tensor, "N H D"], v: Float[Tensor, "N H D"], run: Forest, scale: float
 ) -> Float[Tensor, "N HG D"]:
     """Each token attends to its own span, causally, and to the trunk of its branch; for runs that it `serves`."""
-    found: Tensor = _Attention.apply(q, k, v, run, scale)
+    found: Tensor = _InC.apply(q, k, v, run, scale)
     return found
 
 
@@ -92,10 +92,10 @@ def why_not(heads: int, group: int, dim: int) -> NoNative | None:
     generator, tokens = torch.Generator().manual_seed(0), sum(map(sum, sizes))
     q, k, v, grad = (torch.randn(tokens, count * heads, dim, generator=generator) for count in (group, 1, 1, group))
     found = []
-    for run in (Run(sizes), None):
+    for run in (Forest(sizes), None):
         with torch.enable_grad():
             runs = [x.clone().requires_grad_() for x in (q, k, v)]
-            out = _written_out(runs, sizes) if run is None else _Attention.apply(*runs, run, dim**-0.5)
+            out = _written_out(runs, sizes) if run is None else _InC.apply(*runs, run, dim**-0.5)
             found.append([out.detach(), *torch.autograd.grad(out, runs, grad)])
     if all(float((ours - exact).abs().max() / exact.abs().max()) <= _CLOSE for ours, exact in zip(*found, strict=True)):
         return None

@@ -36,7 +36,8 @@ class Allocations(TorchDispatchMode):
         """Weights and buffers are not counted. The middle one of three `inner` layers stands for `times` of them."""
         super().__init__()
         self._inner, self._at, self._times = bool(inner), 0, (1, 1, times, 1)
-        self._places = dict.fromkeys(storages(model.parameters()), 0)  # 1 to 3: of an inner layer
+        parameters = list(model.parameters())
+        self._places = dict.fromkeys(storages(parameters), 0)  # 1 to 3: of an inner layer
         for place, layer in enumerate(inner, 1):
             self._places |= dict.fromkeys(storages(layer.parameters()), place)
         self._vocabulary = int(model.config.vocab_size)
@@ -44,10 +45,10 @@ class Allocations(TorchDispatchMode):
         self._held: dict[int, tuple[str | None, int]] = {}  # kind and bytes by storage; None for what does not count
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._peak: Counter[str] = Counter()
-        self.leave_out([*model.parameters(), *model.buffers()])
+        self.leave_out([*parameters, *model.buffers()])
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._accumulated)
-            for parameter in model.parameters()
+            for parameter in parameters
             if parameter.requires_grad
         ]
 

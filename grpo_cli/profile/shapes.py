@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -259,12 +259,13 @@ class ShapeModel:
         layers = list(backbone(self.model).layers)
         self.depth, self.alike = len(layers), len(set(map(_make, layers))) == 1
         self._decoders: dict[bool, Decoder] = {}
+        self._trained: dict[int, list[Tensor]] = {}  # by the number of layers: to look for them takes milliseconds
         self.train_pass = lru_cache(maxsize=None)(self._train_pass)  # the same shapes come again and again
         self.quiet_pass = lru_cache(maxsize=None)(self._quiet_pass)
         self.rollouts = lru_cache(maxsize=None)(self._rollouts)
         self.stays = lru_cache(maxsize=None)(self._stays)
 
-    @property
+    @cached_property
     def weights(self) -> int:
         """Bytes of all weights and buffers, shared ones counted once."""
         whole = storage_bytes([*self.model.parameters(), *self.model.buffers()])
@@ -281,7 +282,10 @@ class ShapeModel:
     @property
     def trained(self) -> list[Tensor]:
         """The parameters that are trained."""
-        return [p for p in self.model.parameters() if p.requires_grad]
+        layers = len(backbone(self.model).layers)
+        if layers not in self._trained:
+            self._trained[layers] = [p for p in self.model.parameters() if p.requires_grad]
+        return self._trained[layers]
 
     @contextmanager
     def layers(self, count: int) -> Iterator[None]:
@@ -313,7 +317,7 @@ class ShapeModel:
                 yield allocations
             finally:
                 self.model.train(mode)
-                for parameter in self.model.parameters():
+                for parameter in self.trained:
                     parameter.grad = None
 
     def precision(self) -> AbstractContextManager[Any]:

@@ -235,11 +235,13 @@ class Estimator:
         """The most tokens in one pass that fit `room` bytes; None and 0 as `largest`."""
         tokens = most_tokens(step)
         start = min(tokens, step.forward.tokens)
-        return self._most(lambda count: with_tokens(step, count), start, 1, tokens, room)
+        return self._most(lambda count: with_tokens(step, count), start, 1, tokens, room, leap=4)
 
-    def _most(self, step: Callable[[int], StepShape], start: int, least: int, enough: int, room: int) -> int | None:
+    def _most(
+        self, step: Callable[[int], StepShape], start: int, least: int, enough: int, room: int, leap: int = MOST
+    ) -> int | None:
         """The largest value that fits, to within an eighth or to 95 % of the room beside what is always there;
-        beyond `enough` nothing changes any more.
+        beyond `enough` nothing changes any more. `leap`: so many times as much is tried after what fits.
 
         The bytes of each phase grow nearly linearly, so the next guess is interpolated between what fits and what does
         not; from a single value that does not, in proportion to what it takes beside what is always there. Where less
@@ -256,7 +258,7 @@ class Estimator:
             if bad is None:
                 if good == enough:
                     return 0
-                value = min(enough, 4 * value)
+                value = min(enough, leap * value)
             elif good is not None and (
                 room - found[good].peak < 0.05 * (room - always) or bad - good <= max(1, good // 8)
             ):

@@ -1,6 +1,6 @@
 """Attention of packed trees on a CPU in C (`tree_attention.c`): one call for a layer forward, one backward.
 
-As `varlen.py` computes it, from two to six times as fast: PyTorch's kernel takes one sequence, a trunk's branches apart
+As `varlen.py` computes it, and faster: PyTorch's kernel takes one sequence at a time, a trunk's branches apart
 from what they see of it, and in the backward pass is slow where sequences are short.
 """
 

@@ -120,13 +120,13 @@ class Trainer:
             self._saver.join()
 
     def _say_threads(self) -> None:
-        """Once, after the first update: which numbers were chosen, if there was a choice."""
+        """Once, after the first update: which numbers are used, if there was a choice."""
         chosen, most = self._learner.threads, torch.get_num_threads()
         if self._said_threads or chosen is None or most == 1:
             return
         self._said_threads = True
         decoding = self._parts.bench.engine.facts().get("decode_threads") or most
-        self._parts.say(f"threads: {decoding} for decode steps and {chosen} for updates of {most}, chosen by trying")
+        self._parts.say(f"threads: {decoding} for decode steps and {chosen} for updates, of {most}")
 
     def _is_done(self) -> bool:
         train, progress = self._settings.train, self._progress

@@ -161,11 +161,11 @@ def test_a_run_says_its_numbers_and_a_resumed_one_keeps_them(tmp_path: Path, mon
 
     monkeypatch.setattr(learning, "threads_for_updates", lambda work, rows: 3)
     said, summary = trained("train.steps=1", "hydra.run.dir=run")
-    assert said.count("threads: 2 for decode steps and 3 for updates of 4, chosen by trying") == 1
+    assert said.count("threads: 2 for decode steps and 3 for updates, of 4") == 1
     assert summary["update_threads"] == 3
     assert load_state(Path("run/checkpoints/step_000001"))["threads"] == 3
     monkeypatch.setattr(learning, "threads_for_updates", lambda work, rows: pytest.fail("it was tried"))
     said, summary = trained("train.steps=2", "resume=run")
-    assert "3 for updates of 4" in said and summary["update_threads"] == 3
+    assert "3 for updates, of 4" in said and summary["update_threads"] == 3
     said, summary = trained("train.steps=3", "resume=run", "train.threads=1")
-    assert "for updates of" not in said and summary["update_threads"] == 1
+    assert "for updates, of" not in said and summary["update_threads"] == 1

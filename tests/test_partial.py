@@ -112,9 +112,9 @@ def test_so_it_does_where_the_host_is_a_step_behind(sampler: str, monkeypatch: p
     goes_on_as_itself(engine_of(sampler, "parked"))
 
 
-def test_so_it_does_where_steps_are_captured_and_kept() -> None:
+def test_so_it_does_where_steps_are_captured() -> None:
     engine = engine_of("infinite", "fifo")
-    engine._capture = Again()  # type: ignore[assignment]
+    engine._capture = Again
     goes_on_as_itself(engine)
 
 

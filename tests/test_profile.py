@@ -237,10 +237,9 @@ def test_an_optimizer_is_measured_with_the_copies_it_works_on_and_with_all_its_p
     ("words", "note", "rollouts"),
     [
         (["engine=vllm"], "rollouts by VllmEngine, which takes memory of its own", False),
-        (["engine.cuda_graph=true"], "engine.cuda_graph=true: what graphs take", True),
         (["engine.draft=self"], "engine.draft=self: steps are predicted without drafts, and without the copy", True),
     ],
-    ids=["vllm", "cuda_graph", "draft"],
+    ids=["vllm", "draft"],
 )
 def test_what_is_not_predicted_is_said(words: list[str], note: str, rollouts: bool):
     found, said = profile("profile.plan_only=true", *words)

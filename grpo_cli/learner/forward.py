@@ -30,7 +30,7 @@ from grpo_cli.model.evicted import Evicted
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
 from grpo_cli.model.transfer import send
 from grpo_cli.model.tree_attention import why_not
-from grpo_cli.settings import TrainSettings
+from grpo_cli.settings import ModelSettings, TrainSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch
 
@@ -93,9 +93,10 @@ def make_forward(
     return plain
 
 
-def shares_prefix(train: TrainSettings, device: torch.device, llama_shaped: bool) -> bool:
-    """`train.shared_prefix`, with `auto` decided."""
-    return train.shared_prefix is True or (train.shared_prefix == "auto" and device.type == "cpu" and llama_shaped)
+def shares_prefix(train: TrainSettings, model: ModelSettings, device: torch.device, llama_shaped: bool) -> bool:
+    """Return `train.shared_prefix`, with `auto` decided: a GPU has kernels for packed rows in 16 bits only."""
+    fast = device.type == "cpu" or "bfloat16" in (model.dtype, model.autocast)
+    return train.shared_prefix is True or (train.shared_prefix == "auto" and fast and llama_shaped)
 
 
 def attends_natively(train: TrainSettings, model: Any, share: bool) -> tuple[bool | str, bool]:

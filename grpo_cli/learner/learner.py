@@ -78,7 +78,7 @@ class Learner:
         compiles = self._device.type == "cuda" if train.compile is None else train.compile
         by_row = compiled_by_row(warn) if compiles else PLAIN
         self._plain = make_padded(train, sampling.temperature, by_row)
-        share = shares_prefix(train, self._device, is_of_a_known_family(model))
+        share = shares_prefix(train, model_settings, self._device, is_of_a_known_family(model))
         self.native, is_fault = attends_natively(train, model, share)
         self._forward: Forward = make_forward(train, sampling.temperature, share, by_row, self.native is True)
         self._forward.prepare(model)

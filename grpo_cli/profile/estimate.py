@@ -125,13 +125,11 @@ class Estimator:
         updates = {phase: {**steady, **sizes} for phase, sizes in self._update(step, kept, room).items()}
         if room is not None and max(map(total, updates.values())) > room:
             return Prediction(updates)
-        stays: Sizes = {}
         if step.engine is not None:
             say("rollouts")
             engine = self._capped(step.engine, step)
             prefill, decode = model.rollouts(step.rollouts, engine)
-            stays = model.stays(step.rollouts, engine)
-            slots = {KV: stays[KV]} if stays else {}
+            slots = model.fixed_slots(step.rollouts, engine)
             phases = {"prefill": {**steady, **prefill, **slots}, "decode": {**steady, **decode, **slots}}
         if step.passes.policy_over_all or step.passes.policy_over_kept:
             rows = every if step.passes.policy_over_all else kept
@@ -139,22 +137,17 @@ class Estimator:
         if step.passes.reference:
             phases["ref_logprobs"] = {**steady, **self._quiet(step, kept)}
         phases |= updates
-        for phase in phases.keys() - {"prefill", "decode"}:
-            phases[phase] = _both(phases[phase], stays)
         if step.evaluation is not None and step.engine is not None:
             say("an evaluation")
             beginning, going_on = model.rollouts(step.evaluation, engine)
-            phases["eval"] = {**steady, **(beginning if total(beginning) > total(going_on) else going_on)}
+            largest = beginning if total(beginning) > total(going_on) else going_on
+            phases["eval"] = {**steady, **largest, **model.fixed_slots(step.evaluation, engine)}
         if self._parks:
             away = {OPTIMIZER: 0}
             phases |= {phase: {**phases[phase], **away} for phase in phases.keys() & _BEFORE_UPDATES}
         if self._on_cpu:
             phases = {phase: _both(sizes, {OTHER: _beside(sizes)}) for phase, sizes in phases.items()}
         return Prediction(phases)
-
-    def held_by_slots(self, step: StepShape) -> int:
-        """Bytes that rollouts leave allocated, as graphs hold addresses."""
-        return 0 if step.engine is None else total(self._model.stays(step.rollouts, self._capped(step.engine, step)))
 
     def _capped(self, engine: EngineShape, step: StepShape) -> EngineShape:
         count = len(step.rollouts.lengths)

@@ -191,14 +191,6 @@ class _Asks:
             self._found[key] = estimator.predict(_updates(step) if updates else step)
         return self._found[key]
 
-    def held_by_slots(self, part: int) -> int:
-        """Bytes that a part of the slots, the `part`-th, leave allocated through updates."""
-        _, step = self.of({})
-        if step.engine is None or not step.engine.graphs:
-            return 0
-        estimator, step = self.of({SLOTS: -(-self._slots(step) // part)} if part > 1 else {})
-        return estimator.held_by_slots(step)
-
     def cost(self, key: str, value: Any) -> str:
         _, step = self.of({})
         if key == TOKENS:
@@ -223,15 +215,9 @@ def _updates(step: StepShape) -> StepShape:
 
 
 def _chosen(asks: _Asks, room: int, typed: Set[str]) -> dict[str, Any]:
-    """With `engine.cuda_graph=true` slots stay through updates: what updates do fits beside all of them, or else beside
-    a quarter."""
-    for held in {asks.held_by_slots(part): part for part in (1, 4)}:
-        try:
-            values = _of_updates(asks, room - held, typed)
-            return _needed(asks, values | _of_rollouts(asks, values, room, typed), room)
-        except UserError as error:
-            refused = error
-    raise refused
+    """Return what updates need, then what rollouts need beside it."""
+    values = _of_updates(asks, room, typed)
+    return _needed(asks, values | _of_rollouts(asks, values, room, typed), room)
 
 
 def _needed(asks: _Asks, values: Mapping[str, Any], room: int) -> dict[str, Any]:

@@ -91,8 +91,6 @@ def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
             "this machine count in what is measured): prefill, decode and eval are not predicted, and what fits is "
             "said of the update alone"
         )
-    if settings.parts["engine"].get("cuda_graph"):
-        notes.append("engine.cuda_graph=true: what graphs take beside slots and copies of weights is not predicted")
     if kind := rounding_of(settings.parts):
         notes.append(
             f"engine.quantize={kind}: a copy of the layers' weights during rollouts, where there is none without"
@@ -152,7 +150,8 @@ def step_of(
     prefix = built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0
     packed = bool(settings.parts["engine"].get("packed_weights"))
     several = settings.train.epochs * settings.train.minibatches > 1
-    graphs = bool(settings.parts["engine"].get("cuda_graph"))
+    graphs = settings.parts["engine"].get("cuda_graph")
+    graphs = run.device.type == "cuda" and graphs is not False
     engine = EngineShape(built["sampler"], built["sparsity"], prefix, packed, None, graphs, settings.sampling)
     correction, read_after = rules.correction, bool(reads_of(rules.credit))
     over_all = bool(reads_of(rules.advantage)) or (
@@ -165,7 +164,9 @@ def step_of(
         engine=engine if is_ours(settings) else None,
         evaluation=evaluation,
         forward=make_forward(
-            settings.train, settings.sampling.temperature, shares_prefix(settings.train, run.device, True)
+            settings.train,
+            settings.sampling.temperature,
+            shares_prefix(settings.train, settings.model, run.device, True),
         ),
         minibatches=settings.train.minibatches,
         gradients=4 if settings.optim.baseline == "opob" else 1,  # see `learner.opob.GroupBaseline`

@@ -49,7 +49,7 @@ KV = "kv"
 class EngineShape:
     """What decides how much a rollout engine allocates. `prefix` is how many tokens every rollout makes before the rest
     is ordered by predicted length; 0: none. `packed` matters on a CPU only. `rollouts` is the number of a step's, which
-    also caps those that an evaluation runs at once. With `graphs`, the workspace is kept for the next step."""
+    also caps those that an evaluation runs at once. With `graphs`, each slot is one page from the start."""
 
     sampler: Sampler
     sparsity: Dense | Budget
@@ -263,7 +263,7 @@ class ShapeModel:
         self.train_pass = lru_cache(maxsize=None)(self._train_pass)  # the same shapes come again and again
         self.quiet_pass = lru_cache(maxsize=None)(self._quiet_pass)
         self.rollouts = lru_cache(maxsize=None)(self._rollouts)
-        self.stays = lru_cache(maxsize=None)(self._stays)
+        self.fixed_slots = lru_cache(maxsize=None)(self._fixed_slots)
 
     @cached_property
     def weights(self) -> int:
@@ -381,15 +381,14 @@ class ShapeModel:
         decode = {**decode, KV: generation.kv.peak}
         return _with(prefill, parked), _with(decode, parked)
 
-    def _stays(self, work: Workload, engine: EngineShape) -> Sizes:
-        """What stays allocated between two calls of `generate`: with graphs all slots, and the copies of weights."""
+    def _fixed_slots(self, work: Workload, engine: EngineShape) -> Sizes:
+        """Return the keys and values that graphs need at fixed addresses, from the start of a generation to its end."""
         if not engine.graphs:
             return {}
         with self.watched(training=False), self.precision():
             decoder = Decoder(self.model).in_its_precision().for_steps(watches(engine.sparsity))
             sampler, others = Capped(engine.sampler, engine.rollouts), (engine.sparsity, work.requests, engine.prefix)
-            sizes = EngineSizes.of(decoder, sampler, *others, one_page=True)
-            return {KV: sizes.fixed_bytes, ACTIVATIONS: decoder.copied_bytes}
+            return {KV: EngineSizes.of(decoder, sampler, *others, one_page=True).fixed_bytes}
 
 
 @contextmanager

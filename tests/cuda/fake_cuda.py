@@ -91,9 +91,9 @@ class Watched(TorchDispatchMode):
             return torch.ones(out.shape, dtype=out.dtype)
 
     def decoder(self, model: Any) -> Decoder:
-        """As on a GPU by default: the halves of its layers and what joins answers are compiled."""
+        """As on a GPU by default: the halves of its layers are compiled."""
         decoder = Decoder(model)
-        decoder._to_compile = Functions(*map(self._region, (EAGER.before, EAGER.after, EAGER.join)), compiled=True)
+        decoder._to_compile = Functions(*map(self._region, (EAGER.before, EAGER.after)), compiled=True)
         return decoder
 
     def _region(self, function: Callable[..., Any]) -> Callable[..., Any]:

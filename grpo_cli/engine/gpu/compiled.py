@@ -27,12 +27,11 @@ def _normed(norm: Callable[..., Any], hidden: Any) -> Any:
 
 @dataclass(frozen=True)
 class Functions:
-    """A layer before and after its attention, how results of several pages are joined (`flash.join`), and the model's
-    last norm. What `after` returns is for `before` and `last`."""
+    """A layer before and after its attention, and the model's last norm. What `after` returns is for `before` and
+    `last`."""
 
     before: Callable[..., Any]
     after: Callable[..., Any]
-    join: Callable[..., Any]
     last: Callable[..., Any] = _normed
     compiled: bool = False
 
@@ -46,7 +45,5 @@ class Compiled:
 
     def __init__(self, functions: Functions, warn: Callable[[str], None]) -> None:
         compiler = Compiler("decode steps", "engine.compile", warn)
-        # The number of queried pages varies.
-        shapes = {"before": False, "after": False, "join": True}
-        made = {name: compiler.compiled(getattr(functions, name), dynamic) for name, dynamic in shapes.items()}
+        made = {name: compiler.compiled(getattr(functions, name), False) for name in ("before", "after")}
         self.functions = Functions(**made, compiled=True)

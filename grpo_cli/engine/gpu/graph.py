@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from torch import Tensor
 from grpo_cli.engine.kv.rows import Rows
 from grpo_cli.support.memory import tensors_of
 
-# A shape is captured when it occurs for the fourth time: capturing costs several steps.
-WORTH_CAPTURING = 4
+# A shape is captured when it occurs for the second time: capturing costs about three launched steps.
+WORTH_CAPTURING = 2
 
 
 # For each row: its last hidden state [R, H], and what was drawn from it (`SamplingTable.draw`).
@@ -86,6 +87,12 @@ def _copied(value: Any) -> Any:
     return replace(value, **{f.name: _copied(getattr(value, f.name)) for f in fields(value)})
 
 
+@cache
+def _stream() -> torch.cuda.Stream:
+    """Return the stream of all captures: libraries keep a workspace for each."""
+    return torch.cuda.Stream()
+
+
 class CudaGraphs:
     """Records the kernels that a function launches; every replay overwrites its results in place.
 
@@ -95,16 +102,15 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._stream = _stream()
         self._last: torch.cuda.CUDAGraph | None = None  # a pool ends with its last graph, and cannot begin again
 
     def __call__(self, run: Callable[[], TurnOutput]) -> Callable[[], TurnOutput]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            # Libraries allocate and choose kernels in their first calls, which must not be recorded. Repeating a turn
-            # writes the same keys to the same places.
-            for _ in range(3):
-                run()
+            # Libraries allocate and choose kernels in their first call on a stream, which must not be recorded.
+            # Repeating a turn writes the same keys to the same places.
+            run()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Work of other threads on the device is not captured.

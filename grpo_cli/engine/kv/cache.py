@@ -33,8 +33,8 @@ SLACK = 8
 class KvLayout:
     """The shape of one token's keys and values in a model.
 
-    In memory a page is [heads, tokens, dim], an operand for each head, or with `by_token` [tokens, heads, dim], as
-    FlashAttention reads it. A page has at least `least` tokens.
+    In memory a page is [heads, tokens, dim], an operand for each head, or with `by_token` [tokens, heads, dim], as the
+    kernel of a GPU reads it.
     """
 
     layers: int
@@ -42,7 +42,6 @@ class KvLayout:
     dim: int
     dtype: torch.dtype
     by_token: bool = False
-    least: int = 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -52,9 +51,7 @@ class KvLayout:
     def page(self, tile: int, most: int) -> int:
         """Tokens of a page, a multiple of `tile`, if no row holds more than `most`. With several pages per row it
         depends only on the model and its precision: sums are made page by page, so their bits depend on it."""
-        return min(
-            round_up(max(PAGE_TOKENS, self.least, -(-PAGE_BYTES // self.bytes_per_token)), tile), round_up(most, tile)
-        )
+        return min(round_up(max(PAGE_TOKENS, -(-PAGE_BYTES // self.bytes_per_token)), tile), round_up(most, tile))
 
 
 class Region:
@@ -205,15 +202,6 @@ class KvArena:
             self._grow(grown(self.tokens, wanted, self.reach()))
         return True
 
-    def clear(self) -> None:
-        """Free the prompts' pages and zero everything; rows with fixed pages keep them."""
-        for entry in range(len(self.prompts.pages)):
-            self.prompts.drop(entry)
-        for block in self.blocks:
-            block.zero_()
-        self.parked = self.peak = 0
-        self.note_peak()
-
     def note_peak(self, beside: int = 0) -> None:
         self.peak = max(self.peak, self.nbytes + self.parked + beside)
 
@@ -312,13 +300,6 @@ class KvArena:
         dim, dtype = self.layout.dim, self.layout.dtype
         self.row_keys[layer].view(-1, dim).index_copy_(0, index, keys.to(dtype))
         self.row_values[layer].view(-1, dim).index_copy_(0, index, values.to(dtype))
-
-    def write_tokens(
-        self, layer: int, index: Int[Tensor, "R"], keys: Float[Tensor, "R H D"], values: Float[Tensor, "R H D"]
-    ) -> None:
-        """The same for a layout `by_token`: an entry per row, `index` counts over (page, token)."""
-        for views, some in zip(self.by_token(prompts=False), (keys, values), strict=True):
-            views[layer].index_copy_(0, index, some.to(self.layout.dtype))
 
     def read(self, slot: int, tokens: int) -> tuple[Tensor, Tensor]:
         """A copy of a row's first `tokens` entries: two tensors [layers, heads, tokens, dim]."""

@@ -78,9 +78,6 @@ class KeepAll:
     def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"] | None) -> None:
         pass
 
-    def clear(self) -> None:
-        pass
-
     def repeated(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -125,10 +122,6 @@ class Keeper:
         self._watches = tuple(note for note in (self._queries, self._received) if note is not None)
         self._prompt_kept = None if policy.protect_prompt else _PromptKept(shape)
         self._notes = tuple(note for note in (*self._watches, self._prompt_kept) if note is not None)
-        self.clear()
-
-    def clear(self) -> None:
-        """Reset the counters. Notes are cleared slot by slot, when a sequence enters."""
         self._evictions = 0
         self._reads = np.zeros(2, dtype=np.int64)  # keys attended to, and the same for a dense run
         self._peak = np.zeros(2, dtype=np.int64)  # most keys held at a time, and the same for a dense run

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.engine.kv.tiles import Pieces, Runs
+from grpo_cli.engine.kv.tiles import Pieces, Table
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Rows:
     lengths: Int[Tensor, "R"]  # keys of their own before this step
     write_to: Int[Tensor, "R"]  # the page of its own that each row writes its key to
     width: int  # keys to read of a row's page: all, or if each row has only one, enough for the longest
-    own: Pieces | Runs
-    prompt: Pieces | Runs
+    own: Pieces | Table
+    prompt: Pieces | Table
 
 
 @runtime_checkable
@@ -33,4 +33,4 @@ class Watch(Protocol):
 
     def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"] | None) -> None:
         """`weights` are over the prompts' keys (none if no row sees any) and then the rows' own; None if the step does
-        not expose them (`flash.py`)."""
+        not expose them (`paged.py`)."""

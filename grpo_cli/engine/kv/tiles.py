@@ -151,80 +151,40 @@ def prompt_pieces(
 
 
 @dataclass(frozen=True)
-class Runs:
-    """N pages as sequences of one FlashAttention call: a query is a pair of a row and a page.
+class Table:
+    """The pages of each row in the order of its keys (0 where it has none), and how many keys of a prompt it reads."""
 
-    The queries of page n are `starts[n]` to `starts[n + 1]` of A, at most `most`; `asks` are their rows (beyond the
-    last of `starts` filler), and its keys begin at token `keys[n]`. `of_row` are the queries of each row in the order
-    of its keys (A: none). The rest is as in `Pieces`.
-    """
-
-    asks: Int[Tensor, "A"]
-    first: Int[Tensor, "N"]
-    starts: Int[Tensor, "N+1"]
-    keys: Int[Tensor, "N+1"]
     of_row: Int[Tensor, "R K"]
-    held: Int[Tensor, "N"] | None
-    most: int
-    whole: bool
-    in_order: bool
+    held: Int[Tensor, "R"] | None = None
+    whole = in_order = True  # nothing else decides a step's shape
 
 
-# The first key of a page without an owner: beyond any row's length, so that none of it is read.
-NOBODYS = 2**40
+def own_table(pages: np.ndarray, tokens: int, device: torch.device) -> Table:
+    """Return the table of rows' own pages.
 
-
-def own_runs(pages: np.ndarray, tokens: int, device: torch.device) -> Runs:
-    """As `own_pieces`.
-
-    >>> found = own_runs(np.array([[0, 3], [1, -1]]), 16, torch.device("cpu"))
-    >>> found.asks.tolist(), found.of_row.tolist(), found.first.tolist()[:2], found.keys.tolist()
-    ([0, 1, 0, 0], [[0, 3], [1, 4]], [0, 0], [0, 16, 32, 48, 64])
+    >>> own_table(np.array([[0, 3], [1, -1]]), 16, torch.device("cpu")).of_row.tolist()
+    [[0, 3], [1, 0]]
     """
-    (rows, levels), has = pages.shape, pages >= 0
-    count = int(pages.max()) + 1
-    cell = np.full(count, -1)
-    cell[pages[has]] = np.flatnonzero(has)
-    first = np.where(cell >= 0, cell % levels * tokens, NOBODYS)
-    each, in_order = np.arange(count + 1), levels == 1 and pages[:, 0].tolist() == list(range(rows))
-    of_row, asks = np.where(has, pages, count), np.maximum(cell, 0) // levels
-    asked, firsts, starts, keys, by_row = send(device, asks, first, each, each * tokens, of_row)
-    return Runs(asked, firsts, starts.int(), keys.int(), by_row, None, 1, bool(has.all()), in_order)
+    return Table(*send(device, np.maximum(pages, 0)))
 
 
-def prompt_runs(
+def prompt_table(
     entries: np.ndarray, sees: np.ndarray, prompts: PromptPages, _: int, fixed: int | None, device: torch.device
-) -> Runs:
-    """As `prompt_pieces`, without a multiple. With `fixed`, the shape depends only on that and `prompts`.
+) -> Table:
+    """Return the table of the prompts that rows read, if they `see` them. With `fixed`, it has so many rows.
 
     >>> pages = PromptPages(np.array([[0, 2], [1, -1]]), 3, np.array([20, 9]), 16)
-    >>> found = prompt_runs(np.array([1, 0, 1]), np.ones(3, bool), pages, 1, None, torch.device("cpu"))
-    >>> found.asks.tolist(), found.starts.tolist(), found.of_row.tolist(), found.held.tolist()
-    ([1, 0, 2, 1], [0, 1, 3, 4], [[1, 4], [0, 3], [2, 4]], [16, 9, 4])
+    >>> found = prompt_table(np.array([1, 0, 1]), np.array([True, True, False]), pages, 1, 4, torch.device("cpu"))
+    >>> found.of_row.tolist(), found.held.tolist()
+    ([[1, 0], [0, 2], [1, 0], [0, 0]], [9, 20, 0, 0])
     """
-    mine = np.where(sees[:, None], prompts.pages[entries], -1)
-    if fixed is None:
-        mine = mine[:, : int((mine >= 0).sum(1).max(initial=0))]
-    row, level = np.nonzero(mine >= 0)
-    order = np.argsort(mine[row, level], kind="stable")
-    row, level = row[order], level[order]
-    rows, questions = (len(entries), len(row)) if fixed is None else (fixed, fixed * mine.shape[1])
-    asks, of_row = np.zeros(questions, dtype=np.int64), np.full((rows, mine.shape[1]), questions)
-    asks[: len(row)], of_row[row, level] = row, np.arange(len(row))
-    counts = np.bincount(mine[row, level], minlength=prompts.count)
-    starts = np.append(0, np.cumsum(counts))
-    first, held = np.zeros((2, prompts.count), dtype=np.int64)
-    entry, level = np.nonzero(prompts.pages >= 0)
-    page = prompts.pages[entry, level]
-    first[page] = level * prompts.tokens
-    held[page] = np.clip(prompts.lengths[entry] - first[page], 0, prompts.tokens)
-    keys = np.arange(prompts.count + 1) * prompts.tokens
-    # With at most one query per page, FlashAttention would assume that every page has one.
-    most, whole = max(2, fixed or int(counts.max(initial=0))), fixed is None and bool((of_row < questions).all())
-    asked, firsts, begin, at, by_row, helds = send(device, asks, first, starts, keys, of_row, held)
-    return Runs(asked, firsts, begin.int(), at.int(), by_row, helds.int(), most, whole, False)
+    rows = len(entries) if fixed is None else fixed
+    of_row, held = np.zeros((rows, prompts.pages.shape[1]), dtype=np.int64), np.zeros(rows, dtype=np.int64)
+    of_row[: len(entries)] = np.maximum(prompts.pages[entries], 0)
+    held[: len(entries)] = np.where(sees, prompts.lengths[entries], 0)
+    return Table(*send(device, of_row, held))
 
 
-def sides(by_token: bool) -> tuple[Callable[..., Pieces | Runs], Callable[..., Pieces | Runs]]:
-    """The functions that lay out rows' own pages and prompts' for a step, by `cache.KvLayout.by_token`."""
-    return (own_runs, prompt_runs) if by_token else (own_pieces, prompt_pieces)
+def sides(by_token: bool) -> tuple[Callable[..., Pieces | Table], Callable[..., Pieces | Table]]:
+    """Return the functions that lay out rows' own pages and prompts' for a step, by `cache.KvLayout.by_token`."""
+    return (own_table, prompt_table) if by_token else (own_pieces, prompt_pieces)

@@ -15,7 +15,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.engine.gpu.compiled import Functions
-from grpo_cli.engine.gpu.flash import join
 from grpo_cli.engine.step.weights import AsTheyAre, Copies, Product, Products, is_plain
 
 
@@ -96,7 +95,7 @@ def after_attention(block: Block, hidden: Tensor, attended: Tensor, dtype: torch
     return hidden + _mlp(block, block.post_norm(hidden).to(dtype))
 
 
-EAGER = Functions(before_attention, after_attention, join)
+EAGER = Functions(before_attention, after_attention)
 
 
 def _mlp(block: Block, x: Float[Tensor, "N H"]) -> Float[Tensor, "N H"]:

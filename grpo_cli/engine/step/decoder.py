@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from grpo_cli.engine.gpu.compiled import Compiled, Functions
-from grpo_cli.engine.gpu.flash import FlashAttention, least_page, reason_against
+from grpo_cli.engine.gpu.paged import PagedAttention, reason_against
 from grpo_cli.engine.kv.cache import KvArena, KvLayout
 from grpo_cli.engine.kv.padding import Padding, round_up, unpadded
 from grpo_cli.engine.kv.rows import Rows, Watch
@@ -33,7 +33,6 @@ from grpo_cli.engine.step.weights import (
     adapters_of,
     can_pack,
     linear_layers,
-    overwrite,
 )
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.packed import causal
@@ -88,7 +87,7 @@ class Decoder:
         self._packed = packed
         self.rounding: Kind = "none"
         self._weights: AsTheyAre | Copies = AsTheyAre()  # how blocks and head were made
-        self._flash = self._attends_natively = False
+        self._by_tables = self._attends_natively = False
         self._functions = self._plain = self._to_compile = EAGER
 
     def _with(self, **changed: Any) -> Decoder:
@@ -136,7 +135,7 @@ class Decoder:
     def for_steps(self, watched: bool, drafts: bool = False) -> Decoder:
         """The same, with the fastest decode steps for this device and precision. `watched`: an eviction policy needs
         their attention weights; `drafts`: a row may be fed several tokens."""
-        other = self._with(_flash=not self.slow_since(watched, drafts))
+        other = self._with(_by_tables=not self.slow_since(watched, drafts))
         if self._to_compile.compiled:
             blocks = self._blocks_of_model
             if not all(block.is_plain for block in blocks):  # some are modules
@@ -147,12 +146,12 @@ class Decoder:
         return other
 
     def slow_since(self, watched: bool, drafts: bool = False) -> str:
-        """Why decode steps cannot use FlashAttention; empty if they can."""
+        """Why decode steps cannot attend by page tables; empty if they can."""
         if watched:
             return "an eviction policy needs the attention weights"
         if drafts:
             return "engine.draft feeds a row several tokens"
-        return reason_against(self.device, self.layout().dtype, self.dim)
+        return reason_against(self.device, self.dim)
 
     @property
     def packs(self) -> bool:
@@ -202,18 +201,6 @@ class Decoder:
         held = tensors_of([*self._blocks_of_model, self._head])
         return [tensor for tensor in held if tensor.is_mkldnn or tensor.untyped_storage()._cdata not in of_model]
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Update the copies of weights in place, a layer at a time. Packed copies cannot be overwritten."""
-        assert not isinstance(self._weights, Copies) or not self._weights.packed, (
-            "packed copies are made again, not overwritten"
-        )
-        for layer, block in zip(self._layers, self._blocks_of_model, strict=True):
-            overwrite(block, Block.of(layer, self._weights))
-        if not isinstance(self._head, nn.Module):
-            assert isinstance(self._weights, Copies), "it is a copy"
-            overwrite(self._head, self._weights.whole.of(self._modules[-1]))
-
     def of_one_block(self) -> Decoder:
         """The same with only the first block."""
         return self._with(_layers=self._layers[:1], _blocks_of_model=self._blocks_of_model[:1])
@@ -226,8 +213,7 @@ class Decoder:
         """One token's keys and values, in the precision of the computation (autocast's if it is on)."""
         kind = self.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
-        least = least_page(self.group) if self._flash else 0
-        return KvLayout(len(self._blocks_of_model), self._kv_heads, self.dim, dtype, self._flash, least)
+        return KvLayout(len(self._blocks_of_model), self._kv_heads, self.dim, dtype, self._by_tables)
 
     @property
     def device(self) -> torch.device:
@@ -279,13 +265,11 @@ class Decoder:
 
     def step(self, rows: Rows, kv: KvArena, watch: Watch) -> Float[Tensor, "R H"]:
         """Feed one token per row; writes each row's key and value at its length and returns the last hidden state."""
-        functions, count = self._functions, rows.tokens.shape[0]
-        if not self._flash:
+        functions = self._functions
+        if not self._by_tables:
             attention = self.attention(rows, kv, watch)
             return self.blocks(rows.tokens, rows.positions, attention, functions)
-        total = functions.rows(count)
-        flash = FlashAttention(rows, kv, self.group, self.scale, watch, total, functions.join)
-        return self.blocks(_to(rows.tokens, total), _to(rows.positions, total), flash, functions)[:count]
+        return self.blocks(rows.tokens, rows.positions, PagedAttention(rows, kv, self.scale, watch), functions)
 
     def attention(self, rows: Rows, kv: KvArena, watch: Watch) -> StepAttention | native.NativeAttention:
         """That of a step over pages that are not laid out by token."""

@@ -14,7 +14,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_cli.engine.gpu.compiled import Functions
-from grpo_cli.engine.gpu.flash import join
 from grpo_cli.engine.kv.cache import KvArena
 from grpo_cli.engine.kv.rows import Rows, Watch
 from grpo_cli.engine.kv.tiles import Pieces
@@ -102,7 +101,7 @@ def serves(block: Block, last: Any) -> bool:
     return all(type(norm) is Norm for norm in norms) and is_silu(block.activation)
 
 
-FUNCTIONS = Functions(before, after, join, last)
+FUNCTIONS = Functions(before, after, last)
 
 
 class NativeAttention:

@@ -58,11 +58,6 @@ class SamplingTable:
         """Which steps `draw` has to do."""
         return self.any_tempered, self.any_greedy, self.all_greedy, self.any_truncated, self.any_kept
 
-    def clear(self) -> None:
-        """Reset every slot to unused."""
-        self._words[:] = [[np.nan], [1.0], [0.0], [0.0]]
-        self._send()
-
     def put(self, slots: Sequence[int], settings: Sequence[Sampling]) -> None:
         """Set the rows at `slots`; free if nothing changes."""
         self._set(slots, np.array([(s.temperature, s.top_p, s.top_k, s.kept_set) for s in settings]).T)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from grpo_cli.model.rounding import Kind, rounded
-from grpo_cli.support.memory import tensors_of
 
 Product = Callable[[Float[Tensor, "N I"]], Float[Tensor, "N O"]]
 # Of layers that share an input: the output of each.
@@ -189,13 +188,6 @@ def adapters_of(layer: Any) -> list[Adapter] | None:
     ):
         return None
     return [Adapter(down[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in names]
-
-
-def overwrite(old: Any, new: Any) -> None:
-    """Copy the numbers of `new` into `old`, which has the same structure."""
-    for mine, its in zip(tensors_of(old), tensors_of(new), strict=True):
-        if mine is not its:
-            mine.copy_(its)
 
 
 def linear_layers(module: nn.Module) -> Iterator[nn.Linear]:

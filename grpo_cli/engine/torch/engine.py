@@ -32,7 +32,7 @@ from grpo_cli.engine.torch.sequence import Sequence
 from grpo_cli.engine.torch.sizes import Sizes
 from grpo_cli.engine.torch.speculation import Speculation
 from grpo_cli.engine.torch.stop import stop_of
-from grpo_cli.engine.torch.workspace import KeptWorkspace, Workspace
+from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.interfaces import Meter, Others, Replies, facts
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.rounding import Kind
@@ -43,11 +43,6 @@ from grpo_cli.support.meter import NullMeter
 from grpo_cli.support.ranges import Count
 from grpo_cli.support.threads import computing_with
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
-
-UNREPLAYED = (
-    "decode steps launch their kernels one by one: engine.cuda_graph=true replays them, several times as fast where "
-    "rows are few, and keeps slots and their keys and values through updates"
-)
 
 
 def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
@@ -76,7 +71,7 @@ class TorchEngine:
 
     reads_stop_strings = True
     _said_no_room = False  # for the length predictor's prefix
-    _said_slow = ""  # why steps do not use FlashAttention
+    _said_slow = ""  # why steps do not attend by page tables
 
     def __init__(
         self,
@@ -88,7 +83,7 @@ class TorchEngine:
         sparsity: Dense | Budget,
         rollouts_per_step: int | None = None,
         *,
-        cuda_graph: bool,
+        cuda_graph: bool | None,
         packed_weights: bool,
         native: bool,
         compile: bool | None,
@@ -104,10 +99,12 @@ class TorchEngine:
         on_gpu = self._decoder.device.type == "cuda"
         if on_gpu if compile is None else compile:
             self._decoder = self._decoder.may_compile(warn)
-        if cuda_graph:
-            _check_graph(unwrapped(model), self._decoder.device)
-        elif on_gpu and draft == "none":
-            warn(UNREPLAYED)
+        if against := _against_graphs(unwrapped(model), self._decoder.device):
+            if cuda_graph:
+                raise UserError(f"engine.cuda_graph=true: {against}; leave it out")
+            if on_gpu and cuda_graph is None:
+                warn(f"decode steps are launched kernel by kernel, and slower: {against}")
+        graphs = not against and draft == "none" if cuda_graph is None else cuda_graph
         if self._decoder.keeps_adapters_apart:
             warn(
                 "adapters are not merged for rollouts, since their base is quantised (model.quantize): each of these "
@@ -120,8 +117,7 @@ class TorchEngine:
             )
         if draft == "self":
             self._decoder.rounded(DRAFTER)  # or it says at once why it cannot be
-        self._capture = CudaGraphs() if cuda_graph else None
-        self._kept = KeptWorkspace()
+        self._capture = CudaGraphs if graphs else None
         self._packed_weights, self._asked_threads = packed_weights, threads
         self._native: bool | str = native and not compile  # or why not
         self._threads: int | None = None
@@ -197,7 +193,7 @@ class TorchEngine:
         slow = self._decoder.slow_since(watches(self._sparsity), drafts) if self._decoder.device.type == "cuda" else ""
         if slow != self._said_slow:
             self._said_slow = slow
-            self._warn(f"decode steps do not use FlashAttention, and are slower: {slow}")
+            self._warn(f"decode steps attend without page tables, and are slower: {slow}")
 
     def _go_native(self) -> None:
         try:
@@ -277,8 +273,6 @@ class TorchEngine:
                 if predicting:
                     generation.details |= self._learn(served)
                 generation.details |= self._scheduler.details
-            if self._capture is not None:
-                self._kept.put(generation.workspace)
         finally:
             self._stats = generation.stats()
 
@@ -290,19 +284,14 @@ class TorchEngine:
         return Generation(workspace, self._eos, requests, stop, self._meter, *of)
 
     def _workspace(self, requests: Seq[Request]) -> Workspace:
-        """The previous one if it has graphs and fits, else a new one."""
         # A prefix is only useful if the scheduler orders by length.
         prefix = self._predictor.prefix_tokens if self._scheduler.needs_lengths else 0
-
-        def sizes_of(decoder: Decoder) -> Sizes:
-            return Sizes.of(decoder, self._sampler, self._sparsity, requests, prefix, one_page=True)
-
-        parts = (self._decoder, self._sampler, self._sparsity, requests, self._capture, prefix)
+        parts = (self._decoder, self._sampler, self._sparsity, requests, self._capture and self._capture(), prefix)
         if self._speculation is not None:
             if self._speculation.kind == "self":
                 self._speculation.small = self._decoder.rounded(DRAFTER)
             return Workspace.of(*parts, drafts=True)
-        return self._kept.take(self._decoder, sizes_of) or Workspace.of(*parts)
+        return Workspace.of(*parts)
 
     def _say_what_has_no_room(self, sizes: Sizes) -> None:
         enough = sizes.room.probes_with
@@ -376,18 +365,14 @@ class TorchEngine:
             )
 
 
-def _check_graph(model: Any, device: torch.device) -> None:
-    reason = ""
+def _against_graphs(model: Any, device: torch.device) -> str:
+    """Return why decode steps cannot be replayed as CUDA graphs; empty if they can."""
     if getattr(model, "is_loaded_in_8bit", False):
-        reason = "model.quantize=8bit searches for outliers"
-    elif (kind := getattr(model.model.rotary_emb, "rope_type", "default")) in ("dynamic", "longrope"):
-        reason = f"rope_type {kind} depends on the longest row"
-    if reason:
-        raise UserError(
-            f"engine.cuda_graph=true replays a recorded step, and {reason} in every step: leave engine.cuda_graph out"
-        )
-    if device.type != "cuda":
-        raise UserError(f"engine.cuda_graph=true needs a GPU, but the model is on {device}: leave it out")
+        return "model.quantize=8bit searches for outliers in every step"
+    kind = getattr(model.model.rotary_emb, "rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        return f"rope_type {kind} depends on the longest row in every step"
+    return "" if device.type == "cuda" else f"a graph needs a GPU, and the model is on {device}"
 
 
 def _halt_if(enough: Callable[[Rollout], bool] | None, generation: Generation, rollout: Rollout) -> None:

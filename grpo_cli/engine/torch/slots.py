@@ -22,7 +22,7 @@ from grpo_cli.engine.kv.keeper import KeepAll, Keeper, SlotShape, Tally
 from grpo_cli.engine.kv.padding import Padding, round_up
 from grpo_cli.engine.kv.prompts import PromptPool
 from grpo_cli.engine.kv.rows import Rows
-from grpo_cli.engine.kv.tiles import Pieces, Runs, ahead_pieces, prompt_pieces, sides
+from grpo_cli.engine.kv.tiles import Pieces, Table, ahead_pieces, prompt_pieces, sides
 from grpo_cli.engine.step.sample import SamplingTable, uniforms
 from grpo_cli.engine.torch.sequence import Parked, Sequence
 from grpo_cli.engine.torch.transcripts import StepTokens
@@ -61,17 +61,11 @@ class Slots:
         self._prompt_len, self._num_generated, self._num_held, self._num_prompt_seen, self._max_new = self._numbers
         self._sampling = SamplingTable(count, device, natively)
         self._entries = np.zeros(count, dtype=np.int64)  # of the prompt that each slot reads
-        self._own: tuple[object, Pieces | Runs] | None = None  # the last layout and its key
-        self._of_prompts: tuple[object, Pieces | Runs] | None = None
+        self._own: tuple[object, Pieces | Table] | None = None  # the last layout and its key
+        self._of_prompts: tuple[object, Pieces | Table] | None = None
         self.sequences: list[Sequence | None] = [None] * count
         self.running = 0  # how many slots are taken
         self.views = Views(())
-
-    def clear(self) -> None:
-        """Empty all slots; the arena clears the pages."""
-        self.sequences, self.running = [None] * self.count, 0
-        self._sampling.clear()
-        self.keeper.clear()
 
     @property
     def asked(self) -> tuple[bool, ...]:
@@ -274,7 +268,7 @@ class Slots:
         self._last[: len(taken)] = drawn[0][last]
         return found
 
-    def _pieces(self, running: int, count: int, prompts: PromptPool) -> tuple[Pieces | Runs, Pieces | Runs]:
+    def _pieces(self, running: int, count: int, prompts: PromptPool) -> tuple[Pieces | Table, Pieces | Table]:
         """The layouts of own and prompt pages, recomputed only when they have changed."""
         kv, device = self.kv, self._last.device
         own_side, prompt_side = sides(kv.layout.by_token)

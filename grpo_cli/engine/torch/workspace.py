@@ -1,13 +1,12 @@
 """The workspace of a generation: copies of weights, keys and values, slots, and the function that runs a step.
 
-Without graphs it lasts as long as the generation. A CUDA graph records addresses, so with graphs the workspace is kept
-for the next generation that fits into it, which can replay captured steps from the start.
+A CUDA graph records addresses, so graphs last as long as the generation too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
@@ -26,7 +25,7 @@ from grpo_cli.types import Request
 
 @dataclass(frozen=True)
 class Workspace:
-    """For the requests that it was made for, or others of `sizes` that it `serves`."""
+    """What a generation of certain requests runs in."""
 
     decoder: Decoder
     sizes: Sizes
@@ -62,42 +61,3 @@ class Workspace:
             return cls(decoder, sizes, kv, slots, turn, fixed)
         captured = FixedTurns(turn, capture, keeper.repeated, lambda: (kv.tokens, slots.asked))
         return cls(decoder, sizes, kv, slots, captured, fixed)
-
-    def serves(self, other: Sizes) -> bool:
-        """Whether it has the room and the shapes for a generation of other sizes."""
-        mine, its = self.sizes, other
-        if its.slots.prompt_width > mine.slots.prompt_width or its.kv.prompts > mine.kv.prompts:
-            return False
-        # A budget limits what is allocated, and is divided according to the sizes.
-        bounded = its.room.budget is not None and its.kv != mine.kv
-        slots = replace(its.slots, prompt_width=mine.slots.prompt_width)
-        return slots == mine.slots and its.max_new_tokens <= mine.max_new_tokens and not bounded
-
-    def emptied(self, sizes: Sizes) -> Workspace:
-        """Reset for a generation of these sizes, with the current weights."""
-        self.kv.clear()
-        self.slots.clear()
-        self.decoder.refresh()
-        mine = self.sizes
-        sizes = replace(sizes, slots=mine.slots, row_page=mine.row_page, prompt_page=mine.prompt_page)
-        return replace(self, sizes=sizes)
-
-
-class KeptWorkspace:
-    """Holds at most one unused workspace."""
-
-    def __init__(self) -> None:
-        self._workspace: Workspace | None = None
-
-    def put(self, workspace: Workspace) -> None:
-        self._workspace = workspace
-
-    def take(self, padded: Decoder, sizes_of: Callable[[Decoder], Sizes]) -> Workspace | None:
-        """The workspace, if it serves the sizes from `sizes_of`; otherwise it is freed before another one is made."""
-        workspace, self._workspace = self._workspace, None
-        if workspace is None or workspace.decoder.padding != padded.padding:
-            return None
-        if workspace.decoder.rounding != padded.rounding:
-            return None
-        sizes = sizes_of(workspace.decoder)
-        return workspace.emptied(sizes) if workspace.serves(sizes) else None

@@ -1,20 +1,18 @@
-"""Attention by FlashAttention's operation: the same answers as by products, whatever the pages."""
+"""Attention by page tables: the same answers as by products, whatever the pages; and the same by its kernel."""
 
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
-import flash as operation
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import contents, make_engine, small_model, some_requests
+from small import make_engine, small_model
 from torch import Tensor
 
-from grpo_cli.engine.gpu import flash
+from grpo_cli.engine.gpu.paged import PagedAttention, paged_attention, reason_against
 from grpo_cli.engine.kv.cache import KvArena, KvLayout, Region
 from grpo_cli.engine.kv.keeper import KeepAll
 from grpo_cli.engine.kv.rows import Rows
@@ -44,7 +42,7 @@ class Case:
     def drawn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator)
 
-    def answers(self, by_token: bool, rows_to: int) -> tuple[Tensor, list[Tensor]]:
+    def answers(self, by_token: bool) -> tuple[Tensor, list[Tensor]]:
         """Of all rows, and the keys that each holds afterwards."""
         self._generator = torch.Generator().manual_seed(0)
         rows, kv = len(self.held), self._arena(by_token)
@@ -58,8 +56,7 @@ class Case:
         step = Rows(held, held, held, write_to, self.page, own, prompt)
         q, k, v = (self.drawn(rows, heads, DIM) for heads in (self.heads * self.group, self.heads, self.heads))
         if by_token:
-            more = [torch.cat([x, torch.full((rows_to - rows, *x.shape[1:]), torch.nan)]) for x in (q, k, v)]
-            found = flash.FlashAttention(step, kv, self.group, 0.3, KeepAll(), rows_to, flash.join)(0, *more)
+            found = PagedAttention(step, kv, 0.3, KeepAll())(0, q, k, v)
         else:
             found = StepAttention(step, kv, self.group, 0.3, KeepAll())(0, q, k, v)
         return found, [kv.read(row, count + 1)[0] for row, count in enumerate(self.held)]
@@ -88,57 +85,64 @@ class Case:
 @given(st.data())
 def test_it_answers_as_products_do_whatever_the_pages(data: Any) -> None:
     case = Case(data.draw)
-    rows = len(case.held)
-    expected, held = case.answers(by_token=False, rows_to=rows)
-    with patch.object(flash, "_forward", operation.forward):
-        found, held_so = case.answers(by_token=True, rows_to=rows + 2)
-    torch.testing.assert_close(found[:rows], expected, atol=1e-5, rtol=1e-5)
-    assert not found[rows:].any(), "who is there for the shape alone hears nothing"
+    expected, held = case.answers(by_token=False)
+    found, held_so = case.answers(by_token=True)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert all(torch.equal(one, other) for one, other in zip(held_so, held, strict=True))
 
 
-def tokens(rollouts: Any) -> dict[Any, Any]:
-    return {name: words[0] for name, words in contents(rollouts).items()}
+def test_three_keys_by_hand() -> None:
+    """Scores ln 1, ln 2, ln 5 of values 8, 4, 1.6: (8 + 8 + 8) / 8."""
+    one = torch.ones(1, 1, 1)
+    keys, values = (torch.tensor(numbers).log().view(4, 1, 1) for numbers in ([1.0, 1, 2, 1], [1.0, 1, 1, 1]))
+    values += torch.tensor([8.0, 0.0, 4.0, 0.0]).view(4, 1, 1)  # a prompt of one key on page 0, a row's one on page 1
+    table, count = (torch.tensor(numbers) for numbers in ([[1]], [1]))
+    own = keys.clone(), values.clone(), table, 2, count, torch.tensor([3])
+    found = paged_attention(one, one * torch.tensor(5.0).log(), one * 1.6, *own, keys, values, table * 0, 2, count, 1.0)
+    torch.testing.assert_close(found, 3 * one)
+    assert own[1].flatten().tolist() == pytest.approx([8, 0, 4, 1.6]), "the new value is written"
 
 
-def test_a_policy_that_looks_at_weights_attends_by_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    words: dict[str, Any] = dict(budget=12, buffer=4, window=4, sinks=2, protect_prompt=True, per_head=True)
-    calls = operation.force(monkeypatch)
-    for policy, asked in ((Rkv(**words, kernel=3, importance=0.5, threshold=0.5), True), (H2o(**words), False)):
-        list(make_engine(small_model(), sparsity=policy).generate(some_requests(tokens=20)))
-        assert bool(calls) == asked
-        calls.clear()
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "heads", "group", "dim"), [(3, 2, 7, 64), (64, 8, 2, 128), (300, 4, 1, 80)])
+def test_the_kernel_computes_the_same(dtype: torch.dtype, rows: int, heads: int, group: int, dim: int) -> None:
+    """Rows by few and many programs, with prompts and own keys or without, in pages of 48 and 16 tokens."""
+    random = torch.Generator("cuda").manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, device="cuda").to(dtype)
+
+    held, prompt_held = torch.randint(0, 140, (2, rows), generator=random, device="cuda")
+    held[0] = prompt_held[0] = 0
+    pages, prompt_pages = (torch.randperm(rows * k, generator=random, device="cuda").view(rows, k) for k in (3, 9))
+    write_at = pages.gather(1, held[:, None] // 48)[:, 0] * 48 + held % 48
+    q, k, v = drawn(rows, heads * group, dim), drawn(rows, heads, dim), drawn(rows, heads, dim)
+    own, prompt = ([drawn(rows * tokens, heads, dim) for _ in "kv"] for tokens in (144, 144))
+    given = [q, k, v, *own, pages, 48, held, write_at, *prompt, prompt_pages, 16, prompt_held, 0.3]
+    on_cpu = [x.cpu().float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in given]
+    expected = paged_attention(*(x.cpu() if isinstance(x, Tensor) else x for x in on_cpu))
+    found = paged_attention(*given).cpu().float()
+    assert (found - expected).norm() < (1e-5 if dtype == torch.float32 else 8e-3) * expected.norm()
+    assert torch.equal(own[0].cpu().float(), on_cpu[3]) and torch.equal(own[1].cpu().float(), on_cpu[4])
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "dim", "missing", "said"),
-    [
-        ("cpu", torch.bfloat16, 64, "", "the model is on cpu"),
-        ("cuda", torch.float32, 64, "", "rollouts are made in float32"),
-        ("cuda", torch.bfloat16, 60, "", "the model's have 60"),
-        ("cuda", torch.bfloat16, 264, "", "the model's have 264"),
-        ("cuda", torch.bfloat16, 64, "kernels", "has none that takes lengths"),
-        ("cuda", torch.bfloat16, 64, "operation", "has none that takes lengths"),
-        ("cuda", torch.bfloat16, 64, "", ""),
-    ],
+    ("device", "dim", "said"),
+    [("cpu", 64, "the model is on cpu"), ("cuda", 264, "the model's have 264"), ("cuda", 64, "")],
 )
-def test_a_reason_against_it_is_named(
-    device: str, dtype: torch.dtype, dim: int, missing: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: missing != "kernels")
-    if missing == "operation":
-        monkeypatch.setattr(flash, "OPERATION", "_flash_attention_of_old")
-    found = flash.reason_against(torch.device(device), dtype, dim)
+def test_a_reason_against_it_is_named(device: str, dim: int, said: str) -> None:
+    found = reason_against(torch.device(device), dim)
     assert (said in found) if said else not found
 
 
-def test_a_gpu_that_goes_without_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_that_needs_attention_weights_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    engine = make_engine(small_model(), compile=False, warn=said.append)
-    monkeypatch.setattr(Decoder, "device", torch.device("cuda"))
-    for _ in range(2):
-        engine._pad()
-    assert said == [
-        "decode steps do not use FlashAttention, and are slower: it multiplies in 16 bits, and rollouts are made "
-        "in float32"
-    ]
+    words: dict[str, Any] = dict(budget=12, buffer=4, window=4, sinks=2, protect_prompt=True, per_head=True)
+    for policy, warned in ((Rkv(**words, kernel=3, importance=0.5, threshold=0.5), False), (H2o(**words), True)):
+        engine = make_engine(small_model(), sparsity=policy, compile=False, warn=said.append)
+        with monkeypatch.context() as patched:
+            patched.setattr(Decoder, "device", torch.device("cuda"))
+            for _ in range(2):
+                engine._pad()
+        assert len(said) == warned

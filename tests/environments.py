@@ -3,19 +3,23 @@
 import time
 
 
-def respond(row, turns):
-    said = turns[-1]
-    if said == "raise":
-        raise KeyError("k")
-    if said == "number":
-        return 7
-    if said == "nothing":
-        return ""
-    if said == "much":
-        return "x" * 10_000_000
-    if said == "slow":
-        time.sleep(60)
-    return None if said == row["answer"] else f"{len(turns)}: not {said} {row['hint']}"
+class Responding:
+    def reset(self, **row):
+        self.row, self.turns = row, []
+
+    def respond(self, turn):
+        self.turns.append(turn)
+        if turn == "raise":
+            raise KeyError("k")
+        if turn == "number":
+            return 7
+        if turn == "nothing":
+            return ""
+        if turn == "much":
+            return "x" * 10_000_000
+        if turn == "slow":
+            time.sleep(60)
+        return None if turn == self.row["answer"] else f"{len(self.turns)}: not {turn} {self.row.get('hint')}"
 
 
 def score(row, turns, reply):

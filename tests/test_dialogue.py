@@ -29,7 +29,9 @@ def rows(tmp_path: Path) -> str:
     return str(tmp_path / "rows.jsonl")
 
 
-SETTINGS: Any = dict(turns=2, feedback=None, respond=None, environment="environments:Counter", tools=None)
+SETTINGS: Any = dict(turns=2, environment="environments:Counter", tools=None)
+
+RESPONDING = {"environment": "environments:Responding"}
 
 
 def talking(rows: str, tokenizer: Any = PLAIN, **words: Any) -> Any:
@@ -45,8 +47,8 @@ def heard(task: Any, *said: str, prompt: int = 0) -> Any:
     return answer.result()
 
 
-def test_a_function_hears_the_row_and_all_turns(rows):
-    task = talking(rows, respond="environments:respond", reward="environments:score")
+def test_an_environment_hears_the_row_and_all_turns(rows):
+    task = talking(rows, environment="environments:Responding", reward="environments:score")
     answer = task.prompts("train")[0].answer
     assert heard(task, "a", "b") == ["2: not b !"] and heard(task, "a", answer) is None
 
@@ -61,15 +63,10 @@ def test_a_function_hears_the_row_and_all_turns(rows):
         ("slow", "respond_seconds=0.2"),
     ],
 )
-def test_what_a_function_must_not_do_names_the_prompt_and_the_turn(rows, said, named):
-    task = talking(rows, respond="environments:respond", respond_seconds=0.2)
+def test_what_an_environment_must_not_do_names_the_prompt_and_the_turn(rows, said, named):
+    task = talking(rows, environment="environments:Responding", respond_seconds=0.2)
     with pytest.raises(UserError, match=f"turn 2 of prompt train-[0-9]+.*({named})"):
         heard(task, "a", said)
-
-
-def test_feedback_is_given_until_the_answer_is_right(rows):
-    task = talking(rows, feedback="No. Again.")
-    assert heard(task, "99") == ["No. Again."] and heard(task, task.prompts("train")[0].answer) is None
 
 
 def test_tools_are_called_by_what_the_model_writes_and_faults_are_told_to_it(rows):
@@ -127,7 +124,7 @@ def test_what_reset_returns_goes_behind_the_question(rows, tmp_path):
     before = chat.decode(plain.token_ids)
     assert question in before and first(opening=" 7 left") == before.replace(question, f"{question} 7 left")
     with pytest.raises(UserError, match="returned a int for line 1: return text"):
-        environment_of(SETTINGS, lambda prompt, text: False).opens({"answer": "1", "opening": 7}, "line 1")
+        environment_of(SETTINGS).opens({"answer": "1", "opening": 7}, "line 1")
 
 
 def test_a_class_that_says_different_things_is_refused(rows):
@@ -138,22 +135,22 @@ def test_a_class_that_says_different_things_is_refused(rows):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ({}, "task.feedback"),
-        ({"feedback": "No.", "respond": "environments:respond"}, "give one of"),
-        ({"feedback": "No.", "turns": 1}, "task.turns of 2 or more"),
-        ({"respond": "environments:nothing"}, "has no function"),
-        ({"respond": "environments"}, "module:name"),
-        ({"respond": "no_such_module:respond"}, "cannot be imported"),
+        ({}, "task.environment"),
+        ({"environment": "environments:Counter", "tools": "environments:add"}, "both"),
+        ({"environment": "environments:Counter", "turns": 1}, "task.turns of 2 or more"),
+        ({"tools": "environments:nothing"}, "has no function"),
+        ({"environment": "environments"}, "module:name"),
+        ({"environment": "no_such_module:Counter"}, "cannot be imported"),
         ({"environment": "environments:NoReset"}, "reset"),
         ({"environment": "environments:Silent"}, "typed methods"),
-        ({"environment": "environments:respond"}, "task.respond"),
+        ({"environment": "environments:score"}, "task.tools"),
         ({"tools": "environments:untyped", "tokenizer": make_tokenizer(chat_template=TOOLS)}, "untyped.*type"),
         ({"tools": "environments:add"}, "chat template"),
-        ({"tools": "environments:add", "tokenizer": CHAT}, "does not render tools.*task.respond"),
-        ({"respond": "environments:respond", "respond_seconds": 0.0}, "task.respond_seconds"),
-        ({"respond": "environments:respond", "respond_workers": 0}, "task.respond_workers"),
+        ({"tools": "environments:add", "tokenizer": CHAT}, "does not render tools.*task.environment"),
+        ({"environment": "environments:Responding", "respond_seconds": 0.0}, "task.respond_seconds"),
+        ({"environment": "environments:Responding", "respond_workers": 0}, "task.respond_workers"),
         ({"turns": 0}, "task.turns=0"),
-        ({"feedback": "No.", "reward": "environment"}, "get_reward"),
+        ({"environment": "environments:Responding", "reward": "environment"}, "get_reward"),
     ],
 )
 def test_what_cannot_answer_is_refused_at_the_start(rows, words, named):
@@ -183,9 +180,9 @@ NO_ANSWER = (
 @pytest.mark.parametrize(("template", "named"), [(THINKING, "task.keep_reasoning=true"), (NO_ANSWER, "no more")])
 def test_a_template_that_says_earlier_turns_in_other_words_is_refused(rows, template, named):
     with pytest.raises(UserError, match=named):
-        talking(rows, make_tokenizer(chat_template=template), feedback="No.")
+        talking(rows, make_tokenizer(chat_template=template), **RESPONDING)
     if template is THINKING:
-        talking(rows, make_tokenizer(chat_template=template), feedback="No.", keep_reasoning=True)
+        talking(rows, make_tokenizer(chat_template=template), **RESPONDING, keep_reasoning=True)
 
 
 @pytest.mark.parametrize("template", [True, TOOLS, THINKING])
@@ -211,14 +208,14 @@ def test_special_tokens_in_a_message_are_text():
 
 
 def test_rewards_see_the_last_turn_and_own_functions_all_of_them(rows):
-    prompt = talking(rows, feedback="No.").prompts("train")[0]
+    prompt = talking(rows, **RESPONDING).prompts("train")[0]
     one, two = (rollout_of(prompt, text, PLAIN).token_ids for text in ("99", prompt.answer))
     spans = (Span(0, len(one)), Span(-3, 2), Span(0, len(two)))
     ids = (*one, 9, 9, *two)
     episode = Rollout(Request(prompt, 0, 0, Sampling.plain(99)), ids, (0.0,) * len(ids), Finish.EOS, 0, spans)
     for words, parts in (
-        ({"feedback": "No."}, {"correct": 1.0}),
-        ({"respond": "environments:respond", "reward": "environments:score"}, {"correct": 1.0, "turns": 2.0}),
+        (RESPONDING, {"correct": 1.0}),
+        ({**RESPONDING, "reward": "environments:score"}, {"correct": 1.0, "turns": 2.0}),
         ({"environment": "environments:Stepping", "reward": "environment"}, {"environment": 2.0}),
     ):
         (scored,) = score_all(talking(rows, **words), [Group(prompt, (episode,))])

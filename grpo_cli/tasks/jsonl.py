@@ -70,7 +70,7 @@ class Jsonl(Speaks):
         del seed  # nothing here is random: runs that differ in their seed share their problems
         if not (source := path or default_path):
             raise UserError("task.path is missing: give a JSONL file, or hub:<dataset>:<split>")
-        environment = environment_of(turns, self._is_right)
+        environment = environment_of(turns)
         self._judge = (
             environment_judge(environment)
             if reward == "environment"
@@ -154,10 +154,6 @@ class Jsonl(Speaks):
 
     def _problem(self, prompt: Prompt) -> Problem:
         return (self._train if prompt.id.startswith("train-") else self._eval).of(prompt.id)
-
-    def _is_right(self, prompt: Prompt, text: str) -> bool:
-        said = Completion(f"prompt {prompt.id}", text, (text,), prompt.answer, True, 0, self._problem(prompt))
-        return self._judge([said])[0].get(self._judge.main or "correct", 0.0) >= 1.0
 
     def _completion(self, prompt: Prompt, rollout: Rollout) -> Completion:
         texts = tuple(self.text(turn) for turn in rollout.turns)

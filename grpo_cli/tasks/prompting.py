@@ -186,7 +186,9 @@ class Prompting:
             return
         asked = [_message("user", "?")]
         if self.tools and self._rendered(asked) == replace(self, tools=())._rendered(asked):
-            raise UserError("the tokenizer's chat template does not render tools: use task.respond, or another model")
+            raise UserError(
+                "the chat template does not render tools: use a task.environment with respond(turn), or another model"
+            )
         for turn in (_TURN, f"<think>\n{_TURN}\n</think>\n\n{_TURN}"):
             drawn, kept, _ = self._around(turn, role, 1)
             if kept != drawn + turn and not keep_reasoning:

@@ -88,7 +88,7 @@ class ReasoningGym(Speaks):
         self._check()
         self._seed, self._strict, self._weights = seed, grading == "strict", asdict(weights)
         self._most_tokens, self._warn, self._warned = max_prompt_tokens, warn, set[str]()
-        environment = environment_of(turns, self._is_right)
+        environment = environment_of(turns)
         tools = environment.tools if environment else ()
         plain = Prompting.of(tokenizer, turns, chat_defaults, tools=tools)
         self._talk(environment, plain, turns)
@@ -127,9 +127,6 @@ class ReasoningGym(Speaks):
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
         where = self._of(prompt.id)
         return {"task": where["task"], "question": self._made([where])[0]["question"], "answer": prompt.answer}
-
-    def _is_right(self, prompt: Prompt, text: str) -> bool:
-        return self._scored([(prompt, text)])[0].get("score") == 1
 
     def _scored(self, said: Sequence[tuple[Prompt, str]]) -> list[Reply]:
         """The score of each text; equal ones are scored once."""

@@ -1,4 +1,4 @@
-"""What answers a model in an episode of several turns: a fixed feedback, a function or a class of one's own, or tools.
+"""What answers a model in an episode of several turns: a class of one's own, or functions as tools.
 
 Each is a pure function of a row and of what the model has said so far, as text. A class, which has a state, is made
 anew and hears the earlier turns again wherever it is needed, so none is ever kept. Calls of tools are data: a name and
@@ -39,8 +39,6 @@ class TurnSettings(PromptSettings):
     """What the tasks of text say of prompts and turns; each word has its comment in `conf/task/_turns.yaml`."""
 
     turns: Count
-    feedback: str | None
-    respond: str | None
     environment: str | None
     tools: str | None
     respond_seconds: Annotated[float, Range(0, above=True)]
@@ -56,29 +54,21 @@ class Environment:
     name: str
     role: str = "user"
     tools: tuple[Any, ...] = ()
-    slow: bool = True  # a person's own, which may take its time
     score: Callable[[Mapping[str, Any], Sequence[str]], Any] | None = None  # what it says a whole episode is worth
     opens: Callable[[Mapping[str, Any], str], str] = lambda row, place: ""  # what it adds to the question of a row
 
 
-def environment_of(settings: TurnSettings, is_right: Callable[[Prompt, str], bool]) -> Environment | None:
-    """What the settings name, None with one turn. UserError unless it is exactly one thing."""
-    named = [key for key in ("feedback", "respond", "environment", "tools") if settings[key] is not None]
+def environment_of(settings: TurnSettings) -> Environment | None:
+    """Build what the settings name, None with one turn. UserError unless it is exactly one thing."""
+    named = [key for key in ("environment", "tools") if settings[key] is not None]
     if settings["turns"] == 1:
         refuse([f"task.{key} needs task.turns of 2 or more: with one the model is not answered" for key in named])
         return None
     if len(named) != 1:
         raise UserError(
-            f"task.turns={settings['turns']} needs someone who answers the model, and "
-            f"{' and '.join(f'task.{key}' for key in named) or 'nobody'} was given: give one of task.feedback, "
-            "task.respond, task.environment and task.tools"
+            f"task.turns={settings['turns']} needs one thing that answers the model, either task.environment or "
+            f"task.tools, and {'both were' if named else 'none was'} given"
         )
-    if (feedback := settings["feedback"]) is not None:
-        return Environment(
-            lambda prompt, row, turns: None if is_right(prompt, turns[-1]) else [feedback], "feedback", slow=False
-        )
-    if settings["respond"] is not None:
-        return Environment(_function(settings["respond"], "task.respond"), f"task.respond={settings['respond']}")
     if settings["tools"] is not None:
         module, _, names = settings["tools"].partition(":")
         functions = [own(f"{module}:{name.strip()}", "task.tools") for name in names.split(",")]
@@ -88,16 +78,6 @@ def environment_of(settings: TurnSettings, is_right: Callable[[Prompt, str], boo
             lambda prompt, row, turns: _called(by_name, turns[-1]), name, "tool", _schemas(by_name, name)
         )
     return _of_class(str(settings["environment"]))
-
-
-def _function(name: str, key: str) -> Says:
-    function = own(name, key)
-
-    def says(prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str]) -> Any:
-        said = function(row, list(turns))
-        return None if said is None else [said]
-
-    return says
 
 
 def environment_judge(environment: Environment | None) -> OwnReward:
@@ -155,7 +135,7 @@ def _of_class(name: str) -> Environment:
     made = own(name, "task.environment")
     if not isinstance(made, type) or not callable(getattr(made, "reset", None)):
         raise UserError(
-            f"task.environment={name} must be a class with reset(**row), as TRL takes one; a function is task.respond"
+            f"task.environment={name} must be a class with reset(**row), as TRL takes one; functions are task.tools"
         )
     member = next((word for word in ("step", "respond") if callable(getattr(made, word, None))), None)
     kept = {"reset", "get_reward", "close", "step", "respond"}
@@ -247,8 +227,6 @@ class Speaks(ABC):
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
         heard = [self.text(turn) for turn in turns]
         who = f"{self._environment.name}, asked after turn {len(turns)} of prompt {prompt.id},"
-        if not self._environment.slow:
-            return answer(self._environment.says(prompt, self.row_of(prompt), heard))
         pending = _Pending(self._seconds, who)
         call = partial(self._environment.says, prompt, self.row_of(prompt), heard)
         threading.Thread(target=pending.run, args=(call, self._room), daemon=True).start()

@@ -160,7 +160,7 @@ class WordProblems(GeneratedTask[Story], Speaks):
     ) -> None:
         self._must_end, self._instruction = must_end, instruction
         self._level = (max_start, max_change, groups)
-        environment = environment_of(turns, self._is_right)
+        environment = environment_of(turns)
         tools = environment.tools if environment else ()
         prompting = Prompting.of(tokenizer, turns, chat_defaults, tools=tools)
         self._talk(environment, prompting, turns)
@@ -189,12 +189,9 @@ class WordProblems(GeneratedTask[Story], Speaks):
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         ended = rollout.finish.complete
-        right = self._is_right(prompt, self.text(rollout.turns[-1]))
+        right = equal(extract_answer(self.text(rollout.turns[-1])).value, Fraction(prompt.answer))
         correct = float(right and (ended or not self._must_end))
         return Reward(correct, {"correct": correct, "ended": float(ended)}, weights={"correct": 1.0})
-
-    def _is_right(self, prompt: Prompt, text: str) -> bool:
-        return equal(extract_answer(text).value, Fraction(prompt.answer))
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
         return {"question": self.text(prompt.token_ids), "answer": prompt.answer}

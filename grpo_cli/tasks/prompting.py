@@ -144,6 +144,11 @@ class Prompting:
     def is_chat(self) -> bool:
         return self.use_chat_template and bool(self.tokenizer.chat_template)
 
+    @property
+    def opens_thought(self) -> bool:
+        """True if the chat template begins the model's turn with an open thought."""
+        return self.is_chat and self._rendered([_message("user", "?")]).rstrip().endswith("<think>")
+
     def encode(self, question: str, messages: Sequence[Message] = ()) -> tuple[int, ...]:
         """The prompt's tokens, never truncated. `messages`, a chat that ends with the user, are used as given."""
         if messages:

@@ -88,10 +88,10 @@ class ReasoningGym(Speaks):
         self._check()
         self._seed, self._strict, self._weights = seed, grading == "strict", asdict(weights)
         self._most_tokens, self._warn, self._warned = max_prompt_tokens, warn, set[str]()
-        environment = environment_of(turns)
-        tools = environment.tools if environment else ()
-        plain = Prompting.of(tokenizer, turns, chat_defaults, tools=tools)
-        self._talk(environment, plain, turns)
+        plain = Prompting.of(tokenizer, turns, chat_defaults)
+        environment = environment_of(turns, plain)
+        plain = replace(plain, tools=environment.tools if environment else ())
+        self._talk(environment, plain, turns, warn)
         self._decode, self._shown = plain.decode, {task: self._examples(task, few_shot) for task in self._shares}
         self._prompting = {task: replace(plain, examples=shown) for task, shown in self._shown.items()}
         self._train = MadePrompts(self._train_prompt, train_problems)

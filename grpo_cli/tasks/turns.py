@@ -161,9 +161,9 @@ def _reply(function: str, call: Callable[[], Any], read: Callable[[Any], Any], s
         found, failed, fault = [_ADDRESS.sub("", f"error: {type(error).__name__}: {text_of(error)}")], 1, raised(error)
     if found is None:
         return Reply(None)
-    if any(len(text) > MOST_CHARACTERS for text in found):
-        fault = fault or f"returned more than {MOST_CHARACTERS} characters, and the model reads so many"
-    messages = [_plain(text[:MOST_CHARACTERS]) for text in found or [""]]
+    messages = [_plain(text[:MOST_CHARACTERS]) for text in found] or [""]
+    if messages != (found or [""]):
+        fault = fault or f"returned more than {MOST_CHARACTERS} characters, or some that UTF-8 cannot hold: it was cut"
     return Reply(messages, failed, {f"{function} {fault}".partition(":")[0]: f"{function} {fault}"} if fault else {})
 
 

@@ -32,8 +32,8 @@ METRICS: Mapping[str, str] = {
     "episode, at sampling.max_turn_tokens.",
     "turns/mean": "Mean number of the model's turns in an episode, where the task has several.",
     "turns/max": "Most turns of an episode of the step.",
-    "turns/limit": "Share of episodes that were cut off: at sampling.max_new_tokens, by an answer without room, or in the "
-    "last turn at sampling.max_turn_tokens.",
+    "turns/limit": "Share of episodes that were cut off: at sampling.max_new_tokens, by an answer without room, or in "
+    "the last turn at sampling.max_turn_tokens.",
     "turns/errors": "Answers of environments since the last step that name an error: of a tool call that could not be "
     "read, or of the user's code.",
     "tokens/environment": "Tokens of the step that environments answered: read, not drawn, and not trained on.",

@@ -233,8 +233,7 @@ class ReasoningGym(Speaks):
         for task, reply in zip(self._shares, self._ask(asked), strict=True):
             key = f"task.config.{task}" if self._is_mix else "task.config"
             if task in REFUSED:
-                instead = "; task=countdown has such problems, and executes nothing" if task == "countdown" else ""
-                problems.append(f"task=reasoning_gym does not take {task}: {REFUSED[task]}{instead}")
+                problems.append(f"task=reasoning_gym does not take {task}: {REFUSED[task]}")
             elif names := set(reply.get("names", ())) - REFUSED.keys():
                 problems.append(f"reasoning-gym has no task {task}{closest(task, names)}; it has {_listed(names)}")
             elif words := reply.get("words"):

@@ -67,20 +67,21 @@ class Environment:
 
 def environment_of(settings: TurnSettings, prompting: Prompting) -> Environment | None:
     """Build what the settings name, None with one turn. UserError unless it is exactly one thing."""
-    named = [key for key in ("environment", "tools") if settings[key] is not None]
+    both = {"environment": settings["environment"], "tools": settings["tools"]}
+    given = {key: str(value) for key, value in both.items() if value is not None}
     if settings["turns"] == 1:
-        refuse([f"task.{key} needs task.turns of 2 or more: with one the model is not answered" for key in named])
+        refuse([f"task.{key} needs task.turns of 2 or more: with one the model is not answered" for key in given])
         return None
-    if len(named) != 1:
+    if len(given) != 1:
         raise UserError(
             f"task.turns={settings['turns']} needs one thing that answers the model, either task.environment or "
-            f"task.tools, and {'both were' if named else 'none was'} given"
+            f"task.tools, and {'both were' if given else 'none was'} given"
         )
-    key, seconds = named[0], settings["respond_seconds"]
-    name = f"task.{key}={settings[key]}"
+    ((key, value),), seconds = given.items(), settings["respond_seconds"]
+    name = f"task.{key}={value}"
     if key == "environment":
-        return _of_class(own(str(settings[key]), "task.environment"), name, seconds, prompting)
-    module, _, names = str(settings["tools"]).partition(":")
+        return _of_class(own(value, "task.environment"), name, seconds, prompting)
+    module, _, names = value.partition(":")
     functions = [own(f"{module}:{word.strip()}", "task.tools") for word in names.split(",")]
     by_name = {getattr(function, "__name__", str(function)): function for function in functions}
     schemas, thinks = _schemas(by_name, name), prompting.opens_thought
@@ -182,7 +183,11 @@ _READS: Mapping[str, Callable[[Any], list[str] | None]] = {
 
 
 def _called(
-    functions: Mapping[str, Callable[..., Any]], turn: str, in_thought: bool, seconds: float, who: str
+    functions: Mapping[str, Callable[..., Any]],
+    turn: str,
+    in_thought: bool = False,
+    seconds: float = 60.0,
+    who: str = "a tool",
 ) -> Reply:
     """Return the results of a turn's calls, one message each; no messages for a turn without a call."""
     replies = [

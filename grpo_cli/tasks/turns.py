@@ -211,59 +211,58 @@ def _of_class(made: Any, name: str, seconds: float, prompting: Prompting) -> Env
     tools = [word for word, _ in inspect.getmembers(made, callable) if not word.startswith("_") and word not in kept]
     if not tools and member is None:
         raise UserError(f"{name} has no method that answers: add typed methods as tools, or respond")
-    thinks = member is None and prompting.opens_thought
+    schemas: tuple[Any, ...] = ()
+    if member is None:
+        with own_code(f"{name}, made without arguments,"):
+            instance = _limited(made, seconds, f"{name}, made without arguments,")
+        schemas = _schemas({word: getattr(instance, word) for word in tools}, name)
+    found = _Episodes(made, name, seconds, member, tools, member is None and prompting.opens_thought)
+    scores = found.score if hasattr(made, "get_reward") else None
+    return Environment(found.reply, name, "user" if member else "tool", schemas, scores, found.opens)
 
-    def begun(row: Mapping[str, Any], who: str) -> tuple[Any, Any]:
-        def begin() -> tuple[Any, Any]:
-            instance = made()
-            return instance, _awaited(instance.reset(**row))
 
-        return _limited(begin, seconds, who)
+class _Episodes:
+    """The episodes of a user's class: an object each, which answers by `member` or by calls of `tools`."""
 
-    def hear(instance: Any, turn: str, who: str) -> Reply:
-        if member is None:
-            return _called({word: getattr(instance, word) for word in tools}, turn, thinks, seconds, who)
-        return _reply(member, lambda: getattr(instance, member)(turn), _READS[member], seconds, who)
+    def __init__(
+        self, made: type, name: str, seconds: float, member: str | None, tools: Sequence[str], thinks: bool
+    ) -> None:
+        self._made, self._name, self._seconds = made, name, seconds
+        self._member, self._tools, self._thinks = member, tools, thinks
+        # Objects that wait for a next turn, by the turns that they have heard: the newest.
+        self._waiting: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._lock, self._checked = threading.Lock(), threading.Event()
 
-    def replayed(row: Mapping[str, Any], turns: Sequence[str], who: str) -> tuple[Any, Reply]:
-        instance, reply = begun(row, who)[0], Reply(None)
-        for turn in turns:
-            reply = hear(instance, turn, who)
-        return instance, reply
-
-    waiting: dict[tuple[str, tuple[str, ...]], Any] = {}  # those that have heard these turns, the newest
-    lock, checked = threading.Lock(), threading.Event()
-
-    def reply(prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Reply:
-        with lock:
-            instance = waiting.pop((prompt.id, tuple(turns[:-1])), None)
+    def reply(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Reply:
+        with self._lock:
+            instance = self._waiting.pop((prompt.id, tuple(turns[:-1])), None)
         if instance is None:
-            instance, found = replayed(row, turns, who)
+            instance, found = self._replayed(row, turns, who)
         else:
-            found = hear(instance, turns[-1], who)
-        if not checked.is_set() and replayed(row, turns, who)[1].messages != found.messages:
+            found = self._hear(instance, turns[-1], who)
+        if not self._checked.is_set() and self._replayed(row, turns, who)[1].messages != found.messages:
             raise UserError(
-                f"{name} answered the same turns in two ways: an episode that is taken up again has to come out the "
-                "same, so let all that is random in it follow from the row"
+                f"{self._name} answered the same turns in two ways: an episode that is taken up again has to come out "
+                "the same, so let all that is random in it follow from the row"
             )
-        checked.set()
+        self._checked.set()
         if found.messages is not None:
-            with lock:
-                waiting[prompt.id, tuple(turns)] = instance
-                if len(waiting) > MOST_WAITING:
-                    del waiting[next(iter(waiting))]
+            with self._lock:
+                self._waiting[prompt.id, tuple(turns)] = instance
+                if len(self._waiting) > MOST_WAITING:
+                    del self._waiting[next(iter(self._waiting))]
         return found
 
-    def score(row: Mapping[str, Any], turns: Sequence[str]) -> Any:
+    def score(self, row: Mapping[str, Any], turns: Sequence[str]) -> Any:
         # As in TRL the calls of the last turn are not made: the model reads no result of them.
-        who = f"{name}, get_reward for the row {str(row)[:80]},"
-        instance = replayed(row, turns[:-1] if member is None else turns, who)[0]
-        return _limited(lambda: _awaited(instance.get_reward()), seconds, who)
+        who = f"{self._name}, get_reward for the row {str(row)[:80]},"
+        instance = self._replayed(row, turns[:-1] if self._member is None else turns, who)[0]
+        return _limited(lambda: _awaited(instance.get_reward()), self._seconds, who)
 
-    def opens(row: Mapping[str, Any], place: str) -> str:
-        who = f"{name}, reset for {place},"
+    def opens(self, row: Mapping[str, Any], place: str) -> str:
+        who = f"{self._name}, reset for {place},"
         with own_code(who):
-            text = begun(row, who)[1]
+            text = self._begun(row, who)[1]
         if text is not None and (not isinstance(text, str) or text != _plain(text)[:MOST_CHARACTERS]):
             raise UserError(
                 f"{who} returned a {type(text).__name__}: return text that goes behind the question, in UTF-8 and of "
@@ -271,13 +270,24 @@ def _of_class(made: Any, name: str, seconds: float, prompting: Prompting) -> Env
             )
         return text or ""
 
-    schemas: tuple[Any, ...] = ()
-    if member is None:
-        with own_code(f"{name}, made without arguments,"):
-            instance = _limited(made, seconds, f"{name}, made without arguments,")
-        schemas = _schemas({word: getattr(instance, word) for word in tools}, name)
-    scores = score if hasattr(made, "get_reward") else None
-    return Environment(reply, name, "user" if member else "tool", schemas, scores, opens)
+    def _begun(self, row: Mapping[str, Any], who: str) -> tuple[Any, Any]:
+        def begin() -> tuple[Any, Any]:
+            instance = self._made()
+            return instance, _awaited(instance.reset(**row))
+
+        return _limited(begin, self._seconds, who)
+
+    def _hear(self, instance: Any, turn: str, who: str) -> Reply:
+        if (member := self._member) is None:
+            functions = {word: getattr(instance, word) for word in self._tools}
+            return _called(functions, turn, self._thinks, self._seconds, who)
+        return _reply(member, lambda: getattr(instance, member)(turn), _READS[member], self._seconds, who)
+
+    def _replayed(self, row: Mapping[str, Any], turns: Sequence[str], who: str) -> tuple[Any, Reply]:
+        instance, reply = self._begun(row, who)[0], Reply(None)
+        for turn in turns:
+            reply = self._hear(instance, turn, who)
+        return instance, reply
 
 
 class Speaks(ABC):

@@ -28,10 +28,14 @@ METRICS: Mapping[str, str] = {
     "response/length_mean": "Mean number of tokens per rollout, with the end-of-sequence token and, in an episode of "
     "several turns, with what the environment answered.",
     "response/length_max": "Number of tokens of the longest rollout of the step.",
-    "response/truncated": "Share of rollouts that reached sampling.max_new_tokens without ending.",
+    "response/truncated": "Share of rollouts that were cut off at sampling.max_new_tokens or, in the last turn of an "
+    "episode, at sampling.max_turn_tokens.",
     "turns/mean": "Mean number of the model's turns in an episode, where the task has several.",
     "turns/max": "Most turns of an episode of the step.",
-    "turns/limit": "Share of episodes that sampling.max_new_tokens has ended, before the model or its environment did.",
+    "turns/limit": "Share of episodes that were cut off: at sampling.max_new_tokens, by an answer without room, or in "
+    "the last turn at sampling.max_turn_tokens.",
+    "turns/errors": "Answers of environments since the last step that name an error: of a tool call that could not be "
+    "read, or of the user's code.",
     "tokens/environment": "Tokens of the step that environments answered: read, not drawn, and not trained on.",
     "prompts/distinct": "Different problems that rollouts were made of since the run began.",
     "collect/rounds": "Rounds in which the collector requested the step's rollouts.",

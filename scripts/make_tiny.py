@@ -5,7 +5,7 @@ solutions, one operation per line, until it has the skill. Then, for fewer updat
 writer, who loses a term while copying a long problem and who jumps from any line straight to the end, which no model of
 this size can follow. The model takes up both habits: greedy it loses terms wherever losing is likelier than not,
 sampled it also guesses. The skill is still there, so reinforcement learning has something to bring out, and replies to
-one prompt differ in length. With `--countdown` a share of the examples is solved problems of `task=countdown`. Nothing
+one prompt differ in length. Nothing
 held out is ever trained on, and no reward.
 
 Seeded; a few minutes on one core. At the end `grpo eval` says how often it is right on held-out problems.
@@ -30,7 +30,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from grpo_cli.model.load import save_pretrained
 from grpo_cli.tasks.arithmetic import Sum, draw_sum, worked_solution
-from grpo_cli.tasks.countdown import draw_problem
 from grpo_cli.tasks.generated import is_held_out
 
 CHARACTERS = "0123456789+-*/()=,:"
@@ -87,21 +86,11 @@ def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
 
 def draw_example(rng: Random, args: argparse.Namespace, careless: bool) -> tuple[str, str]:
     """A train problem and a solution of it, by a careful or a careless writer."""
-    if args.countdown and rng.random() < args.countdown:
-        return draw_countdown(rng)
     fewest, most = args.terms
     num_terms = rng.choice(range(fewest, most + 1))
     while is_held_out(str(problem := draw_sum(rng, num_terms, MAX_OPERAND, MAX_VALUE))):
         pass
     return f"{problem}=", careless_solution(rng, problem, *args.careless) if careless else worked_solution(problem)
-
-
-def draw_countdown(rng: Random) -> tuple[str, str]:
-    """A train problem of countdown, as the task draws them by default, and a solution of it."""
-    while True:
-        problem, solution = draw_problem(rng, rng.choice((3, 4)), max_number=20, max_target=99)
-        if not is_held_out(problem.key):
-            return f"{problem}=", solution
 
 
 def careless_solution(rng: Random, problem: Sum, at_most: float, jump: float) -> str:
@@ -200,7 +189,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--careless", type=float, nargs=2, default=(0.65, 0.12), metavar=chances, help="chances, the first at most"
     )
-    parser.add_argument("--countdown", type=float, default=0.0, help="share of countdown examples")
     parser.add_argument("--threads", type=int, default=1, help="another number gives other roundings, so other weights")
     return parser.parse_args()
 

@@ -1,21 +1,79 @@
 """Environments as people write them, and as they should not."""
 
+import sys
 import time
 
 
-def respond(row, turns):
-    said = turns[-1]
-    if said == "raise":
-        raise KeyError("k")
-    if said == "number":
-        return 7
-    if said == "nothing":
-        return ""
-    if said == "much":
-        return "x" * 10_000_000
-    if said == "slow":
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+class Stop(BaseException):
+    """Not an Exception, as what libraries in Rust raise."""
+
+
+def behave(how):
+    """What user's code does wrong, by name."""
+    if how == "slow":
         time.sleep(60)
-    return None if said == row["answer"] else f"{len(turns)}: not {said} {row['hint']}"
+    if how == "exit":
+        sys.exit(3)
+    if how == "interrupt":
+        raise KeyboardInterrupt
+    raises = {"key": KeyError("k"), "mute": Mute(), "stop": Stop(), "next": StopIteration(), "syntax": SyntaxError("s")}
+    if how in raises:
+        raise raises[how]
+    if how == "deep":
+        return behave(how)
+    returns = {"number": 7, "nothing": "", "much": "x" * 200_000, "half": "a\ud800b", "none": None, "object": object()}
+    return returns.get(how, how)
+
+
+class Responding:
+    resets = 0
+
+    def reset(self, **row):
+        type(self).resets += 1
+        self.row, self.turns = row, []
+        return behave(row.get("opening"))
+
+    def respond(self, turn):
+        self.turns.append(turn)
+        if turn == self.row["answer"]:
+            return None
+        said = behave(turn)
+        return f"{len(self.turns)}: not {turn} {self.row.get('hint')}" if said == turn else said
+
+    def get_reward(self):
+        return behave(self.turns[-1]) and 1.0
+
+
+async def later(how: str) -> str:
+    """Behave.
+
+    Args:
+        how: by name
+    """
+    return behave(how)
+
+
+def now(how: str) -> str:
+    """Behave.
+
+    Args:
+        how: by name
+    """
+    return behave(how)
+
+
+def several(count: int):
+    """Yield.
+
+    Args:
+        count: how many
+    """
+    yield from range(count)
 
 
 def score(row, turns, reply):
@@ -52,6 +110,9 @@ class Counter:
         self.left -= count
         return f"{self.left} left"
 
+    def get_reward(self):
+        return self.left
+
 
 class Stepping:
     """skyrl-gym's way."""
@@ -61,6 +122,12 @@ class Stepping:
 
     def step(self, turn):
         self.heard.append(turn)
+        if turn in ("none", "number"):
+            return behave(turn)
+        if turn == "over":
+            return {"done": True}
+        if turn == "silent":
+            return {"done": False, "observations": []}
         said = [{"role": "user", "content": " ".join(self.heard)}]
         return {"observations": said, "reward": 0.0, "done": turn == "end"}
 

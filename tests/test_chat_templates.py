@@ -163,7 +163,7 @@ def test_templates_by_name_and_a_template_that_is_wrong(tmp_path: Path) -> None:
 
 def test_the_empty_place_for_reasoning_that_a_template_drops_is_named_and_kept_by_the_setting(tmp_path: Path) -> None:
     """With enable_thinking=false a turn is drawn behind an empty block, and earlier turns have none."""
-    path, words = asks(tmp_path / "p.jsonl", "a", "b"), {"turns": 2, "feedback": "No."}
+    path, words = asks(tmp_path / "p.jsonl", "a", "b"), {"turns": 2, "environment": "environments:Responding"}
     with pytest.raises(UserError, match=r"</think>.*becomes.*task.keep_reasoning=true"):
         made(path, chat_template_kwargs={"enable_thinking": False}, **words)
     task = made(path, chat_template_kwargs={"enable_thinking": False}, keep_reasoning=True, **words)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import made
 import pytest
+from environments import Responding
 from tiny_hf import TURN_END, TURN_START, make_tokenizer
 from words import rollout_of, task_of
 
 from grpo_cli.collect.requests import score_all
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
+from grpo_cli.tasks import turns
 from grpo_cli.tasks.prompting import Prompting
-from grpo_cli.tasks.turns import environment_of
-from grpo_cli.types import Finish, Group, Request, Rollout, Span
+from grpo_cli.tasks.turns import Reply, environment_of
+from grpo_cli.types import ENVIRONMENT, Finish, Group, Request, Rollout, Span
 
 PLAIN, CHAT = make_tokenizer(), make_tokenizer(chat_template=True)
 
@@ -29,7 +34,10 @@ def rows(tmp_path: Path) -> str:
     return str(tmp_path / "rows.jsonl")
 
 
-SETTINGS: Any = dict(turns=2, feedback=None, respond=None, environment="environments:Counter", tools=None)
+SETTINGS: Any = dict(turns=2, environment="environments:Counter", tools=None, respond_seconds=60.0)
+PROMPTING = Prompting(PLAIN, "{question}", None, use_chat_template=False)
+
+RESPONDING = {"environment": "environments:Responding"}
 
 
 def talking(rows: str, tokenizer: Any = PLAIN, **words: Any) -> Any:
@@ -45,31 +53,125 @@ def heard(task: Any, *said: str, prompt: int = 0) -> Any:
     return answer.result()
 
 
-def test_a_function_hears_the_row_and_all_turns(rows):
-    task = talking(rows, respond="environments:respond", reward="environments:score")
+def test_an_environment_hears_the_row_and_all_turns(rows):
+    task = talking(rows, environment="environments:Responding", reward="environments:score")
     answer = task.prompts("train")[0].answer
     assert heard(task, "a", "b") == ["2: not b !"] and heard(task, "a", answer) is None
 
 
+# What a user's code does, and what the model reads then: all but the last four with an error that is counted.
+ANSWERED = {
+    "key": "error: KeyError: 'k'",
+    "mute": "error: Mute: ",
+    "stop": "error: Stop: ",
+    "syntax": "error: SyntaxError: s",
+    "deep": "error: RecursionError: maximum recursion depth exceeded",
+    "object": "error: TypeError: returned a object, which is no text",
+    "number": "7",
+    "nothing": "",
+    "much": "x" * 100_000,
+    "half": "a?b",
+}
+
+
+@pytest.mark.parametrize("how", ANSWERED)
+def test_what_user_code_does_wrong_is_answered_counted_and_named_once(rows, how):
+    chat = make_tokenizer(chat_template=TOOLS)
+    call = '<tool_call>{"name": "%s", "arguments": {"how": "%s"}}</tool_call>'
+    failed = ANSWERED[how].startswith("error: ")
+    for tokenizer, words, turn in (
+        (PLAIN, RESPONDING, how),
+        (chat, {"tools": "environments:now,later"}, call % ("now", how)),
+        (chat, {"tools": "environments:now,later"}, call % ("later", how)),
+    ):
+        warned: list[str] = []
+        task = talking(rows, tokenizer, warn=warned.append, **words)
+        for _ in range(2):
+            (answer,) = heard(task, "a" if words is RESPONDING else call % ("now", "a"), turn)
+            assert answer.startswith(ANSWERED[how]) and len(answer) <= 100_000
+        assert task.counted() == {"turns/errors": 2.0 * failed} and task.counted() == {"turns/errors": 0.0}
+        assert len(warned) == (failed or how in ("much", "half"))
+        assert tokenizer.decode(task.between([[5]], [answer])), "it can be read"
+
+
 @pytest.mark.parametrize(
-    ("said", "named"),
-    [
-        ("raise", "raised KeyError"),
-        ("number", "returned a int"),
-        ("nothing", "an empty string"),
-        ("much", "10000000 characters"),
-        ("slow", "respond_seconds=0.2"),
-    ],
+    ("how", "named"), [("slow", "respond_seconds=0.1"), ("exit", "SystemExit: 3"), ("interrupt", "KeyboardInterrupt")]
 )
-def test_what_a_function_must_not_do_names_the_prompt_and_the_turn(rows, said, named):
-    task = talking(rows, respond="environments:respond", respond_seconds=0.2)
-    with pytest.raises(UserError, match=f"turn 2 of prompt train-[0-9]+.*({named})"):
-        heard(task, "a", said)
+def test_user_code_that_hangs_or_ends_the_process_ends_the_run_by_its_name(rows, tmp_path, how, named):
+    words = {**RESPONDING, "respond_seconds": 0.1, "reward": "environment"}
+    task = talking(rows, **words)
+    with pytest.raises(UserError, match=f"Responding, asked after turn 2 of prompt train-[0-9]+, respond.*{named}"):
+        heard(task, "a", how)
+    prompt = task.prompts("train")[0]
+    with pytest.raises(UserError, match=f"get_reward for the row .*hint.*{named}"):
+        task.reward(prompt, rollout_of(prompt, how, PLAIN))
+    opened = tmp_path / "opened.jsonl"
+    made = [{"question": f"q{i}", "answer": "1", "opening": how} for i in (0, 1)]
+    opened.write_text("".join(json.dumps(row) + "\n" for row in made))
+    with pytest.raises(UserError, match=f"reset for .*opened.jsonl, line [12],.*{named}"):
+        talking(str(opened), **words).prompts("train")[0]
 
 
-def test_feedback_is_given_until_the_answer_is_right(rows):
-    task = talking(rows, feedback="No. Again.")
-    assert heard(task, "99") == ["No. Again."] and heard(task, task.prompts("train")[0].answer) is None
+def test_an_object_is_kept_from_turn_to_turn_and_the_oldest_makes_room(rows, monkeypatch):
+    task = talking(rows, turns=9, **RESPONDING)
+    prompt = task.prompts("train")[0]
+
+    def answered(*said: str) -> tuple[Any, int]:
+        before = Responding.resets
+        reply = task._environment.reply(prompt, {"answer": "1", "hint": "!"}, said, "who")
+        return reply.messages, Responding.resets - before
+
+    assert answered("a") == (["1: not a !"], 2), "the first answer of a run is made twice"
+    assert answered("a", "b") == (["2: not b !"], 0) and answered("a", "b", "c") == (["3: not c !"], 0)
+    monkeypatch.setattr(turns, "MOST_WAITING", 2)
+    assert [answered(said)[1] for said in "efg"] == [1, 1, 1]
+    assert answered("g", "h") == (["2: not h !"], 0) and answered("e", "h") == (["2: not h !"], 1)
+    assert answered("1") == (None, 1) and answered("1", "h") == (["2: not h !"], 1), "none is kept at an end"
+
+
+def test_so_many_answers_are_made_at_a_time_as_there_are_workers(rows):
+    at_once: list[int] = []
+    lock, busy = threading.Lock(), [0]
+
+    def reply(prompt: Any, row: Any, said: Any, who: str) -> Reply:
+        with lock:
+            busy[0] += 1
+            at_once.append(busy[0])
+        time.sleep(0.02)
+        with lock:
+            busy[0] -= 1
+        return Reply(None)
+
+    for workers in (1, 3):
+        task = talking(rows, respond_workers=workers, **RESPONDING)
+        task._environment = replace(task._environment, reply=reply)
+        prompt = task.prompts("train")[0]
+        for pending in [task.respond(prompt, [[5]]) for _ in range(9)]:
+            pending.result(60)
+        assert max(at_once) == workers
+        at_once.clear()
+
+
+def test_an_episode_is_scored_by_what_the_model_has_read(rows):
+    """The calls of a last turn, which nobody answers, are not made; a turn that is an answer itself is heard."""
+    chat = make_tokenizer(chat_template=TOOLS)
+    take = '<tool_call>{"name": "take", "arguments": {"count": 2}}</tool_call>'
+    for words, tokenizer, said, worth in (
+        ({"environment": "environments:Counter"}, chat, [take] * 3, -4.0),
+        ({"environment": "environments:Counter"}, chat, [take], 0.0),
+        ({"environment": "environments:Stepping"}, PLAIN, ["a", "b", "c"], 3.0),
+    ):
+        task = talking(rows, tokenizer, reward="environment", **words)
+        prompt = task.prompts("train")[0]
+        parts = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in said]
+        ids, spans = sum(parts, ()), [Span(0, len(parts[0]))]
+        for part in parts[1:]:
+            spans += [Span(ENVIRONMENT, 0), Span(0, len(part))]
+        request = Request(prompt, 0, 0, Sampling.plain(999))
+        episode = Rollout(request, ids, (0.0,) * len(ids), Finish.EOS, 0, tuple(spans))
+        assert [task.text(turn) for turn in episode.turns] == said
+        left = float(prompt.answer) if "Counter" in words["environment"] else 0.0
+        assert task.reward(prompt, episode).total == left + worth
 
 
 def test_tools_are_called_by_what_the_model_writes_and_faults_are_told_to_it(rows):
@@ -85,8 +187,18 @@ def test_tools_are_called_by_what_the_model_writes_and_faults_are_told_to_it(row
         '<tool_call>{"name": "rm", "arguments": {}}</tool_call>': "none of add",
         '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': "an object",
         '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>': "TypeError",
+        '<tool_call>{"name": ["add"], "arguments": {}}</tool_call>': "none of add",
+        '<tool_call>{"name": {"add": 1}, "arguments": {}}</tool_call>': "none of add",
+        '<tool_call>"add"</tool_call>': "none of add",
+        '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}} and</tool_call>': "no JSON",
+        f"<tool_call>{'[' * 99_999}</tool_call>": "no JSON",
+        f'<tool_call>{{"name": {"9" * 9999}}}</tool_call>': "no JSON",
+        '{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>': "no beginning",
+        f"<tool_call><tool_call>{call[11:]}": "no end",
     }.items():
-        assert why in heard(task, bad)[0]
+        assert why in heard(task, bad)[0], bad
+    assert task.counted() == {"turns/errors": 14.0}
+    assert heard(task, f"{call}<tool_call>")[0] == "5"
     assert "add" in task.text(task.prompts("train")[0].token_ids), "the model is told of it"
 
 
@@ -101,6 +213,73 @@ TOOLS = (
 )
 
 
+NO_BEGINNING = "the tool call has no beginning: open it with <tool_call>"
+CALL = '<tool_call>{"name": "now", "arguments": {"how": "a"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("turn", "answers", "in_thought"),
+    [
+        (f"<think>{CALL}</think>", None, None),
+        (f"<think>{CALL}</think>{CALL}", ["a"], ["a"]),
+        (f"{CALL}<think>{CALL}</think>{CALL}", ["a", "a"], ["a"]),
+        (f"<think>a</think>b<think>{CALL}", None, None),
+        (f"{CALL}</think>", None, None),
+        (f"{CALL}</think>{CALL}", ["a"], ["a"]),
+        (CALL, ["a"], None),
+        (CALL.replace('"a"', '"<think>"'), ["<think>"], None),
+        (CALL.replace('"a"', '"</think>"'), ["</think>"], [f"error: {NO_BEGINNING}"]),
+        (CALL.replace('"a"', '"x</tool_call>y<tool_call>"'), ["x</tool_call>y<tool_call>"], None),
+        (CALL.replace("}}", "}}\n\t "), ["a"], None),
+    ],
+)
+def test_a_call_is_read_whole_and_none_is_made_in_a_thought(rows, turn, answers, in_thought):
+    """Also where the chat template begins a turn with the thought's tag."""
+    begins = TOOLS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    assert begins != TOOLS
+    for template, expected in ((TOOLS, answers), (begins, in_thought)):
+        tokenizer = make_tokenizer(chat_template=template)
+        task = talking(rows, tokenizer, tools="environments:now", keep_reasoning=True)
+        assert heard(task, turn) == expected
+
+
+def test_no_tool_call_that_a_model_writes_ends_a_run(rows):
+    """2,000 of them, made of pieces of right and wrong ones, each answered by text that can be read, or by the end."""
+    chat, warned, rng = make_tokenizer(chat_template=TOOLS), list[str](), Random(0)
+    tools = talking(rows, chat, tools="environments:now,later,add", warn=warned.append)
+    plain = talking(rows, warn=warned.append, **RESPONDING)
+    names = ["now", "later", "add", "rm", "", "__class__", ["now"], {"now": 1}, None, 7, True]
+    values = [*ANSWERED, "none", "next", "\ud800", 5, -1e308, float("nan"), 10**400, None, [], {}, [[[]]], {"a": "b"}]
+    marks = ["<tool_call>", "</tool_call>", "<think>", "</think>", *'{}[]",:\\\n\x00é', "```json", "<function=add>"]
+
+    def value() -> Any:
+        return rng.choice(values)
+
+    def call() -> str:
+        words = {word: value() for word in rng.sample(["how", "a", "b", "self", "*", ""], rng.randrange(4))}
+        arguments = rng.choice([words, {"how": value()}, {"how": value()}, value()])
+        whole: Any = {"name": rng.choice(names), "arguments": arguments}
+        return f"<tool_call>{json.dumps(rng.choice([whole, whole, whole, [whole], value()]))}</tool_call>"
+
+    def cut(text: str) -> str:
+        place = rng.randrange(len(text) + 1)
+        return text[:place] + rng.choice(["", rng.choice(marks)]) + text[place + rng.randrange(3) :]
+
+    answered, prompt = 0, plain.prompts("train")[0]
+    for _ in range(1000):
+        text = "".join(rng.choice([call, call, lambda: cut(call()), lambda: rng.choice(marks)])() for _ in range(3))
+        for task, turn in ((tools, text), (plain, str(value()) if rng.random() < 0.7 else text)):
+            turn = turn.encode("utf-8", "replace").decode()  # what tokens can say
+            reply = task._environment.reply(prompt, {"answer": "1"}, [turn], "who")
+            task._note(reply)
+            for message in reply.messages or ():
+                message.encode()
+                assert len(message) <= 100_000
+            answered += reply.messages is not None
+    assert answered > 1500 and tools.counted()["turns/errors"] > 500 and plain.counted()["turns/errors"] > 200
+    assert len(warned) == len(set(warned)) < 99, "each kind is named once"
+
+
 def test_a_class_hears_its_turns_again_wherever_it_is_asked(rows):
     chat = make_tokenizer(chat_template=TOOLS)
     task = talking(rows, chat, environment="environments:Counter", turns=4)
@@ -110,6 +289,11 @@ def test_a_class_hears_its_turns_again_wherever_it_is_asked(rows):
     assert heard(task, take) == [f"{left - 2} left"] and heard(task, take, take) == [f"{left - 4} left"]
     stepping = talking(rows, environment="environments:Stepping")
     assert heard(stepping, "a", "b") == ["a b"] and heard(stepping, "a") == ["a"] and heard(stepping, "end") is None
+    assert heard(stepping, "over") is None and heard(stepping, "silent") == [""]
+    warned: list[str] = []
+    wrong = talking(rows, environment="environments:Stepping", warn=warned.append)
+    assert heard(wrong, "none")[0].startswith("error: TypeError") and heard(wrong, "none", "a") == ["none a"]
+    assert len(warned) == 1 and wrong.counted() == {"turns/errors": 1.0}
 
 
 def test_what_reset_returns_goes_behind_the_question(rows, tmp_path):
@@ -126,8 +310,10 @@ def test_what_reset_returns_goes_behind_the_question(rows, tmp_path):
     question = made[0]["question"]
     before = chat.decode(plain.token_ids)
     assert question in before and first(opening=" 7 left") == before.replace(question, f"{question} 7 left")
-    with pytest.raises(UserError, match="returned a int for line 1: return text"):
-        environment_of(SETTINGS, lambda prompt, text: False).opens({"answer": "1", "opening": 7}, "line 1")
+    with pytest.raises(UserError, match="line 1, returned a int: return text"):
+        environment_of(SETTINGS, PROMPTING).opens({"answer": "1", "opening": 7}, "line 1")
+    with pytest.raises(UserError, match="in UTF-8"):
+        environment_of(SETTINGS, PROMPTING).opens({"answer": "1", "opening": "\ud800"}, "line 1")
 
 
 def test_a_class_that_says_different_things_is_refused(rows):
@@ -138,22 +324,23 @@ def test_a_class_that_says_different_things_is_refused(rows):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ({}, "task.feedback"),
-        ({"feedback": "No.", "respond": "environments:respond"}, "give one of"),
-        ({"feedback": "No.", "turns": 1}, "task.turns of 2 or more"),
-        ({"respond": "environments:nothing"}, "has no function"),
-        ({"respond": "environments"}, "module:name"),
-        ({"respond": "no_such_module:respond"}, "cannot be imported"),
+        ({}, "task.environment"),
+        ({"environment": "environments:Counter", "tools": "environments:add"}, "both"),
+        ({"environment": "environments:Counter", "turns": 1}, "task.turns of 2 or more"),
+        ({"tools": "environments:nothing"}, "has no function"),
+        ({"environment": "environments"}, "module:name"),
+        ({"environment": "no_such_module:Counter"}, "cannot be imported"),
         ({"environment": "environments:NoReset"}, "reset"),
         ({"environment": "environments:Silent"}, "typed methods"),
-        ({"environment": "environments:respond"}, "task.respond"),
+        ({"environment": "environments:score"}, "task.tools"),
+        ({"tools": "environments:several", "tokenizer": make_tokenizer(chat_template=TOOLS)}, "yields"),
         ({"tools": "environments:untyped", "tokenizer": make_tokenizer(chat_template=TOOLS)}, "untyped.*type"),
         ({"tools": "environments:add"}, "chat template"),
-        ({"tools": "environments:add", "tokenizer": CHAT}, "does not render tools.*task.respond"),
-        ({"respond": "environments:respond", "respond_seconds": 0.0}, "task.respond_seconds"),
-        ({"respond": "environments:respond", "respond_workers": 0}, "task.respond_workers"),
+        ({"tools": "environments:add", "tokenizer": CHAT}, "does not render tools.*task.environment"),
+        ({"environment": "environments:Responding", "respond_seconds": 0.0}, "task.respond_seconds"),
+        ({"environment": "environments:Responding", "respond_workers": 0}, "task.respond_workers"),
         ({"turns": 0}, "task.turns=0"),
-        ({"feedback": "No.", "reward": "environment"}, "get_reward"),
+        ({"environment": "environments:Random", "reward": "environment"}, "get_reward"),
     ],
 )
 def test_what_cannot_answer_is_refused_at_the_start(rows, words, named):
@@ -183,9 +370,9 @@ NO_ANSWER = (
 @pytest.mark.parametrize(("template", "named"), [(THINKING, "task.keep_reasoning=true"), (NO_ANSWER, "no more")])
 def test_a_template_that_says_earlier_turns_in_other_words_is_refused(rows, template, named):
     with pytest.raises(UserError, match=named):
-        talking(rows, make_tokenizer(chat_template=template), feedback="No.")
+        talking(rows, make_tokenizer(chat_template=template), **RESPONDING)
     if template is THINKING:
-        talking(rows, make_tokenizer(chat_template=template), feedback="No.", keep_reasoning=True)
+        talking(rows, make_tokenizer(chat_template=template), **RESPONDING, keep_reasoning=True)
 
 
 @pytest.mark.parametrize("template", [True, TOOLS, THINKING])
@@ -211,14 +398,14 @@ def test_special_tokens_in_a_message_are_text():
 
 
 def test_rewards_see_the_last_turn_and_own_functions_all_of_them(rows):
-    prompt = talking(rows, feedback="No.").prompts("train")[0]
+    prompt = talking(rows, **RESPONDING).prompts("train")[0]
     one, two = (rollout_of(prompt, text, PLAIN).token_ids for text in ("99", prompt.answer))
     spans = (Span(0, len(one)), Span(-3, 2), Span(0, len(two)))
     ids = (*one, 9, 9, *two)
     episode = Rollout(Request(prompt, 0, 0, Sampling.plain(99)), ids, (0.0,) * len(ids), Finish.EOS, 0, spans)
     for words, parts in (
-        ({"feedback": "No."}, {"correct": 1.0}),
-        ({"respond": "environments:respond", "reward": "environments:score"}, {"correct": 1.0, "turns": 2.0}),
+        (RESPONDING, {"correct": 1.0}),
+        ({**RESPONDING, "reward": "environments:score"}, {"correct": 1.0, "turns": 2.0}),
         ({"environment": "environments:Stepping", "reward": "environment"}, {"environment": 2.0}),
     ):
         (scored,) = score_all(talking(rows, **words), [Group(prompt, (episode,))])

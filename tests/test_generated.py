@@ -13,19 +13,15 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.generated import GeneratedTask, is_held_out
 
 TINY, WORDS = load_tokenizer(made.model()), make_tokenizer()
-TASKS = ("arithmetic", "countdown", "word_problems", "sudoku")
+TASKS = ("arithmetic", "word_problems")
 # Settings under which there are few problems; and settings beyond their range, or that do not go with another one.
 FEW: dict[str, dict[str, int]] = {
     "arithmetic": {"max_terms": 2, "max_operand": 2, "max_value": 10},
-    "countdown": {"min_numbers": 2, "max_numbers": 2, "max_number": 5, "max_target": 10},
     "word_problems": {"max_start": 3, "max_change": 2},
-    "sudoku": {"min_empty": 1, "max_empty": 1},
 }
 BAD: dict[str, tuple[dict[str, int], dict[str, int], str]] = {
     "arithmetic": ({"min_terms": 1, "max_value": 10_000}, {"max_value": 3}, "task.max_operand="),
-    "countdown": ({"max_numbers": 9, "max_number": 1}, {"max_target": 5}, "task.max_number="),
     "word_problems": ({"min_steps": 0, "max_change": 10_000}, {"min_steps": 3}, "task.max_steps="),
-    "sudoku": ({"min_empty": 0, "max_empty": 13}, {"min_empty": 9}, "task.max_empty="),
 }
 
 

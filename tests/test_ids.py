@@ -76,7 +76,7 @@ def test_an_evaluation_refuses_an_id_that_comes_twice_before_the_first_rollout()
             evaluate(FakeEngine(), Fixed(prompts), prompts, Sampling.plain(128), k=2, seed=0)
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "countdown", "word_problems", "sudoku"])
+@pytest.mark.parametrize("name", ["arithmetic", "word_problems"])
 def test_prompts_of_generated_tasks_have_ids_of_their_own_over_both_splits(name: str) -> None:
     task: Task = made.task(name, load_tokenizer(made.model()))
     some = [task.prompts("train")[i].id for i in range(0, 1_000_000, 4001)]

@@ -35,7 +35,7 @@ RULES = {
     ),
     "visits": ("curriculum=target", "collector=sqrt"),
 }
-OTHERS = (("task=countdown",), ("task.max_terms=3", "task.eval_problems=64"))
+OTHERS = (("task=guess",), ("task.max_terms=3", "task.eval_problems=64"))
 KEPT = ("record.rollouts=-1", "optim.lr=1e-3", "train.prompts=3", "train.steps=3", "task.train_problems=8")
 
 
@@ -125,10 +125,10 @@ def test_of_problems_that_are_numbered_only_those_that_are_asked_about_are_made(
 
     many = MadePrompts(make, 100_000_000)
     digests = {f"train-{place}": digest_of(Prompt("", (place + place % 2,), "")) for place in range(6)}
-    is_other = OtherProblems(many, digests | {"countdown-7": 0, "word": 0})
+    is_other = OtherProblems(many, digests | {"guess-7": 0, "word": 0})
     assert [place for place in range(6) if is_other(f"train-{place}")] == [1, 3, 5]
-    assert is_other("countdown-7") and is_other("word") and not is_other("train-99")
-    assert is_other.found == {"train-1", "train-3", "train-5", "countdown-7", "word"} and len(made) < 20
+    assert is_other("guess-7") and is_other("word") and not is_other("train-99")
+    assert is_other.found == {"train-1", "train-3", "train-5", "guess-7", "word"} and len(made) < 20
 
 
 def test_a_problem_that_cannot_be_found_among_very_many_is_taken_for_the_same() -> None:

@@ -170,11 +170,11 @@ def test_a_reward_has_the_library_s_score_and_what_went_wrong():
 
 
 @needs_library
-def test_a_wrong_answer_may_be_told_so():
-    talking = task(turns=2, feedback="No.")
+def test_an_environment_is_given_the_answer():
+    talking = task(turns=2, environment="environments:Responding")
     prompt = talking.prompts("train")[0]
     encode = lambda text: CHAT.encode(text, add_special_tokens=False)  # noqa: E731
-    assert talking.respond(prompt, [encode("zzz")]).result() == ["No."]
+    assert talking.respond(prompt, [encode("zzz")]).result() == ["1: not zzz None"]
     assert talking.respond(prompt, [encode(prompt.answer)]).result() is None
 
 

@@ -266,7 +266,7 @@ def test_what_cannot_be_searched_is_refused_before_a_model_is_loaded(overrides: 
 
 
 def test_a_majority_is_refused_where_the_task_does_not_say_what_it_reads() -> None:
-    task = made.task("countdown", make_tokenizer())
+    task = made.task("guess", make_tokenizer())
     desk = Searching(FakeEngine(), task, [task.prompts("eval")[0]], Sampling.plain(8), 0)  # which would not draw
     with pytest.raises(UserError, match="does not say which answer it read in a reply: use search=best"):
         search("majority")(desk)

@@ -120,9 +120,9 @@ def test_a_setting_whose_default_has_changed_is_said_where_the_run_goes_on(run: 
 
 
 def test_the_choice_of_another_part_is_named_and_so_is_one_of_ones_own(run: Path) -> None:
-    result = grpo("train", "resume=R", "task=countdown", "loss=dapo", "train.steps=2")
+    result = grpo("train", "resume=R", "task=guess", "loss=dapo", "train.steps=2")
     assert result.exit_code == 0, result.output
-    assert "changed since this run was started: task=arithmetic is countdown\n" in result.stderr
+    assert "changed since this run was started: task=arithmetic is guess\n" in result.stderr
     assert "changed since this run was started: loss=grpo is dapo\n" in result.stderr
     assert "_target_" not in result.stderr
     Path("mine.py").write_text("from grpo_cli.methods.pods import *\n")

@@ -219,7 +219,7 @@ def test_the_answer_has_the_largest_sum_of_scores() -> None:
     for chance, place in ((0.5, 1), (0.4, 0)):
         replies = [said("8", 0.9, 0), said("7", chance, 1), said("3+4=7", chance, 2)]
         assert voted(desk, replies).request.sample == place
-    unread = made.task("countdown", make_tokenizer())
+    unread = made.task("guess", make_tokenizer())
     silent = Searching(make_engine(small_model()), unread, [prompt], Sampling.plain(8), 0)
     assert voted(silent, [said("8", 0.3, 0), said("7", 0.6, 1)]).request.sample == 1
     assert voted(desk, [said("x", 0.3, 0), said("y", 0.6, 1)]).request.sample == 1, "what cannot be read has no vote"

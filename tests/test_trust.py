@@ -96,7 +96,6 @@ def evaluated(folder: Path, config: dict[str, Any], *typed: str, **choices: str)
         ("logger._target_=stranger.evil.Tracker", "logger._target_"),
         ("logger._target_=mine_and_trusted.Sums", "logger._target_"),
         ("task.reward=os:system", "task.reward"),
-        ("task.respond=os:system", "task.respond"),
         ("task.environment=os:system", "task.environment"),
         ("task.tools='os:getcwd,system'", "task.tools"),
         ("task.reward=mine_and_trusted:copyfile", "task.reward"),

@@ -179,6 +179,22 @@ def test_an_answer_is_read_only_where_the_model_can_reply_to_it(model, in_place,
     assert sum(one.finish is Finish.LENGTH and len(one) < 30 for one in found) >= 4 * (not taken)
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_an_episode_has_no_more_turns_than_the_task_and_its_last_is_not_answered(model, in_place, turns):
+    answered: list[int] = []
+
+    class Counts(Talk):
+        def respond(self, prompt: Any, turns: Any) -> Any:
+            answered.append(len(turns))
+            return super().respond(prompt, turns)
+
+    engine = make_engine(model)
+    found = played(engine if in_place else InRounds(engine), Counts(turns=turns)).values()
+    assert max(len(one.turns) for one in found) == turns
+    assert sorted(set(answered)) == list(range(1, turns))
+
+
 def test_a_stop_string_ends_a_turn_and_is_not_looked_for_across_the_environment(model):
     """ "7 7" is never one token of the model's and one of the environment's, since those are two who say it."""
     decode = Talk().text

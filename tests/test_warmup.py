@@ -185,7 +185,7 @@ def test_where_there_is_nothing_to_imitate_it_is_refused(tmp_path: Path) -> None
     with pytest.raises(UserError, match="field working.*train.warmup_field"):
         run_of(tmp_path / "run", "train.warmup_field=working")
     with pytest.raises(UserError, match="field solution.*train.warmup_path"):
-        build(settings_of("task=countdown", "train.warmup=sft", "logger=jsonl", f"run_dir={tmp_path / 'run'}"))
+        build(settings_of("task=guess", "train.warmup=sft", "logger=jsonl", f"run_dir={tmp_path / 'run'}"))
     with pytest.raises(UserError, match="train.warmup_path needs a chat template"):
         run_of(tmp_path / "run", "train.warmup_path=x.jsonl")
     with pytest.raises(UserError, match="train.warmup_steps=6 must be less than train.steps=6"):

@@ -24,7 +24,7 @@ from grpo_cli.support.formatting import plain
 
 TARGET = "_target_"
 # Settings that name a user's own code as module:name, some of them several names.
-OWN = ("task.reward", "task.respond", "task.environment", "task.tools")
+OWN = ("task.reward", "task.environment", "task.tools")
 _KEY = re.compile(r"[\w-]+(\.[\w-]+)*")
 _CHOICE = re.compile(r"\w[\w-]*")
 _RESERVED = re.compile(r"_\w+_")  # Hydra's keywords for building a part

@@ -43,11 +43,7 @@ def own_code(what: str, about: Callable[[], str] = str) -> Iterator[None]:
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        # a syntax error has no executed line, and names its own
-        place = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
-        said = f": {text}" if (text := _text_of(error)) else ""
-        raise UserError(f"{what} raised {type(error).__name__}{said}{place}{about()}") from error
+        raise UserError(f"{what} {raised(error)}{about()}") from error
 
 
 def own_code_unless_ours(what: str, code: Any) -> AbstractContextManager[Any]:
@@ -55,8 +51,17 @@ def own_code_unless_ours(what: str, code: Any) -> AbstractContextManager[Any]:
     return nullcontext() if str(getattr(code, "__module__", "")).startswith("grpo_cli.") else own_code(what)
 
 
-def _text_of(error: BaseException) -> str:
-    """The text of an error; empty if even that fails."""
+def raised(error: BaseException) -> str:
+    """Return what a user's own code raised, and where."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    # a syntax error has no executed line, and names its own
+    place = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
+    said = f": {text}" if (text := text_of(error)) else ""
+    return f"raised {type(error).__name__}{said}{place}"
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an error; empty if even that fails."""
     try:
         return str(error)
     except Exception:

@@ -70,7 +70,8 @@ class Jsonl(Speaks):
         del seed  # nothing here is random: runs that differ in their seed share their problems
         if not (source := path or default_path):
             raise UserError("task.path is missing: give a JSONL file, or hub:<dataset>:<split>")
-        environment = environment_of(turns, self._is_right)
+        prompting = Prompting.of(tokenizer, turns, chat_defaults)
+        environment = environment_of(turns, prompting)
         self._judge = (
             environment_judge(environment)
             if reward == "environment"
@@ -85,11 +86,10 @@ class Jsonl(Speaks):
         self._eval_source = eval_path or (default_eval_path if path is None else None)
         self._eval_key = "task.eval_path" if eval_path else "task.path"  # what helps where the hub does not
         self._warn, self._solution_field = warn, solution_field or answer_field
-        prompting = Prompting.of(tokenizer, turns, chat_defaults)
         self._shown = self._examples(few_shot, few_shot_path)
         texts = tuple((problem.question, str(value_of(problem.row, answer_field)).strip()) for problem in self._shown)
         self._prompting = replace(prompting, examples=texts, tools=environment.tools if environment else ())
-        self._talk(environment, self._prompting, turns)
+        self._talk(environment, self._prompting, turns, warn)
         opens = (environment.opens,) if environment else ()
         self._limits = (self._prompting, max_prompt_tokens, long_prompts, warn, *opens)
         if not self._is_default and self._own_problems[0]:
@@ -123,8 +123,7 @@ class Jsonl(Speaks):
         return (lambda rollout: judge.reads(self.text(rollout.turns[-1]))) if isinstance(judge, Numbers) else None
 
     def counted(self) -> Mapping[str, float]:
-        """What the judge has counted since this was last asked."""
-        return self._judge.counted() if isinstance(self._judge, ModelJudge) else {}
+        return {**super().counted(), **(self._judge.counted() if isinstance(self._judge, ModelJudge) else {})}
 
     def text(self, token_ids: Sequence[int]) -> str:
         return self._prompting.decode(token_ids)
@@ -154,10 +153,6 @@ class Jsonl(Speaks):
 
     def _problem(self, prompt: Prompt) -> Problem:
         return (self._train if prompt.id.startswith("train-") else self._eval).of(prompt.id)
-
-    def _is_right(self, prompt: Prompt, text: str) -> bool:
-        said = Completion(f"prompt {prompt.id}", text, (text,), prompt.answer, True, 0, self._problem(prompt))
-        return self._judge([said])[0].get(self._judge.main or "correct", 0.0) >= 1.0
 
     def _completion(self, prompt: Prompt, rollout: Rollout) -> Completion:
         texts = tuple(self.text(turn) for turn in rollout.turns)

@@ -144,6 +144,11 @@ class Prompting:
     def is_chat(self) -> bool:
         return self.use_chat_template and bool(self.tokenizer.chat_template)
 
+    @property
+    def opens_thought(self) -> bool:
+        """True if the chat template begins the model's turn with an open thought."""
+        return self.is_chat and self._rendered([_message("user", "?")]).rstrip().endswith("<think>")
+
     def encode(self, question: str, messages: Sequence[Message] = ()) -> tuple[int, ...]:
         """The prompt's tokens, never truncated. `messages`, a chat that ends with the user, are used as given."""
         if messages:
@@ -186,7 +191,9 @@ class Prompting:
             return
         asked = [_message("user", "?")]
         if self.tools and self._rendered(asked) == replace(self, tools=())._rendered(asked):
-            raise UserError("the tokenizer's chat template does not render tools: use task.respond, or another model")
+            raise UserError(
+                "the chat template does not render tools: use a task.environment with respond(turn), or another model"
+            )
         for turn in (_TURN, f"<think>\n{_TURN}\n</think>\n\n{_TURN}"):
             drawn, kept, _ = self._around(turn, role, 1)
             if kept != drawn + turn and not keep_reasoning:

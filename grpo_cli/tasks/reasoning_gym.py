@@ -88,10 +88,10 @@ class ReasoningGym(Speaks):
         self._check()
         self._seed, self._strict, self._weights = seed, grading == "strict", asdict(weights)
         self._most_tokens, self._warn, self._warned = max_prompt_tokens, warn, set[str]()
-        environment = environment_of(turns, self._is_right)
-        tools = environment.tools if environment else ()
-        plain = Prompting.of(tokenizer, turns, chat_defaults, tools=tools)
-        self._talk(environment, plain, turns)
+        plain = Prompting.of(tokenizer, turns, chat_defaults)
+        environment = environment_of(turns, plain)
+        plain = replace(plain, tools=environment.tools if environment else ())
+        self._talk(environment, plain, turns, warn)
         self._decode, self._shown = plain.decode, {task: self._examples(task, few_shot) for task in self._shares}
         self._prompting = {task: replace(plain, examples=shown) for task, shown in self._shown.items()}
         self._train = MadePrompts(self._train_prompt, train_problems)
@@ -127,9 +127,6 @@ class ReasoningGym(Speaks):
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
         where = self._of(prompt.id)
         return {"task": where["task"], "question": self._made([where])[0]["question"], "answer": prompt.answer}
-
-    def _is_right(self, prompt: Prompt, text: str) -> bool:
-        return self._scored([(prompt, text)])[0].get("score") == 1
 
     def _scored(self, said: Sequence[tuple[Prompt, str]]) -> list[Reply]:
         """The score of each text; equal ones are scored once."""
@@ -236,8 +233,7 @@ class ReasoningGym(Speaks):
         for task, reply in zip(self._shares, self._ask(asked), strict=True):
             key = f"task.config.{task}" if self._is_mix else "task.config"
             if task in REFUSED:
-                instead = "; task=countdown has such problems, and executes nothing" if task == "countdown" else ""
-                problems.append(f"task=reasoning_gym does not take {task}: {REFUSED[task]}{instead}")
+                problems.append(f"task=reasoning_gym does not take {task}: {REFUSED[task]}")
             elif names := set(reply.get("names", ())) - REFUSED.keys():
                 problems.append(f"reasoning-gym has no task {task}{closest(task, names)}; it has {_listed(names)}")
             elif words := reply.get("words"):

@@ -1,46 +1,40 @@
-"""What answers a model in an episode of several turns: a fixed feedback, a function or a class of one's own, or tools.
+"""What answers a model in an episode of several turns: a class of one's own, or functions as tools.
 
 Each is a pure function of a row and of what the model has said so far, as text. A class, which has a state, is made
-anew and hears the earlier turns again wherever it is needed, so none is ever kept. Calls of tools are data: a name and
-arguments for a function of the user's own. Nothing that a model wrote is executed.
+anew and hears the earlier turns again wherever it is needed, so none has to be kept. Calls of tools are data: a name
+and arguments for a function of the user's own. Nothing that a model wrote is executed, and nothing that it wrote ends a
+run: a call that cannot be read, and an error of the user's code, are answered by what is wrong.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-import json
 import re
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from grpo_cli.support.errors import UserError, own_code, refuse
+from grpo_cli.support.errors import UserError, own_code, raised, refuse, text_of
 from grpo_cli.support.ranges import Count, Range
 from grpo_cli.tasks.own_reward import OwnReward, own
 from grpo_cli.tasks.prompting import Prompting, PromptSettings
+from grpo_cli.tasks.tool_calls import calls_of
 from grpo_cli.types import Prompt
 
-MOST_CHARACTERS = 100_000  # of one answer: a model's context is no longer
+MOST_CHARACTERS = 100_000  # of one message: a model's context is no longer
 MOST_WAITING = 4096
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-
-# What an environment says to these turns about this prompt, of this row: messages, or None to end the episode. Code of
-# a person's own may say anything: `_checked` looks at it.
-Says = Callable[[Prompt, Mapping[str, Any], Sequence[str]], Any]
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of an error, which has to be the same twice
+_OBJECT = re.compile(r"<.* at 0x[0-9a-fA-F]+>")
 
 
 class TurnSettings(PromptSettings):
     """What the tasks of text say of prompts and turns; each word has its comment in `conf/task/_turns.yaml`."""
 
     turns: Count
-    feedback: str | None
-    respond: str | None
     environment: str | None
     tools: str | None
     respond_seconds: Annotated[float, Range(0, above=True)]
@@ -49,59 +43,57 @@ class TurnSettings(PromptSettings):
 
 
 @dataclass(frozen=True)
-class Environment:
-    """Who says what, as whom (`role` of the chat), and what the model is told of tools."""
+class Reply:
+    """The messages that answer a turn, None at the end of the episode. `failed` counts those that say what is wrong;
+    `faults` describe the errors of the user's code, by the kind of each."""
 
-    says: Says
+    messages: Sequence[str] | None
+    failed: int = 0
+    faults: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A source of replies to these turns about this prompt, of this row, as a `role` of the chat; the last argument
+    names the request in errors."""
+
+    reply: Callable[[Prompt, Mapping[str, Any], Sequence[str], str], Reply]
     name: str
     role: str = "user"
-    tools: tuple[Any, ...] = ()
-    slow: bool = True  # a person's own, which may take its time
-    score: Callable[[Mapping[str, Any], Sequence[str]], Any] | None = None  # what it says a whole episode is worth
-    opens: Callable[[Mapping[str, Any], str], str] = lambda row, place: ""  # what it adds to the question of a row
+    tools: tuple[Any, ...] = ()  # their schemas, for the chat template
+    score: Callable[[Mapping[str, Any], Sequence[str]], Any] | None = None  # the reward of a whole episode
+    opens: Callable[[Mapping[str, Any], str], str] = lambda row, place: ""  # text behind the question of a row
 
 
-def environment_of(settings: TurnSettings, is_right: Callable[[Prompt, str], bool]) -> Environment | None:
-    """What the settings name, None with one turn. UserError unless it is exactly one thing."""
-    named = [key for key in ("feedback", "respond", "environment", "tools") if settings[key] is not None]
+def environment_of(settings: TurnSettings, prompting: Prompting) -> Environment | None:
+    """Build what the settings name, None with one turn. UserError unless it is exactly one thing."""
+    both = {"environment": settings["environment"], "tools": settings["tools"]}
+    given = {key: str(value) for key, value in both.items() if value is not None}
     if settings["turns"] == 1:
-        refuse([f"task.{key} needs task.turns of 2 or more: with one the model is not answered" for key in named])
+        refuse([f"task.{key} needs task.turns of 2 or more: with one the model is not answered" for key in given])
         return None
-    if len(named) != 1:
+    if len(given) != 1:
         raise UserError(
-            f"task.turns={settings['turns']} needs someone who answers the model, and "
-            f"{' and '.join(f'task.{key}' for key in named) or 'nobody'} was given: give one of task.feedback, "
-            "task.respond, task.environment and task.tools"
+            f"task.turns={settings['turns']} needs one thing that answers the model, either task.environment or "
+            f"task.tools, and {'both were' if given else 'none was'} given"
         )
-    if (feedback := settings["feedback"]) is not None:
-        return Environment(
-            lambda prompt, row, turns: None if is_right(prompt, turns[-1]) else [feedback], "feedback", slow=False
-        )
-    if settings["respond"] is not None:
-        return Environment(_function(settings["respond"], "task.respond"), f"task.respond={settings['respond']}")
-    if settings["tools"] is not None:
-        module, _, names = settings["tools"].partition(":")
-        functions = [own(f"{module}:{name.strip()}", "task.tools") for name in names.split(",")]
-        by_name = {function.__name__: function for function in functions}
-        name = f"task.tools={settings['tools']}"
-        return Environment(
-            lambda prompt, row, turns: _called(by_name, turns[-1]), name, "tool", _schemas(by_name, name)
-        )
-    return _of_class(str(settings["environment"]))
+    ((key, value),), seconds = given.items(), settings["respond_seconds"]
+    name = f"task.{key}={value}"
+    if key == "environment":
+        return _of_class(own(value, "task.environment"), name, seconds, prompting)
+    module, _, names = value.partition(":")
+    functions = [own(f"{module}:{word.strip()}", "task.tools") for word in names.split(",")]
+    by_name = {getattr(function, "__name__", str(function)): function for function in functions}
+    schemas, thinks = _schemas(by_name, name), prompting.opens_thought
 
+    def reply(prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Reply:
+        return _called(by_name, turns[-1], thinks, seconds, who)
 
-def _function(name: str, key: str) -> Says:
-    function = own(name, key)
-
-    def says(prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str]) -> Any:
-        said = function(row, list(turns))
-        return None if said is None else [said]
-
-    return says
+    return Environment(reply, name, "tool", schemas)
 
 
 def environment_judge(environment: Environment | None) -> OwnReward:
-    """What a class says that an episode is worth, as a judge."""
+    """Return the judge that asks a class for the reward of an episode."""
     if environment is None or environment.score is None:
         raise UserError("task.reward=environment needs a task.environment with get_reward()")
     return OwnReward("environment", environment.score)
@@ -112,111 +104,190 @@ def _schemas(functions: Mapping[str, Callable[..., Any]], name: str) -> tuple[An
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
     problems, schemas = [], []
-    for function in functions.values():
+    for word, function in functions.items():
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            problems.append(f"{name}: {word} yields, and the model reads one text: return it")
+            continue
         try:
             schemas.append(get_json_schema(function))
-        except (DocstringParsingException, TypeHintParsingException, ValueError) as error:
+        except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError, AttributeError) as error:
             problems.append(
-                f"{name}: {function.__name__} cannot be described to the model: {error}; give each argument a type and "
-                "a line under Args: of the docstring"
+                f"{name}: {word} cannot be described to the model: {error}; give each argument a type and a line under "
+                "Args: of the docstring"
             )
     refuse(problems)
     return tuple(schemas)
 
 
-def _called(functions: Mapping[str, Callable[..., Any]], turn: str) -> Sequence[str] | None:
-    """What the calls of a turn (Hermes' form, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`) return, one
-    message each; a call that is none is answered by what is wrong with it. None for a turn without a call."""
-    calls = _CALL.findall(turn)
-    if not calls and "<tool_call>" in turn:
-        return ["error: the tool call has no end: close it with </tool_call>"]
-    return [_result(functions, call) for call in calls] or None
+def _limited(call: Callable[[], Any], seconds: float, who: str) -> Any:
+    """Return what a user's code returns, from a thread of its own. UserError if it is late or would end the process."""
+    done: Future[Any] = Future()
 
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:  # raised again in the thread that waits
+            done.set_exception(error)
 
-def _result(functions: Mapping[str, Callable[..., Any]], call: str) -> str:
-    try:
-        asked = json.loads(call)
-    except (ValueError, RecursionError):
-        return "error: the tool call is no JSON"
-    if not isinstance(asked, dict) or asked.get("name") not in functions:
-        return f"error: the tool call names none of {', '.join(functions)}"
-    arguments = asked.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return "error: the arguments of a tool call are an object"
-    try:
-        return str(functions[asked["name"]](**arguments))
-    except (TypeError, ValueError, LookupError, ArithmeticError) as error:  # what wrong arguments may end in
-        return f"error: {type(error).__name__}: {error}"
-
-
-def _of_class(name: str) -> Environment:
-    """A class as TRL takes it: `reset(**row)`, typed methods as tools; or with `step(turn)`, as in skyrl-gym, or
-    `respond(turn)`, which return what is said."""
-    made = own(name, "task.environment")
-    if not isinstance(made, type) or not callable(getattr(made, "reset", None)):
+    threading.Thread(target=run, daemon=True).start()
+    if not wait([done], seconds).done:
         raise UserError(
-            f"task.environment={name} must be a class with reset(**row), as TRL takes one; a function is task.respond"
+            f"{who} has not returned within task.respond_seconds={seconds:g}: raise it, or see what it waits for"
         )
-    member = next((word for word in ("step", "respond") if callable(getattr(made, word, None))), None)
-    kept = {"reset", "get_reward", "close", "step", "respond"}
+    if isinstance(error := done.exception(), KeyboardInterrupt | SystemExit):
+        raise UserError(f"{who} {raised(error)}: let it return or raise an Exception") from error
+    return done.result()
+
+
+def _awaited(value: Any) -> Any:
+    async def result() -> Any:
+        return await value
+
+    return asyncio.run(result()) if inspect.isawaitable(value) else value
+
+
+def _plain(text: str) -> str:
+    """Return the text without lone surrogates, which UTF-8 cannot hold."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _reply(function: str, call: Callable[[], Any], read: Callable[[Any], Any], seconds: float, who: str) -> Reply:
+    """Return what `read` makes of a call, each message cut, or the call's error: a model may have caused any."""
+    failed, fault = 0, ""
+    try:
+        found = _limited(lambda: read(_awaited(call())), seconds, f"{who} {function}")
+    except UserError:
+        raise
+    except BaseException as error:
+        found, failed, fault = [_ADDRESS.sub("", f"error: {type(error).__name__}: {text_of(error)}")], 1, raised(error)
+    if found is None:
+        return Reply(None)
+    messages = [_plain(text[:MOST_CHARACTERS]) for text in found] or [""]
+    if messages != (found or [""]):
+        fault = fault or f"returned more than {MOST_CHARACTERS} characters, or some that UTF-8 cannot hold: it was cut"
+    return Reply(messages, failed, {f"{function} {fault}".partition(":")[0]: f"{function} {fault}"} if fault else {})
+
+
+def _text(value: Any) -> str:
+    text = str(value)
+    if _OBJECT.fullmatch(text):  # a generator, say: it has no text, and is not the same twice
+        raise TypeError(f"returned a {type(value).__name__}, which is no text")
+    return text
+
+
+# The methods that answer a turn, with the messages in what each returns: text, or None; and as in skyrl-gym.
+_READS: Mapping[str, Callable[[Any], list[str] | None]] = {
+    "step": lambda value: None if value["done"] else [_text(one["content"]) for one in value["observations"]],
+    "respond": lambda value: None if value is None else [_text(value)],
+}
+
+
+def _called(
+    functions: Mapping[str, Callable[..., Any]],
+    turn: str,
+    in_thought: bool = False,
+    seconds: float = 60.0,
+    who: str = "a tool",
+) -> Reply:
+    """Return the results of a turn's calls, one message each; no messages for a turn without a call."""
+    replies = [
+        Reply([f"error: {call}"], failed=1)
+        if isinstance(call, str)
+        else _reply(call[0], call[1], lambda value: [_text(value)], seconds, who)
+        for call in calls_of(functions, turn, in_thought)
+    ]
+    messages = [message for reply in replies for message in reply.messages or ()]
+    faults = {kind: fault for reply in replies for kind, fault in reply.faults.items()}
+    return Reply(messages or None, sum(reply.failed for reply in replies), faults)
+
+
+def _of_class(made: Any, name: str, seconds: float, prompting: Prompting) -> Environment:
+    """Build the environment of a class as TRL takes it: `reset(**row)`, typed methods as tools; or with `step(turn)`,
+    as in skyrl-gym, or `respond(turn)`, which return what the model reads."""
+    if not isinstance(made, type) or not callable(getattr(made, "reset", None)):
+        raise UserError(f"{name} must be a class with reset(**row), as TRL takes one; functions are task.tools")
+    member = next((word for word in _READS if callable(getattr(made, word, None))), None)
+    kept = {"reset", "get_reward", "close", *_READS}
     tools = [word for word, _ in inspect.getmembers(made, callable) if not word.startswith("_") and word not in kept]
     if not tools and member is None:
-        raise UserError(f"task.environment={name} has no method that answers: add typed methods as tools, or respond")
-
-    def hear(instance: Any, turn: str) -> Any:
-        if member is None:
-            return _called({word: getattr(instance, word) for word in tools}, turn)
-        said = getattr(instance, member)(turn)
-        if member == "step":
-            over, said = said["done"], [message["content"] for message in said["observations"]]
-            return None if over else said
-        return None if said is None else [said]
-
-    waiting: dict[tuple[str, tuple[str, ...]], Any] = {}  # that have heard these turns, as long as there is room
-    checked = threading.Event()
-
-    def replayed(row: Mapping[str, Any], turns: Sequence[str]) -> tuple[Any, Any]:
-        instance = made()
-        instance.reset(**row)
-        return instance, [hear(instance, turn) for turn in turns][-1]
-
-    def says(prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str]) -> Any:
-        instance = waiting.pop((prompt.id, tuple(turns[:-1])), None)
-        if instance is None:
-            instance, said = replayed(row, turns)
-        else:
-            said = hear(instance, turns[-1])
-        if len(waiting) < MOST_WAITING:
-            waiting[prompt.id, tuple(turns)] = instance
-        if not checked.is_set() and replayed(row, turns)[1] != said:
-            raise UserError(
-                f"task.environment={name} answered the same turns in two ways: an episode that is taken up again has to"
-                " come out the same, so let all that is random in it follow from the row"
-            )
-        checked.set()
-        return said
-
-    def score(row: Mapping[str, Any], turns: Sequence[str]) -> Any:
-        return replayed(row, turns)[0].get_reward()
-
-    scores = score if hasattr(made, "get_reward") else None
-    found = Environment(says, f"task.environment={name}", score=scores, opens=partial(_opened, made, name))
+        raise UserError(f"{name} has no method that answers: add typed methods as tools, or respond")
+    schemas: tuple[Any, ...] = ()
     if member is None:
-        schemas = _schemas({word: getattr(made(), word) for word in tools}, f"task.environment={name}")
-        found = replace(found, role="tool", tools=schemas)
-    return found
+        with own_code(f"{name}, made without arguments,"):
+            instance = _limited(made, seconds, f"{name}, made without arguments,")
+        schemas = _schemas({word: getattr(instance, word) for word in tools}, name)
+    found = _Episodes(made, name, seconds, member, tools, member is None and prompting.opens_thought)
+    scores = found.score if hasattr(made, "get_reward") else None
+    return Environment(found.reply, name, "user" if member else "tool", schemas, scores, found.opens)
 
 
-def _opened(made: Callable[[], Any], name: str, row: Mapping[str, Any], place: str) -> str:
-    """What `reset` says of a row at a place."""
-    with own_code(f"task.environment={name}, reset for {place},"):
-        said = made().reset(**row)
-    if not isinstance(said, str | None) or len(said or "") > MOST_CHARACTERS:
-        raise UserError(
-            f"task.environment={name}: reset returned a {type(said).__name__} for {place}: return text that goes "
-            f"behind the question, of at most {MOST_CHARACTERS} characters, or None"
-        )
-    return said or ""
+class _Episodes:
+    """The episodes of a user's class: an object each, which answers by `member` or by calls of `tools`."""
+
+    def __init__(
+        self, made: type, name: str, seconds: float, member: str | None, tools: Sequence[str], thinks: bool
+    ) -> None:
+        self._made, self._name, self._seconds = made, name, seconds
+        self._member, self._tools, self._thinks = member, tools, thinks
+        # Objects that wait for a next turn, by the turns that they have heard: the newest.
+        self._waiting: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._lock, self._checked = threading.Lock(), threading.Event()
+
+    def reply(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Reply:
+        with self._lock:
+            instance = self._waiting.pop((prompt.id, tuple(turns[:-1])), None)
+        if instance is None:
+            instance, found = self._replayed(row, turns, who)
+        else:
+            found = self._hear(instance, turns[-1], who)
+        if not self._checked.is_set() and self._replayed(row, turns, who)[1].messages != found.messages:
+            raise UserError(
+                f"{self._name} answered the same turns in two ways: an episode that is taken up again has to come out "
+                "the same, so let all that is random in it follow from the row"
+            )
+        self._checked.set()
+        if found.messages is not None:
+            with self._lock:
+                self._waiting[prompt.id, tuple(turns)] = instance
+                if len(self._waiting) > MOST_WAITING:
+                    del self._waiting[next(iter(self._waiting))]
+        return found
+
+    def score(self, row: Mapping[str, Any], turns: Sequence[str]) -> Any:
+        # As in TRL the calls of the last turn are not made: the model reads no result of them.
+        who = f"{self._name}, get_reward for the row {str(row)[:80]},"
+        instance = self._replayed(row, turns[:-1] if self._member is None else turns, who)[0]
+        return _limited(lambda: _awaited(instance.get_reward()), self._seconds, who)
+
+    def opens(self, row: Mapping[str, Any], place: str) -> str:
+        who = f"{self._name}, reset for {place},"
+        with own_code(who):
+            text = self._begun(row, who)[1]
+        if text is not None and (not isinstance(text, str) or text != _plain(text)[:MOST_CHARACTERS]):
+            raise UserError(
+                f"{who} returned a {type(text).__name__}: return text that goes behind the question, in UTF-8 and of "
+                f"at most {MOST_CHARACTERS} characters, or None"
+            )
+        return text or ""
+
+    def _begun(self, row: Mapping[str, Any], who: str) -> tuple[Any, Any]:
+        def begin() -> tuple[Any, Any]:
+            instance = self._made()
+            return instance, _awaited(instance.reset(**row))
+
+        return _limited(begin, self._seconds, who)
+
+    def _hear(self, instance: Any, turn: str, who: str) -> Reply:
+        if (member := self._member) is None:
+            functions = {word: getattr(instance, word) for word in self._tools}
+            return _called(functions, turn, self._thinks, self._seconds, who)
+        return _reply(member, lambda: getattr(instance, member)(turn), _READS[member], self._seconds, who)
+
+    def _replayed(self, row: Mapping[str, Any], turns: Sequence[str], who: str) -> tuple[Any, Reply]:
+        instance, reply = self._begun(row, who)[0], Reply(None)
+        for turn in turns:
+            reply = self._hear(instance, turn, who)
+        return instance, reply
 
 
 class Speaks(ABC):
@@ -226,12 +297,19 @@ class Speaks(ABC):
     turn_ends: Sequence[str] = ()
     _environment: Environment
 
-    def _talk(self, environment: Environment | None, prompting: Prompting, settings: TurnSettings) -> None:
+    def _talk(
+        self,
+        environment: Environment | None,
+        prompting: Prompting,
+        settings: TurnSettings,
+        warn: Callable[[str], None],
+    ) -> None:
         if environment is None:
             return
         prompting.check_turns(environment.role, settings["keep_reasoning"])
         self.turns, self._environment, self._speaks_by = settings["turns"], environment, prompting
-        self._seconds, self._room = settings["respond_seconds"], threading.BoundedSemaphore(settings["respond_workers"])
+        self._room, self._warn_of = threading.BoundedSemaphore(settings["respond_workers"]), warn
+        self._failed, self._known, self._noting = 0, set[str](), threading.Lock()
 
     @abstractmethod
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
@@ -245,63 +323,40 @@ class Speaks(ABC):
         return self._speaks_by.between(turns[-1], said, self._environment.role)
 
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
-        heard = [self.text(turn) for turn in turns]
-        who = f"{self._environment.name}, asked after turn {len(turns)} of prompt {prompt.id},"
-        if not self._environment.slow:
-            return answer(self._environment.says(prompt, self.row_of(prompt), heard))
-        pending = _Pending(self._seconds, who)
-        call = partial(self._environment.says, prompt, self.row_of(prompt), heard)
-        threading.Thread(target=pending.run, args=(call, self._room), daemon=True).start()
+        pending: Future[Sequence[str] | None] = Future()
+        heard, row = [self.text(turn) for turn in turns], self.row_of(prompt)
+
+        def run() -> None:
+            who = f"{self._environment.name}, asked after turn {len(turns)} of prompt {prompt.id},"
+            try:
+                with self._room, own_code(who):
+                    reply = self._environment.reply(prompt, row, heard, who)
+                    self._note(reply)
+                pending.set_result(reply.messages)
+            except UserError as error:
+                pending.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
         return pending
+
+    def counted(self) -> Mapping[str, float]:
+        """Return the metrics of environments since the last call."""
+        if self.turns == 1:
+            return {}
+        with self._noting:
+            failed, self._failed = self._failed, 0
+        return {"turns/errors": float(failed)}
+
+    def _note(self, reply: Reply) -> None:
+        with self._noting:
+            self._failed += reply.failed
+            for kind in reply.faults.keys() - self._known:
+                self._known.add(kind)
+                self._warn_of(f"{self._environment.name}: {reply.faults[kind]}; turns/errors counts such answers")
 
 
 def answer(said: Sequence[str] | None) -> Future[Sequence[str] | None]:
-    """What was said at once."""
+    """Return an answer that is there at once."""
     done: Future[Sequence[str] | None] = Future()
     done.set_result(said)
     return done
-
-
-class _Pending(Future[Sequence[str] | None]):
-    """An answer that is waited for, by `done`, no longer than some seconds from when its call began."""
-
-    _started: float | None = None
-
-    def __init__(self, seconds: float, who: str) -> None:
-        super().__init__()
-        self._seconds, self._who = seconds, who
-
-    def run(self, call: Callable[[], Any], room: threading.BoundedSemaphore) -> None:
-        with room:
-            self._started = time.monotonic()
-            try:
-                with own_code(self._who):
-                    said = _checked(call(), self._who)
-                self.set_result(said)
-            except UserError as error:
-                self.set_exception(error)
-            except InvalidStateError:  # it came too late
-                return
-
-    def done(self) -> bool:
-        if not super().done() and self._started is not None and time.monotonic() - self._started > self._seconds:
-            with suppress(InvalidStateError):  # it came just now
-                self.set_exception(
-                    UserError(
-                        f"{self._who} has not answered within task.respond_seconds={self._seconds:g}: raise it, or see "
-                        "what it waits for"
-                    )
-                )
-        return super().done()
-
-
-def _checked(said: Any, who: str) -> Sequence[str] | None:
-    if said is None:
-        return None
-    for message in said:
-        if not isinstance(message, str) or not message:
-            kind = "an empty string" if message == "" else f"a {type(message).__name__}"
-            raise UserError(f"{who} returned {kind}: return the text that the model is to read, or None for the end")
-        if len(message) > MOST_CHARACTERS:
-            raise UserError(f"{who} returned {len(message)} characters, more than {MOST_CHARACTERS}: shorten them")
-    return list(said)

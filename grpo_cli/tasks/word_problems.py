@@ -7,8 +7,8 @@ compared exactly (`answers.py`); nothing of it is ever evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 from random import Random
@@ -156,14 +156,15 @@ class WordProblems(GeneratedTask[Story], Speaks):
         train_problems: TrainProblems,
         eval_problems: EvalProblems,
         chat_defaults: Mapping[str, Any] | None = None,
+        warn: Callable[[str], None],
         **turns: Unpack[TurnSettings],
     ) -> None:
         self._must_end, self._instruction = must_end, instruction
         self._level = (max_start, max_change, groups)
-        environment = environment_of(turns, self._is_right)
-        tools = environment.tools if environment else ()
-        prompting = Prompting.of(tokenizer, turns, chat_defaults, tools=tools)
-        self._talk(environment, prompting, turns)
+        prompting = Prompting.of(tokenizer, turns, chat_defaults)
+        environment = environment_of(turns, prompting)
+        prompting = replace(prompting, tools=environment.tools if environment else ())
+        self._talk(environment, prompting, turns, warn)
         super().__init__(prompting, seed, min_steps, max_steps, train_problems, eval_problems)
 
     def draw(self, rng: Random, size: int) -> Story:
@@ -189,12 +190,9 @@ class WordProblems(GeneratedTask[Story], Speaks):
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         ended = rollout.finish.complete
-        right = self._is_right(prompt, self.text(rollout.turns[-1]))
+        right = equal(extract_answer(self.text(rollout.turns[-1])).value, Fraction(prompt.answer))
         correct = float(right and (ended or not self._must_end))
         return Reward(correct, {"correct": correct, "ended": float(ended)}, weights={"correct": 1.0})
-
-    def _is_right(self, prompt: Prompt, text: str) -> bool:
-        return equal(extract_answer(text).value, Fraction(prompt.answer))
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
         return {"question": self.text(prompt.token_ids), "answer": prompt.answer}

@@ -142,7 +142,7 @@ def _sampled_metrics(groups: Sequence[ScoredGroup], k: int) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for j in sorted({1, k}):
         values = [pass_at_k(count, k, j) for count in right]
-        low, high = mean_interval(values, trials=k if j == 1 else 1)
+        low, high = mean_interval(values, trials=k)  # which pass@k, each 0 or 1, does not depend on
         name = f"eval/pass@{j}"
         metrics |= {name: float(np.mean(values)), f"{name}_low": low, f"{name}_high": high}
     return metrics

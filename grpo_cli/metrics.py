@@ -13,16 +13,18 @@ from grpo_cli.types import FOREIGN, GIVEN, Batch, Finish, Group, ScoredGroup
 
 # A name in angle brackets stands for one word, or for a number where the name is `k`.
 METRICS: Mapping[str, str] = {
-    "reward/mean": "Mean total reward over all n rollouts of every prompt, before any selection. As all of reward/*, "
-    "group/* and response/* but the figures of what was kept, it is of rollouts made in the step: what is replayed or "
-    "was held says nothing of the policy as it is, so a step that trains on held groups alone has no such means.",
+    "reward/mean": "Mean total reward over all rollouts of every prompt, those with a hint too, before selection. As "
+    "all of reward/*, group/* and response/* but the figures of what was kept, it is of rollouts made in the step: "
+    "what is replayed or was held says nothing of the policy as it is, so a step that trains on held groups alone has "
+    "no such means.",
     "reward/std": "Standard deviation of the total reward over all rollouts of the step; exactly 0 if all are equal.",
     "reward/kept_mean": "Mean total reward over the rollouts that were trained on (as rollouts/trained counts them), "
     "replayed ones included; selection biases it.",
     "reward/<part>": "Mean of this part of the reward over the rollouts that have it.",
-    "group/zero_std": "Share of groups whose rewards are all exactly equal, and which therefore teach nothing; one "
-    "rollout alone is no group.",
-    "group/mixed": "Number of groups whose rewards differ, which alone teach: the yardstick at equal tokens.",
+    "group/zero_std": "Share of groups whose rewards are all exactly equal, from which an advantage that compares "
+    "within a group learns nothing; one rollout alone is no group.",
+    "group/mixed": "Number of groups whose rewards differ: the yardstick at equal tokens, but for advantages that "
+    "learn from even groups too (beta, a2po).",
     "group/zero_std_kept": "The same share after selection, among the rollouts that were chosen, before a correction "
     "or a credit took any of them out of the policy loss.",
     "response/length_mean": "Mean number of tokens per rollout, with the end-of-sequence token and, in an episode of "
@@ -37,7 +39,7 @@ METRICS: Mapping[str, str] = {
     "turns/errors": "Answers of environments since the last step that name an error: of a tool call that could not be "
     "read, or of the user's code.",
     "tokens/environment": "Tokens of the step that environments answered: read, not drawn, and not trained on.",
-    "prompts/distinct": "Different problems that rollouts were made of since the run began.",
+    "prompts/distinct": "Different problems of which rollouts without a hint were made since the run began.",
     "collect/rounds": "Rounds in which the collector requested the step's rollouts.",
     "collect/problems": "Problems that rollouts were made of in the step.",
     "collect/rollouts_min": "Fewest rollouts of a problem in the step.",
@@ -47,7 +49,7 @@ METRICS: Mapping[str, str] = {
     "collect/unsolved": "Problems of the step that no rollout of collector=aero solved.",
     "collect/carried_rollouts": "Rollouts that collector=partial or sorted leaves for the next step, begun or not.",
     "collect/carried_tokens": "Tokens that they have so far.",
-    "collect/dropped_groups": "Groups that collector=dynamic made and left out: their rewards are all equal, or the "
+    "collect/dropped_groups": "Groups that collector=dynamic made and left out: their answers are all as good, or the "
     "step had enough. What it makes counts in reward/*, group/* and response/* whether it is trained on or not.",
     "collect/tokens_dropped": "Tokens that were generated for them, or by collector=tail for what it set aside.",
     "collect/held_groups": "Groups that collector=dynamic holds for the next step.",
@@ -62,7 +64,7 @@ METRICS: Mapping[str, str] = {
     "collect/pruned": "Those of them that it gave up, as they stayed close to what they had left.",
     "collect/repaired": "Share of the rollouts that collector=repair began from a failed one's tokens which are right.",
     "collect/unjudged_groups": "Groups of the step left out as the judge failed for each of their rollouts.",
-    "warmup/loss": "Mean negative log-likelihood of a token, in a step of train.warmup=sft.",
+    "warmup/loss": "Mean negative log-likelihood of a token at sampling.temperature, in a step of train.warmup=sft.",
     "judge/questions": "Questions that task.reward=judge has put to its model since the last step.",
     "judge/kept": "Replies or groups whose question had been answered before, and was not asked again.",
     "judge/retries": "Questions asked again after the server had failed.",
@@ -94,9 +96,9 @@ METRICS: Mapping[str, str] = {
     "loss/kl": "Estimated KL divergence from the policy to the reference, before its coefficient.",
     "loss/distill": "Estimated KL divergence from the policy under eviction to that of the step's start which sees "
     "all, before correction.distill.",
-    "loss/clip_fraction": "Share of trained tokens whose policy ratio was clipped.",
-    "loss/clip_mean": "How far from 1 loss=echo lets policy ratios be, mean over trained tokens.",
-    "loss/policy_ratio_mean": "Mean over trained tokens of learner probability / old policy probability.",
+    "loss/clip_fraction": "Share of the tokens in the loss, whatever their weight, whose policy ratio was clipped.",
+    "loss/clip_mean": "How far from 1 loss=echo lets policy ratios be, mean over the same tokens.",
+    "loss/policy_ratio_mean": "Mean over the same tokens of learner probability / old policy probability.",
     "policy/entropy": "Exact entropy, in nats, of the policy's distribution over the next token at "
     "sampling.temperature: mean over trained tokens (as tokens/trained counts them), then over the step's updates, of "
     "the policy before each. log V if all V tokens are equally likely, 0 if the policy is certain; with "

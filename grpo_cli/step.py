@@ -223,7 +223,7 @@ class Step:
                 batch, verdict = self._corrected(batch, readout)
                 rejections += verdict.reasons
         selected = settled(selected, batch, rejections)
-        tokens, reuse = int((batch.trained_mask & batch.counted_mask).sum()), reuse_metrics(batch)
+        tokens, reuse = int(batch.trained_mask.sum()), reuse_metrics(batch)
         if not tokens:
             self._warn_of_rejection(step, selected, by_credit)
         with self._span("update"):

@@ -202,6 +202,11 @@ class Rollout:
         return self.spans[0].count if self.spans and self.spans[0].version == GIVEN else 0
 
     @property
+    def unaided(self) -> bool:
+        """True if the model read the problem alone, and was given no beginning."""
+        return self.request.problem is None and not self.given
+
+    @property
     def num_drawn(self) -> int:
         """Tokens without the environment's."""
         return sum(map(len, self.turns))
@@ -264,6 +269,12 @@ class Reward:
     judged: bool = True
 
     @property
+    def answer(self) -> float:
+        """The grade of the answer without what format or length add; the total where the answer is not rewarded."""
+        rewarded = not self.weights or bool(self.weights.get(self.answer_part))
+        return self.parts.get(self.answer_part, self.total) if rewarded else self.total
+
+    @property
     def solved(self) -> bool:
         """Whether the answer is right, as graded."""
         return self.parts.get(self.answer_part, self.total) >= 1.0
@@ -284,6 +295,11 @@ class ScoredGroup:
             rollouts=tuple(self.rollouts[i] for i in indices),
             rewards=tuple(self.rewards[i] for i in indices),
         )
+
+    @property
+    def unaided(self) -> ScoredGroup:
+        """The group with only the rollouts that say how well the model solves the problem by itself."""
+        return self.take([place for place, rollout in enumerate(self.rollouts) if rollout.unaided])
 
     @cached_property
     def totals(self) -> np.ndarray:
@@ -377,8 +393,9 @@ class Batch:
 
     @property
     def trained_mask(self) -> Bool[Tensor, "B T"]:
-        """The tokens that are trained on: those with a weight in the policy loss, even if their advantage is 0."""
-        return self.loss_mask & (self.weights != 0)
+        """The tokens that are trained on: those with a weight in the policy loss, even if their advantage is 0. Rows
+        that are not counted have none."""
+        return self.counted_mask & (self.weights != 0)
 
     @property
     def counted_mask(self) -> Bool[Tensor, "B T"]:

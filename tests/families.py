@@ -12,6 +12,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     Gemma2Config,
+    GPT2Config,
     GPTNeoXConfig,
     JambaConfig,
     MambaConfig,
@@ -26,6 +27,7 @@ DROPS = dict(hidden_dropout=0.3, attention_dropout=0.2)
 CONFIGS: dict[str, Any] = {
     # caps its logits, and half of its layers forget what is 6 tokens ago
     "gemma2": lambda: Gemma2Config(**HEADS, num_key_value_heads=2, head_dim=8, sliding_window=6),
+    "gpt2": lambda: GPT2Config(**HEADS, n_positions=256, resid_pdrop=0.3),
     "phi": lambda: PhiConfig(**HEADS, resid_pdrop=0.3, max_position_embeddings=256),
     "opt": lambda: OPTConfig(
         **{k: v for k, v in HEADS.items() if k != "intermediate_size"},

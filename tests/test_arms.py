@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import made
@@ -22,13 +23,14 @@ from test_contexts import SOLUTION, Asked, collect, collector, problems
 from tiny_hf import make_tokenizer
 from words import rollout_of
 
+from grpo_cli.collect import learnt
 from grpo_cli.collect.label import by_majority
 from grpo_cli.collect.search import Searching
 from grpo_cli.config.check import check, check_eval
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import rule_of
 from grpo_cli.experiment import build
-from grpo_cli.history import History
+from grpo_cli.history import History, Visit
 from grpo_cli.methods.adhint import right_hints, share
 from grpo_cli.methods.lightning_rl import per_part
 from grpo_cli.methods.scope import beginning
@@ -110,6 +112,57 @@ def test_a_hint_may_stand_before_the_problem_and_be_for_unsolved_problems_alone(
     words = " ".join(map(str, SOLUTION[:8]))
     assert ids == [["p0"] * 6 + [f"p0~{words}"] * 2, ["p1"] * 8]
     assert not any(one.given for group in groups for one in group.rollouts)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words", "given", "share_given"),
+    [
+        # 8 of 10 tokens: all but one of the room, no room at all, a text that fits by a token and one that does not
+        (("hint", {"given": "answer"}), {"sampling": Sampling.plain(6)}, 5, 0.5),
+        (("hint", {"given": "answer"}), {"sampling": Sampling.plain(1)}, 0, 0.0),
+        (("hint", {"given": "prompt"}), {"max_prompt_tokens": 3}, 3, 0.8),
+        (("hint", {"given": "prompt"}), {"max_prompt_tokens": 2}, 0, 0.0),
+        (("nudge", {"hints": ["one"], "per_problem": 1, "drop": 0.0}), {"max_prompt_tokens": 3}, 3, None),
+        (("nudge", {"hints": ["one"], "per_problem": 1, "drop": 0.0}), {"max_prompt_tokens": 2}, 0, None),
+    ],
+)
+def test_what_a_hint_has_too_much_is_left_out_and_no_run_ends(
+    rule: tuple[str, Any], words: Any, given: int, share_given: float | None
+):
+    changed = rule[1] | ({"noise": 0.0} if rule[0] == "hint" else {})
+    groups, collection = collect(collector(rule[0], **changed), Asked(length=1), problems(2), **words)
+    last = [group.rollouts[-1] for group in groups]
+    aids = [one.given or (not one.unaided) * len(one.request.prompt.token_ids) for one in last]
+    assert aids == [given, given]
+    assert share_given is None or collection.metrics()["collect/hint_share"] == pytest.approx(share_given)
+
+
+@pytest.mark.parametrize("aided", ["context", "beginning"])
+def test_a_run_remembers_what_was_solved_without_help(aided: str):
+    """Of p one of two plain rollouts is right, and both with a hint; of q there are none but with a hint."""
+    texts, given = (["h"] * 2, []) if aided == "context" else ([None] * 2, [2, 3])
+    p = replace(group_of([1.0, 0.0, 1.0, 1.0], [None, None, *texts], given), prompt=Prompt("p", (1,), ""))
+    q = replace(group_of([1.0, 1.0], ["h", "h"]), prompt=Prompt("q", (2,), ""))
+    shown = dict[str, list[tuple[str, int, int]]]()
+
+    class Rule:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def observe(self, step: int, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+            shown[self.name] = [(one.prompt.id, one.solved, len(one.rollouts)) for one in groups]
+            return {}
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    rules = SimpleNamespace(collector=Rule("collector"), credit=Rule("credit"))
+    parts: Any = SimpleNamespace(history=History(), curriculum=Rule("curriculum"), replay=None, rules=rules)
+    assert learnt.observe(parts, 0, [p, q], [p, q]) == {}
+    assert parts.history.visits("p") == (Visit(0, 1, 2),) and not parts.history.visits("q")
+    assert shown == {"curriculum": [("p", 1, 2)], "credit": [("p", 1, 2)], "collector": [("p", 3, 4), ("q", 2, 2)]}
 
 
 def test_a_rollout_is_compared_with_those_of_its_own_arm():
@@ -432,20 +485,11 @@ def test_a_search_of_drafts_is_refused_for_a_task_without_contexts():
         rule_of("search", made.part("search", "pdr"))(desk)
 
 
-def test_a_hint_that_is_longer_than_a_reply_is_refused():
-    with pytest.raises(
-        UserError, match="gives 8 tokens of each reply to problem 'p0', and with sampling.max_new_tokens=8"
-    ):
-        collect(collector("hint", noise=0.0), Asked(), problems(1), sampling=Sampling.plain(8))
-
-
-def test_a_hint_that_is_longer_than_the_context_is_refused(tmp_path: Path):
+def test_a_problem_goes_without_a_hint_that_is_longer_than_the_context():
     task = made.task("word_problems", make_tokenizer())
     rule = collector("nudge", hints=["step by step " * 40], per_problem=1, drop=0.0)
-    with pytest.raises(
-        UserError, match=r"with \d+ tokens, and 100 fit beside sampling.max_new_tokens=20: put less before"
-    ):
-        collect(rule, Task(task), [task.prompts("train")[0]], max_prompt_tokens=100)
+    ([group], _) = collect(rule, Task(task), [task.prompts("train")[0]], max_prompt_tokens=100)
+    assert all(one.unaided for one in group.rollouts)
 
 
 class Task(Asked):
@@ -490,4 +534,5 @@ def test_whole_steps_are_trained_on_and_every_metric_has_its_sentence(tmp_path: 
     assert all(describe(name) for row in steps for name in row if "/" in name)
     if "train.label=majority" in words:
         assert all(0 <= row["reward/true"] <= 1 and 0 <= row["reward/majority_right"] <= 1 for row in steps)
-    assert any(row.get("off/given_share", 0) > 0 for row in steps) == (words[0] != "train.label=majority")
+    gives = words[0] in ("experiment=hint_arithmetic", "collector=repair")
+    assert any(row.get("off/given_share", 0) > 0 for row in steps) == gives

@@ -72,6 +72,31 @@ class Table(Scripted):
         return Reward(right + length, {"correct": right, "overlong": length})
 
 
+@pytest.mark.parametrize(
+    ("rewards", "teaches"),
+    [
+        ([{"correct": 1.0}, {"correct": 1.0, "overlong": -0.5}], False),
+        ([{"correct": 0.0, "format": 0.1}, {"correct": 0.0}], False),
+        ([{"correct": 0.0, "format": 0.5}, {"correct": 1.0}], True),
+        ([{"correct": 0.3}, {"correct": 0.2, "format": 0.1}], True),
+        ([{"style": 1.0}, {"style": 0.0}], True),  # an own reward without a grade
+        ([{}, {}], False),
+    ],
+)
+@pytest.mark.parametrize("weighed", [False, True])
+def test_groups_are_dropped_by_their_answers_and_not_by_penalties(
+    rewards: list[dict[str, float]], teaches: bool, weighed: bool
+) -> None:
+    weights = {name: 1.0 for parts in rewards for name in parts} if weighed else {}
+    group = scored(*(Reward(sum(parts.values(), 0.0), parts, weights=weights) for parts in rewards))
+    assert collection_of(Table({}), InOrder([]), n=2, prompts=1).teaches(group) == teaches
+
+
+def test_an_answer_that_is_only_logged_drops_no_group() -> None:
+    rewards = [Reward(length, {"correct": 1.0, "length": length}, weights={"length": 1.0}) for length in (0.2, 0.8)]
+    assert collection_of(Table({}), InOrder([]), n=2, prompts=1).teaches(scored(*rewards))
+
+
 def test_the_papers_whole_recipe_worked_by_hand() -> None:
     """L = 10 with c = 4, two rollouts each of two problems a step. p0 is solved by both and dropped, p1, p2 are mixed.
 

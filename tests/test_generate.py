@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from families import CONFIGS, foreign_folder, foreign_model
 from made import micro
 from safetensors.torch import load_file
-from small import EOS, contents, make_engine, one_and_the_rest, small_model, some_requests
+from small import EOS, contents, make_engine, one_and_the_rest, plain_batch, small_model, some_requests
 from talk import Talk
 from test_turns import played, said
 from torch import Tensor
@@ -27,10 +28,13 @@ from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.engine.order.schedule import Fifo, Lpt
 from grpo_cli.experiment import build
+from grpo_cli.learner.learner import Learner
 from grpo_cli.learner.logprobs import token_logprobs
+from grpo_cli.model import packed
 from grpo_cli.model.load import load_model
+from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.meter import WallMeter
+from grpo_cli.support.meter import NullMeter, WallMeter
 from grpo_cli.types import Finish, Rollout
 
 FAMILIES = [family for family in CONFIGS if family != "bert"]
@@ -94,6 +98,56 @@ def test_the_learner_sees_the_whole_model_and_no_padding(family: str) -> None:
     for name, weight in model.named_parameters():
         if weight.grad is not None:
             torch.testing.assert_close(gradients[name], weight.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+SHORT = {"sliding_window": 8}
+TRAINED = [
+    *((family, {}) for family in ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma2")),
+    ("mistral", SHORT),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 1} | SHORT),
+    ("qwen3", {"use_sliding_window": True, "max_window_layers": 1} | SHORT),
+]
+WAYS = {
+    "padded": {"shared_prefix": False},
+    "auto": {},
+    "shared": {"shared_prefix": True},
+    "free": {"padding_free": True},
+}
+
+
+def learner_of(model: Any, way: str) -> Learner:
+    train = made.train(**{"micro_batch_tokens": 100, "shared_prefix": "auto"} | WAYS[way])
+    plain = made.model(autocast="none"), Sampling.plain(3), train, made.optim(), NullMeter(), pytest.fail
+    return Learner(model, made.loss(), *plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("family", "config"), TRAINED, ids=str)
+def test_once_a_learner_is_built_sampler_and_learner_are_the_model(
+    family: str, config: dict[str, Any], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts of several lengths, longer than a sliding window; with the attention that a GPU has in float32 too."""
+    model = foreign_model(family) if family in CONFIGS else small_model(family, **config)
+    untouched = deepcopy(model)
+    if (config or family in CONFIGS) and way in ("shared", "free"):
+        with pytest.raises(UserError, match=f"{type(model).__name__} .*set both to false"):
+            learner_of(model, way)
+        return
+    learner, requests = learner_of(model, way), some_requests(3, 2, tokens=12)
+    assert len({len(one.prompt.token_ids) for one in requests}) == 3
+    for each_head_alone, sampler in ((False, made.full()), (True, made.full()), (True, micro(slots=1))):
+        monkeypatch.setattr(packed, "_wants_a_head_each", lambda query, answer=each_head_alone: answer)
+        packed.allow_packing(model) if family not in CONFIGS else None
+        rollouts = list(generating(model, sampler=sampler).generate(requests))
+        if not config and family not in CONFIGS:
+            assert same(rollouts, make_engine(untouched).generate(requests))
+        for one in rollouts:
+            expected, prompt = of_a_full_pass(untouched, one), list(one.request.prompt.token_ids)
+            torch.testing.assert_close(torch.tensor(one.sampler_logprobs), expected, rtol=0, atol=1e-5)
+            ids = torch.tensor([prompt + list(one.token_ids)])
+            batch = plain_batch(torch.arange(ids.shape[1])[None] >= len(prompt), input_ids=ids)
+            found = learner.logprobs(model, batch)[0, len(prompt) :]
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_a_model_that_torch_serves_says_the_same_by_both() -> None:

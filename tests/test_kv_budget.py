@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import fptas, full, infinite, mean_length, micro, prefix_head
 from orders import AnyOrder, Backwards, Forgetful, PromptsFirst
-from small import VOCABULARY, contents, make_engine, small_model, some_requests, tried
+from small import VOCABULARY, contents, make_engine, make_generation, small_model, some_requests, tried
 
 from grpo_cli.engine.batching import KvShape
 from grpo_cli.engine.kv import cache
@@ -24,6 +25,7 @@ from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.kv.padding import round_up
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
+from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.torch.generation import BEHIND
 from grpo_cli.engine.torch.sequence import Parked
 from grpo_cli.methods.rkv import Rkv
@@ -237,6 +239,61 @@ def test_without_room_for_a_prefix_it_is_said_once_with_the_bytes_that_would_do(
         assert made == wanted and ledger.peak <= given_bytes
         assert ("engine/probe_steps" in engine.stats().details) == probes
     assert len(said) == 2, "one of each engine that has no room"
+
+
+@pytest.mark.parametrize(("grows", "slots", "rows"), [(False, 9, 5), (True, 9, 8), (False, 3, 3), (True, 3, 3)])
+def test_prompts_take_room_from_the_rows_that_fit(grows: bool, slots: int, rows: int) -> None:
+    """Of 100 tokens 20 are a prompt's: 80 hold 5 pages of 16, or 8 rows that are expected to have 10 tokens; with 3
+    slots 3."""
+    run = make_generation(Decoder(MODEL), some_requests(2, 2), sampler=infinite(kv_budget=10**6))
+    of: Any = run
+    of.kv, of._forecast = SimpleNamespace(most_tokens=100), SimpleNamespace(length=lambda *given: 10)
+    room = SimpleNamespace(budget=100 * TOKEN)
+    of.sizes = SimpleNamespace(prompt_page=20, row_page=16, rows_grow=grows, room=room)
+    of.slots = SimpleNamespace(count=slots)
+    assert run._rows_that_fit(list(run._sequences)) == rows
+
+
+def test_prompts_of_running_rows_take_room_from_their_peak() -> None:
+    """Of a block that can reach 100 tokens a prompt of two pages of 16 leaves 68: two rows that end at 30 tokens fit,
+    with half a page of 8 each, and would not in 67."""
+    run = make_generation(Decoder(MODEL), some_requests(1, 2), sampler=infinite(kv_budget=10**6))
+    of: Any = run
+    of.slots = SimpleNamespace(sequences=list(run._sequences)[:2], generated=lambda slot: 4)
+    of.prompts, of._forecast = SimpleNamespace(pages_of=lambda name: 2), SimpleNamespace(length=lambda *given: 30)
+    for reach, fits in ((100, True), (99, False)):
+        of.kv = SimpleNamespace(
+            reach=lambda reach=reach: reach, prompts=SimpleNamespace(tokens=16), rows=SimpleNamespace(tokens=8)
+        )
+        assert run._running_rows().fits == fits
+
+
+def test_slots_are_as_busy_as_rows_were_where_memory_decides_how_many_run() -> None:
+    """What is made in a decode step is counted over the most rows that ran at a time, of slots that stay empty."""
+    requests, seen = some_requests(prompts=6, n=4, tokens=20), list[int]()
+
+    class Counting(Fifo):
+        def plan(self, waiting: Any, running: Any, free_slots: Any) -> Any:
+            seen.append(len(running))
+            assert len(free_slots), "there are slots that nobody takes"
+            return super().plan(waiting, running, free_slots)
+
+    budget = 3 * (slot_bytes(20) + prompt_bytes(requests))
+    engine = make_engine(MODEL, sampler=infinite(kv_budget=budget), scheduler=Counting())
+    steps = sum(len(rollout) - 1 for rollout in engine.generate(requests))
+    stats = engine.stats()
+    assert stats.slots == max(seen) and stats.details["engine/restarts"] == 0
+    assert stats.slot_utilisation == pytest.approx(steps / (stats.decode_steps * stats.slots))
+
+
+def test_a_cleared_block_has_nothing_parked() -> None:
+    arena = KvArena(KvLayout(2, 2, 8, torch.float32), Region(1, 2, 16), Region(1, 1, 16), 64, None, CPU)
+    arena.reserve(32)
+    arena.parked = 1000
+    arena.note_peak()
+    assert arena.peak == 32 * TOKEN + 1000
+    arena.clear()
+    assert (arena.parked, arena.peak) == (0, 32 * TOKEN)
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

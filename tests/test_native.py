@@ -247,6 +247,15 @@ def test_logits_that_are_all_far_below_zero_are_drawn_from_as_any() -> None:
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("numbers_of", [(torch.nan, 1.0, 2.0), (torch.inf, 1.0, 2.0), (-torch.inf,) * 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draw_from_what_is_no_distribution_ends_and_says_so(numbers_of: Any, temperature: float) -> None:
+    logits = torch.tensor([numbers_of, (0.0, 3.0, 1.0)])
+    tokens, logprobs = native.draw(logits, torch.tensor([0.5, 0.1], dtype=torch.float64), torch.full((2,), temperature))
+    assert 0 <= int(tokens[0]) < 3 and not logprobs[0].isfinite()
+    assert temperature or (int(tokens[1]), float(logprobs[1])) == (1, 0.0)
+
+
 # ---- bits
 
 

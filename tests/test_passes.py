@@ -239,6 +239,16 @@ def test_lengths_alone_tell_how_a_batch_is_cut_and_how_large_the_parts_are(group
         assert way.size([rows[i] for i in part]) == through
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_a_pass_is_filled_to_its_last_token(share: bool) -> None:
+    """Rows of 2 + 3 and 2 + 5 tokens: 12, or 10 with their prompt in common."""
+    rows, whole = [RowShape(2, 3, "a"), RowShape(2, 5, "a")], 10 if share else 12
+    assert PaddingFree(whole, 64, 0.7, share=share).cut(rows) == [[0, 1]]
+    assert PaddingFree(whole - 1, 64, 0.7, share=share).cut(rows) == [[0], [1]]
+    assert Padded(14, 64, 0.7).size(rows) == 14 and sorted(map(sorted, Padded(14, 64, 0.7).cut(rows))) == [[0, 1]]
+    assert sorted(map(sorted, Padded(13, 64, 0.7).cut(rows))) == [[0], [1]]
+
+
 def _prompt_lengths(batch: Batch) -> torch.Tensor:
     return batch.lengths - batch.response_mask.sum(1)
 

@@ -107,6 +107,22 @@ def test_it_is_its_definition(trees: Trees, heads: int, group: int, dim: int, dt
     assert close(in_c(trees, runs, dim**-0.5), by_hand(trees, runs, dim**-0.5), dtype)
 
 
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 17, 31, 33])
+def test_what_fills_up_a_block_of_queries_reaches_nothing(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room that holds NaN before it is used; and what comes after the last of the logs stays as it is."""
+    trees, heads, group, dim = [(size, 2)], 2, 2, 8
+    runs = runs_of(trees, heads, group, dim)
+    wanted = by_hand(trees, runs, 1.0)
+    monkeypatch.setattr(torch, "empty", lambda *shape: torch.full(shape, torch.nan))
+    q, k, v, grad = runs
+    forest, out, logs = Forest(trees), torch.zeros_like(q), torch.full((heads * group + 1, len(q)), -5.0)
+    forest.call("forward", 1.0, q, k, q, k, v, out, logs)
+    assert (logs[-1] == -5.0).all()
+    made_of = [torch.zeros_like(x) for x in (q, k, v)]
+    forest.call("backward", 1.0, q, k, grad, q, k, v, out, logs, *made_of)
+    assert close([out, *made_of], wanted, torch.float32)
+
+
 def test_long_sequences_and_large_scores_are_right_too() -> None:
     """Scores of some hundreds, whose exponentials are no numbers."""
     trees = ((900, 300, 5), (1300,))

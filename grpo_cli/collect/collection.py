@@ -152,7 +152,7 @@ class StepCollection:
         return self._task.solution(prompt)
 
     def teaches(self, group: ScoredGroup) -> bool:
-        return group.mixed and self._has_advantage(group)
+        return len({reward.answer for reward in group.rewards}) > 1 and self._has_advantage(group)
 
     def _earned(self, rollout: Rollout, reward: Reward) -> Reward:
         if not (self._zero_truncated and rollout.finish is Finish.LENGTH):

@@ -18,10 +18,17 @@ def remembering(parts: Parts) -> Iterator[tuple[str, Remembers]]:
 
 
 def observe(parts: Parts, step: int, trained: Sequence[ScoredGroup], made: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Show a step's groups to every rule that learns from them; returns the rules' metrics."""
-    parts.history.observe(step, made)
-    told = [(rule, made if name == "curriculum" else trained) for name, rule in remembering(parts)]
-    return {name: value for rule, groups in told for name, value in rule.observe(step, groups).items()}
+    """Show a step's groups to every rule that learns from them; returns the rules' metrics. The history, curricula and
+    credits, which learn how hard a problem is, see rollouts without help alone."""
+    alone = _unaided(made)
+    parts.history.observe(step, alone)
+    shown = {"curriculum": alone, "credit": _unaided(trained)}
+    seen = [(rule, shown.get(name, trained)) for name, rule in remembering(parts)]
+    return {name: value for rule, groups in seen for name, value in rule.observe(step, groups).items()}
+
+
+def _unaided(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+    return [group for group in (group.unaided for group in groups) if group.rollouts]
 
 
 def mark(parts: Parts) -> Callable[[], dict[str, Any]]:

@@ -51,8 +51,8 @@ class Collection(Protocol):
         """See `interfaces.Worked`. UserError if the task has no solutions."""
 
     def teaches(self, group: ScoredGroup) -> bool:
-        """Whether rewards of the group differ, and some rollout that `train.truncated` does not leave out would have an
-        advantage. What a correction will reject is not known yet."""
+        """True if the group's answers are not all as good, whatever format or length add, and some rollout that
+        `train.truncated` does not leave out would have an advantage. What a correction will reject is not known yet."""
 
     def read(self, groups: Sequence[Group], reads: Set[str], layer: int | None, last: int) -> Readout:
         """One pass of the policy over the groups' rollouts, ended or not, a row each in their order: `reads` as in

@@ -25,7 +25,7 @@ from grpo_cli.learner.logprobs import (
     logprobs_at,
     token_logprobs,
 )
-from grpo_cli.model.anatomy import backbone, is_llama_shaped, place_of, unwrapped
+from grpo_cli.model.anatomy import backbone, can_pack, is_llama_shaped, place_of, unwrapped
 from grpo_cli.model.evicted import Evicted
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
 from grpo_cli.model.transfer import send
@@ -93,15 +93,16 @@ def make_forward(
     return plain
 
 
-def shares_prefix(train: TrainSettings, model: ModelSettings, device: torch.device, llama_shaped: bool) -> bool:
-    """Return `train.shared_prefix`, with `auto` decided: a GPU has kernels for packed rows in 16 bits only."""
+def shares_prefix(train: TrainSettings, model: ModelSettings, device: torch.device, packs: bool) -> bool:
+    """Return `train.shared_prefix`, with `auto` decided for a model that packs rows or does not: a GPU has kernels for
+    packed rows in 16 bits only."""
     fast = device.type == "cpu" or "bfloat16" in (model.dtype, model.autocast)
-    return train.shared_prefix is True or (train.shared_prefix == "auto" and fast and llama_shaped)
+    return train.shared_prefix is True or (train.shared_prefix == "auto" and fast and packs)
 
 
 def attends_natively(train: TrainSettings, model: Any, share: bool) -> tuple[bool | str, bool]:
     """Whether packed rows are attended to in C, or why not; and whether that is a fault of what the machine has."""
-    packs = (share or train.padding_free) and is_llama_shaped(model)
+    packs = (share or train.padding_free) and can_pack(model)
     if not train.native or place_of(model).type != "cpu" or not packs:
         return False, False
     config = backbone(model).config
@@ -164,10 +165,10 @@ class PaddingFree(Forward):
     natively: bool = field(default=False, kw_only=True)
 
     def prepare(self, model: Any) -> None:
-        if not is_llama_shaped(model):
+        if not can_pack(model):
             raise UserError(
-                "train.padding_free and train.shared_prefix pack rows by an attention of our own, which "
-                f"{type(unwrapped(model)).__name__} does not have; set both to false"
+                "train.padding_free and train.shared_prefix pack rows, which "
+                f"{type(unwrapped(model)).__name__} with its attention or sliding window cannot do; set both to false"
             )
         allow_packing(model)
 

@@ -26,7 +26,7 @@ from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, r
 from grpo_cli.learner.readout import POOLED, read
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.learner.threads import threads_for_updates
-from grpo_cli.model.anatomy import ends, has_dropout, is_of_a_known_family
+from grpo_cli.model.anatomy import can_pack, ends, has_dropout, is_of_a_known_family
 from grpo_cli.model.rounding import rounded_in_place
 from grpo_cli.model.transfer import fetched
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
@@ -78,7 +78,7 @@ class Learner:
         compiles = self._device.type == "cuda" if train.compile is None else train.compile
         by_row = compiled_by_row(warn) if compiles else PLAIN
         self._plain = make_padded(train, sampling.temperature, by_row)
-        share = shares_prefix(train, model_settings, self._device, is_of_a_known_family(model))
+        share = shares_prefix(train, model_settings, self._device, is_of_a_known_family(model) and can_pack(model))
         self.native, is_fault = attends_natively(train, model, share)
         self._forward: Forward = make_forward(train, sampling.temperature, share, by_row, self.native is True)
         self._forward.prepare(model)

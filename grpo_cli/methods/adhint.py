@@ -48,8 +48,9 @@ def hint(
     given: Annotated[str, OneOf(("answer", "prompt"))],
 ) -> Rounds:
     """`plain` rollouts of each problem (None: half of n), then the others with a hint: at the beginning of the reply
-    (`given` answer) or in a text before the problem (prompt). Without a solution, or with nothing of it, they are plain
-    as well. UserError where no problem of the step has a solution."""
+    (`given` answer), which leaves room for a token, or in a text before the problem (prompt). Without a solution, with
+    nothing of it, or with a text that does not fit, they are plain as well. UserError where no problem of the step has
+    a solution."""
     first = _first(collection.n, plain)
     prompts = collection.pick(collection.prompts)
     solutions = {prompt.id: tuple(collection.solution(prompt)) for prompt in prompts}
@@ -60,11 +61,15 @@ def hint(
     hints = [
         solutions[g.prompt.id][: int(w * len(solutions[g.prompt.id]))] for g, w in zip(scored, shares, strict=True)
     ]
-    asked = zip(groups, hints, strict=True)
-    groups = yield Round(
-        tuple(_hinted(collection, group.prompt, collection.n - first, begins, given) for group, begins in asked)
-    )
-    parts = [len(begins) / max(1, len(solutions[g.prompt.id])) for g, begins in zip(groups, hints, strict=True)]
+    if given == "answer":
+        hints = [begins[: collection.max_new_tokens - 1] for begins in hints]
+    asked = zip(prompts, hints, strict=True)
+    requests = [_hinted(collection, prompt, collection.n - first, begins, given) for prompt, begins in asked]
+    groups = yield Round(tuple(requests))
+    parts = [
+        len(begins) / len(solutions[request.prompt.id]) if request.context or request.prefix else 0.0
+        for request, begins in zip(requests, hints, strict=True)
+    ]
     collection.note("hint_share", float(np.mean(parts)))
     for figure, mean in reward_by_arm(collection.score(groups)).items():
         collection.note(figure, mean)
@@ -93,7 +98,8 @@ def share(difficulty: float, least: float, most: float, noise: float = 0.0) -> f
 def _hinted(collection: Collection, prompt: Prompt, count: int, begins: tuple[int, ...], given: str) -> GroupRequest:
     if not begins or given == "answer":
         return GroupRequest(prompt, count, prefix=begins)
-    return GroupRequest(prompt, count, collection.in_context(prompt, [begins]))
+    context = collection.in_context(prompt, [begins])
+    return GroupRequest(prompt, count, context if len(context.token_ids) <= collection.max_prompt_tokens else None)
 
 
 @facts(divides=False, goes_with=needs_arms)

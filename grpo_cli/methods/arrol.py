@@ -5,8 +5,8 @@
     each goes on with the chance s_i, at least 2 of a group being left, with the tokens that it would have had; the
     others reach neither the judge nor the update
 
-so that of a group about `keep` go on, of which about `share` are right. Where p = share this is `keep` for all: what is
-balanced already is pruned at random.
+so that of a group about `keep` go on, and the share of right ones among them moves towards `share`, by as much as the
+head can tell. Where p = share this is `keep` for all: what is balanced already is pruned at random.
 
 The head is learnt online, from what passed `at` and was judged. Ours: the formula of s_i (of the paper's own too little
 could be read), the ridge in place of a logistic head, and its calibration by the share of right ones in each tenth of

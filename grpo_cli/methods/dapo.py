@@ -1,6 +1,7 @@
 """DAPO's dynamic sampling: rounds of problems until a step has enough groups with a learning signal (arXiv 2503.14476).
 
-    mixed: the group's rewards differ;  a round asks for ceil((1 + surplus) * (prompts - mixed so far)) problems
+    mixed: the group's answers are not all as good (penalties do not count)
+    a round asks for ceil((1 + surplus) * (prompts - mixed so far)) problems
 
 The rest of DAPO is `loss=dapo` (more room upwards, a mean over tokens) and the reward part `overlong`
 (`tasks/formats.py`).
@@ -32,8 +33,8 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
 
 @facts(goes_with=_goes_with)
 class Dynamic(HoldsGroups):
-    """Rounds until `train.prompts` groups are mixed: their rewards differ, and still do where replies that were cut off
-    are left out (`Collection.teaches`). The others are dropped.
+    """Rounds until `train.prompts` groups are mixed: their answers are not all as good, whatever penalties say, and a
+    rollout has an advantage where those that were cut off are left out (`Collection.teaches`). The others are dropped.
 
     A round asks for `1 + surplus` times the problems that are lacking, n rollouts of each (ours: the release asks for
     as many in each round, three times a step's). After `most_rounds` of them, or once the run has generated

@@ -5,9 +5,10 @@
     loss     PPO's clip with eps_i = least + (most - least) sigmoid(slope (1 - mean of the last C_t of reply i))
 
 H_t is the entropy that token t was drawn from, C_t its own probability, both of the policy before the step, and z the
-distance from the mean in deviations. Constants and formulas are the official release's. Ours: z is over all response
-tokens of the step, where the release takes a minibatch's. Of the paper are left out the tree of branching rollouts,
-which its script for AIME has switched off, and training on the most frequent answer as the right one.
+distance from the mean, over all response tokens of the step, in deviations. Constants and formulas are the official
+release's: the sigmoid is at least 1/2, so that eps_i is never below the middle between least and most. Of the paper are
+left out the tree of branching rollouts, which its script for AIME has switched off, and training on the most frequent
+answer as the right one.
 
 Measured: scripts/reproduce/frontier_c.md (the loss, with labels by majority: null).
 """
@@ -60,8 +61,8 @@ def _standard(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[
 
 @dataclass(frozen=True)
 class Echo(Clipped):
-    """GRPO, but that a reply's ratios may be `clip_low` (the least) to `clip_high` (the most) away from 1, either way:
-    the less, the more certain the old policy was of its last `tail` tokens (ECHO, arXiv 2602.02150)."""
+    """GRPO, but that a reply's ratios may be away from 1 by the middle of `clip_low` and `clip_high` up to nearly
+    `clip_high`: the less, the more certain the old policy was of its last `tail` tokens (ECHO, arXiv 2602.02150)."""
 
     slope: Annotated[float, Range(0, because="0 is the same clip for all replies")]
     tail: Count

@@ -6,9 +6,10 @@
                 (A - mean of A) / (std of A + 1e-5), the std not corrected, all over the problem's rollouts
     train.plain_weight = 0.1: the same rollouts again under the plain prompt, with that weight and the same A
 
-Checked against the paper's release. Ours: the hints that ship, where the paper has them written by a stronger model for
-each problem, and that a list serves all problems, of which each draws its own. The release truncates with top_p=0.95,
-for which training needs sampling.kept_set=true here.
+Checked against the paper's release, which also doubles the rows that dropped their hint, and does not clip them; here
+the plain rows are of rollouts with a hint alone. Ours: the hints that ship, where the paper has them written by a
+stronger model for each problem, and that a list serves all problems, of which each draws its own. The release truncates
+with top_p=0.95, for which training needs sampling.kept_set=true here.
 
 Not measured.
 """
@@ -45,7 +46,8 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
 @facts(arms=True, goes_with=_goes_with)
 class Nudge:
     """n rollouts of each problem, shared by `per_problem` hints (a list, or a file with one in each line), which each
-    rollout drops with the chance `drop`. UserError for too few hints."""
+    rollout drops with the chance `drop`, and all of a problem that it does not fit before. UserError for too few
+    hints."""
 
     def __init__(self, *, hints: str | Sequence[str], per_problem: Count, drop: Share) -> None:
         self._hints = _read(hints) if isinstance(hints, str) else [*dict.fromkeys(map(str, hints))]
@@ -73,7 +75,8 @@ class Nudge:
         for hint in (None, *hints):
             if counts[hint]:
                 context = None if hint is None else collection.in_context(prompt, [self._hints[hint]])
-                yield GroupRequest(prompt, counts[hint], context)
+                fits = context is not None and len(context.token_ids) <= collection.max_prompt_tokens
+                yield GroupRequest(prompt, counts[hint], context if fits else None)
 
 
 def _read(file: str) -> list[str]:

@@ -9,8 +9,8 @@ each). Left out: more than n rollouts of a problem, of which the first n to end 
 problem that favours short ones. Parallelism, rewards and training of RollPacker are about many GPUs.
 
 Ours: a problem that was set aside is answered anew by the weights of its long step, but from the random streams that it
-had. With other streams, long answers would be drawn again until they are short. So, with weights that stand still, each
-problem is trained on with the very rollouts that it would have had under `collector=equal`, only later.
+had. With other streams, long answers would be drawn again until they are short. So, with weights that stand still, a
+problem's rollouts have the distribution that they would have had under `collector=equal`, only later.
 
 Measured: scripts/reproduce/rivals.md (no difference in accuracy seen, fewer decode steps; embedded model).
 """

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo_cli.model.checks import ARCHITECTURES
+from grpo_cli.model.checks import ARCHITECTURES, window_of
 from grpo_cli.support.errors import UserError
 
+PACKING = "grpo_packed"  # the name that transformers has for the attention of `model.packed`
+_NO_MASK = torch.empty(0, 0, 0, 0)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -33,6 +35,20 @@ def is_llama_shaped(model: Any) -> bool:
 
 def is_of_a_known_family(model: Any) -> bool:
     return type(unwrapped(model)).__name__ in ARCHITECTURES.values()
+
+
+def can_pack(model: Any) -> bool:
+    """True if the model's rows may be packed: layers of a known shape, each of which attends to all tokens before."""
+    inner = unwrapped(model)
+    return is_llama_shaped(model) and (not is_of_a_known_family(model) or window_of(inner.config) is None)
+
+
+def without_mask(model: Any) -> dict[str, Tensor]:
+    """Return the input that keeps transformers from building a mask where causal attention needs none: packed rows, and
+    rows padded on the right. Before it builds one it waits for a GPU to compare positions."""
+    config = getattr(backbone(model), "config", None)
+    packing = getattr(config, "_attn_implementation", None) == PACKING and can_pack(model)
+    return {"attention_mask": _NO_MASK} if packing else {}
 
 
 def backbone(model: Any) -> Any:

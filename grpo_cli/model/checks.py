@@ -82,13 +82,19 @@ def context_of(config: PreTrainedConfig) -> int:
     return context
 
 
+def window_of(config: PreTrainedConfig) -> int | None:
+    """Return the sliding window of the layers that have one; None where no token can be outside of it."""
+    window, layers = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    hides = window is not None and window < context_of(config) and (layers is None or "sliding_attention" in layers)
+    return window if hides else None
+
+
 def check_config(config: PreTrainedConfig, any_family: bool = False) -> None:
     """Refuse a sliding window shorter than the context in any layer, unless the model's own cache may handle it
     (`any_family`); and RoPE whose frequencies change once a sequence is long, since cached keys would keep the old
     ones."""
-    window, context = getattr(config, "sliding_window", None), context_of(config)
-    layers = getattr(config, "layer_types", None)
-    if not any_family and window is not None and window < context and (layers is None or "sliding_attention" in layers):
+    context = context_of(config)
+    if not any_family and (window := window_of(config)) is not None:
         raise UserError(
             f"{config.model_type} model with a sliding window of {window} tokens: the engine always attends to the "
             f"whole context; set sliding_window to null in its config.json if completions stay shorter than {window} "

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grpo_cli.model.anatomy import backbone, is_llama_shaped, is_of_a_known_family
+from grpo_cli.model.anatomy import backbone, is_llama_shaped, is_of_a_known_family, without_mask
 from grpo_cli.support.memory import give_back_freed, is_little
 
 # Autograd nodes by operation. None saves its own result: a reference cycle through its note would leak it.
@@ -50,6 +50,7 @@ def last_states(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
     Autocast's weight cache is off: each weight is used once here.
     """
     states: Tensor
+    inputs |= without_mask(model)
     kind = input_ids.device.type
     # Another architecture may write over what a note would be recomputed from.
     if not is_llama_shaped(model) or _has_room(model, input_ids):

@@ -18,15 +18,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from grpo_cli.model import tree_attention
-from grpo_cli.model.anatomy import backbone
+from grpo_cli.model.anatomy import PACKING, backbone
 from grpo_cli.model.evicted import Evicted
 from grpo_cli.model.mlp_recompute import last_states
 from grpo_cli.model.transfer import send
 from grpo_cli.model.varlen import Flash, Kernel, OnProcessor, Part, Spans, Trunks, attention
 
-_NAME = "grpo_packed"
 KERNELS: list[Kernel] = [Flash(), OnProcessor()]  # the first that takes the queries
 
 
@@ -81,8 +81,9 @@ def _trunks_of(trees: Sequence[Tree], device: torch.device) -> Trunks | None:
 
 
 def allow_packing(model: Any) -> None:
-    """Make the model's attention accept a `Layout`, or `Evicted`. Without one it is unchanged: PyTorch's, causal."""
-    backbone(model).config._attn_implementation = _NAME
+    """Make the model's attention accept a `Layout`, or `Evicted`. Without one it is PyTorch's, with the masks that
+    transformers builds for it."""
+    backbone(model).config._attn_implementation = PACKING
 
 
 def packed_hidden(
@@ -124,7 +125,10 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Called by transformers in every layer: in C, by a flash kernel, or else part by part. The latter splits
     and joins once per layer: the backward of a slice is a full tensor of zeros, that of a split one concatenation."""
-    if packed_layout is None and attention_mask is None and _wants_a_head_each(query):
+    if attention_mask is not None and attention_mask.numel() == 0:  # that of `without_mask`
+        attention_mask = None
+    alike = query.shape[2] == key.shape[2]  # unlike a step with a cache, whose token sees every key
+    if packed_layout is None and attention_mask is None and alike and _wants_a_head_each(query):
         return causal(query, key, value, kwargs["scaling"]).transpose(1, 2).contiguous(), None
     if packed_layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -156,4 +160,5 @@ def _attention(
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(_NAME, _attention)
+AttentionInterface.register(PACKING, _attention)
+AttentionMaskInterface.register(PACKING, sdpa_mask)  # without one no padding and no sliding window is hidden

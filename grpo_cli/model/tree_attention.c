@@ -169,16 +169,17 @@ void forward(const Run *of, float scale, const void *q, const void *k, const voi
         }
 }
 
-/* Of queries: what they weighed keys by, and the gradient of their scores, each times `scale`. */
+/* Of queries: what they weighed keys by, and the gradient of their scores, each times `scale`. Rows that fill up are zeros,
+   and add nothing whatever they weigh; they have no log. */
 INLINE void slopes(
     const Run *of, const Block *block, int64_t wide, float scale, Floats weights, Floats grads, Given given, Given made,
     Given logs
 ) {
     for (int64_t r = 0; r < block->rows; r++) {
-        const int32_t last = r < block->count ? block->last + r : -1;
+        const int32_t last = block->last + r;
         const float log = r < block->count ? logs[r] : 0;
         Vec both = {};
-        for (int64_t i = 0; i < of->width && r < block->count; i += LANES)
+        for (int64_t i = 0; i < of->width; i += LANES)
             both += *(const Vec *)(given + r * of->width + i) * *(const Vec *)(made + r * of->width + i);
         const float common = sum(both);
         for (int64_t j = 0; j < wide; j += LANES) {

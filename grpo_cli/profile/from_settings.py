@@ -22,7 +22,7 @@ from grpo_cli.learner.old_policy import average_bytes, pass_before
 from grpo_cli.learner.optimizer import state_bytes
 from grpo_cli.learner.readout import reads_of
 from grpo_cli.model.anatomy import ends
-from grpo_cli.model.checks import ARCHITECTURES
+from grpo_cli.model.checks import ARCHITECTURES, window_of
 from grpo_cli.model.load import TINY, load_model, load_tokenizer, model_config
 from grpo_cli.profile.estimate import Estimator, Passes, StepShape
 from grpo_cli.profile.forced_lengths import Lengths
@@ -43,7 +43,7 @@ def shapes_of(model: ModelSettings, device: torch.device) -> ShapeModel:
 
     def load() -> Any:
         here = replace(model, random_init=True, quantize="none", offload_activations=False)
-        return load_model(here, torch.device("cpu"))
+        return load_model(here, torch.device("cpu"), any_family=True)  # engine=generate keeps sliding windows
 
     return ShapeModel(load, model.autocast, bits, model.offload_activations, device.type == "cpu")
 
@@ -149,6 +149,7 @@ def step_of(
     rollouts, evaluation = seen or _workloads(run, lengths)
     prefix = built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0
     packed = bool(settings.parts["engine"].get("packed_weights"))
+    packs = window_of(model_config(settings.model, any_family=True)) is None
     several = settings.train.epochs * settings.train.minibatches > 1
     graphs = settings.parts["engine"].get("cuda_graph")
     graphs = run.device.type == "cuda" and graphs is not False
@@ -166,7 +167,7 @@ def step_of(
         forward=make_forward(
             settings.train,
             settings.sampling.temperature,
-            shares_prefix(settings.train, settings.model, run.device, True),
+            shares_prefix(settings.train, settings.model, run.device, packs),
         ),
         minibatches=settings.train.minibatches,
         gradients=4 if settings.optim.baseline == "opob" else 1,  # see `learner.opob.GroupBaseline`

@@ -19,7 +19,7 @@ def reward_by_arm(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     found: dict[str, list[float]] = {"reward_hinted": [], "reward_plain": []}
     for group in groups:
         for one, reward in zip(group.rollouts, group.rewards, strict=True):
-            found["reward_hinted" if arm(one)[1] or one.request.problem else "reward_plain"].append(reward.total)
+            found["reward_plain" if one.unaided else "reward_hinted"].append(reward.total)
     return {figure: float(np.mean(rewards)) for figure, rewards in found.items() if rewards}
 
 

@@ -19,7 +19,7 @@ from grpo_cli.engine.generate.trial import pads_in_peace
 from grpo_cli.engine.interfaces import Predictor, Scheduler, Waiting
 from grpo_cli.engine.kv.eviction import Budget, Dense
 from grpo_cli.interfaces import Meter, facts
-from grpo_cli.model.anatomy import is_llama_shaped, place_of, unwrapped
+from grpo_cli.model.anatomy import can_pack, place_of, unwrapped
 from grpo_cli.model.checks import ARCHITECTURES, context_of
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.meter import NullMeter
@@ -56,7 +56,7 @@ class GenerateEngine:
         self._pads = pads_in_peace(model, pad_token_id)
         self._stats = EngineStats()
         apart = "" if self._pads else f", and {type(unwrapped(model)).__name__} takes prompts of one length at a time"
-        known, here = ", ".join(ARCHITECTURES.values()), ", this model among them" if is_llama_shaped(model) else ""
+        known, here = ", ".join(ARCHITECTURES.values()), ", this model among them" if can_pack(model) else ""
         warn(
             f"engine=generate is slow: every reply waits for the longest of its round{apart}; engine=torch serves "
             f"{known}{here}"

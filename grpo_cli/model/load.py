@@ -5,6 +5,7 @@ A folder's config is checked before any weights are read. Weights are safetensor
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +40,7 @@ from grpo_cli.model.packed import allow_packing
 from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
+from grpo_cli.tasks.prompting import turn_end
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = "tiny"
@@ -132,26 +134,33 @@ def model_config(settings: ModelSettings, any_family: bool = False) -> PreTraine
 
 
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer saved with the weights; for random weights of a preset's shape that of the embedded model (a token
-    per byte). UserError if there is none."""
-    folder = Path(settings.path).expanduser()
-    if has_adapters(folder):  # not a model, but with a tokenizer
-        source: Path | str = folder
+    """Return the tokenizer saved with the adapters, else with the weights; for random weights of a preset's shape that
+    of the embedded model (a token per byte). A chat template beside adapters counts. UserError if there is none."""
+    adapters = None if settings.adapter is None else Path(settings.adapter).expanduser()
+    if adapters is not None and _has_tokenizer(adapters):
+        source: Path | str = adapters
     else:
         source = source_of(TINY if settings.without_files else settings.path)
-    if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
+    if isinstance(source, Path) and not _has_tokenizer(source):
         raise UserError(
             f"model folder {source} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
             "save one there with tokenizer.save_pretrained(folder)"
         )
     with _reading(source, "tokenizer"):
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
+        found = AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
+        if adapters is not None and (template := adapters / "chat_template.jinja").is_file():
+            found.chat_template = template.read_text(encoding="utf-8")
+        return found
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str] = ()) -> tuple[int, ...]:
-    """Every token that ends a completion: `tokens` if given, else those of the generation config (Llama 3 has several)
-    and then the tokenizer's. UserError for a token that the tokenizer does not have, and if there is none at all.
-    """
+    """Return every token that ends a completion: `tokens` if given, else those of the generation config (Llama 3 has
+    several), the tokenizer's and the one by which its chat template ends a turn. UserError for a token that the
+    tokenizer does not have, and if there is none at all."""
     if tokens:
         vocabulary = tokenizer.get_vocab()
         unknown = [token for token in tokens if token not in vocabulary]
@@ -163,7 +172,8 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, tokens: Sequen
         return tuple(dict.fromkeys(vocabulary[token] for token in tokens))
     generation = model.generation_config.eos_token_id if model.generation_config is not None else None
     listed = generation if isinstance(generation, list) else [generation]
-    ids = tuple(dict.fromkeys(int(i) for i in (*listed, tokenizer.eos_token_id) if i is not None))
+    listed = [*listed, tokenizer.eos_token_id, turn_end(tokenizer)[1]]
+    ids = tuple(dict.fromkeys(int(i) for i in listed if i is not None))
     if not ids:
         raise UserError(
             "the model has no end-of-sequence token: neither its generation_config.json nor its tokenizer names one; "
@@ -197,20 +207,16 @@ def save_pretrained(
         else:
             model.save_pretrained(folder, **given)
     tokenizer.save_pretrained(folder)
-    if adapted and with_base:
-        _save_base(model, tokenizer, folder / BASE)
-
-
-def _save_base(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """The base weights, under their names without adapters."""
-    state = {
-        name.replace(".base_layer.", "."): weight
-        for name, weight in unwrapped(model).state_dict().items()
-        if ".lora_" not in name
-    }
-    with _no_progress_bars():
-        unwrapped(model).save_pretrained(folder, state_dict=state)
-    tokenizer.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):  # these are written for their owner alone
+        shutil.copymode(folder / "tokenizer_config.json", weights)
+    if adapted and with_base:  # under its names without adapters
+        base = unwrapped(model)
+        state = {
+            name.replace(".base_layer.", "."): weight
+            for name, weight in base.state_dict().items()
+            if ".lora_" not in name
+        }
+        save_pretrained(base, tokenizer, folder / BASE, state_dict=state)
 
 
 # Folders named by presets that are not hub ids, and what creates them.

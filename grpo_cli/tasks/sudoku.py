@@ -100,7 +100,7 @@ class Sudoku(GeneratedTask[Puzzle]):
         return in_rows(problem.solution)
 
     def shown(self, prompt: Prompt) -> Sequence[int]:
-        return self._verbatim.encode(prompt.answer)
+        return self._verbatim.goes_on(prompt, prompt.answer)
 
     def reads(self, rollout: Rollout) -> str | None:
         completion = self._verbatim.completion(rollout)

@@ -197,4 +197,4 @@ class WordProblems(GeneratedTask[Story], Speaks):
         return equal(extract_answer(text).value, Fraction(prompt.answer))
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
-        return {"question": self.text(prompt.token_ids), "answer": prompt.answer}
+        return {"question": self._asked(prompt)[1], "answer": prompt.answer}

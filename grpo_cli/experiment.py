@@ -51,7 +51,7 @@ from grpo_cli.support.meter import WallMeter
 from grpo_cli.support.processor import remarks
 from grpo_cli.support.terminal import to_stderr
 from grpo_cli.tasks.demonstrations import conversations, solutions
-from grpo_cli.tasks.prompting import TODAY, turn_end
+from grpo_cli.tasks.prompting import TODAY, reads_clock, turn_end
 from grpo_cli.tracking.console import ConsoleTracker
 from grpo_cli.tracking.introduction import doubts, introduction
 from grpo_cli.tracking.jsonl import JsonlTracker
@@ -105,13 +105,11 @@ def set_up(
     return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more), room, eos)
 
 
-def _doubts(
-    task: Task, tokenizer: Any, eos: tuple[int, ...], run: RunSettings | EvalRunSettings
-) -> Iterator[str]:
+def _doubts(task: Task, tokenizer: Any, eos: tuple[int, ...], run: RunSettings | EvalRunSettings) -> Iterator[str]:
     """What is odd about the beginnings and ends of replies, and about prompts that tell the time."""
     first = [prompt.token_ids[-1] for prompt in task.prompts("eval")[:1]]
     if set(first) & set(eos):
-        yield f"prompts end with {tokenizer.decode(first)}, which ends a completion: correct the tokenizer or its template"
+        yield f"prompts end with {tokenizer.decode(first)}, which ends a completion: correct the chat template"
     if not (tokenizer.chat_template and run.parts["task"].get("use_chat_template")):
         return
     text, end = turn_end(tokenizer)
@@ -120,7 +118,7 @@ def _doubts(
             f"the chat template ends a turn with {text[:40]!r}, which ends no completion: name a token of it in "
             "model.eos_tokens, or text of it in sampling.stop"
         )
-    if "strftime_now" in str(tokenizer.chat_template):
+    if reads_clock(tokenizer):
         yield f"the chat template reads the clock: every prompt tells {TODAY:%d %b %Y}, so that runs can be repeated"
 
 

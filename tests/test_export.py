@@ -227,7 +227,7 @@ def test_adapters_whose_base_is_gone_quantised_or_nowhere_else_are_refused(run: 
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "moved" / "config.json").write_text(json.dumps(config))
     said = refused(tmp_path / "r", tmp_path / "out", "--merge", "--base", tmp_path / "moved")
-    assert "is quantised" in said and "name the model that it was made from with --base" in said
+    assert "is stored quantised (bitsandbytes): name the model that it was made from" in said
     random = ("model.random_init=true", "model.lora.rank=2", *SHORT, "eval.every=0", "logger=jsonl")
     grpo("train", *random, f"hydra.run.dir={tmp_path / 'random'}")
     assert "lies only beside it" in refused(tmp_path / "random", tmp_path / "out")

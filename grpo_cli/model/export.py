@@ -14,13 +14,12 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token, hf_hub_d
 from huggingface_hub.utils import validate_repo_id
 from transformers import GenerationConfig
 
-from grpo_cli.model.adapters import BASE, has_adapters
+from grpo_cli.model.adapters import BASE, has_adapters, merged, read_config
 from grpo_cli.model.load import (
     DTYPES,
     eos_token_ids,
     load_model,
     load_tokenizer,
-    model_config,
     pad_token_id,
     save_pretrained,
     source_of,
@@ -48,16 +47,11 @@ def write_model(
         raise UserError(f"--merge: {checkpoint} holds no adapters but an ordinary model; leave it out")
     if adapted and not merge and (checkpoint / BASE).is_dir():
         raise UserError(f"the base of {checkpoint} lies only beside it, and adapters need it: add --merge")
-    if getattr(model_config(settings, any_family=True), "quantization_config", None) is not None:
-        raise UserError(
-            f"{settings.path} is quantised, and adapters cannot be merged into quantised weights; "
-            "name the model that it was made from with --base"
-        )
     model = load_model(settings, torch.device("cpu"), any_family=True)
-    tokenizer = load_tokenizer(replace(settings, path=str(checkpoint)))
+    tokenizer = load_tokenizer(settings if adapted else replace(settings, path=str(checkpoint)))
     eos = eos_token_ids(model, tokenizer, settings.eos_tokens)
     if merge:
-        model = model.merge_and_unload()
+        model = merged(model)
     elif adapted:  # the path that was written down may be of another machine
         model.active_peft_config.base_model_name_or_path = str(source_of(settings.path))
     save_pretrained(model.to(DTYPES[settings.dtype]), tokenizer, folder)
@@ -95,8 +89,9 @@ def _licence_files(source: Path | str | None) -> list[Path]:
 
 
 def write_card(folder: Path, base: str, licence: str | None, text: str) -> None:
-    """The model card, and the base's LICENSE beside it."""
+    """Write the model card, with how the model is served and evaluated, and the base's LICENSE beside it."""
     source = _source(base)
+    use = _used(folder, source if isinstance(source, str) else "<folder of the base>")
     data = ModelCardData(
         base_model=source if isinstance(source, str) else None,  # the hub takes no folders
         license=licence,
@@ -104,9 +99,26 @@ def write_card(folder: Path, base: str, licence: str | None, text: str) -> None:
         pipeline_tag="text-generation",
         tags=["grpo", TAG],
     )
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / CARD)
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n## Use\n\n{use}").save(folder / CARD)
     for file in _licence_files(source):
         shutil.copy(file, folder)
+
+
+def _used(folder: Path, base: str) -> str:
+    """The commands that serve and evaluate a model, or adapters on their base."""
+    here, lora = "<this folder>", "--enable-lora --max-lora-rank"
+    if not has_adapters(folder):
+        return f"    vllm serve {here}\n    lm_eval --model hf --model_args pretrained={here}\n"
+    evaluated = f"    lm_eval --model hf --model_args pretrained={base},peft={here},tokenizer={here}\n"
+    adapters = read_config(folder)
+    if adapters.get("use_dora") or adapters.get("modules_to_save") or adapters.get("bias", "none") != "none":
+        return f"{evaluated}\nvLLM does not serve adapters of this kind: export the run with --merge for it.\n"
+    rank = max([adapters["r"], *adapters.get("rank_pattern", {}).values()])
+    most = next((size for size in (16, 32, 64, 128, 256, 320, 512) if rank <= size), rank)  # those that it takes
+    return (
+        f"    vllm serve {base} {lora} {most} --lora-modules adapters={here} --tokenizer {here}\n"
+        f"{evaluated}\nRequests name the model `adapters`.\n"
+    )
 
 
 def is_export(folder: Path) -> bool:

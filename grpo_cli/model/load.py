@@ -5,7 +5,9 @@ A folder's config is checked before any weights are read. Weights are safetensor
 
 from __future__ import annotations
 
+import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,6 +36,7 @@ from grpo_cli.model.checks import (
     check_config,
     check_device,
     check_files,
+    check_stored,
     check_weights,
 )
 from grpo_cli.model.packed import allow_packing
@@ -257,6 +260,7 @@ def _read_config(source: Path | str, settings: ModelSettings, any_family: bool) 
     """The config, its architecture checked before anything else is read or run."""
     with _reading(source, "config.json"):
         raw, _ = PreTrainedConfig.get_config_dict(source)
+        check_stored(raw, source)
         architecture_of(raw, any_family)
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
     check_config(config, any_family)
@@ -301,11 +305,8 @@ def _quantised(settings: ModelSettings, dtype: torch.dtype, device: torch.device
 
 @contextmanager
 def _reading(source: Path | str, what: str) -> Iterator[None]:
-    """Turns any error while reading an untrusted file into a one-line UserError that says what to do.
-
-    Every exception is caught because the readers raise all kinds: a malformed tokenizer.json alone gives KeyError,
-    TypeError or AttributeError.
-    """
+    """Turn any error while reading an untrusted file into a UserError: a malformed tokenizer.json alone gives KeyError,
+    TypeError or AttributeError."""
     try:
         if isinstance(source, Path):
             check_files(source)
@@ -318,13 +319,26 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
                 f"model.path={source} is gated: accept its terms on https://huggingface.co/{source} and log in with "
                 "`hf auth login` (or set HF_TOKEN); or give the path of a folder that has it"
             ) from error
-        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
-        if isinstance(source, Path):
-            raise UserError(f"model folder {source}: its {what} cannot be read ({reason}); save it again") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400] or 'no reason given'}"
+        way_out = _of_this_machine(error, reason)
+        if isinstance(source, Path) or way_out:
+            where = f"model {'folder ' * isinstance(source, Path)}{source}"
+            raise UserError(f"{where}: its {what} cannot be read ({reason}); {way_out or 'save it again'}") from error
         raise UserError(
             f"model.path={source} is not a folder here, and its {what} could not be fetched from the hub ({reason}); "
             "without network, download the model elsewhere and give the path of its folder"
         ) from error
+
+
+def _of_this_machine(error: Exception, reason: str) -> str | None:
+    """What to do about an error that is none of the files."""
+    if sys.flags.optimize > 1:
+        return "run Python without -OO (PYTHONOPTIMIZE), which takes away docstrings that transformers reads"
+    if isinstance(error, ImportError) or re.search(r"\binstall(ed)?\b", reason):
+        return "install the package that is named"
+    if isinstance(error, MemoryError) or "out of memory" in reason or "allocate memory" in reason:
+        return "it needs more memory than there is: choose a smaller model, or model.dtype=bfloat16"
+    return "make its files readable" if isinstance(error, OSError) and error.errno and error.filename else None
 
 
 def _is_gated(error: BaseException | None) -> bool:

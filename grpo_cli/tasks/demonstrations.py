@@ -114,8 +114,18 @@ def _parts(
         lead, ended, rest = text[len(before) :].partition(end) if before else ("", "", text)
         said = going_on(chat.tokenizer, rest if ended and not lead.strip() else text[len(before) :], ids, special=True)
         yield True, said
-        full, reply = chat.rendered(messages[: i + 1], answered=True), messages[i]["content"]
-        forms = (reply, reply.lstrip(), reply.rstrip(), reply.strip())  # a template may trim it
-        reply = next((form for form in forms if full.startswith(text + form)), reply)
+        reply = _spaced(messages[i]["content"], text, chat.rendered(messages[: i + 1], answered=True), end)
         yield False, [*going_on(chat.tokenizer, reply, said), eos]
         before, ids = text + reply, [eos]
+
+
+def _spaced(reply: str, prompt: str, answered: str, end: str) -> str:
+    """Return the reply with the white space that a chat template leaves or puts around it.
+
+    >>> _spaced("\\n4 ", "[INST] 2+2? [/INST]", "[INST] 2+2? [/INST] 4</s>", "</s>")
+    ' 4'
+    """
+    said = answered.removeprefix(prompt)
+    if said.rpartition(end)[0].strip() == reply.strip():
+        return said.rpartition(end)[0]
+    return next(filter(said.startswith, (reply, reply.lstrip(), reply.rstrip(), reply.strip())), reply)

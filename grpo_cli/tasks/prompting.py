@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Protocol, TypedDict, runtime_checkable
+from unittest.mock import patch
 
 from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.limits import limited
@@ -224,12 +226,16 @@ class Prompting(Reading):
         *_, text = self._around(_TURN, role, len(said))
         lead, drawn, rest = text.partition(self.written(turn[-1:])) if turn else ("", "", text)
         text = rest if drawn and not lead.strip() else text  # the turn has its end already
-        ids = list(turn)
+        ids, plain = list(turn), ""
         for i, message in enumerate(said):
             before, _, text = text.partition(_SAID.format(i))
-            ids += going_on(self.tokenizer, before, ids, special=True)
-            ids += going_on(self.tokenizer, message, ids)
-        ids += going_on(self.tokenizer, text, ids, special=True)
+            plain += before
+            if going_on(self.tokenizer, message, []) == going_on(self.tokenizer, message, [], special=True):
+                plain += message
+            else:  # it spells a special token
+                ids += going_on(self.tokenizer, plain, ids, special=True)
+                ids, plain = ids + going_on(self.tokenizer, message, ids), ""
+        ids += going_on(self.tokenizer, plain + text, ids, special=True)
         return tuple(ids[len(turn) :])
 
     def check_turns(self, role: str, keep_reasoning: bool) -> None:
@@ -286,8 +292,8 @@ class Prompting(Reading):
 
     @cached_property
     def _opening(self) -> tuple[str, str]:
-        """The EOS that the template puts behind a prompt but not before a reply, and the header of the model's turn that
-        it leaves out of prompts; both are empty for a template that is right."""
+        """What the template gets wrong: the EOS that it puts behind a prompt but not before a reply, and the header of
+        the model's turn that it leaves out of prompts. Both are mostly empty."""
         asked = [_message("user", "?")]
         prompt = self._applied(asked, True)
         try:
@@ -307,16 +313,16 @@ class Prompting(Reading):
         too long."""
         words = {**self.chat_template_kwargs, **({"tools": list(self.tools)} if self.tools else {})}
         try:
-            with limited(MOST_SECONDS, MOST_BYTES):
+            with limited(MOST_SECONDS, MOST_BYTES), _at(TODAY, self.tokenizer):
                 text: str = self.tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=opened, tokenize=False, strftime_now=TODAY.strftime, **words
+                    list(messages), add_generation_prompt=opened, tokenize=False, **words
                 )
                 if len(text) > MOST_CHARACTERS:
                     raise ValueError(f"it made more than {MOST_CHARACTERS} characters")
         except Exception as error:  # a template raises what its expressions raise
             roles = " and a ".join(dict.fromkeys(message["role"] for message in messages))
             raise UserError(
-                f"the tokenizer's chat template refused a {roles} message ({type(error).__name__}: {error}); "
+                f"the tokenizer's chat template refused a {roles} message: {error} ({type(error).__name__}); "
                 "try task.system_prompt=null, or task.use_chat_template=false for the plain task.template"
             ) from error
         return text
@@ -333,6 +339,27 @@ def turn_end(tokenizer: Tokenizer) -> tuple[str, int | None]:
     text = text.partition(_SAID.format(0))[0]
     ids = tokenizer.encode(text, add_special_tokens=False)
     return text, next((token for token in ids if token in tokenizer.added_tokens_decoder), None)
+
+
+@contextmanager
+def _at(moment: datetime, tokenizer: Tokenizer) -> Iterator[None]:
+    """The clock that a chat template reads stands still: `transformers` takes no other function for it."""
+    if not reads_clock(tokenizer):
+        yield
+        return
+    from transformers.utils import chat_template_utils
+
+    class Stopped(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return moment
+
+    with patch.object(chat_template_utils, "datetime", Stopped):
+        yield
+
+
+def reads_clock(tokenizer: Tokenizer) -> bool:
+    return "strftime_now" in str(tokenizer.chat_template)
 
 
 def _message(role: str, content: str) -> Message:

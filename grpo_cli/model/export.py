@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token, hf_hub_download
+from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.utils import validate_repo_id
 from transformers import GenerationConfig
 
 from grpo_cli.model.adapters import BASE, has_adapters, merged, read_config
 from grpo_cli.model.load import (
     DTYPES,
+    HUB_SECONDS,
     eos_token_ids,
     load_model,
     load_tokenizer,
@@ -60,20 +61,19 @@ def write_model(
 
 
 def licence_of(path: str) -> str | None:
-    """The licence that a base's own files tell, as its card or the first line of its LICENSE has it; None if unknown.
-
-    A folder, or a hub id, of which only the card is fetched.
-    """
+    """The licence that the card of a base (a folder or a hub id) or the first line of its LICENSE tells, if any."""
     source = _source(path)
     try:
-        card = source / CARD if isinstance(source, Path) else Path(hf_hub_download(str(source), CARD))
-        told = ModelCard.load(card, ignore_metadata_errors=True).data.get("license") if card.is_file() else None
-    except (OSError, ValueError):
-        told = None
+        if isinstance(source, str):
+            card = HfApi().model_info(source, timeout=HUB_SECONDS).card_data
+        else:
+            card = ModelCard.load(source / CARD, ignore_metadata_errors=True).data if source is not None else None
+    except Exception:  # of a file, or of the hub's client, which raises those of httpx or of httpx2
+        card = None
+    if card is not None and card.get("license") is not None:
+        return plain(card.get("license"))
     texts = [file.read_text(encoding="utf-8", errors="replace").lstrip() for file in _licence_files(source)]
-    if told is None and texts:
-        return _LICENCES.get(texts[0].partition("\n")[0].rstrip(), "other")
-    return None if told is None else plain(told)
+    return _LICENCES.get(texts[0].partition("\n")[0].rstrip(), "other") if texts else None
 
 
 def _source(path: str) -> Path | str | None:
@@ -153,9 +153,9 @@ def upload(repo: str, folder: Path) -> str:
 
 @contextmanager
 def _uploading(repo: str) -> Iterator[None]:
-    """Turns what the hub or the network says into a UserError."""
+    """Turn what the hub or the network says into a UserError; its client raises errors of httpx or of httpx2."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"hub:{repo} could not be written ({reason}); `hf upload` a folder instead") from error

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import GatedRepoError, StrictDataclassError
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, StrictDataclassError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -47,6 +48,7 @@ from grpo_cli.tasks.prompting import turn_end
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = "tiny"
+HUB_SECONDS = 10.0
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -231,7 +233,7 @@ def _is_here(path: str) -> bool:
 
 
 def source_of(path: str) -> Path | str:
-    """A folder, or a hub id if there is no such folder and the name can be one."""
+    """Return a folder, or a hub id if there is no such folder. UserError for one that the hub and its cache lack."""
     if path == TINY:
         return Path(str(files("grpo_cli.model") / "tiny"))
     folder = Path(path).expanduser()
@@ -253,6 +255,13 @@ def source_of(path: str) -> Path | str:
             f"model.path={path} is not a folder here: {way_out}, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct, "
             f"or {TINY}"
         )
+    if try_to_load_from_cache(path, "config.json") is None:
+        with _reading(path, "config.json"):  # at once: `transformers` tries again for most of a minute
+            try:
+                HfApi().model_info(path, timeout=HUB_SECONDS)
+            except HfHubHTTPError as error:  # some mirrors have files alone
+                if isinstance(error, RepositoryNotFoundError):
+                    raise
     return path
 
 
@@ -326,7 +335,7 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
             raise UserError(f"{where}: its {what} cannot be read ({reason}); {way_out or 'save it again'}") from error
         raise UserError(
             f"model.path={source} is not a folder here, and its {what} could not be fetched from the hub ({reason}); "
-            "without network, download the model elsewhere and give the path of its folder"
+            "without network, download the model elsewhere and give the path of its folder (to grpo export: --base)"
         ) from error
 
 

@@ -20,7 +20,7 @@ Message = Mapping[str, Any]  # of a chat: a role and a content
 
 PLACEHOLDER = "{question}"
 _TURN, _SAID = "TURN-OF-THE-MODEL", "MESSAGE-{}-TO-IT"  # stand for texts in a template
-MOST_SECONDS, MOST_BYTES, MOST_CHARACTERS = 10.0, 1 << 29, 10_000_000  # of one rendering
+MOST_SECONDS, MOST_BYTES, MOST_TEXT = 10.0, 1 << 29, 10_000_000  # of one rendering, and of what it makes
 TODAY = datetime(2024, 7, 26)  # for templates that read the clock: the date that Llama 3.2's has without one
 
 
@@ -317,12 +317,13 @@ class Prompting(Reading):
                 text: str = self.tokenizer.apply_chat_template(
                     list(messages), add_generation_prompt=opened, tokenize=False, **words
                 )
-                if len(text) > MOST_CHARACTERS:
-                    raise ValueError(f"it made more than {MOST_CHARACTERS} characters")
+                if len(text.encode()) > MOST_TEXT:
+                    raise MemoryError
         except Exception as error:  # a template raises what its expressions raise
             roles = " and a ".join(dict.fromkeys(message["role"] for message in messages))
+            why = str(error) or "it makes too much text"
             raise UserError(
-                f"the tokenizer's chat template refused a {roles} message: {error} ({type(error).__name__}); "
+                f"the tokenizer's chat template refused a {roles} message: {why} ({type(error).__name__}); "
                 "try task.system_prompt=null, or task.use_chat_template=false for the plain task.template"
             ) from error
         return text

@@ -17,7 +17,7 @@ _SIZE = Path("/proc/self/statm")  # of this process, in pages
 def limited(seconds: float, memory: int) -> Iterator[None]:
     """Raise TimeoutError after so many seconds, and MemoryError for so many bytes more.
 
-    Signals interrupt the main thread alone, and a limit on memory would meet other threads too: it needs to be alone.
+    On the main thread alone, which is the one that signals interrupt; other threads meet the limit on memory too.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -29,11 +29,11 @@ def limited(seconds: float, memory: int) -> Iterator[None]:
     handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     try:
-        if threading.active_count() == 1 and _SIZE.exists():
+        if _SIZE.exists():
             most = int(_SIZE.read_text().split()[0]) * resource.getpagesize() + memory
             resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(soft, most), hard))
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)
+        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -20,7 +20,7 @@ Message = Mapping[str, Any]  # of a chat: a role and a content
 
 PLACEHOLDER = "{question}"
 _TURN, _SAID = "TURN-OF-THE-MODEL", "MESSAGE-{}-TO-IT"  # stand for texts in a template
-MOST_SECONDS, MOST_BYTES, MOST_TEXT = 10.0, 1 << 29, 10_000_000  # of one rendering, and of what it makes
+MOST_SECONDS, MOST_BYTES, MOST_TEXT = 10.0, 1 << 30, 10_000_000  # of one rendering, and of what it makes
 TODAY = datetime(2024, 7, 26)  # for templates that read the clock: the date that Llama 3.2's has without one
 
 

@@ -236,6 +236,16 @@ def test_adapters_whose_base_is_gone_quantised_or_nowhere_else_are_refused(run: 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("flags", [[], ["--merge"]])
+def test_who_may_read_an_export_is_as_the_umask_says(run: Path, tmp_path: Path, flags: list[str]):
+    before = os.umask(0o027)
+    try:
+        grpo("export", run, tmp_path / "out", *flags)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o640}
+
+
 def test_there_is_nothing_to_merge_without_adapters(whole: Path, tmp_path: Path):
     assert "holds no adapters but an ordinary model; leave it out" in refused(whole, tmp_path / "out", "--merge")
     assert os.listdir(tmp_path) == []

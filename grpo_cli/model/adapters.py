@@ -102,7 +102,7 @@ def merged(model: Any) -> Any:
     base, name = model.get_base_model(), type(model.get_base_model()).__name__
     # No special tokens, and fewer than any vocabulary has.
     ids = torch.arange(3, 3 + min(12, base.config.get_text_config().vocab_size - 3))[None]
-    with torch.no_grad(), _quiet(Warning):  # PEFT's doubts about weights that are shared
+    with torch.no_grad(), _quiet():
         expected = model(input_ids=ids).logits.float()
         held = [weight for module in base.modules() for weight in module.parameters(recurse=False)]
         for layer in [module.get_base_layer() for module in base.modules() if hasattr(module, "get_base_layer")]:
@@ -134,10 +134,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet(kind: type[Warning] = FutureWarning) -> Iterator[None]:
-    """Without warnings of a kind, by default those of `transformers` about names that PEFT still uses."""
+def _quiet() -> Iterator[None]:
+    """Without warnings about names that PEFT still uses, and about shared weights, which `merged` parts."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", kind)
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", ".*tie_word_embeddings", UserWarning)
         yield
 
 

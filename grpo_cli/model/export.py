@@ -101,7 +101,7 @@ def write_card(folder: Path, base: str, licence: str | None, text: str) -> None:
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n## Use\n\n{use}").save(folder / CARD)
     for file in _licence_files(source):
-        shutil.copy(file, folder)
+        shutil.copyfile(file, folder / file.name)
 
 
 def _used(folder: Path, base: str) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from grpo_cli.support.meter import WallMeter
 from grpo_cli.support.processor import remarks
 from grpo_cli.support.terminal import to_stderr
 from grpo_cli.tasks.demonstrations import conversations, solutions
+from grpo_cli.tasks.prompting import TODAY, reads_clock, turn_end
 from grpo_cli.tracking.console import ConsoleTracker
 from grpo_cli.tracking.introduction import doubts, introduction
 from grpo_cli.tracking.jsonl import JsonlTracker
@@ -94,12 +95,31 @@ def set_up(
     offered["chat_defaults"] = weights.chat_template_kwargs
     offered["run_dir"] = Path(settings.run_dir)
     task = make("task", settings.parts["task"], offered)
+    for doubt in _doubts(task, tokenizer, eos, settings):
+        warn(doubt)
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     # Told to workers of engine=ray, which may not have the code of a custom collector.
     per_step = run.size.at_once if isinstance(run, Prepared) else None
     of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
     more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
     return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more), room, eos)
+
+
+def _doubts(task: Task, tokenizer: Any, eos: tuple[int, ...], run: RunSettings | EvalRunSettings) -> Iterator[str]:
+    """What is odd about the beginnings and ends of replies, and about prompts that tell the time."""
+    first = [prompt.token_ids[-1] for prompt in task.prompts("eval")[:1]]
+    if set(first) & set(eos):
+        yield f"prompts end with {tokenizer.decode(first)}, which ends a completion: correct the chat template"
+    if not (tokenizer.chat_template and run.parts["task"].get("use_chat_template")):
+        return
+    text, end = turn_end(tokenizer)
+    if text and end not in eos and not any(stop in text for stop in run.sampling.stop):
+        yield (
+            f"the chat template ends a turn with {text[:40]!r}, which ends no completion: name a token of it in "
+            "model.eos_tokens, or text of it in sampling.stop"
+        )
+    if reads_clock(tokenizer):
+        yield f"the chat template reads the clock: every prompt tells {TODAY:%d %b %Y}, so that runs can be repeated"
 
 
 def _load(weights: ModelSettings, device: torch.device, run: RunSettings | EvalRunSettings) -> Any:
@@ -180,7 +200,9 @@ def _warmup(settings: RunSettings, bench: Bench, warn: Callable[[str], None]) ->
     train, tokenizer = settings.train, bench.tokenizer
     if train.warmup != "sft":
         return None
-    eos = tokenizer.eos_token_id if tokenizer.eos_token_id in bench.ends else bench.ends[0]
+    chat = tokenizer.chat_template and (train.warmup_path or settings.parts["task"].get("use_chat_template"))
+    usual = (turn_end(tokenizer)[1] if chat else None, tokenizer.eos_token_id, bench.ends[0])
+    eos = next(token for token in usual if token in bench.ends)
     if train.warmup_path is None:
         most = train.warmup_steps * train.prompts * settings.m
         found = solutions(bench.task, train.warmup_field, tokenizer, eos, warn, most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import made
 import pytest
 import torch
+from families import foreign_folder
 from small import VOCABULARY, make_engine, small_model, some_requests
-from transformers import AutoModelForCausalLM
+from tiny_hf import FAMILIES, make_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_cli.learner.forward import PaddingFree
 from grpo_cli.learner.logprobs import token_logprobs
 from grpo_cli.model.adapters import base_of, with_adapters
 from grpo_cli.model.anatomy import AdapterOff
+from grpo_cli.model.export import write_card, write_model
 from grpo_cli.model.load import at_checkpoint, load_model, load_tokenizer, save_pretrained
 from grpo_cli.settings import LoraSettings, ModelSettings
 from grpo_cli.support.errors import UserError
@@ -167,6 +171,91 @@ def test_layers_and_ranks_that_are_not_there_are_named(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("[")
     with pytest.raises(UserError, match="adapter_config.json cannot be read"):
         with_adapters(small_model(), settings(adapter=str(tmp_path)))
+
+
+EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"]
+KINDS: dict[str, dict[str, Any]] = {
+    **{target: {"target_modules": [target]} for target in EVERY},
+    "all": {"target_modules": EVERY},
+    "all dora": {"target_modules": EVERY[:-1], "use_dora": True},
+    "embeddings dora": {"target_modules": EVERY[-1:], "use_dora": True},
+    "head rslora": {"target_modules": ["lm_head"], "use_rslora": True, "bias": "lora_only"},
+    "head by pattern": {"target_modules": r".*(lm_head|embed_tokens)", "rank_pattern": {"lm_head": 2}},
+    "saved head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "saved embeddings": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "saved both": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "some tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5, 9]},
+    "bias": {"target_modules": ["q_proj"], "bias": "all", "lora_bias": False},
+}
+
+
+def adapted(base: Path, folder: Path, **config: Any) -> Any:
+    """Adapters of PEFT's own that do something, saved in the folder."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's own doubts
+        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(r=4, **config))
+        moved(model).save_pretrained(folder, save_embedding_layers=False)
+        return model.eval()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("family", "kind"), [(f, k) for f in FAMILIES for k in ("all", "lm_head")] + [("llama", k) for k in KINDS]
+)
+def test_a_merged_model_has_the_logits_of_its_adapters(family: str, kind: str, tied: bool, tmp_path: Path) -> None:
+    base = make_folder(tmp_path / "base", family, tie=tied, hidden=16, attention_bias=kind == "bias")
+    expected = adapted(base, tmp_path / "ad", **KINDS[kind])
+    words = settings(base, adapter=str(tmp_path / "ad"), lora=made.lora())
+    write_model(words, tmp_path / "ad", tmp_path / "out", True, {})
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(found), logits(expected), atol=2e-4, rtol=0)
+    assert not torch.allclose(logits(found), logits(AutoModelForCausalLM.from_pretrained(base)), atol=1e-2)
+
+
+def test_adapters_bring_their_tokenizer_and_chat_template(tmp_path: Path) -> None:
+    """Also into what is exported; without a tokenizer of theirs that of the base is taken."""
+    base = make_folder(tmp_path / "base", chat_template=True)
+    adapted(base, tmp_path / "ad", target_modules=["q_proj"])
+    words = settings(base, adapter=str(tmp_path / "ad"), lora=made.lora())
+    assert load_tokenizer(words).chat_template == load_tokenizer(settings(base)).chat_template
+    (tmp_path / "ad" / "chat_template.jinja").write_text("own")
+    assert load_tokenizer(words).chat_template == "own" and load_tokenizer(words).eos_token == "<|im_end|>"
+    theirs = AutoTokenizer.from_pretrained(base)
+    theirs.eos_token, theirs.chat_template = "<|endoftext|>", "{{ messages[0].content }}"
+    theirs.save_pretrained(tmp_path / "ad")
+    for merge in (False, True):
+        write_model(words, tmp_path / "ad", tmp_path / f"out{merge}", merge, {})
+        for found in (load_tokenizer(words), AutoTokenizer.from_pretrained(tmp_path / f"out{merge}")):
+            assert (found.eos_token, found.chat_template) == (theirs.eos_token, theirs.chat_template)
+
+
+@pytest.mark.parametrize(
+    ("config", "served"),
+    [
+        ({}, "vllm serve someone/base --enable-lora --max-lora-rank 16 --lora-modules"),
+        ({"rank_pattern": {"q_proj": 33}}, "--max-lora-rank 64"),
+        ({"use_dora": True}, "--merge"),
+        ({"modules_to_save": ["lm_head"]}, "--merge"),
+    ],
+)
+def test_the_card_of_adapters_says_how_they_are_used(config: dict[str, Any], served: str, tmp_path: Path) -> None:
+    adapted(make_folder(tmp_path / "base", tie=False), tmp_path / "ad", target_modules=["q_proj"], **config)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("grpo_cli.model.export.source_of", lambda path: path)
+        write_card(tmp_path / "ad", "someone/base", None, "text")
+    said = (tmp_path / "ad" / "README.md").read_text()
+    assert "pretrained=someone/base,peft=<this folder>" in said and served in said
+    assert ("--enable-lora" in said) == (served != "--merge") and "vllm serve <this folder>" not in said
+
+
+def test_adapters_that_a_layer_passes_by_are_not_merged(tmp_path: Path) -> None:
+    """Mamba's layers compute with the weight of dt_proj, and its adapters do nothing."""
+    base = foreign_folder(tmp_path / "base", "jamba")
+    adapted(base, tmp_path / "ad", target_modules=["dt_proj"])
+    words = settings(base, adapter=str(tmp_path / "ad"), lora=made.lora())
+    with pytest.raises(UserError, match="compute other logits"):
+        write_model(words, tmp_path / "ad", tmp_path / "out", True, {})
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("quantize", ["4bit", "8bit"])

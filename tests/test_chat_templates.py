@@ -9,17 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_hf import make_folder, make_tokenizer
+from small import small_model
+from tiny_hf import CHAT_TEMPLATE, make_folder, make_tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 from words import task_of
 
 from grpo_cli.cli.main import app
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.compose import settings_of
+from grpo_cli.model.load import eos_token_ids
 from grpo_cli.runs.record import read_record, write_record
 from grpo_cli.support.errors import UserError
+from grpo_cli.tasks import prompting
+from grpo_cli.tasks.demonstrations import conversations, said_after
 from grpo_cli.tasks.jsonl import Jsonl
-from grpo_cli.tasks.prompting import template_variables
+from grpo_cli.tasks.prompting import Prompting, going_on, template_variables, turn_end
 from grpo_cli.tracking.introduction import introduction
 
 # As the published ones of the presets behave, in few words.
@@ -305,3 +311,156 @@ def test_a_run_from_before_the_setting_goes_on_and_is_evaluated_with_the_prompts
     assert not any(shown("old_eval", "samples.jsonl"))
     assert "enable_thinking" not in grpo("train", "resume=new", "train.steps=2")
     assert shown("new", "rollouts.jsonl") == [True] * 4 + [False] * 4
+
+
+@pytest.mark.parametrize(
+    "tag", ["<think>", "</think>", "</tool_call>", "[THINK]", "◁/think▷", "<|/think|>", "<answer>"]
+)
+def test_tags_that_are_special_tokens_are_read_and_the_end_is_not(tag: str, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(chat_template=True)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|eom_id|>", tag]})
+    task = task_of("jsonl", tokenizer, path=asks(tmp_path / "p.jsonl", "a", "b"))
+    for end in ("", "<|im_end|>", "<|endoftext|>", "<|eom_id|>"):
+        ids = tokenizer.encode(f"{tag}7{tag}{end}", add_special_tokens=False)
+        assert task.text(ids) == f"{tag}7{tag}" and task.written(ids) == f"{tag}7{tag}{end}"
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHAT_TEMPLATE, "<|im_end|>"),
+        (CHAT_TEMPLATE.replace("<|im_end|>", "<|endoftext|>"), "<|endoftext|>"),
+        ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", "<|im_start|>"),
+        ("{% for m in messages %}### {{ m.role }}: {{ m.content }}\n{% endfor %}", None),
+        ("{{ messages[0].content }}", None),
+        ("{{ raise_exception('no') }}", None),
+        (False, None),
+    ],
+)
+def test_the_end_of_a_turn_ends_a_completion(template: str | bool, end: str | None) -> None:
+    """Whatever the tokenizer and the generation config name."""
+    tokenizer = make_tokenizer(chat_template=template)
+    tokenizer.eos_token, model = "<|endoftext|>", small_model()
+    model.generation_config.eos_token_id = None
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in dict.fromkeys(("<|endoftext|>", end)) if token]
+    assert turn_end(tokenizer)[1] == (None if end is None else ids[-1]) and eos_token_ids(model, tokenizer) == (*ids,)
+    assert eos_token_ids(model, tokenizer, ("4",)) == (*tokenizer.encode("4"),)
+
+
+NO_HEADER = CHAT_TEMPLATE.partition("{% if add")[0]
+INSTRUCT = (
+    "{% for m in messages %}{{ '[I]' + m.content + '[/I]' if m.role == 'user' else ' ' + m.content + eos_token }}"
+    "{% endfor %}"
+)
+VICUNA = "{% for m in messages %}{{ 'U: ' if m.role == 'user' else 'A: ' }}{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (NO_HEADER, "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"),
+        (VICUNA, "U: 1?<|im_end|>A:"),
+        (INSTRUCT, "[I]1?[/I]"),
+        (f"{INSTRUCT}{{{{ eos_token }}}}", "[I]1?[/I]"),
+        (CHAT_TEMPLATE + "{{ eos_token }}", "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"),
+        (False, "Question: 1?\nAnswer:"),
+    ],
+)
+def test_a_prompt_ends_with_the_header_of_the_reply_and_without_an_end(
+    template: str | bool, expected: str, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer(chat_template=template)
+    special = [("<|im_end|>", 3), ("<|begin|>", 4)]
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A <|im_end|> <|im_end|>", special_tokens=special
+    )
+    words = {"template": "Question: {question}\nAnswer:"}
+    task = task_of("jsonl", tokenizer, path=asks(tmp_path / "p.jsonl", "1?", "2?"), **words)
+    (prompt,) = task.prompts("train")
+    assert task.written(prompt.token_ids).removeprefix("<|begin|>").replace("2?", "1?") == expected
+
+
+def test_a_template_that_reads_the_clock_reads_the_same_moment_always(tmp_path: Path) -> None:
+    path = asks(tmp_path / "p.jsonl", "a", "b")
+    template = "{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}" + CHAT_TEMPLATE
+    first = prompts(made(path, template))
+    assert first == prompts(made(path, template)) and first[0].startswith("26 Jul 2024 00:00:00.000000<|im_start|>")
+
+
+ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        ENDLESS,
+        "{{ 'x' * 10**10 }}",
+        "{% set n = 10**10 %}{{ 'x' * n }}",
+        "{{ messages[0].content | center(10**10) }}",
+        "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
+        "{{ 'x' * 20000000 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 1 // (messages | length - 1) }}",
+        "{{ 7 % 0 }}",
+        "{{ '\\ud800' }}",
+        "{{ messages[9].content }}",
+        "{{ nothing() }}",
+    ],
+)
+def test_a_template_that_fails_or_takes_too_much_is_refused(
+    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompting, "MOST_SECONDS", 0.5)
+    path = asks(tmp_path / "p.jsonl", "a", "b")
+    for words in ({}, {"chat_template_kwargs": {"x": 1}}):
+        with pytest.raises(UserError, match="chat template"):
+            made(path, template, **words)
+
+
+def sentence_pieces(scheme: str, template: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that puts a space before what begins a text: by its normaliser, or as `scheme` says."""
+    found = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    if scheme == "normaliser":
+        found.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        found.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    else:
+        found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    found.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    text = ["The answer is 12. What is 3 + 4? Try again, [INST] it is wrong. [/INST] user assistant Q: A:"] * 9
+    found.train_from_iterator(text, trainers.BpeTrainer(special_tokens=special, vocab_size=500, show_progress=False))
+    found.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=found, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=template
+    )
+
+
+LLAMA2 = (
+    "{% for m in messages %}{{ '<s>[INST] ' + m.content | trim + ' [/INST]' if m.role == 'user' else "
+    "' ' + m.content | trim + ' </s>' }}{% endfor %}"
+)
+ON_SP = CHAT_TEMPLATE.replace("<|im_start|>", "<s>").replace("<|im_end|>", "</s>")
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never", "normaliser"])
+@pytest.mark.parametrize("template", [LLAMA2, ON_SP])
+def test_texts_that_are_joined_have_the_tokens_of_the_whole_text(scheme: str, template: str, tmp_path: Path) -> None:
+    tokenizer = sentence_pieces(scheme, template)
+    talk = [
+        {"role": "user", "content": "What is 3 + 4?"},
+        {"role": "assistant", "content": "\nThe answer is 12. "},
+        {"role": "user", "content": "Try again, it is wrong."},
+        {"role": "assistant", "content": "7"},
+    ]
+    whole = tokenizer.encode(tokenizer.apply_chat_template(talk, tokenize=False), add_special_tokens=False)
+    (shown,) = conversations(write(tmp_path / "talk.jsonl", {"messages": talk}), tokenizer, {}, 2)
+    found = [*shown.request.prompt.token_ids, *shown.token_ids]
+    assert found == whole[: len(found)] and len(whole) - len(found) <= 2  # a line break
+    chat = Prompting(tokenizer, "Q: {question} A:", None, True)
+    prompt, turn = chat.encode(talk[0]["content"]), list(shown.turns[0])
+    assert [*prompt, *turn, *chat.between(turn, [talk[2]["content"]], "user")] == found[: -len(shown.turns[1])]
+    plain = Prompting(tokenizer, "Q: {question} A:", None, False)
+    prompt = plain.encode("What is 3 + 4?")
+    worked = said_after(prompting.with_text(shown.request.prompt, prompt), "The answer is 12.", tokenizer)
+    assert [*prompt, *worked] == tokenizer("Q: What is 3 + 4? A: The answer is 12.")["input_ids"]
+    assert going_on(tokenizer, "</s>", prompt) != [2] and going_on(tokenizer, "</s>", prompt, special=True) == [2]

@@ -227,13 +227,23 @@ def test_adapters_whose_base_is_gone_quantised_or_nowhere_else_are_refused(run: 
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "moved" / "config.json").write_text(json.dumps(config))
     said = refused(tmp_path / "r", tmp_path / "out", "--merge", "--base", tmp_path / "moved")
-    assert "is quantised" in said and "name the model that it was made from with --base" in said
+    assert "is stored quantised (bitsandbytes): name the model that it was made from" in said
     random = ("model.random_init=true", "model.lora.rank=2", *SHORT, "eval.every=0", "logger=jsonl")
     grpo("train", *random, f"hydra.run.dir={tmp_path / 'random'}")
     assert "lies only beside it" in refused(tmp_path / "random", tmp_path / "out")
     grpo("export", tmp_path / "random", tmp_path / "one", "--merge")
     assert "| its licence | unknown" in (tmp_path / "one" / "README.md").read_text()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--merge"]])
+def test_who_may_read_an_export_is_as_the_umask_says(run: Path, tmp_path: Path, flags: list[str]):
+    before = os.umask(0o027)
+    try:
+        grpo("export", run, tmp_path / "out", *flags)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o640}
 
 
 def test_there_is_nothing_to_merge_without_adapters(whole: Path, tmp_path: Path):

@@ -174,12 +174,12 @@ def test_a_chat_template_that_refuses_or_is_wrong_is_refused_with_a_way_out(
     assert reason in message and "task.system_prompt=null" in message
 
 
-def test_special_tokens_begin_a_prompt_once_and_are_left_out_of_texts(tmp_path: Path) -> None:
+def test_special_tokens_begin_a_prompt_once_and_an_end_is_left_out_of_texts(tmp_path: Path) -> None:
     path, tokenizer = write(tmp_path / "p.jsonl", *problems(2)), make_tokenizer(add_bos=True)
     prompt = make(path, tokenizer).prompts("train")[0]
     assert prompt.token_ids[0] == tokenizer.bos_token_id and tokenizer.bos_token_id not in prompt.token_ids[1:]
-    tokens = (*CHAT("a  b ,c\n")["input_ids"], CHAT.eos_token_id, CHAT.pad_token_id)
-    assert make(path, CHAT).text(tokens) == "a  b ,c\n"
+    tokens = (*CHAT("a  b ,c\n")["input_ids"], CHAT.eos_token_id)
+    assert make(path, CHAT).text(tokens) == "a  b ,c\n" and make(path, CHAT).text(tokens * 2).count("<|im_end|>") == 1
 
 
 @pytest.mark.parametrize(

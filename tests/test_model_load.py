@@ -19,6 +19,7 @@ import torch
 from httpx import Request, Response
 from huggingface_hub.errors import GatedRepoError
 from small import make_engine, small_model, some_requests
+from tiny_hf import make_folder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
@@ -287,11 +288,60 @@ def test_weights_that_lack_a_layer_are_refused_instead_of_made_up(tmp_path: Path
         load_model(settings(tmp_path), CPU)
 
 
+@pytest.mark.parametrize(
+    ("stored", "named"),
+    [
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "awq"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "quantised: name"),
+    ],
+)
+def test_weights_that_are_stored_quantised_are_refused_by_name(stored: Any, named: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | stored))
+    for read in (load_model, lambda words, device: model_config(words)):
+        with pytest.raises(UserError, match=f"stored quantised.*{named}|{named}.*made from"):
+            read(settings(folder), CPU)
+
+
+@pytest.mark.parametrize(
+    ("error", "way_out"),
+    [
+        (ImportError("\n\nLlama requires the nothing library"), "install"),
+        (ModuleNotFoundError("No module named 'nothing'"), "install"),
+        (ValueError("You need to have sentencepiece installed"), "install"),
+        (MemoryError(), "memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "memory"),
+        (PermissionError(13, "Permission denied", "model.safetensors"), "readable"),
+        (OSError(24, "Too many open files", "model.safetensors"), "readable"),
+        (ValueError("header too large"), "save it again"),
+    ],
+)
+def test_an_error_that_is_not_of_the_files_is_named(
+    error: Exception, way_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **words: Any) -> None:
+        raise error
+
+    folder, reason = make_folder(tmp_path), str(error).strip()
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+    with pytest.raises(UserError) as found:
+        load_model(settings(folder), CPU)
+    said = str(found.value)
+    assert reason in said and type(error).__name__ in said and way_out in said.rpartition(";")[2]
+    assert ("save it again" in said) == (way_out == "save it again")
+
+
 def test_a_hub_id_without_network_says_how_to_give_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="could not be fetched from the hub .*give the path of its folder"):
         load_model(settings("someone/no-such-model"), CPU)
-    with pytest.raises(UserError, match="its tokenizer could not be fetched from the hub"):
+    with pytest.raises(UserError, match="could not be fetched from the hub"):
         load_tokenizer(settings("someone/no-such-model"))
 
 
@@ -304,6 +354,7 @@ def test_a_gated_model_says_whose_terms_to_accept(monkeypatch: pytest.MonkeyPatc
         except GatedRepoError as error:
             raise OSError("You are trying to access a gated repo.") from error
 
+    monkeypatch.setattr("grpo_cli.model.load.try_to_load_from_cache", lambda *_: "config.json")
     monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", refuse)
     with pytest.raises(
         UserError, match="someone/gated is gated: accept its terms on https://huggingface.co/someone/gat"

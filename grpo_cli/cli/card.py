@@ -17,12 +17,6 @@ from grpo_cli.runs.record import RunRecord
 from grpo_cli.support.formatting import plain, shown
 from grpo_cli.tracking.redact import arguments_without_secrets
 
-_USE = """
-## Use
-
-    vllm serve <this folder>
-    lm_eval --model hf --model_args pretrained=<this folder>
-"""
 # Of the machine, and what other lines of the card say.
 _NO_RECIPE = ("model.path", "seed", "device", "run_dir", "logger", "record.", "resume", "hydra")
 
@@ -32,7 +26,7 @@ def card_text(name: str, facts: Mapping[str, str], recipe: list[str]) -> str:
     rows = [f"| {key} | {plain(value).replace('|', '&#124;')} |" for key, value in facts.items()]
     lines = [f"# {plain(name)}", "", "Trained with GRPO by grpo-cli.", "", "| | |", "|---|---|", *rows]
     said = ["What differs from the defaults, and what `auto` came to:", "", *(f"    {word}" for word in recipe)]
-    return "\n".join([*lines, "", "## Recipe", "", *said, _USE])
+    return "\n".join([*lines, "", "## Recipe", "", *said, ""])
 
 
 def facts_of(run: Run, rows: Rows) -> Iterator[tuple[str, str]]:

@@ -52,7 +52,15 @@ class Task(Protocol):
         """Judge one rollout. Must not execute anything that the model wrote."""
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens, without special tokens."""
+        """Return what a judge reads of these tokens: their text without the token that ended it."""
+
+
+@runtime_checkable
+class Writes(Task, Protocol):
+    """A task whose prompts are recorded with their special tokens; those of others as `text`."""
+
+    def written(self, token_ids: Sequence[int]) -> str:
+        """Return the text of these tokens, special tokens included."""
 
 
 @runtime_checkable

@@ -33,6 +33,7 @@ from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Range
+from grpo_cli.tracking.examples import written
 from grpo_cli.types import (
     ENVIRONMENT,
     FOREIGN,
@@ -154,7 +155,7 @@ class RunFolder:
         problems, given, left = self._problems({group[0].said["prompt_id"] for group in rows}), 0, Counter[str]()
         for group in rows:
             prompt = problems.get(group[0].said["prompt_id"])
-            text = None if prompt is None else self._task.text(prompt.token_ids)
+            text = None if prompt is None else written(self._task, prompt.token_ids)
             if prompt is None or {(row.said["prompt"], row.said["answer"]) for row in group} != {(text, prompt.answer)}:
                 left["of other problems"] += 1
             elif len({row.reward.total for row in group}) == 1:

@@ -31,7 +31,7 @@ def base_of(folder: Path) -> str:
     """The base of the adapters in `folder`: the one saved beside them, else the one that they name."""
     if (folder / BASE).is_dir():
         return str(folder / BASE)
-    return str(_read_config(folder).get("base_model_name_or_path") or "")
+    return str(read_config(folder).get("base_model_name_or_path") or "")
 
 
 def with_adapters(model: Any, settings: ModelSettings) -> Any:
@@ -72,7 +72,7 @@ def _with_saved(model: Any, place: str, lora: LoraSettings) -> Any:
     folder = Path(place).expanduser()
     if not has_adapters(folder) or not (folder / WEIGHTS).is_file():
         raise UserError(f"model.adapter={place} holds no adapters: it lacks {CONFIG} or {WEIGHTS}")
-    saved = _read_config(folder)
+    saved = read_config(folder)
     odd = [key for key in _IMPORTS if saved.get(key)]
     if saved.get("peft_type", "LORA") != "LORA" or odd:
         what = f"its {CONFIG} says {', '.join(odd)}" if odd else f"their type is {saved['peft_type']}"
@@ -94,7 +94,36 @@ def _with_saved(model: Any, place: str, lora: LoraSettings) -> Any:
         raise UserError(f"model.adapter={place} cannot be loaded onto {type(model).__name__} ({reason})") from error
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def merged(model: Any) -> Any:
+    """Return the base with its adapters in its weights; what embeddings and head share is parted if adapters change one
+    of them. UserError where the result would compute anything else."""
+    import torch
+
+    base, name = model.get_base_model(), type(model.get_base_model()).__name__
+    # No special tokens, and fewer than any vocabulary has.
+    ids = torch.arange(3, 3 + min(12, base.config.get_text_config().vocab_size - 3))[None]
+    with torch.no_grad(), _quiet():
+        expected = model(input_ids=ids).logits.float()
+        held = [weight for module in base.modules() for weight in module.parameters(recurse=False)]
+        for layer in [module.get_base_layer() for module in base.modules() if hasattr(module, "get_base_layer")]:
+            for key, weight in list(layer.named_parameters(recurse=False)):
+                if sum(weight is other for other in held) > 1:
+                    setattr(layer, key, torch.nn.Parameter(weight.detach().clone(), requires_grad=False))
+        try:
+            found = model.merge_and_unload()
+        except (ValueError, TypeError, NotImplementedError, RuntimeError, AttributeError) as error:
+            raise UserError(f"these adapters cannot be merged into {name} ({error}): leave --merge out") from error
+        head, embeddings = found.get_output_embeddings(), found.get_input_embeddings()
+        if head is not None and not torch.equal(head.weight, embeddings.weight):
+            for config in (found.config, found.config.get_text_config()):
+                config.tie_word_embeddings = False
+        off = (found(input_ids=ids).logits.float() - expected).norm() / expected.norm()
+    if not off < (1e-3 if found.dtype == torch.float32 else 0.1):  # rounding alone moves those of bfloat16
+        raise UserError(f"merged into {name}, these adapters compute other logits ({off:.1%} off): leave --merge out")
+    return found
+
+
+def read_config(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -106,9 +135,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the FutureWarnings of `transformers` about names that PEFT still uses."""
+    """Without warnings about names that PEFT still uses, and about shared weights, which `merged` parts."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", ".*tie_word_embeddings", UserWarning)
         yield
 
 

@@ -46,6 +46,17 @@ def architecture_of(config: Mapping[str, Any], any_family: bool = False) -> str:
     return name
 
 
+def check_stored(config: Mapping[str, Any], source: Path | str) -> None:
+    """UserError for a config.json of quantised weights, which are neither trained nor merged into."""
+    names = ("quantization_config", "compression_config", "quantization")  # of transformers, older ones, MLX
+    for stored in filter(None, map(config.get, names)):
+        kind = stored.get("quant_method", "") if isinstance(stored, Mapping) else ""
+        raise UserError(
+            f"{source} is stored quantised{f' ({kind})' if kind else ''}: name the model that it was made from "
+            "(model.path=..., or --base of grpo export); model.quantize=4bit quantises that as it is loaded"
+        )
+
+
 def check_files(folder: Path) -> None:
     """Refuse pipes and devices among the files: reading them may block forever."""
     for file in folder.iterdir():

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token, hf_hub_download
+from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.utils import validate_repo_id
 from transformers import GenerationConfig
 
-from grpo_cli.model.adapters import BASE, has_adapters
+from grpo_cli.model.adapters import BASE, has_adapters, merged, read_config
 from grpo_cli.model.load import (
     DTYPES,
+    HUB_SECONDS,
     eos_token_ids,
     load_model,
     load_tokenizer,
-    model_config,
     pad_token_id,
     save_pretrained,
     source_of,
@@ -48,16 +48,11 @@ def write_model(
         raise UserError(f"--merge: {checkpoint} holds no adapters but an ordinary model; leave it out")
     if adapted and not merge and (checkpoint / BASE).is_dir():
         raise UserError(f"the base of {checkpoint} lies only beside it, and adapters need it: add --merge")
-    if getattr(model_config(settings, any_family=True), "quantization_config", None) is not None:
-        raise UserError(
-            f"{settings.path} is quantised, and adapters cannot be merged into quantised weights; "
-            "name the model that it was made from with --base"
-        )
     model = load_model(settings, torch.device("cpu"), any_family=True)
-    tokenizer = load_tokenizer(replace(settings, path=str(checkpoint)))
+    tokenizer = load_tokenizer(settings if adapted else replace(settings, path=str(checkpoint)))
     eos = eos_token_ids(model, tokenizer, settings.eos_tokens)
     if merge:
-        model = model.merge_and_unload()
+        model = merged(model)
     elif adapted:  # the path that was written down may be of another machine
         model.active_peft_config.base_model_name_or_path = str(source_of(settings.path))
     save_pretrained(model.to(DTYPES[settings.dtype]), tokenizer, folder)
@@ -66,20 +61,19 @@ def write_model(
 
 
 def licence_of(path: str) -> str | None:
-    """The licence that a base's own files tell, as its card or the first line of its LICENSE has it; None if unknown.
-
-    A folder, or a hub id, of which only the card is fetched.
-    """
+    """The licence that the card of a base (a folder or a hub id) or the first line of its LICENSE tells, if any."""
     source = _source(path)
     try:
-        card = source / CARD if isinstance(source, Path) else Path(hf_hub_download(str(source), CARD))
-        told = ModelCard.load(card, ignore_metadata_errors=True).data.get("license") if card.is_file() else None
-    except (OSError, ValueError):
-        told = None
+        if isinstance(source, str):
+            card = HfApi().model_info(source, timeout=HUB_SECONDS).card_data
+        else:
+            card = ModelCard.load(source / CARD, ignore_metadata_errors=True).data if source is not None else None
+    except Exception:  # of a file, or of the hub's client, which raises those of httpx or of httpx2
+        card = None
+    if card is not None and card.get("license") is not None:
+        return plain(card.get("license"))
     texts = [file.read_text(encoding="utf-8", errors="replace").lstrip() for file in _licence_files(source)]
-    if told is None and texts:
-        return _LICENCES.get(texts[0].partition("\n")[0].rstrip(), "other")
-    return None if told is None else plain(told)
+    return _LICENCES.get(texts[0].partition("\n")[0].rstrip(), "other") if texts else None
 
 
 def _source(path: str) -> Path | str | None:
@@ -95,8 +89,9 @@ def _licence_files(source: Path | str | None) -> list[Path]:
 
 
 def write_card(folder: Path, base: str, licence: str | None, text: str) -> None:
-    """The model card, and the base's LICENSE beside it."""
+    """Write the model card, with how the model is served and evaluated, and the base's LICENSE beside it."""
     source = _source(base)
+    use = _used(folder, source if isinstance(source, str) else "<folder of the base>")
     data = ModelCardData(
         base_model=source if isinstance(source, str) else None,  # the hub takes no folders
         license=licence,
@@ -104,9 +99,26 @@ def write_card(folder: Path, base: str, licence: str | None, text: str) -> None:
         pipeline_tag="text-generation",
         tags=["grpo", TAG],
     )
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / CARD)
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n## Use\n\n{use}").save(folder / CARD)
     for file in _licence_files(source):
-        shutil.copy(file, folder)
+        shutil.copyfile(file, folder / file.name)
+
+
+def _used(folder: Path, base: str) -> str:
+    """The commands that serve and evaluate a model, or adapters on their base."""
+    here, lora = "<this folder>", "--enable-lora --max-lora-rank"
+    if not has_adapters(folder):
+        return f"    vllm serve {here}\n    lm_eval --model hf --model_args pretrained={here}\n"
+    evaluated = f"    lm_eval --model hf --model_args pretrained={base},peft={here},tokenizer={here}\n"
+    adapters = read_config(folder)
+    if adapters.get("use_dora") or adapters.get("modules_to_save") or adapters.get("bias", "none") != "none":
+        return f"{evaluated}\nvLLM does not serve adapters of this kind: export the run with --merge for it.\n"
+    rank = max([adapters["r"], *adapters.get("rank_pattern", {}).values()])
+    most = next((size for size in (16, 32, 64, 128, 256, 320, 512) if rank <= size), rank)  # those that it takes
+    return (
+        f"    vllm serve {base} {lora} {most} --lora-modules adapters={here} --tokenizer {here}\n"
+        f"{evaluated}\nRequests name the model `adapters`.\n"
+    )
 
 
 def is_export(folder: Path) -> bool:
@@ -141,9 +153,9 @@ def upload(repo: str, folder: Path) -> str:
 
 @contextmanager
 def _uploading(repo: str) -> Iterator[None]:
-    """Turns what the hub or the network says into a UserError."""
+    """Turn what the hub or the network says into a UserError; its client raises errors of httpx or of httpx2."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"hub:{repo} could not be written ({reason}); `hf upload` a folder instead") from error

@@ -5,6 +5,9 @@ A folder's config is checked before any weights are read. Weights are safetensor
 
 from __future__ import annotations
 
+import re
+import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import GatedRepoError, StrictDataclassError
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, StrictDataclassError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -33,15 +37,18 @@ from grpo_cli.model.checks import (
     check_config,
     check_device,
     check_files,
+    check_stored,
     check_weights,
 )
 from grpo_cli.model.packed import allow_packing
 from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
+from grpo_cli.tasks.prompting import turn_end
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = "tiny"
+HUB_SECONDS = 10.0
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -132,26 +139,33 @@ def model_config(settings: ModelSettings, any_family: bool = False) -> PreTraine
 
 
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer saved with the weights; for random weights of a preset's shape that of the embedded model (a token
-    per byte). UserError if there is none."""
-    folder = Path(settings.path).expanduser()
-    if has_adapters(folder):  # not a model, but with a tokenizer
-        source: Path | str = folder
+    """Return the tokenizer saved with the adapters, else with the weights; for random weights of a preset's shape that
+    of the embedded model (a token per byte). A chat template beside adapters counts. UserError if there is none."""
+    adapters = None if settings.adapter is None else Path(settings.adapter).expanduser()
+    if adapters is not None and _has_tokenizer(adapters):
+        source: Path | str = adapters
     else:
         source = source_of(TINY if settings.without_files else settings.path)
-    if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
+    if isinstance(source, Path) and not _has_tokenizer(source):
         raise UserError(
             f"model folder {source} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
             "save one there with tokenizer.save_pretrained(folder)"
         )
     with _reading(source, "tokenizer"):
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
+        found = AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
+        if adapters is not None and (template := adapters / "chat_template.jinja").is_file():
+            found.chat_template = template.read_text(encoding="utf-8")
+        return found
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str] = ()) -> tuple[int, ...]:
-    """Every token that ends a completion: `tokens` if given, else those of the generation config (Llama 3 has several)
-    and then the tokenizer's. UserError for a token that the tokenizer does not have, and if there is none at all.
-    """
+    """Return every token that ends a completion: `tokens` if given, else those of the generation config (Llama 3 has
+    several), the tokenizer's and the one by which its chat template ends a turn. UserError for a token that the
+    tokenizer does not have, and if there is none at all."""
     if tokens:
         vocabulary = tokenizer.get_vocab()
         unknown = [token for token in tokens if token not in vocabulary]
@@ -163,7 +177,8 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, tokens: Sequen
         return tuple(dict.fromkeys(vocabulary[token] for token in tokens))
     generation = model.generation_config.eos_token_id if model.generation_config is not None else None
     listed = generation if isinstance(generation, list) else [generation]
-    ids = tuple(dict.fromkeys(int(i) for i in (*listed, tokenizer.eos_token_id) if i is not None))
+    listed = [*listed, tokenizer.eos_token_id, turn_end(tokenizer)[1]]
+    ids = tuple(dict.fromkeys(int(i) for i in listed if i is not None))
     if not ids:
         raise UserError(
             "the model has no end-of-sequence token: neither its generation_config.json nor its tokenizer names one; "
@@ -197,20 +212,16 @@ def save_pretrained(
         else:
             model.save_pretrained(folder, **given)
     tokenizer.save_pretrained(folder)
-    if adapted and with_base:
-        _save_base(model, tokenizer, folder / BASE)
-
-
-def _save_base(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """The base weights, under their names without adapters."""
-    state = {
-        name.replace(".base_layer.", "."): weight
-        for name, weight in unwrapped(model).state_dict().items()
-        if ".lora_" not in name
-    }
-    with _no_progress_bars():
-        unwrapped(model).save_pretrained(folder, state_dict=state)
-    tokenizer.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):  # these are written for their owner alone
+        shutil.copymode(folder / "tokenizer_config.json", weights)
+    if adapted and with_base:  # under its names without adapters
+        base = unwrapped(model)
+        state = {
+            name.replace(".base_layer.", "."): weight
+            for name, weight in base.state_dict().items()
+            if ".lora_" not in name
+        }
+        save_pretrained(base, tokenizer, folder / BASE, state_dict=state)
 
 
 # Folders named by presets that are not hub ids, and what creates them.
@@ -222,7 +233,7 @@ def _is_here(path: str) -> bool:
 
 
 def source_of(path: str) -> Path | str:
-    """A folder, or a hub id if there is no such folder and the name can be one."""
+    """Return a folder, or a hub id if there is no such folder. UserError for one that the hub and its cache lack."""
     if path == TINY:
         return Path(str(files("grpo_cli.model") / "tiny"))
     folder = Path(path).expanduser()
@@ -244,6 +255,13 @@ def source_of(path: str) -> Path | str:
             f"model.path={path} is not a folder here: {way_out}, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct, "
             f"or {TINY}"
         )
+    if try_to_load_from_cache(path, "config.json") is None:
+        with _reading(path, "config.json"):  # at once: `transformers` tries again for most of a minute
+            try:
+                HfApi().model_info(path, timeout=HUB_SECONDS)
+            except HfHubHTTPError as error:  # some mirrors have files alone
+                if isinstance(error, RepositoryNotFoundError):
+                    raise
     return path
 
 
@@ -251,6 +269,7 @@ def _read_config(source: Path | str, settings: ModelSettings, any_family: bool) 
     """The config, its architecture checked before anything else is read or run."""
     with _reading(source, "config.json"):
         raw, _ = PreTrainedConfig.get_config_dict(source)
+        check_stored(raw, source)
         architecture_of(raw, any_family)
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
     check_config(config, any_family)
@@ -295,11 +314,8 @@ def _quantised(settings: ModelSettings, dtype: torch.dtype, device: torch.device
 
 @contextmanager
 def _reading(source: Path | str, what: str) -> Iterator[None]:
-    """Turns any error while reading an untrusted file into a one-line UserError that says what to do.
-
-    Every exception is caught because the readers raise all kinds: a malformed tokenizer.json alone gives KeyError,
-    TypeError or AttributeError.
-    """
+    """Turn any error while reading an untrusted file into a UserError: a malformed tokenizer.json alone gives KeyError,
+    TypeError or AttributeError."""
     try:
         if isinstance(source, Path):
             check_files(source)
@@ -312,13 +328,26 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
                 f"model.path={source} is gated: accept its terms on https://huggingface.co/{source} and log in with "
                 "`hf auth login` (or set HF_TOKEN); or give the path of a folder that has it"
             ) from error
-        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
-        if isinstance(source, Path):
-            raise UserError(f"model folder {source}: its {what} cannot be read ({reason}); save it again") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400] or 'no reason given'}"
+        way_out = _of_this_machine(error, reason)
+        if isinstance(source, Path) or way_out:
+            where = f"model {'folder ' * isinstance(source, Path)}{source}"
+            raise UserError(f"{where}: its {what} cannot be read ({reason}); {way_out or 'save it again'}") from error
         raise UserError(
             f"model.path={source} is not a folder here, and its {what} could not be fetched from the hub ({reason}); "
-            "without network, download the model elsewhere and give the path of its folder"
+            "without network, download the model elsewhere and give the path of its folder (to grpo export: --base)"
         ) from error
+
+
+def _of_this_machine(error: Exception, reason: str) -> str | None:
+    """What to do about an error that is none of the files."""
+    if sys.flags.optimize > 1:
+        return "run Python without -OO (PYTHONOPTIMIZE), which takes away docstrings that transformers reads"
+    if isinstance(error, ImportError) or re.search(r"\binstall(ed)?\b", reason):
+        return "install the package that is named"
+    if isinstance(error, MemoryError) or "out of memory" in reason or "allocate memory" in reason:
+        return "it needs more memory than there is: choose a smaller model, or model.dtype=bfloat16"
+    return "make its files readable" if isinstance(error, OSError) and error.errno and error.filename else None
 
 
 def _is_gated(error: BaseException | None) -> bool:

@@ -122,10 +122,10 @@ class Arithmetic(GeneratedTask[Sum]):
 
     def solution(self, prompt: Prompt) -> Sequence[int]:
         text = worked_solution(self._asked(prompt)[0])
-        return self._verbatim.encode(text[: text.rfind("=") + 1])
+        return self._verbatim.goes_on(prompt, text[: text.rfind("=") + 1])
 
     def shown(self, prompt: Prompt) -> Sequence[int]:
-        return self._verbatim.encode(worked_solution(self._asked(prompt)[0]))
+        return self._verbatim.goes_on(prompt, worked_solution(self._asked(prompt)[0]))
 
     def reads(self, rollout: Rollout) -> str | None:
         completion = self._verbatim.completion(rollout)

@@ -15,7 +15,7 @@ from typing import Annotated
 from grpo_cli.support.ranges import Range
 from grpo_cli.tasks.arithmetic import Arithmetic, is_sum
 from grpo_cli.tasks.generated import EvalProblems, TrainProblems
-from grpo_cli.tasks.prompting import Tokenizer
+from grpo_cli.tasks.prompting import Tokenizer, going_on
 from grpo_cli.tasks.turns import answer
 from grpo_cli.types import Prompt
 
@@ -53,4 +53,4 @@ class Calculator(Arithmetic):
         return answer([str(sum(map(int, re.findall(r"[+-]?[0-9]+", sum_of)))) if is_sum(sum_of) else "?"])
 
     def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
-        return self._verbatim.encode("".join(said))
+        return going_on(self._verbatim.tokenizer, "".join(said), turns[-1])

@@ -13,7 +13,7 @@ from typing import Any
 from grpo_cli.interfaces import Shows
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.prompting import Tokenizer
+from grpo_cli.tasks.prompting import PLACEHOLDER, Prompting, Tokenizer, going_on
 from grpo_cli.tasks.rows import records, value_of, where
 from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, Prompt, Request, Rollout, Span
 
@@ -61,7 +61,7 @@ def said_after(prompt: Prompt, text: str, tokenizer: Tokenizer) -> list[int]:
     """The tokens of a text as a reply begins with it; none of a blank one."""
     if not (text := text.strip()):
         return []
-    return tokenizer.encode(_lead(prompt, tokenizer) + text, add_special_tokens=False, split_special_tokens=True)
+    return going_on(tokenizer, _lead(prompt, tokenizer) + text, prompt.token_ids)
 
 
 def _lead(prompt: Prompt, tokenizer: Any) -> str:
@@ -74,7 +74,8 @@ def _lead(prompt: Prompt, tokenizer: Any) -> str:
 def conversations(source: str, tokenizer: Tokenizer, words: Mapping[str, Any], eos: int) -> list[Rollout]:
     """Rows with `messages`, as chat models are tuned on, all replies of each. `words` are for the chat template.
     UserError for anything else, and for a template that changes a reply once it is answered."""
-    if not tokenizer.chat_template:
+    chat = Prompting(tokenizer, PLACEHOLDER, None, True, chat_template_kwargs=words)
+    if not chat.is_chat:
         raise UserError("train.warmup_path needs a chat template: use a chat model, or the task's own solutions")
     found = []
     for number, row in records(source, "train.warmup_path"):
@@ -86,7 +87,7 @@ def conversations(source: str, tokenizer: Tokenizer, words: Mapping[str, Any], e
         if not replies or replies[0] == 0:
             raise UserError(f"{place} needs a reply, a message of the role assistant that comes after another one")
         try:
-            first, *parts = _parts(messages[: replies[-1] + 1], replies, tokenizer, words, eos)
+            first, *parts = _parts(messages, replies, chat, eos)
         except UserError as error:
             raise UserError(f"{place}: {error}") from error
         found.append(demonstration(Prompt(f"warmup-{number:06d}", tuple(first[1]), ""), parts))
@@ -100,30 +101,31 @@ def _is_message(message: Any) -> bool:
 
 
 def _parts(
-    messages: Sequence[Mapping[str, str]],
-    replies: Sequence[int],
-    tokenizer: Tokenizer,
-    words: Mapping[str, Any],
-    eos: int,
+    messages: Sequence[Mapping[str, str]], replies: Sequence[int], chat: Prompting, eos: int
 ) -> Iterator[tuple[bool, list[int]]]:
     """What others say and the replies, in turn; the first is the prompt."""
-    before = ""
+    before, ids, end = "", list[int](), chat.written([eos])
     for i in replies:
-        text = _rendered(messages[:i], tokenizer, words)
+        text = chat.rendered(messages[:i])
         if not text.startswith(before):
             raise UserError(
                 "the chat template changes a reply once it is answered; split the conversation, one reply each"
             )
-        said = tokenizer.encode(text[len(before) :], add_special_tokens=False)
-        yield True, said[1:] if before and said[:1] == [eos] else said
-        reply = messages[i]["content"]
-        yield False, [*tokenizer.encode(reply, add_special_tokens=False, split_special_tokens=True), eos]
-        before = text + reply
+        lead, ended, rest = text[len(before) :].partition(end) if before else ("", "", text)
+        said = going_on(chat.tokenizer, rest if ended and not lead.strip() else text[len(before) :], ids, special=True)
+        yield True, said
+        reply = _spaced(messages[i]["content"], text, chat.rendered(messages[: i + 1], answered=True), end)
+        yield False, [*going_on(chat.tokenizer, reply, said), eos]
+        before, ids = text + reply, [eos]
 
 
-def _rendered(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, words: Mapping[str, Any]) -> str:
-    try:
-        text: str = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **words)
-    except Exception as error:  # of a template, which raises what its expressions raise
-        raise UserError(f"the tokenizer's chat template refused it: {error}") from error
-    return text
+def _spaced(reply: str, prompt: str, answered: str, end: str) -> str:
+    """Return the reply with the white space that a chat template leaves or puts around it.
+
+    >>> _spaced("\\n4 ", "[INST] 2+2? [/INST]", "[INST] 2+2? [/INST] 4</s>", "</s>")
+    ' 4'
+    """
+    said = answered.removeprefix(prompt)
+    if said.rpartition(end)[0].strip() == reply.strip():
+        return said.rpartition(end)[0]
+    return next(filter(said.startswith, (reply, reply.lstrip(), reply.rstrip(), reply.strip())), reply)

@@ -82,12 +82,15 @@ class GeneratedTask(ABC, Generic[P]):
     def text(self, token_ids: Sequence[int]) -> str:
         return self._prompting.decode(token_ids)
 
+    def written(self, token_ids: Sequence[int]) -> str:
+        return self._prompting.written(token_ids)
+
     def in_context(self, prompt: Prompt, texts: Sequence[str]) -> Prompt:
         return with_text(prompt, self._prompting.encode(before(self._asked(prompt)[1], texts)))
 
     def _asked(self, prompt: Prompt) -> tuple[P, str]:
         """The problem that a prompt was made of, and its text."""
-        split, _, number = prompt.id.partition("-")
+        split, _, number = prompt.id.partition("~")[0].partition("-")
         return self._to_train(int(number)) if split == "train" else self._evaluated[int(number)]
 
     def _to_train(self, index: int) -> tuple[P, str]:

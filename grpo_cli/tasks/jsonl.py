@@ -128,6 +128,9 @@ class Jsonl(Speaks):
     def text(self, token_ids: Sequence[int]) -> str:
         return self._prompting.decode(token_ids)
 
+    def written(self, token_ids: Sequence[int]) -> str:
+        return self._prompting.written(token_ids)
+
     def in_context(self, prompt: Prompt, texts: Sequence[str]) -> Prompt:
         problem = self._problem(prompt)
         if problem.messages:

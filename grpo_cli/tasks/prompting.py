@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Protocol, TypedDict, runtime_checkable
+from unittest.mock import patch
 
 from grpo_cli.support.errors import UserError, closest
+from grpo_cli.support.limits import limited
 from grpo_cli.types import Finish, Prompt, Rollout
 
 Message = Mapping[str, Any]  # of a chat: a role and a content
 
 PLACEHOLDER = "{question}"
 _TURN, _SAID = "TURN-OF-THE-MODEL", "MESSAGE-{}-TO-IT"  # stand for texts in a template
+MOST_SECONDS, MOST_BYTES, MOST_TEXT = 10.0, 1 << 30, 10_000_000  # of one rendering, and of what it makes
+TODAY = datetime(2024, 7, 26)  # for templates that read the clock: the date that Llama 3.2's has without one
 
 
 @runtime_checkable
@@ -22,6 +29,8 @@ class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that a task uses."""
 
     chat_template: Any
+    special_tokens_map: Any
+    added_tokens_decoder: Any
 
     def __call__(self, text: str) -> Any: ...
 
@@ -68,31 +77,75 @@ def before(question: str, texts: Sequence[str]) -> str:
     return "\n\n".join([*texts, question])
 
 
+def going_on(tokenizer: Tokenizer, text: str, before: Sequence[int], special: bool = False) -> list[int]:
+    """Return the tokens of a text behind others. SentencePiece and its kind begin a text with a space of their own, so
+    the text is encoded behind a character that is taken off. With `special`, special tokens in it are no text."""
+
+    def encoded(piece: str) -> list[int]:
+        return tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=not special)
+
+    alone = encoded(text)
+    if not text or not before or encoded("\nx") == encoded("\n") + encoded("x"):
+        return alone
+    if before[-1] in tokenizer.added_tokens_decoder:
+        mark = tokenizer.decode([before[-1]], skip_special_tokens=False)
+        if tokenizer.encode(f"{mark}x", add_special_tokens=False)[1:] == encoded("x"):
+            return alone  # it begins anew behind special tokens
+    for anchor in ("\n", ".", "a"):
+        head, whole = encoded(anchor), encoded(anchor + text)
+        if head and whole[: len(head)] == head:  # else they merge
+            return whole[len(head) :]
+    return alone
+
+
 @dataclass(frozen=True)
-class Verbatim:
-    """Prompts and completions without any template, for a model trained on bare text."""
+class Reading:
+    """Tokens as text."""
 
     tokenizer: Tokenizer
+
+    def written(self, token_ids: Sequence[int]) -> str:
+        """Return the text with every special token, as records show it."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return what judges and tools read: all but the token that ended it, since special tokens may be tags."""
+        ended = len(token_ids) > 0 and token_ids[-1] in self._ends
+        return self.written(token_ids[:-1] if ended else token_ids)
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        """Special tokens that are no tags: those with a name, the template's end of a turn, and all like <|eom_id|>."""
+        named = set(self.tokenizer.special_tokens_map.values())
+        found = {
+            token
+            for token, added in self.tokenizer.added_tokens_decoder.items()
+            if str(added) in named or (added.special and re.fullmatch(r"<[|｜][^/]+[|｜]>", str(added)))
+        }
+        return frozenset(found | {turn_end(self.tokenizer)[1]} - {None})
+
+
+@dataclass(frozen=True)
+class Verbatim(Reading):
+    """Prompts and completions without any template, for a model trained on bare text."""
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Tokens as text, special tokens left out."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def goes_on(self, prompt: Prompt, text: str) -> list[int]:
+        """Return the tokens of a text behind a prompt."""
+        return going_on(self.tokenizer, text, prompt.token_ids)
 
     def completion(self, rollout: Rollout) -> str | None:
         """The rollout's text without its end token; None if it did not end by itself.
 
         Only the last token is dropped: another special token inside an answer must spoil it.
         """
-        if rollout.finish is not Finish.EOS:
-            return None
-        return self.tokenizer.decode(list(rollout.token_ids[:-1]), skip_special_tokens=False)
+        return self.written(rollout.token_ids[:-1]) if rollout.finish is Finish.EOS else None
 
 
 @dataclass(frozen=True)
-class Prompting:
+class Prompting(Reading):
     """How questions become prompts.
 
     With a chat template the question alone is the user's message and `system_prompt` the system's. Without one, or with
@@ -103,7 +156,6 @@ class Prompting:
     `chat_template_kwargs` are variables of the template's own, such as Qwen3's `enable_thinking`.
     """
 
-    tokenizer: Tokenizer
     template: str
     system_prompt: str | None
     use_chat_template: bool
@@ -147,40 +199,49 @@ class Prompting:
     @property
     def opens_thought(self) -> bool:
         """True if the chat template begins the model's turn with an open thought."""
-        return self.is_chat and self._rendered([_message("user", "?")]).rstrip().endswith("<think>")
+        return self.is_chat and self.rendered([_message("user", "?")]).rstrip().endswith("<think>")
 
     def encode(self, question: str, messages: Sequence[Message] = ()) -> tuple[int, ...]:
         """The prompt's tokens, never truncated. `messages`, a chat that ends with the user, are used as given."""
-        if messages:
-            return tuple(self._encode_messages(messages))
-        if self.is_chat:
-            return tuple(self._encode_chat(question))
+        if messages or self.is_chat:
+            text = self.rendered(self._given(messages) if messages else self._chat(question))
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
         shown = [self._filled(question).rstrip() + f" {answer}" for question, answer in self.examples]
         system = [self.system_prompt] if self.system_prompt else []
         text = "\n\n".join([*system, *shown, self._filled(question)])
-        return tuple(self.tokenizer(text)["input_ids"])
+        ids = tuple(self.tokenizer(text)["input_ids"])
+        return ids[: len(ids) - self._behind]
+
+    @cached_property
+    def _behind(self) -> int:
+        """The number of tokens that the tokenizer puts behind a text, such as EOS: a prompt goes on."""
+        whole, bare = self.tokenizer("x")["input_ids"], self.tokenizer.encode("x", add_special_tokens=False)
+        ends = range(len(whole), len(bare) - 1, -1)
+        return next((len(whole) - end for end in ends if whole[end - len(bare) : end] == bare), 0)
 
     def _filled(self, question: str) -> str:
         return self.template.replace(PLACEHOLDER, question)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Tokens as text, special tokens left out."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def between(self, turn: Sequence[int], said: Sequence[str], role: str) -> tuple[int, ...]:
         """The tokens from the end of a model's turn, which is given as it was drawn, to the beginning of its next one:
         what was said in between, as `role`. Special tokens are the template's alone; those in a message are text."""
         if not self.is_chat:
             text = "".join("\n\n" + self._filled(message) for message in said)
-            return tuple(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+            return tuple(going_on(self.tokenizer, text, turn))
         *_, text = self._around(_TURN, role, len(said))
-        ids: list[int] = []
+        lead, drawn, rest = text.partition(self.written(turn[-1:])) if turn else ("", "", text)
+        text = rest if drawn and not lead.strip() else text  # the turn has its end already
+        ids, plain = list(turn), ""
         for i, message in enumerate(said):
             before, _, text = text.partition(_SAID.format(i))
-            ids += self.tokenizer.encode(before, add_special_tokens=False)
-            ids += self.tokenizer.encode(message, add_special_tokens=False, split_special_tokens=True)
-        ids += self.tokenizer.encode(text, add_special_tokens=False)
-        return tuple(ids[1:] if turn and ids[0] == turn[-1] else ids)
+            plain += before
+            if going_on(self.tokenizer, message, []) == going_on(self.tokenizer, message, [], special=True):
+                plain += message
+            else:  # it spells a special token
+                ids += going_on(self.tokenizer, plain, ids, special=True)
+                ids, plain = ids + going_on(self.tokenizer, message, ids), ""
+        ids += going_on(self.tokenizer, plain + text, ids, special=True)
+        return tuple(ids[len(turn) :])
 
     def check_turns(self, role: str, keep_reasoning: bool) -> None:
         """UserError if the chat template cannot render an environment's message as `role`, or changes earlier turns of
@@ -190,7 +251,7 @@ class Prompting:
                 raise UserError("task.tools needs a chat template, which describes them to the model: use a chat model")
             return
         asked = [_message("user", "?")]
-        if self.tools and self._rendered(asked) == replace(self, tools=())._rendered(asked):
+        if self.tools and self.rendered(asked) == replace(self, tools=()).rendered(asked):
             raise UserError(
                 "the chat template does not render tools: use a task.environment with respond(turn), or another model"
             )
@@ -208,43 +269,105 @@ class Prompting:
         answered by so many messages; and what comes after it."""
         asked = [_message("user", "?"), _message("assistant", turn)]
         answers = [_message(role, _SAID.format(i)) for i in range(count)]
-        text = self._rendered([*asked, *answers])
+        text = self.rendered([*asked, *answers])
         end = text.find(_SAID.format(0))
         at = text.rfind(_TURN, 0, max(end, 0)) + len(_TURN)
         if min(end, at - len(_TURN)) < 0:
             raise UserError(f"the tokenizer's chat template has no place for a {role} message after a reply")
-        return self._rendered(asked[:1]), text[:at], text[at:]
+        return self.rendered(asked[:1]), text[:at], text[at:]
 
-    def _encode_chat(self, question: str) -> list[int]:
+    def _chat(self, question: str) -> list[Message]:
         turns = [_message("system", self.system_prompt)] if self.system_prompt else []
         for shown, answer in self.examples:
             turns += [_message("user", shown), _message("assistant", answer)]
-        return self._rendered([*turns, _message("user", question)], tokenize=True)
+        return [*turns, _message("user", question)]
 
-    def _encode_messages(self, messages: Sequence[Message]) -> list[int]:
+    def _given(self, messages: Sequence[Message]) -> Sequence[Message]:
         if not self.is_chat:
             raise UserError("messages need a chat template: use a chat model, or give questions as text")
         for key, given in (("system_prompt=null", self.system_prompt), ("few_shot=0", self.examples)):
             if given:
                 raise UserError(f"messages are used as given, with nothing before them: set task.{key}")
-        return self._rendered(messages, tokenize=True)
+        return messages
 
-    def _rendered(self, messages: Sequence[Message], tokenize: bool = False) -> Any:
-        """What the model reads before it speaks: text, or tokens."""
-        from jinja2 import TemplateError  # comes with `transformers`' chat templates, and is slow to import
+    def rendered(self, messages: Sequence[Message], answered: bool = False) -> str:
+        """Return the text that the model reads before it speaks; with `answered`, the chat alone."""
+        if answered:
+            return self._applied(messages, False)
+        end, header = self._opening
+        return self._applied(messages, True).removesuffix(end) + header
 
+    @cached_property
+    def _opening(self) -> tuple[str, str]:
+        """What the template gets wrong: the EOS that it puts behind a prompt but not before a reply, and the header of
+        the model's turn that it leaves out of prompts. Both are mostly empty."""
+        asked = [_message("user", "?")]
+        prompt = self._applied(asked, True)
+        try:
+            before, found, _ = self._applied([*asked, _message("assistant", _TURN)], False).partition(_TURN)
+        except UserError:
+            found = ""
+        if not found:
+            return "", ""
+        eos = self.tokenizer.special_tokens_map.get("eos_token", "")
+        end = eos if prompt.endswith(eos) and not before.startswith(prompt) else ""
+        prompt, without = prompt.removesuffix(end), self._applied(asked, False).removesuffix(end)
+        header = before[len(prompt) :].rstrip(" ") if prompt == without and before.startswith(prompt) else ""
+        return end, header if header.strip() else ""
+
+    def _applied(self, messages: Sequence[Message], opened: bool) -> str:
+        """Return the template's text, at the same moment for every run. UserError for a template that fails, or takes
+        too long."""
         words = {**self.chat_template_kwargs, **({"tools": list(self.tools)} if self.tools else {})}
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, return_dict=False, tokenize=tokenize, **words
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            # A template refuses with TemplateError; one that is wrong raises what its expressions raise.
+            with limited(MOST_SECONDS, MOST_BYTES), _at(TODAY, self.tokenizer):
+                text: str = self.tokenizer.apply_chat_template(
+                    list(messages), add_generation_prompt=opened, tokenize=False, **words
+                )
+                if len(text.encode()) > MOST_TEXT:
+                    raise MemoryError
+        except Exception as error:  # a template raises what its expressions raise
             roles = " and a ".join(dict.fromkeys(message["role"] for message in messages))
+            why = str(error) or "it makes too much text"
             raise UserError(
-                f"the tokenizer's chat template refused a {roles} message: {error}; "
+                f"the tokenizer's chat template refused a {roles} message: {why} ({type(error).__name__}); "
                 "try task.system_prompt=null, or task.use_chat_template=false for the plain task.template"
             ) from error
+        return text
+
+
+def turn_end(tokenizer: Tokenizer) -> tuple[str, int | None]:
+    """Return what the chat template writes behind a model's turn, and the special token in it that ends the turn; ""
+    and None without a template, or with one that does not show it."""
+    chat = Prompting(tokenizer, PLACEHOLDER, None, True)
+    try:
+        *_, text = chat._around(_TURN, "user", 1) if chat.is_chat else ("",)
+    except UserError:
+        return "", None
+    text = text.partition(_SAID.format(0))[0]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return text, next((token for token in ids if token in tokenizer.added_tokens_decoder), None)
+
+
+@contextmanager
+def _at(moment: datetime, tokenizer: Tokenizer) -> Iterator[None]:
+    """The clock that a chat template reads stands still: `transformers` takes no other function for it."""
+    if not reads_clock(tokenizer):
+        yield
+        return
+    from transformers.utils import chat_template_utils
+
+    class Stopped(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return moment
+
+    with patch.object(chat_template_utils, "datetime", Stopped):
+        yield
+
+
+def reads_clock(tokenizer: Tokenizer) -> bool:
+    return "strftime_now" in str(tokenizer.chat_template)
 
 
 def _message(role: str, content: str) -> Message:
@@ -271,13 +394,14 @@ def template_variables(tokenizer: Tokenizer) -> list[str]:
     source = "\n".join(found.values() if isinstance(found, dict) else [found])
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        tree = environment.parse(re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", source))
-    except TemplateSyntaxError:
+        with limited(MOST_SECONDS, MOST_BYTES):  # constants in it are worked out
+            tree = environment.parse(re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", source))
+            undeclared = meta.find_undeclared_variables(tree)
+    except (TemplateSyntaxError, TimeoutError, MemoryError, RecursionError):
         return []  # it is refused when it is first used, with its reason
     given = {*environment.globals, "messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
     # What a template sets itself is its own, unless it asks first whether it was given it.
     own = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
     tests = [test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
     asked = {node.name for node in tests if isinstance(node, nodes.Name)}
-    read = meta.find_undeclared_variables(tree) - given - (own - asked)
-    return sorted(word for word in read if not word.endswith("_token"))
+    return sorted(word for word in undeclared - given - (own - asked) if not word.endswith("_token"))

@@ -92,7 +92,7 @@ class ReasoningGym(Speaks):
         environment = environment_of(turns, plain)
         plain = replace(plain, tools=environment.tools if environment else ())
         self._talk(environment, plain, turns, warn)
-        self._decode, self._shown = plain.decode, {task: self._examples(task, few_shot) for task in self._shares}
+        self._plain, self._shown = plain, {task: self._examples(task, few_shot) for task in self._shares}
         self._prompting = {task: replace(plain, examples=shown) for task, shown in self._shown.items()}
         self._train = MadePrompts(self._train_prompt, train_problems)
         self._eval = self._held_out(eval_problems)
@@ -104,7 +104,10 @@ class ReasoningGym(Speaks):
         return self._train if split == "train" else self._eval
 
     def text(self, token_ids: Sequence[int]) -> str:
-        return self._decode(token_ids)
+        return self._plain.decode(token_ids)
+
+    def written(self, token_ids: Sequence[int]) -> str:
+        return self._plain.written(token_ids)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         return self.rewards([(prompt, rollout)])[0]

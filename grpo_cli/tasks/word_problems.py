@@ -195,4 +195,4 @@ class WordProblems(GeneratedTask[Story], Speaks):
         return Reward(correct, {"correct": correct, "ended": float(ended)}, weights={"correct": 1.0})
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
-        return {"question": self.text(prompt.token_ids), "answer": prompt.answer}
+        return {"question": self._asked(prompt)[1], "answer": prompt.answer}

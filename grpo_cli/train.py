@@ -24,6 +24,7 @@ from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import RunSettings
 from grpo_cli.step import Step
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.forks import ends_children
 from grpo_cli.support.memory import peak_bytes
 from grpo_cli.tracking.health import HealthCheck
 from grpo_cli.tracking.progress import Progress
@@ -67,7 +68,8 @@ class Trainer:
         with self._stop if stop is None else nullcontext():
             self._clear_leftovers()
             try:
-                self._loop()
+                with ends_children():
+                    self._loop()
                 status = "completed" if self._is_done() else "interrupted"
             except BaseException as error:
                 fault = f"{type(error).__name__}: {error}"
@@ -101,7 +103,8 @@ class Trainer:
             self._log()
             self._save()
         while not self._is_done() and not self._stop:
-            record = self._step.run(progress.step, progress)
+            with ends_children():
+                record = self._step.run(progress.step, progress)
             self._say_threads()
             progress.step += 1
             progress.updates = self._learner.updates

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -322,6 +323,55 @@ def test_the_lock_dies_with_its_process_and_can_be_waited_for(held, monkeypatch:
     with lock.sole_use(folder, 60.0, said.append):
         assert json.loads((folder / ".lock").read_text())["pid"] == os.getpid()
     assert len(said) == 1 and said[0].startswith("waiting up to 60 s for ")
+
+
+FORK = """
+import os, signal, sys, time
+from pathlib import Path
+from grpo_cli.runs.lock import sole_use
+from grpo_cli.runs.stop import Stop
+from grpo_cli.support.errors import own_code
+with sole_use(Path("R"), 0.0, print), Stop(print), own_code("reward"):
+    child = os.fork()
+    if not child:
+        {child}
+    if {signal}:
+        os.kill(child, {signal})
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print("the run goes on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("child", "number", "code"),
+    [
+        ("time.sleep(60)", 15, -15),
+        ("time.sleep(60)", 1, -1),
+        ("time.sleep(60)", 10, -10),
+        ("sys.exit(3)", 0, 3),
+        ("raise ValueError", 0, 1),
+        ("raise KeyboardInterrupt", 0, 1),
+        ("pass; os.waitpid = lambda pid, options: (pid, 0)", 0, 0),  # comes back, as if it were the run
+    ],
+)
+def test_a_forked_child_is_ended_by_signals_and_does_not_go_on_as_the_run(
+    elsewhere: Path, child: str, number: int, code: int
+) -> None:
+    script = FORK.replace("{child}", child).replace("{signal}", str(number))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    came_back = [] if "waitpid" not in child else ["0"]
+    assert done.stdout.split("\n") == [*came_back, str(code), "the run goes on", ""]
+
+
+def test_the_folder_of_a_killed_run_is_free_though_its_child_lives(elsewhere: Path) -> None:
+    script = FORK.replace("{child}", "print('held', os.getpid(), flush=True); time.sleep(60)").replace("{signal}", "0")
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline().split()[1])
+    process.kill()
+    process.wait()
+    with lock.sole_use(elsewhere / "R", 0.0, print):
+        os.kill(child, signal.SIGKILL)
 
 
 def test_the_lock_names_its_holder_for_as_long(tmp_path: Path) -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+
+from grpo_cli.support.forks import ends_children
+
+
+_entered: list[float] = []  # when each piece of own code that runs now was entered
 
 
 class UserError(Exception):
@@ -38,8 +44,10 @@ def refuse(problems: Sequence[str]) -> None:
 @contextmanager
 def own_code(what: str, about: Callable[[], str] = str) -> Iterator[None]:
     """Wraps a user's own code: whatever it raises, even an exit, becomes a UserError that names the line."""
+    _entered.append(entered := time.monotonic())
     try:
-        yield
+        with ends_children():
+            yield
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -48,6 +56,13 @@ def own_code(what: str, about: Callable[[], str] = str) -> Iterator[None]:
         place = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
         said = f": {text}" if (text := _text_of(error)) else ""
         raise UserError(f"{what} raised {type(error).__name__}{said}{place}{about()}") from error
+    finally:
+        _entered.remove(entered)
+
+
+def seconds_in_own_code() -> float:
+    """Return for how long a user's own code has been running; 0 outside of it."""
+    return max((time.monotonic() - entered for entered in [*_entered]), default=0.0)
 
 
 def own_code_unless_ours(what: str, code: Any) -> AbstractContextManager[Any]:

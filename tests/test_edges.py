@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -150,6 +153,35 @@ class Mute(Exception):
 def test_an_error_that_cannot_say_what_it_is_is_named() -> None:
     with pytest.raises(UserError, match=r"^mine raised Mute \(.*test_edges\.py"), own_code("mine"):
         raise Mute
+
+
+@pytest.mark.parametrize(
+    ("line", "state"),
+    [
+        ("os.chdir('/')", os.getcwd),
+        ("os.environ.clear()", lambda: dict(os.environ)),
+        ("os.environ['PATH'] = ''", lambda: dict(os.environ)),
+        ("sys.stdout = io.StringIO()", lambda: sys.stdout),
+        ("sys.stderr = None", lambda: sys.stderr),
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", lambda: signal.getsignal(signal.SIGTERM)),
+        ("torch.set_grad_enabled(False)", torch.is_grad_enabled),
+        ("torch.set_default_dtype(torch.float64)", torch.get_default_dtype),
+        ("torch.set_default_device('meta')", torch.get_default_device),
+        ("torch.set_num_threads(7)", torch.get_num_threads),
+        ("torch.use_deterministic_algorithms(True)", torch.are_deterministic_algorithms_enabled),
+        ("torch.autocast('cpu', torch.bfloat16).__enter__()", lambda: torch.is_autocast_enabled("cpu")),
+    ],
+)
+def test_own_code_that_changes_what_the_run_shares_is_named_and_undone(line: str, state: Callable[[], Any]) -> None:
+    before = state()
+    with pytest.raises(UserError, match=r"^mine changed "), own_code("mine"):
+        exec(line)
+    assert state() == before
+    with own_code("mine"):  # what leaves everything as it was, and new variables, are fine
+        os.environ["MINE"] = "1"
+        with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()), contextlib.chdir("/"):
+            torch.zeros(2)
+    assert os.environ.pop("MINE") == "1"
 
 
 @pytest.mark.parametrize("method", ["__float__", "__abs__", "__repr__", "__str__", "__lt__"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import made
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from grpo_cli.cli import main as cli
@@ -280,6 +282,60 @@ def test_a_refused_command_leaves_no_folder_behind(elsewhere: Path) -> None:
     assert not list(elsewhere.glob("*.json*")), "the current folder is taken for a run's only if it is named"
 
 
+def _set(*place: object) -> Callable[[dict], None]:
+    """Put the last word at the place that those before it name; the first weight's name stands for 0."""
+
+    def alter(state: dict) -> None:
+        *keys, last, value = place
+        for key in keys:
+            state = state[key] if key != 0 else state[sorted(state)[0]]
+        state[last] = value
+
+    return alter
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        dict.clear,
+        *(lambda state, part=part: state.pop(part) for part in ("progress", "optimizer", "engine", "rng")),
+        lambda state: state["progress"].pop("step") and state["progress"].update(stride=1),
+        lambda state: state["optimizer"].pop("state"),
+        lambda state: state["engine"].clear(),
+        lambda state: state["rng"].pop("numpy"),
+        _set("progress", [1]),
+        _set("progress", "step", "1"),
+        _set("progress", "step", 7),
+        _set("progress", "updates", 1.5),
+        _set("progress", "train_seconds", "long"),
+        _set("optimizer", "state", 0, "exp_avg", torch.zeros(1)),
+        _set("optimizer", "state", 0, "exp_avg_sq", [0.0]),
+        _set("optimizer", "state", 0, "step", torch.zeros(2)),
+        _set("optimizer", "state", 0, {}),
+        _set("optimizer", "param_groups", None),
+        _set("rng", "torch", torch.zeros(3)),
+        _set("rng", "python", (1, 2)),
+        _set("rules", []),
+        _set("rules", "history", {"visits": 3}),
+        _set("threads", "many"),
+        _set("schedule", {"optim.lr": "high", "train.steps": 2}),
+        _set("old_policy", 4),
+    ],
+)
+def test_a_trainer_state_of_another_form_is_damaged(run: Path, alter: Callable[[dict], object]) -> None:
+    checkpoint = run / "checkpoints" / "step_000001"
+    path, marker = checkpoint / "trainer_state.pt", json.loads((checkpoint / "COMPLETE").read_text())
+    state = torch.load(path, weights_only=True)
+    alter(state)
+    torch.save(state, path)
+    marker["files"][path.name] = {
+        "bytes": path.stat().st_size,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
+    (checkpoint / "COMPLETE").write_text(json.dumps(marker))
+    assert f"{path} is damaged" in refused("train", f"resume={run}")
+
+
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -372,6 +428,7 @@ def test_the_folder_of_a_killed_run_is_free_though_its_child_lives(elsewhere: Pa
     process.wait()
     with lock.sole_use(elsewhere / "R", 0.0, print):
         os.kill(child, signal.SIGKILL)
+    process.stdout.close()
 
 
 def test_the_lock_names_its_holder_for_as_long(tmp_path: Path) -> None:

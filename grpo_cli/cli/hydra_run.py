@@ -186,6 +186,6 @@ def _command_line(command: str, arguments: Sequence[str]) -> Iterator[None]:
     finally:
         sys.argv, sys.path[:] = argv, path
         if full_error is None:
-            del os.environ["HYDRA_FULL_ERROR"]
+            os.environ.pop("HYDRA_FULL_ERROR", None)
         else:
             os.environ["HYDRA_FULL_ERROR"] = full_error

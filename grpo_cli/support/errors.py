@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from grpo_cli.support.forks import ends_children
+from grpo_cli.support.shared_state import left_unchanged
 
 
 _entered: list[float] = []  # when each piece of own code that runs now was entered
@@ -46,8 +47,10 @@ def own_code(what: str, about: Callable[[], str] = str) -> Iterator[None]:
     """Wraps a user's own code: whatever it raises, even an exit, becomes a UserError that names the line."""
     _entered.append(entered := time.monotonic())
     try:
-        with ends_children():
+        with ends_children(), left_unchanged() as changed:
             yield
+        if changed:
+            raise UserError(f"{what} changed what the whole run shares ({', '.join(changed)}); let it put that back")
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:

@@ -26,13 +26,14 @@ from grpo_cli.collect.rehearsal import MOST_ASKED, rehearsed
 from grpo_cli.config.check import check
 from grpo_cli.report.read import read_run
 from grpo_cli.rules.downsample import choose
-from grpo_cli.runs.checkpoint import _save_state
+from grpo_cli.runs.checkpoint import _save_state, clear_leftovers
 from grpo_cli.runs.find import completed_steps, never_saved
 from grpo_cli.runs.ledger import RecordFile, load_ledgers
 from grpo_cli.runs.lock import is_held, sole_use
 from grpo_cli.runs.stop import TOGETHER_SECONDS, Stop
-from grpo_cli.runs.summary import read_object
+from grpo_cli.runs.summary import read_object, write_summary
 from grpo_cli.support.errors import UserError, own_code
+from grpo_cli.tasks.model_judge import _append
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.types import GroupRequest, Record, Round
 
@@ -84,6 +85,30 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: s
         with pytest.raises(UserError, match=name):
             read_object(tmp_path / name)
     assert read_run(tmp_path, "R").notes
+
+
+WRITES: dict[str, Callable[[Path], Any]] = {
+    ".lock": lambda run: contextlib.ExitStack().enter_context(sole_use(run, 0.0, print)),
+    ".summary.json.tmp": lambda run: write_summary(run, {"status": "completed"}),
+    "metrics.jsonl": lambda run: JsonlTracker(run, first_step=1).log(Record(1, {})),
+    "rollouts.jsonl": lambda run: JsonlTracker(run, first_step=1),
+    "judgements.jsonl": lambda run: _append(run / "judgements.jsonl", {"a": [1.0]}),
+    "checkpoints/step_000001.tmp": clear_leftovers,
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_no_link_in_a_run_folder_is_written_through(tmp_path: Path, name: str) -> None:
+    """The file that it leads to stays as it was, or is not made."""
+    (tmp_path / "R" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "precious").write_text("not\nto be\ncut")
+    for target in ("precious", "absent"):
+        link = tmp_path / "R" / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / target)
+        with contextlib.suppress(UserError):
+            WRITES[name](tmp_path / "R")
+    assert (tmp_path / "precious").read_text() == "not\nto be\ncut" and not (tmp_path / "absent").exists()
 
 
 def test_a_ledger_that_was_forged_is_told_by_its_name(tmp_path: Path) -> None:

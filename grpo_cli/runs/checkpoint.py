@@ -161,6 +161,8 @@ def _remove_leftovers(root: Path) -> None:
             if folder.exists():
                 shutil.rmtree(folder)
             os.replace(path, folder)
+        elif path.is_symlink():
+            path.unlink()
         else:
             shutil.rmtree(path)
 
@@ -205,7 +207,9 @@ def require_alike(saved: Any, fresh: Any, name: str) -> None:
     """Raise TypeError unless saved values have the types that a new run has for them; None stands for any."""
     if saved is None or fresh is None:
         return
-    if not isinstance(saved, (int, float) if type(fresh) is float else type(fresh)) or isinstance(saved, bool) > isinstance(fresh, bool):
+    if not isinstance(saved, (int, float) if type(fresh) is float else type(fresh)) or isinstance(
+        saved, bool
+    ) > isinstance(fresh, bool):
         raise TypeError(f"{name} is a {type(saved).__name__}")
     if isinstance(fresh, Mapping):
         for key in fresh.keys() & saved.keys():

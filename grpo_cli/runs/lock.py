@@ -70,7 +70,7 @@ def _acquire(descriptor: int, folder: Path, wait: float, say: Callable[[str], No
 
 
 def try_lock(file: Any, how: int = fcntl.LOCK_EX) -> bool | None:
-    """Lock an open file for as long as it, or a copy inherited by a child that does not close it, is open. False if another process has the
+    """Lock an open file for as long as it, or a copy inherited by a child, is open. False if another process has the
     lock, None if the file system has no locks."""
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)

@@ -12,7 +12,6 @@ from typing import Any
 from grpo_cli.support.forks import ends_children
 from grpo_cli.support.shared_state import left_unchanged
 
-
 _entered: list[float] = []  # when each piece of own code that runs now was entered
 
 

@@ -16,7 +16,15 @@ from grpo_cli.interfaces import Parts, RecordFiles
 from grpo_cli.learner.learner import rate_jump, schedule_of
 from grpo_cli.runs import layout
 from grpo_cli.runs.background import Saver
-from grpo_cli.runs.checkpoint import clear_leftovers, load_state, rng_state, save_checkpoint, set_rng_state
+from grpo_cli.runs.checkpoint import (
+    clear_leftovers,
+    damaged,
+    load_state,
+    require_alike,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+)
 from grpo_cli.runs.provenance import code_version
 from grpo_cli.runs.record import chain_of, keep_chain
 from grpo_cli.runs.stop import Stop
@@ -24,6 +32,7 @@ from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import RunSettings
 from grpo_cli.step import Step
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.forks import ends_children
 from grpo_cli.support.memory import peak_bytes
 from grpo_cli.tracking.health import HealthCheck
 from grpo_cli.tracking.progress import Progress
@@ -67,7 +76,8 @@ class Trainer:
         with self._stop if stop is None else nullcontext():
             self._clear_leftovers()
             try:
-                self._loop()
+                with ends_children():
+                    self._loop()
                 status = "completed" if self._is_done() else "interrupted"
             except BaseException as error:
                 fault = f"{type(error).__name__}: {error}"
@@ -101,7 +111,8 @@ class Trainer:
             self._log()
             self._save()
         while not self._is_done() and not self._stop:
-            record = self._step.run(progress.step, progress)
+            with ends_children():
+                record = self._step.run(progress.step, progress)
             self._say_threads()
             progress.step += 1
             progress.updates = self._learner.updates
@@ -233,16 +244,22 @@ class Trainer:
     def _restore(self, checkpoint: Path) -> None:
         """Everything but the weights, which are loaded with the model."""
         state = load_state(checkpoint)
-        self._progress = Progress(**state["progress"])
-        self._learner.updates = self._progress.updates
-        self._learner.load_state_dict(state["optimizer"])
-        self._learner.keep_threads(state.get("threads"))
-        self._parts.bench.engine.load_state_dict(state["engine"])
-        learnt.put_back(self._parts, state.get("rules", {}))
-        self._step.old_policy.load_state_dict(state.get("old_policy"))
-        set_rng_state(state["rng"])
         self._finish(None)
-        self._say_if_the_rate_jumps(state)
+        fresh = {**self._state, "rules": self._state["rules"](), "threads": 1, "schedule": {}, "old_policy": {}}
+        with damaged(checkpoint):
+            require_alike(state, fresh, "state")
+            self._progress = Progress(**state["progress"])
+            if self._progress.step != layout.step_of(checkpoint.name):
+                raise ValueError(f"it is of step {self._progress.step}")
+            self._learner.updates = self._progress.updates
+            self._learner.load_state_dict(state["optimizer"])
+            self._learner.keep_threads(state.get("threads"))
+            self._parts.bench.engine.load_state_dict(state["engine"])
+            learnt.put_back(self._parts, state.get("rules", {}))
+            self._step.old_policy.load_state_dict(state.get("old_policy"))
+            set_rng_state(state["rng"])
+            self._finish(None)
+            self._say_if_the_rate_jumps(state)
         done = self._progress.step * self._settings.train.prompts
         self._parts.say(f"resumed at step {self._progress.step}, next prompt {done + 1} (from {checkpoint})")
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,13 +26,14 @@ from grpo_cli.collect.rehearsal import MOST_ASKED, rehearsed
 from grpo_cli.config.check import check
 from grpo_cli.report.read import read_run
 from grpo_cli.rules.downsample import choose
-from grpo_cli.runs.checkpoint import _save_state
+from grpo_cli.runs.checkpoint import _save_state, clear_leftovers
 from grpo_cli.runs.find import completed_steps, never_saved
 from grpo_cli.runs.ledger import RecordFile, load_ledgers
 from grpo_cli.runs.lock import is_held, sole_use
 from grpo_cli.runs.stop import TOGETHER_SECONDS, Stop
-from grpo_cli.runs.summary import read_object
+from grpo_cli.runs.summary import read_object, write_summary
 from grpo_cli.support.errors import UserError, own_code
+from grpo_cli.tasks.model_judge import _append
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.types import GroupRequest, Record, Round
 
@@ -81,6 +85,30 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: s
         with pytest.raises(UserError, match=name):
             read_object(tmp_path / name)
     assert read_run(tmp_path, "R").notes
+
+
+WRITES: dict[str, Callable[[Path], Any]] = {
+    ".lock": lambda run: contextlib.ExitStack().enter_context(sole_use(run, 0.0, print)),
+    ".summary.json.tmp": lambda run: write_summary(run, {"status": "completed"}),
+    "metrics.jsonl": lambda run: JsonlTracker(run, first_step=1).log(Record(1, {})),
+    "rollouts.jsonl": lambda run: JsonlTracker(run, first_step=1),
+    "judgements.jsonl": lambda run: _append(run / "judgements.jsonl", {"a": [1.0]}),
+    "checkpoints/step_000001.tmp": clear_leftovers,
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_no_link_in_a_run_folder_is_written_through(tmp_path: Path, name: str) -> None:
+    """The file that it leads to stays as it was, or is not made."""
+    (tmp_path / "R" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "precious").write_text("not\nto be\ncut")
+    for target in ("precious", "absent"):
+        link = tmp_path / "R" / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / target)
+        with contextlib.suppress(UserError):
+            WRITES[name](tmp_path / "R")
+    assert (tmp_path / "precious").read_text() == "not\nto be\ncut" and not (tmp_path / "absent").exists()
 
 
 def test_a_ledger_that_was_forged_is_told_by_its_name(tmp_path: Path) -> None:
@@ -150,6 +178,35 @@ class Mute(Exception):
 def test_an_error_that_cannot_say_what_it_is_is_named() -> None:
     with pytest.raises(UserError, match=r"^mine raised Mute \(.*test_edges\.py"), own_code("mine"):
         raise Mute
+
+
+@pytest.mark.parametrize(
+    ("line", "state"),
+    [
+        ("os.chdir('/')", os.getcwd),
+        ("os.environ.clear()", lambda: dict(os.environ)),
+        ("os.environ['PATH'] = ''", lambda: dict(os.environ)),
+        ("sys.stdout = io.StringIO()", lambda: sys.stdout),
+        ("sys.stderr = None", lambda: sys.stderr),
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", lambda: signal.getsignal(signal.SIGTERM)),
+        ("torch.set_grad_enabled(False)", torch.is_grad_enabled),
+        ("torch.set_default_dtype(torch.float64)", torch.get_default_dtype),
+        ("torch.set_default_device('meta')", torch.get_default_device),
+        ("torch.set_num_threads(7)", torch.get_num_threads),
+        ("torch.use_deterministic_algorithms(True)", torch.are_deterministic_algorithms_enabled),
+        ("torch.autocast('cpu', torch.bfloat16).__enter__()", lambda: torch.is_autocast_enabled("cpu")),
+    ],
+)
+def test_own_code_that_changes_what_the_run_shares_is_named_and_undone(line: str, state: Callable[[], Any]) -> None:
+    before = state()
+    with pytest.raises(UserError, match=r"^mine changed "), own_code("mine"):
+        exec(line)
+    assert state() == before
+    with own_code("mine"):  # what leaves everything as it was, and new variables, are fine
+        os.environ["MINE"] = "1"
+        with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()), contextlib.chdir("/"):
+            torch.zeros(2)
+    assert os.environ.pop("MINE") == "1"
 
 
 @pytest.mark.parametrize("method", ["__float__", "__abs__", "__repr__", "__str__", "__lt__"])

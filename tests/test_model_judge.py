@@ -143,7 +143,13 @@ def test_scores_that_are_not_one_for_each_leave_their_group_out(server: Server, 
 
 
 @pytest.mark.parametrize(
-    "content", ['```json\n{"score": 0.5}\n```', '<think>\n{"score": 1}\n</think>\n\n{"score": 0.5}']
+    "content",
+    [
+        '```json\n{"score": 0.5}\n```',
+        ' ```\r\n\n{"score":\n 0.5}\n\n \t``` \n',
+        '<think>\n{"score": 1}\n</think>\n\n{"score": 0.5}',
+        '```json\n{"score": 0.5}' + "\n \n" * 50_000 + "```",  # for minutes, where white space is tried twice
+    ],
 )
 def test_a_fence_and_a_thought_around_it_are_no_harm(server: Server, content: str) -> None:
     server.answer = lambda question: content

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -377,15 +377,41 @@ def test_it_is_compiled_once(anew: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     native.library()
 
 
-def test_what_others_could_have_written_is_not_loaded(anew: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "mode"),
+    [
+        (lambda whole: whole, 0o722),  # others could have written it
+        (lambda whole: b"anything", 0o700),
+        (lambda whole: b"", 0o700),
+        (lambda whole: whole[: len(whole) // 2], 0o700),  # a bus error if it is loaded
+        (lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]), 0o700),
+    ],
+)
+def test_a_library_that_is_not_as_it_was_made_is_made_anew(
+    anew: Path, damage: Callable[[bytes], bytes], mode: int
+) -> None:
     native.library()
     (made,) = (anew / "cache" / "grpo-cli").iterdir()
+    whole = made.read_bytes()
     made.unlink()  # what is loaded stays what it is
-    made.write_bytes(b"anything")
-    made.chmod(0o722)
+    made.write_bytes(damage(whole))
+    made.chmod(mode)
     c_library.library.cache_clear()
     native.library()
-    assert made.stat().st_size > 10_000 and stat.S_IMODE(made.stat().st_mode) == 0o700
+    assert made.read_bytes() == whole and stat.S_IMODE(made.stat().st_mode) == 0o700
+
+
+def test_no_library_is_kept_in_the_current_folder_or_below_another_users(
+    anew: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(anew)
+    with monkeypatch.context() as relative:
+        relative.setenv("XDG_CACHE_HOME", "cache")
+        native.library()
+    c_library.library.cache_clear()
+    monkeypatch.setattr(c_library.os, "getuid", lambda: os.stat(anew).st_uid + 1)
+    native.library()
+    assert [*anew.iterdir()] == []
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(anew: Path) -> None:

@@ -62,6 +62,14 @@ def test_a_number_of_threads_that_is_none_is_refused(threads: str) -> None:
         processor.settle({"OMP_NUM_THREADS": threads})
 
 
+def test_one_of_several_processes_is_refused() -> None:
+    processor.settle({"WORLD_SIZE": "1", "RANK": "0"})
+    processor.settle({"WORLD_SIZE": "4"})  # of a cluster, without a launcher
+    for rank in ("RANK", "LOCAL_RANK"):
+        with pytest.raises(UserError, match="WORLD_SIZE=4"):
+            processor.settle({"WORLD_SIZE": "4", rank: "3"})
+
+
 @pytest.mark.parametrize("threads", ["1", " 8", "007", "4,2", "1000"])
 def test_any_other_number_is_a_person_s_own_business(threads: str) -> None:
     environment = {"OMP_NUM_THREADS": threads}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import made
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from grpo_cli.cli import main as cli
@@ -273,10 +276,72 @@ def test_one_command_begins_a_run_goes_on_with_it_and_is_content_with_its_end(el
 
 
 def test_a_refused_command_leaves_no_folder_behind(elsewhere: Path) -> None:
-    for words in (["n=1"], ["n=1", "hydra.run.dir=new"], [*SMALL, "hydra.run.dir=''"]):
+    lacking = ["model=hf", "model.path=./nothing"]  # found only once the run has its folder
+    for words in (
+        ["n=1"],
+        ["n=1", "hydra.run.dir=new"],
+        [*SMALL, "hydra.run.dir=''"],
+        lacking,
+        [*lacking, "hydra.run.dir=new/deep"],
+        [*SMALL, "task=jsonl", "task.path=nothing.jsonl"],
+        ["hydra.job.chdir=true"],
+    ):
         refused("train", *words)
-    assert not (elsewhere / "new").exists() and not list(elsewhere.glob("outputs/train/*"))
-    assert not list(elsewhere.glob("*.json*")), "the current folder is taken for a run's only if it is named"
+        assert not list(elsewhere.iterdir()), words
+
+
+def _set(*place: object) -> Callable[[dict], None]:
+    """Put the last word at the place that those before it name; the first weight's name stands for 0."""
+
+    def alter(state: dict) -> None:
+        *keys, last, value = place
+        for key in keys:
+            state = state[key] if key != 0 else state[sorted(state)[0]]
+        state[last] = value
+
+    return alter
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        dict.clear,
+        *(lambda state, part=part: state.pop(part) for part in ("progress", "optimizer", "engine", "rng")),
+        lambda state: state["progress"].pop("step") and state["progress"].update(stride=1),
+        lambda state: state["optimizer"].pop("state"),
+        lambda state: state["engine"].clear(),
+        lambda state: state["rng"].pop("numpy"),
+        _set("progress", [1]),
+        _set("progress", "step", "1"),
+        _set("progress", "step", 7),
+        _set("progress", "updates", 1.5),
+        _set("progress", "train_seconds", "long"),
+        _set("optimizer", "state", 0, "exp_avg", torch.zeros(1)),
+        _set("optimizer", "state", 0, "exp_avg_sq", [0.0]),
+        _set("optimizer", "state", 0, "step", torch.zeros(2)),
+        _set("optimizer", "state", 0, {}),
+        _set("optimizer", "param_groups", None),
+        _set("rng", "torch", torch.zeros(3)),
+        _set("rng", "python", (1, 2)),
+        _set("rules", []),
+        _set("rules", "history", {"visits": 3}),
+        _set("threads", "many"),
+        _set("schedule", {"optim.lr": "high", "train.steps": 2}),
+        _set("old_policy", 4),
+    ],
+)
+def test_a_trainer_state_of_another_form_is_damaged(run: Path, alter: Callable[[dict], object]) -> None:
+    checkpoint = run / "checkpoints" / "step_000001"
+    path, marker = checkpoint / "trainer_state.pt", json.loads((checkpoint / "COMPLETE").read_text())
+    state = torch.load(path, weights_only=True)
+    alter(state)
+    torch.save(state, path)
+    marker["files"][path.name] = {
+        "bytes": path.stat().st_size,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
+    (checkpoint / "COMPLETE").write_text(json.dumps(marker))
+    assert f"{path} is damaged" in refused("train", f"resume={run}")
 
 
 HOLD = """
@@ -322,6 +387,56 @@ def test_the_lock_dies_with_its_process_and_can_be_waited_for(held, monkeypatch:
     with lock.sole_use(folder, 60.0, said.append):
         assert json.loads((folder / ".lock").read_text())["pid"] == os.getpid()
     assert len(said) == 1 and said[0].startswith("waiting up to 60 s for ")
+
+
+FORK = """
+import os, signal, sys, time
+from pathlib import Path
+from grpo_cli.runs.lock import sole_use
+from grpo_cli.runs.stop import Stop
+from grpo_cli.support.errors import own_code
+with sole_use(Path("R"), 0.0, print), Stop(print), own_code("reward"):
+    child = os.fork()
+    if not child:
+        {child}
+    if {signal}:
+        os.kill(child, {signal})
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print("the run goes on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("child", "number", "code"),
+    [
+        ("time.sleep(60)", 15, -15),
+        ("time.sleep(60)", 1, -1),
+        ("time.sleep(60)", 10, -10),
+        ("sys.exit(3)", 0, 3),
+        ("raise ValueError", 0, 1),
+        ("raise KeyboardInterrupt", 0, 1),
+        ("pass; os.waitpid = lambda pid, options: (pid, 0)", 0, 0),  # comes back, as if it were the run
+    ],
+)
+def test_a_forked_child_is_ended_by_signals_and_does_not_go_on_as_the_run(
+    elsewhere: Path, child: str, number: int, code: int
+) -> None:
+    script = FORK.replace("{child}", child).replace("{signal}", str(number))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    came_back = [] if "waitpid" not in child else ["0"]
+    assert done.stdout.split("\n") == [*came_back, str(code), "the run goes on", ""]
+
+
+def test_the_folder_of_a_killed_run_is_free_though_its_child_lives(elsewhere: Path) -> None:
+    script = FORK.replace("{child}", "print('held', os.getpid(), flush=True); time.sleep(60)").replace("{signal}", "0")
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline().split()[1])
+    process.kill()
+    process.wait()
+    with lock.sole_use(elsewhere / "R", 0.0, print):
+        os.kill(child, signal.SIGKILL)
+    process.stdout.close()
 
 
 def test_the_lock_names_its_holder_for_as_long(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stranger").mkdir()
     (tmp_path / "mine_and_trusted.py").write_text(MODULE)
+    (tmp_path / "leads_out.jsonl").symlink_to(tmp_path.parent / "beside.jsonl")
     monkeypatch.delitem(sys.modules, "mine_and_trusted", raising=False)
     return tmp_path
 
@@ -95,6 +96,16 @@ def evaluated(folder: Path, config: dict[str, Any], *typed: str, **choices: str)
         ("logger._target_=mine_and_trusted.wipe", "logger._target_"),
         ("logger._target_=stranger.evil.Tracker", "logger._target_"),
         ("logger._target_=mine_and_trusted.Sums", "logger._target_"),
+        ("logger.space_id=stranger/space", "logger.space_id"),
+        ("logger.project=stranger", "logger.project"),
+        ("++logger.url=http://stranger", "logger.url"),
+        ("++logger.hosts=[stranger]", "logger.hosts"),
+        ("task.path=/etc/passwd", "task.path"),
+        ("task.eval_path=../beside.jsonl", "task.eval_path"),
+        ("task.few_shot_path='~/notes.jsonl'", "task.few_shot_path"),
+        ("task.judge.prompt=/etc/hostname", "task.judge.prompt"),
+        ("train.warmup_path=leads_out.jsonl", "train.warmup_path"),
+        ("++train={warmup_path: /etc/passwd}", "train"),
         ("task.reward=os:system", "task.reward"),
         ("task.environment=os:system", "task.environment"),
         ("task.tools='os:getcwd,system'", "task.tools"),
@@ -247,7 +258,7 @@ def test_a_job_that_goes_on_is_told_again_what_is_not_taken_from_its_record(here
     made.record(here / "0", {}, [*COPY, "n=4", "downsample._target_=mine_and_trusted.rule"])
     job = Job(0, here / "0", (*COPY, "n=4", "downsample._target_=mine_and_trusted.rule"), "")
     words = Sweep("train", lambda cfg: None).command_of(job)
-    assert words[-1] == COPY[0] and "n=4" not in words
+    assert words[-3:] == COPY and "n=4" not in words
 
 
 @pytest.mark.parametrize(

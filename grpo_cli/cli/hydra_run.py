@@ -18,6 +18,7 @@ import typer
 
 from grpo_cli.cli.arguments import sorted_out
 from grpo_cli.cli.mistakes import explained, fail, refusals, unusable
+from grpo_cli.runs.layout import OUTPUTS
 from grpo_cli.support.errors import UserError, refuse
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class _Called:
     def __init__(self, sweep: Sweep, arguments: Sequence[str]) -> None:
         self.sweep = sweep
         self.started = False
-        self.there_before = _named_folder(arguments)
+        self.there_before = _folders_before(OUTPUTS / sweep.command, arguments)
         self.refused: UserError | None = None
 
     def __call__(self, cfg: DictConfig) -> Any:
@@ -123,20 +124,23 @@ class _Called:
             _leave_no_empty_folder(Path(HydraConfig.get().runtime.output_dir), self.there_before)
 
 
-def _named_folder(arguments: Sequence[str]) -> Path | None:
-    """The folder that `hydra.run.dir` names, if it already exists. UserError if it names none."""
+def _folders_before(usual: Path, arguments: Sequence[str]) -> set[Path]:
+    """The folders above the run's that already exist, and its own if so. UserError if `hydra.run.dir` names none."""
     from grpo_cli.config.overrides import value_of
 
     named = value_of("hydra.run.dir", arguments)
     if named is not None and not named.strip():
         raise UserError("hydra.run.dir is empty: name the folder that the run is to write into (. is the current one)")
-    return Path(named).absolute() if named and Path(named).exists() else None
+    folder = Path(named or usual).absolute()
+    return {path for path in (folder, *folder.parents) if path.exists()}
 
 
-def _leave_no_empty_folder(folder: Path, there_before: Path | None) -> None:
-    """Hydra creates a run's folder before the run can be refused: remove it if it is empty."""
-    if folder != there_before and folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
+def _leave_no_empty_folder(folder: Path, there_before: set[Path]) -> None:
+    """Hydra creates a run's folder before the run can be refused: remove those that are empty."""
+    for made in (folder, *folder.parents):
+        if made in there_before or not made.is_dir() or any(made.iterdir()):
+            return
+        made.rmdir()
 
 
 @contextmanager
@@ -186,6 +190,6 @@ def _command_line(command: str, arguments: Sequence[str]) -> Iterator[None]:
     finally:
         sys.argv, sys.path[:] = argv, path
         if full_error is None:
-            del os.environ["HYDRA_FULL_ERROR"]
+            os.environ.pop("HYDRA_FULL_ERROR", None)
         else:
             os.environ["HYDRA_FULL_ERROR"] = full_error

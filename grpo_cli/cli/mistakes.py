@@ -46,6 +46,8 @@ def unusable(command: str, flags: Sequence[str], overrides: Sequence[str]) -> It
             yield f"{word} is for grpo eval alone: leave it out"
         if group == "hydra.sweeper.max_batch_size" and not (choice == "null" or choice.isdecimal() and int(choice)):
             yield f"{word} must be a whole number of at least 1, or null"
+        if group == "hydra.job.chdir" and choice.lower() == "true":
+            yield f"{word} would turn every relative path into one in the run's folder: leave it out"
     if "--resolve" in flags and not {"--cfg", "-c", "--help"} & {flag.partition("=")[0] for flag in flags}:
         yield "--resolve says how settings are printed: add --cfg job"
     names = [flags[i + 1] for i, flag in enumerate(flags[:-1]) if flag in ("--config-name", "-cn")]

@@ -39,8 +39,10 @@ def started(
     wait: float = 0.0,
     chosen: Sequence[str] = (),
 ) -> Iterator[Callable[[], None]]:
-    """Lock the command's folder; a failure in the body is recorded in its `summary.json`. `auto` in `cfg` is recorded
-    as the value that was `decided`; `chosen` are the overrides that `fit` has added to those typed.
+    """Lock the command's folder; a failure in the body is recorded in its `summary.json`, a refusal leaves none.
+
+    `auto` in `cfg` is recorded as the value that was `decided`; `chosen` are the overrides that `fit` has added to
+    those typed.
 
     Yields a function to call when a resumed run is about to continue: it records and prints the settings that changed.
     UserError if another process or another run has the folder; then nothing in it is touched.
@@ -53,7 +55,7 @@ def started(
             write_record(folder, record)
         elif resume is None and before.overrides != record.overrides:
             raise _taken(folder, before)
-        with failure_noted(folder):
+        with failure_noted(folder, is_new=before is None):
             yield lambda: None if before is None else _go_on(folder, before, record)
 
 

@@ -25,6 +25,11 @@ from grpo_cli.support.formatting import plain
 TARGET = "_target_"
 # Settings that name a user's own code as module:name, some of them several names.
 OWN = ("task.reward", "task.environment", "task.tools")
+# Files that are read, whose content reaches prompts, records and judges.
+_READ = (
+    *(f"task.{name}path" for name in ("", "eval_", "default_", "default_eval_", "few_shot_")),
+    *("task.judge.prompt", "train.warmup_path", "train.history"),
+)
 _KEY = re.compile(r"[\w-]+(\.[\w-]+)*")
 _CHOICE = re.compile(r"\w[\w-]*")
 _RESERVED = re.compile(r"_\w+_")  # Hydra's keywords for building a part
@@ -187,8 +192,27 @@ def _objections_to(key: str, group: str, value: Any, here: _Trusted) -> Iterator
         yield "it sends replies to another machine, whose answers are believed"
     elif key == "task.judge.key" and value is not None:
         yield "it reads the environment"
+    elif group == "logger" and not (_is_number(value) or _of_a_logger(key.partition(".")[2], value)):
+        yield "it says where the run's records are sent"
+    elif key in _READ and value is not None and not _is_below_here(str(value)):
+        yield "it reads a file outside of the current directory"
+    elif isinstance(value, Mapping) and not key.startswith("engine.options"):
+        for name, item in value.items():
+            yield from _objections_to(f"{key}.{name}", group, item, here)
     elif key.startswith("engine.options") and (odd := [*_unknown_options(key, value)]):
         yield f"it hands {', '.join(odd)} to another program"
+
+
+def _of_a_logger(name: str, value: Any) -> bool:
+    """Whether a logger's setting names the run, or is as shipped, and so no place of a stranger's."""
+    return name in ("name", "group", "tags", "mode") or value in [
+        shipped("logger", one).get(name) for one in choices("logger")
+    ]
+
+
+def _is_below_here(path: str) -> bool:
+    """Whether a path, its links followed, is below the current directory, or names a data set of the hub."""
+    return path.startswith("hub:") or Path(path).expanduser().resolve().is_relative_to(Path.cwd().resolve())
 
 
 def _is_here(address: Any) -> bool:

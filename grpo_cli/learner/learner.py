@@ -212,7 +212,7 @@ class Learner:
 
     def keep_threads(self, number: int | None) -> None:
         """Of the run that is resumed: not tried anew, unless there are no longer so many."""
-        if self._tries_threads and number is not None and number <= torch.get_num_threads():
+        if self._tries_threads and number is not None and 0 < number <= torch.get_num_threads():
             self.threads = number
 
     def _way(self, batch: Batch) -> Forward:

@@ -112,10 +112,24 @@ def load_state(
             "norms and biases, which do not), so its state cannot be told apart: resume with the version that saved "
             "it (summary.json names it under code), or start a new run from its weights with model.path=<checkpoint>"
         )
+    for part, of in _parts(optimizer, state):
+        _check_moments(part, of["state"])
     given = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
     for group, kept in zip(optimizer.param_groups, given, strict=True):
         group.update(kept)
+
+
+def _check_moments(part: Any, state: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise ValueError for moments of another shape than their weight's: fused kernels would read beyond their end."""
+    weights = [weight for group in part.param_groups for weight in group["params"]]
+    moments = {"Muon": ["momentum_buffer"], "AdamW8bit": ["state1", "state2"]}
+    for number, averages in state.items():
+        for name in moments.get(type(part).__name__, ["exp_avg", "exp_avg_sq"]):
+            if averages[name].shape != weights[number].shape:
+                raise ValueError(f"the optimizer's {name} has shape {tuple(averages[name].shape)}")
+        if "exp_avg" in averages and (averages["step"].shape != () or averages["step"].dtype != torch.float32):
+            raise ValueError("the optimizer's step is no number")
 
 
 def _by_number(

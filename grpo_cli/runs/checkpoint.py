@@ -14,7 +14,8 @@ import random
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -160,6 +161,8 @@ def _remove_leftovers(root: Path) -> None:
             if folder.exists():
                 shutil.rmtree(folder)
             os.replace(path, folder)
+        elif path.is_symlink():
+            path.unlink()
         else:
             shutil.rmtree(path)
 
@@ -179,12 +182,38 @@ def _remove(folder: Path) -> None:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The trainer state of a checkpoint, its tensors on the CPU. Runs no code from the file."""
-    path = folder / TRAINER_STATE
+    """Return the trainer state of a checkpoint, its tensors on the CPU. Runs no code from the file."""
+    with damaged(folder):
+        state = torch.load(folder / TRAINER_STATE, weights_only=True, map_location="cpu")
+        if not isinstance(state, dict):
+            raise TypeError("it does not hold named values")
+        return state
+
+
+@contextmanager
+def damaged(folder: Path) -> Iterator[None]:
+    """Turn the errors of reading a checkpoint's state, or of taking values from it, into a UserError."""
     try:
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path} cannot be read: {error}. Choose another checkpoint.") from error
+        yield
+    except (OSError, EOFError, pickle.UnpicklingError, ArithmeticError, *_UNFIT) as error:
+        reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+        raise UserError(f"{folder / TRAINER_STATE} is damaged ({reason}); choose another checkpoint") from error
+
+
+_UNFIT = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, MemoryError)
+
+
+def require_alike(saved: Any, fresh: Any, name: str) -> None:
+    """Raise TypeError unless saved values have the types that a new run has for them; None stands for any."""
+    if saved is None or fresh is None:
+        return
+    if not isinstance(saved, (int, float) if type(fresh) is float else type(fresh)) or isinstance(
+        saved, bool
+    ) > isinstance(fresh, bool):
+        raise TypeError(f"{name} is a {type(saved).__name__}")
+    if isinstance(fresh, Mapping):
+        for key in fresh.keys() & saved.keys():
+            require_alike(saved[key], fresh[key], f"{name}.{key}")
 
 
 def rng_state() -> dict[str, Any]:

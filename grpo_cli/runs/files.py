@@ -54,7 +54,8 @@ def written_atomically(path: Path) -> Iterator[BinaryIO]:
     """
     temporary = unfinished(path)
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # left by a kill, or a link that would be followed
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -134,9 +135,11 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def regular(path: str, flags: int) -> int:
-    """An `opener` for `open` that raises OSError for a pipe or a device, which may block or never end. Links are
-    followed."""
-    file = os.open(path, flags | os.O_NONBLOCK, 0o644)  # otherwise opening a pipe without a writer blocks
+    """An `opener` for `open` that raises OSError for a pipe or a device, which may block or never end, and for a link
+    that would be written through; for reading, links are followed."""
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    # O_NONBLOCK: otherwise opening a pipe without a writer blocks
+    file = os.open(path, flags | os.O_NONBLOCK | (os.O_NOFOLLOW if writes else 0), 0o644)
     mode = os.fstat(file).st_mode
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # `open` itself refuses a folder
         return file

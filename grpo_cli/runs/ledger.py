@@ -93,7 +93,8 @@ class RecordFile:
         if not self.path.exists() or self.path.stat().st_size == self.size:
             return
         if self._intact:
-            os.truncate(self.path, self.size)
+            with open(self.path, "r+b", opener=regular) as file:
+                file.truncate(self.size)
             return sync_file(self.path)
         with written_atomically(self.path) as new:
             for _, _, line in _rows_until(self.path, self.last_step):

@@ -23,6 +23,7 @@ from typing import Any
 from grpo_cli.runs.files import content, json_line, must_be_writable, regular
 from grpo_cli.runs.layout import LOCK
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.forks import undone_in_children
 from grpo_cli.support.formatting import plain
 
 POLL_SECONDS = 0.5
@@ -43,7 +44,8 @@ def sole_use(folder: Path, wait: float, say: Callable[[str], None]) -> Iterator[
         who = {"pid": os.getpid(), "host": platform.node(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
         _write(descriptor, f"{json_line(who)}\n".encode())
         try:
-            yield
+            with undone_in_children(lambda: os.close(descriptor)):
+                yield
         finally:
             _write(descriptor, b"")
     finally:

@@ -74,7 +74,7 @@ def chain_of(folder: Path) -> dict[str, str]:
 
 def keep_chain(folder: Path, chain: Mapping[str, str]) -> None:
     """Save it in a checkpoint's folder."""
-    (folder / CHAIN).write_text(f"{json_line(chain, indent=1)}\n")
+    write_atomically(folder / CHAIN, f"{json_line(chain, indent=1)}\n".encode())
 
 
 def check_chain(checkpoint: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.runs.files import content, json_line, must_be_writable, write_atomically
-from grpo_cli.runs.layout import METRICS, SUMMARY
+from grpo_cli.runs.layout import LOCK, METRICS, ROLLOUTS, RUN, SUMMARY
 from grpo_cli.support.errors import UserError
 
 
@@ -21,17 +21,21 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def failure_noted(run_dir: Path) -> Iterator[None]:
-    """Write `summary.json` also for a failure before the run has begun, such as in loading its model.
+def failure_noted(run_dir: Path, is_new: bool) -> Iterator[None]:
+    """Write `summary.json` also for a failure before the run has begun, such as in loading its model. If it is refused
+    then, a new folder is emptied instead.
 
     A folder with a summary or records belongs to a run that did begin, and is left alone.
     """
     try:
         yield
     except BaseException as error:
-        metrics = run_dir / METRICS
-        begun = (run_dir / SUMMARY).exists() or (metrics.exists() and metrics.stat().st_size > 0)
-        if not begun:
+        left = {path.name: path for path in run_dir.iterdir()}
+        begun = SUMMARY in left or (METRICS in left and left[METRICS].stat().st_size > 0)
+        if not begun and is_new and isinstance(error, UserError) and left.keys() <= {RUN, LOCK, METRICS, ROLLOUTS}:
+            for path in left.values():
+                path.unlink()
+        elif not begun:
             with suppress(UserError):  # a full disk is not the original error
                 write_summary(run_dir, {"status": "failed", "error": f"{type(error).__name__}: {error}"})
         raise

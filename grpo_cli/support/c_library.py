@@ -53,16 +53,16 @@ def _made_by(compiler: str, threads: bool, source: Path) -> ctypes.CDLL:
     # What the compiler predefines says which compiler it is, and which instructions this processor has.
     defined = _run(compiler, *FLAGS[:2], "-dM", "-E", "-x", "c", os.devnull)
     made_from = hashlib.sha256("\0".join([text, shared, *flags, defined]).encode()).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "grpo-cli"
-    kept = folder / f"{source.stem}-{made_from[:32]}.so"
+    name, folder = f"{source.stem}-{made_from[:32]}", _cache()
     try:
-        if _is_ours(kept):
+        kept = None if folder is None else _kept(folder, name)
+        if kept is not None:
             made = ctypes.CDLL(str(kept))
         else:
             with tempfile.TemporaryDirectory() as place:
-                new = Path(place) / kept.name
+                new = Path(place) / f"{name}.so"
                 _run(compiler, *flags, "-I", str(HEADER.parent), "-o", str(new), str(source), "-lm")
-                made = ctypes.CDLL(str(kept if _keep(new, kept) else new))
+                made = ctypes.CDLL(str(new if folder is None else _keep(new, folder)))
     except OSError as error:
         raise NoNative(f"what {compiler} made cannot be loaded: {error}") from error
     if threads and not _has_our_threads(made):
@@ -84,19 +84,40 @@ def _has_our_threads(made: ctypes.CDLL) -> bool:
         torch.set_num_threads(threads)
 
 
-def _keep(new: Path, kept: Path) -> bool:
-    """Whether a copy could be kept; else it is made again next time."""
+def _cache() -> Path | None:
+    """The folder for what was made; None unless it is below a folder of the user's, and nobody else can write there."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "grpo-cli"
+    there = next((path for path in folder.parents if path.exists()), folder)
+    if not folder.is_absolute() or there.stat().st_uid != os.getuid():  # a relative one is that of another program
+        return None
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not _is_ours(kept.parent):
-            return False
-        here = kept.with_suffix(f".{os.getpid()}")
-        shutil.copyfile(new, here)
-        here.chmod(0o700)
-        here.replace(kept)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:
-        return False
-    return True
+        return None
+    return folder if _is_ours(folder) else None
+
+
+def _kept(folder: Path, name: str) -> Path | None:
+    """What was made before, if the checksum in its name is that of its bytes."""
+    found = [path for path in folder.glob(f"{name}-*.so") if _is_ours(path)]
+    return next((path for path in found if path.name == _with_checksum(path.read_bytes(), name)), None)
+
+
+def _keep(new: Path, folder: Path) -> Path:
+    """A copy that is kept under its checksum; itself if there can be none, so that it is made again next time."""
+    kept = folder / _with_checksum(new.read_bytes(), new.stem)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            shutil.copyfile(new, here := Path(place) / kept.name)
+            here.chmod(0o700)
+            here.replace(kept)
+    except OSError:
+        return new
+    return kept
+
+
+def _with_checksum(content: bytes, name: str) -> str:
+    return f"{name}-{hashlib.sha256(content).hexdigest()[:32]}.so"
 
 
 def _is_ours(path: Path) -> bool:

@@ -31,12 +31,18 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def settle(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what the user has not. UserError for an invalid number of threads."""
+    """Set what the user has not. UserError for an invalid number of threads, and for several processes."""
     threads = environment.get("OMP_NUM_THREADS", "1")
     if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", threads):
         raise UserError(
             f"OMP_NUM_THREADS={threads} must be a whole number of at least 1; leave it unset for as many threads as "
             "the processor has cores"
+        )
+    others = environment.get("WORLD_SIZE", "1").strip()
+    if others not in ("", "0", "1") and {"RANK", "LOCAL_RANK"} & environment.keys():
+        raise UserError(
+            f"WORLD_SIZE={others}: torchrun and accelerate start several processes, each of which would train a run of "
+            "its own; start grpo by itself, with engine=ray for several GPUs"
         )
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")

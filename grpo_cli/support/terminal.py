@@ -44,8 +44,8 @@ class Screen:
         """After the first failure the file is redirected to nowhere, or buffered output would fail at exit."""
         try:
             yield
-        except OSError:
-            with suppress(OSError):
+        except (OSError, ValueError):  # ValueError: it is closed
+            with suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._file.fileno())
                 os.close(nowhere)

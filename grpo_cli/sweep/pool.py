@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from typing import IO, Any
 
 from grpo_cli.runs import layout
+from grpo_cli.runs.files import regular
 from grpo_cli.runs.lock import try_lock
 from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.board import Board
@@ -108,13 +109,14 @@ class Pool:
     def _start(self, job: Job) -> None:
         """Start the job's process. UserError if an earlier one still runs."""
         before = read_status(job.folder)
-        log = open(job.folder / layout.LOG, "ab")  # this process holds the lock where locks are not inherited (NFS)
+        log = open(job.folder / layout.LOG, "ab", opener=regular)  # locked here; the job itself locks its folder
         try:
             if try_lock(log) is False:
                 where = job.folder / layout.LOG
                 raise UserError(f"job {job.number} is still running ({runner(job.folder)}), see {where}: wait for it")
             command, place = self._command_of(job), self._free.popleft()
-            process = _started(command, log, place)
+            with open(job.folder / layout.LOG, "ab", opener=regular) as output:  # no lock goes along with this one
+                process = _started(command, output, place)
         except BaseException:
             log.close()
             raise

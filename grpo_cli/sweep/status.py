@@ -79,8 +79,8 @@ def is_done(folder: Path) -> bool:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process still holds the job's log, even if its launcher is gone."""
-    return is_held(folder / layout.LOG)
+    """Whether its launcher holds the job's log or the job its folder, even if its launcher is gone."""
+    return is_held(folder / layout.LOG) or is_held(folder / layout.LOCK)
 
 
 def runner(folder: Path) -> str:

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from grpo_cli.runs.files import regular
+from grpo_cli.runs.files import content, regular
 from grpo_cli.runs.layout import JUDGEMENTS
 from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.formatting import plain
@@ -38,7 +38,7 @@ _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # a retry may succeed
 _PART = "score"
 _FIELD = re.compile(r"\{(question|answer|reply|replies)\}")
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.S)
-_FENCED = re.compile(r"\A\s*```(?:json)?\s*\n(.*)\n\s*```\s*\Z", re.S)
+_FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*)\n[^\S\n]*```", re.S)
 _SCORE = "from 0.0 (useless or wrong) to 1.0 (right, complete and to the point)"
 _BOTH = """Another model was asked:
 <question>
@@ -313,7 +313,7 @@ def _parsed(body: str, of: str, count: int) -> list[float]:
     if why == "length":
         raise Unanswered("an answer that was cut off (raise task.judge.max_tokens)")
     said = _THOUGHT.sub("", said)
-    fenced = _FENCED.match(said)
+    fenced = _FENCED.fullmatch(said.strip())
     try:
         found = json.loads(fenced[1] if fenced else said, parse_constant=lambda word: None)
         scores = [found["score"]] if of == "rollout" else found["scores"]
@@ -337,7 +337,7 @@ def _read(file: Path | None) -> dict[str, list[float]]:
     known: dict[str, list[float]] = {}
     if file is None or not file.is_file():
         return known
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in content(file).decode("utf-8", "replace").splitlines():
         try:
             row = json.loads(line)
             name, scores = row["question"], [float(score) for score in row["scores"]]
@@ -350,9 +350,9 @@ def _read(file: Path | None) -> dict[str, list[float]]:
 
 def _append(file: Path, found: Mapping[str, Sequence[float]]) -> None:
     try:
-        torn = file.is_file() and not file.read_bytes().endswith(b"\n")
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8") as lines:
+        with open(file, "a+", encoding="utf-8", opener=regular) as lines:
+            torn = not content(file).endswith(b"\n") and lines.tell() > 0
             lines.write("\n" * torn)
             lines.writelines(json.dumps({"question": name, "scores": [*found[name]]}) + "\n" for name in found)
     except OSError as error:

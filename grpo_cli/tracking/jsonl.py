@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.runs.files import json_line, must_be_writable, sync_file, sync_folder
+from grpo_cli.runs.files import json_line, must_be_writable, regular, sync_file, sync_folder
 from grpo_cli.runs.layout import METRICS, ROLLOUTS, SUMMARY
 from grpo_cli.runs.ledger import RecordFile, load_ledgers, save_ledgers
 from grpo_cli.support.errors import UserError
@@ -59,7 +59,7 @@ class JsonlTracker:
                 ours = checkpoint if checkpoint and checkpoint.resolve().parent.parent == run_dir.resolve() else None
                 self._go_on(run_dir, first_step - 1, ours, accept_damage)
             for file in self._files.values():
-                file.path.touch()
+                open(file.path, "ab", opener=regular).close()
             sync_folder(run_dir)
 
     def log(self, record: Record) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from grpo_cli.support.ranges import Count, OneOf, Range, Share
+from grpo_cli.support.ranges import Count, OneOf, Range
 
 MOST_SAMPLES = 2**16
 Seed = Annotated[int, Range(0, 2**64 - 1, "NumPy and PyTorch take no other")]
@@ -131,10 +131,7 @@ class TrainSettings:
     threads: Count | Literal["auto"]
     count_by: Annotated[str, OneOf(("rollout", "prompt"))]
     truncated: Annotated[str, OneOf(("train", "leave_out", "zero"))]
-    label: Annotated[str, OneOf(("answer", "majority"))]
-    plain_weight: Share
     max_generated: Annotated[int | float | None, Range(0, because="it counts tokens; null is no bound", above=True)]
-    history: str | None
     warmup: Annotated[str, OneOf(("none", "sft"))]
     warmup_steps: Count
     warmup_path: str | None

@@ -141,7 +141,7 @@ class Trainer:
             "progress": dict(vars(self._progress)),
             "engine": dict(self._parts.bench.engine.state_dict()),
             "rng": rng_state(),
-            "rules": learnt.mark(self._parts),
+            "rules": learnt.state_of(self._parts),
         }
 
     def _evaluate(self) -> dict[str, float]:
@@ -176,7 +176,7 @@ class Trainer:
         with self._parts.meter.span("checkpoint"):
             model, changing = self._parts.bench.model, self._changing()
             frozen = (weight for weight in model.parameters() if not weight.requires_grad)
-            state = {**self._state, "rules": self._state["rules"]()}
+            state = self._state
             self._saver.save(changing, self._writer(state), frozen)
 
     def _changing(self) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class Trainer:
         self._learner.load_state_dict(state["optimizer"])
         self._learner.keep_threads(state.get("threads"))
         self._parts.bench.engine.load_state_dict(state["engine"])
-        learnt.put_back(self._parts, state.get("rules", {}))
+        learnt.put_back(self._parts, state["rules"])
         self._step.old_policy.load_state_dict(state.get("old_policy"))
         set_rng_state(state["rng"])
         self._finish(None)

@@ -49,11 +49,9 @@ class Request:
 
     `held_out` marks one made to measure: nothing may be learned from it, not even how long such rollouts are. One that
     is `cut` ends at a limit below its own: its length says nothing.
-    With `views` it is recorded which keys each token attended to (`Rollout.view`).
     `resumed` is how many tokens at the prompt's end are the rollout's own, made before: how many more it takes says
     little of how long rollouts are. The last `in_turn` of them belong to a turn that has not ended, and a stop string
-    may have begun there. `problem` is what is answered where `prompt`, which is read, is another context of it; None:
-    the prompt is the problem's own.
+    may have begun there.
     """
 
     prompt: Prompt
@@ -63,38 +61,24 @@ class Request:
     held_out: bool = False
     resumed: int = 0
     in_turn: int = 0
-    views: bool = False
-    problem: Prompt | None = None
-    cut: bool = False
-
-    @property
-    def about(self) -> Prompt:
-        """The problem: what groups, answers and history go by, whatever is read."""
-        return self.prompt if self.problem is None else self.problem
 
     @property
     def teaches_length(self) -> bool:
         """Whether a predictor may learn from how long the answer is."""
-        return not (self.held_out or self.resumed or self.cut)
+        return not (self.held_out or self.resumed)
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """`count` more rollouts of one problem, each with its own random stream.
-
-    They read `context`, which has an id of its own, in place of the problem's prompt, and begin with the tokens of
-    `prefix`, which are given and count in `sampling.max_new_tokens`.
-    """
+    """`count` more rollouts of one problem, each with its own random stream."""
 
     prompt: Prompt
     count: int
-    context: Prompt | None = None
-    prefix: tuple[int, ...] = ()
 
 
 # In place of a version, and of the number of updates by which a token is older: nobody drew it; another run did, whose
 # updates are no measure of ours; or it is what the environment answered, and is read but never trained on.
-GIVEN, FOREIGN, ENVIRONMENT = -1, -2, -3
+GIVEN, ENVIRONMENT = -1, -2
 
 
 @dataclass(frozen=True)
@@ -123,23 +107,6 @@ class KeptSets:
         return np.frombuffer(self.ids, np.int32), np.frombuffer(self.counts, np.int32)
 
 
-NEVER = 2**31 - 1  # what is never evicted
-
-
-@dataclass(frozen=True)
-class View:
-    """What the tokens of a rollout attended to: the key of each position was seen from its own token on until that of
-    position `until`, which no longer saw it. int32 [layers, key-value heads, T] as bytes, as in `KeptSets`."""
-
-    until: bytes
-    layers: int
-    heads: int
-
-    @property
-    def array(self) -> np.ndarray:
-        return np.frombuffer(self.until, np.int32).reshape(self.layers, self.heads, -1)
-
-
 @dataclass(frozen=True)
 class Rollout:
     """One completion, or an episode of several turns. `token_ids` ends with the end-of-sequence token when `finish` is
@@ -160,7 +127,6 @@ class Rollout:
     kept_kv: int
     spans: tuple[Span, ...] = ()
     kept: KeptSets | None = None
-    view: View | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -197,11 +163,6 @@ class Rollout:
         return len(parts[-1][1]) if parts and not parts[-1][0] else 0
 
     @property
-    def given(self) -> int:
-        """Tokens with which it was given to begin."""
-        return self.spans[0].count if self.spans and self.spans[0].version == GIVEN else 0
-
-    @property
     def num_drawn(self) -> int:
         """Tokens without the environment's."""
         return sum(map(len, self.turns))
@@ -231,8 +192,7 @@ class Round:
 
     `resumed` are groups of this step or an earlier one whose partial rollouts go on, each as the same sample with the
     same random stream. Once `enough` of the step's groups are complete, the round ends and unfinished rollouts come
-    back partial; None: it ends when all are finished. With `limit` a rollout that has so many tokens comes back
-    partial. `held` are whole groups of earlier steps, as they
+    back partial; None: it ends when all are finished. `held` are whole groups of earlier steps, as they
     were judged then, which join those of this step.
     """
 
@@ -240,7 +200,6 @@ class Round:
     resumed: tuple[Group, ...] = ()
     enough: int | None = None
     held: tuple[ScoredGroup, ...] = ()
-    limit: int | None = None
 
 
 # Beyond it (either side of 0) float64 cannot represent every integer, and many squares overflow float32.
@@ -305,28 +264,6 @@ class ScoredGroup:
 
 
 @dataclass(frozen=True)
-class Readout:
-    """What one pass of the policy, before a step's updates, has read in rollouts: a row each, on the CPU, without
-    gradient. What no part of the run reads is None.
-
-    `entropies` are in nats, of the distribution that each token was predicted from at the sampling temperature, and
-    `top_ids` and `top_probs` its two likeliest tokens, the first first; all are 0 outside responses, as `logprobs` are.
-    `features` are the means of a layer's hidden states over the last tokens of the prompt, then of the response.
-    """
-
-    logprobs: Float[Tensor, "B T"]
-    entropies: Float[Tensor, "B T"] | None = None
-    top_ids: Int[Tensor, "B T 2"] | None = None
-    top_probs: Float[Tensor, "B T 2"] | None = None
-    features: Float[Tensor, "B F"] | None = None
-
-    def take(self, rows: Int[Tensor, "K"] | slice, width: int | None = None) -> Readout:
-        """Only these rows, and the first `width` places of each."""
-        fields = {name: value for name, value in vars(self).items() if value is not None}
-        return Readout(**{k: v[rows] if k == "features" else v[rows, :width] for k, v in fields.items()})
-
-
-@dataclass(frozen=True)
 class AdvantageInputs:
     """What an advantage may use beyond rewards: the whole group, which of its rollouts are kept, which ones' rewards
     are passed as the group's, and what was read in its rollouts, if an advantage reads."""
@@ -334,7 +271,6 @@ class AdvantageInputs:
     group: ScoredGroup
     kept: tuple[int, ...]
     baseline: tuple[int, ...]
-    readout: Readout | None = None
 
 
 @dataclass(frozen=True)
@@ -351,9 +287,6 @@ class Batch:
     (-1) or `FOREIGN` (-2) where there is no such number; None: all are of now.
     Where truncation left some ids only, log-probabilities are over those: `kept_ids[start:end]` with the token's start
     and end in `kept_bounds`, all ids where these are equal. The ids are a pool that parts of a batch share.
-    `seen_until` says of each position, layer and key-value head from which position on its key is no longer seen; None:
-    all are. `dense_logprobs` are the policy's of the step's start, which saw all, if a correction asks for them.
-    Rows that are not `counted` teach, and are in no divisor of the loss nor in a mean of it; None: all are.
     """
 
     input_ids: Int[Tensor, "B T"]
@@ -368,9 +301,6 @@ class Batch:
     lags: Int[Tensor, "B T"] | None = None
     kept_ids: Int[Tensor, "K"] | None = None
     kept_bounds: Int[Tensor, "B T 2"] | None = None
-    seen_until: Int[Tensor, "B T L H"] | None = None
-    dense_logprobs: Float[Tensor, "B T"] | None = None
-    counted: Bool[Tensor, "B"] | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -379,11 +309,6 @@ class Batch:
     def trained_mask(self) -> Bool[Tensor, "B T"]:
         """The tokens that are trained on: those with a weight in the policy loss, even if their advantage is 0."""
         return self.loss_mask & (self.weights != 0)
-
-    @property
-    def counted_mask(self) -> Bool[Tensor, "B T"]:
-        """The tokens of `loss_mask` that divisors and means count."""
-        return self.loss_mask if self.counted is None else self.loss_mask & self.counted[:, None]
 
     @property
     def drawn_mask(self) -> Bool[Tensor, "B T"]:

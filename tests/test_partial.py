@@ -33,9 +33,9 @@ from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.step.sample import uniforms
 from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.engine.torch.generation import BEHIND
+from grpo_cli.experimental.dps import DynamicsPredictive
 from grpo_cli.interfaces import Collection, Collector, Rounds
 from grpo_cli.methods.april import Partial
-from grpo_cli.methods.dps import DynamicsPredictive
 from grpo_cli.profile.forced_lengths import ProfiledEngine
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.settings import Sampling
@@ -603,7 +603,6 @@ def test_every_group_that_is_trained_on_is_learnt_from_once(
         *TRAINED,
         "curriculum=dps",
         "collector=partial",
-        "replay=fifo",
         "m=2",
         "train.prompts=3",
         "task.train_problems=8",
@@ -616,4 +615,4 @@ def test_every_group_that_is_trained_on_is_learnt_from_once(
     lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     made = {(line["step"], line["prompt_id"]) for line in lines}
     assert any(row["collect/carried_rollouts"] for row in rows(tmp_path)[1:])
-    assert sum(learnt) == len(made), "those that are replayed were learnt from when they came"
+    assert sum(learnt) == len(made), "each was learnt from once"

@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,19 +16,16 @@ import made
 import numpy as np
 import pytest
 import torch
-from bank import group_of, problems
 from made import full, infinite, micro
 from small import FakeEngine, make_engine, small_model
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
-from grpo_cli.collect.replay import NoReplay
 from grpo_cli.config.instantiate import OwnLoss, rules_of
 from grpo_cli.history import History
 from grpo_cli.interfaces import Bench, Loss, Parts
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.methods import pods
-from grpo_cli.methods.gdro import PromptGdro
 from grpo_cli.rules.correction import Correct
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
@@ -120,7 +116,7 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
     prompts = bench.task.prompts("train")
     curriculum = Epochs(prompts, settings.train.prompts, settings.seed)
     plain = Parts(
-        *(bench, curriculum, NoReplay(), History(), rules, None, model.save_pretrained, (Recorder(),), NullMeter()),
+        *(bench, curriculum, History(), rules, None, model.save_pretrained, (Recorder(),), NullMeter()),
         *(ignored, ignored),
     )
     if "loss" in parts and not isinstance(parts["loss"], Loss):
@@ -489,42 +485,6 @@ class Dies(CountTask):
         if self.left < 0:
             raise ZeroDivisionError("in the judge")
         return super().reward(prompt, rollout)
-
-
-def calls(action: Callable[[], Any]) -> int:
-    """How many functions, and turns of generators, are entered while something is done."""
-    count = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(note)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-def test_the_end_of_a_step_takes_no_longer_the_more_problems_were_visited(tmp_path: Path) -> None:
-    def calls_after(count: int) -> int:
-        rule = made.part("credit", "gdro")
-        weights = PromptGdro(**{name: value for name, value in rule.items() if name != "_target_"})
-        seen = [group_of(prompt, 1, 2) for prompt in problems(count)]
-        trainer = make_trainer(settings_for(tmp_path / str(count)), credit=weights)
-        history = trainer._parts.history
-        history.observe(0, seen)
-        weights.load_state_dict(weights.state_dict() | {"bin_of": {group.prompt.id: 0 for group in seen}})
-        trainer._finish(Record(1, {}))
-        history.observe(1, seen[:2])
-
-        def end() -> None:
-            trainer._finish(Record(2, {"prompts/distinct": float(len(history))}))
-
-        return calls(end)
-
-    assert calls_after(2000) <= calls_after(10) + 5
 
 
 class DiesLearning:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from grpo_cli.collect.profile import no_history
 from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
 from grpo_cli.config.instantiate import engine_parts, fact_of, refused_by, rule_of
@@ -39,7 +38,6 @@ def check(settings: RunSettings) -> Tried:
         *_opob_problems(settings),
         *_model_problems(settings.model, settings.device),
         *_rounding_problems(settings),
-        *no_history(settings.train.history),
         *together.problems(settings),
     ]
     tried = None
@@ -47,9 +45,8 @@ def check(settings: RunSettings) -> Tried:
         engine_parts(settings.parts, {"seed": settings.seed}, early=True)
     with gathered(problems):
         tried = try_rules(settings)
-    for group in ("curriculum", "replay"):
-        with gathered(problems):
-            problems += refused_by(group, settings.parts[group], {})
+    with gathered(problems):
+        problems += refused_by("curriculum", settings.parts["curriculum"], {})
     refuse(problems)
     assert tried is not None, "n and m are as they must be"
     return tried
@@ -125,8 +122,6 @@ def check_eval(settings: EvalRunSettings) -> None:
     problems += [*_model_problems(settings.model, settings.device), *together.eval_problems(settings)]
     with gathered(problems):
         engine_parts(settings.parts, {"seed": settings.seed}, early=True)
-    with gathered(problems):
-        rule_of("search", settings.parts["search"])
     refuse(problems)
 
 
@@ -220,8 +215,6 @@ def _opob_problems(settings: RunSettings) -> Iterator[str]:
         yield f"{own}, with ratios that are 1; use correction.prox=now"
     if getattr(rule_of("loss", parts["loss"]), "needs_reference", False):
         yield f"{own}, and the distance to a reference is not; use loss.kl_coef=0, or another loss than a2po"
-    if fact_of("correction", parts["correction"], "same_view"):
-        yield f"{own}, and this correction adds a term that is not; use correction=none"
     for key in ("padding_free", "shared_prefix"):
         if getattr(train, key) is True:
             yield f"{named} weighs each rollout's own gradient, so that they go one by one; use train.{key}=false"

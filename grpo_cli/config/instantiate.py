@@ -28,7 +28,7 @@ from grpo_cli.types import Batch, LossOutput, Totals
 RECIPE = "recipe"  # a task's values for other groups (`config.auto`)
 INNER = "inner"  # the key by which an engine names its workers' engine
 # Keyword arguments for rules that have such a parameter.
-_BY_NAME = {"advantage": ("inputs", "history"), "credit": ("readout",)}
+_BY_NAME = {"advantage": ("inputs", "history")}
 
 
 def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:

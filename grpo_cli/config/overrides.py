@@ -14,9 +14,10 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_cli.config.choices import choices, parts_of, shipped
 from grpo_cli.config.read import read
 from grpo_cli.config.trust import taken, without_resolvers
+from grpo_cli.config.removed import OFF, removed
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import ModelSettings
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.formatting import plain
 
 # Former names of keys, in old run folders and command lines.
@@ -62,6 +63,9 @@ def overrides_of_run(record: RunRecord, typed: Sequence[str] = ()) -> list[str]:
 def overrides_to_resume(record: RunRecord, run_dir: Path, typed: Sequence[str] = ()) -> list[str]:
     """What a run was started with, and its folder. UserError for what has to be `typed` again (`config.trust`)."""
     again = [renamed(word) for word in (*record.overrides, *chosen_of(record)) if not is_of_a_resume(word)]
+    gone = dict(removed(again))
+    refuse([f"{run_dir}: {why}" for word, why in gone.items() if word.partition("=")[2] not in OFF])
+    again = [word for word in again if word not in gone]
     return [*taken(again, typed, run_dir), *overrides({"hydra.run.dir": str(run_dir)})]
 
 

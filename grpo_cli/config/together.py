@@ -66,12 +66,6 @@ def problems(settings: RunSettings) -> Iterator[str]:
         yield f"engine.quantize={rounding} rounds plain weights, and model.quantize={kind} has done so: leave one out"
     if settings.sampling.kept_set:
         yield from _kept_problems(others)
-    for group in ("curriculum", "advantage"):
-        if others.says(group, "needs_history") and settings.train.history is None and settings.resume is None:
-            # a resumed run has it in its checkpoint
-            from grpo_cli.collect.profile import WRITE_IT
-
-            yield f"{others.named(group)} needs train.history=<samples.jsonl>; write it with {WRITE_IT}"
 
 
 def rehearsed_problems(settings: RunSettings, size: CollectionSize) -> Iterator[str]:
@@ -85,15 +79,9 @@ def rehearsed_problems(settings: RunSettings, size: CollectionSize) -> Iterator[
     if size.unequal:
         known = {*others.of_each("goes_with")}
         yield from (problem for problem in replace(others, unequal=True).of_each("goes_with") if problem not in known)
-    if settings.train.plain_weight and not (size.contexts or others.says("collector", "contexts")):
-        yield (
-            f"train.plain_weight={settings.train.plain_weight} trains again on rollouts that read another context, and "
-            f"{others.named('collector')} gives none; use collector=nudge, or train.plain_weight=0"
-        )
     if size.partial or size.resumed:
         yield from _partial_problems(others, size)
-    given = (size.resumed and not size.partial) or settings.train.plain_weight
-    if given and others.setting("correction", "prox") == "drawn":
+    if size.resumed and not size.partial and others.setting("correction", "prox") == "drawn":
         yield (
             "correction.prox=drawn takes the sampler for the old policy, and with "
             f"{others.named('collector')} tokens are trained on that it did not draw; use correction.prox=now"
@@ -139,17 +127,12 @@ def _drawn_problems(others: Chosen) -> Iterator[str]:
     engine = others.named("engine") if inner is None else f"engine.{INNER}={inner}"
     other = [engine] * (others.says("engine", "is_policy") is False)
     other += [f"engine.quantize={kind}" for kind in [rounding_of(others.parts)] if kind is not None]
-    hidden = others.says("sparsity", "evicts") and not others.says("correction", "same_view")
+    hidden = others.says("sparsity", "evicts")
     other += [others.named("sparsity")] * bool(hidden)
     for setting in other:
         yield (
             f"correction.prox=drawn takes the sampler for the old policy, which {setting} is not; use "
             "correction.prox=now"
-        )
-    if others.says("replay", "foreign"):
-        yield (
-            f"correction.prox=drawn takes the sampler for the old policy, and {others.named('replay')} brings what "
-            "other policies drew; use correction.prox=now"
         )
 
 
@@ -160,12 +143,6 @@ def _kept_problems(others: Chosen) -> Iterator[str]:
         yield (
             "sampling.kept_set=true needs an engine that records what truncation keeps, which "
             f"{others.named('engine')} does not{why}: use engine=torch, or sampling.top_p=1 sampling.top_k=0 "
-            "sampling.kept_set=false"
-        )
-    if others.says("replay", "foreign"):
-        yield (
-            f"sampling.kept_set=true renormalises over what truncation kept, which the records of "
-            f"{others.named('replay')} do not hold; use replay=fifo, or sampling.top_p=1 sampling.top_k=0 "
             "sampling.kept_set=false"
         )
 

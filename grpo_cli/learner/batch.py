@@ -5,7 +5,6 @@ Padding is on the right, where a causal model never sees it. A part is trimmed t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from grpo_cli.interfaces import Correction
 from grpo_cli.support.facts import taken
-from grpo_cli.types import ENVIRONMENT, GIVEN, NEVER, Batch, Group, Rollout, ScoredGroup, Span, Totals, Verdict
+from grpo_cli.types import ENVIRONMENT, GIVEN, Batch, Group, Rollout, ScoredGroup, Totals, Verdict
 
 # What a forward and backward pass costs beyond its tokens, in tokens (measured with the embedded model on a CPU, where
 # 256 to 1024 are within a few per cent of each other).
@@ -61,24 +60,6 @@ def collate(groups: Sequence[Group | ScoredGroup], pad_token_id: int, version: i
         lags=lags,
         kept_ids=kept_ids,
         kept_bounds=kept_bounds,
-        seen_until=_seen_until(rollouts, input_ids.shape),
-    )
-
-
-def plainly(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-    """The rollouts that read another context, as if they had been given under their problem's own prompt."""
-    some = [group.take([i for i, one in enumerate(group.rollouts) if one.request.problem]) for group in groups]
-    return [replace(group, rollouts=tuple(map(_plain, group.rollouts))) for group in some]
-
-
-def _plain(rollout: Rollout) -> Rollout:
-    return replace(
-        rollout,
-        request=replace(rollout.request, prompt=rollout.request.about, problem=None),
-        sampler_logprobs=(math.nan,) * len(rollout),
-        spans=tuple(span if span.version == ENVIRONMENT else Span(GIVEN, span.count) for span in rollout.spans),
-        kept=None,
-        view=None,
     )
 
 
@@ -99,19 +80,6 @@ def _kept(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size)
     return torch.from_numpy(np.concatenate(pool)), bounds
 
 
-def _seen_until(rollouts: Sequence[Rollout], shape: torch.Size) -> Tensor | None:
-    """`Batch.seen_until`; None if nothing was evicted."""
-    views = [None if rollout.view is None else torch.tensor(rollout.view.array) for rollout in rollouts]
-    first = next((view for view in views if view is not None), None)
-    if first is None:
-        return None
-    until = torch.full((*shape, *first.shape[:2]), NEVER, dtype=torch.int32)
-    for row, view in enumerate(views):
-        if view is not None:
-            until[row, : view.shape[2]] = view.permute(2, 0, 1)
-    return until
-
-
 def _lags(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size, version: int) -> Tensor | None:
     """By how many updates each token is older than `version`, or why there is no such number; None: all are current."""
     if all(span.version in (version, ENVIRONMENT) for rollout in rollouts for span in rollout.spans):
@@ -126,9 +94,8 @@ def _lags(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size,
 
 
 def totals(batch: Batch, max_new_tokens: int) -> Totals:
-    """The divisors of this batch as one update: all counted sequences, and their tokens if they are trained on."""
-    sequences = len(batch) if batch.counted is None else int(batch.counted.sum())
-    return Totals(sequences=sequences, tokens=int(batch.counted_mask.sum()), max_new_tokens=max_new_tokens)
+    """The divisors of this batch as one update: all sequences, and their tokens that are trained on."""
+    return Totals(sequences=len(batch), tokens=int(batch.loss_mask.sum()), max_new_tokens=max_new_tokens)
 
 
 def verdict_on(correction: Correction, batch: Batch, old_logprobs: Tensor) -> Verdict:
@@ -179,10 +146,10 @@ def _tensors(batch: Batch) -> dict[str, Tensor]:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """A batch moved from the host to the device, through pinned memory so that nothing waits. What truncation left
-    stays, and what was evicted: only the forward pass reads it."""
+    stays: only the forward pass reads it."""
     if device.type == "cpu":
         return batch
-    batch = replace(batch, kept_ids=None, kept_bounds=None, seen_until=None)
+    batch = replace(batch, kept_ids=None, kept_bounds=None)
     moved = {name: value.pin_memory().to(device, non_blocking=True) for name, value in _tensors(batch).items()}
     return replace(batch, **moved)
 

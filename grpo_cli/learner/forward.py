@@ -26,7 +26,6 @@ from grpo_cli.learner.logprobs import (
     token_logprobs,
 )
 from grpo_cli.model.anatomy import backbone, is_llama_shaped, place_of, unwrapped
-from grpo_cli.model.evicted import Evicted
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
 from grpo_cli.model.transfer import send
 from grpo_cli.model.tree_attention import why_not
@@ -122,8 +121,7 @@ def make_padded(train: TrainSettings, temperature: float, by_row: ByRow = PLAIN)
 
 @dataclass(frozen=True)
 class Padded(Forward):
-    """Rows of about equal length, padded on the right to the longest; `tokens` counts the padding. Evicted keys can be
-    hidden in this way alone."""
+    """Rows of about equal length, padded on the right to the longest; `tokens` counts the padding."""
 
     def prepare(self, model: Any) -> None:
         """On a GPU transformers would check whether the positions are those of packed rows, and wait for the result."""
@@ -143,14 +141,7 @@ class Padded(Forward):
 
     def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
         given = part.input_ids, part.response_mask, self.temperature, self.chunk
-        return token_logprobs(model, *given, self.by_row, entropy, partial(kept_tokens, part), **self.view(model, part))
-
-    def view(self, model: Any, part: Batch) -> dict[str, Any]:
-        """What the backbone is told of evicted keys, if there are any."""
-        if part.seen_until is None:
-            return {}
-        allow_packing(model)
-        return {"packed_layout": Evicted(part.seen_until.to(place_of(model)))}
+        return token_logprobs(model, *given, self.by_row, entropy, partial(kept_tokens, part))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ It knows nothing about prompts, rewards or rollouts. Only the model and the opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,6 @@ from grpo_cli.learner.gauges import Gauges, changed_share, halves, in_bfloat16
 from grpo_cli.learner.logprobs import PLAIN, Entropy, compiled_by_row
 from grpo_cli.learner.opob import GroupBaseline, one_by_one
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights, state_by_name
-from grpo_cli.learner.readout import POOLED, read
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.learner.threads import threads_for_updates
 from grpo_cli.model.anatomy import ends, has_dropout, is_of_a_known_family
@@ -33,7 +32,7 @@ from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSetti
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.threads import computing_with
-from grpo_cli.types import Batch, Readout, Totals
+from grpo_cli.types import Batch, Totals
 
 
 @dataclass(frozen=True)
@@ -113,16 +112,11 @@ class Learner:
     def logprobs(self, model: Any, batch: Batch) -> Float[Tensor, "B T"]:
         """Log-probabilities of the batch's response tokens under `model`, on the CPU, without gradient."""
         self._forward.prepare(model)
-        forward = self._way(batch)
+        forward = self._forward
         parts = forward.micro_batches(batch)
         with self.autocast(), rounded_in_place(model, self._rounding), computing_with(self.threads):
             values = [forward.logprobs(model, rows_of(batch, rows)) for rows in parts]
         return _in_place(batch, parts, fetched(values))
-
-    def read(self, batch: Batch, reads: Set[str], layer: int | None = None, last: int = POOLED) -> Readout:
-        """What one padded pass of the model reads in the batch (see `readout.read`), log-probabilities included."""
-        with self.autocast(), rounded_in_place(self._model, self._rounding), computing_with(self.threads):
-            return read(self._model, self._plain, batch, reads, layer, last)
 
     def update(self, batch: Batch, step: int, loss: LossFn | None = None, rate: float | None = None) -> Update:
         """Gradients of the whole batch, then one optimizer step, unless they are not finite or all exactly zero.
@@ -130,7 +124,7 @@ class Learner:
         Raises UserError if the step leaves a weight that is not finite; none of them is to be saved then."""
         self._optimizer.zero_grad(set_to_none=True)
         divisors = totals(batch, self._max_new_tokens)
-        if not self._compared and batch.seen_until is None:
+        if not self._compared:
             some = rows_of(batch, rows_to_compare(batch, self._plain.tokens))
             with self._span("forward"), rounded_in_place(self._model, self._rounding):
                 self._compare(some, divisors)
@@ -148,7 +142,7 @@ class Learner:
         if self._optim.baseline == "opob" and loss is None:
             weigh = GroupBaseline(self._parameters, self._loss, divisors)
         with self._training():
-            forward = self._way(batch) if weigh is None else self._plain
+            forward = self._forward if weigh is None else self._plain
             cut = halves(len(batch), step) if "noise" in due and len(batch) > 1 else []
             halved = [[some[part] for part in forward.micro_batches(rows_of(batch, some))] for some in cut]
             parts = sum(halved, []) or (forward.micro_batches(batch) if weigh is None else one_by_one(batch))
@@ -200,7 +194,7 @@ class Learner:
 
     def _try_threads(self, batch: Batch, loss: LossFn, divisors: Totals) -> None:
         """Choose the number of threads by passes of this batch. Advantages are not its own, which may all be 0."""
-        forward, trained = self._way(batch), int(batch.trained_mask.sum())
+        forward, trained = self._forward, int(batch.trained_mask.sum())
         signed = replace(batch, advantages=torch.where(torch.arange(len(batch)) % 2 == 0, 1.0, -0.5))
 
         def work(rows: Tensor) -> None:
@@ -214,10 +208,6 @@ class Learner:
         """Of the run that is resumed: not tried anew, unless there are no longer so many."""
         if self._tries_threads and number is not None and number <= torch.get_num_threads():
             self.threads = number
-
-    def _way(self, batch: Batch) -> Forward:
-        """Only the plain way hides keys that were evicted."""
-        return self._forward if batch.seen_until is None else self._plain
 
     def _compare(self, some: Batch, divisors: Totals) -> None:
         """Raises UserError if the forward that was asked for is not right for this model; what nobody asked for is then

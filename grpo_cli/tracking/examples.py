@@ -33,7 +33,6 @@ def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: s
     )
 
 
-REPLACED = "a stored rollout took its place"
 NOT_TAKEN = "the collector left its group out of this step"
 
 
@@ -54,9 +53,7 @@ def examples(
         why, advantage = NOT_TAKEN, None
         if selection is not None:
             why = selection.reasons[index]
-            if selection.group.rollouts[index] is not group.rollouts[index]:
-                why = REPLACED
-            elif index in selection.indices:
+            if index in selection.indices:
                 advantage = float(selection.advantages[selection.indices.index(index)])
         row = example(task, group, index, kept=not why, reason=why or "kept", advantage=advantage)
         rows.append(_with_tokens(row, group.rollouts[index]) if tokens else row)

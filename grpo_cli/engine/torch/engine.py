@@ -66,7 +66,7 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
         yield f"{named} drafts replies of one turn, and {others.named('task')} has task.turns={turns}: take one, {out}"
 
 
-@facts(is_policy=True, kept_sets=True, views=True, answers_in_place=True, goes_with=_goes_with)
+@facts(is_policy=True, kept_sets=True, answers_in_place=True, goes_with=_goes_with)
 class TorchEngine:
     """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend only on its request, if
     `invariance.py` finds that possible, which `facts` reports.

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ from grpo_cli.engine.torch.sequence import Sequence
 from grpo_cli.engine.torch.speculation import Checks, Speculation
 from grpo_cli.engine.torch.stop import NeverStop, StopStrings
 from grpo_cli.engine.torch.transcripts import StepTokens, Transcripts, Turns
-from grpo_cli.engine.torch.views import Views
 from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.interfaces import Meter, Replies
 from grpo_cli.model.transfer import send
@@ -64,7 +62,6 @@ class Generation:
         self.workspace, self.refills = workspace, refills
         self.decoder, self.sizes = workspace.decoder, workspace.sizes
         self.kv, self.slots, self._turn, self._fixed = workspace.kv, workspace.slots, workspace.turn, workspace.fixed
-        self.slots.views = Views([index for index, request in enumerate(requests) if request.views])
         self.prompts = PromptPool(self.kv)
         self.waiting = [Sequence(index, request) for index, request in enumerate(requests)]
         self._requests, self._sequences = requests, tuple(self.waiting)
@@ -408,8 +405,7 @@ class Generation:
         self._leave_prompt(sequence.request.prompt.id)
         rollout = self._rollout(sequence, finish)
         self._generated += rollout.num_drawn
-        tokens = len(sequence.request.prompt.token_ids) + len(rollout)
-        return replace(rollout, view=self.slots.views.of(sequence.index, tokens))
+        return rollout
 
     def _rollout(self, sequence: Sequence, finish: Finish) -> Rollout:
         index = sequence.index

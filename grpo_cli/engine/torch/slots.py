@@ -26,7 +26,6 @@ from grpo_cli.engine.kv.tiles import Pieces, Runs, ahead_pieces, prompt_pieces, 
 from grpo_cli.engine.step.sample import SamplingTable, uniforms
 from grpo_cli.engine.torch.sequence import Parked, Sequence
 from grpo_cli.engine.torch.transcripts import StepTokens
-from grpo_cli.engine.torch.views import Views
 from grpo_cli.model.transfer import Fetched, send
 from grpo_cli.settings import Sampling
 
@@ -65,7 +64,6 @@ class Slots:
         self._of_prompts: tuple[object, Pieces | Runs] | None = None
         self.sequences: list[Sequence | None] = [None] * count
         self.running = 0  # how many slots are taken
-        self.views = Views(())
 
     def clear(self) -> None:
         """Empty all slots; the arena clears the pages."""
@@ -111,7 +109,6 @@ class Slots:
             self.sequences[slot], sequence.slot = sequence, slot
             self.running += 1
             if sequence.parked is None:
-                self.views.begin(sequence.index)
                 self.keeper.claim(slot, sequence.entry)
             else:
                 self._unpark(slot, sequence.parked)
@@ -159,7 +156,7 @@ class Slots:
         for due in self.keeper.due(self._tally(running)):
             requests = [s.index for slot in due.rows.tolist() if (s := self.sequences[slot]) is not None]
             entries = self._entries[due.rows].tolist()
-            self.views.note(requests, due, self.keeper.evict(due, requests, entries, self.kv))
+            self.keeper.evict(due, requests, entries, self.kv)
             self._num_held[due.rows] = due.left
             if due.prompt:
                 self._num_prompt_seen[due.rows] = 0

@@ -58,7 +58,6 @@ METRICS: Mapping[str, str] = {
     "loss, after the correction, be their advantage 0 or not. A token counts once a step, "
     "however many epochs go over it.",
     "rollouts/generated": "Rollouts generated for training since the run began.",
-    "rollouts/kept_ids": "Mean over a step's tokens of how many ids sampling.top_p and sampling.top_k left.",
     "rollouts/trained": "Rollouts trained on since the run began: those with at least one such token.",
     "loss/total": "The scalar that was minimised: policy loss plus weighted KL, mean over the step's updates.",
     "loss/policy": "The policy-gradient part of the loss.",
@@ -67,15 +66,9 @@ METRICS: Mapping[str, str] = {
     "loss/policy_ratio_mean": "Mean over trained tokens of learner probability / old policy probability.",
     "policy/entropy": "Exact entropy, in nats, of the policy's distribution over the next token at "
     "sampling.temperature: mean over trained tokens (as tokens/trained counts them), then over the step's updates, of "
-    "the policy before each. log V if all V tokens are equally likely, 0 if the policy is certain; with "
-    "sampling.kept_set over the ids that sampling.top_p and sampling.top_k left.",
+    "the policy before each. log V if all V tokens are equally likely, 0 if the policy is certain.",
     "optim/lr": "Learning rate of the step, with what optim.ess has taken from it; mean over the step's updates.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the step's updates.",
-    "optim/baseline": "With optim.baseline=opob what is subtracted from advantages, mean over groups.",
-    "gauge/noise_trace": "Estimated variance of a rollout's gradient, summed over weights; an average over steps.",
-    "gauge/noise_signal": "Estimated squared norm of the gradient without noise.",
-    "gauge/noise_scale": "Their ratio, if above 0: rollouts in an update below which most of it is noise.",
-    "gauge/changed": "Share of weights whose bfloat16 bits the update has changed.",
     "optim/skipped_steps": "Updates skipped since the run began because the loss or the gradient was not finite.",
     "optim/empty_steps": "Steps without an update since the run began: nothing was left to train on, or no gradient.",
     "mismatch/ratio_mean": "Mean over all drawn tokens of old policy (no dropout) / sampler probability; 1 if equal.",
@@ -110,9 +103,6 @@ METRICS: Mapping[str, str] = {
     "engine/worker_tokens_per_second_least": "Tokens per second of the slowest worker, while it was at work.",
     "engine/worker_tokens_per_second_most": "Tokens per second of the fastest worker, while it was at work.",
     "engine/requests_again": "Requests that were dealt a second time, because their worker was lost.",
-    "engine/draft_passes": "Of decode_steps, those that checked guessed tokens (engine.draft).",
-    "engine/drafted_tokens": "Guessed tokens that they checked.",
-    "engine/draft_kept": "Share of them that were the tokens drawn.",
     "engine/<detail>": "A detail that the chosen engine, scheduler or sparsity reports about itself.",
     "predictor/kendall_tau": "Rank agreement of predicted and true lengths, from -1 to 1.",
     "predictor/mean_absolute_error": "Mean absolute difference of predicted and true lengths, in tokens.",
@@ -154,8 +144,6 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     if not rollouts:
         return {"group/mixed": 0.0}
     lengths = [len(rollout) for rollout in rollouts]
-    sets = [rollout.kept for rollout in rollouts if rollout.kept is not None]
-    tokens = sum(len(one.counts) for one in sets)
     totals = np.concatenate([group.totals for group in groups])
     return {
         "reward/mean": float(totals.mean()),
@@ -167,7 +155,6 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),
         "response/truncated": sum(rollout.finish is Finish.LENGTH for rollout in rollouts) / len(rollouts),
-        **({"rollouts/kept_ids": sum(len(one.ids) for one in sets) / tokens} if tokens else {}),
     }
 
 

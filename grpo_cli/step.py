@@ -21,7 +21,6 @@ from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.interfaces import Parts, Warmup
 from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on, without_rows
-from grpo_cli.learner.gauges import Gauges
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
 from grpo_cli.metrics import of_trained, reuse_metrics
@@ -45,7 +44,6 @@ class Step:
         self._span = parts.meter.span
         model, train = parts.bench.model, settings.train
         correction = parts.rules.correction
-        gauges = Gauges(settings.record) if settings.record.gauges else None
         self.learner = Learner(
             model,
             parts.rules.loss,
@@ -55,7 +53,6 @@ class Step:
             settings.optim,
             parts.meter,
             parts.warn,
-            gauges,
         )
         self._advantage = partial(parts.rules.advantage, **taken(parts.rules.advantage, history=parts.history))
         self.old_policy = old_policy(correction.prox, correction.prox_window, model, self.learner)

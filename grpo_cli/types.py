@@ -76,8 +76,8 @@ class GroupRequest:
     count: int
 
 
-# In place of a version, and of the number of updates by which a token is older: nobody drew it; another run did, whose
-# updates are no measure of ours; or it is what the environment answered, and is read but never trained on.
+# In place of a version, and of the number of updates by which a token is older: nobody drew it; or it is what the
+# environment answered, and is read but never trained on.
 GIVEN, ENVIRONMENT = -1, -2
 
 
@@ -90,24 +90,6 @@ class Span:
 
 
 @dataclass(frozen=True)
-class KeptSets:
-    """Which ids truncation left for each token of a rollout, one token's after the other, and how many (`counts`; 0: it
-    was not drawn so). Both are int32 as bytes: exact in any precision, and a value that can be compared."""
-
-    ids: bytes
-    counts: bytes
-
-    @classmethod
-    def of(cls, sets: Sequence[np.ndarray]) -> KeptSets:
-        ids = np.concatenate([np.zeros(0, np.int32), *sets]).astype(np.int32)
-        return cls(ids.tobytes(), np.array([len(one) for one in sets], dtype=np.int32).tobytes())
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.frombuffer(self.ids, np.int32), np.frombuffer(self.counts, np.int32)
-
-
-@dataclass(frozen=True)
 class Rollout:
     """One completion, or an episode of several turns. `token_ids` ends with the end-of-sequence token when `finish` is
     `EOS`.
@@ -116,8 +98,7 @@ class Rollout:
     from (temperature, truncation and evicted KV entries included), and NaN for a token that was given. `kept_kv` is the
     most response tokens whose KV the engine held for this rollout in any layer. `spans` says which weights drew which
     tokens and which are the environment's; an engine says no more than the latter, with version 0 for what it drew, and
-    nothing where all is drawn. The step that asked knows the version. `kept` is there if `sampling.kept_set` asked,
-    `view` if its request did and something was evicted.
+    nothing where all is drawn. The step that asked knows the version.
     """
 
     request: Request
@@ -126,7 +107,6 @@ class Rollout:
     finish: Finish
     kept_kv: int
     spans: tuple[Span, ...] = ()
-    kept: KeptSets | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -284,9 +264,7 @@ class Batch:
     since the step began: its own detached log-probabilities are the old policy's. Advantages are 0 until the rows that
     are trained on have been selected.
     `lags` is by how many updates the weights that drew a token are older than those at the start of the step, `GIVEN`
-    (-1) or `FOREIGN` (-2) where there is no such number; None: all are of now.
-    Where truncation left some ids only, log-probabilities are over those: `kept_ids[start:end]` with the token's start
-    and end in `kept_bounds`, all ids where these are equal. The ids are a pool that parts of a batch share.
+    (-1) where there is no such number; None: all are of now.
     """
 
     input_ids: Int[Tensor, "B T"]
@@ -299,8 +277,6 @@ class Batch:
     advantages: Float[Tensor, "B"]
     lengths: Int[Tensor, "B"]  # prompt + response tokens of each row
     lags: Int[Tensor, "B T"] | None = None
-    kept_ids: Int[Tensor, "K"] | None = None
-    kept_bounds: Int[Tensor, "B T 2"] | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

@@ -231,8 +231,8 @@ def test_a_setting_that_cannot_work_is_refused_by_its_key_and_with_a_way_out(wor
         ("n=0 optim.lr=-1 seed=true device=tpu +sead=3", ("n=0", "optim.lr=-1.0", "seed=true", "device=tpu", "sead")),
         (
             "n=8 m=1 downsample=maxvar loss.kl_coef=-1 loss.aggregation=mean sampler=micro sampler.slots=0 "
-            "sampler.on_oom=cry scheduler=lpt predictor=none",
-            ("m=1", "loss.kl_coef", "loss.aggregation", "sampler.slots=0", "sampler.on_oom", "scheduler=lpt"),
+            "scheduler=lpt predictor=none",
+            ("m=1", "loss.kl_coef", "loss.aggregation", "sampler.slots=0", "scheduler=lpt"),
         ),
     ],
     ids=["values", "relations and parts"],

@@ -13,9 +13,8 @@ import made
 import numpy as np
 import pytest
 import torch
-from bank import Scripted, collection_of
+from bank import InOrder, Scripted, collection_of
 from small import plain_batch, scored
-from test_collectors import InOrder
 from test_resume import cut_off_and_resumed, records, rows, trained
 from test_train import make_trainer, settings_for
 from tiny_hf import make_tokenizer

@@ -37,7 +37,7 @@ def ran(folder: Path, m: int = 4, train: Mapping[str, Any] | None = None, **part
     engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample == 1 else 0.0)
     settings = replace(
         settings_for(folder, steps=1, **(train or {})),
-        record=RecordSettings(rollouts=-1, tokens=False, gauges=(), gauge_every=10),
+        record=RecordSettings(rollouts=-1, tokens=False),
     )
     parts = dict(engine=engine, task=SecondIsWorst(), trackers=(recorder,), loss=spy) | parts
     trainer = make_trainer(quiet(settings, m=m), model=model, **parts)

@@ -24,7 +24,6 @@ from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import ready
 from grpo_cli.config.prepare import prepare
 from grpo_cli.engine.kv import cache
-from grpo_cli.engine.torch.generation import BEHIND
 from grpo_cli.evaluate import evaluate_with
 from grpo_cli.experiment import set_up
 from grpo_cli.learner.batch import collate, corrected, totals, verdict_on
@@ -85,13 +84,9 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize("looks", [0, 3, 40])
 @pytest.mark.parametrize("way", one_and_the_rest([*WAYS], "infinite"))
-def test_answers_in_place_give_the_tokens_of_rounds(model, expected, monkeypatch, way, looks, behind):
-    """With `behind` the next step is launched before the last one is looked at, as on a GPU: what it has drawn after a
-    turn's end is taken back."""
-    monkeypatch.setitem(BEHIND, "cpu", behind)
+def test_answers_in_place_give_the_tokens_of_rounds(model, expected, monkeypatch, way, looks):
     monkeypatch.setattr(episodes, "GRACE", 0)
     monkeypatch.setattr(episodes, "POLL", 0)
     engine = make_engine(model, **WAYS[way])

@@ -113,7 +113,7 @@ def _print_table(metrics: Mapping[str, float]) -> None:
 def profile(cfg: DictConfig) -> Any:
     from grpo_cli import experiment
     from grpo_cli.profile import command as profiling
-    from grpo_cli.profile.roofline import fast_when_planned
+    from grpo_cli.profile.gpus import fast_when_planned
     from grpo_cli.profile.show import show
 
     settings = parse_profile(cfg)

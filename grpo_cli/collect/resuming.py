@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from grpo_cli.types import ENVIRONMENT, Finish, KeptSets, Request, Rollout, Span
+from grpo_cli.types import ENVIRONMENT, Finish, Request, Rollout, Span
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -60,7 +60,6 @@ def joined(partial: Rollout, rest: Rollout, version: int) -> Rollout:
         # What was read as prompt is also held: nothing that evicts goes on with partial rollouts.
         kept_kv=len(partial) + rest.kept_kv if len(rest) else partial.kept_kv,
         spans=_longer(partial.spans, version, rest),
-        kept=joined_sets((partial.kept, len(partial)), (rest.kept, len(rest))),
     )
 
 
@@ -72,15 +71,7 @@ def answered(episode: Rollout, reply: Sequence[int]) -> Rollout:
         sampler_logprobs=episode.sampler_logprobs + (math.nan,) * len(reply),
         finish=Finish.PARTIAL,
         spans=(*episode.spans, Span(ENVIRONMENT, len(reply))),
-        kept=joined_sets((episode.kept, len(episode)), (None, len(reply))),
     )
-
-
-def joined_sets(*parts: tuple[KeptSets | None, int]) -> KeptSets | None:
-    """Of parts of a rollout, each with its number of tokens; None if no part has any."""
-    found = [kept or KeptSets(b"", bytes(4 * tokens)) for kept, tokens in parts]
-    whole = KeptSets(b"".join(one.ids for one in found), b"".join(one.counts for one in found))
-    return whole if whole.ids else None
 
 
 def _longer(spans: tuple[Span, ...], version: int, rest: Rollout) -> tuple[Span, ...]:

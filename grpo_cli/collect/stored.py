@@ -1,5 +1,4 @@
-"""Groups as plain values and tensors, for stores and checkpoints: a scored one at 12 bytes per token and 4 more for
-each id that truncation left."""
+"""Groups as plain values and tensors, for checkpoints: a scored one at 12 bytes per token."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import torch
 
 from grpo_cli.history import of_kind
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Finish, Group, KeptSets, Prompt, Request, Reward, Rollout, ScoredGroup, Span
+from grpo_cli.types import Finish, Group, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
 
 def to_plain(group: Group | ScoredGroup) -> dict[str, Any]:
@@ -47,7 +46,6 @@ def _fate(rollout: Rollout) -> dict[str, Any]:
         "finish": rollout.finish.value,
         "kept_kv": rollout.kept_kv,
         "spans": [(span.version, span.count) for span in rollout.spans],
-        "kept": None if rollout.kept is None else tuple(torch.from_numpy(one.copy()) for one in rollout.kept.arrays),
     }
 
 
@@ -56,12 +54,6 @@ def request_of(problem: Prompt, state: Mapping[str, Any]) -> Request:
     said = dict(state["sampling"])
     sampling = Sampling(**said | {"stop": tuple(said["stop"])})
     return Request(problem, state["sample"], int(state["seed"]), sampling)
-
-
-def sets_of(state: Mapping[str, Any]) -> KeptSets | None:
-    """What truncation left of each token of a stored rollout."""
-    kept = state["kept"]
-    return None if kept is None else KeptSets(*(one.numpy().tobytes() for one in kept))
 
 
 def from_plain(state: Mapping[str, Any]) -> Any:
@@ -87,9 +79,7 @@ def _rollout(
     prompt: Prompt, fate: Mapping[str, Any], token_ids: tuple[int, ...], logprobs: tuple[float, ...]
 ) -> Rollout:
     spans = tuple(Span(*span) for span in fate["spans"])
-    return Rollout(
-        request_of(prompt, fate), token_ids, logprobs, Finish(fate["finish"]), fate["kept_kv"], spans, sets_of(fate)
-    )
+    return Rollout(request_of(prompt, fate), token_ids, logprobs, Finish(fate["finish"]), fate["kept_kv"], spans)
 
 
 class HoldsGroups:

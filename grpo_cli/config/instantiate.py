@@ -177,13 +177,6 @@ def says(parts: Mapping[str, Mapping[str, Any]], group: str, fact: str) -> Any:
     return fact_of(group, inner_engine(part), fact) if said is None and INNER in part else said
 
 
-def rounding_of(parts: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What the rollouts' weights are rounded to (engine.quantize), None if they are the trainer's own."""
-    engine = parts["engine"]
-    kind = (inner_engine(engine) if INNER in engine else engine).get("quantize")
-    return None if kind == "none" else kind
-
-
 @dataclass(frozen=True)
 class OwnLoss:
     """Makes a plain function a `Loss`: whether it needs a reference is an attribute of the function or class, by

@@ -13,8 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config.choices import choices, parts_of, shipped
 from grpo_cli.config.read import read
-from grpo_cli.config.trust import taken, without_resolvers
 from grpo_cli.config.removed import OFF, removed
+from grpo_cli.config.trust import taken, without_resolvers
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError, refuse

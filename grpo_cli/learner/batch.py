@@ -19,7 +19,6 @@ from grpo_cli.types import ENVIRONMENT, GIVEN, Batch, Group, Rollout, ScoredGrou
 # What a forward and backward pass costs beyond its tokens, in tokens (measured with the embedded model on a CPU, where
 # 256 to 1024 are within a few per cent of each other).
 PASS_COST = 512
-_POOL = "kept_ids"  # of all rows
 
 
 def collate(groups: Sequence[Group | ScoredGroup], pad_token_id: int, version: int = 0) -> Batch:
@@ -46,7 +45,6 @@ def collate(groups: Sequence[Group | ScoredGroup], pad_token_id: int, version: i
     lags = _lags(rollouts, starts, input_ids.shape, version)
     if lags is not None:
         sampler_logprobs.masked_fill_(lags == GIVEN, 0.0)
-    kept_ids, kept_bounds = _kept(rollouts, starts, input_ids.shape)
     return Batch(
         input_ids=input_ids,
         response_mask=response_mask,
@@ -58,26 +56,7 @@ def collate(groups: Sequence[Group | ScoredGroup], pad_token_id: int, version: i
         advantages=torch.zeros(len(rollouts)),
         lengths=torch.tensor(lengths),
         lags=lags,
-        kept_ids=kept_ids,
-        kept_bounds=kept_bounds,
     )
-
-
-def _kept(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size) -> tuple[Tensor | None, Tensor | None]:
-    """`Batch.kept_ids` and `kept_bounds`; None if nothing was truncated."""
-    if all(rollout.kept is None for rollout in rollouts):
-        return None, None
-    pool, bounds, used = [], torch.zeros(*shape, 2, dtype=torch.long), 0
-    for row, (rollout, start) in enumerate(zip(rollouts, starts, strict=True)):
-        if rollout.kept is not None:
-            ids, counts = rollout.kept.arrays
-            ends = used + torch.from_numpy(counts.cumsum(dtype=np.int64))
-            bounds[row, start : start + len(counts)] = torch.stack(
-                [ends - torch.from_numpy(counts.copy()), ends], dim=1
-            )
-            pool.append(ids)
-            used += len(ids)
-    return torch.from_numpy(np.concatenate(pool)), bounds
 
 
 def _lags(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size, version: int) -> Tensor | None:
@@ -134,7 +113,7 @@ def without_rows(batch: Batch, rows: Sequence[bool]) -> Batch:
 def rows_of(batch: Batch, rows: Tensor) -> Batch:
     """Only these rows, trimmed to the longest of them."""
     width = int(batch.lengths[rows].max())
-    taken = {name: t[rows, :width] if t.dim() > 1 else t[rows] for name, t in _tensors(batch).items() if name != _POOL}
+    taken = {name: t[rows, :width] if t.dim() > 1 else t[rows] for name, t in _tensors(batch).items()}
     return replace(batch, **taken)
 
 
@@ -145,11 +124,9 @@ def _tensors(batch: Batch) -> dict[str, Tensor]:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """A batch moved from the host to the device, through pinned memory so that nothing waits. What truncation left
-    stays: only the forward pass reads it."""
+    """A batch moved from the host to the device, through pinned memory so that nothing waits."""
     if device.type == "cpu":
         return batch
-    batch = replace(batch, kept_ids=None, kept_bounds=None)
     moved = {name: value.pin_memory().to(device, non_blocking=True) for name, value in _tensors(batch).items()}
     return replace(batch, **moved)
 

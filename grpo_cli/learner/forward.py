@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from grpo_cli.learner.logprobs import (
     ByRow,
     Entropy,
     chosen_logprobs,
-    kept_tokens,
     logprobs_at,
     token_logprobs,
 )
@@ -141,7 +139,7 @@ class Padded(Forward):
 
     def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
         given = part.input_ids, part.response_mask, self.temperature, self.chunk
-        return token_logprobs(model, *given, self.by_row, entropy, partial(kept_tokens, part))
+        return token_logprobs(model, *given, self.by_row, entropy)
 
 
 @dataclass(frozen=True)
@@ -200,8 +198,7 @@ class PaddingFree(Forward):
         # pass of plain indexing does so in an order that differs from run to run.
         states = packed_hidden(model, ids, packed.trees, self.natively).index_select(0, predicting)
         room = None if entropy is None else entropy.room(*places)
-        kept = kept_tokens(part, packed.rows[packed.targets], packed.columns[packed.targets])
-        chosen = chosen_logprobs(model, states, labels, self.temperature, self.chunk, self.by_row, room, kept)
+        chosen = chosen_logprobs(model, states, labels, self.temperature, self.chunk, self.by_row, room)
         return torch.zeros(part.input_ids.shape, device=device).index_put(tuple(places), chosen)
 
 

@@ -42,7 +42,6 @@ def facts(**said: Any) -> Callable[[Part], Part]:
     | predictor | of_whole_rollouts | whether it knows nothing of a rollout that goes on |
     | sparsity | evicts | whether KV entries are dropped |
     | engine | is_policy | whether it draws from the trainer's own policy (left to `engine.inner` where there is one) |
-    | engine | kept_sets | True: it records `Rollout.kept`; or why it does not (left to `engine.inner`, as above) |
     | engine | stops_early | whether it can stop rollouts before their end |
     | engine | any_family | whether it takes causal models of any family, not only Llama-shaped ones |
     | engine | answers_in_place | whether `generate` takes `replies`, and goes on with a row once its turn is answered |

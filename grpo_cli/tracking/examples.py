@@ -61,9 +61,7 @@ def examples(
 
 
 def _with_tokens(row: Example, rollout: Rollout) -> Example:
-    # A record does not say what they are over after truncation; without one, others take a token as given.
-    truncated = rollout.kept is not None
-    logprobs = tuple(None if truncated or math.isnan(one) else one for one in rollout.sampler_logprobs)
+    logprobs = tuple(None if math.isnan(one) else one for one in rollout.sampler_logprobs)
     ends = accumulate(len(ids) for _, ids in rollout.parts)
     theirs = tuple((end - len(ids), end) for end, (by, ids) in zip(ends, rollout.parts, strict=True) if by)
     return replace(row, token_ids=rollout.token_ids, logprobs=logprobs, environment=theirs or None)

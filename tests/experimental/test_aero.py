@@ -12,11 +12,11 @@ import made
 import numpy as np
 import pytest
 import torch
-from bank import Scripted, collection_of
+from bank import InOrder, Scripted, collection_of
 from hypothesis import given
 from hypothesis import strategies as st
 from small import kept_by, scored
-from test_collectors import InOrder, collector, one_step, problems
+from test_collectors import collector, one_step, problems
 
 from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
 from grpo_cli.config.check import check

@@ -11,7 +11,7 @@ from typing import Any
 import made
 import numpy as np
 import pytest
-from bank import Scripted, collection_of
+from bank import InOrder, Scripted, collection_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,16 +39,6 @@ def collector(choice: str, **changed: Any) -> Any:
 
 def problems(count: int) -> list[Prompt]:
     return [Prompt(f"p{place}", (0,), "") for place in range(count)]
-
-
-class InOrder:
-    """The problems as they are, once."""
-
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._prompts = prompts
-
-    def pick(self, step: int, count: int, without: Any) -> Sequence[Prompt]:
-        return [prompt for prompt in self._prompts if prompt.id not in without][:count]
 
 
 def one_step(

@@ -12,9 +12,9 @@ from typing import Any
 import made
 import numpy as np
 import pytest
-from bank import Scripted, collection_of
+from bank import InOrder, Scripted, collection_of
 from small import scored
-from test_collectors import InOrder, problems
+from test_collectors import problems
 from test_partial import PROBLEMS, Slotted, held_of, step_of
 from test_resume import cut_off_and_resumed, rows
 

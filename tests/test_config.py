@@ -325,11 +325,3 @@ def test_a_run_is_resumed_with_what_it_was_started_with_however_often(tmp_path: 
     assert again == [*first, f"++hydra.run.dir='{tmp_path}'"]
     later = made.record(tmp_path, {}, [*first, "resume=auto", f"++resume='{tmp_path}'", "++resume_wait=3"])
     assert overrides_to_resume(later, tmp_path) == again
-
-
-def test_a_run_that_was_started_with_words_of_another_name_is_resumed_with_those_of_now(tmp_path: Path):
-    first = ["correction=mis", "correction.is=sequence", "++correction.rs=veto", "correction.is_mode=mask"]
-    *again, _ = overrides_to_resume(made.record(tmp_path, {}, first), tmp_path)
-    now = ["correction.importance=sequence", "++correction.rejection=veto"]
-    assert again == [first[0], *now, first[3]]
-    assert settings(*again).parts["correction"]["importance"] == "sequence"

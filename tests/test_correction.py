@@ -365,14 +365,7 @@ def test_whole_numbers_are_what_a_person_means_by_them():
     assert composed("correction.is_threshold=2") == made.correction(is_threshold=2.0)
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("is_treshold", "takes no is_treshold; did you mean is_threshold?"),
-        ("is", "takes no is; it is called correction.importance"),
-        ("rs", "takes no rs; it is called correction.rejection"),
-    ],
-)
+@pytest.mark.parametrize(("word", "message"), [("is_treshold", "takes no is_treshold; did you mean is_threshold?")])
 def test_words_that_mean_nothing_are_answered_with_those_that_do(word, message):
     with pytest.raises(UserError, match=message):
         make(

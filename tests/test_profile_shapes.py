@@ -355,8 +355,6 @@ def test_every_phase_holds_the_optimizer_and_what_lies_beside_the_model():
     assert all(set(sizes) <= set(KINDS) for sizes in found.values())
 
 
-
-
 def test_graphs_keep_slots_and_copies_of_weights_through_the_update():
     shape, model = plan(some_requests(prompts=2, n=4), 4, 4, slots=3), fake_model("bfloat16")
     assert shape.engine is not None

@@ -157,10 +157,7 @@ def _elsewhere(key: str, known: Sequence[str]) -> str:
     """What the key may have meant: a setting of another choice of its group, a name of TRL or verl, a misspelling."""
     from grpo_cli.config.choices import choices, shipped
     from grpo_cli.config.elsewhere import meant_by
-    from grpo_cli.config.overrides import RENAMED
 
-    if key in RENAMED:
-        return f"; it is called {RENAMED[key]}"
     group, _, word = key.partition(".")
     having = [choice for choice in choices(group) if group and word in _keys(shipped(group, choice), "")]
     if having:

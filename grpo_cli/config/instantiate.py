@@ -18,7 +18,6 @@ import torch
 
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
 from grpo_cli.config.kinds import KINDS, RULES, is_function
-from grpo_cli.config.overrides import RENAMED
 from grpo_cli.config.read import named_words, read_kwargs
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.interfaces import Loss, Rules
@@ -73,10 +72,7 @@ def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> 
     if named or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         known = [key for key in takes if key not in offered]
         problems += [
-            f"{name}.{word}: {target} takes no {word}{f'; it is called {new}' if new else closest(word, known)}"
-            for word in kwargs
-            if word not in takes
-            for new in [RENAMED.get(f"{name}.{word}")]
+            f"{name}.{word}: {target} takes no {word}{closest(word, known)}" for word in kwargs if word not in takes
         ]
     if ours:
         kwargs = read_kwargs(code, name, kwargs, problems)

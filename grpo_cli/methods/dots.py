@@ -69,4 +69,4 @@ class TargetRate:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         state = of_kind(state, "curriculum", "target")
         self._candidates.load_state_dict(state["order"])
-        self._predicted = dict(state.get("predicted", {}))
+        self._predicted = dict(state["predicted"])

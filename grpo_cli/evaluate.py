@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float
 
 from grpo_cli.collect.episodes import play
-from grpo_cli.collect.profile import MOST_PROFILED
 from grpo_cli.collect.requests import group_rollouts, requests_for, score_all
 from grpo_cli.collect.resuming import begun
-from grpo_cli.collect.search import Search, Searching
 from grpo_cli.interfaces import Bench, Engine, Task
-from grpo_cli.learner.batch import collate
-from grpo_cli.learner.forward import Padded
-from grpo_cli.learner.readout import read
-from grpo_cli.model.anatomy import backbone
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import SAMPLES
-from grpo_cli.settings import ExamSettings, SampleSettings, Sampling, SplitExamSettings
-from grpo_cli.support.errors import UserError
+from grpo_cli.settings import ExamSettings, SampleSettings, Sampling
 from grpo_cli.support.intervals import mean_interval, pass_at_k, wilson_interval
 from grpo_cli.tracking.examples import example
-from grpo_cli.types import Example, Finish, Group, Prompt, Request, Rollout, ScoredGroup
+from grpo_cli.types import Example, Prompt, Request, Rollout, ScoredGroup
 
 TOKENS_AT_A_TIME, LOGITS_AT_A_TIME = 16384, 512  # of a pass that reads hidden states; padding counts
 
@@ -70,44 +61,9 @@ def evaluate_with(
     return evaluate(bench.engine, bench.task, _asked(bench.task, settings, split), drawn, settings.k, seed)
 
 
-def search_with(
-    bench: Bench, search: Search, settings: SplitExamSettings, sampling: SampleSettings, seed: int
-) -> EvalResult:
-    """What `search` answers to the same problems, drawn at the same temperature; nothing if it does not search."""
-    prompts = _asked(bench.task, settings, settings.split)
-    drawn = sampling.at(settings.temperature)
-    read_states = partial(_states, bench, drawn.temperature)
-    searching = Searching(bench.engine, bench.task, prompts, drawn, seed, bench.max_prompt_tokens, read_states)
-    given = search(searching)
-    if given is None:
-        return EvalResult({}, ())
-    if [one.request.about for one in given] != prompts or any(one.finish is Finish.PARTIAL for one in given):
-        raise UserError("search has to give one whole rollout for each of searching.prompts, in their order")
-    groups = _scored(bench.task, prompts, given)
-    spent = {"tokens": searching.tokens, "sequential": sum(searching.sequential.values())}
-    metrics = _accuracy("search/accuracy", groups)
-    metrics |= {f"search/{name}": count / len(prompts) for name, count in spent.items()}
-    return EvalResult(metrics, tuple(_examples(bench.task, groups, "searched")))
-
-
-def _states(bench: Bench, temperature: float, rollouts: Sequence[Rollout]) -> Float[np.ndarray, "N H"]:
-    """See `Searching.states`."""
-    batch = collate([Group(one.request.prompt, (one,)) for one in rollouts], bench.pad_token_id)
-    forward = Padded(TOKENS_AT_A_TIME, LOGITS_AT_A_TIME, temperature)
-    last = backbone(bench.model).config.num_hidden_layers
-    found = read(bench.model, forward, batch, {"features"}, last, batch.input_ids.shape[1]).features
-    assert found is not None, "they are read"
-    return np.split(found.double().numpy(), 2, axis=1)[1]  # the first half is of the prompts
-
-
 def _asked(task: Task, settings: ExamSettings, split: str) -> list[Prompt]:
     """The problems that an evaluation asks."""
     prompts = task.prompts(split)
-    if settings.problems == -1 and split == "train" and len(prompts) > MOST_PROFILED:
-        raise UserError(
-            f"eval.problems=-1 eval.split=train asks for all {len(prompts)} problems to train on, more than "
-            f"{MOST_PROFILED}: set task.train_problems=512, or give eval.problems a number"
-        )
     count = len(prompts) if settings.problems == -1 else min(settings.problems, len(prompts))
     return [prompts[i] for i in range(count)]
 

@@ -17,18 +17,17 @@ import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from grpo_cli.collect.profile import read_history
 from grpo_cli.collect.warmup import Sft
 from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
-from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rule_of, says
+from grpo_cli.config.instantiate import engine_parts, inner_engine, make, says
 from grpo_cli.config.prepare import Prepared, pick_device, prepare
 from grpo_cli.engine.torch.engine import TorchEngine
-from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samples
+from grpo_cli.evaluate import EvalResult, evaluate_with, write_samples
 from grpo_cli.history import History
-from grpo_cli.interfaces import Bench, Curriculum, Engine, Meter, Parts, Replay, Task, Tracker
+from grpo_cli.interfaces import Bench, Curriculum, Engine, Meter, Parts, Task, Tracker
 from grpo_cli.model.anatomy import AdapterOff
-from grpo_cli.model.checks import check_device, check_vocabulary, context_of, vocabulary_of
+from grpo_cli.model.checks import check_device, check_vocabulary, context_of
 from grpo_cli.model.load import (
     at_checkpoint,
     eos_token_ids,
@@ -102,7 +101,7 @@ def set_up(
     per_step = run.size.at_once if isinstance(run, Prepared) else None
     of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
     more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
-    return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more), room, eos)
+    return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more), eos)
 
 
 def _doubts(task: Task, tokenizer: Any, eos: tuple[int, ...], run: RunSettings | EvalRunSettings) -> Iterator[str]:
@@ -227,27 +226,11 @@ def parts_of(
 ) -> Parts:
     """The parts that a trainer is built from."""
     settings, rules = run.settings, run.rules
-    history = read_history(settings.train.history, bench.task.prompts("train"))
-    curriculum, replay = curriculum_of(run, bench.task, history), replay_of(settings, bench, warn)
+    history = History()
+    curriculum = curriculum_of(run, bench.task, history)
     reference = _reference(settings, bench) if rules.loss.needs_reference else None
     save_model = partial(save_pretrained, bench.model, bench.tokenizer, with_base=settings.model.random_init)
-    return Parts(bench, curriculum, replay, history, rules, reference, save_model, trackers, meter, say, warn)
-
-
-def replay_of(settings: RunSettings, bench: Bench, warn: Callable[[str], None]) -> Replay:
-    """The replay of a run's steps."""
-    offered = {
-        "task": bench.task,
-        "tokenizer": bench.tokenizer,
-        "eos_token_ids": bench.ends,
-        "vocabulary": vocabulary_of(bench.model),
-        "sampling": settings.sampling,
-        "run_dir": Path(settings.run_dir),
-        "seed": settings.seed,
-        "warn": warn,
-    }
-    made: Replay = make("replay", settings.parts["replay"], offered)
-    return made
+    return Parts(bench, curriculum, history, rules, reference, save_model, trackers, meter, say, warn)
 
 
 def curriculum_of(run: Prepared[Any], task: Task, history: History) -> Curriculum:
@@ -377,10 +360,7 @@ def _evaluated(settings: EvalRunSettings) -> tuple[EvalResult, float, Mapping[st
     bench = set_up(settings, settings.model)
     start = time.perf_counter()
     with torch.autocast(bench.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
-        search = rule_of("search", settings.parts["search"])
-        found = search_with(bench, search, settings.eval, settings.sampling, settings.seed)
         result = evaluate_with(bench, settings.eval, settings.sampling, settings.seed, settings.eval.split)
-    result = EvalResult({**result.metrics, **found.metrics}, result.examples + found.examples)
     write_samples(Path(settings.run_dir), result.examples)
     stats = bench.engine.stats()
     saved = {name: value for name, value in stats.details.items() if name.startswith("engine/kv_saving")}

@@ -6,48 +6,16 @@ how visits are weighted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any
 
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import Prompt, ScoredGroup
+from grpo_cli.types import ScoredGroup
 
 KEPT = 8  # visits of a problem; with a decay of 0.7 the ninth would weigh 6 %
-PROFILED = -1  # the step of a visit made before training
 UNSEEN = 0.5  # the solve rate assumed for a problem before its first visit
-
-
-Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value")
-_ABSENT: Any = object()
-
-
-class Marked(dict[Key, Value]):
-    """A mapping that can still be read as it was when last marked: the old values of later changes are kept.
-
-    A run marks at the end of each step what its next checkpoint will hold, which costs nothing whatever the size; a
-    copy is made only when a checkpoint is written. Items can only be changed one at a time.
-    """
-
-    def __init__(self, values: Mapping[Key, Value] | None = None) -> None:
-        super().__init__(values or {})
-        self._before: dict[Key, Value] = {}
-
-    def __setitem__(self, key: Key, value: Value) -> None:
-        self._before.setdefault(key, self.get(key, _ABSENT))
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key: Key) -> None:
-        self._before.setdefault(key, self.get(key, _ABSENT))
-        super().__delitem__(key)
-
-    def mark(self) -> Callable[[], dict[Key, Value]]:
-        """A function that returns the mapping as it is now; valid until the next mark."""
-        self._before = {}
-        return lambda: {key: value for key, value in {**self, **self._before}.items() if value is not _ABSENT}
 
 
 class Solved(StrEnum):
@@ -71,34 +39,17 @@ class Visit:
         return Solved.NONE if self.solved == 0 else Solved.ALL if self.solved == self.tried else Solved.MIXED
 
 
-def digest_of(prompt: Prompt) -> int:
-    """Distinguishes problems with the same id: a 63-bit hash of what the model reads and the answer it is judged by."""
-    text = f"{prompt.token_ids}{prompt.answer}"
-    return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big") >> 1
-
-
 class History:
-    """The last visits of every problem, by its id. A visit's `age` is how many later ones there are.
+    """The last visits of every problem, by its id. A visit's `age` is how many later ones there are."""
 
-    A visit before training counts like any other, and is also kept in `profile`, since it drops out of the last visits
-    in time. `digests` holds `digest_of` each problem visited.
-    """
-
-    def __init__(
-        self, visits: Mapping[str, Sequence[Visit]] | None = None, digests: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, visits: Mapping[str, Sequence[Visit]] | None = None) -> None:
         given = {problem: tuple(some) for problem, some in (visits or {}).items() if some}
-        self._visits = Marked({problem: some[-KEPT:] for problem, some in given.items()})
-        self.profile = {problem: some[0] for problem, some in given.items() if some[0].step == PROFILED}
-        self.digests = Marked(digests)
-        self._distinct = self._count()
+        self._visits = {problem: some[-KEPT:] for problem, some in given.items()}
+        self._distinct = len(self._visits)
 
     def __len__(self) -> int:
-        """How many different problems the run has visited; a profile does not count as a visit of the run."""
+        """How many different problems the run has visited."""
         return self._distinct
-
-    def _count(self) -> int:
-        return sum(visits[-1].step != PROFILED for visits in self._visits.values())
 
     def visits(self, problem: str) -> tuple[Visit, ...]:
         """The last ones, oldest first."""
@@ -132,39 +83,18 @@ class History:
         ones."""
         for group in groups:
             known = self.visits(group.prompt.id)
-            self._distinct += not known or known[-1].step == PROFILED
+            self._distinct += not known
             before = [visit for visit in known if visit.step < step]
             visit = Visit(step, group.solved, len(group.rollouts))
             self._visits[group.prompt.id] = (*before, visit)[-KEPT:]
-            if group.prompt.id not in self.digests:
-                self.digests[group.prompt.id] = digest_of(group.prompt)
-
-    def forget(self, is_other: Callable[[str], bool]) -> None:
-        """See `interfaces.Forgets`."""
-        self._visits = Marked({name: visits for name, visits in self._visits.items() if not is_other(name)})
-        self.profile = {name: visit for name, visit in self.profile.items() if not is_other(name)}
-        self.digests = Marked({name: digest for name, digest in self.digests.items() if not is_other(name)})
-        self._distinct = self._count()
 
     def state_dict(self) -> dict[str, Any]:
-        return self._plain(self._visits, self.digests)
-
-    def mark(self) -> Callable[[], Mapping[str, Any]]:
-        """See `interfaces.Marks`."""
-        visits, digests = self._visits.mark(), self.digests.mark()
-        return lambda: self._plain(visits(), digests())
-
-    def _plain(self, of: Mapping[str, Sequence[Visit]], digests: Mapping[str, int]) -> dict[str, Any]:
-        plain = {name: [(v.step, v.solved, v.tried) for v in visits] for name, visits in of.items()}
-        profile = {name: (visit.solved, visit.tried) for name, visit in self.profile.items()}
-        return {"visits": plain, "profile": profile, "digests": dict(digests)}
+        plain = {name: [(v.step, v.solved, v.tried) for v in visits] for name, visits in self._visits.items()}
+        return {"visits": plain}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.profile = {name: Visit(PROFILED, *counts) for name, counts in state["profile"].items()}
-        visits = {name: tuple(Visit(*visit) for visit in visits) for name, visits in state["visits"].items()}
-        self._visits = Marked(visits)
-        self.digests = Marked(state.get("digests", {}))  # older checkpoints do not have them
-        self._distinct = self._count()
+        self._visits = {name: tuple(Visit(*visit) for visit in visits) for name, visits in state["visits"].items()}
+        self._distinct = len(self._visits)
 
 
 def of_kind(state: Mapping[str, Any] | None, group: str, kind: str) -> Mapping[str, Any]:

@@ -9,24 +9,23 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_cli.types import FOREIGN, GIVEN, Batch, Finish, Group, ScoredGroup
+from grpo_cli.types import GIVEN, Batch, Finish, Group, ScoredGroup
 
 # A name in angle brackets stands for one word, or for a number where the name is `k`.
 METRICS: Mapping[str, str] = {
-    "reward/mean": "Mean total reward over all rollouts of every prompt, those with a hint too, before selection. As "
-    "all of reward/*, group/* and response/* but the figures of what was kept, it is of rollouts made in the step: "
-    "what is replayed or was held says nothing of the policy as it is, so a step that trains on held groups alone has "
-    "no such means.",
+    "reward/mean": "Mean total reward over all n rollouts of every prompt, before any selection. As all of reward/*, "
+    "group/* and response/* but the figures of what was kept, it is of rollouts made in the step: what was held says "
+    "nothing of the policy as it is, so a step that trains on held groups alone has no such means.",
     "reward/std": "Standard deviation of the total reward over all rollouts of the step; exactly 0 if all are equal.",
-    "reward/kept_mean": "Mean total reward over the rollouts that were trained on (as rollouts/trained counts them), "
-    "replayed ones included; selection biases it.",
+    "reward/kept_mean": "Mean total reward over the rollouts that were trained on (as rollouts/trained counts them); "
+    "selection biases it.",
     "reward/<part>": "Mean of this part of the reward over the rollouts that have it.",
     "group/zero_std": "Share of groups whose rewards are all exactly equal, from which an advantage that compares "
     "within a group learns nothing; one rollout alone is no group.",
     "group/mixed": "Number of groups whose rewards differ: the yardstick at equal tokens, but for advantages that "
     "learn from even groups too (beta, a2po).",
     "group/zero_std_kept": "The same share after selection, among the rollouts that were chosen, before a correction "
-    "or a credit took any of them out of the policy loss.",
+    "took any of them out of the policy loss.",
     "response/length_mean": "Mean number of tokens per rollout, with the end-of-sequence token and, in an episode of "
     "several turns, with what the environment answered.",
     "response/length_max": "Number of tokens of the longest rollout of the step.",
@@ -44,25 +43,12 @@ METRICS: Mapping[str, str] = {
     "collect/problems": "Problems that rollouts were made of in the step.",
     "collect/rollouts_min": "Fewest rollouts of a problem in the step.",
     "collect/rollouts_max": "Most rollouts of a problem in the step.",
-    "collect/second_round": "Share of the step's rollouts that collector=dars made in its second round.",
-    "collect/later_rounds": "Share of the step's rollouts that collector=aero made after its first round.",
-    "collect/unsolved": "Problems of the step that no rollout of collector=aero solved.",
-    "collect/carried_rollouts": "Rollouts that collector=partial or sorted leaves for the next step, begun or not.",
+    "collect/carried_rollouts": "Rollouts that collector=partial leaves for the next step, begun or not.",
     "collect/carried_tokens": "Tokens that they have so far.",
     "collect/dropped_groups": "Groups that collector=dynamic made and left out: their answers are all as good, or the "
     "step had enough. What it makes counts in reward/*, group/* and response/* whether it is trained on or not.",
-    "collect/tokens_dropped": "Tokens that were generated for them, or by collector=tail for what it set aside.",
+    "collect/tokens_dropped": "Tokens that were generated for them.",
     "collect/held_groups": "Groups that collector=dynamic holds for the next step.",
-    "collect/long_step": "1 where collector=tail made the step of problems that it had set aside, else 0.",
-    "collect/set_aside": "Problems that collector=tail has set aside so far, for a long step.",
-    "collect/expected_mixed": "Mixed groups that collector=mixed expected of its step; group/mixed is what came.",
-    "collect/hint_share": "Share of a problem's worked solution that collector=hint gave in its second round, mean.",
-    "collect/hinted": "Share of the step's rollouts that collector=nudge or icl had read more than the problem.",
-    "collect/reward_hinted": "Mean reward of the step's rollouts with a hint: another context, or a beginning given.",
-    "collect/reward_plain": "Mean reward of those without.",
-    "collect/branches": "Branches that collector=lookahead began in the step's trees.",
-    "collect/pruned": "Those of them that it gave up, as they stayed close to what they had left.",
-    "collect/repaired": "Share of the rollouts that collector=repair began from a failed one's tokens which are right.",
     "collect/unjudged_groups": "Groups of the step left out as the judge failed for each of their rollouts.",
     "warmup/loss": "Mean negative log-likelihood of a token at sampling.temperature, in a step of train.warmup=sft.",
     "judge/questions": "Questions that task.reward=judge has put to its model since the last step.",
@@ -70,46 +56,24 @@ METRICS: Mapping[str, str] = {
     "judge/retries": "Questions asked again after the server had failed.",
     "judge/failed": "Questions without an answer in the end; what they were about is left out.",
     "collect/<figure>": "A figure that the chosen collector reports about itself.",
-    "curriculum/predicted_mixed": "Mean chance, as curriculum=dps saw it, that a problem of the step would be mixed.",
-    "curriculum/hit": "Share of those problems that some of their rollouts solved and others did not.",
     "curriculum/predicted_rate": "Mean share of right rollouts that curriculum=target expected of the step's problems.",
-    "curriculum/phase": "Size of group whose problems curriculum=profile trains on in this step.",
     "curriculum/<figure>": "A figure that the chosen curriculum reports about itself.",
-    "prune/kept": "Share of the rollouts that had not ended after collector.at tokens which collector=arrol let go on. "
-    "Those that it did not are in none of reward/*, group/* and response/*, but in tokens/generated.",
-    "prune/saved_tokens": "Tokens that the others would have had, if those had as many on average as what went on.",
-    "prune/auc": "Chance that of two rollouts that went on the right one had the higher score from collector=arrol.",
-    "probe/correlation": "Of what advantage=probe predicted of each rollout from itself and its reward, before it has "
-    "learnt from the step; its baseline is made of the others' predictions.",
-    "probe/rows": "Rollouts that advantage=probe has learnt from, in its window of steps.",
-    "credit/weight_max": "Most that credit=gdro had a rollout of the step weigh, where their mean is about 1.",
-    "credit/<figure>": "A figure that the chosen credit reports about itself.",
     "tokens/generated": "Tokens generated for training since the run began.",
     "tokens/trained": "Response tokens trained on since the run began: those with a weight other than 0 in the policy "
-    "loss, once correction and credit have had their say, be their advantage 0 or not. A token counts once a step, "
+    "loss, after the correction, be their advantage 0 or not. A token counts once a step, "
     "however many epochs go over it.",
     "rollouts/generated": "Rollouts generated for training since the run began.",
-    "rollouts/kept_ids": "Mean over a step's tokens of how many ids sampling.top_p and sampling.top_k left.",
     "rollouts/trained": "Rollouts trained on since the run began: those with at least one such token.",
     "loss/total": "The scalar that was minimised: policy loss plus weighted KL, mean over the step's updates.",
     "loss/policy": "The policy-gradient part of the loss.",
     "loss/kl": "Estimated KL divergence from the policy to the reference, before its coefficient.",
-    "loss/distill": "Estimated KL divergence from the policy under eviction to that of the step's start which sees "
-    "all, before correction.distill.",
     "loss/clip_fraction": "Share of the tokens in the loss, whatever their weight, whose policy ratio was clipped.",
-    "loss/clip_mean": "How far from 1 loss=echo lets policy ratios be, mean over the same tokens.",
     "loss/policy_ratio_mean": "Mean over the same tokens of learner probability / old policy probability.",
     "policy/entropy": "Exact entropy, in nats, of the policy's distribution over the next token at "
     "sampling.temperature: mean over trained tokens (as tokens/trained counts them), then over the step's updates, of "
-    "the policy before each. log V if all V tokens are equally likely, 0 if the policy is certain; with "
-    "sampling.kept_set over the ids that sampling.top_p and sampling.top_k left.",
+    "the policy before each. log V if all V tokens are equally likely, 0 if the policy is certain.",
     "optim/lr": "Learning rate of the step, with what optim.ess has taken from it; mean over the step's updates.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the step's updates.",
-    "optim/baseline": "With optim.baseline=opob what is subtracted from advantages, mean over groups.",
-    "gauge/noise_trace": "Estimated variance of a rollout's gradient, summed over weights; an average over steps.",
-    "gauge/noise_signal": "Estimated squared norm of the gradient without noise.",
-    "gauge/noise_scale": "Their ratio, if above 0: rollouts in an update below which most of it is noise.",
-    "gauge/changed": "Share of weights whose bfloat16 bits the update has changed.",
     "optim/skipped_steps": "Updates skipped since the run began because the loss or the gradient was not finite.",
     "optim/empty_steps": "Steps without an update since the run began: nothing was left to train on, or no gradient.",
     "mismatch/ratio_mean": "Mean over all drawn tokens of old policy (no dropout) / sampler probability; 1 if equal.",
@@ -120,15 +84,10 @@ METRICS: Mapping[str, str] = {
     "mismatch/rejected": "Share of rollouts that the correction took out of the loss altogether.",
     "mismatch/masked_tokens": "Share of response tokens that the correction took out of the loss.",
     "mismatch/weight_mean": "Mean importance weight over the response tokens left in the loss.",
-    "mismatch/gated": "Share of rollouts that correction=ftis left out: no better than others, and far off.",
+    "mismatch/gated": "Share of rollouts that the correction left out: no better than others, and far off.",
     "mismatch_trained/<figure>": "mismatch/* over the trained rollouts alone, in its place where those are fewer "
     "than all and the correction rejects none: then no forward pass is made for the others.",
-    "replay/groups": "Groups of earlier steps, or of other runs, that the step has trained on besides its own.",
-    "replay/age_mean": "By how many updates the oldest token of such a group is older than the step, on average; none "
-    "for groups of other runs.",
-    "replay/rescued": "Groups of the step without a success that replay.rescue has given a stored one.",
-    "replay/<figure>": "A figure that the chosen replay reports about itself.",
-    "off/token_share": "Share of the trained tokens that weights of earlier updates, or of other runs, have drawn.",
+    "off/token_share": "Share of the trained tokens that weights of earlier updates have drawn.",
     "off/lag_mean": "By how many updates the run's weights that drew a trained token are older, on average.",
     "off/lag_max": "The largest of those numbers.",
     "off/given_share": "Share of the trained tokens that nobody drew: they were given.",
@@ -149,9 +108,6 @@ METRICS: Mapping[str, str] = {
     "engine/worker_tokens_per_second_least": "Tokens per second of the slowest worker, while it was at work.",
     "engine/worker_tokens_per_second_most": "Tokens per second of the fastest worker, while it was at work.",
     "engine/requests_again": "Requests that were dealt a second time, because their worker was lost.",
-    "engine/draft_passes": "Of decode_steps, those that checked guessed tokens (engine.draft).",
-    "engine/drafted_tokens": "Guessed tokens that they checked.",
-    "engine/draft_kept": "Share of them that were the tokens drawn.",
     "engine/<detail>": "A detail that the chosen engine, scheduler or sparsity reports about itself.",
     "predictor/kendall_tau": "Rank agreement of predicted and true lengths, from -1 to 1.",
     "predictor/mean_absolute_error": "Mean absolute difference of predicted and true lengths, in tokens.",
@@ -161,7 +117,6 @@ METRICS: Mapping[str, str] = {
     "time/logprobs": "Seconds of this step spent on log-probabilities that need no gradient.",
     "time/update": "Seconds of this step spent on forward, backward and optimizer.",
     "time/policy_logprobs": "Of time/logprobs, what the policy's own took.",
-    "time/readout": "Of time/logprobs, what the pass took that reads entropies or hidden states for a rule.",
     "time/ref_logprobs": "Of time/logprobs, what the reference's took.",
     "time/forward": "Of time/update, what the passes forward took.",
     "time/backward": "Of time/update, what the passes backward took.",
@@ -183,11 +138,6 @@ METRICS: Mapping[str, str] = {
     "eval/pass@<k>": "Probability that at least one of k sampled answers is right, unbiased, mean over problems.",
     "eval/pass@<k>_low": "Lower end of the 95 % interval of that pass@k.",
     "eval/pass@<k>_high": "Upper end of the 95 % interval of that pass@k.",
-    "search/accuracy": "Share of problems solved by the answer that search= chose, beside greedy eval/accuracy.",
-    "search/accuracy_low": "Lower end of the 95 % interval of search/accuracy.",
-    "search/accuracy_high": "Upper end of the 95 % interval of search/accuracy.",
-    "search/tokens": "Tokens that the search drew for a problem, in all its replies, mean: compare at equal ones.",
-    "search/sequential": "Those of them that had to be drawn one after the other, mean over problems.",
     "eval/length_mean": "Mean number of tokens of the answers generated in evaluation.",
 }
 
@@ -199,8 +149,6 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     if not rollouts:
         return {"group/mixed": 0.0}
     lengths = [len(rollout) for rollout in rollouts]
-    sets = [rollout.kept for rollout in rollouts if rollout.kept is not None]
-    tokens = sum(len(one.counts) for one in sets)
     totals = np.concatenate([group.totals for group in groups])
     return {
         "reward/mean": float(totals.mean()),
@@ -212,7 +160,6 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),
         "response/truncated": sum(rollout.finish is Finish.LENGTH for rollout in rollouts) / len(rollouts),
-        **({"rollouts/kept_ids": sum(len(one.ids) for one in sets) / tokens} if tokens else {}),
     }
 
 
@@ -245,22 +192,13 @@ def reuse_metrics(batch: Batch) -> dict[str, float]:
         return {}
     trained = batch.trained_mask
     lags = batch.lags.clamp(min=0) * trained
-    tokens, given, foreign = (int((trained & of).sum()) for of in (True, batch.lags == GIVEN, batch.lags == FOREIGN))
+    tokens, given = int(trained.sum()), int((trained & (batch.lags == GIVEN)).sum())
     return {
-        "off/token_share": (int((lags > 0).sum()) + foreign) / max(tokens, 1),
-        "off/lag_mean": int(lags.sum()) / max(tokens - given - foreign, 1),
+        "off/token_share": int((lags > 0).sum()) / max(tokens, 1),
+        "off/lag_mean": int(lags.sum()) / max(tokens - given, 1),
         "off/lag_max": float(lags.max()),
         "off/given_share": given / max(tokens, 1),
     }
-
-
-def replay_metrics(replayed: Sequence[ScoredGroup], version: int) -> dict[str, float]:
-    """How many groups were replayed, and how old their oldest tokens are, in updates before `version`; empty if there
-    are none. Groups of other runs have no age."""
-    drawn = [[s.version for r in group.rollouts for s in r.spans if s.version >= 0] for group in replayed]
-    ages = [version - min(versions) for versions in drawn if versions]
-    found = {"replay/groups": float(len(replayed))} if replayed else {}
-    return found | ({"replay/age_mean": sum(ages) / len(ages)} if ages else {})
 
 
 def of_trained(mismatch: Mapping[str, float]) -> dict[str, float]:

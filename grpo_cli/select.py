@@ -19,12 +19,11 @@ from torch import Tensor
 from grpo_cli.interfaces import AdvantageFn, DownsampleRule
 from grpo_cli.rules.downsample import choose
 from grpo_cli.support.facts import taken
-from grpo_cli.types import AdvantageInputs, Batch, Readout, ScoredGroup
+from grpo_cli.types import AdvantageInputs, Batch, ScoredGroup
 
 NOT_CHOSEN = "not chosen by the down-sample rule"
 CUT_OFF = "cut off: left out by train.truncated"
 NO_TOKEN = "empty: no response token"
-NO_CREDIT = "credit: no weight for any of the tokens that the correction left"
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,11 @@ def select(
     advantage: AdvantageFn,
     rng: np.random.Generator,
     count_rejected: bool,
-    readout: Readout | None = None,
 ) -> Selection:
     """Choose `keep` rollouts of a group, fewer if fewer are left, and compute their advantages.
 
     `rejections` says of each rollout why it is rejected, empty if it is not. With `count_rejected` the
-    rewards of the rejected still belong to the group's statistics (they were drawn from the same policy). `readout` has
-    the group's rows.
+    rewards of the rejected still belong to the group's statistics (they were drawn from the same policy).
     """
     size = len(group.rollouts)
     left = [index for index in range(size) if not rejections[index]]
@@ -71,7 +68,7 @@ def select(
     candidates = left if keep < size else baseline
     chosen = [candidates[place] for place in choose(rule, group.take(candidates), keep, rng)]
     totals = torch.tensor(group.totals)
-    inputs = AdvantageInputs(group, tuple(chosen), tuple(baseline), readout)
+    inputs = AdvantageInputs(group, tuple(chosen), tuple(baseline))
     answer = torch.zeros(0)
     if chosen:
         answer = advantage(totals[chosen], totals[baseline], **taken(advantage, inputs=inputs))
@@ -91,7 +88,7 @@ def settled(selected: Sequence[Selection], batch: Batch, rejections: Sequence[st
         reasons = list(selection.reasons)
         for index in selection.indices:
             is_in, some, why = next(rows)
-            reasons[index] = "" if is_in else reasons[index] or why or (NO_CREDIT if some else NO_TOKEN)
+            reasons[index] = "" if is_in else reasons[index] or why or NO_TOKEN
         found.append(replace(selection, reasons=tuple(reasons)))
     return found
 
@@ -102,22 +99,6 @@ def row_weights(selected: Sequence[Selection]) -> Float[Tensor, "K"]:
     counts = [len(selection.indices) for selection in selected if selection.indices]
     mean = sum(counts) / len(counts)
     return torch.tensor([mean / count for count in counts for _ in range(count)])
-
-
-def plain_rows(selected: Sequence[Selection]) -> tuple[list[int], list[int]]:
-    """Where those rows of `learner.batch.plainly` are, behind all of the groups', whose rollouts are trained on; and
-    which of the selected rows each repeats."""
-    rows, repeats, place = [], [], sum(len(selection.group.rollouts) for selection in selected)
-    first = 0
-    for selection in selected:
-        for index, rollout in enumerate(selection.group.rollouts):
-            if rollout.request.problem is not None:
-                if index in selection.indices and not selection.reasons[index]:
-                    rows.append(place)
-                    repeats.append(first + selection.indices.index(index))
-                place += 1
-        first += len(selection.indices)
-    return rows, repeats
 
 
 def batch_rows(selected: Sequence[Selection]) -> Int[Tensor, "K"]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from grpo_cli.support.ranges import Count, OneOf, Range, Share
+from grpo_cli.support.ranges import Count, OneOf, Range
 
 MOST_SAMPLES = 2**16
 Seed = Annotated[int, Range(0, 2**64 - 1, "NumPy and PyTorch take no other")]
@@ -40,23 +40,20 @@ class SampleSettings:
         return self.top_p < 1.0 or self.top_k > 0
 
     def at(self, temperature: float) -> Sampling:
-        return Sampling(**{**asdict(self), "temperature": temperature, "kept_set": False})
+        return Sampling(**{**asdict(self), "temperature": temperature})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(SampleSettings):
-    """Everything that determines how a completion is drawn. `temperature=0` is greedy. With `kept_set` the ids that
-    truncation left are recorded for each token, so that a learner can renormalise over the same ones."""
+    """Everything that determines how a completion is drawn. `temperature=0` is greedy."""
 
     temperature: Annotated[float, Temperature]
-    kept_set: bool
 
     @classmethod
     def plain(cls, max_new_tokens: int, temperature: float = 1.0) -> Sampling:
         """The model's own distribution: nothing is truncated, and no string ends a completion."""
         return cls(
             temperature=temperature,
-            kept_set=False,
             top_p=1.0,
             top_k=0,
             max_new_tokens=max_new_tokens,
@@ -92,7 +89,6 @@ class ModelSettings:
     gradient_checkpointing: bool
     offload_activations: bool
     quantize: Annotated[str, OneOf(("none", "8bit", "4bit"))]  # of the frozen weights
-    fake_quantize: Annotated[str, OneOf(("none", "int8", "fp8", "int4"))]  # in the learner's passes (`model.rounding`)
     lora: LoraSettings
     adapter: str | None
     eos_tokens: tuple[str, ...]
@@ -131,10 +127,7 @@ class TrainSettings:
     threads: Count | Literal["auto"]
     count_by: Annotated[str, OneOf(("rollout", "prompt"))]
     truncated: Annotated[str, OneOf(("train", "leave_out", "zero"))]
-    label: Annotated[str, OneOf(("answer", "majority"))]
-    plain_weight: Share
     max_generated: Annotated[int | float | None, Range(0, because="it counts tokens; null is no bound", above=True)]
-    history: str | None
     warmup: Annotated[str, OneOf(("none", "sft"))]
     warmup_steps: Count
     warmup_path: str | None
@@ -151,12 +144,11 @@ class OptimSettings:
     warmup_steps: Annotated[int, Range(0)]
     schedule: Annotated[str, OneOf(("constant", "linear", "cosine"))]
     max_grad_norm: Annotated[float, Range(0, 1e15, "AdamW squares gradients, in float32", above=True)]
-    name: Annotated[str, OneOf(("adamw", "adamw8bit", "muon"))]
+    name: Annotated[str, OneOf(("adamw", "adamw8bit"))]
     offload: bool
     park: bool
     ess: Annotated[str, OneOf(("none", "sqrt", "linear"))]
     ess_reference: Annotated[float, Range(0, 1, "it is a share of the rollouts", above=True)]
-    baseline: Annotated[str, OneOf(("none", "opob"))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,11 +177,9 @@ class SplitExamSettings(ExamSettings):
 class RecordSettings:
     rollouts: Annotated[int, Range(-1)]
     tokens: bool
-    gauges: tuple[Annotated[str, OneOf(("noise", "changed"))], ...]
-    gauge_every: Count
 
 
-# Of GPUs whose memory and speed are known (`profile.roofline`).
+# Of GPUs whose memory is known (`profile.gpus`).
 GpuWord = Literal["h200", "h100", "a100_80gb", "a100_40gb", "l40s", "l4", "a10", "t4", "rtx4090", "rtx3090"]
 
 

@@ -1,12 +1,12 @@
-"""One step: rounds of requests -> rollouts -> scored groups, and replayed ones -> verdict -> selected -> batch ->
-updates -> what the rules learn -> record.
+"""One step: rounds of requests -> rollouts -> scored groups -> verdict -> selected -> batch -> updates -> what the
+rules learn -> record.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,22 +19,20 @@ from torch import Tensor
 from grpo_cli.collect import learnt
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.requests import seed_of
-from grpo_cli.interfaces import LossFn, Parts, SameView, Warmup
-from grpo_cli.learner.batch import collate, corrected, minibatches, plainly, rows_of, verdict_on, without_rows
-from grpo_cli.learner.gauges import Gauges
+from grpo_cli.interfaces import Parts, Warmup
+from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on, without_rows
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
-from grpo_cli.learner.readout import layer_read, reads_of
-from grpo_cli.metrics import of_trained, replay_metrics, reuse_metrics
+from grpo_cli.metrics import of_trained, reuse_metrics
 from grpo_cli.runs import layout
-from grpo_cli.select import CUT_OFF, Selection, batch_rows, plain_rows, row_weights, select, settled
+from grpo_cli.select import CUT_OFF, Selection, batch_rows, row_weights, select, settled
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import taken
 from grpo_cli.support.memory import peak_bytes, reserved_bytes
 from grpo_cli.tracking.examples import examples
 from grpo_cli.tracking.progress import Progress, Trained, step_metrics, warmup_metrics
-from grpo_cli.types import Batch, Finish, Group, LossOutput, Readout, Record, ScoredGroup, Totals, Verdict
+from grpo_cli.types import Batch, Finish, Record, ScoredGroup, Verdict
 
 
 class Step:
@@ -46,16 +44,17 @@ class Step:
         self._span = parts.meter.span
         model, train = parts.bench.model, settings.train
         correction = parts.rules.correction
-        self._same_view = correction if isinstance(correction, SameView) else None
-        loss = parts.rules.loss if self._same_view is None else _sum_of(parts.rules.loss, self._same_view.term)
-        gauges = Gauges(settings.record) if settings.record.gauges else None
         self.learner = Learner(
-            model, loss, settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn, gauges
+            model,
+            parts.rules.loss,
+            settings.model,
+            settings.sampling,
+            train,
+            settings.optim,
+            parts.meter,
+            parts.warn,
         )
         self._advantage = partial(parts.rules.advantage, **taken(parts.rules.advantage, history=parts.history))
-        self._read_by_advantage = reads_of(parts.rules.advantage)
-        self._reads = self._read_by_advantage | reads_of(parts.rules.credit)
-        self._layer = layer_read(parts.rules, model)
         self.old_policy = old_policy(correction.prox, correction.prox_window, model, self.learner)
         # With one update per step, and without dropout, the learner's own forward pass gives the old policy's
         # log-probabilities, so that measuring the mismatch can wait for it.
@@ -70,36 +69,29 @@ class Step:
         with self._span("step"):
             version = self.learner.updates
             self.learner.park()
-            fresh = self._fresh(version)
-            collection = self._collection(step, version, fresh, progress)
-            scored = collection.run(self._parts.rules.collector, self._parts.bench.engine)
-            groups = self._with_replayed(scored, self._settings.train.prompts - fresh, version, step)
+            collection = self._collection(step, version, progress)
+            groups = collection.run(self._parts.rules.collector, self._parts.bench.engine)
             made = collection.made
-            again = plainly(groups) if self._settings.train.plain_weight else []
-            everything, verdict = collate([*groups, *again], self._parts.bench.pad_token_id, version), None
+            everything, verdict = collate(groups, self._parts.bench.pad_token_id, version), None
             cut_off = self._cut_off(groups)
             if any(cut_off):
-                everything = without_rows(everything, cut_off + [False] * (len(everything) - len(cut_off)))
-            rejects, readout = self._parts.rules.correction.rejects, None
-            if self._read_by_advantage or (rejects and self._reads):
-                readout = self._read(everything)
-            if rejects:  # then it must be asked before any are chosen
+                everything = without_rows(everything, cut_off)
+            if self._parts.rules.correction.rejects:  # then it must be asked before any are chosen
                 with self._span("logprobs"):
-                    everything, verdict = self._corrected(everything, readout)
-            selected = self._selected(groups, verdict, cut_off, step, readout)
-            trained = self._train_on(selected, everything, verdict, step, progress, readout)
-            told = learnt.observe(self._parts, step, scored, made)
+                    everything, verdict = self._corrected(everything)
+            selected = self._selected(groups, verdict, cut_off, step)
+            trained = self._train_on(selected, everything, verdict, step, progress)
+            told = learnt.observe(self._parts, step, groups, made)
         progress.train_seconds += time.perf_counter() - start
         stats = collection.stats
         metrics = step_metrics(progress, made, stats, trained) | collection.metrics() | told
-        metrics |= replay_metrics(groups[len(scored) :], version)
         metrics["prompts/distinct"] = float(len(self._parts.history))
         metrics["memory/peak_bytes"] = float(peak_bytes(self._parts.bench.device))
         metrics |= reserved_bytes(self._parts.bench.device)
         if stats.generated_tokens:
             metrics["speed/tokens_per_second"] = stats.generated_tokens / collection.rollout_seconds
         record = self._settings.record
-        rows = examples(self._parts.bench.task, made, trained.selected[: len(scored)], record.rollouts, record.tokens)
+        rows = examples(self._parts.bench.task, made, trained.selected, record.rollouts, record.tokens)
         return Record(step, metrics, rows)
 
     def _warmed_up(self, warmup: Warmup, step: int, progress: Progress) -> Record:
@@ -111,37 +103,12 @@ class Step:
         progress.train_seconds += time.perf_counter() - start
         return Record(step, warmup_metrics(progress, updates, batch))
 
-    def _fresh(self, version: int) -> int:
-        """How many new problems the step asks for. UserError if a custom replay leaves none or wants too many."""
-        prompts = self._settings.train.prompts
-        fresh = self._parts.replay.fresh(prompts, version)
-        if not (isinstance(fresh, int) and 1 <= fresh <= prompts):
-            raise UserError(
-                f"replay: fresh(prompts={prompts}, version={version}) answered {fresh!r}: return how many of the "
-                f"problems are to be asked anew, from 1 to {prompts}"
-            )
-        return fresh
-
-    def _with_replayed(
-        self, scored: Sequence[ScoredGroup], count: int, version: int, step: int
-    ) -> Sequence[ScoredGroup]:
-        """The step's own groups and the replayed ones. UserError if a custom replay loses any."""
-        rng = np.random.default_rng(seed_of(self._settings.seed, step, "replay"))
-        groups = self._parts.replay.draw(count, scored, version, rng)
-        shapes = [[(group.prompt, len(group.rollouts)) for group in some] for some in (scored, groups[: len(scored)])]
-        if shapes[0] != shapes[1]:
-            raise UserError(
-                f"replay: draw(count={count}, fresh, ...) answered with groups that do not begin with the "
-                f"{len(scored)} of fresh: return [*fresh, ...], and as many others as count says"
-            )
-        return groups
-
-    def _collection(self, step: int, version: int, prompts: int, progress: Progress) -> StepCollection:
+    def _collection(self, step: int, version: int, progress: Progress) -> StepCollection:
         settings, parts = self._settings, self._parts
         most = settings.train.max_generated
         return StepCollection(
             n=settings.n,
-            prompts=prompts,
+            prompts=settings.train.prompts,
             sampling=settings.sampling,
             seed=settings.seed,
             step=step,
@@ -154,16 +121,7 @@ class Step:
             tokens_left=math.inf if most is None else most - progress.generated_tokens,
             zero_truncated=settings.train.truncated == "zero",
             has_advantage=lambda group: self._has_advantage(group, step),
-            views=self._same_view is not None,
-            read=self._read_in_collection,
-            max_prompt_tokens=parts.bench.max_prompt_tokens,
-            label=settings.train.label,
-            ends=frozenset(parts.bench.ends),
         )
-
-    def _read_in_collection(self, groups: Sequence[Group], reads: Set[str], layer: int | None, last: int) -> Readout:
-        with self._span("readout"):
-            return self.learner.read(collate(groups, self._parts.bench.pad_token_id), reads, layer, last)
 
     def _has_advantage(self, group: ScoredGroup, step: int) -> bool:
         """Whether a rollout that would be trained on has one, as far as is known before a correction is asked."""
@@ -182,20 +140,19 @@ class Step:
         verdict: Verdict | None,
         cut_off: Sequence[bool],
         step: int,
-        readout: Readout | None = None,
     ) -> list[Selection]:
         rules, settings = self._parts.rules, self._settings
-        rejected = verdict.reasons[: len(cut_off)] if verdict else [""] * len(cut_off)
+        rejected = verdict.reasons if verdict else [""] * len(cut_off)
         reasons = iter([CUT_OFF if cut else why for cut, why in zip(cut_off, rejected, strict=True)])
         selected, start = [], 0
         for group in scored:
             end = start + len(group.rollouts)
-            of_group, start = readout and readout.take(slice(start, end)), end
+            start = end
             rng = np.random.default_rng(seed_of(settings.seed, step, group.prompt.id, "downsample"))
             why, counted = [next(reasons) for _ in group.rollouts], rules.correction.count_rejected
             # m = n trains on all, also of a group that is larger than n
             keep = settings.m if settings.m < settings.n else len(group.rollouts)
-            selected.append(select(group, why, keep, rules.downsample, self._advantage, rng, counted, of_group))
+            selected.append(select(group, why, keep, rules.downsample, self._advantage, rng, counted))
         return selected
 
     def _train_on(
@@ -205,7 +162,6 @@ class Step:
         verdict: Verdict | None,
         step: int,
         progress: Progress,
-        readout: Readout | None = None,
     ) -> Trained:
         """Build the batch of what was selected, add the log-probabilities that it lacks, and update with it.
 
@@ -215,17 +171,17 @@ class Step:
             self._warn_of_rejection(step, selected)
             progress.empty_steps += 1
             return Trained((), selected, 0, verdict.metrics if verdict else {}, {})
-        batch, readout, by_credit = self._batch_of(selected, everything, readout)
+        batch = self._batch_of(selected, everything)
         asked_before, rejections = verdict is not None, list[str]()
         with self._span("logprobs"):
-            batch = self._with_dense(self._with_reference(batch))
+            batch = self._with_reference(batch)
             if verdict is None and (self._old_policy_first or self.old_policy.apart):
-                batch, verdict = self._corrected(batch, readout)
+                batch, verdict = self._corrected(batch)
                 rejections += verdict.reasons
         selected = settled(selected, batch, rejections)
         tokens, reuse = int(batch.trained_mask.sum()), reuse_metrics(batch)
         if not tokens:
-            self._warn_of_rejection(step, selected, by_credit)
+            self._warn_of_rejection(step, selected)
         with self._span("update"):
             updates = self._update(batch, step, progress)
         progress.empty_steps += not any(update.moved or update.fault for update in updates)
@@ -236,44 +192,20 @@ class Step:
         of_all = asked_before or len(batch) == len(everything)
         return Trained(updates, selected, tokens, mismatch if of_all else of_trained(mismatch), reuse)
 
-    def _batch_of(
-        self, selected: Sequence[Selection], everything: Batch, readout: Readout | None
-    ) -> tuple[Batch, Readout | None, bool]:
-        """The selected rows, with advantages and each token's weight before a correction; what was read in them; and
-        whether the credit has set all of those weights to 0."""
+    def _batch_of(self, selected: Sequence[Selection], everything: Batch) -> Batch:
+        """The selected rows, with advantages and each token's weight before a correction."""
         advantages = torch.cat([selection.advantages for selection in selected])
-        own, (again, repeats) = batch_rows(selected), plain_rows(selected)
-        if not self._settings.train.plain_weight or not again:
-            again, repeats = [], []
-        source = torch.tensor([*range(len(own)), *repeats], dtype=torch.long)
-        rows = torch.cat([own, torch.tensor(again, dtype=torch.long)])
-        batch = replace(rows_of(everything, rows), advantages=advantages[source])
-        if again:
-            counted = torch.arange(len(source)) < len(own)
-            weights = torch.where(counted, 1.0, self._settings.train.plain_weight)[:, None]
-            batch = replace(batch, counted=counted, weights=batch.weights * weights)
-        if readout is not None:
-            readout = readout.take(rows, batch.input_ids.shape[1])
-        elif self._reads:
-            readout = self._read(batch)
-        credited = self._credited(batch, selected, source, readout)
-        return credited, readout, bool(batch.weights.any()) and not credited.weights.any()
-
-    def _read(self, batch: Batch) -> Readout:
-        with self._span("logprobs"), self._span("readout"):
-            return self.learner.read(batch, self._reads, self._layer)
+        rows = batch_rows(selected)
+        batch = replace(rows_of(everything, rows), advantages=advantages)
+        if self._settings.train.count_by == "prompt":
+            batch = replace(batch, weights=batch.weights * row_weights(selected)[:, None])
+        return batch
 
     def _with_reference(self, batch: Batch) -> Batch:
         if self._parts.reference is None:
             return batch
         with self._span("ref_logprobs"):
             return replace(batch, ref_logprobs=self.learner.logprobs(self._parts.reference, batch))
-
-    def _with_dense(self, batch: Batch) -> Batch:
-        if batch.seen_until is None or self._same_view is None or not self._same_view.needs_dense:
-            return batch
-        dense = self.learner.logprobs(self._parts.bench.model, replace(batch, seen_until=None))
-        return replace(batch, dense_logprobs=dense)
 
     def _settled(self, updates: Sequence[Update], mismatch: Mapping[str, float]) -> Mapping[str, float]:
         """Tell the old policy how the step went, if any weights moved; a loss need not report what it clipped."""
@@ -283,40 +215,21 @@ class Step:
         left = 1.0 - mismatch.get("mismatch/masked_tokens", 0.0)
         return self.old_policy.settle(left * (1.0 - sum(clipped) / len(clipped)))
 
-    def _credited(self, batch: Batch, selected: Sequence[Selection], source: Tensor, readout: Readout | None) -> Batch:
-        """The batch with the weight of each row and token, before a correction changes them. `source` says which of the
-        selected rollouts each row is of."""
-        if self._settings.train.count_by == "prompt":
-            batch = replace(batch, weights=batch.weights * row_weights(selected)[source, None])
-        problems = [selection.group.prompt.id for selection in selected for _ in selection.indices]
-        ids, credit = [problems[row] for row in source], self._parts.rules.credit
-        factors = credit(batch, ids, self._parts.history, **taken(credit, readout=readout))
-        return batch if factors is None else replace(batch, weights=batch.weights * factors)
-
-    def _corrected(self, batch: Batch, readout: Readout | None) -> tuple[Batch, Verdict]:
-        """The batch with the old policy's log-probabilities and the correction applied, and its verdict. A readout has
-        them where the learner is the old policy."""
-        if readout is not None and not self.old_policy.apart:
-            policy = readout.logprobs
-        else:
-            with self._span("policy_logprobs"):
-                policy = self.old_policy.logprobs(batch)
+    def _corrected(self, batch: Batch) -> tuple[Batch, Verdict]:
+        """The batch with the old policy's log-probabilities and the correction applied, and its verdict."""
+        with self._span("policy_logprobs"):
+            policy = self.old_policy.logprobs(batch)
         verdict = self._verdict(batch, policy)
         return corrected(replace(batch, policy_logprobs=policy), verdict), verdict
 
     def _verdict(self, batch: Batch, policy_logprobs: Tensor) -> Verdict:
         return verdict_on(self._parts.rules.correction, batch, policy_logprobs)
 
-    def _warn_of_rejection(self, step: int, selected: Sequence[Selection], by_credit: bool = False) -> None:
+    def _warn_of_rejection(self, step: int, selected: Sequence[Selection]) -> None:
         if all(why == CUT_OFF for selection in selected for why in selection.reasons):
             return self._parts.warn(
                 f"step {step + 1}: every rollout was cut off, and train.truncated=leave_out trains on none of them; "
                 "raise sampling.max_new_tokens, or use train.truncated=train"
-            )
-        if by_credit:
-            return self._parts.warn(
-                f"step {step + 1}: the credit gave no token a weight, so that none of them teaches; with credit=fresh "
-                "collect more that is new, or use credit=none with a correction"
             )
         self._parts.warn(
             f"step {step + 1}: every rollout was rejected by the correction, so that none of them teaches; look at "
@@ -334,7 +247,7 @@ class Step:
         for epoch in range(settings.train.epochs):
             rng = np.random.default_rng(seed_of(settings.seed, step, epoch, "minibatches"))
             for part in minibatches(batch, settings.train.minibatches, rng):
-                if not part.counted_mask.any():
+                if not part.loss_mask.any():
                     continue
                 if self.learner.updates == begun and not self.old_policy.apart:
                     # It has not moved, and is the old policy itself: another pass would differ by rounding and dropout,
@@ -370,12 +283,3 @@ class Step:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({name: value for name, value in vars(batch).items() if value is not None}, path)
         return path
-
-
-def _sum_of(*losses: LossFn) -> LossFn:
-    def total(logprobs: Tensor, batch: Batch, totals: Totals) -> LossOutput:
-        said = [loss(logprobs, batch, totals) for loss in losses]
-        metrics = {name: share for one in said for name, share in one.metrics.items()}
-        return LossOutput(torch.stack([one.loss for one in said]).sum(), metrics)
-
-    return total

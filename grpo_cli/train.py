@@ -8,8 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from grpo_cli.collect import learnt
 from grpo_cli.evaluate import evaluate_with
 from grpo_cli.interfaces import Parts, RecordFiles
@@ -57,10 +55,8 @@ class Trainer:
         self._health = HealthCheck(reuse_is_answered=answered, weighed_parts=weighed_parts)
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, RecordFiles)]
         self._stop = Stop(parts.say)
-        self._said_threads = settings.train.threads != "auto"
-        self._done: Record | None = None  # of the last step that this process finished
         self._chain: dict[str, str] = {}
-        self._state: dict[str, Any] = {}  # as of that step, or of the checkpoint the run resumed from
+        self._resumed = checkpoint is not None
         if checkpoint is not None:
             self._restore(checkpoint)
 
@@ -81,7 +77,6 @@ class Trainer:
                 status = "completed" if self._is_done() else "interrupted"
             except BaseException as error:
                 fault = f"{type(error).__name__}: {error}"
-                self._save_what_is_done()
                 raise
             finally:
                 self._clear_leftovers()
@@ -104,25 +99,22 @@ class Trainer:
 
     def _loop(self) -> None:
         settings, progress = self._settings, self._progress
-        if not self._state:
+        if not self._resumed:
             if self._stop:
                 return self._parts.say("stopped before the first step: there is nothing to save")
-            self._finish(Record(0, self._evaluate()))
-            self._log()
+            self._log(Record(0, self._evaluate()))
             self._save()
         while not self._is_done() and not self._stop:
             with ends_children():
                 record = self._step.run(progress.step, progress)
-            self._say_threads()
             progress.step += 1
             progress.updates = self._learner.updates
             record = replace(record, step=progress.step)
-            self._finish(record)
             last = self._is_done()
             if settings.eval.every and (last or progress.step % settings.eval.every == 0):
-                self._finish(replace(record, metrics={**record.metrics, **self._evaluate()}))
+                record = replace(record, metrics={**record.metrics, **self._evaluate()})
             # The record before the checkpoint: on resume later rows are deleted, but a missing one is never written.
-            self._log()
+            self._log(record)
             if last or self._stop or progress.step % settings.train.checkpoint_every == 0:
                 self._save()
         self._saver.join()
@@ -130,30 +122,10 @@ class Trainer:
             self._save()
             self._saver.join()
 
-    def _say_threads(self) -> None:
-        """Once, after the first update: which numbers are used, if there was a choice."""
-        chosen, most = self._learner.threads, torch.get_num_threads()
-        if self._said_threads or chosen is None or most == 1:
-            return
-        self._said_threads = True
-        decoding = self._parts.bench.engine.facts().get("decode_threads") or most
-        self._parts.say(f"threads: {decoding} for decode steps and {chosen} for updates, of {most}")
-
     def _is_done(self) -> bool:
         train, progress = self._settings.train, self._progress
         spent = train.max_generated is not None and progress.generated_tokens >= train.max_generated
         return progress.step >= train.steps or spent
-
-    def _finish(self, record: Record | None) -> None:
-        """Note that a step is done, and what its checkpoint holds besides weights and optimizer: whatever fails after
-        this may already have changed that. What is known about problems grows with the run: `_save` copies it."""
-        self._done = record
-        self._state = {
-            "progress": dict(vars(self._progress)),
-            "engine": dict(self._parts.bench.engine.state_dict()),
-            "rng": rng_state(),
-            "rules": learnt.mark(self._parts),
-        }
 
     def _evaluate(self) -> dict[str, float]:
         """Metrics of an evaluation; its time counts in `time/eval`, not in the training clock."""
@@ -170,31 +142,34 @@ class Trainer:
         self._progress.best_accuracy = accuracy if best is None else max(best, accuracy)
         return dict(result.metrics)
 
-    def _log(self) -> None:
-        record = self._timed()
+    def _log(self, record: Record) -> None:
+        """Write a step's record, with the time that it took."""
+        record = replace(record, metrics={**record.metrics, **self._parts.meter.take(), **self._saver.take()})
         for tracker in self._parts.trackers:
             tracker.log(record)
         for warning in self._health.check(record.metrics):
             self._parts.warn(warning)
 
-    def _timed(self) -> Record:
-        """The record of the last finished step, with the time it took."""
-        assert self._done is not None, "a step has been finished"
-        return replace(self._done, metrics={**self._done.metrics, **self._parts.meter.take(), **self._saver.take()})
-
     def _save(self) -> None:
         """Save the last finished step; with train.checkpoint=lazy, begin to."""
+        state = self._state()
         with self._parts.meter.span("checkpoint"):
             model, changing = self._parts.bench.model, self._changing()
             frozen = (weight for weight in model.parameters() if not weight.requires_grad)
-            state = {**self._state, "rules": self._state["rules"]()}
             self._saver.save(changing, self._writer(state), frozen)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "progress": dict(vars(self._progress)),
+            "engine": dict(self._parts.bench.engine.state_dict()),
+            "rng": rng_state(),
+            "rules": learnt.state_of(self._parts),
+        }
 
     def _changing(self) -> dict[str, Any]:
         """What updates change: state in the order in which it is saved, and the weights if they are to be copied."""
         state: dict[str, Any] = {"optimizer": self._learner.state_dict()}
         state["schedule"] = schedule_of(self._settings.optim, self._settings.train)
-        state["threads"] = self._learner.threads
         if (old_policy := self._step.old_policy.state_dict()) is not None:
             state["old_policy"] = old_policy
         return {"state": state, "weights": self._parts.bench.model.state_dict() if self._saver.lazy else None}
@@ -217,25 +192,8 @@ class Trainer:
         return write
 
     def _saved(self) -> bool:
-        saved = self._run_dir / layout.CHECKPOINTS / layout.step_folder(self._state["progress"]["step"])
+        saved = self._run_dir / layout.CHECKPOINTS / layout.step_folder(self._progress.step)
         return (saved / layout.COMPLETE).exists()
-
-    def _save_what_is_done(self) -> None:
-        """After a failure: the last finished step, unless it is saved or the weights are half-way to the next. Its
-        record lacks the evaluation that was not finished."""
-        try:
-            self._saver.join()
-        except UserError as error:
-            self._parts.warn(str(error))
-        if self._done is None or self._learner.updates != self._state["progress"]["updates"] or self._saved():
-            return
-        try:
-            for files in self._files:
-                files.log(self._timed())
-            self._save()
-            self._saver.join()
-        except UserError as error:
-            self._parts.warn(f"after the failure, no checkpoint could be saved: {error}")
 
     def _clear_leftovers(self) -> None:
         with suppress(OSError):  # they are never mistaken for complete files
@@ -244,8 +202,7 @@ class Trainer:
     def _restore(self, checkpoint: Path) -> None:
         """Everything but the weights, which are loaded with the model."""
         state = load_state(checkpoint)
-        self._finish(None)
-        fresh = {**self._state, "rules": self._state["rules"](), "threads": 1, "schedule": {}, "old_policy": {}}
+        fresh = {**self._state(), "schedule": {}, "old_policy": {}}
         with damaged(checkpoint):
             require_alike(state, fresh, "state")
             self._progress = Progress(**state["progress"])
@@ -253,12 +210,10 @@ class Trainer:
                 raise ValueError(f"it is of step {self._progress.step}")
             self._learner.updates = self._progress.updates
             self._learner.load_state_dict(state["optimizer"])
-            self._learner.keep_threads(state.get("threads"))
             self._parts.bench.engine.load_state_dict(state["engine"])
-            learnt.put_back(self._parts, state.get("rules", {}))
+            learnt.put_back(self._parts, state["rules"])
             self._step.old_policy.load_state_dict(state.get("old_policy"))
             set_rng_state(state["rng"])
-            self._finish(None)
             self._say_if_the_rate_jumps(state)
         done = self._progress.step * self._settings.train.prompts
         self._parts.say(f"resumed at step {self._progress.step}, next prompt {done + 1} (from {checkpoint})")

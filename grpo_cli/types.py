@@ -49,11 +49,9 @@ class Request:
 
     `held_out` marks one made to measure: nothing may be learned from it, not even how long such rollouts are. One that
     is `cut` ends at a limit below its own: its length says nothing.
-    With `views` it is recorded which keys each token attended to (`Rollout.view`).
     `resumed` is how many tokens at the prompt's end are the rollout's own, made before: how many more it takes says
     little of how long rollouts are. The last `in_turn` of them belong to a turn that has not ended, and a stop string
-    may have begun there. `problem` is what is answered where `prompt`, which is read, is another context of it; None:
-    the prompt is the problem's own.
+    may have begun there.
     """
 
     prompt: Prompt
@@ -63,38 +61,24 @@ class Request:
     held_out: bool = False
     resumed: int = 0
     in_turn: int = 0
-    views: bool = False
-    problem: Prompt | None = None
-    cut: bool = False
-
-    @property
-    def about(self) -> Prompt:
-        """The problem: what groups, answers and history go by, whatever is read."""
-        return self.prompt if self.problem is None else self.problem
 
     @property
     def teaches_length(self) -> bool:
         """Whether a predictor may learn from how long the answer is."""
-        return not (self.held_out or self.resumed or self.cut)
+        return not (self.held_out or self.resumed)
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """`count` more rollouts of one problem, each with its own random stream.
-
-    They read `context`, which has an id of its own, in place of the problem's prompt, and begin with the tokens of
-    `prefix`, which are given and count in `sampling.max_new_tokens`.
-    """
+    """`count` more rollouts of one problem, each with its own random stream."""
 
     prompt: Prompt
     count: int
-    context: Prompt | None = None
-    prefix: tuple[int, ...] = ()
 
 
-# In place of a version, and of the number of updates by which a token is older: nobody drew it; another run did, whose
-# updates are no measure of ours; or it is what the environment answered, and is read but never trained on.
-GIVEN, FOREIGN, ENVIRONMENT = -1, -2, -3
+# In place of a version, and of the number of updates by which a token is older: nobody drew it; or it is what the
+# environment answered, and is read but never trained on.
+GIVEN, ENVIRONMENT = -1, -2
 
 
 @dataclass(frozen=True)
@@ -106,41 +90,6 @@ class Span:
 
 
 @dataclass(frozen=True)
-class KeptSets:
-    """Which ids truncation left for each token of a rollout, one token's after the other, and how many (`counts`; 0: it
-    was not drawn so). Both are int32 as bytes: exact in any precision, and a value that can be compared."""
-
-    ids: bytes
-    counts: bytes
-
-    @classmethod
-    def of(cls, sets: Sequence[np.ndarray]) -> KeptSets:
-        ids = np.concatenate([np.zeros(0, np.int32), *sets]).astype(np.int32)
-        return cls(ids.tobytes(), np.array([len(one) for one in sets], dtype=np.int32).tobytes())
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.frombuffer(self.ids, np.int32), np.frombuffer(self.counts, np.int32)
-
-
-NEVER = 2**31 - 1  # what is never evicted
-
-
-@dataclass(frozen=True)
-class View:
-    """What the tokens of a rollout attended to: the key of each position was seen from its own token on until that of
-    position `until`, which no longer saw it. int32 [layers, key-value heads, T] as bytes, as in `KeptSets`."""
-
-    until: bytes
-    layers: int
-    heads: int
-
-    @property
-    def array(self) -> np.ndarray:
-        return np.frombuffer(self.until, np.int32).reshape(self.layers, self.heads, -1)
-
-
-@dataclass(frozen=True)
 class Rollout:
     """One completion, or an episode of several turns. `token_ids` ends with the end-of-sequence token when `finish` is
     `EOS`.
@@ -149,8 +98,7 @@ class Rollout:
     from (temperature, truncation and evicted KV entries included), and NaN for a token that was given. `kept_kv` is the
     most response tokens whose KV the engine held for this rollout in any layer. `spans` says which weights drew which
     tokens and which are the environment's; an engine says no more than the latter, with version 0 for what it drew, and
-    nothing where all is drawn. The step that asked knows the version. `kept` is there if `sampling.kept_set` asked,
-    `view` if its request did and something was evicted.
+    nothing where all is drawn. The step that asked knows the version.
     """
 
     request: Request
@@ -159,8 +107,6 @@ class Rollout:
     finish: Finish
     kept_kv: int
     spans: tuple[Span, ...] = ()
-    kept: KeptSets | None = None
-    view: View | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -197,16 +143,6 @@ class Rollout:
         return len(parts[-1][1]) if parts and not parts[-1][0] else 0
 
     @property
-    def given(self) -> int:
-        """Tokens with which it was given to begin."""
-        return self.spans[0].count if self.spans and self.spans[0].version == GIVEN else 0
-
-    @property
-    def unaided(self) -> bool:
-        """True if the model read the problem alone, and was given no beginning."""
-        return self.request.problem is None and not self.given
-
-    @property
     def num_drawn(self) -> int:
         """Tokens without the environment's."""
         return sum(map(len, self.turns))
@@ -236,8 +172,7 @@ class Round:
 
     `resumed` are groups of this step or an earlier one whose partial rollouts go on, each as the same sample with the
     same random stream. Once `enough` of the step's groups are complete, the round ends and unfinished rollouts come
-    back partial; None: it ends when all are finished. With `limit` a rollout that has so many tokens comes back
-    partial. `held` are whole groups of earlier steps, as they
+    back partial; None: it ends when all are finished. `held` are whole groups of earlier steps, as they
     were judged then, which join those of this step.
     """
 
@@ -245,7 +180,6 @@ class Round:
     resumed: tuple[Group, ...] = ()
     enough: int | None = None
     held: tuple[ScoredGroup, ...] = ()
-    limit: int | None = None
 
 
 # Beyond it (either side of 0) float64 cannot represent every integer, and many squares overflow float32.
@@ -296,11 +230,6 @@ class ScoredGroup:
             rewards=tuple(self.rewards[i] for i in indices),
         )
 
-    @property
-    def unaided(self) -> ScoredGroup:
-        """The group with only the rollouts that say how well the model solves the problem by itself."""
-        return self.take([place for place, rollout in enumerate(self.rollouts) if rollout.unaided])
-
     @cached_property
     def totals(self) -> np.ndarray:
         """The total rewards, float64, one per rollout."""
@@ -321,28 +250,6 @@ class ScoredGroup:
 
 
 @dataclass(frozen=True)
-class Readout:
-    """What one pass of the policy, before a step's updates, has read in rollouts: a row each, on the CPU, without
-    gradient. What no part of the run reads is None.
-
-    `entropies` are in nats, of the distribution that each token was predicted from at the sampling temperature, and
-    `top_ids` and `top_probs` its two likeliest tokens, the first first; all are 0 outside responses, as `logprobs` are.
-    `features` are the means of a layer's hidden states over the last tokens of the prompt, then of the response.
-    """
-
-    logprobs: Float[Tensor, "B T"]
-    entropies: Float[Tensor, "B T"] | None = None
-    top_ids: Int[Tensor, "B T 2"] | None = None
-    top_probs: Float[Tensor, "B T 2"] | None = None
-    features: Float[Tensor, "B F"] | None = None
-
-    def take(self, rows: Int[Tensor, "K"] | slice, width: int | None = None) -> Readout:
-        """Only these rows, and the first `width` places of each."""
-        fields = {name: value for name, value in vars(self).items() if value is not None}
-        return Readout(**{k: v[rows] if k == "features" else v[rows, :width] for k, v in fields.items()})
-
-
-@dataclass(frozen=True)
 class AdvantageInputs:
     """What an advantage may use beyond rewards: the whole group, which of its rollouts are kept, which ones' rewards
     are passed as the group's, and what was read in its rollouts, if an advantage reads."""
@@ -350,7 +257,6 @@ class AdvantageInputs:
     group: ScoredGroup
     kept: tuple[int, ...]
     baseline: tuple[int, ...]
-    readout: Readout | None = None
 
 
 @dataclass(frozen=True)
@@ -364,12 +270,7 @@ class Batch:
     since the step began: its own detached log-probabilities are the old policy's. Advantages are 0 until the rows that
     are trained on have been selected.
     `lags` is by how many updates the weights that drew a token are older than those at the start of the step, `GIVEN`
-    (-1) or `FOREIGN` (-2) where there is no such number; None: all are of now.
-    Where truncation left some ids only, log-probabilities are over those: `kept_ids[start:end]` with the token's start
-    and end in `kept_bounds`, all ids where these are equal. The ids are a pool that parts of a batch share.
-    `seen_until` says of each position, layer and key-value head from which position on its key is no longer seen; None:
-    all are. `dense_logprobs` are the policy's of the step's start, which saw all, if a correction asks for them.
-    Rows that are not `counted` teach, and are in no divisor of the loss nor in a mean of it; None: all are.
+    (-1) where there is no such number; None: all are of now.
     """
 
     input_ids: Int[Tensor, "B T"]
@@ -382,25 +283,14 @@ class Batch:
     advantages: Float[Tensor, "B"]
     lengths: Int[Tensor, "B"]  # prompt + response tokens of each row
     lags: Int[Tensor, "B T"] | None = None
-    kept_ids: Int[Tensor, "K"] | None = None
-    kept_bounds: Int[Tensor, "B T 2"] | None = None
-    seen_until: Int[Tensor, "B T L H"] | None = None
-    dense_logprobs: Float[Tensor, "B T"] | None = None
-    counted: Bool[Tensor, "B"] | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
     @property
     def trained_mask(self) -> Bool[Tensor, "B T"]:
-        """The tokens that are trained on: those with a weight in the policy loss, even if their advantage is 0. Rows
-        that are not counted have none."""
-        return self.counted_mask & (self.weights != 0)
-
-    @property
-    def counted_mask(self) -> Bool[Tensor, "B T"]:
-        """The tokens of `loss_mask` that divisors and means count."""
-        return self.loss_mask if self.counted is None else self.loss_mask & self.counted[:, None]
+        """The tokens that are trained on: those with a weight in the policy loss, even if their advantage is 0."""
+        return self.loss_mask & (self.weights != 0)
 
     @property
     def drawn_mask(self) -> Bool[Tensor, "B T"]:

@@ -7,11 +7,11 @@
 #     scripts/reproduce.sh sparse_rl           training on rollouts from evicted caches, against dense (arXiv 2601.10079)
 #     scripts/reproduce.sh frontier_a          which problems, and how often: curricula, collectors, small groups
 #     scripts/reproduce.sh dapo                asking until enough groups teach, at equal tokens (arXiv 2503.14476)
-#     scripts/reproduce.sh rivals              AERO, the shortest; partial, tail, sorted; shadow masks
+#     scripts/reproduce.sh rivals              AERO, the shortest; partial, tail, sorted
 #     scripts/reproduce.sh rivals_long         eviction that bites: 64 or 40 keys of replies of up to 350 tokens
-#     scripts/reproduce.sh frontier_b          reused tokens: partial rollouts, replay, corrections, optim.ess
-#     scripts/reproduce.sh frontier_c          the model read while it writes, other words, searches at evaluation
-#     scripts/reproduce.sh frontier_d          rollouts by rounded weights; lookahead trees
+#     scripts/reproduce.sh frontier_b          reused tokens: partial rollouts, corrections, optim.ess
+#     scripts/reproduce.sh frontier_c          few rollouts of many problems; imitation where nothing is solved
+#     scripts/reproduce.sh frontier_d          rollouts by rounded weights
 #
 # The same of a real model of 135 M parameters, which scripts/get_smollm2.sh makes:
 #

@@ -165,3 +165,13 @@ def group_of(prompt: Prompt, solved: int, tried: int = 8) -> ScoredGroup:
 
 def problems(count: int) -> list[Prompt]:
     return [Prompt(f"q{i}", (i,), "") for i in range(count)]
+
+
+class InOrder:
+    """The problems as they are, once."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+
+    def pick(self, step: int, count: int, without: Any) -> Sequence[Prompt]:
+        return [prompt for prompt in self._prompts if prompt.id not in without][:count]

@@ -117,7 +117,6 @@ def make_engine(model: Any, **parts: Any) -> TorchEngine:
         "compile": None,
         "threads": "auto",
     }
-    defaults |= {"quantize": "none", "draft": "none"}
     return TorchEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
 
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import scored
 
-from grpo_cli.methods import dr_grpo, lightning_rl, mc_grpo, rloo, xrpo
+from grpo_cli.experimental import lightning_rl, mc_grpo, xrpo
+from grpo_cli.methods import dr_grpo, rloo
 from grpo_cli.rules import advantage
 from grpo_cli.select import select
 from grpo_cli.support.errors import UserError

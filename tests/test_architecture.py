@@ -30,6 +30,7 @@ engine/torch/
 learner/ engine/generate/ engine/vllm/ engine/ray/ select report/
 collect/ tracking/
 methods/
+experimental/
 config/
 sweep/ evaluate step
 train
@@ -38,7 +39,7 @@ profile/
 cli/
 __main__
 """
-MOST_ROOMS = 28
+MOST_ROOMS = 29
 
 DOORS = {
     "hydra": {"cli/", "config/", "experiment", "sweep/", "profile/"},
@@ -146,15 +147,23 @@ def test_published_methods_are_named_by_their_yaml_alone():
     users = {
         module for module, file in modules().items() for other in own_imports(file) if other.startswith("methods/")
     }
-    assert {module for module in users if not module.startswith("methods/")} == set()
+    assert {module for module in users if not module.startswith(("methods/", "experimental/"))} == set()
+
+
+def test_the_core_imports_nothing_experimental_and_names_none_of_its_choices():
+    core = {module: file for module, file in modules().items() if not module.startswith("experimental/")}
+    assert [module for module, file in core.items() if "experimental" in str(own_imports(file))] == []
+    files = (PACKAGE / "experimental" / "conf").glob("*/*.yaml")
+    named = re.compile(rf"\b({'|'.join(f'{file.parent.name}={file.stem}' for file in files)})\b")
+    assert {module: named.findall(file.read_text("utf-8")) for module, file in core.items()} == dict.fromkeys(core, [])
 
 
 def test_a_method_says_its_source_and_what_was_measured_of_it():
     for module, file in modules().items():
-        if module.startswith("methods/"):
+        if module.startswith(("methods/", "experimental/")) and module != "experimental/apportion":
             said = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
             assert re.search(r"^(Not measured|Measured: scripts/\S+\.md)", said, re.MULTILINE), module
-            assert "arXiv" in said or module == "methods/lightning_rl", module
+            assert "arXiv" in said or module == "experimental/lightning_rl", module
             assert all((PACKAGE.parent / page).is_file() for page in re.findall(r"scripts/\S+\.md", said)), module
 
 
@@ -169,6 +178,7 @@ OTHER_MEANING = {
     "config/together": {"none"},  # a value of model.quantize
     "config/overrides": {"hf"},  # whose YAML lists every setting of a model
     "config/auto": {"hf", "none"},  # none: a value of model.autocast
+    "config/removed": {"none"},  # a value of settings that are gone
     "train": {"none"},  # a value of optim.ess
     "profile/from_settings": {"none", "profile"},  # values of model.quantize; a field of the settings
 }
@@ -179,7 +189,11 @@ def test_parts_are_asked_and_not_known_by_the_names_of_their_choices():
     names = {file.stem for file in files}
     wrong = []
     for module, node in definitions(ast.Constant):
-        if module.startswith(KNOWS_NO_CHOICE) and node.value in names - OTHER_MEANING.get(module, set()):
+        if (
+            module.startswith(KNOWS_NO_CHOICE)
+            and not module.startswith("experimental/")
+            and node.value in names - OTHER_MEANING.get(module, set())
+        ):
             wrong.append(f"{module}, line {node.lineno}: {node.value!r}")
     assert wrong == []
 

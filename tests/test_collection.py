@@ -331,7 +331,7 @@ def test_rules_that_learn_are_not_exchanged_on_the_way(tmp_path: Path) -> None:
 
 LEARNING = [
     (group, choice)
-    for group in ("curriculum", "collector", "replay", "credit")
+    for group in ("curriculum", "collector")
     for choice in choices(group)
     if hasattr(hydra.utils.get_object(shipped(group, choice)["_target_"]), "load_state_dict")
 ]

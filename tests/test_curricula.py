@@ -21,7 +21,7 @@ from grpo_cli.collect.candidates import CandidateOrder
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.config.check import check
 from grpo_cli.config.instantiate import make
-from grpo_cli.history import PROFILED, History, Visit
+from grpo_cli.history import History, Visit
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt
 
@@ -195,14 +195,6 @@ def test_what_was_predicted_of_a_group_is_told_when_it_ends() -> None:
     again.load_state_dict(rule.state_dict())
     again.pick(1, 1, {"q0"})
     assert again.observe(1, [group_of(prompts[0], 0)]) == {"curriculum/predicted_rate": 0.0}
-
-
-def test_a_profile_gives_dps_its_first_beliefs() -> None:
-    prompts = problems(3)
-    history = History({"q1": [Visit(PROFILED, 4, 8)], "q2": [Visit(PROFILED, 8, 8)]})
-    rule = curriculum("dps", prompts, history=history)
-    assert dense(rule, 3)["chances"][:, 1].tolist() == pytest.approx([1 / 3, 0.4, 0.3])
-    assert ids(rule.pick(0, 1, frozenset())) == ["q1"]
 
 
 # target by hand
@@ -426,7 +418,6 @@ def test_a_task_that_is_never_revisited_is_refused(choice: str) -> None:
     with pytest.raises(UserError, match=f"curriculum={choice} .*steps=24 .*96 times .*train_problems=24.*=epochs"):
         build(steps=24)
     build(steps=25)
-    build(steps=24, history=History({f"q{i}": [Visit(PROFILED, 1, 8)] for i in range(4)}))
 
 
 @pytest.mark.parametrize(

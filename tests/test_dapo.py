@@ -13,9 +13,8 @@ import made
 import numpy as np
 import pytest
 import torch
-from bank import Scripted, collection_of
+from bank import InOrder, Scripted, collection_of
 from small import plain_batch, scored
-from test_collectors import InOrder
 from test_resume import cut_off_and_resumed, records, rows, trained
 from test_train import make_trainer, settings_for
 from tiny_hf import make_tokenizer
@@ -337,7 +336,7 @@ DYNAMIC = (*TRAINED, "collector=dynamic", "collector.most_rounds=5")
 
 
 def test_what_is_dropped_is_told_recorded_and_seen(tmp_path: Path) -> None:
-    trained(tmp_path, *DYNAMIC, "curriculum=dps", "task.train_problems=14", "train.steps=7")
+    trained(tmp_path, *DYNAMIC, "curriculum=target", "task.train_problems=14", "train.steps=7")
     metrics, rollouts = rows(tmp_path), [json.loads(line) for line in records(tmp_path)[1].splitlines()]
     steps = metrics[1:]
     left = [row for row in rollouts if row["reason"] == NOT_TAKEN]
@@ -366,16 +365,6 @@ def test_a_run_goes_on_with_the_groups_that_it_holds_after_a_kill(tmp_path: Path
     assert any(row.get("off/lag_mean") for row in rows(tmp_path / "alone")), "what was held is trained on, and is older"
     with pytest.raises(UserError, match="the checkpoint holds what collector=dynamic has learnt"):
         trained(tmp_path / "cut", *TRAINED, f"resume={tmp_path / 'cut'}", "train.steps=3")
-
-
-def test_what_another_task_does_not_have_is_not_held() -> None:
-    engine, rule = Scripted(lambda request: request.sample == 0), dynamic(surplus=1.0, hold=True)
-    collection_of(engine, InOrder([Prompt(f"p{i}", (0,), "") for i in range(9)]), n=2, prompts=3).run(rule, engine)
-    assert held_of(rule) == ["p3", "p4", "p5"]
-    rule.forget(lambda name, digest: name == "p4")
-    other = dynamic()
-    other.load_state_dict(rule.state_dict())
-    assert held_of(other) == ["p3", "p5"], "as a checkpoint has it"
 
 
 # Replies that were cut off

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import kept_by, scored
 
-from grpo_cli.methods import mc_grpo, pods
+from grpo_cli.experimental import mc_grpo
+from grpo_cli.methods import pods
 from grpo_cli.rules import downsample
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import ScoredGroup

@@ -126,7 +126,7 @@ def test_a_reward_says_which_of_its_parts_is_the_answer_s() -> None:
 def test_each_prompt_is_answered_greedily_once_and_drawn_k_times(tmp_path: Path) -> None:
     task = task_of("jsonl", TOKENIZER, path=file_of(tmp_path), eval_fraction=1.0)
     prompts, engine = list(task.prompts("eval"))[:2], Scripted(half_marked)
-    words = dict(max_new_tokens=5, stop=("x",), max_turn_tokens=None, kept_set=False)
+    words = dict(max_new_tokens=5, stop=("x",), max_turn_tokens=None)
     sampling = Sampling(temperature=0.5, top_p=0.9, top_k=7, **words)
     evaluate(engine, task, prompts, sampling, k=2, seed=3)
     certain = Sampling(temperature=0.0, top_p=1.0, top_k=0, **words)

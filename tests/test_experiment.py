@@ -319,7 +319,7 @@ def test_an_engine_that_lacks_what_a_run_asks_for_is_refused_before_the_first_st
     words = [f"engine._target_={user_module}.Thing", "+engine.own=1", "engine.cuda_graph=false", "run_dir=outputs/x"]
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         settings = parse(hydra.compose("train", words))
-    for word in ("cuda_graph", "packed_weights", "native", "compile", "threads", "quantize", "draft"):
+    for word in ("cuda_graph", "packed_weights", "native", "compile", "threads"):
         del settings.parts["engine"][word]  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="engine: user_rules.Thing has no reads_stop_strings, generate, stats"):
         set_up(prepare(settings), settings.model)
@@ -375,7 +375,7 @@ def test_a_start_rehearses_its_collector_once(command: str, tmp_path: Path, monk
         return rehearsed(collector, n, *others)
 
     monkeypatch.setattr("grpo_cli.config.rehearsal.rehearsed", counted)
-    words = ["n=4", "train.prompts=2", "train.steps=1", "eval.every=0", "sampler.on_oom=halve", "logger=jsonl"]
+    words = ["n=4", "train.prompts=2", "train.steps=1", "eval.every=0", "logger=jsonl"]
     words += ["profile.steps=1", "profile.warmup=0"] * (command == "profile")
     result = CliRunner().invoke(cli.app, [command, *words, f"hydra.run.dir={tmp_path / 'run'}"], prog_name="grpo")
     assert result.exit_code == 0, result.output

@@ -171,16 +171,6 @@ def test_a_card_of_an_earlier_step_says_what_was_known_then(whole: Path, tmp_pat
     assert "| accuracy after | not measured |" in said and "| steps | 0 |" in said
 
 
-def test_an_old_run_is_exported(tmp_path: Path):
-    """Its adapters name a folder of another machine as their base."""
-    run = shutil.copytree(OLD, tmp_path / "old")
-    grpo("export", run, tmp_path / "out", "--merge")
-    said = (tmp_path / "out" / "README.md").read_text()
-    assert "| accuracy before | 0.750 (95 % interval 0.301 to 0.954) |" in said and "    correction=mis\n" in said
-    expected = answers(run, tmp_path / "evaluated")
-    assert generated(tmp_path / "out", list(expected)) == expected
-
-
 def test_a_run_without_a_good_checkpoint_is_refused(run: Path, whole: Path, tmp_path: Path):
     assert "holds no checkpoint; name a run" in refused(tmp_path, tmp_path / "out")
     assert "holds no checkpoint" in refused(tmp_path / "nowhere", tmp_path / "out")

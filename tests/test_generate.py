@@ -215,24 +215,6 @@ def test_episodes_have_the_turns_that_they_have_elsewhere() -> None:
     assert said(played(generating(model), Talk())) == said(played(make_engine(model), Talk()))
 
 
-def test_out_of_memory_the_rest_is_made_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, requests, lines = foreign_model("opt"), some_requests(3, 4, tokens=8), list[str]()
-    expected = list(generating(model).generate(requests))
-    own = model.forward
-
-    def small(*args: Any, **kwargs: Any) -> Any:
-        if kwargs["input_ids"].shape[0] > 3:
-            raise torch.OutOfMemoryError
-        return own(*args, **kwargs)
-
-    halving, failing = (generating(model, lines, sampler=made.full(on_oom=word)) for word in ("halve", "fail"))
-    monkeypatch.setattr(model, "forward", small)
-    assert same(halving.generate(requests), expected)
-    assert [line for line in lines if "on_oom" in line and "3 slots" in line]
-    with pytest.raises(torch.OutOfMemoryError):
-        list(failing.generate(requests))
-
-
 def test_it_says_once_that_it_is_slow_and_what_is_not() -> None:
     lines = list[str]()
     engine = generating(foreign_model("recurrent_gemma"), lines)

@@ -1,9 +1,8 @@
-"""What a run remembers of its problems, whatever they were: figures, copies, and what was seen before training."""
+"""What a run remembers of its problems: figures and copies."""
 
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -11,15 +10,15 @@ import torch
 from bank import group_of, problems
 from hypothesis import given
 
-from grpo_cli.history import KEPT, PROFILED, UNSEEN, History, Marked, Solved, Visit
+from grpo_cli.history import KEPT, UNSEEN, History, Solved, Visit
 
 COUNTS = st.lists(
     st.integers(1, 9).flatmap(lambda tried: st.tuples(st.integers(0, tried), st.just(tried))), max_size=12
 )
 
 
-def visited(counts: list[tuple[int, int]], profile: tuple[int, int] | None = None) -> History:
-    history = History() if profile is None else History({"q0": [Visit(PROFILED, *profile)]})
+def visited(counts: list[tuple[int, int]]) -> History:
+    history = History()
     for step, (solved, tried) in enumerate(counts):
         history.observe(step, [group_of(problems(1)[0], solved, tried)])
     return history
@@ -38,16 +37,16 @@ def test_figures_are_those_of_the_last_visits(counts: list[tuple[int, int]], dec
     assert rate == pytest.approx(sum(shares) / sum(weights) if shares else UNSEEN) and -1e-9 <= rate <= 1 + 1e-9
 
 
-@given(counts=COUNTS, profile=st.none() | st.just((3, 8)), more=COUNTS)
+@given(counts=COUNTS, more=COUNTS)
 def test_what_is_put_back_is_what_was_and_goes_on_alike(
-    counts: list[tuple[int, int]], profile: tuple[int, int] | None, more: list[tuple[int, int]]
+    counts: list[tuple[int, int]], more: list[tuple[int, int]]
 ) -> None:
-    first, again = visited(counts, profile), History({"q7": [Visit(PROFILED, 1, 1)]})
+    first, again = visited(counts), History({"q7": [Visit(0, 1, 1)]})
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     state = first.state_dict()
     again.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
-    assert again.state_dict() == state and again.visits("q7") == () and "q7" not in again.profile
+    assert again.state_dict() == state and again.visits("q7") == ()
     for step, (solved, tried) in enumerate(more, len(counts)):
         for history in (first, again):
             history.observe(step, [group_of(problems(1)[0], solved, tried)])
@@ -60,37 +59,3 @@ def test_what_is_put_back_is_what_was_and_goes_on_alike(
 )
 def test_an_outcome_is_of_the_last_visit(solved: int, outcome: Solved) -> None:
     assert visited([(2, 4), (solved, 4)]).outcome("q0") is outcome
-
-
-CHANGES = st.lists(st.tuples(st.sampled_from(["set", "remove", "mark"]), st.integers(0, 4), st.integers(0, 9)))
-
-
-@given(begun=st.dictionaries(st.integers(0, 4), st.integers(0, 9)), changes=CHANGES)
-def test_a_marked_mapping_is_told_as_it_was_whatever_has_changed(begun: dict[int, int], changes: list[Any]) -> None:
-    marked = Marked(begun)
-    told, expected = marked.mark(), dict(begun)
-    for change, key, value in changes:
-        if change == "set":
-            marked[key] = value
-        elif change == "remove" and key in marked:
-            del marked[key]
-        elif change == "mark":
-            told, expected = marked.mark(), dict(marked)
-        assert told() == expected
-
-
-def test_a_mark_tells_a_history_as_it_was() -> None:
-    history = visited([(2, 4)])
-    told, state = history.mark(), history.state_dict()
-    history.observe(1, [group_of(prompt, 1, 4) for prompt in problems(2)])
-    assert told() == state != history.state_dict() and len(history) == 2
-
-
-def test_a_profile_is_a_visit_and_stays_known_when_it_is_no_longer_one_of_the_last() -> None:
-    history = visited([], (6, 8))
-    assert history.rate("q0", 0.7) == 0.75 and history.visits("q0") == (Visit(PROFILED, 6, 8),)
-    assert len(history) == 0, "the run itself has visited none"
-    history = visited([(0, 8)] * KEPT, (6, 8))
-    assert history.rate("q0", 1.0) == 0.0 and len(history) == 1
-    assert dict(history.profile) == {"q0": Visit(PROFILED, 6, 8)}
-    assert dict(visited([(6, 8)]).profile) == {}

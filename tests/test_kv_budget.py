@@ -26,7 +26,6 @@ from grpo_cli.engine.kv.padding import round_up
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
 from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.torch.generation import BEHIND
 from grpo_cli.engine.torch.sequence import Parked
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.streaming_llm import Streaming
@@ -308,15 +307,14 @@ def test_memory_is_not_left_idle_while_somebody_waits(scheduler: Any) -> None:
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("behind", [0, 1])
-def test_who_is_put_off_makes_the_same_tokens_again(behind: int) -> None:
+def test_who_is_put_off_makes_the_same_tokens_again() -> None:
     """Lengths that nobody can foresee: 23 short rollouts make place for 9 that all go on to the end."""
     requests = some_requests(prompts=4, n=8, tokens=96)
     limits = [4] * 23 + [96] * 9
     requests = [
         replace(r, sampling=replace(r.sampling, max_new_tokens=m)) for r, m in zip(requests, limits, strict=True)
     ]
-    with patch.multiple(cache, PAGE_BYTES=16 * TOKEN, PAGE_TOKENS=1), patch.dict(BEHIND, cpu=behind):
+    with patch.multiple(cache, PAGE_BYTES=16 * TOKEN, PAGE_TOKENS=1):
         parts: dict[str, Any] = dict(eos_token_ids=(VOCABULARY,))
         wanted = contents(make_engine(MODEL, **parts).generate(requests))
         budget = 3 * least_budget(requests)

@@ -121,7 +121,6 @@ def files(folder: Path) -> dict[str, str]:
     [
         pytest.param(("curriculum=dps", "correction=tis", "correction.prox=ewma"), id="whole"),
         pytest.param(("model.lora.rank=2",), id="adapters", marks=pytest.mark.matrix),
-        pytest.param(("optim.name=muon",), id="muon", marks=pytest.mark.matrix),
     ],
 )
 def test_the_bytes_are_those_of_now(tmp_path: Path, words: tuple[str, ...]) -> None:

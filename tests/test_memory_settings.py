@@ -11,7 +11,7 @@ import pytest
 import torch
 from small import make_engine, small_model, some_requests
 from test_adapters import logits, moved, settings
-from test_train import make_trainer, newest, records_of, settings_for, timeless
+from test_train import records_of, settings_for, timeless
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -20,9 +20,8 @@ from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
 from grpo_cli.learner import learner
-from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, state_bytes
+from grpo_cli.learner.optimizer import make_optimizer, move_state
 from grpo_cli.model.adapters import with_adapters
-from grpo_cli.model.anatomy import ends
 from grpo_cli.model.load import load_model, load_tokenizer, save_pretrained
 from grpo_cli.profile.estimate import OPTIMIZER
 from grpo_cli.profile.from_settings import estimator_of, shapes_of, step_of
@@ -47,71 +46,15 @@ def run_for(folder: Path, *, steps: int = 4, **words: Any) -> RunSettings:
     return replace(settings_for(folder, steps=steps), optim=optim(**words))
 
 
-# Muon
-
-
-def test_muon_moves_hidden_matrices_and_adamw_the_rest() -> None:
-    model, alone = small_model(), small_model()
-    apart = ends(model)
-    names = [name for name, weight in model.named_parameters() if any(weight is one for one in apart)]
-    assert names and all("embed_tokens" in name or "lm_head" in name for name in names)
-    weights, others = [*model.parameters()], [*alone.parameters()]
-    hidden = [weight.dim() == 2 and not any(weight is one for one in apart) for weight in weights]
-    assert 0 < sum(hidden) < len(weights)
-    ours = make_optimizer(weights, optim(name="muon"), apart)
-    matrices = [weight for weight, is_hidden in zip(others, hidden, strict=True) if is_hidden]
-    rest = [weight for weight, is_hidden in zip(others, hidden, strict=True) if not is_hidden]
-    muon = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    adamw = make_optimizer(rest, optim())
-    for step in range(3):
-        with_gradients(weights, step)
-        with_gradients(others, step)
-        ours.step(), muon.step(), adamw.step()
-    assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
-    held = sum(value.nbytes for state in ours.state.values() for value in state.values())
-    assert held == state_bytes(weights, optim(name="muon"), CPU, apart) < state_bytes(weights, optim(), CPU, apart)
-
-
-def test_an_update_of_muon_is_orthogonal_and_as_large_as_one_of_adamw() -> None:
-    """Of a square matrix all singular values are about alike, and the mean square is about (0.2 lr)^2."""
-    weight = nn.Parameter(torch.zeros(64, 64))
-    optimizer = make_optimizer(with_gradients([weight], 0), optim(name="muon", weight_decay=0.0))
-    optimizer.step()
-    values = torch.linalg.svdvals(weight.detach())
-    assert values.max() / values.median() < 2
-    assert weight.detach().square().mean().sqrt() == pytest.approx(0.2 * 1e-2, rel=0.3)
-
-
-def test_a_run_with_muon_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
-    whole = records_of(run_for(tmp_path / "whole", name="muon"))
-    records_of(run_for(tmp_path / "parts", name="muon", steps=2))
-    rest = run_for(tmp_path / "parts", name="muon")
-    again = records_of(rest, checkpoint=newest(tmp_path / "parts"))
-    assert [timeless(record) for record in again] == [timeless(record) for record in whole[-len(again) :]]
-    assert len(again) == 2
-    with pytest.raises(UserError, match="optim.name=muon"):
-        make_trainer(run_for(tmp_path / "parts"), checkpoint=newest(tmp_path / "parts"))
-
-
-def test_muon_does_not_take_the_state_of_adamw() -> None:
-    weights = with_gradients([nn.Parameter(torch.ones(4, 4))], 0)
-    adamw = make_optimizer(weights, optim())
-    adamw.step()
-    with pytest.raises(UserError, match="optim.name=adamw"):
-        load_state(make_optimizer(weights, optim(name="muon")), adamw.state_dict())
-
-
 # The optimizer's state away during rollouts
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_run_whose_state_is_parked_is_the_same_to_the_bit(tmp_path: Path, name: str) -> None:
-    plain, parked = (records_of(run_for(tmp_path / str(park), name=name, park=park)) for park in (False, True))
+def test_a_run_whose_state_is_parked_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    plain, parked = (records_of(run_for(tmp_path / str(park), park=park)) for park in (False, True))
     assert [timeless(record) for record in plain] == [timeless(record) for record in parked]
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_on_a_gpu_all_of_it_goes_to_the_host_and_comes_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_all_of_it_goes_to_the_host_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors: devices and shapes. What is pinned is asked for, and a fake GPU has none to pin."""
     pinned = list[bool]()
     plain = torch.empty_like
@@ -122,7 +65,7 @@ def test_on_a_gpu_all_of_it_goes_to_the_host_and_comes_back(name: str, monkeypat
 
     with FakeTensorMode():
         weights = [torch.zeros(8, 8, device=GPU, requires_grad=True), torch.zeros(8, device=GPU, requires_grad=True)]
-        optimizer = make_optimizer(weights, optim(name=name))
+        optimizer = make_optimizer(weights, optim())
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         optimizer.step()
@@ -192,11 +135,10 @@ def test_a_parked_state_is_planned_to_take_nothing_during_rollouts() -> None:
         _, step = step_of(run, dropout=False)
         return estimator_of(run.settings, shapes, GPU, 0).predict(step).phases
 
-    plain, parked, muon = planned(), planned("optim.park=true"), planned("optim.name=muon")
+    plain, parked = planned(), planned("optim.park=true")
     state = plain["decode"][OPTIMIZER]
     assert state > 0 and parked["decode"][OPTIMIZER] == parked["prefill"][OPTIMIZER] == parked["eval"][OPTIMIZER] == 0
     assert parked["backward"] == plain["backward"] and parked["optimizer"] == plain["optimizer"]
-    assert state / 2 < muon["decode"][OPTIMIZER] < state
 
 
 # Kinds of adapters
@@ -258,7 +200,6 @@ def test_what_is_saved_is_read_and_merged_as_it_was(tmp_path: Path, kinds: dict[
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("optim.name=muon optim.offload=true", "optim.park=true"),
         ("optim.park=true optim.offload=true", "optim.offload=true"),
         ("optim.park=true optim.name=adamw8bit", "optim.name=adamw8bit"),
         ("model.lora.dora=true", "model.lora.rank=16"),

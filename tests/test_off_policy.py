@@ -21,15 +21,14 @@ from test_seams import Spy, quiet
 from test_train import Recorder, make_trainer, records_of, settings_for
 
 from grpo_cli.collect.collection import StepCollection
+from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.rehearsal import try_rules
 from grpo_cli.experiment import build
-from grpo_cli.history import History
 from grpo_cli.learner.batch import collate, corrected, verdict_on
 from grpo_cli.learner.sample_size import effective_share, rate_factor
-from grpo_cli.methods.april import fresh
 from grpo_cli.metrics import reuse_metrics
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -240,24 +239,6 @@ def test_decoupled_weights_have_no_bias_where_only_the_last_token_is_paid_for(la
     value = first @ (policy.logits.log_softmax(dim=1)[1:].exp() * REWARDS.reshape(3, 3)).sum(dim=1)
     (exact,) = torch.autograd.grad(-value, policy.logits)
     assert torch.allclose(found[1:], exact[1:], atol=1e-6)
-
-
-def test_credit_fresh_takes_the_weight_of_old_tokens_and_leaves_given_ones():
-    batch = batch_of(rollout(0, (GIVEN, 1), (3, 2), (5, 1)), rollout(1, (5, 2)))
-    factors = fresh(batch, ["p", "p"], History())
-    assert factors is not None and response(factors)[0] == [1.0, 0.0, 0.0, 1.0] and factors[1].all()
-    assert fresh(batch_of(rollout(0, (5, 2))), ["p"], History()) is None
-
-
-def test_a_step_without_a_new_token_has_nothing_to_teach_under_credit_fresh(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    aged(monkeypatch, lambda one, version: replace(one, spans=(Span(version - 2, len(one)),)))
-    warnings = list[str]()
-    trainer = make_trainer(quiet(settings_for(tmp_path, steps=1)), credit=fresh, warn=warnings.append)
-    trainer._learner.updates = 10
-    assert trainer.fit()["empty_steps"] == 1
-    assert any("the credit gave no token a weight" in text and "credit=none" in text for text in warnings)
 
 
 def test_how_much_is_old_or_given_is_told_of_the_tokens_that_are_trained_on():
@@ -482,3 +463,38 @@ def test_a_correction_of_one_s_own_that_cannot_be_asked_is_refused(kind: str, me
     parts = {**settings.parts, "correction": {"_target_": f"test_off_policy.{kind}"}}
     with pytest.raises(UserError, match=message):
         try_rules(replace(settings, parts=parts))
+
+
+def stored(name: str, rewards: Sequence[float] = (1.0, 0.0), version: int = 0, logprob: float = -1.0) -> ScoredGroup:
+    """Of rollouts of two tokens each."""
+    prompt = Prompt(name, (1, 3), "x")
+    requests = [Request(prompt, sample, 2**64 - 1 - sample, Sampling.plain(8)) for sample in range(len(rewards))]
+    rollouts = tuple(
+        Rollout(r, (4, 5 + r.sample), (logprob,) * 2, Finish.EOS, 2, (Span(version, 2),)) for r in requests
+    )
+    return ScoredGroup(prompt, rollouts, tuple(Reward(r, {"correct": r}, weights={"correct": 1.0}) for r in rewards))
+
+
+def test_a_group_comes_back_from_plain_values_as_it_was() -> None:
+    given = replace(stored("a").rollouts[0], sampler_logprobs=(math.nan, -0.5), spans=(Span(GIVEN, 1), Span(3, 1)))
+    whole = replace(stored("a"), rollouts=(given, replace(given, token_ids=(), sampler_logprobs=(), spans=())))
+    again = from_plain(to_plain(whole))
+    assert math.isnan(again.rollouts[0].sampler_logprobs[0]) and again.rollouts[0].sampler_logprobs[1] == -0.5
+    known = [replace(r, sampler_logprobs=()) for r in again.rollouts]
+    assert known == [replace(r, sampler_logprobs=()) for r in whole.rollouts]
+    assert (again.prompt, again.rewards) == (whole.prompt, whole.rewards)
+
+
+def test_the_ratio_is_to_the_policy_that_drew_a_token() -> None:
+    """A group of version 2 with log-probability -2 beside one of version 5 with -1; the policy now says -1 of all."""
+    batch = collate([stored("a", version=5), stored("b", version=2, logprob=-2.0)], 0, 5)
+    verdict = verdict_on(made.correction("decoupled"), batch, torch.full(batch.weights.shape, -1.0))
+    weights = corrected(batch, verdict).weights
+    assert weights[:2, 2:].tolist() == [[1.0, 1.0]] * 2
+    assert weights[2:, 2:].flatten().tolist() == pytest.approx([math.e] * 4)
+    assert reuse_metrics(batch) == {
+        "off/token_share": 0.5,
+        "off/lag_mean": 1.5,
+        "off/lag_max": 3.0,
+        "off/given_share": 0.0,
+    }

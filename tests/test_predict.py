@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from made import mean_length, prefix_head
 
 from grpo_cli.engine.order.lengths import LengthMeans, kendall_tau, read_trace
 from grpo_cli.engine.order.predict import NoPredictor, Oracle, PrefixHead
-from grpo_cli.rules.ridge import WIDTH
+from grpo_cli.rules.ridge import WIDTH, fit_ridge, narrowed
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Prompt, Request, Rollout
@@ -317,3 +318,18 @@ def test_another_model_s_width_is_refused():
 def test_settings_that_make_no_sense_are_refused_by_name(make, named):
     with pytest.raises(UserError, match=named):
         make()
+
+
+def test_the_ridge_is_the_closed_form() -> None:
+    rng = np.random.default_rng(1)
+    features, targets = rng.standard_normal((30, 4)) * [1, 10, 0.1, 1] + 3, rng.random(30)
+    head = fit_ridge(features, targets, np.array([0.05]))
+    centred = (features - features.mean(0)) / features.std(0)
+    weights = np.linalg.solve(centred.T @ centred + 0.05 * 30 * np.eye(4), centred.T @ (targets - targets.mean()))
+    assert head(features) == pytest.approx(centred @ weights + targets.mean(), abs=1e-12)
+
+
+def test_wide_states_are_looked_at_in_a_few_directions() -> None:
+    states = np.random.default_rng(0).standard_normal((3, 2 * WIDTH))
+    assert narrowed(states).shape == (3, WIDTH) and np.array_equal(narrowed(states), narrowed(states))
+    assert narrowed(states[:, :WIDTH]) is not None and narrowed(states[:, :9]).shape == (3, 9)

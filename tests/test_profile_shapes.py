@@ -28,12 +28,9 @@ from grpo_cli.model.packed import Layout, Tree
 from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.model.varlen import OnProcessor
 from grpo_cli.profile import shapes
-from grpo_cli.profile.advice import of_fit
 from grpo_cli.profile.allocations import ACTIVATIONS, LOGITS, Allocations
 from grpo_cli.profile.estimate import GRADIENTS as HELD
-from grpo_cli.profile.estimate import KINDS, Estimator, Passes, Prediction, StepShape, rows_of, total, with_tokens
-from grpo_cli.profile.operations import Operations, operations_of
-from grpo_cli.profile.roofline import ModelSizes
+from grpo_cli.profile.estimate import KINDS, Estimator, Passes, Prediction, StepShape, rows_of, total
 from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Workload
 from grpo_cli.settings import OptimSettings
 from grpo_cli.types import Prompt
@@ -257,11 +254,11 @@ def test_a_few_layers_stand_for_all_of_them(kind: str, monkeypatch: pytest.Monke
     work, kinds = work_of(some_requests(prompts=2, n=4), 4, 60), (Dense(), SNAPKV)
     engines = [EngineShape(infinite(slots=3), kind, 0) for kind in kinds]
 
-    def found() -> tuple[list[Any], Any]:
+    def found() -> list[Any]:
         model = ShapeModel(load, **({"autocast": "none"} | words))
         passes = [model.train_pass(WAYS[way], rows, later) for later in (False, True)]
         quiet = model.quiet_pass(WAYS[way], rows)
-        return [*passes, quiet, *(model.rollouts(work, engine) for engine in engines)], operations_of(model)
+        return [*passes, quiet, *(model.rollouts(work, engine) for engine in engines)]
 
     few = found()
     monkeypatch.setattr(shapes, "_make", lambda layer: object())  # no two of which are alike
@@ -356,14 +353,6 @@ def test_every_phase_holds_the_optimizer_and_what_lies_beside_the_model():
     }
     assert found["optimizer"][HELD] == sum(p.numel() * 4 for p in model.trained)
     assert all(set(sizes) <= set(KINDS) for sizes in found.values())
-
-
-def test_copies_of_the_gradient_are_held_through_the_update_and_not_before():
-    shape, estimator = plan(some_requests(prompts=2, n=4), 4, 4), Estimator(fake_model(), optimizer=11, other=7)
-    one, four = (estimator.predict(replace(shape, gradients=copies)).phases for copies in (1, 4))
-    more = {phase: total(four[phase]) - total(one[phase]) for phase in one}
-    weights = sum(p.numel() * 4 for p in fake_model().trained)
-    assert more == {phase: 3 * weights * (phase in ("forward", "backward", "optimizer")) for phase in one}
 
 
 def test_graphs_keep_slots_and_copies_of_weights_through_the_update():
@@ -552,60 +541,6 @@ def test_an_evaluation_is_predicted_with_the_rows_that_it_has_at_a_time():
         for asked in (many[:200], many)
     ]
     assert held[1] < 1.3 * held[0], "200 rows each, though there are 500 rollouts"
-
-
-# Two layers: queries and output 32 x 32, keys and values 16 x 32, three of 32 x 64; a head of 24 x 32. A weight is two
-# operations, and so is each of the 4 heads' 8 numbers, in a query's product with a key and in its share of a value.
-LAYERS, HEAD, PAIR = 2 * 9216, 24 * 32, 2 * 2 * 2 * 32
-
-
-def test_operations_are_counted_as_worked_out_by_hand():
-    """Backward each product is one for what went in and one for the weights; logits are made again for it, and so are
-    the scores: 5 products in place of attention's 2."""
-    rollout, forward, backward = operations_of(fake_model(num_hidden_layers=2))
-    assert rollout == forward == Operations(2 * LAYERS, 2 * HEAD, PAIR)
-    assert backward == Operations(4 * LAYERS, 6 * HEAD, PAIR * 5 // 2)
-
-
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_recomputed_layers_are_counted_again_and_merged_adapters_not_at_all(recomputed: bool):
-    """An adapter of rank 2 beside each layer's queries: 2 x 32 numbers down and 2 x 32 up. Backward its weights alone
-    have gradients: less than a second pass forward, if none is made again."""
-
-    def load() -> Any:
-        model = small_model(num_hidden_layers=2)
-        if recomputed:
-            recompute_layers(model, offload=False)
-        return with_adapters(model, LORA)
-
-    model = ShapeModel(load, "none")
-    rollout, forward, backward = operations_of(model)
-    assert len(model.trained) == 2 * 2, "as before"
-    assert (rollout.token, forward.token) == (2 * LAYERS, 2 * LAYERS + 2 * 2 * (2 * 32 + 2 * 32))
-    assert (backward.token > forward.token) == recomputed
-    assert rollout.pair == forward.pair == PAIR and backward.pair == PAIR * (7 if recomputed else 5) // 2
-
-
-def test_a_model_s_sizes_are_those_of_its_layers():
-    model = fake_model(num_hidden_layers=2, tie_word_embeddings=False)
-    found = ModelSizes.of(model, "bfloat16", optimizer=0)
-    assert (found.rollout_bytes, found.token_bytes) == (2 * (LAYERS + HEAD), 2 * 2 * 2 * 8 * 2)
-    assert found.read_bytes == model.weights == found.trained_bytes + sum(b.nbytes for b in model.model.buffers())
-
-
-def test_a_plan_names_the_one_key_that_makes_a_run_fit():
-    """As a model of 3 billion weights with adapters on 24 GB: rollouts fit, updates do so in smaller parts."""
-    estimator, given = Estimator(fake_model(), optimizer=0, other=0), plan(some_requests(2, 8), 8, 8, tokens=10_000)
-    at_most = estimator.predict(given)
-    room = (total(at_most.phases["decode"]) + total(at_most.phases["backward"])) // 2
-    largest = estimator.largest(given, room)
-    assert of_fit(at_most, room, largest, full()) == ("One key makes it fit: train.micro_batch_tokens=auto.",)
-    assert estimator.predict(with_tokens(given, largest["train.micro_batch_tokens"] or 0)).peak <= room < at_most.peak
-    assert of_fit(at_most, at_most.peak, largest, full()) == ()
-    (slots,) = of_fit(at_most, room, {"train.micro_batch_tokens": None, "sampler.slots": 3}, full())
-    assert slots == "One choice makes it fit: sampler=infinite sampler.slots=3."
-    (nothing,) = of_fit(at_most, 1000, dict.fromkeys(largest), full())
-    assert nothing.startswith("No single key") and "decode takes" in nothing and "backward takes" in nothing
 
 
 def test_groups_of_different_sizes_are_rows_and_tokens_each_for_itself():

@@ -17,7 +17,7 @@ from test_architecture import ROWS
 
 from grpo_cli.cli.main import app
 from grpo_cli.config.check import check, check_eval, check_profile
-from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, parts_of
+from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, is_experimental, parts_of
 from grpo_cli.config.comments import read_choice, read_conf
 from grpo_cli.config.compose import parse, parse_eval, parse_profile
 from grpo_cli.config.elsewhere import ROWS as OTHER_WORDS
@@ -80,7 +80,10 @@ def test_pictures_are_small(name):
 @pytest.mark.parametrize("group", sorted({*groups_of("train"), *groups_of("eval")}))
 def test_the_front_page_lists_the_choices_of_a_group_its_default_first(group):
     named = re.findall(r"`(\w+)`", row_of(group))
-    assert sorted(named) == choices(group)
+    assert sorted(named) == sorted(choices(group))
+    assert {*re.findall(r"`(\w+)`", row_of(group).partition("experimental:")[2])} == {
+        choice for choice in choices(group) if is_experimental(group, choice)
+    }
     assert named[0] == {**defaults_of("eval"), **defaults_of("train")}[group]
 
 

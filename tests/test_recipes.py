@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -88,16 +87,6 @@ def test_a_run_writes_its_numbers_down_and_goes_on_with_them_whatever_a_recipe_s
     lr = [json.loads(line).get("optim/lr") for line in Path("R/metrics.jsonl").read_text().splitlines()]
     assert read_record(Path("R")).config["optim"]["lr"] == 5e-4
     assert lr[2] == pytest.approx(5e-4 * 2 / 5), "the second of five steps of warm-up"
-
-
-def test_a_run_of_before_there_were_recipes_keeps_its_rate(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(Path(__file__).parent / "old_run", "old")
-    before = read_record(Path("old")).config
-    grpo("train", "resume=old", "train.steps=3")
-    after = read_record(Path("old")).config
-    for group, key in (("optim", "lr"), ("optim", "max_grad_norm"), ("sampling", "max_new_tokens"), ("eval", "every")):
-        assert after[group][key] == before[group][key]
 
 
 def test_the_start_says_the_rate_the_reply_length_and_the_rollouts_of_a_step():

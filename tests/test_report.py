@@ -186,12 +186,6 @@ def test_nothing_in_a_config_is_executed(tmp_path, monkeypatch):
     run = leave(tmp_path / "a", settings={"n": 8, "m": "${n}", "x": "${oc.env:SECRET}"})
     asked = read_run(run, "a").asked
     assert (asked.settings["m"], asked.settings["x"]) == (8, "${oc.env:SECRET}")
-    (run / "run.json").unlink()
-    (run / ".hydra").mkdir()
-    for name in ("config", "overrides", "hydra"):  # as runs left them that have no run.json
-        (run / f".hydra/{name}.yaml").write_text(f"!!python/object/apply:os.mkdir [{tmp_path / 'made'}]\n")
-    assert not read_run(run, "a").asked.complete
-    assert not (tmp_path / "made").exists()
 
 
 # How runs ended

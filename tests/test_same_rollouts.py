@@ -169,16 +169,6 @@ def by_steps_of_fixed_shape(**parts: Callable[[], Any]) -> Way:
     return way
 
 
-def a_step_behind(**parts: Callable[[], Any]) -> Way:
-    """The host looks at what a step has drawn only when the next one has been launched, as on a GPU."""
-
-    def way(make: Make, requests: Sequence[Request]) -> Iterator[Rollout]:
-        with patch.dict(generation.BEHIND, cpu=1):
-            yield from by(**parts)(make, requests)
-
-    return way
-
-
 def in_pytorchs_operations(make: Make, requests: Sequence[Request]) -> Iterable[Rollout]:
     return make(native=False).generate(requests)
 
@@ -224,8 +214,6 @@ WAYS: dict[str, Way] = {
     "captured": by_steps_of_fixed_shape(),
     "captured, continuous": by_steps_of_fixed_shape(sampler=lambda: infinite(slots=5)),
     "captured, by lengths": by_steps_of_fixed_shape(**PREFIX),
-    "a step behind, continuous": a_step_behind(sampler=lambda: infinite(slots=5)),
-    "a step behind, by lengths": a_step_behind(**PREFIX),
     "no copies of weights": without_copies_of_weights,
     "in PyTorch's operations": in_pytorchs_operations,
     "tables": by_page_tables(sampler=lambda: infinite(slots=7)),

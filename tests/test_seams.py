@@ -12,15 +12,30 @@ import made
 import numpy as np
 import pytest
 import torch
+from bank import group_of
 from small import FakeEngine, make_engine, small_model
 from test_train import GRPO, SPARSE_RL, CountTask, Recorder, make_trainer, settings_for, with_sampler_off_by
 
+from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.methods import pods
 from grpo_cli.rules import downsample
 from grpo_cli.rules.correction import Correct
 from grpo_cli.runs.find import find_checkpoint
+from grpo_cli.select import Selection, row_weights
 from grpo_cli.settings import EvalSettings, RunSettings, Sampling
-from grpo_cli.types import Batch, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup, Totals, Verdict
+from grpo_cli.types import (
+    Batch,
+    GroupRequest,
+    LossOutput,
+    Prompt,
+    Request,
+    Reward,
+    Rollout,
+    Round,
+    ScoredGroup,
+    Totals,
+    Verdict,
+)
 
 TIS = made.correction(importance="token", is_threshold=2.0)
 
@@ -401,3 +416,42 @@ def test_the_best_accuracy_need_not_be_the_last_one(tmp_path: Path) -> None:
     summary = make_trainer(settings, task=Forgets(), trackers=(recorder,)).fit()
     assert (summary["best_accuracy"], summary["final_accuracy"]) == (1.0, 0.0)
     assert [len(record.examples) for record in recorder.records] == [0, 5], "record.rollouts of 12"
+
+
+def per_problem(spy: Spy) -> list[list[float]]:
+    """What the rows of each problem weighed in the loss. All tokens of a reply weigh the same, and no others do."""
+    (seen,) = spy.batches
+    rows = seen.weights.max(dim=1).values
+    assert torch.equal(seen.weights, rows[:, None] * seen.response_mask)
+    of: dict[tuple[int, ...], list[float]] = {}
+    for tokens, row in zip(seen.input_ids.tolist(), rows.tolist(), strict=True):
+        of.setdefault(tuple(tokens[:3]), []).append(row)  # prompts have three tokens
+    return list(of.values())
+
+
+def two_four_and_six(collection: Collection) -> Rounds:
+    prompts = collection.pick(3)
+    yield Round(tuple(GroupRequest(prompt, count) for prompt, count in zip(prompts, (2, 4, 6), strict=True)))
+    return None
+
+
+@pytest.mark.parametrize(("count_by", "rows"), [("rollout", (1.0, 1.0, 1.0)), ("prompt", (2.0, 1.0, 2 / 3))])
+def test_each_problem_has_the_same_share_of_the_loss_whatever_its_number_of_rollouts(tmp_path: Path, count_by, rows):
+    """Groups of 2, 4 and 6, 4 in the mean: rows of 4/2, 4/4 and 4/6, which make 4 for each problem and 12 in all."""
+    spy = Spy()
+    settings = replace(
+        settings_for(tmp_path, steps=1, count_by=count_by), eval=EvalSettings(every=0, problems=1, k=1, temperature=1.0)
+    )
+    make_trainer(settings, loss=spy, collector=two_four_and_six).fit()
+    found = sorted(per_problem(spy), key=len)
+    for weights, row, size in zip(found, rows, (2, 4, 6), strict=True):
+        assert weights == pytest.approx([row] * size)
+    assert [sum(weights) for weights in found] == pytest.approx([4.0] * 3 if count_by == "prompt" else [2.0, 4.0, 6.0])
+
+
+def test_a_problem_without_a_chosen_rollout_has_no_part_in_the_mean():
+    none, two, six = (
+        Selection(group_of(Prompt(name, (0,), ""), 0, 6), tuple(range(count)), torch.zeros(count), ("",) * 6)
+        for name, count in (("a", 0), ("b", 2), ("c", 6))
+    )
+    assert row_weights([none, two, six]).tolist() == pytest.approx([2.0] * 2 + [4 / 6] * 6)

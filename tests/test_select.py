@@ -12,7 +12,8 @@ import torch
 from small import scored as group
 from torch import Tensor
 
-from grpo_cli.methods import dr_grpo, lightning_rl, pods
+from grpo_cli.experimental import lightning_rl
+from grpo_cli.methods import dr_grpo, pods
 from grpo_cli.select import NOT_CHOSEN, Selection, batch_rows, select
 from grpo_cli.tracking.examples import examples
 from grpo_cli.types import AdvantageInputs, Prompt, Reward, Rollout

@@ -206,36 +206,6 @@ def test_a_record_that_is_missing_is_no_reason_to_take_the_defaults(run: Path) -
     assert named.exit_code == 0, named.output
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("overrides.yaml", None, "overrides.yaml is missing"),
-        ("overrides.yaml", lambda text: text.partition("\n")[0], "overrides.yaml lists different overrides"),
-        ("overrides.yaml", lambda text: "", "overrides.yaml is cut short"),
-        ("hydra.yaml", lambda text: text[:300], "hydra.yaml is cut short"),
-        ("config.yaml", None, "config.yaml is missing"),
-        ("config.yaml", lambda text: "\x00", "config.yaml cannot be read"),
-    ],
-)
-def test_what_hydra_left_of_an_old_run_is_believed_only_whole(
-    tmp_path: Path, name: str, change: Callable[[str], str] | None, message: str
-) -> None:
-    old = Path(shutil.copytree(OLD, tmp_path / "old"))
-    file = old / ".hydra" / name
-    file.write_text(change(file.read_text())) if change else file.unlink()
-    assert message in refused("train", "resume=old")
-    assert message in refused("eval", "checkpoint=old")
-
-
-def test_an_old_run_gets_a_record_when_it_goes_on(tmp_path: Path) -> None:
-    shutil.copytree(OLD, tmp_path / "old")
-    result = grpo("train", "resume=old", "train.steps=3")
-    assert result.exit_code == 0, result.output
-    assert "its settings were read from .hydra/, and are written to run.json now" in result.stderr
-    shutil.rmtree(tmp_path / "old/.hydra")
-    assert grpo("train", "resume=old").stdout.endswith("has done its 3 steps; train.steps=... asks for more\n")
-
-
 @pytest.mark.parametrize("suffix", ["", ".tmp"])
 def test_a_run_that_was_killed_in_its_first_save_begins_anew(run: Path, suffix: str) -> None:
     shutil.rmtree(run / "checkpoints/step_000001")

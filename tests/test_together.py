@@ -16,6 +16,7 @@ from grpo_cli.config.choices import choice_of, choices, shipped
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import rules_of
 from grpo_cli.experiment import build
+from grpo_cli.history import Solved
 from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import GroupRequest, Round
@@ -30,8 +31,8 @@ def every_second(collection: Collection) -> Rounds:
 
 def one_more(collection: Collection) -> Rounds:
     """One of one's own that gives problems which were solved before a rollout less, and the others one more."""
-    picked, known = collection.pick(collection.prompts), collection.history.profile
-    more = [1 if prompt.id in known and not known[prompt.id].solved else 0 for prompt in picked]
+    picked, known = collection.pick(collection.prompts), collection.history
+    more = [1 if known.outcome(prompt.id) is Solved.NONE else 0 for prompt in picked]
     yield Round(tuple(GroupRequest(p, collection.n + extra) for p, extra in zip(picked, more, strict=True)))
     return None
 
@@ -42,7 +43,6 @@ UNEQUAL = {
     "mixed": ["collector=mixed"],
     "sqrt": ["collector=sqrt"],
     "ci": ["collector=ci"],
-    "profile": ["collector=profile"],
     "one_more": OWN["one_more"],
 }
 EQUAL = {"equal": [], "partial": ["collector=partial"], "every_second": OWN["every_second"]}
@@ -97,7 +97,7 @@ def test_and_with_no_other(words: list[str]) -> None:
 
 
 CORRECTED = [
-    *(f"correction={choice}" for choice in choices("correction") if choice not in ("none", "shadow")),
+    *(f"correction={choice}" for choice in choices("correction") if choice != "none"),
     *("correction.importance=token", "correction.importance=sequence", "correction.rejection=veto"),
     *("correction.mask_low=0.5", "correction.mask_high=2.0"),
 ]

@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,19 +16,15 @@ import made
 import numpy as np
 import pytest
 import torch
-from bank import group_of, problems
 from made import full, infinite, micro
 from small import FakeEngine, make_engine, small_model
 
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.collect.equal import equal
-from grpo_cli.collect.replay import NoReplay
 from grpo_cli.config.instantiate import OwnLoss, rules_of
 from grpo_cli.history import History
 from grpo_cli.interfaces import Bench, Loss, Parts
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.methods import pods
-from grpo_cli.methods.gdro import PromptGdro
 from grpo_cli.rules.correction import Correct
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
@@ -99,7 +94,7 @@ def settings_for(folder: Path, **train: Any) -> RunSettings:
         sampling=Sampling.plain(8),
         optim=made.optim(lr=1e-2, warmup_steps=0),
         eval=EvalSettings(every=2, problems=3, k=2, temperature=1.0),
-        record=RecordSettings(rollouts=5, tokens=False, gauges=(), gauge_every=10),
+        record=RecordSettings(rollouts=5, tokens=False),
         parts={},
     )
 
@@ -120,7 +115,7 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
     prompts = bench.task.prompts("train")
     curriculum = Epochs(prompts, settings.train.prompts, settings.seed)
     plain = Parts(
-        *(bench, curriculum, NoReplay(), History(), rules, None, model.save_pretrained, (Recorder(),), NullMeter()),
+        *(bench, curriculum, History(), rules, None, model.save_pretrained, (Recorder(),), NullMeter()),
         *(ignored, ignored),
     )
     if "loss" in parts and not isinstance(parts["loss"], Loss):
@@ -262,7 +257,7 @@ def test_only_the_kept_rollouts_reach_the_update(tmp_path: Path) -> None:
     settings = replace(
         settings_for(tmp_path, steps=1),
         m=2,
-        record=RecordSettings(rollouts=-1, tokens=False, gauges=(), gauge_every=10),
+        record=RecordSettings(rollouts=-1, tokens=False),
     )
     records = records_of(settings, loss=watched, downsample=pods.maxvar)
     assert sum(seen) == 6
@@ -491,106 +486,11 @@ class Dies(CountTask):
         return super().reward(prompt, rollout)
 
 
-def calls(action: Callable[[], Any]) -> int:
-    """How many functions, and turns of generators, are entered while something is done."""
-    count = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(note)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-def test_the_end_of_a_step_takes_no_longer_the_more_problems_were_visited(tmp_path: Path) -> None:
-    def calls_after(count: int) -> int:
-        rule = made.part("credit", "gdro")
-        weights = PromptGdro(**{name: value for name, value in rule.items() if name != "_target_"})
-        seen = [group_of(prompt, 1, 2) for prompt in problems(count)]
-        trainer = make_trainer(settings_for(tmp_path / str(count)), credit=weights)
-        history = trainer._parts.history
-        history.observe(0, seen)
-        weights.load_state_dict(weights.state_dict() | {"bin_of": {group.prompt.id: 0 for group in seen}})
-        trainer._finish(Record(1, {}))
-        history.observe(1, seen[:2])
-
-        def end() -> None:
-            trainer._finish(Record(2, {"prompts/distinct": float(len(history))}))
-
-        return calls(end)
-
-    assert calls_after(2000) <= calls_after(10) + 5
-
-
-class DiesLearning:
-    """A plain collector that fails at the end of its second step, when the history has learnt of that."""
-
-    def __init__(self) -> None:
-        self.told = 0
-
-    def __call__(self, collection: Any) -> Any:
-        return equal(collection)
-
-    def observe(self, step: int, groups: Any) -> Mapping[str, float]:
-        self.told += 1
-        if self.told == 2:
-            raise ZeroDivisionError("in the rule")
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": "dies", "told": self.told}
-
-    def load_state_dict(self, state: Any) -> None: ...
-
-
 class SameForAll(CountTask):
     """Nothing is learnt of it, so that no weight moves."""
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         return Reward(1.0)
-
-
-def test_what_was_seen_in_a_step_that_died_is_not_in_the_checkpoint_of_the_step_before(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path, checkpoint_every=100)
-    with pytest.raises(ZeroDivisionError):
-        make_trainer(settings, task=SameForAll(), collector=DiesLearning()).fit()
-    state = load_state(newest(tmp_path))
-    assert newest(tmp_path).name == "step_000001" and state["rules"]["collector"]["told"] == 1
-    visits = state["rules"]["history"]["visits"]
-    assert len(visits) == 3 and {visit[0] for of in visits.values() for visit in of} == {0}
-
-
-# The first evaluation judges 9, each step 12, and the evaluation of step 2 another 9.
-@pytest.mark.parametrize(("judged", "saved"), [(9 + 12 + 5, 1), (9 + 24 + 9 + 5, 2)])
-def test_what_is_saved_after_a_failure_is_the_last_finished_step_as_it_was_then(
-    tmp_path: Path, judged: int, saved: int
-) -> None:
-    """The step that failed has asked the engine already; resumed, it asks again."""
-    alone, cut = Recorder(), Recorder()
-    make_trainer(settings_for(tmp_path / "alone"), engine=Counts, trackers=(alone,)).fit()
-    settings = settings_for(tmp_path / "cut")
-    with pytest.raises(ZeroDivisionError):
-        make_trainer(settings, engine=Counts, task=After(judged, fail), trackers=(cut,)).fit()
-    assert newest(tmp_path / "cut").name == f"step_{saved:06d}"
-    told = cut.summary
-    assert told and (told["status"], told["step"]) == ("failed", saved) and "in the judge" in told["error"]
-    again: dict[str, Any] = dict(checkpoint=newest(tmp_path / "cut"), engine=Counts, trackers=(cut,))
-    make_trainer(settings, **again).fit()
-    assert [timeless(record) for record in cut.records] == [timeless(record) for record in alone.records]
-
-
-def test_a_step_whose_evaluation_fails_is_saved_with_its_record(tmp_path: Path) -> None:
-    files = JsonlTracker(tmp_path)
-    with pytest.raises(ZeroDivisionError):
-        make_trainer(settings_for(tmp_path), task=After(9 + 24 + 5, fail), trackers=(files,)).fit()
-    assert newest(tmp_path).name == "step_000002"
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2] and "eval/accuracy" not in rows[-1]
 
 
 def test_a_run_whose_first_evaluation_fails_leaves_no_checkpoint(tmp_path: Path) -> None:

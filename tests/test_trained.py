@@ -14,15 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small import plain_batch, scored, small_model
-from test_off_policy import aged
 from test_seams import Spy, quiet
 from test_train import SPARSE_RL, CountTask, Recorder, make_trainer, settings_for, with_sampler_off_by
 
 from grpo_cli.methods import pods
-from grpo_cli.methods.april import fresh
-from grpo_cli.select import NOT_CHOSEN, Selection, settled
+from grpo_cli.select import NO_TOKEN, NOT_CHOSEN, Selection, settled
 from grpo_cli.settings import RecordSettings
-from grpo_cli.types import Prompt, Record, Reward, Rollout, Span
+from grpo_cli.types import Prompt, Record, Reward, Rollout
 
 WITHOUT = made.correction("none")
 GATE = made.correction("ftis", gate=0.5)  # one token with a xi of exp(-20) has a KL of 1
@@ -39,7 +37,7 @@ def ran(folder: Path, m: int = 4, train: Mapping[str, Any] | None = None, **part
     engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample == 1 else 0.0)
     settings = replace(
         settings_for(folder, steps=1, **(train or {})),
-        record=RecordSettings(rollouts=-1, tokens=False, gauges=(), gauge_every=10),
+        record=RecordSettings(rollouts=-1, tokens=False),
     )
     parts = dict(engine=engine, task=SecondIsWorst(), trackers=(recorder,), loss=spy) | parts
     trainer = make_trainer(quiet(settings, m=m), model=model, **parts)
@@ -71,23 +69,6 @@ def test_a_rollout_that_is_gated_is_not_kept_and_counts_nowhere(tmp_path: Path, 
     assert all(row.reason.startswith("gate: ") == (row.sample == 1) for row in record.examples)
     assert record.metrics["reward/kept_mean"] == pytest.approx((1 + 3 + 4) / 3), "nor in the mean reward"
     assert record.metrics["mismatch/gated"] == 0.25
-
-
-def test_a_rollout_without_credit_is_not_kept_and_of_one_with_some_only_that_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Samples 2 are old as a whole, samples 3 but for their last token."""
-
-    def change(made_now: Rollout, version: int) -> Rollout:
-        old = {2: len(made_now), 3: len(made_now) - 1}.get(made_now.request.sample, 0)
-        return replace(made_now, spans=(Span(version - 2, old), Span(version, len(made_now) - old)))
-
-    aged(monkeypatch, change)
-    record, spy = ran(tmp_path, credit=fresh, correction=WITHOUT)
-    new = sum(row.length for row in record.examples if row.sample in (0, 1))
-    assert told(record) == of_the_loss(spy) == (9, new + 3)
-    assert [row.sample for row in record.examples if not row.kept] == [2, 2, 2]
-    assert all(row.reason.startswith("credit: ") == (row.sample == 2) for row in record.examples)
 
 
 @pytest.mark.parametrize("m", [4, 2])
@@ -129,7 +110,7 @@ def test_a_rollout_has_a_reason_if_and_only_if_no_token_of_it_is_in_the_loss(row
         trains = is_in and bool(np.logical_and(in_mask, weighted).any())
         assert (why == "") == trains
         if is_in and not trains:
-            assert why.startswith(said or "credit: ")
+            assert why.startswith(said or NO_TOKEN)
     assert after.indices == selection.indices and [r.request.sample for r in after.trained.rollouts] == [
         i for i, why in enumerate(after.reasons) if not why
     ]

@@ -90,7 +90,6 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         if "aggregation" in shipped("loss", rule)
         for how in loss.AGGREGATIONS
     },
-    "loss.a2po": (made.loss("a2po"), [new_logprobs(), a_batch(), batch.totals(a_batch(), 5)]),
     "correction": (
         made.correction(importance="token", is_threshold=1.2, rejection="veto", mask_low=0.5, mask_high=1.5),
         [a_batch().sampler_logprobs, new_logprobs(), a_batch().response_mask],

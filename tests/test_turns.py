@@ -13,7 +13,7 @@ from made import correction, fptas, full, infinite, loss, micro, prefix_head
 from small import EOS, FakeEngine, make_engine, one_and_the_rest, require_bits, small_model, some_requests
 from talk import Talk
 from test_kv_budget import Ledger
-from test_resume import cut_off_and_resumed, rows, trained
+from test_resume import cut_off_and_resumed, rows
 from test_same_rollouts import POLICIES
 
 from grpo_cli.collect import episodes
@@ -24,7 +24,6 @@ from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import ready
 from grpo_cli.config.prepare import prepare
 from grpo_cli.engine.kv import cache
-from grpo_cli.engine.torch.generation import BEHIND
 from grpo_cli.evaluate import evaluate_with
 from grpo_cli.experiment import set_up
 from grpo_cli.learner.batch import collate, corrected, totals, verdict_on
@@ -85,13 +84,9 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize("looks", [0, 3, 40])
 @pytest.mark.parametrize("way", one_and_the_rest([*WAYS], "infinite"))
-def test_answers_in_place_give_the_tokens_of_rounds(model, expected, monkeypatch, way, looks, behind):
-    """With `behind` the next step is launched before the last one is looked at, as on a GPU: what it has drawn after a
-    turn's end is taken back."""
-    monkeypatch.setitem(BEHIND, "cpu", behind)
+def test_answers_in_place_give_the_tokens_of_rounds(model, expected, monkeypatch, way, looks):
     monkeypatch.setattr(episodes, "GRACE", 0)
     monkeypatch.setattr(episodes, "POLL", 0)
     engine = make_engine(model, **WAYS[way])
@@ -305,14 +300,6 @@ def test_an_evaluation_plays_episodes(tmp_path):
     bench = set_up(prepare(settings), settings.model)
     result = evaluate_with(bench, replace(settings.eval, problems=6, k=2), settings.sampling, seed=0)
     assert result.metrics["eval/problems"] == 6 and any(row.turns for row in result.examples)
-
-
-def test_episodes_of_another_run_are_trained_on_but_not_what_its_environment_said(tmp_path):
-    trained(tmp_path / "one", *GUESS, "record.tokens=true")
-    words = ["seed=1", "+task.seed=0", "replay=folder", f"replay.path={tmp_path / 'one'}", "correction=tis"]
-    trained(tmp_path / "two", *GUESS, *words)
-    (first, *_) = [row for row in rows(tmp_path / "two") if "off/given_share" in row]
-    assert first["off/given_share"] == 0 < first["off/token_share"]
 
 
 @pytest.mark.parametrize("looks", [0, 7])

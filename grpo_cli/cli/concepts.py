@@ -18,7 +18,7 @@ CONCEPTS: Mapping[str, str] = {
     "kv": "Keys and values of the tokens so far, which each decode step reads: sampler.kv_budget, sparsity=.",
     "mask": "Which tokens or rollouts count in the loss: those of prompts never do, others as correction= says.",
     "mismatch": "That rollouts were drawn from other probabilities than the policy's; answered by correction=.",
-    "off-policy": "Trained on what other weights drew: train.epochs, replay=, collector=partial; see correction=.",
+    "off-policy": "Trained on what other weights drew: train.epochs, collector=partial; see correction=.",
     "policy": "The model that is trained, as a distribution over the next token.",
     "prompt": "A problem of the task, as tokens; train.prompts of them make a step.",
     "ratio": "Probability of a token under the policy over that under what drew it.",

@@ -9,15 +9,17 @@ import ast
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import grpo_cli
 from grpo_cli.cli.concepts import CONCEPTS
 from grpo_cli.cli.help import Row, say, say_rows
-from grpo_cli.config.choices import choices, config_dir, defaults_of
+from grpo_cli.config.choices import choices, config_dir, defaults_of, is_experimental, marked
 from grpo_cli.config.comments import Setting, read_choice, read_conf
 from grpo_cli.config.elsewhere import meant_by
+from grpo_cli.config.removed import removed
 from grpo_cli.support.errors import UserError, closest
 
 
@@ -55,6 +57,8 @@ def explain(word: str) -> None:
     if theirs is not None and theirs.ours.rpartition(".")[2] != name:
         say(f"{name} of TRL or verl is {theirs.ours} here: grpo explain {theirs.ours.partition('=')[0]}")
     elif not (name in CONCEPTS or name in _groups() or settings or having or metrics):
+        for _, why in removed([word]):
+            raise UserError(why)
         every = [choice for group in _groups() for choice in choices(group)]
         near = closest(name, [*_groups(), *(one.key for one in _known()), *_metrics(), *every, *CONCEPTS])
         raise UserError(f"{word} is no group, choice, setting or metric{near}")
@@ -124,17 +128,24 @@ def _say_group(group: str) -> None:
     default = defaults_of("train").get(group)
     say(f"{group}: a group of settings, of which one choice is made")
     about = {choice: read_choice(group, choice).about for choice in choices(group)}
-    say_rows((f"  {group}={one}", f"{'(the default) ' * (one == default)}{text}") for one, text in about.items())
+    say_rows(
+        (f"  {group}={marked(group, one)}", f"{'(the default) ' * (one == default)}{text}")
+        for one, text in about.items()
+    )
     say(f"They stand in conf/{group}/. grpo explain {group}={next(iter(about))} lists the settings of one.")
 
 
 def _say_choice(group: str, choice: str) -> None:
     if choice not in choices(group):
-        offered = ", ".join(choices(group))
-        raise UserError(f"{group}={choice} is not one of the choices {offered}{closest(choice, choices(group))}")
+        show = partial(marked, group)
+        near = closest(choice, choices(group), show)
+        raise UserError(f"{group}={choice} is not one of the choices {', '.join(map(show, choices(group)))}{near}")
     file = read_choice(group, choice)
     prefix = "" if group == "experiment" else f"{group.replace('/', '.')}."
     say(f"{group}={choice}: {file.about}")
     settings = [(key, said) for key, said in file.settings.items() if said.value or said.comment]
     say_rows((f"  {prefix}{key}{f'={said.value}' if said.value else ':'}", said.comment) for key, said in settings)
-    say(f"It stands in conf/{group}/{choice}.yaml" + (f" and builds {file.builds}." if file.builds else "."))
+    if is_experimental(group, choice):
+        say("experimental: may change or go (grpo_cli/experimental/README.md)")
+    folder = "grpo_cli/experimental/conf" if is_experimental(group, choice) else "conf"
+    say(f"It stands in {folder}/{group}/{choice}.yaml" + (f" and builds {file.builds}." if file.builds else "."))

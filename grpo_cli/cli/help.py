@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_cli.cli.mistakes import explained
-from grpo_cli.config.choices import choices, config_dir
+from grpo_cli.config.choices import choices, config_dir, is_experimental
 from grpo_cli.config.comments import Setting, flow, read_choice, read_conf
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError
@@ -27,7 +27,7 @@ def print_help(command: str, arguments: Sequence[str]) -> None:
     values, template, choices_made = _composed(command, arguments)
     chosen = {group: choice for group, choice in choices_made.items() if not group.startswith("hydra/")}
     said = dict(read_conf(config_dir() / f"{command}.yaml").settings)
-    groups = "\n".join(f"{group}: {', '.join(choices(group))}" for group in reversed(chosen))
+    groups = "\n".join(line for group in reversed(chosen) for line in _lines(group))
     before, _, after = template.replace("$APP_CONFIG_GROUPS", f"{groups}\n").partition("$CONFIG")
     say(before.rstrip("\n") + "\n")
     say_rows(_rows({key: value for key, value in values.items() if not isinstance(value, dict)}, said))
@@ -42,6 +42,16 @@ def print_help(command: str, arguments: Sequence[str]) -> None:
         say(f"\n{about}".rstrip(" "))
         say_rows(_rows(below, said, f"{group}."))
     say(after.rstrip("\n"))
+
+
+def _lines(group: str) -> Iterator[str]:
+    """The choices of a group, experimental ones in a line of their own."""
+    apart: dict[bool, list[str]] = {False: [], True: []}
+    for choice in choices(group):
+        apart[is_experimental(group, choice)].append(choice)
+    yield f"{group}: {', '.join(apart[False])}"
+    if apart[True]:
+        yield f"  experimental: {', '.join(apart[True])}"
 
 
 def say(text: str, hanging: int = 0) -> None:

@@ -105,7 +105,7 @@ def _print_table(metrics: Mapping[str, float]) -> None:
         low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
         if not name.endswith(("_low", "_high")):
             interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
-            said = f"{value:.0f}" if name in ("eval/problems", "search/tokens", "search/sequential") else f"{value:.3f}"
+            said = f"{value:.0f}" if name == "eval/problems" else f"{value:.3f}"
             table.add_row(name.removeprefix("eval/"), said, interval)
     console().print(table)
 
@@ -113,7 +113,7 @@ def _print_table(metrics: Mapping[str, float]) -> None:
 def profile(cfg: DictConfig) -> Any:
     from grpo_cli import experiment
     from grpo_cli.profile import command as profiling
-    from grpo_cli.profile.roofline import fast_when_planned
+    from grpo_cli.profile.gpus import fast_when_planned
     from grpo_cli.profile.show import show
 
     settings = parse_profile(cfg)

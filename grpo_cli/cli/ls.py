@@ -22,7 +22,6 @@ WRITTEN = (
     layout.SUMMARY,
     layout.STATUS,
     layout.RUN,
-    layout.HYDRA_CONFIG,
 )  # whose modification times show when a run was alive
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,14 +37,14 @@ def named(text: str | Path) -> Path:
 
 def unusable(command: str, flags: Sequence[str], overrides: Sequence[str]) -> Iterator[str]:
     """Problems that Hydra would answer with a traceback, or misunderstand."""
-    from grpo_cli.config.choices import choices, config_dir, groups_of
+    from grpo_cli.config.choices import choices, config_dir, groups_of, marked
+    from grpo_cli.config.removed import removed
 
+    yield from (sentence for _, sentence in removed(overrides))
     for word in overrides:
         group, _, choice = word.lstrip("+").partition("=")
         if group in groups_of(command) and not word.startswith("~") and choice in ("null", "true", "false", ""):
-            yield f"{word} is none of the choices of {group}: {', '.join(choices(group))}"
-        if group in groups_of("eval") and group not in groups_of(command):
-            yield f"{word} is for grpo eval alone: leave it out"
+            yield f"{word} is none of the choices of {group}: {', '.join(marked(group, one) for one in choices(group))}"
         if group == "hydra.sweeper.max_batch_size" and not (choice == "null" or choice.isdecimal() and int(choice)):
             yield f"{word} must be a whole number of at least 1, or null"
         if group == "hydra.job.chdir" and choice.lower() == "true":
@@ -126,12 +127,15 @@ def _own(arguments: Sequence[str]) -> bool:
 
 
 def _no_choice(group: str, choice: str, options: Sequence[str]) -> str:
+    from grpo_cli.config.choices import marked
+
     for module in EXTRAS:
         if module.startswith(f"hydra_plugins.hydra_{choice.partition('_')[0]}_") and not installed(module):
             return absent(module, f"{group}={choice}")
     extras = "; more come with the extras joblib, submitit, ray and optuna" if group.startswith("hydra/") else ""
-    hint = _as_a_path(group, choice, options) or closest(choice, options)
-    return f"{group}={choice} is not one of the choices {', '.join(options)}{hint}{extras}"
+    show = partial(marked, group)
+    hint = _as_a_path(group, choice, options) or closest(choice, options, show)
+    return f"{group}={choice} is not one of the choices {', '.join(map(show, options))}{hint}{extras}"
 
 
 def _as_a_path(group: str, choice: str, options: Sequence[str]) -> str:
@@ -155,10 +159,7 @@ def _elsewhere(key: str, known: Sequence[str]) -> str:
     """What the key may have meant: a setting of another choice of its group, a name of TRL or verl, a misspelling."""
     from grpo_cli.config.choices import choices, shipped
     from grpo_cli.config.elsewhere import meant_by
-    from grpo_cli.config.overrides import RENAMED
 
-    if key in RENAMED:
-        return f"; it is called {RENAMED[key]}"
     group, _, word = key.partition(".")
     having = [choice for choice in choices(group) if group and word in _keys(shipped(group, choice), "")]
     if having:

@@ -100,11 +100,7 @@ def _taken(folder: Path, before: RunRecord | None) -> UserError:
 
 def _go_on(folder: Path, before: RunRecord, record: RunRecord) -> None:
     """Record the settings of a resumed run if they have changed, and print the differences."""
-    if before.source is not None and before.source.is_dir():
-        to_stderr(
-            f"{folder} has no {RUN}: its settings were read from {before.source.name}/, and are written to {RUN} now"
-        )
-    elif (before.overrides, dict(before.config)) == (record.overrides, record.config):
+    if (before.overrides, dict(before.config)) == (record.overrides, record.config):
         return
     exchanged = _differences(before.choices, record.choices)
     changed = _differences(leaves("", dict(before.config)), leaves("", dict(record.config)))

@@ -27,9 +27,9 @@ class CandidateOrder(Epochs):
 
 
 def require_revisits(name: str, prompts: int, per_step: int, steps: int, history: History) -> None:
-    """UserError if the task's problems are visited less than once on average. A profile counts as visits."""
+    """UserError if the task's problems are visited less than once on average."""
     visits = steps * per_step
-    if visits + len(history.profile) < prompts:
+    if visits < prompts:
         fitting = max(per_step, visits // 4)
         raise UserError(
             f"curriculum={name} learns from earlier visits of a problem, but train.steps={steps} of "

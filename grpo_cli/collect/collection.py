@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -13,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from grpo_cli.collect.episodes import Spent, has_turns, play
-from grpo_cli.collect.label import by_majority, reader_of
-from grpo_cli.collect.requests import Goal, check_sampling, in_context, score_all, seed_of, with_rewards
-from grpo_cli.collect.resuming import begun, limited, unlimited
+from grpo_cli.collect.requests import Goal, check_sampling, score_all, seed_of, with_rewards
+from grpo_cli.collect.resuming import begun
 from grpo_cli.engine.costs import together
 from grpo_cli.history import History
-from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, Task, Worked
+from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, Task
 from grpo_cli.metrics import turn_metrics
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -26,9 +24,7 @@ from grpo_cli.types import (
     EngineStats,
     Finish,
     Group,
-    GroupRequest,
     Prompt,
-    Readout,
     Request,
     Reward,
     Rollout,
@@ -45,8 +41,7 @@ class StepCollection:
 
     `version` is the number of updates that the weights have seen, of which every token that is drawn here is.
     `tokens_left` is how many the run is to generate yet; with `zero_truncated` what is cut off earns nothing.
-    `has_advantage` says whether the step would give some rollout of a group an advantage. `views` is that of `Request`;
-    `read` is called as `Collection.read`, and `label` is `train.label`.
+    `has_advantage` says whether the step would give some rollout of a group an advantage.
     """
 
     def __init__(
@@ -67,17 +62,9 @@ class StepCollection:
         tokens_left: float = math.inf,
         zero_truncated: bool = False,
         has_advantage: Callable[[ScoredGroup], bool] = lambda group: True,
-        views: bool = False,
-        read: Callable[..., Readout] | None = None,
-        max_prompt_tokens: int | float = math.inf,
-        label: str = "answer",
-        ends: Set[int] = frozenset(),
     ) -> None:
-        self.max_prompt_tokens, self.ends = max_prompt_tokens, ends
-        self._reader = None if label == "answer" else reader_of(task)  # before a rollout is made
-        self._contexts: dict[str, Prompt] = {}  # by their ids
         self._most, self._tokens_left, self._zero_truncated = most, tokens_left, zero_truncated
-        self._has_advantage, self._views, self._read = has_advantage, views, read
+        self._has_advantage = has_advantage
         self.max_new_tokens = sampling.max_new_tokens
         self.n, self.prompts, self.step, self.version = n, prompts, step, version
         self._sampling, self._seed = sampling, seed
@@ -87,7 +74,6 @@ class StepCollection:
         self._picked: dict[str, Prompt] = {}
         self._rollouts: dict[str, dict[int, Rollout]] = {}  # by problem and sample, in order of the requests
         self._rewards: dict[str, dict[int, Reward]] = {}  # of those that were judged
-        self._dropped = Counter[str]()  # rollouts, by problem
         self._held: set[str] = set()  # problems of groups that an earlier step has made
         self._notes: dict[str, float] = {}
         self._rounds, self._spent = 0, Spent()
@@ -121,36 +107,6 @@ class StepCollection:
                 self._rewards.setdefault(group.prompt.id, {}).update(zip(samples, rewards, strict=True))
         return [self._judged(group) for group in groups]
 
-    def read(self, groups: Sequence[Group], reads: Set[str], layer: int | None, last: int) -> Readout:
-        assert self._read is not None, "there is a model to read"
-        return self._read(groups, reads, layer, last)
-
-    def drop(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            own = self._rollouts.get(group.prompt.id, {})
-            for rollout in group.rollouts:
-                sample = rollout.request.sample
-                if sample not in own or own[sample].finish is not Finish.PARTIAL:
-                    raise UserError(
-                        f"the collector drops sample {sample} of problem {group.prompt.id!r}, which is not one of this "
-                        "step's partial rollouts: drop only those"
-                    )
-                del own[sample]
-                self._dropped[group.prompt.id] += 1
-            if not own:
-                self._rollouts.pop(group.prompt.id, None)
-
-    def in_context(self, prompt: Prompt, texts: Sequence[str | Sequence[int]]) -> Prompt:
-        return in_context(self._task, "the collector", prompt, texts)
-
-    def solution(self, prompt: Prompt) -> Sequence[int]:
-        if not isinstance(self._task, Worked):
-            raise UserError(
-                "the collector gives parts of worked solutions, and this task has none (no solution(prompt)): use "
-                "another collector, or a task that has them, such as task=gsm8k or task=jsonl"
-            )
-        return self._task.solution(prompt)
-
     def teaches(self, group: ScoredGroup) -> bool:
         return len({reward.answer for reward in group.rewards}) > 1 and self._has_advantage(group)
 
@@ -165,11 +121,7 @@ class StepCollection:
 
     def _judged(self, group: Group) -> ScoredGroup:
         rollouts, rewards = _ended(group), self._rewards.get(group.prompt.id, {})
-        scored = ScoredGroup(group.prompt, rollouts, tuple(rewards[r.request.sample] for r in rollouts))
-        if self._reader is None or group.prompt.id in self._held:
-            return scored
-        labelled = by_majority(self._reader, scored)  # of what the group says so far: a later round may change its mind
-        return replace(labelled, rewards=tuple(map(self._earned, labelled.rollouts, labelled.rewards)))
+        return ScoredGroup(group.prompt, rollouts, tuple(rewards[r.request.sample] for r in rollouts))
 
     def note(self, figure: str, value: int | float) -> None:
         self._notes[f"collect/{figure}"] = float(value)
@@ -199,7 +151,7 @@ class StepCollection:
             except StopIteration as end:
                 return self._trained_on(self.score(self._chosen(end.value)))
             partial = self._begun(wanted, number)
-            self._make(partial, self._goal(wanted.enough, partial, number), engine, wanted.limit)
+            self._make(partial, self._goal(wanted.enough, partial, number), engine)
             answer = self.groups
         raise UserError(f"the collector has no end: it asked for more than {MOST_ROUNDS} rounds in one step")
 
@@ -222,21 +174,14 @@ class StepCollection:
             raise UserError(f"round {number + 1} of the collector is a {kind}: yield Round((GroupRequest(...), ...))")
         if not wanted.requests and not wanted.resumed and not wanted.held:
             raise UserError(f"round {number + 1} of the collector is empty: leave it out")
-        if (limit := wanted.limit) is not None and (wanted.enough is not None or not 0 < limit < self.max_new_tokens):
-            raise UserError(
-                f"round {number + 1} of the collector stops rollouts at limit={limit} tokens: it has to be from 1 to "
-                f"less than sampling.max_new_tokens={self.max_new_tokens}, and goes with no enough"
-            )
         for held in wanted.held:
             self._join(held, number)
         found = [rollout for group in wanted.resumed for rollout in self._resumed(group, number)]
         if len({_key(rollout.request) for rollout in found}) < len(found):
             raise UserError(f"round {number + 1} of the collector resumes a group twice: name it once")
         found += self._requests(wanted, number)
-        if self._views:  # a group that was set aside may be a checkpoint's
-            found = [replace(one, request=replace(one.request, views=True)) for one in found]
         for rollout in found:
-            self._rollouts.setdefault(rollout.request.about.id, {})[rollout.request.sample] = rollout
+            self._rollouts.setdefault(rollout.request.prompt.id, {})[rollout.request.sample] = rollout
         return found
 
     def _resumed(self, group: Group, number: int) -> list[Rollout]:
@@ -295,33 +240,12 @@ class StepCollection:
                     f"round {number + 1} of the collector asks for {group.count} rollouts of problem {name!r}: 1 is "
                     "the least, and a problem that is to have none is left out"
                 )
-            self._check_words(group, number)
-            read, problem = (group.prompt, None) if group.context is None else (group.context, group.prompt)
-            before = len(self._rollouts.get(name, {})) + self._dropped[name]
-            first = before + sum(one.request.about.id == name for one in made)
+            before = len(self._rollouts.get(name, {}))
+            first = before + sum(one.request.prompt.id == name for one in made)
             for sample in range(first, first + group.count):
                 seed = seed_of(self._seed, self.step, name, sample)
-                made.append(begun(Request(read, sample, seed, self._sampling, problem=problem), group.prefix))
+                made.append(begun(Request(group.prompt, sample, seed, self._sampling)))
         return made
-
-    def _check_words(self, group: GroupRequest, number: int) -> None:
-        """UserError for a context that does not fit or whose id is another's, and for a prefix that leaves no room."""
-        where, most = f"round {number + 1} of the collector", self._sampling.max_new_tokens
-        if group.context is not None:
-            named, length = group.context.id, len(group.context.token_ids)
-            if named == group.prompt.id or self._contexts.setdefault(named, group.context) != group.context:
-                raise UserError(f"{where} has two texts with the id {named!r}: give each context an id of its own")
-            if length > self.max_prompt_tokens:
-                raise UserError(
-                    f"{where} has a context of problem {group.prompt.id!r} with {length} tokens, and "
-                    f"{self.max_prompt_tokens} fit beside sampling.max_new_tokens={most}: put less before the problem, "
-                    "or lower sampling.max_new_tokens"
-                )
-        if len(group.prefix) >= most:
-            raise UserError(
-                f"{where} gives {len(group.prefix)} tokens of each reply to problem {group.prompt.id!r}, and with "
-                f"sampling.max_new_tokens={most} none is left to draw: give fewer, or raise it"
-            )
 
     def _goal(self, enough: int | None, partial: Sequence[Rollout], number: int) -> Goal | None:
         whole = sum(group.whole for group in self.groups)
@@ -332,17 +256,14 @@ class StepCollection:
             )
         return None if enough is None else Goal(enough, whole, partial)
 
-    def _make(self, partial: Sequence[Rollout], goal: Goal | None, engine: Engine, limit: int | None) -> None:
-        if limit is not None:
-            partial = [limited(one, limit) for one in partial if len(one) < limit]
+    def _make(self, partial: Sequence[Rollout], goal: Goal | None, engine: Engine) -> None:
         if not partial:  # all that the round asks for is there
             return
         start = time.perf_counter()
         with self._span("rollout"), self._autocast():
             for rollout in play(engine, self._task, partial, self.version, goal, self._spent):
-                own = self._rollouts[rollout.request.about.id]
-                before = own[rollout.request.sample]
-                own[rollout.request.sample] = rollout if limit is None else unlimited(rollout, before)
+                own = self._rollouts[rollout.request.prompt.id]
+                own[rollout.request.sample] = rollout
         self.rollout_seconds += time.perf_counter() - start
         self._rounds += 1
 
@@ -390,7 +311,7 @@ class StepCollection:
 
 def _key(request: Request) -> tuple[str, int]:
     """Identifies a rollout; a request that resumes one has a different prompt."""
-    return request.about.id, request.sample
+    return request.prompt.id, request.sample
 
 
 def _ended(group: Group) -> tuple[Rollout, ...]:

@@ -83,7 +83,7 @@ class Conversation:
         episode, number = self._whole(rollout), next(self._numbers)
         said: Future[Sequence[str] | None] = Future()
         if len(episode.turns) < self._task.turns:
-            said = self._task.respond(episode.request.about, episode.turns)
+            said = self._task.respond(episode.request.prompt, episode.turns)
         else:
             said.set_result(None)
         self._open[number], self._fresh = (episode, said), True

@@ -2,70 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_cli.collect.same import OtherProblems
-from grpo_cli.interfaces import Forgets, Marks, Parts, Remembers
+from grpo_cli.interfaces import Parts, Remembers
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import ScoredGroup
 
 
 def remembering(parts: Parts) -> Iterator[tuple[str, Remembers]]:
     """The rules that learn, by their groups."""
-    named = {"curriculum": parts.curriculum, "replay": parts.replay, **vars(parts.rules)}
+    named = {"curriculum": parts.curriculum, **vars(parts.rules)}
     yield from ((name, rule) for name, rule in named.items() if isinstance(rule, Remembers))
 
 
 def observe(parts: Parts, step: int, trained: Sequence[ScoredGroup], made: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Show a step's groups to every rule that learns from them; returns the rules' metrics. The history, curricula and
-    credits, which learn how hard a problem is, see rollouts without help alone."""
-    alone = _unaided(made)
-    parts.history.observe(step, alone)
-    shown = {"curriculum": alone, "credit": _unaided(trained)}
-    seen = [(rule, shown.get(name, trained)) for name, rule in remembering(parts)]
-    return {name: value for rule, groups in seen for name, value in rule.observe(step, groups).items()}
+    """Show a step's groups to every rule that learns from them; returns the rules' metrics."""
+    parts.history.observe(step, made)
+    told = [(rule, made if name == "curriculum" else trained) for name, rule in remembering(parts)]
+    return {name: value for rule, groups in told for name, value in rule.observe(step, groups).items()}
 
 
-def _unaided(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-    return [group for group in (group.unaided for group in groups) if group.rollouts]
+def state_of(parts: Parts) -> dict[str, Any]:
+    """Return what a checkpoint keeps: the history, each rule's state, and which problems these are of."""
+    learnt = {"history": parts.history.state_dict(), "task": _task_of(parts)}
+    return learnt | {name: rule.state_dict() for name, rule in remembering(parts)}
 
 
-def mark(parts: Parts) -> Callable[[], dict[str, Any]]:
-    """A function that returns the rules' state as of now; valid until the next mark."""
-    learnt = {"history": parts.history.mark()} | {name: _marked(rule) for name, rule in remembering(parts)}
-    return lambda: {name: dict(state()) for name, state in learnt.items()}
-
-
-def _marked(rule: Remembers) -> Callable[[], Mapping[str, Any]]:
-    if isinstance(rule, Marks):
-        return rule.mark()
-    state = rule.state_dict()
-    return lambda: state
+def _task_of(parts: Parts) -> dict[str, Any]:
+    """Return a task's number of problems, and the first, the middle and the last of them."""
+    prompts = parts.bench.task.prompts("train")
+    some = [prompts[place] for place in (0, len(prompts) // 2, len(prompts) - 1)] if len(prompts) else []
+    return {"problems": len(prompts), "some": [[prompt.id, list(prompt.token_ids), prompt.answer] for prompt in some]}
 
 
 def put_back(parts: Parts, state: Mapping[str, Any]) -> None:
-    """Restore the state that a mark returned; empty if the checkpoint is older than all such state. What it says of
-    problems that this run's task does not have is dropped."""
+    """Restore what `state_of` returned. UserError if it is of another task or of other rules."""
     rules = dict(remembering(parts))
-    for name in state.keys() - rules.keys() - {"history"}:
+    if state["task"] != _task_of(parts):
+        raise UserError(
+            "the checkpoint's problems are not those of this run's task: resume with the task as it was, or start a "
+            "new run with model.path=<checkpoint>"
+        )
+    for name in state.keys() - rules.keys() - {"history", "task"}:
         kind = state[name].get("kind")
         raise UserError(
             f"the checkpoint holds what {name}={kind} has learnt, and this run's {name} learns nothing; resume "
             f"with {name}={kind}, or start a new run"
         )
-    if "history" in state:
-        parts.history.load_state_dict(state["history"])
+    parts.history.load_state_dict(state["history"])
     for name, rule in rules.items():
         rule.load_state_dict(state.get(name))
-    is_other = OtherProblems(parts.bench.task.prompts("train"), parts.history.digests)
-    parts.history.forget(is_other)
-    for rule in rules.values():
-        if isinstance(rule, Forgets):
-            rule.forget(is_other)
-    if count := len(is_other.found):
-        parts.warn(
-            f"{count} of the problems in the checkpoint are not in this run's task, or not with the same prompt "
-            "and answer: what was seen and learnt of them is dropped, with their stored and partial groups. To "
-            "keep it, resume with the task as it was"
-        )

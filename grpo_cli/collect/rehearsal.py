@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-import torch
-
 from grpo_cli.collect.collection import StepCollection
-from grpo_cli.history import PROFILED, History, Visit
+from grpo_cli.history import History, Visit
 from grpo_cli.interfaces import Collector
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import own_code
-from grpo_cli.types import EngineStats, Finish, Group, Prompt, Readout, Request, Reward, Rollout
+from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout
 
 # The most rollouts of a made-up group, and enough for a made-up step: more would only take time.
 MOST_REHEARSED, ENOUGH = 4096, 1024
@@ -30,8 +28,7 @@ _SOLVED = (0, 1, 2, 3, 4)  # of four tries in an earlier visit
 class CollectionSize:
     """The most that a step was seen to ask for: different problems picked, problems and rollouts of the largest round,
     rollouts altogether, rounds, and rollouts of the groups that are trained on; whether it leaves rollouts partial;
-    whether it goes on with tokens that are there, of an earlier step or given; whether it has other contexts than the
-    problems' own; and whether it made groups of another size than n, in one of these
+    whether it resumes rollouts of an earlier step; and whether it made groups of another size than n, in one of these
     steps or in one whose problems differ in how often they are and were solved."""
 
     picked: int
@@ -43,7 +40,6 @@ class CollectionSize:
     partial: bool = False
     resumed: bool = False
     unequal: bool = False
-    contexts: bool = False
 
     @classmethod
     def equal(cls, n: int, prompts: int) -> CollectionSize:
@@ -75,13 +71,12 @@ def rehearsed(collector: Collector, n: int, prompts: int, longest: int = 3) -> C
         partial=any(one.partial for one in seen),
         resumed=any(one.resumed for one in seen),
         unequal=any(one.unequal for one in (*seen, later)),
-        contexts=any(one.contexts for one in seen),
     )
 
 
 def _visited(problems: int) -> History:
     """A history of problems solved never, always, or sometimes."""
-    visits = {_name(place): Visit(PROFILED, _SOLVED[place % len(_SOLVED)], _SOLVED[-1]) for place in range(problems)}
+    visits = {_name(place): Visit(0, _SOLVED[place % len(_SOLVED)], _SOLVED[-1]) for place in range(problems)}
     return History({name: [visit] for name, visit in visits.items()})
 
 
@@ -115,7 +110,6 @@ def _step(collector: Collector, n: int, prompts: int, made_up: _MadeUp, step: in
         version=step,
         span=lambda name: nullcontext(),
         most=MOST_ASKED,
-        read=_made_up_readout,
     )
     before, made_up.rounds, made_up.stopped = made_up.picked, [], False
     with own_code("collector"):
@@ -124,7 +118,7 @@ def _step(collector: Collector, n: int, prompts: int, made_up: _MadeUp, step: in
     return CollectionSize(
         picked=made_up.picked - before,
         # A resumed one has a longer prompt, whose id has a suffix.
-        problems=max(len({request.about.id.partition("+")[0] for request in requests}) for requests in rounds),
+        problems=max(len({request.prompt.id.partition("+")[0] for request in requests}) for requests in rounds),
         at_once=max(map(len, rounds)),
         rollouts=sum(map(len, rounds)),
         rounds=len(rounds),
@@ -132,15 +126,7 @@ def _step(collector: Collector, n: int, prompts: int, made_up: _MadeUp, step: in
         partial=made_up.stopped,
         resumed=any(request.resumed for requests in rounds for request in requests),
         unequal=any(len(group.rollouts) != n for group in groups),
-        contexts=any(request.problem is not None for requests in rounds for request in requests),
     )
-
-
-def _made_up_readout(groups: Sequence[Group], reads: Set[str], layer: int | None, last: int) -> Readout:
-    rows = sum(len(group.rollouts) for group in groups)
-    ones = torch.ones((rows, 1))
-    top = torch.ones((rows, 1, 2))
-    return Readout(-ones, ones, top.long(), top / 2, torch.ones((rows, 2)))
 
 
 class _MadeUp:
@@ -162,8 +148,7 @@ class _MadeUp:
     def generate(
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
     ) -> Iterator[Rollout]:
-        """One token each; of the stopped ones every second has one, too. Where a round has a limit, every second
-        rollout reaches it."""
+        """One token each; of the stopped ones every second has one, too."""
         self.rounds.append(requests)
         stop = False
         for request in requests:
@@ -172,10 +157,7 @@ class _MadeUp:
                 self.stopped = True
                 yield Rollout(request, (0,) * tokens, (-1.0,) * tokens, Finish.PARTIAL, 0)
                 continue
-            most = request.sampling.max_new_tokens
-            cut = request.resumed + most < self.longest and request.sample % 2
-            tokens, finish = (most, Finish.LENGTH) if cut else (1, Finish.EOS)
-            rollout = Rollout(request, (0,) * tokens, (-1.0,) * tokens, finish, 0)
+            rollout = Rollout(request, (0,), (-1.0,), Finish.EOS, 0)
             yield rollout
             stop = enough is not None and enough(rollout)
 
@@ -188,12 +170,6 @@ class _MadeUp:
 
     def text(self, token_ids: Sequence[int]) -> str:
         return ""
-
-    def in_context(self, prompt: Prompt, texts: Sequence[str]) -> Prompt:
-        return Prompt(f"{prompt.id}~{'/'.join(texts)}", (0,), prompt.answer)
-
-    def solution(self, prompt: Prompt) -> Sequence[int]:
-        return (0, 0)
 
     def stats(self) -> EngineStats:
         return EngineStats()

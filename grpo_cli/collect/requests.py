@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from grpo_cli.interfaces import BatchTask, InContext, Task
+from grpo_cli.interfaces import BatchTask, Task
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import LARGEST_REWARD, Group, Prompt, Request, Rollout, ScoredGroup
@@ -49,7 +49,7 @@ def group_rollouts(prompts: Sequence[Prompt], rollouts: Iterable[Rollout]) -> li
     check_ids(prompts, "prompts to group rollouts by")
     of: dict[Prompt, list[Rollout]] = {prompt: [] for prompt in prompts}
     for rollout in rollouts:
-        prompt = rollout.request.about
+        prompt = rollout.request.prompt
         assert prompt in of, f"a rollout of a prompt that was not asked about: {prompt.id}"
         of[prompt].append(rollout)
     return [Group(prompt, tuple(sorted(of[prompt], key=lambda rollout: rollout.request.sample))) for prompt in prompts]
@@ -65,16 +65,6 @@ def score_all(task: Task, groups: Sequence[Group]) -> list[ScoredGroup]:
     for group in scored:
         check_rewards(group)
     return scored
-
-
-def in_context(task: Task, asked_by: str, prompt: Prompt, texts: Sequence[str | Sequence[int]]) -> Prompt:
-    """The problem behind these texts, or the texts of these tokens. UserError if the task cannot put it so."""
-    if not isinstance(task, InContext):
-        raise UserError(
-            f"{asked_by} puts text before a problem, and this task cannot (it has no in_context(prompt, texts)): use "
-            "another one, or a task that can, such as task=gsm8k or task=jsonl"
-        )
-    return task.in_context(prompt, [text if isinstance(text, str) else task.text(text) for text in texts])
 
 
 def check_rewards(group: ScoredGroup) -> None:
@@ -101,7 +91,7 @@ def check_sampling(request: Request, now: Sampling) -> None:
     if changed := [key for key, value in vars(now).items() if begun[key] != value]:
         before, here = (" ".join(f"sampling.{key}={of[key]}" for key in changed) for of in (begun, vars(now)))
         raise UserError(
-            f"rollouts of problem {request.about.id!r} were begun with {before}, and this run has {here}: resume with "
+            f"rollouts of problem {request.prompt.id!r} were begun with {before}, and this run has {here}: resume with "
             "what they were begun with, or start a new run"
         )
 
@@ -111,10 +101,10 @@ class Goal:
 
     def __init__(self, enough: int, whole: int, under_way: Sequence[Rollout]) -> None:
         self._enough, self._whole = enough, whole
-        self._left = Counter(rollout.request.about.id for rollout in under_way)
+        self._left = Counter(rollout.request.prompt.id for rollout in under_way)
 
     def __call__(self, rollout: Rollout) -> bool:
-        problem = rollout.request.about.id
+        problem = rollout.request.prompt.id
         self._left[problem] -= 1
         self._whole += not self._left[problem]
         return self._whole >= self._enough

@@ -13,16 +13,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from grpo_cli.support.errors import UserError
-from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, KeptSets, Request, Rollout, Span
+from grpo_cli.types import ENVIRONMENT, Finish, Request, Rollout, Span
 
 GOLDEN = 0x9E3779B97F4A7C15
 
 
-def begun(request: Request, given: Sequence[int] = ()) -> Rollout:
-    """A rollout without any tokens yet but those that it is given."""
-    spans = (Span(GIVEN, len(given)),) if given else ()
-    return Rollout(request, tuple(given), (math.nan,) * len(given), Finish.PARTIAL, 0, spans)
+def begun(request: Request) -> Rollout:
+    """A rollout without any tokens yet."""
+    return Rollout(request, (), (), Finish.PARTIAL, 0)
 
 
 def rest_of(partial: Rollout) -> Request:
@@ -46,32 +44,6 @@ def rest_of(partial: Rollout) -> Request:
     )
 
 
-def limited(partial: Rollout, limit: int) -> Rollout:
-    """A partial rollout whose request ends once it has `limit` tokens. How long it gets says nothing, so that nothing
-    may be learned from it."""
-    sampling = partial.request.sampling
-    cut = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, limit))
-    return replace(partial, request=replace(partial.request, sampling=cut, cut=True))
-
-
-def unlimited(made: Rollout, before: Rollout) -> Rollout:
-    """What was made of a limited rollout, under the request that it had before; partial if the limit has ended it."""
-    cut = made.finish is Finish.LENGTH and len(made) < before.request.sampling.max_new_tokens
-    return replace(made, request=before.request, finish=Finish.PARTIAL if cut else made.finish)
-
-
-def look_at(key: str, given: int | None, longest: int) -> int:
-    """How many tokens rollouts have when a collector looks at them: `given` as the setting `key`, None is a quarter.
-    UserError if none gets there."""
-    at = max(1, longest // 4) if given is None else given
-    if at >= longest:
-        raise UserError(
-            f"{key}={at} is never reached with sampling.max_new_tokens={longest}: lower it (null is a quarter), or use "
-            "collector=equal"
-        )
-    return at
-
-
 def first_seed(request: Request) -> int:
     """The seed that a rollout started with, from the request for its rest."""
     return (request.seed - request.resumed * GOLDEN) % 2**64
@@ -88,8 +60,6 @@ def joined(partial: Rollout, rest: Rollout, version: int) -> Rollout:
         # What was read as prompt is also held: nothing that evicts goes on with partial rollouts.
         kept_kv=len(partial) + rest.kept_kv if len(rest) else partial.kept_kv,
         spans=_longer(partial.spans, version, rest),
-        kept=joined_sets((partial.kept, len(partial)), (rest.kept, len(rest))),
-        view=rest.view,  # nothing that evicts goes on with partial rollouts
     )
 
 
@@ -101,15 +71,7 @@ def answered(episode: Rollout, reply: Sequence[int]) -> Rollout:
         sampler_logprobs=episode.sampler_logprobs + (math.nan,) * len(reply),
         finish=Finish.PARTIAL,
         spans=(*episode.spans, Span(ENVIRONMENT, len(reply))),
-        kept=joined_sets((episode.kept, len(episode)), (None, len(reply))),
     )
-
-
-def joined_sets(*parts: tuple[KeptSets | None, int]) -> KeptSets | None:
-    """Of parts of a rollout, each with its number of tokens; None if no part has any."""
-    found = [kept or KeptSets(b"", bytes(4 * tokens)) for kept, tokens in parts]
-    whole = KeptSets(b"".join(one.ids for one in found), b"".join(one.counts for one in found))
-    return whole if whole.ids else None
 
 
 def _longer(spans: tuple[Span, ...], version: int, rest: Rollout) -> tuple[Span, ...]:

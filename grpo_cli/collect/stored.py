@@ -1,18 +1,16 @@
-"""Groups as plain values and tensors, for stores and checkpoints: a scored one at 12 bytes per token and 4 more for
-each id that truncation left."""
+"""Groups as plain values and tensors, for checkpoints: a scored one at 12 bytes per token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
-from grpo_cli.history import digest_of, of_kind
+from grpo_cli.history import of_kind
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Finish, Group, KeptSets, Prompt, Request, Reward, Rollout, ScoredGroup, Span
+from grpo_cli.types import Finish, Group, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
 
 def to_plain(group: Group | ScoredGroup) -> dict[str, Any]:
@@ -44,40 +42,24 @@ def _fate(rollout: Rollout) -> dict[str, Any]:
         "sample": request.sample,
         "seed": str(request.seed),  # 64 bits, of which a tensor has one for the sign
         "sampling": asdict(request.sampling),
-        # what was read in place of the problem's prompt, if anything was
-        "context": None if request.problem is None else (request.prompt.id, list(request.prompt.token_ids)),
         "length": len(rollout),
         "finish": rollout.finish.value,
         "kept_kv": rollout.kept_kv,
         "spans": [(span.version, span.count) for span in rollout.spans],
-        "kept": None if rollout.kept is None else tuple(torch.from_numpy(one.copy()) for one in rollout.kept.arrays),
     }
 
 
 def request_of(problem: Prompt, state: Mapping[str, Any]) -> Request:
-    """The request of a stored rollout; older stores know no contexts, and lack some settings."""
-    said = {"max_turn_tokens": None, "kept_set": False, **state["sampling"]}
+    """The request of a stored rollout."""
+    said = dict(state["sampling"])
     sampling = Sampling(**said | {"stop": tuple(said["stop"])})
-    asked = Request(problem, state["sample"], int(state["seed"]), sampling)
-    if (context := state.get("context")) is None:
-        return asked
-    name, token_ids = context
-    return replace(asked, prompt=Prompt(name, tuple(token_ids), problem.answer), problem=problem)
-
-
-def sets_of(state: Mapping[str, Any]) -> KeptSets | None:
-    """What truncation left of each token of a stored rollout; older stores say nothing of it."""
-    kept = state.get("kept")
-    return None if kept is None else KeptSets(*(one.numpy().tobytes() for one in kept))
+    return Request(problem, state["sample"], int(state["seed"]), sampling)
 
 
 def from_plain(state: Mapping[str, Any]) -> Any:
-    """The inverse of `to_plain`. Older versions kept the tokens of each rollout of a group without rewards apart."""
+    """The inverse of `to_plain`."""
     prompt, fates = prompt_of(state), state["rollouts"]
-    tokens = [
-        state[name].split([fate["length"] for fate in fates]) if name in state else [fate[name] for fate in fates]
-        for name in ("token_ids", "logprobs")
-    ]
+    tokens = [state[name].split([fate["length"] for fate in fates]) for name in ("token_ids", "logprobs")]
     rollouts = tuple(
         _rollout(prompt, fate, tuple(ids.tolist()), tuple(said.tolist()))
         for fate, ids, said in zip(fates, *tokens, strict=True)
@@ -97,24 +79,7 @@ def _rollout(
     prompt: Prompt, fate: Mapping[str, Any], token_ids: tuple[int, ...], logprobs: tuple[float, ...]
 ) -> Rollout:
     spans = tuple(Span(*span) for span in fate["spans"])
-    return Rollout(
-        request_of(prompt, fate), token_ids, logprobs, Finish(fate["finish"]), fate["kept_kv"], spans, sets_of(fate)
-    )
-
-
-def drawn(
-    stored: Sequence[Mapping[str, Any]], count: int, fresh: Sequence[ScoredGroup], rng: np.random.Generator
-) -> list[ScoredGroup]:
-    """`count` groups drawn without replacement, those of problems that are `fresh` last."""
-    anew = {group.prompt.id for group in fresh}
-    order = sorted(rng.permutation(len(stored)).tolist(), key=lambda place: stored[place]["prompt"][0] in anew)
-    return [from_plain(stored[place]) for place in order[:count]]
-
-
-def version_of(state: Mapping[str, Any]) -> int:
-    """The oldest version that drew any of its tokens, 0 without a token."""
-    versions = (version for fate in state["rollouts"] for version, _ in fate["spans"])
-    return min((version for version in versions if version >= 0), default=0)
+    return Rollout(request_of(prompt, fate), token_ids, logprobs, Finish(fate["finish"]), fate["kept_kv"], spans)
 
 
 class HoldsGroups:
@@ -126,10 +91,6 @@ class HoldsGroups:
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         return {}
-
-    def forget(self, is_other: Callable[[str, int], bool]) -> None:
-        """As `interfaces.Forgets` has it."""
-        self._held = tuple(group for group in self._held if not is_other(group.prompt.id, digest_of(group.prompt)))
 
     def state_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, self.held: [to_plain(group) for group in self._held]}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from grpo_cli.collect.profile import no_history
 from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
-from grpo_cli.config.instantiate import engine_parts, fact_of, refused_by, rule_of
+from grpo_cli.config.instantiate import engine_parts, refused_by
 from grpo_cli.config.rehearsal import Tried, try_rules
 from grpo_cli.settings import (
     EvalRunSettings,
@@ -36,10 +35,8 @@ def check(settings: RunSettings) -> Tried:
         *_length_problems(settings),
         *_optim_problems(settings.optim),
         *_checkpoint_problems(settings),
-        *_opob_problems(settings),
         *_model_problems(settings.model, settings.device),
         *_rounding_problems(settings),
-        *no_history(settings.train.history),
         *together.problems(settings),
     ]
     tried = None
@@ -47,9 +44,8 @@ def check(settings: RunSettings) -> Tried:
         engine_parts(settings.parts, {"seed": settings.seed}, early=True)
     with gathered(problems):
         tried = try_rules(settings)
-    for group in ("curriculum", "replay"):
-        with gathered(problems):
-            problems += refused_by(group, settings.parts[group], {})
+    with gathered(problems):
+        problems += refused_by("curriculum", settings.parts["curriculum"], {})
     refuse(problems)
     assert tried is not None, "n and m are as they must be"
     return tried
@@ -125,8 +121,6 @@ def check_eval(settings: EvalRunSettings) -> None:
     problems += [*_model_problems(settings.model, settings.device), *together.eval_problems(settings)]
     with gathered(problems):
         engine_parts(settings.parts, {"seed": settings.seed}, early=True)
-    with gathered(problems):
-        rule_of("search", settings.parts["search"])
     refuse(problems)
 
 
@@ -136,10 +130,10 @@ def _group_problems(settings: RunSettings) -> Iterator[str]:
         yield f"m={m} must be at least 1: nothing would be trained on"
     elif m > n:
         yield f"m={m} must not be more than n={n}: only {n} rollouts of a prompt are generated"
-    elif n == 1 and not fact_of("advantage", parts["advantage"], "alone"):
+    elif n == 1:
         yield (
             f"n=1 leaves advantage={choice_of('advantage', parts['advantage'])} nothing to compare with: GRPO compares "
-            "the rollouts of a prompt with each other; take n of 2 or more, or advantage=a2po"
+            "the rollouts of a prompt with each other; take n of 2 or more"
         )
     elif m == 1 and parts["advantage"].get("stats_over") == "kept":
         yield (
@@ -170,24 +164,16 @@ def _stop_problems(sampling: SampleSettings) -> Iterator[str]:
 
 def _sampling_problems(sampling: Sampling) -> Iterator[str]:
     yield from _stop_problems(sampling)
-    if sampling.truncated and not sampling.kept_set:
+    if sampling.truncated:
         yield (
             f"sampling.top_p={sampling.top_p} sampling.top_k={sampling.top_k}: training on truncated sampling biases "
-            "the importance ratio, since the policy is not what was sampled from; give sampling.kept_set=true, with "
-            "which it is, or use sampling.top_p=1 sampling.top_k=0 (grpo eval takes both)"
-        )
-    if sampling.kept_set and not sampling.truncated:
-        yield (
-            "sampling.kept_set=true records what truncation keeps, and nothing is truncated: give sampling.top_p or "
-            "sampling.top_k, or leave it out"
+            "the importance ratio; use sampling.top_p=1 sampling.top_k=0 (grpo eval takes both)"
         )
 
 
 def _optim_problems(optim: OptimSettings) -> Iterator[str]:
     if optim.name == "adamw8bit" and optim.offload:
         yield "optim.name=adamw8bit keeps its state on the GPU; use optim.offload=false, or optim.name=adamw"
-    if optim.name == "muon" and optim.offload:
-        yield "optim.name=muon multiplies matrices, for which a CPU is slow; use optim.offload=false or optim.park=true"
     if optim.park and (optim.offload or optim.name == "adamw8bit"):
         keeps = "optim.offload=true keeps there anyway" if optim.offload else "optim.name=adamw8bit keeps on the GPU"
         yield f"optim.park=true moves the optimizer's state to the CPU's memory, which {keeps}; use one of them"
@@ -208,31 +194,7 @@ def _checkpoint_problems(settings: RunSettings) -> Iterator[str]:
         )
 
 
-def _opob_problems(settings: RunSettings) -> Iterator[str]:
-    named, train, parts = f"optim.baseline={settings.optim.baseline}", settings.train, settings.parts
-    if settings.optim.baseline == "none":
-        return
-    own = f"{named} needs a loss that is linear in the advantage"
-    for key in ("epochs", "minibatches"):
-        if getattr(train, key) > 1:
-            yield f"{own}, as it no longer is once the policy has moved; use train.{key}=1"
-    if parts["correction"].get("prox", "now") != "now":
-        yield f"{own}, with ratios that are 1; use correction.prox=now"
-    if getattr(rule_of("loss", parts["loss"]), "needs_reference", False):
-        yield f"{own}, and the distance to a reference is not; use loss.kl_coef=0, or another loss than a2po"
-    if fact_of("correction", parts["correction"], "same_view"):
-        yield f"{own}, and this correction adds a term that is not; use correction=none"
-    for key in ("padding_free", "shared_prefix"):
-        if getattr(train, key) is True:
-            yield f"{named} weighs each rollout's own gradient, so that they go one by one; use train.{key}=false"
-    if "noise" in settings.record.gauges:
-        yield f"record.gauges=[noise] looks at half of the gradient, and {named} has it only whole; use one of them"
-
-
 def _rounding_problems(settings: RunSettings) -> Iterator[str]:
-    kind, fake = settings.model.quantize, settings.model.fake_quantize
-    if kind != "none" and fake != "none":
-        yield f"model.fake_quantize={fake} rounds plain weights, and model.quantize={kind} has done so: leave one out"
     # An older version may have allowed it to a run that is resumed.
     if settings.model.dtype == "bfloat16" and not settings.model.adapted and settings.resume is None:
         yield (

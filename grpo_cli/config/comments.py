@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from grpo_cli.config.choices import config_dir
+from grpo_cli.config.choices import EXPERIMENTAL, conf_file, config_dir
 
 _NO_SETTINGS = {"defaults", "hydra", "_target_", "_partial_"}
 
@@ -49,7 +49,8 @@ def read_conf(file: Path) -> ConfFile:
     settings: dict[str, Setting] = {}
     for base in values.get("defaults", []):  # groups, and overrides of their choices, are mappings
         if isinstance(base, str) and base != "_self_":
-            below = read_conf(file.parent / f"{base}.yaml")
+            beside = file.with_name(f"{base}.yaml")
+            below = read_conf(beside if beside.is_file() else config_dir() / file.parent.name / beside.name)
             builds, settings = builds or below.builds, {**settings, **below.settings}
     above: dict[str, str] = {}
     head = _head(root, lines)
@@ -63,7 +64,7 @@ def read_conf(file: Path) -> ConfFile:
 
 
 def read_choice(group: str, choice: str) -> ConfFile:
-    return read_conf(config_dir() / group / f"{choice}.yaml")
+    return read_conf(conf_file(f"{group}/{choice}"))
 
 
 def flow(value: Any) -> str:
@@ -73,6 +74,8 @@ def flow(value: Any) -> str:
 
 
 def _name(file: Path) -> str:
+    if file.is_relative_to(EXPERIMENTAL):
+        return f"grpo_cli/experimental/conf/{file.relative_to(EXPERIMENTAL)}"
     return f"conf/{file.relative_to(config_dir())}" if file.is_relative_to(config_dir()) else file.name
 
 

@@ -18,7 +18,6 @@ import torch
 
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
 from grpo_cli.config.kinds import KINDS, RULES, is_function
-from grpo_cli.config.overrides import RENAMED
 from grpo_cli.config.read import named_words, read_kwargs
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.interfaces import Loss, Rules
@@ -28,7 +27,7 @@ from grpo_cli.types import Batch, LossOutput, Totals
 RECIPE = "recipe"  # a task's values for other groups (`config.auto`)
 INNER = "inner"  # the key by which an engine names its workers' engine
 # Keyword arguments for rules that have such a parameter.
-_BY_NAME = {"advantage": ("inputs", "history"), "credit": ("readout",)}
+_BY_NAME = {"advantage": ("inputs", "history")}
 
 
 def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
@@ -73,10 +72,7 @@ def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> 
     if named or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         known = [key for key in takes if key not in offered]
         problems += [
-            f"{name}.{word}: {target} takes no {word}{f'; it is called {new}' if new else closest(word, known)}"
-            for word in kwargs
-            if word not in takes
-            for new in [RENAMED.get(f"{name}.{word}")]
+            f"{name}.{word}: {target} takes no {word}{closest(word, known)}" for word in kwargs if word not in takes
         ]
     if ours:
         kwargs = read_kwargs(code, name, kwargs, problems)
@@ -175,13 +171,6 @@ def says(parts: Mapping[str, Mapping[str, Any]], group: str, fact: str) -> Any:
     part = parts[group]
     said = fact_of(group, part, fact)
     return fact_of(group, inner_engine(part), fact) if said is None and INNER in part else said
-
-
-def rounding_of(parts: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What the rollouts' weights are rounded to (engine.quantize), None if they are the trainer's own."""
-    engine = parts["engine"]
-    kind = (inner_engine(engine) if INNER in engine else engine).get("quantize")
-    return None if kind == "none" else kind
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_cli import interfaces
-from grpo_cli.collect.search import Search
 from grpo_cli.engine.batching import Sampler
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 
@@ -49,9 +48,7 @@ KINDS: Mapping[str, Kind] = {
     "scheduler": Kind.of(Scheduler),
     "predictor": Kind.of(Predictor),
     "curriculum": Kind.of(interfaces.Curriculum),
-    "replay": Kind.of(interfaces.Replay),
     "logger": Kind.of(interfaces.Tracker),
-    "search": Kind.of(Search),
     **RULES,
 }
 # Rules that may be plain functions although their protocol has other members (`instantiate.OwnLoss`).

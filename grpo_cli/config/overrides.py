@@ -11,16 +11,15 @@ import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_cli.config.choices import choices, parts_of, shipped
+from grpo_cli.config.choices import parts_of, shipped
 from grpo_cli.config.read import read
+from grpo_cli.config.removed import OFF, removed
 from grpo_cli.config.trust import taken, without_resolvers
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import ModelSettings
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.formatting import plain
 
-# Former names of keys, in old run folders and command lines.
-RENAMED = {"correction.is": "correction.importance", "correction.rs": "correction.rejection"}
 _DRAWN = ("top_p", "top_k", "max_new_tokens", "stop")
 # Settings of a resumption, not of the run itself.
 OF_A_RESUME = ("resume", "resume_wait", "accept_damage")
@@ -30,8 +29,8 @@ def overrides_of_run(record: RunRecord, typed: Sequence[str] = ()) -> list[str]:
     """A run's model, task, engine, sampling, evaluation and seed as Hydra overrides: those of `grpo eval`.
 
     Choices and values are those of the composed config rather than of the command line, so that neither a named
-    experiment nor a changed default makes a difference. `_target_`s of ours come from the current choices, since code
-    may have moved. UserError if something is missing, or has to be `typed` on this command line (`config.trust`).
+    experiment nor a changed default makes a difference. `_target_`s of ours come from the current choices.
+    UserError if something is missing, or has to be `typed` on this command line (`config.trust`).
     """
     groups = ["model", *(group for group in parts_of("eval") if group in parts_of("train"))]
     resolving = dict[str, str]()
@@ -42,8 +41,6 @@ def overrides_of_run(record: RunRecord, typed: Sequence[str] = ()) -> list[str]:
         values |= {f"sampling.{word}": drawn[word] for word in _DRAWN if word in drawn}
         values |= {f"eval.{key}": run.eval[key] for key in ("problems", "k", "temperature")}
         values_of_model: Any = OmegaConf.to_container(run.model, resolve=True)
-        # a setting that is newer than the run has the value of every preset
-        values_of_model = {**shipped("model", "hf"), **values_of_model}
         shape = read(ModelSettings, values_of_model, [])
         for group in groups:
             values |= leaves(group, OmegaConf.to_container(run[group], resolve=True))
@@ -61,7 +58,10 @@ def overrides_of_run(record: RunRecord, typed: Sequence[str] = ()) -> list[str]:
 
 def overrides_to_resume(record: RunRecord, run_dir: Path, typed: Sequence[str] = ()) -> list[str]:
     """What a run was started with, and its folder. UserError for what has to be `typed` again (`config.trust`)."""
-    again = [renamed(word) for word in (*record.overrides, *chosen_of(record)) if not is_of_a_resume(word)]
+    again = [word for word in (*record.overrides, *chosen_of(record)) if not is_of_a_resume(word)]
+    gone = dict(removed(again))
+    refuse([f"{run_dir}: {why}" for word, why in gone.items() if word.partition("=")[2] not in OFF])
+    again = [word for word in again if word not in gone]
     return [*taken(again, typed, run_dir), *overrides({"hydra.run.dir": str(run_dir)})]
 
 
@@ -95,22 +95,6 @@ def is_of_a_resume(word: str) -> bool:
 def overrides(values: Mapping[str, Any]) -> list[str]:
     """Keys and values in Hydra's grammar, adding new keys, so that each value is parsed back exactly."""
     return [f"++{key}={_quoted(value)}" for key, value in values.items()]
-
-
-def renamed(word: str) -> str:
-    """An override with the current name of its key, and the current location of a part of ours."""
-    key, equals, value = word.partition("=")
-    bare = key.lstrip("+")
-    if _is_our_target(bare, value):
-        value = _moved(bare.partition(".")[0], value)
-    return key[: len(key) - len(bare)] + RENAMED.get(bare, bare) + equals + value
-
-
-def _moved(group: str, target: str) -> str:
-    """The `_target_` among the group's choices that ends in the same name, else the same one."""
-    name = "." + target.rpartition(".")[2]
-    targets = (str(shipped(group, choice).get("_target_")) for choice in choices(group))
-    return next((found for found in targets if found.endswith(name)), target)
 
 
 def leaves(key: str, value: Any) -> dict[str, Any]:

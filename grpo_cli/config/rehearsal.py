@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -16,10 +15,9 @@ from grpo_cli.collect.rehearsal import MOST_REHEARSED, CollectionSize, rehearsed
 from grpo_cli.config import together
 from grpo_cli.config.instantiate import rules_of
 from grpo_cli.config.kinds import RULES
-from grpo_cli.history import PROFILED, History, Visit
+from grpo_cli.history import History, Visit
 from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.learner.batch import corrected, verdict_on
-from grpo_cli.learner.readout import layer_read, reads_of
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.support.errors import UserError, gathered, own_code, refuse
@@ -30,7 +28,6 @@ from grpo_cli.types import (
     Finish,
     LossOutput,
     Prompt,
-    Readout,
     Request,
     Reward,
     Rollout,
@@ -85,16 +82,15 @@ def _try_choice(rules: Rules, n: int, m: int) -> tuple[ScoredGroup, ScoredGroup]
 
 
 # Called in the order of a step, each with the result of the one before.
-_REHEARSED = ("collector", "downsample", "advantage", "correction", "credit", "loss")
+_REHEARSED = ("collector", "downsample", "advantage", "correction", "loss")
 
 
 def _rehearse(rules: Rules, group: ScoredGroup, kept: ScoredGroup) -> None:
     m = len(kept.rollouts)
     of_kept, of_group = (torch.tensor(scored.totals, dtype=torch.float32) for scored in (kept, group))
     numbers = tuple(rollout.request.sample for rollout in kept.rollouts)
-    readout = _made_up_readout(len(group.rollouts))
-    inputs = AdvantageInputs(group, numbers, tuple(range(len(group.rollouts))), readout)
-    history = History({group.prompt.id: [Visit(PROFILED, 1, 2)]})
+    inputs = AdvantageInputs(group, numbers, tuple(range(len(group.rollouts))))
+    history = History({group.prompt.id: [Visit(0, 1, 2)]})
     advantage = copy.deepcopy(rules.advantage)
     advantages = advantage(of_kept, of_group, **taken(advantage, inputs=inputs, history=history))
     _expect("advantage", advantages, (m,))
@@ -110,12 +106,6 @@ def _rehearse(rules: Rules, group: ScoredGroup, kept: ScoredGroup) -> None:
         raise UserError(f"correction: asked for a Verdict on {m} rollouts, the answer was {verdict!r}")
     _expect("correction", verdict.weights, (m, 4))
     _expect("correction", verdict.mask, (m, 4))
-    _require_reads(rules)
-    credit, read = copy.deepcopy(rules.credit), _made_up_readout(m)
-    factors = credit(batch, ["rehearsal"] * m, History(), **taken(credit, readout=read))
-    if factors is not None:
-        _expect("credit", factors, (m, 4))
-        batch = replace(batch, weights=batch.weights * factors)
     made_up = {"group": group, "keep": m, "rng": rng, "kept_rewards": of_kept, "group_rewards": of_group}
     _rehearse_others(rules, made_up | {"batch": batch, "problems": ["rehearsal"] * m, "history": History()})
     output = _rehearsed_loss(rules.loss, logprobs, corrected(batch, verdict))
@@ -174,22 +164,6 @@ def _made_up_batch(advantages: torch.Tensor, logprobs: torch.Tensor) -> Batch:
         advantages=advantages,
         lengths=torch.full((rows,), 4),
     )
-
-
-def _made_up_readout(rows: int) -> Readout:
-    ones = torch.ones((rows, 4))
-    top = torch.zeros((rows, 4, 2))
-    return Readout(-ones, ones, top.long(), top + 0.5, torch.ones((rows, 2)))
-
-
-def _require_reads(rules: Rules) -> None:
-    """UserError if what rules read is not in a readout, or if one takes a readout and says nothing that it reads."""
-    layer_read(rules)
-    if "readout" in inspect.signature(rules.credit).parameters and not reads_of(rules.credit):
-        raise UserError(
-            "credit: its parameter readout would be None, as it does not say what it reads; decorate it with "
-            "@facts(reads=(...)) of grpo_cli.interfaces"
-        )
 
 
 def _expect(name: str, answer: Any, shape: tuple[int, ...]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from grpo_cli.collect.collection import MOST_ROLLOUTS
 from grpo_cli.collect.rehearsal import CollectionSize
 from grpo_cli.config.choices import choice_of
-from grpo_cli.config.instantiate import INNER, fact_of, rounding_of, says
+from grpo_cli.config.instantiate import INNER, fact_of, says
 from grpo_cli.interfaces import Rules
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import own_code_unless_ours
@@ -62,16 +62,6 @@ def problems(settings: RunSettings) -> Iterator[str]:
     others = chosen(settings)
     yield from others.of_each("goes_with")
     yield from _drawn_problems(others)
-    if (kind := settings.model.quantize) != "none" and (rounding := rounding_of(settings.parts)) is not None:
-        yield f"engine.quantize={rounding} rounds plain weights, and model.quantize={kind} has done so: leave one out"
-    if settings.sampling.kept_set:
-        yield from _kept_problems(others)
-    for group in ("curriculum", "advantage"):
-        if others.says(group, "needs_history") and settings.train.history is None and settings.resume is None:
-            # a resumed run has it in its checkpoint
-            from grpo_cli.collect.profile import WRITE_IT
-
-            yield f"{others.named(group)} needs train.history=<samples.jsonl>; write it with {WRITE_IT}"
 
 
 def rehearsed_problems(settings: RunSettings, size: CollectionSize) -> Iterator[str]:
@@ -85,15 +75,9 @@ def rehearsed_problems(settings: RunSettings, size: CollectionSize) -> Iterator[
     if size.unequal:
         known = {*others.of_each("goes_with")}
         yield from (problem for problem in replace(others, unequal=True).of_each("goes_with") if problem not in known)
-    if settings.train.plain_weight and not (size.contexts or others.says("collector", "contexts")):
-        yield (
-            f"train.plain_weight={settings.train.plain_weight} trains again on rollouts that read another context, and "
-            f"{others.named('collector')} gives none; use collector=nudge, or train.plain_weight=0"
-        )
     if size.partial or size.resumed:
         yield from _partial_problems(others, size)
-    given = (size.resumed and not size.partial) or settings.train.plain_weight
-    if given and others.setting("correction", "prox") == "drawn":
+    if size.resumed and not size.partial and others.setting("correction", "prox") == "drawn":
         yield (
             "correction.prox=drawn takes the sampler for the old policy, and with "
             f"{others.named('collector')} tokens are trained on that it did not draw; use correction.prox=now"
@@ -117,12 +101,6 @@ def remarks(settings: RunSettings, rules: Rules, size: CollectionSize) -> Iterat
     if settings.resume is not None:
         yield from undone(settings, rules)
     n, m, others = settings.n, settings.m, chosen(settings)
-    if size.partial and others.setting("sampler", "on_oom") == "halve":
-        yield (
-            "with sampler.on_oom=halve it depends on memory which rollouts end first, and so which groups "
-            f"{others.named('collector')} trains on in which step: a run may not repeat itself on another device "
-            "(sampler.on_oom=fail does)"
-        )
     if size.unequal and m < n and not others.says("downsample", "keeps_fewer"):
         yield (
             f"{others.named('collector')} makes more rollouts of some problems than of others, and of each "
@@ -138,35 +116,12 @@ def _drawn_problems(others: Chosen) -> Iterator[str]:
     inner = others.setting("engine", INNER)
     engine = others.named("engine") if inner is None else f"engine.{INNER}={inner}"
     other = [engine] * (others.says("engine", "is_policy") is False)
-    other += [f"engine.quantize={kind}" for kind in [rounding_of(others.parts)] if kind is not None]
-    hidden = others.says("sparsity", "evicts") and not others.says("correction", "same_view")
+    hidden = others.says("sparsity", "evicts")
     other += [others.named("sparsity")] * bool(hidden)
     for setting in other:
         yield (
             f"correction.prox=drawn takes the sampler for the old policy, which {setting} is not; use "
             "correction.prox=now"
-        )
-    if others.says("replay", "foreign"):
-        yield (
-            f"correction.prox=drawn takes the sampler for the old policy, and {others.named('replay')} brings what "
-            "other policies drew; use correction.prox=now"
-        )
-
-
-def _kept_problems(others: Chosen) -> Iterator[str]:
-    """Conflicts of recording what truncation keeps with what cannot record it."""
-    if (said := others.says("engine", "kept_sets")) is not True:
-        why = f" ({said})" if said else ""
-        yield (
-            "sampling.kept_set=true needs an engine that records what truncation keeps, which "
-            f"{others.named('engine')} does not{why}: use engine=torch, or sampling.top_p=1 sampling.top_k=0 "
-            "sampling.kept_set=false"
-        )
-    if others.says("replay", "foreign"):
-        yield (
-            f"sampling.kept_set=true renormalises over what truncation kept, which the records of "
-            f"{others.named('replay')} do not hold; use replay=fifo, or sampling.top_p=1 sampling.top_k=0 "
-            "sampling.kept_set=false"
         )
 
 

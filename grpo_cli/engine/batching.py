@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import parse_bytes, shown
-from grpo_cli.support.ranges import Count, OneOf
+from grpo_cli.support.ranges import Count
 
 DEFAULT_SLOTS = 16
 
@@ -75,14 +75,7 @@ class Room:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Fit:
-    """`on_oom`: what to do when the device has no memory for the slots."""
-
-    on_oom: Annotated[str, OneOf(("fail", "halve"))]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Full(_Fit):
+class Full:
     """All requests at once: as many slots as requests."""
 
     refills = False
@@ -96,11 +89,11 @@ class Full(_Fit):
 
     def with_slots(self, slots: int) -> Infinite:
         """The closest sampler with a fixed number of slots."""
-        return Infinite(slots=slots, kv_budget=None, on_oom=self.on_oom)
+        return Infinite(slots=slots, kv_budget=None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Slots(_Fit):
+class _Slots:
     """A fixed number of slots: as given, as many as fit into `kv_budget` (the fewer if both are given), or 16.
 
     `kv_budget` bounds the bytes of KV cache at any moment: slots, prompts and paused rollouts. Temporary tensors (a
@@ -196,10 +189,6 @@ class Sampler(Protocol):
     def kv_budget(self) -> str | int | None:
         """Most bytes of KV cache; None: no limit."""
 
-    @property
-    def on_oom(self) -> str:
-        """`fail`, or `halve`: retry with half the slots."""
-
     def fit(self, shape: KvShape, most: int | None = None) -> Room: ...
 
     def with_slots(self, slots: int) -> Sampler:
@@ -211,38 +200,17 @@ LEAST_AT_ONCE = 128
 
 
 class Capped:
-    """A sampler, with the most slots found to fit (`most`, None: never out of memory).
-
-    `sampler=full` runs the `rollouts` of a step at once (None: there are no steps). An evaluation, which may have many
-    more, runs that many at a time and refills. `last` is the number of slots of the last `fit`, 0 before.
-    """
+    """A sampler. `sampler=full` runs the `rollouts` of a step at once (None: there are no steps). An evaluation, which
+    may have many more, runs that many at a time and refills."""
 
     def __init__(self, sampler: Sampler, rollouts: int | None = None) -> None:
         self._sampler = sampler
         self._at_once = max(rollouts or 0, LEAST_AT_ONCE) if sampler.all_at_once else None
-        self.most: int | None = None
-        self.last = 0
 
     @property
     def refills(self) -> bool:
         return self._sampler.refills or self._sampler.all_at_once
 
-    @property
-    def may_halve(self) -> bool:
-        return self._sampler.on_oom == "halve"
-
-    @property
-    def halves(self) -> bool:
-        """Whether it may halve the slots, and there is more than one."""
-        return self.may_halve and self.last > 1
-
-    def halve(self) -> int:
-        """From now on use at most half the slots of the last answer."""
-        self.most = self.last // 2
-        return self.most
-
     def fit(self, shape: KvShape) -> Room:
         """What to allocate, as the sampler's own `fit`."""
-        room = self._sampler.fit(shape, _least(shape.requests, self.most, self._at_once))
-        self.last = room.slots
-        return room
+        return self._sampler.fit(shape, _least(shape.requests, self._at_once))

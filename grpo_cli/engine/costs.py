@@ -8,7 +8,7 @@ from grpo_cli.types import EngineStats
 
 # Details that are summed (seconds too) and maximized; all others are averaged over decode steps.
 _SUMMED = {"engine/evictions", "engine/restarts", "engine/restarted_tokens", "engine/requests_again"}
-_LARGEST = {"engine/kv_held_bytes", "engine/eviction_note_bytes", "engine/oom_halvings"}
+_LARGEST = {"engine/kv_held_bytes", "engine/eviction_note_bytes"}
 
 
 def together(parts: Sequence[EngineStats]) -> EngineStats:

@@ -5,7 +5,6 @@ A part is one function or one small class, chosen by a YAML file.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -69,22 +68,6 @@ class BatchTask(Task, Protocol):
 
     def rewards(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Sequence[Reward]:
         """One reward for each prompt and rollout, in their order."""
-
-
-@runtime_checkable
-class InContext(Task, Protocol):
-    """A task that can put texts before a problem: hints, solved examples, drafts."""
-
-    def in_context(self, prompt: Prompt, texts: Sequence[str]) -> Prompt:
-        """What the model reads then, with the same answer and an id that depends on the texts."""
-
-
-@runtime_checkable
-class Worked(Task, Protocol):
-    """A task that has worked solutions."""
-
-    def solution(self, prompt: Prompt) -> Sequence[int]:
-        """A worked solution as a reply begins with it, without what says the answer; empty if the problem has none."""
 
 
 @runtime_checkable
@@ -180,37 +163,12 @@ class Curriculum(Protocol):
 
 
 @runtime_checkable
-class Replay(Protocol):
-    """Groups of earlier steps, or of other runs, that are trained on again. `version` is that of the step's weights."""
-
-    def fresh(self, prompts: int, version: int) -> int:
-        """How many of a step's `prompts` problems are to be asked anew, from 1 to all."""
-
-    def draw(
-        self, count: int, fresh: Sequence[ScoredGroup], version: int, rng: np.random.Generator
-    ) -> Sequence[ScoredGroup]:
-        """What the step trains on: the groups that it has made, in their order and of their size (rollouts of theirs
-        may have been exchanged), then `count` others. `rng` is the step's own stream."""
-
-
-@runtime_checkable
-class Credit(Protocol):
-    """How much each token of a step's batch counts, before it is split: factors of the policy loss.
-
-    `problems` has the id of each row's problem, `history` is that of the steps before. None: all count alike. One that
-    has a parameter `readout` is given what was read in the batch's rows by that name (`facts`: reads).
-    """
-
-    def __call__(self, batch: Batch, problems: Sequence[str], history: History) -> Float[Tensor, "B T"] | None: ...
-
-
-@runtime_checkable
 class Remembers(Protocol):
-    """A curriculum, a replay or a rule (`Rules`) that learns from each step. Its state is part of the checkpoint."""
+    """A curriculum or a rule (`Rules`) that learns from each step. Its state is part of the checkpoint."""
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         """Learn from a step; called once per step. Returns metrics by their full names. A curriculum is told of all
-        groups that the step has made, the others of those that it trains on (without replayed ones)."""
+        groups that the step has made, the others of those that it trains on."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Plain values and tensors, none of which changes later; `kind` names the rule they belong to."""
@@ -218,25 +176,6 @@ class Remembers(Protocol):
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Put back what `state_dict` gave; None if the checkpoint has no state for it. UserError if it cannot go
         on from that."""
-
-
-@runtime_checkable
-class Marks(Remembers, Protocol):
-    """A rule whose state may be large: it is copied only when a checkpoint is written, not in every step."""
-
-    def mark(self) -> Callable[[], Mapping[str, Any]]:
-        """A function that returns the `state_dict` as of now, whatever changes before it is called; valid until the
-        next mark. Marking takes constant time, whatever the size of the state."""
-
-
-@runtime_checkable
-class Forgets(Remembers, Protocol):
-    """A rule with state about single problems, which a run that resumes with another task must not use."""
-
-    def forget(self, is_other: Callable[..., bool]) -> None:
-        """Drop what is held of each problem of which `is_other(id)` says that this task does not have it like that; one
-        that is not in the history is asked about with `history.digest_of(prompt)`, too. UserError where nothing can be
-        dropped. Called after `load_state_dict`."""
 
 
 @runtime_checkable
@@ -254,8 +193,7 @@ class AdvantageFn(Protocol):
     """Rewards to advantages. Both come along so that the baseline is the function's choice.
 
     One that has a parameter `inputs` is given an `AdvantageInputs` by that name, too, and with a parameter `history`
-    what the run knows of its problems. `inputs.readout` is what was read in the group's rollouts (`facts`: reads; None
-    where it is asked before the step's rollouts are all made, see `interfaces.Collection.teaches`).
+    what the run knows of its problems.
     """
 
     def __call__(self, kept_rewards: Float[Tensor, "K"], group_rewards: Float[Tensor, "G"]) -> Float[Tensor, "K"]: ...
@@ -298,22 +236,6 @@ class Correction(Protocol):
         policy_logprobs: Float[Tensor, "B T"],
         mask: Bool[Tensor, "B T"],
     ) -> Verdict: ...
-
-
-@runtime_checkable
-class SameView(Correction, Protocol):
-    """A correction for which the learner sees what the sampler saw: the engine records it (`Rollout.view`), and every
-    pass over the batch, the reference's too, hides the same keys, in padded rows."""
-
-    same_view: bool
-
-    @property
-    def needs_dense(self) -> bool:
-        """Whether `term` reads `batch.dense_logprobs`, for which a step makes another pass where something was
-        evicted."""
-
-    def term(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput:
-        """What is added to the loss; as `LossFn`."""
 
 
 @runtime_checkable
@@ -376,7 +298,6 @@ class Rules:
     collector: Collector
     downsample: DownsampleRule
     advantage: AdvantageFn
-    credit: Credit
     correction: Correction
     loss: Loss
 
@@ -391,7 +312,6 @@ class Bench:
     pad_token_id: int
     task: Task
     engine: Engine
-    max_prompt_tokens: int | float = math.inf  # the longest that fits the model beside `sampling.max_new_tokens`
     ends: tuple[int, ...] = ()  # tokens that end a reply
 
 
@@ -401,7 +321,6 @@ class Parts:
 
     bench: Bench
     curriculum: Curriculum
-    replay: Replay
     history: History
     rules: Rules
     reference: Any | None

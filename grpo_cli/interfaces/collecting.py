@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.history import History
-from grpo_cli.types import Batch, Group, LossOutput, Prompt, Readout, Round, ScoredGroup, Totals
+from grpo_cli.types import Batch, Group, LossOutput, Prompt, Round, ScoredGroup, Totals
 
 
 @runtime_checkable
@@ -29,8 +29,6 @@ class Collection(Protocol):
     version: int
     rng: np.random.Generator
     history: History  # of the steps before this one
-    max_prompt_tokens: int | float  # of a context: the model's own, less `sampling.max_new_tokens`
-    ends: Set[int]  # tokens that end a reply
 
     @property
     def at_limit(self) -> bool:
@@ -44,22 +42,9 @@ class Collection(Protocol):
     def score(self, groups: Sequence[Group]) -> Sequence[ScoredGroup]:
         """Judge the finished rollouts; each is judged only once, however often this is called."""
 
-    def in_context(self, prompt: Prompt, texts: Sequence[str | Sequence[int]]) -> Prompt:
-        """The problem behind texts, or the texts of tokens. UserError if the task is no `interfaces.InContext`."""
-
-    def solution(self, prompt: Prompt) -> Sequence[int]:
-        """See `interfaces.Worked`. UserError if the task has no solutions."""
-
     def teaches(self, group: ScoredGroup) -> bool:
         """True if the group's answers are not all as good, whatever format or length add, and some rollout that
         `train.truncated` does not leave out would have an advantage. What a correction will reject is not known yet."""
-
-    def read(self, groups: Sequence[Group], reads: Set[str], layer: int | None, last: int) -> Readout:
-        """One pass of the policy over the groups' rollouts, ended or not, a row each in their order: `reads` as in
-        `facts`, of the last `last` tokens of prompt and response, from `layer` (None: that at two thirds)."""
-
-    def drop(self, groups: Sequence[Group]) -> None:
-        """End the partial rollouts of these groups where they are: they are not judged and not trained on."""
 
     def note(self, figure: str, value: int | float) -> None:
         """A number for the record, as `collect/<figure>`."""

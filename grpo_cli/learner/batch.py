@@ -5,7 +5,6 @@ Padding is on the right, where a causal model never sees it. A part is trimmed t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -15,12 +14,11 @@ from torch import Tensor
 
 from grpo_cli.interfaces import Correction
 from grpo_cli.support.facts import taken
-from grpo_cli.types import ENVIRONMENT, GIVEN, NEVER, Batch, Group, Rollout, ScoredGroup, Span, Totals, Verdict
+from grpo_cli.types import ENVIRONMENT, GIVEN, Batch, Group, Rollout, ScoredGroup, Totals, Verdict
 
 # What a forward and backward pass costs beyond its tokens, in tokens (measured with the embedded model on a CPU, where
 # 256 to 1024 are within a few per cent of each other).
 PASS_COST = 512
-_POOL = "kept_ids"  # of all rows
 
 
 def collate(groups: Sequence[Group | ScoredGroup], pad_token_id: int, version: int = 0) -> Batch:
@@ -47,7 +45,6 @@ def collate(groups: Sequence[Group | ScoredGroup], pad_token_id: int, version: i
     lags = _lags(rollouts, starts, input_ids.shape, version)
     if lags is not None:
         sampler_logprobs.masked_fill_(lags == GIVEN, 0.0)
-    kept_ids, kept_bounds = _kept(rollouts, starts, input_ids.shape)
     return Batch(
         input_ids=input_ids,
         response_mask=response_mask,
@@ -59,57 +56,7 @@ def collate(groups: Sequence[Group | ScoredGroup], pad_token_id: int, version: i
         advantages=torch.zeros(len(rollouts)),
         lengths=torch.tensor(lengths),
         lags=lags,
-        kept_ids=kept_ids,
-        kept_bounds=kept_bounds,
-        seen_until=_seen_until(rollouts, input_ids.shape),
     )
-
-
-def plainly(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-    """The rollouts that read another context, as if they had been given under their problem's own prompt."""
-    some = [group.take([i for i, one in enumerate(group.rollouts) if one.request.problem]) for group in groups]
-    return [replace(group, rollouts=tuple(map(_plain, group.rollouts))) for group in some]
-
-
-def _plain(rollout: Rollout) -> Rollout:
-    return replace(
-        rollout,
-        request=replace(rollout.request, prompt=rollout.request.about, problem=None),
-        sampler_logprobs=(math.nan,) * len(rollout),
-        spans=tuple(span if span.version == ENVIRONMENT else Span(GIVEN, span.count) for span in rollout.spans),
-        kept=None,
-        view=None,
-    )
-
-
-def _kept(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size) -> tuple[Tensor | None, Tensor | None]:
-    """`Batch.kept_ids` and `kept_bounds`; None if nothing was truncated."""
-    if all(rollout.kept is None for rollout in rollouts):
-        return None, None
-    pool, bounds, used = [], torch.zeros(*shape, 2, dtype=torch.long), 0
-    for row, (rollout, start) in enumerate(zip(rollouts, starts, strict=True)):
-        if rollout.kept is not None:
-            ids, counts = rollout.kept.arrays
-            ends = used + torch.from_numpy(counts.cumsum(dtype=np.int64))
-            bounds[row, start : start + len(counts)] = torch.stack(
-                [ends - torch.from_numpy(counts.copy()), ends], dim=1
-            )
-            pool.append(ids)
-            used += len(ids)
-    return torch.from_numpy(np.concatenate(pool)), bounds
-
-
-def _seen_until(rollouts: Sequence[Rollout], shape: torch.Size) -> Tensor | None:
-    """`Batch.seen_until`; None if nothing was evicted."""
-    views = [None if rollout.view is None else torch.tensor(rollout.view.array) for rollout in rollouts]
-    first = next((view for view in views if view is not None), None)
-    if first is None:
-        return None
-    until = torch.full((*shape, *first.shape[:2]), NEVER, dtype=torch.int32)
-    for row, view in enumerate(views):
-        if view is not None:
-            until[row, : view.shape[2]] = view.permute(2, 0, 1)
-    return until
 
 
 def _lags(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size, version: int) -> Tensor | None:
@@ -126,9 +73,8 @@ def _lags(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size,
 
 
 def totals(batch: Batch, max_new_tokens: int) -> Totals:
-    """The divisors of this batch as one update: all counted sequences, and their tokens if they are trained on."""
-    sequences = len(batch) if batch.counted is None else int(batch.counted.sum())
-    return Totals(sequences=sequences, tokens=int(batch.counted_mask.sum()), max_new_tokens=max_new_tokens)
+    """The divisors of this batch as one update: all sequences, and their tokens that are trained on."""
+    return Totals(sequences=len(batch), tokens=int(batch.loss_mask.sum()), max_new_tokens=max_new_tokens)
 
 
 def verdict_on(correction: Correction, batch: Batch, old_logprobs: Tensor) -> Verdict:
@@ -167,7 +113,7 @@ def without_rows(batch: Batch, rows: Sequence[bool]) -> Batch:
 def rows_of(batch: Batch, rows: Tensor) -> Batch:
     """Only these rows, trimmed to the longest of them."""
     width = int(batch.lengths[rows].max())
-    taken = {name: t[rows, :width] if t.dim() > 1 else t[rows] for name, t in _tensors(batch).items() if name != _POOL}
+    taken = {name: t[rows, :width] if t.dim() > 1 else t[rows] for name, t in _tensors(batch).items()}
     return replace(batch, **taken)
 
 
@@ -178,11 +124,9 @@ def _tensors(batch: Batch) -> dict[str, Tensor]:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """A batch moved from the host to the device, through pinned memory so that nothing waits. What truncation left
-    stays, and what was evicted: only the forward pass reads it."""
+    """A batch moved from the host to the device, through pinned memory so that nothing waits."""
     if device.type == "cpu":
         return batch
-    batch = replace(batch, kept_ids=None, kept_bounds=None, seen_until=None)
     moved = {name: value.pin_memory().to(device, non_blocking=True) for name, value in _tensors(batch).items()}
     return replace(batch, **moved)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +20,10 @@ from grpo_cli.learner.logprobs import (
     ByRow,
     Entropy,
     chosen_logprobs,
-    kept_tokens,
     logprobs_at,
     token_logprobs,
 )
 from grpo_cli.model.anatomy import backbone, can_pack, is_llama_shaped, place_of, unwrapped
-from grpo_cli.model.evicted import Evicted
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
 from grpo_cli.model.transfer import send
 from grpo_cli.model.tree_attention import why_not
@@ -124,8 +121,7 @@ def make_padded(train: TrainSettings, temperature: float, by_row: ByRow = PLAIN)
 
 @dataclass(frozen=True)
 class Padded(Forward):
-    """Rows of about equal length, padded on the right to the longest; `tokens` counts the padding. Evicted keys can be
-    hidden in this way alone."""
+    """Rows of about equal length, padded on the right to the longest; `tokens` counts the padding."""
 
     def prepare(self, model: Any) -> None:
         """On a GPU transformers would check whether the positions are those of packed rows, and wait for the result."""
@@ -145,14 +141,7 @@ class Padded(Forward):
 
     def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
         given = part.input_ids, part.response_mask, self.temperature, self.chunk
-        return token_logprobs(model, *given, self.by_row, entropy, partial(kept_tokens, part), **self.view(model, part))
-
-    def view(self, model: Any, part: Batch) -> dict[str, Any]:
-        """What the backbone is told of evicted keys, if there are any."""
-        if part.seen_until is None:
-            return {}
-        allow_packing(model)
-        return {"packed_layout": Evicted(part.seen_until.to(place_of(model)))}
+        return token_logprobs(model, *given, self.by_row, entropy)
 
 
 @dataclass(frozen=True)
@@ -211,8 +200,7 @@ class PaddingFree(Forward):
         # pass of plain indexing does so in an order that differs from run to run.
         states = packed_hidden(model, ids, packed.trees, self.natively).index_select(0, predicting)
         room = None if entropy is None else entropy.room(*places)
-        kept = kept_tokens(part, packed.rows[packed.targets], packed.columns[packed.targets])
-        chosen = chosen_logprobs(model, states, labels, self.temperature, self.chunk, self.by_row, room, kept)
+        chosen = chosen_logprobs(model, states, labels, self.temperature, self.chunk, self.by_row, room)
         return torch.zeros(part.input_ids.shape, device=device).index_put(tuple(places), chosen)
 
 

@@ -5,7 +5,7 @@ It knows nothing about prompts, rewards or rollouts. Only the model and the opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,27 +13,21 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from grpo_cli.interfaces import LossFn, Meter
 from grpo_cli.learner.agreement import require_agreement, rows_to_compare
 from grpo_cli.learner.batch import rows_of, to_device, totals
 from grpo_cli.learner.forward import Forward, attends_natively, make_forward, make_padded, shares_prefix
-from grpo_cli.learner.gauges import Gauges, changed_share, halves, in_bfloat16
 from grpo_cli.learner.logprobs import PLAIN, Entropy, compiled_by_row
-from grpo_cli.learner.opob import GroupBaseline, one_by_one
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights, state_by_name
-from grpo_cli.learner.readout import POOLED, read
 from grpo_cli.learner.sample_size import effective_share, rate_factor
-from grpo_cli.learner.threads import threads_for_updates
-from grpo_cli.model.anatomy import can_pack, ends, has_dropout, is_of_a_known_family
-from grpo_cli.model.rounding import rounded_in_place
+from grpo_cli.model.anatomy import can_pack, has_dropout, is_of_a_known_family
 from grpo_cli.model.transfer import fetched
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_freed
-from grpo_cli.support.threads import computing_with
-from grpo_cli.types import Batch, Readout, Totals
+from grpo_cli.support.threads import computing_with, threads_for
+from grpo_cli.types import Batch, Totals
 
 
 @dataclass(frozen=True)
@@ -65,9 +59,8 @@ class Learner:
         optim: OptimSettings,
         meter: Meter,
         warn: Callable[[str], None] = print,
-        gauges: Gauges | None = None,
     ) -> None:
-        self._model, self._gauges = model, gauges
+        self._model = model
         self._loss = loss
         self._train = train
         self._optim = optim
@@ -89,13 +82,11 @@ class Learner:
                 f"updates attend by PyTorch's kernel, which is slower: {self.native}. To do without: train.native=false"
             )
         self._autocast_word = model_settings.autocast
-        self._rounding = model_settings.fake_quantize
         self.drops = has_dropout(model)  # then the passes of `update` differ from those of `logprobs`
-        self._tries_threads = train.threads == "auto" and self._device.type == "cpu"
-        self.threads = None if train.threads == "auto" else train.threads  # None: PyTorch's number, or not yet tried
+        self.threads = threads_for(train.threads, model)
         self.updates = 0
         self.before_moving: Callable[[], None] = lambda: None  # asked before weights or optimizer state change
-        self._optimizer = make_optimizer(self._parameters, optim, ends(model))
+        self._optimizer = make_optimizer(self._parameters, optim)
 
     def park(self) -> None:
         """Before rollouts: the optimizer's state makes room for them, if that is asked for, until it is needed."""
@@ -113,16 +104,11 @@ class Learner:
     def logprobs(self, model: Any, batch: Batch) -> Float[Tensor, "B T"]:
         """Log-probabilities of the batch's response tokens under `model`, on the CPU, without gradient."""
         self._forward.prepare(model)
-        forward = self._way(batch)
+        forward = self._forward
         parts = forward.micro_batches(batch)
-        with self.autocast(), rounded_in_place(model, self._rounding), computing_with(self.threads):
+        with self.autocast(), computing_with(self.threads):
             values = [forward.logprobs(model, rows_of(batch, rows)) for rows in parts]
         return _in_place(batch, parts, fetched(values))
-
-    def read(self, batch: Batch, reads: Set[str], layer: int | None = None, last: int = POOLED) -> Readout:
-        """What one padded pass of the model reads in the batch (see `readout.read`), log-probabilities included."""
-        with self.autocast(), rounded_in_place(self._model, self._rounding), computing_with(self.threads):
-            return read(self._model, self._plain, batch, reads, layer, last)
 
     def update(self, batch: Batch, step: int, loss: LossFn | None = None, rate: float | None = None) -> Update:
         """Gradients of the whole batch, then one optimizer step, unless they are not finite or all exactly zero.
@@ -130,41 +116,25 @@ class Learner:
         Raises UserError if the step leaves a weight that is not finite; none of them is to be saved then."""
         self._optimizer.zero_grad(set_to_none=True)
         divisors = totals(batch, self._max_new_tokens)
-        if not self._compared and batch.seen_until is None:
+        if not self._compared:
             some = rows_of(batch, rows_to_compare(batch, self._plain.tokens))
-            with self._span("forward"), rounded_in_place(self._model, self._rounding):
+            with self._span("forward"):
                 self._compare(some, divisors)
-        if self._tries_threads and self.threads is None:
-            with self._training():
-                self._try_threads(batch, loss or self._loss, divisors)
         with computing_with(self.threads):
             return self._update(batch, step, loss, rate, divisors)
 
     def _update(self, batch: Batch, step: int, loss: LossFn | None, rate: float | None, divisors: Totals) -> Update:
         sums: dict[str, Tensor] = {}
         logprobs = list[Tensor]()
-        due = frozenset[str]() if self._gauges is None else self._gauges.due(step)
-        weigh, of_half = None, 0.0
-        if self._optim.baseline == "opob" and loss is None:
-            weigh = GroupBaseline(self._parameters, self._loss, divisors)
         with self._training():
-            forward = self._way(batch) if weigh is None else self._plain
-            cut = halves(len(batch), step) if "noise" in due and len(batch) > 1 else []
-            halved = [[some[part] for part in forward.micro_batches(rows_of(batch, some))] for some in cut]
-            parts = sum(halved, []) or (forward.micro_batches(batch) if weigh is None else one_by_one(batch))
+            parts = self._forward.micro_batches(batch)
             trained = int(batch.trained_mask.sum())
-            for number, rows in enumerate(parts):
-                if cut and number == len(halved[0]):
-                    of_half = float(get_total_norm([p.grad for p in self._parameters if p.grad is not None])) ** 2
-                part = rows_of(batch, rows)
-                values, shares = self._pass(forward, part, loss or self._loss, divisors, trained, weigh)
+            for rows in parts:
+                values, shares = self._pass(rows_of(batch, rows), loss or self._loss, divisors, trained)
                 logprobs.append(values)
                 for name, share in shares.items():
                     sums[name] = sums[name] + share if name in sums else share
-        if weigh is not None:
-            sums["optim/baseline"] = weigh.finish()
         with self._span("optimizer"):
-            before = in_bfloat16(self._parameters) if "changed" in due else []
             sums["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, self._optim.max_grad_norm)
             found = fetched([*logprobs, *(value.detach().to(self._device) for value in sums.values())])
             metrics = dict(zip(sums, map(float, found[len(parts) :]), strict=True))
@@ -174,50 +144,24 @@ class Learner:
             fault, moved = self._move(
                 metrics, learning_rate(self._optim, step, self._train.steps) if rate is None else rate, step
             )
-            if self._gauges is not None and cut and fault is None:
-                few, count, whole = len(cut[0]), len(batch), metrics["optim/grad_norm"] ** 2
-                metrics |= self._gauges.noise(of_half * (count / few) ** 2, few, whole, count)  # the loss is over all
-            if before and moved:
-                metrics["gauge/changed"] = changed_share(before, self._parameters)
         self._optimizer.zero_grad(set_to_none=True)
         give_back_freed(all_of_it=False)
         return Update(metrics, own, fault, moved)
 
     def _pass(
-        self, forward: Forward, part: Batch, loss: LossFn, divisors: Totals, trained: int, weigh: GroupBaseline | None
+        self, part: Batch, loss: LossFn, divisors: Totals, trained: int
     ) -> tuple[Float[Tensor, "B T"], Mapping[str, Tensor]]:
         """A micro-batch forward and backward: its log-probabilities, and its shares of the metrics, of a batch with
         `trained` tokens."""
         there = to_device(part, self._device)
         entropy = Entropy(there.trained_mask, trained)
         with self._span("forward"), self.autocast():
-            values = forward.logprobs(self._model, part, entropy)
+            values = self._forward.logprobs(self._model, part, entropy)
         output = loss(values, there, divisors)
         with self._span("backward"):
-            output.loss.backward() if weigh is None else weigh.add(values, there)
+            output.loss.backward()
         shares = {"loss/total": output.loss.detach(), **output.metrics}
         return values.detach(), shares | ({"policy/entropy": entropy.share()} if trained else {})
-
-    def _try_threads(self, batch: Batch, loss: LossFn, divisors: Totals) -> None:
-        """Choose the number of threads by passes of this batch. Advantages are not its own, which may all be 0."""
-        forward, trained = self._way(batch), int(batch.trained_mask.sum())
-        signed = replace(batch, advantages=torch.where(torch.arange(len(batch)) % 2 == 0, 1.0, -0.5))
-
-        def work(rows: Tensor) -> None:
-            with torch.random.fork_rng(devices=[]):  # for the same dropout as without a trial
-                self._pass(forward, rows_of(signed, rows), loss, divisors, trained, None)
-            self._optimizer.zero_grad(set_to_none=True)
-
-        self.threads = threads_for_updates(work, forward.micro_batches(batch)[0])
-
-    def keep_threads(self, number: int | None) -> None:
-        """Of the run that is resumed: not tried anew, unless there are no longer so many."""
-        if self._tries_threads and number is not None and 0 < number <= torch.get_num_threads():
-            self.threads = number
-
-    def _way(self, batch: Batch) -> Forward:
-        """Only the plain way hides keys that were evicted."""
-        return self._forward if batch.seen_until is None else self._plain
 
     def _compare(self, some: Batch, divisors: Totals) -> None:
         """Raises UserError if the forward that was asked for is not right for this model; what nobody asked for is then
@@ -259,12 +203,10 @@ class Learner:
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """Training mode (gradient checkpointing asks for it), and back to evaluation for the rollouts; the weights as
-        passes see them."""
+        """Training mode (gradient checkpointing asks for it), and back to evaluation for the rollouts."""
         self._model.train()
         try:
-            with rounded_in_place(self._model, self._rounding):
-                yield
+            yield
         finally:
             self._model.eval()
 
@@ -289,7 +231,7 @@ def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
     """The rate of update `step` (from 0) of `steps`: a linear warm-up, then the schedule down to 0 at the end.
 
     >>> half = OptimSettings(1.0, (0.9, 0.99), 1e-8, 0.0, warmup_steps=2, schedule="linear", max_grad_norm=1.0,
-    ...     name="adamw", offload=False, ess="none", ess_reference=1.0, baseline="none")
+    ...     name="adamw", offload=False, park=False, ess="none", ess_reference=1.0)
     >>> [learning_rate(half, step, 6) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -23,7 +22,6 @@ from grpo_cli.model.anatomy import head, place_of
 from grpo_cli.model.compiling import Compiler
 from grpo_cli.model.mlp_recompute import last_states
 from grpo_cli.model.transfer import send
-from grpo_cli.types import Batch
 
 _AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits in float32 at one time; a GPU works best with few large calls
 
@@ -96,31 +94,6 @@ def _slope_at_once(
     logits.copy_((own.float() - logs.exp()) * factors[:, None])
 
 
-class KeptTokens:
-    """What truncation left of the vocabulary for N tokens of a batch: the ids of the i-th lie in `ids` from
-    `bounds[i, 0]` to `bounds[i, 1]`; none there: all are left. On the host."""
-
-    def __init__(self, ids: Int[Tensor, "K"], bounds: Int[Tensor, "N 2"]) -> None:
-        self._ids, (self._starts, ends) = ids.numpy(), bounds.numpy().T
-        self._counts = ends - self._starts
-
-    def of(self, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Of `count` tokens from `start` on, counted from 0: which of them have a set, then token and id of each id."""
-        counts = self._counts[start : start + count]
-        tokens = np.arange(len(counts)).repeat(counts)
-        within = np.arange(len(tokens)) - (counts.cumsum() - counts).repeat(counts)
-        ids = self._ids[self._starts[start : start + count].repeat(counts) + within].astype(np.int64)
-        cut, tokens_there, ids_there = send(device, counts.nonzero()[0], tokens, ids)
-        return cut, tokens_there, ids_there
-
-
-def kept_tokens(batch: Batch, rows: Int[Tensor, "N"], columns: Int[Tensor, "N"]) -> KeptTokens | None:
-    """Those of the tokens at these places; None where nothing was truncated."""
-    if batch.kept_ids is None or batch.kept_bounds is None:
-        return None
-    return KeptTokens(batch.kept_ids, batch.kept_bounds[rows, columns])
-
-
 class Entropy:
     """Mean entropy in nats of the distributions that some tokens of a part were predicted from.
 
@@ -153,17 +126,16 @@ def token_logprobs(
     chunk: int,
     by_row: ByRow = PLAIN,
     entropy: Entropy | None = None,
-    kept: Callable[..., KeptTokens | None] = lambda rows, columns: None,
     **inputs: Any,
 ) -> Float[Tensor, "B T"]:
-    """log p(token t | tokens before t) at the sampling temperature, float32; zero outside `response_mask`. `kept` says
-    over which ids p sums to 1 for the tokens at some places; `inputs` are for the backbone, beside the ids.
+    """log p(token t | tokens before t) at the sampling temperature, float32; zero outside `response_mask`. `inputs`
+    are for the backbone, beside the ids.
 
     The inputs are on the host, where the number of tokens is then known; the result is on the model's device. Rows are
     right-padded, so the causal mask alone hides the padding and none other is built."""
     device, places = place_of(model), response_mask.nonzero(as_tuple=True)
     ids, rows, columns = send(device, *(x.numpy() for x in (input_ids, *places)))
-    chosen = logprobs_at(model, ids, rows, columns, temperature, chunk, by_row, entropy, kept(*places), **inputs)
+    chosen = logprobs_at(model, ids, rows, columns, temperature, chunk, by_row, entropy, **inputs)
     return torch.zeros(input_ids.shape, device=device).index_put((rows, columns), chosen)
 
 
@@ -176,14 +148,13 @@ def logprobs_at(
     chunk: int,
     by_row: ByRow = PLAIN,
     entropy: Entropy | None = None,
-    kept: KeptTokens | None = None,
     **inputs: Any,
 ) -> Float[Tensor, "N"]:
     """The same for the tokens at these places only, none of them in the first column."""
     hidden = last_states(model, input_ids=input_ids, **inputs)
     states, labels = hidden[rows, columns - 1], input_ids[rows, columns]
     room = None if entropy is None else entropy.room(rows, columns)
-    return chosen_logprobs(model, states, labels, temperature, chunk, by_row, room, kept)
+    return chosen_logprobs(model, states, labels, temperature, chunk, by_row, room)
 
 
 def chosen_logprobs(
@@ -194,16 +165,14 @@ def chosen_logprobs(
     chunk: int,
     by_row: ByRow = PLAIN,
     entropy: Float[Tensor, "N"] | None = None,
-    kept: KeptTokens | None = None,
 ) -> Float[Tensor, "N"]:
-    """log p(label) under the head, given the state that predicts it; `chunk` of them at a time. p is over the ids of
-    `kept`, if it is given. The backward pass writes each p's entropy to `entropy`."""
+    """log p(label) under the head, given the state that predicts it; `chunk` of them at a time. The
+    backward pass writes each p's entropy to `entropy`."""
     to_logits = head(model)
     room = torch.empty(labels.shape, device=labels.device) if entropy is None else entropy
     parts: list[Tensor] = []
     for some_states, ids, out in zip(*(given.split(chunk) for given in (states, labels, room)), strict=True):
-        cut = None if kept is None else kept.of(len(parts) * chunk, len(ids), labels.device)
-        given = to_logits, some_states, ids, temperature, by_row, cut
+        given = to_logits, some_states, ids, temperature, by_row
         if torch.is_grad_enabled():
             # By keyword: checkpoint saves positional tensors, and refuses to go back once one was written to.
             part = checkpoint(_chosen, *given, room=out, use_reentrant=False, preserve_rng_state=False)
@@ -219,17 +188,15 @@ def _chosen(
     ids: Int[Tensor, "N"],
     temperature: float,
     by_row: ByRow,
-    cut: tuple[Tensor, Tensor, Tensor] | None,
     room: Tensor,
 ) -> Tensor:
-    chosen: Tensor = _Chosen.apply(to_logits(states), ids, temperature, by_row, cut, room)
+    chosen: Tensor = _Chosen.apply(to_logits(states), ids, temperature, by_row, room)
     return chosen
 
 
 class _Chosen(torch.autograd.Function):
-    """log softmax(logits / temperature)[id] of each row, in float32. Logits outside a row's kept set (`cut`) become
-    -inf in place, so that their gradient is 0. The backward pass writes over the logits, so nothing else may hold them,
-    and the rows' entropies into `room`."""
+    """log softmax(logits / temperature)[id] of each row, in float32. The backward pass writes over the logits, so
+    nothing else may hold them, and the rows' entropies into `room`."""
 
     @staticmethod
     def forward(
@@ -238,28 +205,18 @@ class _Chosen(torch.autograd.Function):
         ids: Int[Tensor, "N"],
         temperature: float,
         by_row: ByRow,
-        cut: tuple[Tensor, Tensor, Tensor] | None,
         room: Float[Tensor, "N"],
     ) -> Tensor:
-        truncate(logits.detach(), cut)
         chosen = by_row.chosen(logits.detach(), ids, temperature)
         ctx.save_for_backward(logits, ids, chosen)
         ctx.temperature, ctx.by_row, ctx.room = temperature, by_row, room
         return chosen
 
     @staticmethod
-    def backward(ctx: Any, gradient: Float[Tensor, "N"]) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, gradient: Float[Tensor, "N"]) -> tuple[Tensor, None, None, None, None]:
         logits, ids, chosen = ctx.saved_tensors
         ctx.by_row.slope(logits.detach(), ids, chosen, gradient / ctx.temperature, ctx.temperature, ctx.room)
-        return logits, None, None, None, None, None
-
-
-def truncate(logits: Float[Tensor, "N V"], cut: tuple[Tensor, Tensor, Tensor] | None) -> None:
-    """Set what truncation did not leave to -inf, in place; `cut` as `KeptTokens.of` answers."""
-    if cut is not None:
-        rows, *places = cut
-        left = logits[*places]
-        logits.index_fill_(0, rows, -torch.inf)[*places] = left
+        return logits, None, None, None, None
 
 
 def few_rows(logits: Float[Tensor, "N V"], *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,9 +1,9 @@
-"""AdamW in three forms (PyTorch's, bitsandbytes' with 8-bit state, PyTorch's with state in host memory), and Muon."""
+"""AdamW in three forms: PyTorch's, bitsandbytes' with 8-bit state, PyTorch's with state in host memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.extras import require
 
 
-def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings, ends: Collection[Tensor] = ()) -> Any:
-    """What `optim` asks for, over `weights`; `ends` are those of embeddings and heads. Raises UserError where
-    bitsandbytes cannot work.
+def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings) -> Any:
+    """What `optim` asks for, over `weights`. Raises UserError where bitsandbytes cannot work.
 
     Weight decay acts on weights of two or more dimensions: matrices, embeddings, adapters. Norms and biases do not
     decay, by the convention of nanoGPT's `configure_optimizers` and of transformers' Trainer.
@@ -30,8 +29,6 @@ def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings, ends: Collec
         return AdamW8bit(_groups(weights, optim.weight_decay), **kwargs)
     if optim.offload:
         return Offloaded(weights, optim.weight_decay, kwargs)
-    if optim.name == "muon":
-        return MuonAndAdamW(*_hidden_and_others(weights, ends), optim.weight_decay, kwargs)
     return torch.optim.AdamW(_groups(weights, optim.weight_decay), fused=True, **kwargs)
 
 
@@ -56,105 +53,55 @@ def require_finite_weights(weights: Sequence[Tensor], optim: OptimSettings, step
         )
 
 
-def _hidden_and_others(weights: Sequence[Tensor], ends: Collection[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Matrices of hidden layers, adapters among them, and all other weights."""
-    apart = {id(weight) for weight in ends}
-    hidden = [weight for weight in weights if weight.dim() == 2 and id(weight) not in apart]
-    known = {id(weight) for weight in hidden}
-    return hidden, [weight for weight in weights if id(weight) not in known]
-
-
 def state_by_name(optimizer: Any, names: Sequence[str], weights: Sequence[Tensor]) -> dict[str, Any]:
     """Its state_dict, in which the names of its `weights` stand for PyTorch's numbers."""
     state: dict[str, Any] = optimizer.state_dict()
-    for part, of in _parts(optimizer, state):
-        order = _order(part, names, weights)
-        of["state"] = {order[number]: averages for number, averages in of["state"].items()}
-        for group in of["param_groups"]:
-            group["params"] = [order[number] for number in group["params"]]
+    order = _order(optimizer, names, weights)
+    state["state"] = {order[number]: averages for number, averages in state["state"].items()}
+    for group in state["param_groups"]:
+        group["params"] = [order[number] for number in group["params"]]
     return state
 
 
-def _parts(optimizer: Any, state: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """PyTorch's optimizers in it, each with its state."""
-    parts = getattr(optimizer, "parts", None)
-    return (
-        [(optimizer, state)]
-        if parts is None
-        else [(part, state.get(name) or {"state": {}, "param_groups": []}) for name, part in parts.items()]
-    )
-
-
-def _order(part: Any, names: Sequence[str], weights: Sequence[Tensor]) -> list[str]:
+def _order(optimizer: Any, names: Sequence[str], weights: Sequence[Tensor]) -> list[str]:
     """The names of its weights, by PyTorch's numbers."""
-    known = dict(zip(map(id, getattr(part, "copies", weights)), names, strict=True))
-    return [known[id(weight)] for group in part.param_groups for weight in group["params"]]
+    known = dict(zip(map(id, getattr(optimizer, "copies", weights)), names, strict=True))
+    return [known[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
 
 
-def load_state(
-    optimizer: Any, state: Mapping[str, Any], names: Sequence[str] = (), weights: Sequence[Tensor] = ()
-) -> None:
-    """The state of a checkpoint, by the names of weights or, from before, by number. Rate, betas, eps and decay stay
-    those that `optimizer` was made with: PyTorch would bring back the saved ones. Raises UserError for an optimizer of
-    other weights, or of weights in other groups."""
-    if ("muon" in state) != isinstance(optimizer, MuonAndAdamW):
-        other = "muon" if "muon" in state else "adamw"
-        raise UserError(
-            f"the checkpoint's optimizer is {other}, whose state no other can use: resume with optim.name={other}, or "
-            "start a new run from its weights with model.path=<checkpoint>"
-        )
-    saved, here = _sizes(state["param_groups"]), _sizes(optimizer.param_groups)
-    if any(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
-        state = _by_number(optimizer, state, names, weights)
-    elif saved != here:
-        raise UserError(
-            f"the checkpoint's optimizer has weights in groups of {saved}, and this one {here} (those that decay, and "
-            "norms and biases, which do not), so its state cannot be told apart: resume with the version that saved "
-            "it (summary.json names it under code), or start a new run from its weights with model.path=<checkpoint>"
-        )
-    for part, of in _parts(optimizer, state):
-        _check_moments(part, of["state"])
+def load_state(optimizer: Any, state: Mapping[str, Any], names: Sequence[str], weights: Sequence[Tensor]) -> None:
+    """The state of a checkpoint, by the names of weights. Rate, betas, eps and decay stay those that `optimizer` was
+    made with: PyTorch would bring back the saved ones. Raises UserError for an optimizer of other weights."""
+    numbers = {name: number for number, name in enumerate(_order(optimizer, names, weights))}
+    saved = {name for group in state["param_groups"] for name in group["params"]}
+    sides = ((saved - numbers.keys(), "has", "does not train"), (numbers.keys() - saved, "lacks", "trains"))
+    for other, has, trains in sides:
+        if other:
+            some = ", ".join(sorted(other)[:3]) + ", ..." * (len(other) > 3)
+            raise UserError(
+                f"the checkpoint's optimizer {has} {len(other)} weights that this run {trains} ({some}): "
+                "resume with the model and the adapters that it was saved with, or start a new run from its "
+                "weights with model.path=<checkpoint>"
+            )
+    found: dict[str, Any] = optimizer.state_dict()
+    found["state"] = {numbers[name]: averages for name, averages in state["state"].items()}
+    _check_moments(optimizer, found["state"])
     given = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    optimizer.load_state_dict(dict(state))
+    optimizer.load_state_dict(found)
     for group, kept in zip(optimizer.param_groups, given, strict=True):
         group.update(kept)
 
 
-def _check_moments(part: Any, state: Mapping[int, Mapping[str, Any]]) -> None:
+def _check_moments(optimizer: Any, state: Mapping[int, Mapping[str, Any]]) -> None:
     """Raise ValueError for moments of another shape than their weight's: fused kernels would read beyond their end."""
-    weights = [weight for group in part.param_groups for weight in group["params"]]
-    moments = {"Muon": ["momentum_buffer"], "AdamW8bit": ["state1", "state2"]}
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    names = ["state1", "state2"] if type(optimizer).__name__ == "AdamW8bit" else ["exp_avg", "exp_avg_sq"]
     for number, averages in state.items():
-        for name in moments.get(type(part).__name__, ["exp_avg", "exp_avg_sq"]):
+        for name in names:
             if averages[name].shape != weights[number].shape:
                 raise ValueError(f"the optimizer's {name} has shape {tuple(averages[name].shape)}")
         if "exp_avg" in averages and (averages["step"].shape != () or averages["step"].dtype != torch.float32):
             raise ValueError("the optimizer's step is no number")
-
-
-def _by_number(
-    optimizer: Any, state: Mapping[str, Any], names: Sequence[str], weights: Sequence[Tensor]
-) -> dict[str, Any]:
-    """The same with PyTorch's numbers for names. UserError unless it is of these weights."""
-    found: dict[str, Any] = optimizer.state_dict()
-    for (part, new), (_, old) in zip(_parts(optimizer, found), _parts(optimizer, state), strict=True):
-        numbers = {name: number for number, name in enumerate(_order(part, names, weights))}
-        saved = {name for group in old["param_groups"] for name in group["params"]}
-        sides = ((saved - numbers.keys(), "has", "does not train"), (numbers.keys() - saved, "lacks", "trains"))
-        for other, has, trains in sides:
-            if other:
-                some = ", ".join(sorted(other)[:3]) + ", ..." * (len(other) > 3)
-                raise UserError(
-                    f"the checkpoint's optimizer {has} {len(other)} weights that this run {trains} ({some}): "
-                    "resume with the model and the adapters that it was saved with, or start a new run from its "
-                    "weights with model.path=<checkpoint>"
-                )
-        new["state"] = {numbers[name]: averages for name, averages in old["state"].items()}
-    return found
-
-
-def _sizes(groups: Sequence[Mapping[str, Any]]) -> str:
-    return " + ".join(str(len(group["params"])) for group in groups)
 
 
 def check_optimizer(optim: OptimSettings, device: torch.device) -> None:
@@ -173,18 +120,13 @@ def check_optimizer(optim: OptimSettings, device: torch.device) -> None:
 _SMALL, _BLOCK = 4096, 256
 
 
-def state_bytes(
-    weights: Sequence[Tensor], optim: OptimSettings, device: torch.device, ends: Collection[Tensor] = ()
-) -> int:
+def state_bytes(weights: Sequence[Tensor], optim: OptimSettings, device: torch.device) -> int:
     """Bytes that the optimizer will hold on `device`, the model's, from the shapes of its weights."""
     if optim.offload and device.type != "cpu":
         return 0
     if optim.name == "adamw8bit":
         maps = 2 * 256 * 4  # from a byte to a number, for each of the moments
         return maps + sum(_eight_bit_bytes(weight.numel()) for weight in weights)
-    if optim.name == "muon":
-        hidden, weights = _hidden_and_others(weights, ends)
-        return sum(weight.untyped_storage().nbytes() for weight in hidden) + sum(map(_two_moments, weights))
     copies = 1 if optim.offload else 0
     return sum(copies * weight.untyped_storage().nbytes() + _two_moments(weight) for weight in weights)
 
@@ -237,47 +179,6 @@ class Offloaded:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._adamw.load_state_dict(state)
-
-
-class MuonAndAdamW:
-    """Muon for matrices of hidden layers, which keeps one moment of each, and AdamW for all other weights.
-
-    An update of Muon is scaled to be as large as one of AdamW (arXiv 2502.16982), so that both have one rate and one
-    decay. Its momentum is the published one, 0.95 (https://kellerjordan.github.io/posts/muon).
-    """
-
-    def __init__(
-        self, hidden: Sequence[Tensor], others: Sequence[Tensor], weight_decay: float, kwargs: Mapping[str, Any]
-    ) -> None:
-        words = dict(lr=kwargs["lr"], weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        self.parts: dict[str, Any] = {"muon": torch.optim.Muon(hidden, **words)} if hidden else {}
-        if others:
-            self.parts["adamw"] = torch.optim.AdamW(_groups(others, weight_decay), fused=True, **kwargs)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [group for part in self.parts.values() for group in part.param_groups]
-
-    @property
-    def state(self) -> dict[Tensor, dict[str, Any]]:
-        return {weight: of for part in self.parts.values() for weight, of in part.state.items()}
-
-    def step(self) -> None:
-        for part in self.parts.values():
-            part.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.parts.values():
-            part.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        states = {name: part.state_dict() for name, part in self.parts.items()}
-        groups = [group for state in states.values() for group in state["param_groups"]]
-        return {"muon": None, **states, "param_groups": groups}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, part in self.parts.items():
-            part.load_state_dict(state[name])
 
 
 def move_state(optimizer: Any, to_host: bool) -> None:

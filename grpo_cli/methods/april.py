@@ -3,26 +3,19 @@
     in flight = ceil((1 + surplus) * prompts);  a step ends when `prompts` groups are whole
     a held group whose oldest token has lag >= max_lag updates is finished first
 
-Measured: scripts/reproduce/frontier_b.md (no difference in accuracy seen, fewer decode steps; leaving old tokens out,
-`credit=fresh`, which is ours, costs accuracy).
+Measured: scripts/reproduce/frontier_b.md (no difference in accuracy seen, fewer decode steps).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Annotated, Any
-
-from jaxtyping import Float
-from torch import Tensor
+from typing import Annotated
 
 from grpo_cli.collect.stored import HoldsGroups
-from grpo_cli.history import History
 from grpo_cli.interfaces import Collection, Rounds
-from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Range
-from grpo_cli.types import GIVEN, Batch, Group, GroupRequest, Round
+from grpo_cli.types import GIVEN, Group, GroupRequest, Round
 
 
 class Partial(HoldsGroups):
@@ -74,20 +67,3 @@ def _lag(group: Group, version: int) -> int:
     """Age of a group's oldest token, in updates before `version`; 0 without tokens."""
     spans = [span for rollout in group.rollouts for span in rollout.spans if span.version != GIVEN]
     return max((version - span.version for span in spans), default=0)
-
-
-def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    if others.says("replay", "replays"):
-        yield (
-            f"{others.named('replay')} brings whole groups drawn by other weights, whose tokens have no weight under "
-            f"{others.named('credit')}; use a correction, such as correction=decoupled, and credit=none"
-        )
-
-
-@facts(goes_with=_goes_with)
-def fresh(batch: Batch, problems: Sequence[str], history: History) -> Float[Tensor, "B T"] | None:
-    """Only tokens drawn by the current weights count, and given ones, which no weights drew.
-
-    The others stay in the divisors of the loss, and in its KL term, where old tokens cause no bias.
-    """
-    return None if batch.lags is None else ((batch.lags == 0) | (batch.lags == GIVEN)).to(batch.weights.dtype)

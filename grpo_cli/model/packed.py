@@ -22,7 +22,6 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from grpo_cli.model import tree_attention
 from grpo_cli.model.anatomy import PACKING, backbone
-from grpo_cli.model.evicted import Evicted
 from grpo_cli.model.mlp_recompute import last_states
 from grpo_cli.model.transfer import send
 from grpo_cli.model.varlen import Flash, Kernel, OnProcessor, Part, Spans, Trunks, attention
@@ -120,7 +119,7 @@ def _attention(
     key: Float[Tensor, "B H N D"],
     value: Float[Tensor, "B H N D"],
     attention_mask: Tensor | None,
-    packed_layout: Layout | Evicted | None = None,
+    packed_layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Called by transformers in every layer: in C, by a flash kernel, or else part by part. The latter splits
@@ -132,9 +131,6 @@ def _attention(
         return causal(query, key, value, kwargs["scaling"]).transpose(1, 2).contiguous(), None
     if packed_layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if isinstance(packed_layout, Evicted):
-        found = packed_layout.attention(module.layer_idx, query, key, value, kwargs["scaling"])
-        return found.transpose(1, 2).contiguous(), None
     sizes, scale = packed_layout.sizes, kwargs["scaling"]
     if torch.is_autocast_enabled(query.device.type):  # as PyTorch's own attention would, but once and not in each part
         query, key, value = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (query, key, value))

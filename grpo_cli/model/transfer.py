@@ -1,7 +1,6 @@
 """Transfers between host and device: on a GPU one copy each way, from and to pinned memory.
 
-Neither sending nor fetching waits; the only wait is when a fetched result is read. On a CPU both are views of the same
-memory.
+Sending does not wait, reading does. On a CPU both are views of the same memory.
 """
 
 from __future__ import annotations
@@ -27,30 +26,17 @@ def send(device: torch.device, *tables: np.ndarray) -> list[Tensor]:
     ]
 
 
-class Fetched:
-    """Columns [R] of equal length, or several at once [R, W], in transfer to the host: integers below 2^31, float32."""
-
-    def __init__(self, *columns: Tensor) -> None:
-        self._columns = columns
-        if columns[0].device.type == "cpu":
-            return
-        numbers = [c if c.dtype == torch.float32 else c.int().view(torch.float32) for c in columns]
-        packed = torch.cat([c[None] if c.dim() == 1 else c.T for c in numbers])
-        self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        self._host.copy_(packed, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
-
-    def read(self) -> list[np.ndarray]:
-        """Waits for the transfer."""
-        if self._columns[0].device.type == "cpu":
-            return [column.numpy() for column in self._columns]
-        self._arrived.synchronize()
-        ends = np.cumsum([1 if column.dim() == 1 else column.shape[1] for column in self._columns])
-        return [
-            (rows if column.dtype == torch.float32 else rows.view(np.int32)).T.reshape(column.shape)
-            for rows, column in zip(np.split(self._host.numpy(), ends[:-1]), self._columns, strict=True)
-        ]
+def read(*columns: Tensor) -> list[np.ndarray]:
+    """Return columns [R] of equal length, or several at once [R, W], on the host: integers below 2^31, float32."""
+    if columns[0].device.type == "cpu":
+        return [column.numpy() for column in columns]
+    numbers = [c if c.dtype == torch.float32 else c.int().view(torch.float32) for c in columns]
+    packed = torch.cat([c[None] if c.dim() == 1 else c.T for c in numbers]).cpu().numpy()
+    ends = np.cumsum([1 if column.dim() == 1 else column.shape[1] for column in columns])
+    return [
+        (rows if column.dtype == torch.float32 else rows.view(np.int32)).T.reshape(column.shape)
+        for rows, column in zip(np.split(packed, ends[:-1]), columns, strict=True)
+    ]
 
 
 def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,8 +1,8 @@
-"""What dominates, and which key would lower it."""
+"""What a phase holds, and which key would lower it: the message in place of a failed allocation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,9 +10,8 @@ from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.batching import Sampler
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
-from grpo_cli.profile.estimate import KINDS, OPTIMIZER, OTHER, REFERENCE, WEIGHTS, Prediction, total
+from grpo_cli.profile.estimate import OPTIMIZER, OTHER, REFERENCE, WEIGHTS, total
 from grpo_cli.profile.from_settings import estimator_of, shapes_of, step_of
-from grpo_cli.profile.measure import PHASES, Measured
 from grpo_cli.profile.shapes import KV, Sizes
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib
@@ -25,19 +24,6 @@ TOKENS = "train.micro_batch_tokens"
 NOTHING_FITS = (
     "sampling.max_new_tokens=<fewer>, or adapters, which need next to no gradients and optimizer: model.lora.rank=16"
 )
-
-_TIME: Mapping[str, str] = {
-    "prefill": "lower train.prompts, or take shorter prompts",
-    "decode": "sampler=infinite with scheduler=lpt ends rounds earlier; sampling.max_new_tokens and n bound the tokens",
-    "reward": "the task's judge is slow: task=<another>, or fewer rollouts with n",
-    "policy_logprobs": "correction=none train.epochs=1 train.minibatches=1 model.lora.dropout=0 need no such pass",
-    "ref_logprobs": "loss.kl_coef=0 needs no reference",
-    "forward": "lower m (downsample=maxvar chooses which are trained on), or model.autocast=bfloat16 on a GPU",
-    "backward": "lower m (downsample=maxvar chooses which are trained on); model.gradient_checkpointing=false",
-    "optimizer": "train fewer weights, or fewer updates with train.minibatches",
-    "eval": "lower eval.problems or eval.k, or raise eval.every",
-    "rest": "choosing, padding and bookkeeping: fewer rollouts with n",
-}
 
 
 def memory_keys(kind: str, phase: str, sampler: Sampler) -> str:
@@ -60,50 +46,6 @@ def memory_keys(kind: str, phase: str, sampler: Sampler) -> str:
         GRADIENTS: "a smaller model, or train fewer of its weights",
         OTHER: "the program itself and what its allocator keeps; no key lowers it",
     }[kind]
-
-
-def sentences(predicted: Prediction, measured: Measured | None, sampler: Sampler) -> tuple[str, ...]:
-    """What to say about the measurements or, without any, about the prediction."""
-    if measured is None:
-        return (of_memory(predicted.fullest, predicted.phases[predicted.fullest], sampler),)
-    return of_time(measured), of_memory(measured.fullest, measured.memory, sampler)
-
-
-def of_fit(at_most: Prediction, room: int, largest: Mapping[str, int | None], sampler: Sampler) -> tuple[str, ...]:
-    """If rollouts of full length do not fit `room` bytes: the one key that fixes it, or else what each phase takes."""
-    if at_most.peak <= room:
-        return ()
-    if largest.get(TOKENS) is not None:
-        return (f"One key makes it fit: {TOKENS}=auto.",)
-    if (slots := largest.get("sampler.slots")) is not None:
-        infinite = "sampler=infinite " if sampler.all_at_once else ""
-        return (f"One choice makes it fit: {infinite}sampler.slots={slots or '<any number>'}.",)
-    lines = ["No single key makes it fit, because more than one phase is too large:"]
-    for phase, sizes in at_most.phases.items():
-        if total(sizes) > room:
-            lines.append(f"  {phase} takes {gib(total(sizes))}: {memory_keys(dominating(sizes), phase, sampler)}")
-    return ("\n".join(lines),)
-
-
-def dominating(sizes: Sizes) -> str:
-    """The largest kind, preferring those that some key can lower."""
-    lowered = [kind for kind in KINDS if kind != OTHER and sizes.get(kind, 0)]
-    return max(lowered or [OTHER], key=lambda kind: sizes.get(kind, 0))
-
-
-def of_memory(phase: str, sizes: Sizes, sampler: Sampler) -> str:
-    """A sentence on the fullest phase."""
-    kind = dominating(sizes)
-    share = sizes.get(kind, 0) / total(sizes)
-    return f"Memory peaks in {phase}; {kind} takes {share:.0%} of it. To lower it: {memory_keys(kind, phase, sampler)}."
-
-
-def of_time(measured: Measured) -> str:
-    """A sentence on the slowest phase of a step."""
-    inside = {name: measured.phases[name].median for name in (*PHASES[:-1], "rest") if name in measured.phases}
-    slowest = max(inside, key=lambda name: inside[name])
-    share = inside[slowest] / sum(inside.values())
-    return f"A step spends most time in {slowest}: {share:.0%} of it. To lower it: {_TIME[slowest]}."
 
 
 def breakdown(phase: str, sizes: Sizes, sampler: Sampler) -> list[str]:
@@ -147,8 +89,6 @@ def out_of_memory(run: Prepared[Any], error: BaseException) -> UserError:
         return UserError("\n".join(lines))
     where = phase if phase in predicted.phases else predicted.fullest
     lines += breakdown(where, predicted.phases[where], sampler)
-    if where in ("prefill", "decode", "eval") and sampler.on_oom == "fail":
-        lines.append("  or sampler.on_oom=halve, which continues with half the slots")
     if settings.fit == "none":
         lines.append("or fit=auto, which chooses settings that fit what is free when the run starts")
     lines.append("what fits: grpo profile profile.plan_only=true profile.fit=<memory> with the same settings")

@@ -21,13 +21,12 @@ from grpo_cli.engine.order.lengths import read_trace
 from grpo_cli.history import History
 from grpo_cli.interfaces import AdvantageFn
 from grpo_cli.model.anatomy import has_dropout
-from grpo_cli.profile import advice, fit, roofline
+from grpo_cli.profile import advice, fit, gpus
 from grpo_cli.profile.findings import Findings, metrics, versions, write
 from grpo_cli.profile.forced_lengths import NEVER, Lengths, ProfiledEngine, forced
 from grpo_cli.profile.from_settings import (
     estimator_of,
     not_predicted,
-    optimizer_bytes,
     process_alone,
     shapes_of,
     step_of,
@@ -61,10 +60,8 @@ def profile(run: Prepared[ProfileRunSettings], command: Sequence[str], say: Say,
     if not settings.profile.plan_only:
         measured = _measured(run, lengths, folder, say, warn)
     seen = None if measured is None else (measured.rollouts, measured.evaluation)
-    sampler, step = step_of(replace(run, device=planned), has_dropout(shapes.model), lengths, seen)
+    _, step = step_of(replace(run, device=planned), has_dropout(shapes.model), lengths, seen)
     estimator = estimator_of(settings, shapes, planned, other)
-    dtype = "bfloat16" if "bfloat16" in (settings.model.autocast, settings.model.dtype) else "float32"
-    optimizer = optimizer_bytes(settings, shapes, planned)
     looked_at = lambda what: say(f"predicting from shapes: {what}")  # noqa: E731
     predicted = estimator.predict(step, looked_at)
     at_most = estimator.predict(step.at_full_length(), lambda what: looked_at(f"{what} at full length"))
@@ -80,12 +77,6 @@ def profile(run: Prepared[ProfileRunSettings], command: Sequence[str], say: Say,
         at_most=at_most,
         room=room,
         largest=largest,
-        advice=(
-            *advice.sentences(predicted, measured, sampler),
-            *advice.of_fit(at_most, room, largest, sampler),
-        ),
-        rates=_rates(settings, device, dtype),
-        floors=roofline.floors(step, roofline.ModelSizes.of(shapes, dtype, optimizer), settings.train.epochs),
         not_predicted=not_predicted(run),
     )
     write(findings, folder)
@@ -114,13 +105,6 @@ def _planned(profile: ProfileSettings, room: int) -> str:
 
 def _named(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
-
-
-def _rates(settings: ProfileRunSettings, device: torch.device, dtype: str) -> roofline.Rates | None:
-    word = settings.profile.for_gpu
-    if isinstance(word, str):
-        return roofline.published(word, dtype)
-    return None if settings.profile.plan_only else roofline.measured(device, dtype)
 
 
 def _lengths(settings: ProfileRunSettings) -> Lengths | None:
@@ -169,7 +153,7 @@ def _room(settings: ProfileRunSettings, device: torch.device) -> int:
     if settings.profile.fit is not None:
         return parse_bytes(settings.profile.fit, "profile.fit")
     if isinstance(settings.profile.for_gpu, str):
-        return int(roofline.KNOWN[settings.profile.for_gpu].memory)
+        return int(gpus.MEMORY[settings.profile.for_gpu])
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "device=cuda is being planned on a machine without a GPU: give its memory, as in profile.fit=80GB"

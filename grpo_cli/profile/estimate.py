@@ -37,8 +37,7 @@ class Passes:
 @dataclass(frozen=True)
 class StepShape:
     """What decides the memory of a step and an evaluation. `evaluation` is None if there is none, `engine` if rollouts
-    are not made by engine=torch: then everything but the rollouts is predicted. `gradients`: copies of the gradient
-    that an update holds."""
+    are not made by engine=torch: then everything but the rollouts is predicted."""
 
     rollouts: Workload
     m: int
@@ -47,7 +46,6 @@ class StepShape:
     forward: Forward
     minibatches: int
     passes: Passes
-    gradients: int = 1
 
     def at_full_length(self) -> StepShape:
         """The same with every rollout at full length."""
@@ -185,10 +183,7 @@ class Estimator:
         forwards, backwards = zip(*passes, strict=True)
         gradients = storage_bytes(self._model.trained)
         fullest = {"forward": max(forwards, key=total), "backward": max(backwards, key=total)}
-        phases = {**fullest, "optimizer": {GRADIENTS: gradients}}
-        if step.gradients > 1:
-            phases = {phase: _both(of, {GRADIENTS: (step.gradients - 1) * gradients}) for phase, of in phases.items()}
-        return phases
+        return {**fullest, "optimizer": {GRADIENTS: gradients}}
 
     def largest(
         self, step: StepShape, room: int, say: Callable[[str], None] = lambda line: None

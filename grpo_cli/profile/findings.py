@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_cli.profile.estimate import EXACT, KINDS, Prediction, total
 from grpo_cli.profile.measure import Measured, Phase
-from grpo_cli.profile.roofline import Floor, Rates
 from grpo_cli.profile.shapes import Sizes
 from grpo_cli.report.profiles import SCHEMA
 from grpo_cli.runs.files import json_line, write_atomically
@@ -21,8 +20,7 @@ from grpo_cli.runs.layout import PROFILE as FILE
 class Findings:
     """`measured` is None for a plan. `predicted` is for the lengths that were seen or forced, `at_most` for rollouts
     that are all of full length, both without what `not_predicted` lists; `largest` are the largest values that then
-    fit `room` bytes (None: none does, 0: any does). `floors` are lower bounds of what phases take, at the `rates` of
-    the device (None: unknown)."""
+    fit `room` bytes (None: none does, 0: any does)."""
 
     command: tuple[str, ...]
     settings: Mapping[str, Any]
@@ -34,9 +32,6 @@ class Findings:
     at_most: Prediction
     room: int
     largest: Mapping[str, int | None]
-    advice: tuple[str, ...]
-    rates: Rates | None
-    floors: Mapping[str, Floor]
     not_predicted: tuple[str, ...] = ()
 
 
@@ -59,34 +54,7 @@ def document(findings: Findings) -> dict[str, Any]:
             "fits": findings.at_most.peak <= findings.room,
             "largest": dict(findings.largest),
         },
-        "roofline": _roofline(findings),
-        "advice": list(findings.advice),
     }
-
-
-def _roofline(findings: Findings) -> dict[str, Any]:
-    rates = findings.rates
-    return {
-        "rates": None if rates is None else asdict(rates),
-        "phases": {
-            name: {
-                "bytes": floor.nbytes,
-                "operations": floor.operations,
-                "floor_seconds": None if rates is None else floor.seconds(rates),
-                "bound": None if rates is None else floor.bound(rates),
-                "times_floor": times_floor(findings, name),
-            }
-            for name, floor in findings.floors.items()
-        },
-    }
-
-
-def times_floor(findings: Findings, name: str) -> float | None:
-    """A phase's time as a multiple of its floor; None if either is unknown."""
-    measured, rates = findings.measured, findings.rates
-    if rates is None or measured is None or name not in measured.phases:
-        return None
-    return measured.phases[name].median / findings.floors[name].seconds(rates)
 
 
 def _measured(measured: Measured) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.config.choices import choice_of
 from grpo_cli.config.compose import model_of
-from grpo_cli.config.instantiate import engine_parts, fact_of, make, rounding_of
+from grpo_cli.config.instantiate import engine_parts, make
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.batching import Sampler
 from grpo_cli.experiment import is_ours
@@ -20,8 +19,6 @@ from grpo_cli.learner.forward import make_forward, shares_prefix
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.old_policy import average_bytes, pass_before
 from grpo_cli.learner.optimizer import state_bytes
-from grpo_cli.learner.readout import reads_of
-from grpo_cli.model.anatomy import ends
 from grpo_cli.model.checks import ARCHITECTURES, window_of
 from grpo_cli.model.load import TINY, load_model, load_tokenizer, model_config
 from grpo_cli.profile.estimate import Estimator, Passes, StepShape
@@ -57,7 +54,7 @@ def optimizer_bytes(settings: RunSettings, shapes: ShapeModel, device: torch.dev
     """What persists between updates beside the weights: optimizer state, the weights' moving average if used, and on a
     CPU the copy of all that a lazy checkpoint is written from."""
     average = average_bytes(shapes.trained, settings.parts["correction"].get("prox"))
-    kept = state_bytes(shapes.trained, settings.optim, device, ends(shapes.model)) + average
+    kept = state_bytes(shapes.trained, settings.optim, device) + average
     copied = settings.train.checkpoint == "lazy" and device.type == "cpu"
     return kept + copied * (kept + sum(weight.nbytes for weight in shapes.trained))
 
@@ -91,15 +88,6 @@ def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
             "this machine count in what is measured): prefill, decode and eval are not predicted, and what fits is "
             "said of the update alone"
         )
-    if kind := rounding_of(settings.parts):
-        notes.append(
-            f"engine.quantize={kind}: a copy of the layers' weights during rollouts, where there is none without"
-        )
-    if (draft := settings.parts["engine"].get("draft", "none")) != "none":
-        notes.append(
-            f"engine.draft={draft}: steps are predicted without drafts"
-            + ", and without the copy that draws them" * (draft == "self")
-        )
     if size.partial:
         notes.append(
             "the collector leaves rollouts partial: steps are predicted as if all of them ended in the step, "
@@ -109,23 +97,6 @@ def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
         notes.append(
             f"the collector asks for rollouts in up to {rounds} rounds, as many as their rewards suggest: prefill and "
             "decode are predicted for the largest of them, or as if all that is trained on were made in one"
-        )
-    if fact_of("replay", settings.parts["replay"], "foreign"):
-        replay = choice_of("replay", settings.parts["replay"])
-        notes.append(f"replay={replay}: groups of other runs are predicted as if this one had made them, of n rollouts")
-    if settings.sampling.kept_set:
-        most = f", at most sampling.top_k={settings.sampling.top_k} for a token" * (settings.sampling.top_k > 0)
-        notes.append(
-            f"sampling.kept_set=true: the ids that truncation keeps are as many as the policy has it{most} "
-            "(rollouts/kept_ids). Each takes 4 bytes of the host's memory, and 20 on the device while it is among "
-            "those of train.logprob_chunk tokens; neither is predicted, but what drawing takes for them is"
-        )
-    if fact_of("correction", settings.parts["correction"], "same_view"):
-        name = choice_of("correction", settings.parts["correction"])
-        notes.append(
-            f"correction={name}: passes are predicted as if nothing were evicted; else they are of padded rows, with "
-            "the scores of all pairs of a layer's tokens, and what was evicted takes 4 bytes of the host's memory for "
-            "each token, layer and key-value head"
         )
     if settings.model.quantize != "none":
         notes.append(
@@ -154,10 +125,8 @@ def step_of(
     graphs = settings.parts["engine"].get("cuda_graph")
     graphs = run.device.type == "cuda" and graphs is not False
     engine = EngineShape(built["sampler"], built["sparsity"], prefix, packed, None, graphs, settings.sampling)
-    correction, read_after = rules.correction, bool(reads_of(rules.credit))
-    over_all = bool(reads_of(rules.advantage)) or (
-        correction.rejects and (read_after or pass_before(correction.prox, True))
-    )
+    correction = rules.correction
+    over_all = correction.rejects and pass_before(correction.prox, True)
     before = pass_before(correction.prox, correction.needs_policy_logprobs or several or dropout)
     step = StepShape(
         rollouts=rollouts,
@@ -170,10 +139,9 @@ def step_of(
             shares_prefix(settings.train, settings.model, run.device, packs),
         ),
         minibatches=settings.train.minibatches,
-        gradients=4 if settings.optim.baseline == "opob" else 1,  # see `learner.opob.GroupBaseline`
         passes=Passes(
             policy_over_all=over_all,
-            policy_over_kept=not over_all and (read_after or before),
+            policy_over_kept=not over_all and before,
             reference=rules.loss.needs_reference,
             second_model=not settings.model.adapted or settings.model.adapter is not None,
         ),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from grpo_cli.profile.estimate import EXACT, KINDS, MOST, total
-from grpo_cli.profile.findings import Findings, times_floor, tokens_per_second
+from grpo_cli.profile.findings import Findings, tokens_per_second
 from grpo_cli.profile.measure import PHASES, Measured
 from grpo_cli.profile.shapes import Sizes
 from grpo_cli.report.show import print_table
@@ -16,15 +16,14 @@ from grpo_cli.support.formatting import gib
 
 
 def show(findings: Findings, console: Console) -> None:
-    """Print tables of time and memory, then the advice."""
+    """Print tables of time and memory, then what fits."""
     measured = findings.measured
     if measured is not None:
         print_table(console, _phases(findings, measured))
         console.print(_engine_line(measured), highlight=False)
     print_table(console, _memory(findings))
-    print_table(console, _floors(findings))
     notes = [f"Not predicted: {note}." for note in findings.not_predicted]
-    for line in (*notes, *_fit_lines(findings), *findings.advice):
+    for line in (*notes, *_fit_lines(findings)):
         console.print(line, highlight=False, markup=False)
 
 
@@ -82,24 +81,6 @@ def _memory(findings: Findings) -> Table:
             rows.append(row(f"{kind}, elsewhere", exact[kind], predicted.exact[kind], gib(at_most.exact[kind])))
     columns = ("held by", *(["predicted"] if measured is None else ["measured", "predicted", "ratio"]), "at most")
     return _table("memory, at its fullest", columns, rows, len(KINDS))
-
-
-def _floors(findings: Findings) -> Table:
-    """The lower bound of each phase's time, and how far above it the phase is."""
-    rates = findings.rates
-    title = "the least that phases could take"
-    columns: tuple[str, ...] = ("phase", "GB moved", "TFLOP")
-    if rates is not None:
-        speed = f"{rates.bytes_per_second / 1e9:,.0f} GB/s, {rates.operations_per_second / 1e12:,.3g} TFLOP/s"
-        title, columns = f"{title}, at {speed} ({rates.source})", (*columns, "floor", "bound by", "times the floor")
-    rows = []
-    for name, floor in findings.floors.items():
-        row = [name, f"{floor.nbytes / 1e9:,.3g}", f"{floor.operations / 1e12:,.3g}"]
-        if rates is not None:
-            far = times_floor(findings, name)
-            row += [f"{floor.seconds(rates):.3g} s", floor.bound(rates), "" if far is None else f"{far:,.1f}"]
-        rows.append(tuple(row))
-    return _table(title, columns, rows)
 
 
 def _fit_lines(findings: Findings) -> list[str]:

@@ -29,7 +29,7 @@ from grpo_cli.support.formatting import duration, plain
 
 # Parts of a step in order; evaluation and checkpoints are outside it.
 PHASES = ("rollout", "reward", "logprobs", "update")
-_A_RUN_HAS = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.RUN, layout.HYDRA_CONFIG)
+_A_RUN_HAS = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.RUN)
 _NOT_BELOW = {layout.CHECKPOINTS, layout.WANDB, layout.TENSORBOARD, layout.BAD_BATCHES}
 
 

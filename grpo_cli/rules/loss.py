@@ -66,7 +66,7 @@ class Clipped(ABC):
         tokens whatever the aggregation; `loss/kl` is the KL itself, not multiplied by `kl_coef`, and there only with a
         reference.
         """
-        mask = batch.counted_mask
+        mask = batch.loss_mask
         said = self.terms(logprobs, batch)
         weighed = said.terms * batch.weights.detach().float()
         loss = policy = aggregate(weighed, batch.loss_mask, totals, self.aggregation)

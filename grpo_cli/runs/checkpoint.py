@@ -211,7 +211,7 @@ def require_alike(saved: Any, fresh: Any, name: str) -> None:
         saved, bool
     ) > isinstance(fresh, bool):
         raise TypeError(f"{name} is a {type(saved).__name__}")
-    if isinstance(fresh, Mapping):
+    if isinstance(fresh, Mapping) and isinstance(saved, Mapping):
         for key in fresh.keys() & saved.keys():
             require_alike(saved[key], fresh[key], f"{name}.{key}")
 

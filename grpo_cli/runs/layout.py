@@ -22,8 +22,6 @@ OUTPUTS = Path("outputs")
 MULTIRUN = OUTPUTS / "multirun"
 
 RUN, RESUMED, EVERY_RESUMED, LOCK = "run.json", "resumed_{:03d}.json", "resumed_*.json", ".lock"
-# What Hydra wrote for older runs, which have no `run.json`.
-HYDRA_CONFIG, HYDRA_OVERRIDES, HYDRA_SETTINGS = ".hydra/config.yaml", ".hydra/overrides.yaml", ".hydra/hydra.yaml"
 METRICS, ROLLOUTS, SUMMARY = "metrics.jsonl", "rollouts.jsonl", "summary.json"
 SAMPLES = "samples.jsonl"  # of an evaluation: every answer
 JUDGEMENTS = "judgements.jsonl"  # of task.reward=judge: what the judge has said, by a hash of the question

@@ -129,9 +129,7 @@ def save_ledgers(folder: Path, blocks: Mapping[str, Sequence[Block]]) -> None:
 
 
 def load_ledgers(folder: Path) -> dict[str, list[Block]]:
-    """The blocks of a checkpoint, by file; empty for an older version without them."""
-    if not (folder / LEDGER).exists():
-        return {}
+    """The blocks of a checkpoint, by file."""
     try:
         with open(folder / LEDGER, "rb", opener=regular) as file, np.load(file, allow_pickle=False) as found:
             blocks = {name: array.tolist() for name, array in found.items()}

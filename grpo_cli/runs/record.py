@@ -1,8 +1,7 @@
 """The record of a run's composed config: `run.json`, written once, after every check has passed.
 
 A later start that changes settings adds `resumed_001.json` and so on; the newest counts. Each file holds a checksum of
-itself and is never rewritten, and every checkpoint lists those that its run had. Without such files, those that Hydra
-wrote for older versions (`.hydra/`) are read, if they agree with each other.
+itself and is never rewritten, and every checkpoint lists those that its run had.
 """
 
 from __future__ import annotations
@@ -14,13 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from grpo_cli.runs.files import content, json_line, must_be_writable, sha256, write_atomically
-from grpo_cli.runs.layout import CHAIN, EVERY_RESUMED, HYDRA_CONFIG, HYDRA_OVERRIDES, HYDRA_SETTINGS, RESUMED, RUN
+from grpo_cli.runs.layout import CHAIN, EVERY_RESUMED, RESUMED, RUN
 from grpo_cli.support.errors import UserError
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if compiled
 _CHECKSUM = "sha256"
 _KINDS = {"command": str, "overrides": list, "choices": dict, "config": dict, "about": dict}
 
@@ -53,7 +49,7 @@ def write_record(folder: Path, record: RunRecord) -> Path:
 def begun_as(folder: Path) -> RunRecord | None:
     """The first record of the run in this folder, whatever has changed since; None without a record."""
     files = _files(folder)
-    return _read(files[0]) if files else _of_hydra(folder)
+    return _read(files[0]) if files else None
 
 
 def read_record(folder: Path) -> RunRecord | None:
@@ -64,7 +60,7 @@ def read_record(folder: Path) -> RunRecord | None:
     files = _files(folder)
     for path in files[:-1]:
         _read(path)  # a damaged earlier one means that the files were tampered with
-    return _read(files[-1]) if files else _of_hydra(folder)
+    return _read(files[-1]) if files else None
 
 
 def chain_of(folder: Path) -> dict[str, str]:
@@ -79,8 +75,6 @@ def keep_chain(folder: Path, chain: Mapping[str, str]) -> None:
 
 def check_chain(checkpoint: Path) -> None:
     """UserError if the run's folder no longer has the settings that this checkpoint was made with."""
-    if not (checkpoint / CHAIN).exists():
-        return  # of an older version
     now = chain_of(folder := checkpoint.parent.parent)
     for name, checksum in json.loads((checkpoint / CHAIN).read_text()).items():
         if now.get(name) != checksum:
@@ -90,7 +84,7 @@ def check_chain(checkpoint: Path) -> None:
 
 def has_record(folder: Path) -> bool:
     """Whether the folder has a record, damaged or not."""
-    return bool(_files(folder)) or any((folder / name).exists() for name in (HYDRA_CONFIG, HYDRA_OVERRIDES))
+    return bool(_files(folder))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -128,31 +122,3 @@ def _uncertain(path: Path, what: str) -> UserError:
 
 def _checksum(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json_line(values).encode()).hexdigest()
-
-
-def _of_hydra(folder: Path) -> RunRecord | None:
-    """The record of an older run, written by Hydra. The overrides are in two files, which must agree."""
-    paths = [folder / name for name in (HYDRA_CONFIG, HYDRA_SETTINGS, HYDRA_OVERRIDES)]
-    if not any(path.exists() for path in paths):
-        return None
-    config, hydra, typed = (_yaml(path) for path in paths)
-    try:
-        recorded, job = hydra["hydra"]["overrides"]["task"], hydra["hydra"]["job"]["config_name"]
-        choices = {str(group): str(choice) for group, choice in hydra["hydra"]["runtime"]["choices"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _uncertain(paths[1], "is cut short") from error
-    for path, value, kind in ((paths[0], config, dict), (paths[2], typed, list)):
-        if not isinstance(value, kind):
-            raise _uncertain(path, "is cut short")
-    if typed != recorded:
-        raise _uncertain(paths[2], f"lists different overrides than {paths[1].name}")
-    ours = {group: choice for group, choice in choices.items() if not group.startswith("hydra/")}
-    return RunRecord(str(job), tuple(map(str, typed)), ours, config, {}, paths[0].parent)
-
-
-def _yaml(path: Path) -> Any:
-    try:
-        return yaml.load(content(path).decode(), Loader=_LOADER)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        raise _uncertain(path, "is missing" if missing else "cannot be read") from error

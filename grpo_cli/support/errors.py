@@ -26,10 +26,10 @@ class UserError(Exception):
         self.problems = tuple(problems) or (text,)
 
 
-def closest(word: str, known: Iterable[str]) -> str:
+def closest(word: str, known: Iterable[str], show: Callable[[str], str] = str) -> str:
     """`; did you mean x?` for the nearest known word, or nothing."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; did you mean {show(near[0])}?" if near else ""
 
 
 def refuse(problems: Sequence[str]) -> None:

@@ -36,23 +36,12 @@ def facts(**said: Any) -> Callable[[Part], Part]:
     | of | fact | says |
     |---|---|---|
     | any | goes_with | a function `(own settings, Others)` that yields why it cannot work beside the others |
-    | advantage, credit, collector | reads | what it reads in rollouts: some of entropies, top, features (`Readout`) |
     | any | undone_by | the same, of what the others undo: refused, but a run that began so goes on, with a warning |
     | advantage | divides | whether it divides by the deviation of the group |
-    | advantage, downsample | needs_middle | whether it looks for the rollout in the middle of a group |
     | downsample | keeps_fewer | whether it may keep fewer than it is asked for |
-    | advantage | alone | whether one rollout of a problem is enough for it |
-    | curriculum, advantage | needs_history | whether it needs `train.history` |
-    | collector | arms | whether rollouts of a problem may differ in their context, or in what they are given |
-    | collector | contexts | whether it may have contexts that its rehearsal does not show |
-    | replay | replays | whether it brings groups of earlier weights |
-    | replay | foreign | whether these are of other runs: of any size, drawn by other policies |
     | predictor | of_whole_rollouts | whether it knows nothing of a rollout that goes on |
-    | correction | same_view | whether the learner's pass hides the keys that were evicted (see `SameView`) |
     | sparsity | evicts | whether KV entries are dropped |
     | engine | is_policy | whether it draws from the trainer's own policy (left to `engine.inner` where there is one) |
-    | engine | kept_sets | True: it records `Rollout.kept`; or why it does not (left to `engine.inner`, as above) |
-    | engine | views | whether it records `Rollout.view` (left to `engine.inner`, as above) |
     | engine | stops_early | whether it can stop rollouts before their end |
     | engine | any_family | whether it takes causal models of any family, not only Llama-shaped ones |
     | engine | answers_in_place | whether `generate` takes `replies`, and goes on with a row once its turn is answered |

@@ -1,12 +1,14 @@
-"""PyTorch's number of threads on a CPU: set for a while, and numbers to try in its place."""
+"""The number of threads of PyTorch's operations on a CPU."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+SMALL = 5_000_000  # weights
 
 
 @contextmanager
@@ -20,20 +22,10 @@ def computing_with(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def fewer(most: int) -> Iterator[int]:
-    """Powers of two.
-
-    >>> list(fewer(8)), list(fewer(2))
-    ([1, 2, 4], [1])
-    """
-    count = 1
-    while count < most:
-        yield count
-        count *= 2
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """How long it takes, by the clock."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+def threads_for(asked: int | str, model: Any) -> int | None:
+    """Return the number that was typed; for auto, 1 for a small model, whose operations take microseconds, which waking
+    more threads slows down, else None, PyTorch's number."""
+    if isinstance(asked, int):
+        return asked
+    weights = list(model.parameters())
+    return 1 if weights[0].device.type == "cpu" and sum(weight.numel() for weight in weights) < SMALL else None

@@ -25,7 +25,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from grpo_cli.config.overrides import overrides, renamed
+from grpo_cli.config.overrides import overrides
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import LOG, STATUS, SUMMARY, SWEEP
 from grpo_cli.runs.summary import read_object
@@ -162,7 +162,7 @@ class ProcessLauncher(Launcher):
                 )
             self._refuse_another(job.folder / STATUS)
             before = read_status(job.folder)
-            if before is not None and [*map(renamed, before.overrides)] != [*map(renamed, job.overrides)]:
+            if before is not None and [*before.overrides] != [*job.overrides]:
                 raise UserError(
                     f"job {job.number} of {self._sweep.folder} was {' '.join(before.overrides)} and would now be "
                     f"{' '.join(job.overrides)}. A sampler without a fixed seed cannot be resumed: start the sweep "

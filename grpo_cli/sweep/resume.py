@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from grpo_cli.config.overrides import overrides, renamed, value_of
+from grpo_cli.config.overrides import overrides, value_of
 from grpo_cli.config.trust import not_taken, taken
 from grpo_cli.runs.layout import CHECKPOINTS, MULTIRUN, SWEEP
 from grpo_cli.runs.record import has_record
@@ -116,7 +116,7 @@ def started_with(command: str, own: Sequence[str], flags: Sequence[str] = ()) ->
     try:
         if asked["command"] != command:
             raise UserError(f"{folder} is a sweep of grpo {asked['command']}: continue it with that command")
-        of_hydra, jobs = asked["hydra"], [renamed(word) for word in asked["overrides"]]
+        of_hydra, jobs = asked["hydra"], asked["overrides"]
         if any(word.startswith("hydra/launcher=") for word in new):  # which has its own settings
             of_hydra = [word for word in of_hydra if not is_of(word, ("launcher",))]
         lacking = [word for word in asked["flags"] if word not in flags]

@@ -120,16 +120,8 @@ class Arithmetic(GeneratedTask[Sum]):
     def answer(self, problem: Sum) -> str:
         return str(sum(problem.terms))
 
-    def solution(self, prompt: Prompt) -> Sequence[int]:
-        text = worked_solution(self._asked(prompt)[0])
-        return self._verbatim.goes_on(prompt, text[: text.rfind("=") + 1])
-
     def shown(self, prompt: Prompt) -> Sequence[int]:
         return self._verbatim.goes_on(prompt, worked_solution(self._asked(prompt)[0]))
-
-    def reads(self, rollout: Rollout) -> str | None:
-        completion = self._verbatim.completion(rollout)
-        return None if completion is None else final_answer(completion)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         completion = self._verbatim.completion(rollout)

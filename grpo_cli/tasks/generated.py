@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Generic, TypeVar
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Range
-from grpo_cli.tasks.prompting import MadePrompts, Prompting, Verbatim, before, with_text
+from grpo_cli.tasks.prompting import MadePrompts, Prompting, Verbatim
 from grpo_cli.types import Prompt
 
 HELD_OUT_ONE_IN = 8
@@ -84,9 +84,6 @@ class GeneratedTask(ABC, Generic[P]):
 
     def written(self, token_ids: Sequence[int]) -> str:
         return self._prompting.written(token_ids)
-
-    def in_context(self, prompt: Prompt, texts: Sequence[str]) -> Prompt:
-        return with_text(prompt, self._prompting.encode(before(self._asked(prompt)[1], texts)))
 
     def _asked(self, prompt: Prompt) -> tuple[P, str]:
         """The problem that a prompt was made of, and its text."""

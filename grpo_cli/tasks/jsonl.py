@@ -13,14 +13,13 @@ from typing import Annotated, Any, Unpack
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import OneOf, Range
-from grpo_cli.tasks.demonstrations import said_after
 from grpo_cli.tasks.formats import OverlongTokens, overlong
 from grpo_cli.tasks.judges import FORMATS_ON, GRADINGS, Completion, Judge, Numbers, Weighing
 from grpo_cli.tasks.math_judge import MOST_WORKERS, ON_CRASH, MathJudge
 from grpo_cli.tasks.model_judge import JudgeSettings, ModelJudge
 from grpo_cli.tasks.own_reward import OwnReward
 from grpo_cli.tasks.problems import LONG_PROMPTS, LazyPrompts, Problem, Reader, check_disjoint, split_by_hash
-from grpo_cli.tasks.prompting import Prompting, Tokenizer, before, with_text
+from grpo_cli.tasks.prompting import Prompting, Tokenizer
 from grpo_cli.tasks.rows import value_of
 from grpo_cli.tasks.turns import Speaks, TurnSettings, environment_judge, environment_of
 from grpo_cli.types import Prompt, Reward, Rollout
@@ -116,12 +115,6 @@ class Jsonl(Speaks):
             for own, completion, (_, rollout) in judged
         ]
 
-    @property
-    def reads(self) -> Callable[[Rollout], str | None] | None:
-        """What the judge reads in the last turn, as text; None for one that does not read numbers."""
-        judge = self._judge
-        return (lambda rollout: judge.reads(self.text(rollout.turns[-1]))) if isinstance(judge, Numbers) else None
-
     def counted(self) -> Mapping[str, float]:
         return {**super().counted(), **(self._judge.counted() if isinstance(self._judge, ModelJudge) else {})}
 
@@ -130,26 +123,6 @@ class Jsonl(Speaks):
 
     def written(self, token_ids: Sequence[int]) -> str:
         return self._prompting.written(token_ids)
-
-    def in_context(self, prompt: Prompt, texts: Sequence[str]) -> Prompt:
-        problem = self._problem(prompt)
-        if problem.messages:
-            raise UserError(f"{problem.place}: nothing can be put before messages, which are used as given")
-        return with_text(prompt, self._prompting.encode(before(problem.question, texts)))
-
-    def solution(self, prompt: Prompt) -> Sequence[int]:
-        """The text of `solution_field` without its last line, which says the answer. UserError for what is no text, and
-        where no problem's text has more than a line."""
-        if not self._has_solutions:
-            raise UserError(
-                f"no problem of {self._source} has a worked solution: in the field {self._solution_field!r} "
-                "(task.solution_field) none has a line before the one that says the answer"
-            )
-        return said_after(prompt, _worked(self._problem(prompt), self._solution_field), self._prompting.tokenizer)
-
-    @cached_property
-    def _has_solutions(self) -> bool:
-        return any(_worked(problem, self._solution_field) for problem in self._train.problems)
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
         return self._problem(prompt).row
@@ -223,20 +196,6 @@ class Jsonl(Speaks):
         if chat := next((problem for problem in problems[:count] if problem.messages), None):
             raise UserError(f"{chat.place}: messages are no example, and are put as they are: set task.few_shot=0")
         return problems[:count]
-
-
-def _worked(problem: Problem, name: str) -> str:
-    """The lines of a solution but the last. UserError if the field is no text."""
-    try:
-        text = value_of(problem.row, name)
-    except KeyError:
-        text = None
-    if not isinstance(text, str):
-        raise UserError(
-            f"{problem.place}: the field {name!r} (task.solution_field) must be the text of a worked solution, but is "
-            f"{'not there' if text is None else repr(text)[:80]}"
-        )
-    return text.strip().rpartition("\n")[0]
 
 
 def _judge(reward: str, main: str, seconds: float, workers: int, on_crash: str) -> Judge:

@@ -67,12 +67,6 @@ class Numbers:
         value = gold_answer(text)
         return None if value is None else str(value)
 
-    def reads(self, text: str) -> str | None:
-        """The answer of a completion, as `main` has it: none that is not in the form asked for, if that is graded."""
-        found = extract_answer(text)
-        unread = found.value is None or (self.main == GRADINGS["strict"] and not found.strict)
-        return None if unread else str(found.value)
-
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
         found = [extract_answer(completion.text) for completion in completions]
         correct = [equal(f.value, Fraction(c.answer)) for f, c in zip(found, completions, strict=True)]

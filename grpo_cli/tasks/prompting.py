@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
-from hashlib import blake2b
 from typing import Any, Protocol, TypedDict, runtime_checkable
 from unittest.mock import patch
 
@@ -64,17 +63,6 @@ class MadePrompts(Sequence[Prompt]):
     def __getitem__(self, index: Any) -> Any:
         places = range(self._size)[index]
         return self._make(places) if isinstance(places, int) else [self._make(place) for place in places]
-
-
-def with_text(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:
-    """What is read in place of a prompt, with an id that depends on it: engines compute prompts of the same id once."""
-    digest = blake2b(",".join(map(str, token_ids)).encode(), digest_size=8).hexdigest()
-    return Prompt(f"{prompt.id}~{digest}", tuple(token_ids), prompt.answer)
-
-
-def before(question: str, texts: Sequence[str]) -> str:
-    """The question behind texts, with an empty line after each."""
-    return "\n\n".join([*texts, question])
 
 
 def going_on(tokenizer: Tokenizer, text: str, before: Sequence[int], special: bool = False) -> list[int]:

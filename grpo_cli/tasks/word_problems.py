@@ -7,7 +7,7 @@ compared exactly (`answers.py`); nothing of it is ever evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
@@ -16,7 +16,6 @@ from typing import Annotated, Any, Unpack
 
 from grpo_cli.support.ranges import Range
 from grpo_cli.tasks.answers import equal, extract_answer
-from grpo_cli.tasks.demonstrations import said_after
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.prompting import Prompting, Tokenizer
 from grpo_cli.tasks.turns import Speaks, TurnSettings, environment_of
@@ -173,20 +172,12 @@ class WordProblems(GeneratedTask[Story], Speaks):
     def answer(self, problem: Story) -> str:
         return str(problem.answer)
 
-    def solution(self, prompt: Prompt) -> Sequence[int]:
-        lines = self._asked(prompt)[0].worked()
-        return said_after(prompt, "\n".join(lines[:-1]), self._prompting.tokenizer)
-
     def question(self, problem: Story, rng: Random) -> str:
         story = problem.in_words(rng)
         return f"{story} {self._instruction}" if self._instruction else story
 
     def distinct_by(self, problem: Story, question: str) -> str:
         return question
-
-    def reads(self, rollout: Rollout) -> str | None:
-        value = extract_answer(self.text(rollout.turns[-1])).value
-        return None if value is None or (self._must_end and not rollout.finish.complete) else str(value)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         ended = rollout.finish.complete

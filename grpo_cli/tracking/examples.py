@@ -40,7 +40,6 @@ def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: s
     )
 
 
-REPLACED = "a stored rollout took its place"
 NOT_TAKEN = "the collector left its group out of this step"
 
 
@@ -61,9 +60,7 @@ def examples(
         why, advantage = NOT_TAKEN, None
         if selection is not None:
             why = selection.reasons[index]
-            if selection.group.rollouts[index] is not group.rollouts[index]:
-                why = REPLACED
-            elif index in selection.indices:
+            if index in selection.indices:
                 advantage = float(selection.advantages[selection.indices.index(index)])
         row = example(task, group, index, kept=not why, reason=why or "kept", advantage=advantage)
         rows.append(_with_tokens(row, group.rollouts[index]) if tokens else row)
@@ -71,9 +68,7 @@ def examples(
 
 
 def _with_tokens(row: Example, rollout: Rollout) -> Example:
-    # A record does not say what they are over after truncation; without one, others take a token as given.
-    truncated = rollout.kept is not None
-    logprobs = tuple(None if truncated or math.isnan(one) else one for one in rollout.sampler_logprobs)
+    logprobs = tuple(None if math.isnan(one) else one for one in rollout.sampler_logprobs)
     ends = accumulate(len(ids) for _, ids in rollout.parts)
     theirs = tuple((end - len(ids), end) for end, (by, ids) in zip(ends, rollout.parts, strict=True) if by)
     return replace(row, token_ids=rollout.token_ids, logprobs=logprobs, environment=theirs or None)

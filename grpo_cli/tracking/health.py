@@ -168,7 +168,6 @@ def _sampler_and_policy(metrics: Mapping[str, float], reuse_is_answered: bool) -
     if (share := metrics.get("off/token_share", 0.0)) > 0.0 and not reuse_is_answered:
         text = (
             f"off/token_share is {share:.2f}: that share of the tokens was drawn by weights of earlier updates, and "
-            "nothing corrects for it. Reweight them (correction=tis), let the learning rate follow (optim.ess=sqrt), "
-            "or train only on the new ones (credit=fresh)."
+            "nothing corrects for it. Reweight them (correction=tis), or let the learning rate follow (optim.ess=sqrt)."
         )
         yield Cause("reuse", text, share)

@@ -47,7 +47,6 @@ PODS = HERE.parent / "baselines" / "pods.json"
 PODS_REAL = HERE.parent / "baselines" / "pods_real.json"
 MINUTES = HERE.parent / "baselines" / "bench_time_to_accuracy.json"
 RIVALS, RIVALS_LONG = (HERE.parent / "baselines" / f"{name}.json" for name in ("rivals", "rivals_long"))
-FRONTIER_C = HERE.parent / "baselines" / "frontier_c.json"
 SLOTS = HERE.parent / "baselines" / "infinite_real.json"
 
 GREEDY, SAMPLED, LENGTH = "eval/accuracy", "eval/pass@1", "response/length_mean"
@@ -227,37 +226,6 @@ def _draw_slots(panel: Axes, plan: Sequence[tuple[int, int, int]], count: int) -
         panel.barh(slot, length, left=start, color=colour, height=0.8, edgecolor="white", linewidth=1)
 
 
-def searches() -> str:
-    """Accuracy of searches against the tokens that they draw, all of them and one after the other."""
-    found = json.loads(FRONTIER_C.read_text())["results"]
-    shown = {
-        "searches": "embedded model, sums",
-        "searches_trained": "the same after 50 steps",
-        "searches_real": "SmolLM2 135M, word problems",
-    }
-    figure = Figure(figsize=(8.0, 7.4), layout="constrained")
-    rows = figure.subplots(len(shown), 2, sharey="row")
-    for row, (part, title) in zip(rows, shown.items(), strict=True):
-        for panel, (key, label) in zip(
-            row, {"tokens": "in all", "sequential": "one after the other"}.items(), strict=True
-        ):
-            for colour, marker, (search, sizes) in zip(COLOURS * 2, "osDv^PX", found[part].items(), strict=False):
-                means = [
-                    [np.mean([run[f"search/{name}"] for run in runs.values()]) for name in (key, "accuracy")]
-                    for runs in sizes.values()
-                ]
-                panel.plot(*zip(*means, strict=True), color=colour, marker=marker, ls="-", lw=1, ms=6, label=search)
-            runs = next(iter(found[part]["majority"].values()))
-            panel.axhline(
-                np.mean([run["eval/accuracy"] for run in runs.values()]), color="black", ls="--", lw=0.8, label="greedy"
-            )
-            panel.set(title=title, xlabel=f"tokens of a problem, {label}", xlim=(0, None), ylim=(0, None))
-        row[0].set_ylabel("accuracy")
-    handles, labels = rows[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=8)
-    return svg(figure)
-
-
 def svg(figure: Figure) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
@@ -272,7 +240,6 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "learning": learning,
     "time_to_accuracy": time_to_accuracy,
     "rivals": rivals,
-    "searches": searches,
 }
 RECORDS: Mapping[str, tuple[Path, tuple[str, ...], float]] = {  # where it is kept, what of it, up to which step
     "train": (RECORDED, SHOWN_METRICS, SHOWN_STEP),

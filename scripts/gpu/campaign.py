@@ -58,7 +58,7 @@ def contact(found: Found) -> Checks:
 
 def decode(found: Found) -> Checks:
     for rows, most in DECODE_WITHIN.items():
-        yield Check(f"decode over its floor, {rows} rows", _over(found[f"{rows} rows"], "decode"), most=most)
+        yield Check(f"decode over its floor, {rows} rows", _over_weights(found[f"{rows} rows"]), most=most)
     launched, replayed = (_speed(found[name]) for name in ("64 rows, launched", "64 rows"))
     yield Check("replayed over launched, tokens/s of 64 rows", replayed / launched if launched else 0.0, least=2)
 
@@ -145,15 +145,21 @@ def _phases(found: Mapping[str, Any]) -> Mapping[str, Any]:
     return measured["phases"] if measured else {}
 
 
-def _floor(found: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
-    """What the profile says of the least that a phase could take."""
-    phases: Mapping[str, Any] = found.get("profile.json", {}).get("roofline", {}).get("phases", {})
-    return phases.get(phase, {})
+# Published of the H100 (SXM): bytes, and dense bfloat16 operations, a second.
+BYTES_A_SECOND, OPERATIONS_A_SECOND = 3.35e12, 989e12
 
 
-def _over(found: Mapping[str, Any], phase: str) -> float:
-    """How many times its floor a phase takes."""
-    return float(_floor(found, phase).get("times_floor") or inf)
+def _weights(found: Mapping[str, Any]) -> float:
+    """Bytes of the model's float32 weights."""
+    profile = found.get("profile.json", {})
+    return float(profile["measured"]["exact_bytes"]["weights"]) if profile.get("measured") else 0.0
+
+
+def _over_weights(found: Mapping[str, Any]) -> float:
+    """How many times as long decoding takes as reading the weights in bfloat16 once a step would."""
+    steps = found.get("profile.json", {}).get("measured", {}).get("engine", {}).get("engine/decode_steps", 0.0)
+    least = steps * _weights(found) / 2 / BYTES_A_SECOND
+    return _seconds(found, "decode") / least if least else inf
 
 
 def _speed(found: Mapping[str, Any]) -> float:
@@ -166,9 +172,10 @@ def _seconds(found: Mapping[str, Any], *phases: str) -> float:
 
 
 def _utilisation(found: Mapping[str, Any]) -> float:
-    """Of the update's passes: the seconds that they would take at the device's own rates, over what they took."""
-    least = sum(_floor(found, phase).get("floor_seconds") or 0.0 for phase in ("forward", "backward"))
-    return least / (_seconds(found, "forward", "backward") or inf)
+    """Of the update's passes: the seconds of two operations forward and four backward for each weight and token at the
+    published rate, over what they took."""
+    tokens = _phases(found).get("forward", {}).get("tokens") or 0
+    return 6 * _weights(found) / 4 * tokens / OPERATIONS_A_SECOND / (_seconds(found, "forward", "backward") or inf)
 
 
 def _predictions(found: Found) -> Checks:

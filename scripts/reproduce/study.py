@@ -15,7 +15,6 @@ parts        by name: `words` of all its arms, `arms` by name with their words, 
              or after `longest` times its steps; `token_share` is at which share of its tokens an arm's accuracy first
              is the baseline's last; `at_equal_seconds` its accuracy after as many seconds as the shortest run of its
              seed trained
-profiled     the arm that learns from a profile (`grpo eval` of all training problems), whose tokens are counted
 sooner_than  arms to compare times with: how long such an arm takes to 99 % of its own best accuracy, over how long
              another one takes to that accuracy, seed by seed
 evaluated    ways in which each arm's policy is evaluated by `grpo eval` afterwards, by arm; `all` for the others. A way
@@ -106,7 +105,6 @@ class Plan:
     ways: Mapping[str, Sequence[str]] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, Any] = field(default_factory=dict)
-    profiled: str = ""
     needs: Sequence[str] = ()
     levels: int = 3
     key: str = "results"
@@ -226,46 +224,11 @@ def others(args: argparse.Namespace, out: Path) -> list[Run]:
     def run(part: str, arm: str, seed: int) -> Run:
         if not args.plan.parts[part].baseline:
             return run_of(args, part, arm, seed)
-        steps, more = args.plan.parts[part].longest * args.steps, tuple[str, ...]()
+        steps = args.plan.parts[part].longest * args.steps
         tokens = spent[(*baseline_of(args, part), seed)]
-        if arm == args.plan.profiled:
-            file, cost = profile_of(seed, out)
-            # Its phases are parts of train.steps: about as many as its tokens will last.
-            words = run_of(args, part, arm, seed).words
-            steps = max(1, round((1 - cost / tokens) * args.steps * settings_of(*words).n / mean_size(file, words)))
-            tokens, more = max(1, tokens - cost), (f"train.history={file}",)
-        return run_of(args, part, arm, seed, *more, f"train.steps={steps}", f"train.max_generated={tokens}")
+        return run_of(args, part, arm, seed, f"train.steps={steps}", f"train.max_generated={tokens}")
 
     return [run(*arm, seed) for turn, seed in enumerate(args.seeds) for arm in (rotated(arms, turn) if arms else arms)]
-
-
-def profiles(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
-    """The pass over all problems that comes before training, by seed."""
-    task = [word for word in args.plan.words if word.startswith("task.")]
-    words = (*task, "eval.split=train", "eval.problems=-1", "eval.k=8", "logger=jsonl", "device=cpu")
-    return {f"profiles/seed{seed}": (*words, f"seed={seed}") for seed in args.seeds}
-
-
-def profile_of(seed: int, out: Path) -> tuple[Path, int]:
-    """Its file, and how many tokens it took; the greedy answers are no part of it."""
-    file = out / "profiles" / f"seed{seed}" / "samples.jsonl"
-    return file, sum(row["length"] for row in _sampled_of(file))
-
-
-def _sampled_of(file: Path) -> list[dict[str, Any]]:
-    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    return [row for row in rows if row["reason"] == "sampled"]
-
-
-def mean_size(file: Path, words: Sequence[str]) -> float:
-    """Of a group in a run with this profile, over its steps, of which each size has as many as it has problems."""
-    solved: dict[str, list[bool]] = {}
-    for row in _sampled_of(file):
-        solved.setdefault(row["prompt_id"], []).append(row["solved"])
-    chosen = settings_of(*words).parts["curriculum"]
-    sizes, shares = chosen["sizes"], [statistics.mean(of) for of in solved.values()]
-    taught = [share for share in shares if 0 < share <= chosen["trivial"]]
-    return statistics.mean(next((size for size in sizes if size * share >= 1), sizes[-1]) for share in taught)
 
 
 def run_all(command: str, words: Mapping[str, Sequence[str]], out: Path, args: argparse.Namespace) -> None:
@@ -340,11 +303,11 @@ def by_tens(rows: Rows, name: str) -> list[float | None]:
     return [statistics.mean(found) if found else None for found in blocks.values()]
 
 
-def of_run(rows: Rows, means: Sequence[str], cost: int = 0, series: Sequence[str] = ()) -> dict[str, Any]:
-    """What one run came to by itself; `cost`: tokens of its profile."""
+def of_run(rows: Rows, means: Sequence[str], series: Sequence[str] = ()) -> dict[str, Any]:
+    """What one run came to by itself."""
     curve, greedy, trained = sampled(rows), curve_of(rows, GREEDY).accuracy, [row for row in rows if row["step"]]
     last, seconds = trained[-1], sum(row["time/step"] for row in trained)
-    tokens = last["tokens/generated"] + cost
+    tokens = last["tokens/generated"]
     mixed = sum(row.get("group/mixed", 0) for row in trained)
     shares = [(row.get("group/mixed", 0), 1 - row.get("group/zero_std", 1)) for row in trained]
     groups = sum(number / share for number, share in shares if share)
@@ -368,11 +331,10 @@ def of_run(rows: Rows, means: Sequence[str], cost: int = 0, series: Sequence[str
     return found
 
 
-def token_share(rows: Rows, base: Rows, cost: int = 0) -> float | None:
-    """At which share of the baseline's tokens a run's accuracy first is the baseline's last; None if it never is.
-    `cost` comes to what the run itself has used."""
+def token_share(rows: Rows, base: Rows) -> float | None:
+    """At which share of the baseline's tokens a run's accuracy first is the baseline's last; None if it never is."""
     reached = sampled(rows).first_reaching(sampled(base).accuracy[-1], "tokens/generated")
-    return None if reached is None else (reached + cost) / float(base[-1]["tokens/generated"])
+    return None if reached is None else reached / float(base[-1]["tokens/generated"])
 
 
 def equal_seconds(runs: Sequence[Rows]) -> float:
@@ -414,7 +376,7 @@ def results(args: argparse.Namespace, out: Path) -> dict[str, Any]:
             arms.setdefault(run.arm, {})[run.seed] = rows[run.name]
         found[part] = {arm: _of_arm(args, out, arm, of, arms) for arm, of in arms.items()}
         for arm, seed in ((arm, seed) for arm, of in arms.items() for seed in its.keys() & of.keys()):
-            share = token_share(arms[arm][seed], rows[its[seed].name], _cost(args, out, arm, seed))
+            share = token_share(arms[arm][seed], rows[its[seed].name])
             found[part][arm][seed]["token_share"] = share
         for seed in its:
             at = equal_seconds([of[seed] for of in arms.values() if seed in of])
@@ -427,14 +389,8 @@ def results(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     return next(iter(found.values())) if plan.levels == 1 else found
 
 
-def _cost(args: argparse.Namespace, out: Path, arm: str, seed: int) -> int:
-    return profile_of(seed, out)[1] if arm == args.plan.profiled else 0
-
-
 def _of_arm(args: argparse.Namespace, out: Path, arm: str, of: Any, arms: Mapping[str, Any]) -> dict[Any, Any]:
-    runs = {
-        seed: of_run(rows, args.plan.means, _cost(args, out, arm, seed), args.plan.series) for seed, rows in of.items()
-    }
+    runs = {seed: of_run(rows, args.plan.means, args.plan.series) for seed, rows in of.items()}
     if not args.plan.sooner_than:
         return runs
     curves = {name: {seed: sampled(rows) for seed, rows in its.items()} for name, its in arms.items()}
@@ -484,8 +440,6 @@ def main(words: Sequence[str] | None = None) -> int:
             found[name] = getattr(importlib.import_module(module), name)(args, out)
     if set(args.parts) & plan.parts.keys():
         run_all("train", {run.name: run.words for run in baselines(args)}, out, args)
-        if plan.profiled in args.arms:
-            run_all("eval", profiles(args), out, args)
         run_all("train", {run.name: run.words for run in others(args, out)}, out, args)
         came = results(args, out)
         nested = plan.levels == 3 and plan.measured  # what is measured then is one of the parts

@@ -41,7 +41,6 @@ class Watched(TorchDispatchMode):
         self.kernels: list[str] = []
         self.waits: list[str] = []
         self.casts = 0
-        self.ahead: list[int] = []  # of each event, kernels that the device was given between it and who waited for it
         self.weights: set[int] = set()
         self.regions = 0
         self._inside = False  # one
@@ -149,14 +148,6 @@ def gpu(
     fake = FakeTensorMode()
     watched = Watched(fake, host)
 
-    class Event:
-        def record(self) -> None:
-            self.before = len(watched.kernels)
-
-        def synchronize(self) -> None:
-            watched.waits.append("event")
-            watched.ahead.append(len(watched.kernels) - self.before)
-
     times = iter(range(10**6))
 
     def values(tensor: torch.Tensor) -> np.ndarray:
@@ -165,7 +156,6 @@ def gpu(
         found[0] = tokens.astype(np.int32).view(np.float32)
         return found
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
     if not host:
         monkeypatch.setattr(FakeTensor, "numpy", values, raising=False)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)

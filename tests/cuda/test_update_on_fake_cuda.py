@@ -94,11 +94,10 @@ def test_a_sampler_hides_padding_and_what_is_outside_of_a_window(
 
 
 def some_batch() -> Batch:
-    """Two rollouts of three tokens of each of two prompts of four; of the ids truncation left two."""
+    """Two rollouts of three tokens of each of two prompts of four."""
     ids = torch.arange(4)[:, None] // 2 + torch.arange(7)
     mask, ones = torch.arange(7).expand(4, 7) >= 4, torch.ones(4, 7)
-    kept = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([0, 2]).expand(4, 7, 2)
-    return Batch(ids, mask, mask, mask.float(), ones, None, None, torch.ones(4), torch.full((4,), 7), None, *kept)
+    return Batch(ids, mask, mask, mask.float(), ones, None, None, torch.ones(4), torch.full((4,), 7), None)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from grpo_cli.engine.batching import Capped, KvShape, Sampler
@@ -28,7 +27,7 @@ from grpo_cli.types import EngineStats, Finish, Request, Rollout
 Decode = Callable[[Sequence[int]], str]
 
 
-@facts(any_family=True, kept_sets=True)
+@facts(any_family=True)
 class GenerateEngine:
     """Whole rounds, each decoded to the end of its longest reply. The modules are the trainer's own."""
 
@@ -127,7 +126,7 @@ class GenerateEngine:
             yield from self._part(work, indices, enough)
 
     def _part(self, work: _Work, indices: Sequence[int], enough: Callable[[Rollout], bool] | None) -> Iterator[Rollout]:
-        """One call of the model's `generate`. What has ended when memory runs out stays; the rest goes back in line."""
+        """One call of the model's `generate`."""
         requests = [work.requests[index] for index in indices]
         drawing = Drawing(requests, self._eos, self._decode, enough, place_of(self._model))
         prompts = [request.prompt.token_ids for request in requests]
@@ -136,14 +135,9 @@ class GenerateEngine:
             with self._span("decode"):  # within the other; a worker of engine=ray that opens none counts as stuck
                 return drawing.draw(logits)
 
-        try:
-            with self._span("decode"):  # prompts included
-                cache = generate(self._model, prompts, self._pad, drawing.most, draw, lambda: drawing.over)
-            work.count(drawing, cache)
-        except torch.OutOfMemoryError:
-            if not self._sampler.halves:
-                raise
-            self._warn(f"out of memory: going on with {self._sampler.halve()} slots (sampler.on_oom=halve)")
+        with self._span("decode"):  # prompts included
+            cache = generate(self._model, prompts, self._pad, drawing.most, draw, lambda: drawing.over)
+        work.count(drawing, cache)
         work.stopped = work.stopped or drawing.stopped
         left = set(range(len(requests))) - {row for row, _ in drawing.ended} if drawing.stopped else set()
         for row, finish in [*drawing.ended, *((row, Finish.PARTIAL) for row in sorted(left))]:
@@ -174,11 +168,10 @@ class GenerateEngine:
 
     def state_dict(self) -> Mapping[str, Any]:
         """What a checkpoint must keep so that a resumed run goes on."""
-        return {"predictor": self._predictor.state(), "most": self._sampler.most}
+        return {"predictor": self._predictor.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._predictor.load_state(state["predictor"])
-        self._sampler.most = state["most"]
 
 
 class _Work:

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from grpo_cli.engine.step.sample import SamplingTable, ids_of, uniforms
+from grpo_cli.engine.step.sample import SamplingTable, uniforms
 from grpo_cli.model.anatomy import place_of, unwrapped
-from grpo_cli.types import Finish, KeptSets, Request, Rollout
+from grpo_cli.types import Finish, Request, Rollout
 
 
 class Drawing:
@@ -34,7 +33,6 @@ class Drawing:
         self._eos, self._decode, self._enough = eos, decode, enough
         self._open = list(range(len(requests)))
         self._made: list[tuple[list[int], list[float]]] = [([], []) for _ in requests]
-        self._sets: list[list[np.ndarray]] = [[] for _ in requests]
         self._table = SamplingTable(len(requests), device)
         self._table.put(self._open, [request.sampling for request in requests])
         self._uniforms = torch.from_numpy(uniforms([request.seed for request in requests], self.most)).to(device)
@@ -46,14 +44,12 @@ class Drawing:
 
     def draw(self, logits: Tensor) -> Tensor:
         """A token for each row; writes it down for those that have not ended, and who ends with it."""
-        tokens, logprobs, *bits = self._table.draw(logits, self._uniforms[:, self.steps], slice(None))
-        sets = ids_of(bits[0].cpu().numpy()) if bits else []
+        tokens, logprobs = self._table.draw(logits, self._uniforms[:, self.steps], slice(None))
         self.steps += 1
         drawn, said = tokens.tolist(), logprobs.tolist()
         for row in self._open:
             self._made[row][0].append(drawn[row])
             self._made[row][1].append(said[row])
-            self._sets[row] += sets[row : row + 1]
         for row in tuple(self._open):
             finish = self._finish(row)
             if finish is not None:
@@ -86,8 +82,7 @@ class Drawing:
     def rollout(self, row: int, finish: Finish) -> Rollout:
         """What a row has come to."""
         tokens, logprobs = self._made[row]
-        held, kept = max(0, len(tokens) - 1), KeptSets.of(self._sets[row]) if self._sets[row] else None
-        return Rollout(self.requests[row], tuple(tokens), tuple(logprobs), finish, held, kept=kept)
+        return Rollout(self.requests[row], tuple(tokens), tuple(logprobs), finish, max(0, len(tokens) - 1))
 
 
 class _Draws(LogitsProcessor):

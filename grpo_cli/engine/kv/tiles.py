@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ class Pieces:
     `rows` are the querying rows (row 0 as filler; its results are not read), `of_row` the pieces of each row in the
     order of its keys (N * C: none), `cell` the index of each piece in `of_row` flattened. `first` is the index of the
     page's first key; `held` is how many keys a prompt's page has. `whole`: each row has K pieces. `in_order`: each has
-    one, and they are 0, 1, 2, ..., so that nothing has to be moved. `copied`: which pages the N are copies of, if any.
+    one, and they are 0, 1, 2, ..., so that nothing has to be moved.
     """
 
     rows: Int[Tensor, "N C"]
@@ -31,13 +31,11 @@ class Pieces:
     held: Int[Tensor, "N"] | None
     whole: bool
     in_order: bool
-    copied: Int[Tensor, "N"] | None = None
 
     @property
     def pages(self) -> Int[Tensor, "R K"]:
         """Each row's pages in the order of its keys; any number where it has none."""
-        at = self.of_row // self.rows.shape[1]
-        return at if self.copied is None else self.copied[at.clamp(max=len(self.copied) - 1)]
+        return self.of_row // self.rows.shape[1]
 
     @property
     def seen(self) -> Int[Tensor, "R"]:
@@ -61,37 +59,6 @@ def own_pieces(pages: np.ndarray, tokens: int, device: torch.device) -> Pieces:
     in_order = levels == 1 and bool((pages[:, 0] == np.arange(rows)).all())
     asking, by_row, cells, first = send(device, cell[:, None] // levels, of_row, cell, cell % levels * tokens)
     return Pieces(asking, by_row, cells, first, None, bool(has.all()), in_order)
-
-
-def ahead_pieces(pages: np.ndarray, tokens: int, device: torch.device, asking: np.ndarray, apart: bool) -> Pieces:
-    """As `own_pieces`, where row r is `asking[r]` rows of the step, one after the other, for tokens that follow each
-    other. With `apart` each of them has copies of the pages, so that products have the shape, and the bits, of a step
-    with one token a row; else they query each page together.
-
-    >>> args = np.array([[0, 2], [1, -1]]), 16, torch.device("cpu"), np.array([1, 2])
-    >>> found = ahead_pieces(*args, apart=False)
-    >>> found.rows.tolist(), found.of_row.tolist(), found.cell.tolist(), found.first.tolist()
-    ([[0, 0], [1, 2], [0, 0]], [[0, 4], [2, 6], [3, 6]], [0, 0, 2, 4, 1, 0], [0, 0, 16])
-    >>> found = ahead_pieces(*args, apart=True)
-    >>> found.rows.tolist(), found.of_row.tolist(), found.copied.tolist(), found.first.tolist()
-    ([[0], [0], [1], [2]], [[0, 1], [2, 4], [3, 4]], [0, 2, 1, 1], [0, 16, 0, 0])
-    """
-    slot = np.repeat(np.arange(len(pages)), asking)
-    mine = pages[slot]
-    has, (rows, levels) = mine >= 0, mine.shape
-    if apart:
-        (copied,) = send(device, mine[has])
-        each = np.where(has, np.cumsum(has).reshape(has.shape) - 1, -1)
-        return replace(own_pieces(each, tokens, device), copied=copied)
-    count, columns = int(pages.max()) + 1, int(asking.max())
-    column = np.arange(rows) - (np.cumsum(asking) - asking)[slot]
-    of_row = np.where(has, mine * columns + column[:, None], count * columns)
-    cell = np.zeros(count * columns, dtype=np.int64)
-    cell[of_row[has]] = np.flatnonzero(has)
-    first = np.zeros(count, dtype=np.int64)
-    first[pages[pages >= 0]] = np.nonzero(pages >= 0)[1] * tokens
-    asked, by_row, cells, firsts = send(device, (cell // levels).reshape(count, columns), of_row, cell, first)
-    return Pieces(asked, by_row, cells, firsts, None, bool(has.all()), in_order=False)
 
 
 @dataclass(frozen=True)

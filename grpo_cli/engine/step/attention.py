@@ -120,8 +120,6 @@ class _Side:
         return x.index_select(0, self._of_row)
 
     def _of(self, views: list[Tensor], layer: int) -> Float[Tensor, "NH n D"]:
-        if (copied := self._pieces.copied) is not None:
-            return views[layer][:, :, : self._tokens].index_select(0, copied).flatten(0, 1)
         return views[layer][: self._pages].flatten(0, 1)[:, : self._tokens]
 
     def _by_page(self, x: Float[Tensor, "M HGn"], index: Int[Tensor, "NC"]) -> Float[Tensor, "NH CG n"]:

@@ -30,15 +30,12 @@ from grpo_cli.engine.step.weights import (
     AsTheyAre,
     Copies,
     Product,
-    adapters_of,
     can_pack,
     linear_layers,
 )
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.packed import causal
-from grpo_cli.model.rounding import Kind
 from grpo_cli.model.transfer import send
-from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import storages, tensors_of
 
 
@@ -85,7 +82,6 @@ class Decoder:
         self.context: int = config.max_position_embeddings
         self.padding = padding or unpadded(self.group, self.dim)
         self._packed = packed
-        self.rounding: Kind = "none"
         self._weights: AsTheyAre | Copies = AsTheyAre()  # how blocks and head were made
         self._by_tables = self._attends_natively = False
         self._functions = self._plain = self._to_compile = EAGER
@@ -104,17 +100,6 @@ class Decoder:
         """The same, with its copies packed or not."""
         return self._with(_packed=packed)
 
-    def rounded(self, rounding: Kind) -> Decoder:
-        """The same, with blocks that multiply by rounded weights. UserError where some cannot be copied."""
-        for module in self._layers if rounding != "none" else ():
-            for name, layer in module.named_modules():
-                if adapters_of(layer) is None or hasattr(layer, "lora_A") and type(layer.base_layer) is not nn.Linear:
-                    raise UserError(
-                        f"engine.quantize={rounding} rounds plain weights, and {name} is quantised or has other than "
-                        "low-rank adapters (model.lora.dora): leave one of them out"
-                    )
-        return self._with(rounding=rounding)
-
     def may_compile(self, warn: Callable[[str], None]) -> Decoder:
         """The same, with compiled steps if layers consist of plain weights; calls `warn` if compilation fails."""
         return self._with(_to_compile=Compiled(EAGER, warn).functions)
@@ -132,25 +117,23 @@ class Decoder:
         """Whether a step's small operations, and its attention, run in C."""
         return self._plain is not EAGER, self._attends_natively
 
-    def for_steps(self, watched: bool, drafts: bool = False) -> Decoder:
+    def for_steps(self, watched: bool) -> Decoder:
         """The same, with the fastest decode steps for this device and precision. `watched`: an eviction policy needs
-        their attention weights; `drafts`: a row may be fed several tokens."""
-        other = self._with(_by_tables=not self.slow_since(watched, drafts))
+        their attention weights."""
+        other = self._with(_by_tables=not self.slow_since(watched))
         if self._to_compile.compiled:
             blocks = self._blocks_of_model
             if not all(block.is_plain for block in blocks):  # some are modules
-                other._weights = Copies(self.layout().dtype, packed=False, rounding=self.rounding)
+                other._weights = Copies(self.layout().dtype, packed=False)
                 blocks = [Block.of(layer, other._weights) for layer in self._layers]
             if all(block.is_plain for block in blocks):
                 other._blocks_of_model, other._functions = blocks, self._to_compile
         return other
 
-    def slow_since(self, watched: bool, drafts: bool = False) -> str:
+    def slow_since(self, watched: bool) -> str:
         """Why decode steps cannot attend by page tables; empty if they can."""
         if watched:
             return "an eviction policy needs the attention weights"
-        if drafts:
-            return "engine.draft feeds a row several tokens"
         return reason_against(self.device, self.dim)
 
     @property
@@ -182,12 +165,11 @@ class Decoder:
         dtype, packed, joined = self.layout().dtype, self.packs, self._is_small and self.device.type == "cpu"
         if isinstance(self._weights, Copies):
             return self
-        copying = packed or joined or self.rounding != "none"
-        if not copying and all(layer.weight.dtype == dtype for layer in linear_layers(self._modules)):
+        if not (packed or joined) and all(layer.weight.dtype == dtype for layer in linear_layers(self._modules)):
             return self
-        copies = Copies(dtype, packed, joined, self.rounding)
+        copies = Copies(dtype, packed, joined)
         blocks = [Block.of(layer, copies) for layer in self._layers]
-        return self._with(_weights=copies, _blocks_of_model=blocks, _head=copies.whole.of(self._head))
+        return self._with(_weights=copies, _blocks_of_model=blocks, _head=copies.of(self._head))
 
     @property
     def copied_bytes(self) -> int:

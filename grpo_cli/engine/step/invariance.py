@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from grpo_cli.engine.kv.rows import Rows
 from grpo_cli.engine.kv.tiles import PromptPages, own_pieces, prompt_pieces
 from grpo_cli.engine.step import native
 from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.support.threads import computing_with
 
 # Numbers of rows to test: all small ones, where kernels change, and some large ones, where work is divided differently.
 # Fewer for a block with so many weights that the largest would take seconds.
@@ -64,7 +63,7 @@ def invariance_of(decoder: Decoder) -> Invariance:
 
 def _found(decoder: Decoder) -> Invariance:
     threads, packed = torch.get_num_threads(), decoder.packs
-    asked = (threads, packed, decoder.rounding, decoder.is_native, *_shapes(decoder))
+    asked = (threads, packed, decoder.is_native, *_shapes(decoder))
     if asked not in _FOUND:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             _FOUND[asked] = _try_out(decoder.of_one_block().in_its_precision(), packed, threads)
@@ -78,11 +77,8 @@ def _shapes(decoder: Decoder) -> tuple[Any, ...]:
 def _try_out(decoder: Decoder, packed: bool, threads: int) -> Invariance:
     plain = unpadded(decoder.group, decoder.dim)
     rows = next((r for r in _row_paddings(threads) if _rows_agree(decoder.padded(Padding(*r)))), None)
-    tiles = next((f for f in (1, 2, 4) if _batches_agree(decoder, _with_tiles(plain, f))), None)
     multiple, least = rows or (1, 8 * threads)
-    found = _with_tiles(plain, tiles or 1)
-    padding = Padding(multiple, least, found.columns, found.prompt_tile, found.slot_tile)
-    return Invariance(padding, rows is not None and tiles is not None, packed)
+    return Invariance(replace(plain, rows=multiple, least=least), rows is not None, packed)
 
 
 def _row_paddings(threads: int) -> Iterator[tuple[int, int]]:
@@ -94,20 +90,8 @@ def _row_paddings(threads: int) -> Iterator[tuple[int, int]]:
         yield multiple, max(multiple, 8) * threads
 
 
-def _with_tiles(plain: Padding, factor: int) -> Padding:
-    return Padding(
-        columns=plain.columns * factor, prompt_tile=plain.prompt_tile * factor, slot_tile=plain.slot_tile * factor
-    )
-
-
-def same_with_threads(decoder: Decoder, threads: int) -> bool:
-    """Whether a block gives all batches the bits with so many threads that it gives them with PyTorch's number."""
-    return _rows_agree(decoder, threads) and _batches_agree(decoder, decoder.padding, threads)
-
-
-def _rows_agree(decoder: Decoder, threads: int | None = None) -> bool:
-    """Whether a block, the last norm and the head give the first rows the same bits, however many follow, and with so
-    many threads."""
+def _rows_agree(decoder: Decoder) -> bool:
+    """Whether a block, the last norm and the head give the first rows the same bits, however many follow."""
     most = min(max(WORK // _block_weights(decoder), LEAST_OF_ROWS), ROWS[-1])
     counts = [*ROWS, *(decoder.padding.least + count for count in ROWS[:33])]
     sizes = sorted({size for count in counts if (size := decoder.padding.padded_rows(count)) <= most})
@@ -115,10 +99,9 @@ def _rows_agree(decoder: Decoder, threads: int | None = None) -> bool:
     reference = hidden_of_block(decoder, tokens)
     few = reference[:HEAD_ROWS]
     logits = decoder.logits(few)
-    with computing_with(threads):
-        if not all(torch.equal(hidden_of_block(decoder, tokens[:size]), reference[:size]) for size in sizes):
-            return False
-        return all(torch.equal(decoder.logits(few[:count]), logits[:count]) for count in (1, 2, 3, 9, 17))
+    if not all(torch.equal(hidden_of_block(decoder, tokens[:size]), reference[:size]) for size in sizes):
+        return False
+    return all(torch.equal(decoder.logits(few[:count]), logits[:count]) for count in (1, 2, 3, 9, 17))
 
 
 def _block_weights(decoder: Decoder) -> int:
@@ -143,26 +126,6 @@ class _Batch:
     prompts: int
     own_tiles: int
     prompt_tiles: int
-
-
-def _batches() -> Iterator[_Batch]:
-    tiles = (1, 2, 3, 5, 8)
-    for turn, rows in enumerate((2, 3, 4, 5, 8, 9, 16, 17, 33, 64)):
-        for prompts in sorted({1, 2, rows} if turn % 3 == 0 else {1, rows}):
-            yield _Batch(rows, (3 * turn) % rows, prompts, tiles[(turn + prompts) % 5], tiles[(2 * turn) % 5])
-    for tile in tiles:
-        yield _Batch(1, 0, 1, tile, 1)
-        yield _Batch(1, 0, 1, 1, tile)
-
-
-def _batches_agree(decoder: Decoder, padding: Padding, threads: int | None = None) -> bool:
-    """Whether a row's attention has the same bits alone and in every batch, and so has a prompt in a prefill."""
-    trial = _Trial(decoder, padding)
-    alone = trial.attended(_Batch(1, 0, 1, 1, 1))
-    if not trial.prefills_agree(threads):
-        return False
-    with computing_with(threads):
-        return all(torch.equal(trial.attended(batch), alone) for batch in _batches())
 
 
 class _Trial:
@@ -224,20 +187,6 @@ class _Trial:
         keys.copy_(self._noise[0, :, :width])
         values.copy_(self._noise[1, :, :width])
         keys[page, :, :count], values[page, :, :count] = held
-
-    def prefills_agree(self, threads: int | None) -> bool:
-        """Whether a prompt's prefill has the same bits alone and with others of its width."""
-        prompts = [[(7 * row + 3 * place) % self._decoder.vocabulary for place in range(20)] for row in range(6)]
-        padded = self._decoder.padded(Padding(1, 8 * torch.get_num_threads()))
-        together = padded.prefill(prompts, False)
-        for count in (1, 2, 3, 5, 6):
-            with computing_with(threads):
-                some = padded.prefill(prompts[:count], False)
-            if not (
-                torch.equal(some.keys, together.keys[:, :count]) and torch.equal(some.logits, together.logits[:count])
-            ):
-                return False
-        return True
 
 
 def computes_the_same(decoder: Decoder, plain: Decoder) -> bool:

@@ -47,8 +47,8 @@ class SamplingTable:
     def __init__(self, slots: int, device: torch.device, natively: bool = False) -> None:
         """`natively`: draw in C where nothing is truncated."""
         self._device, self._natively = device, natively
-        # Temperature, top_p, top_k and kept_set of each slot; temperature is NaN if the slot was never used.
-        self._words = np.array([[np.nan, 1.0, 0.0, 0.0]] * slots).T
+        # Temperature, top_p and top_k of each slot; temperature is NaN if the slot was never used.
+        self._words = np.array([[np.nan, 1.0, 0.0]] * slots).T
         self.temperature, self.top_p = torch.ones(2, slots, device=device)
         self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
         self._send()
@@ -56,11 +56,11 @@ class SamplingTable:
     @property
     def asked(self) -> tuple[bool, ...]:
         """Which steps `draw` has to do."""
-        return self.any_tempered, self.any_greedy, self.all_greedy, self.any_truncated, self.any_kept
+        return self.any_tempered, self.any_greedy, self.all_greedy, self.any_truncated
 
     def put(self, slots: Sequence[int], settings: Sequence[Sampling]) -> None:
         """Set the rows at `slots`; free if nothing changes."""
-        self._set(slots, np.array([(s.temperature, s.top_p, s.top_k, s.kept_set) for s in settings]).T)
+        self._set(slots, np.array([(s.temperature, s.top_p, s.top_k) for s in settings]).T)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._set(targets, self._words[:, sources])
@@ -72,21 +72,19 @@ class SamplingTable:
 
     def _send(self) -> None:
         """Send the whole table, in one copy and to the same addresses."""
-        there = send(self._device, *self._words[:3])
+        there = send(self._device, *self._words)
         for own, new in zip((self.temperature, self.top_p, self.top_k), there, strict=True):
             own.copy_(new)
-        temperatures, top_ps, top_ks, kept = self._words[:, ~np.isnan(self._words[0])]
+        temperatures, top_ps, top_ks = self._words[:, ~np.isnan(self._words[0])]
         self.any_tempered = bool((temperatures != 1.0).any())
         self.any_greedy = bool((temperatures == 0.0).any())
         self.all_greedy = self.any_greedy and bool((temperatures == 0.0).all())
         self.any_truncated = bool(((top_ps < 1.0) | (top_ks > 0)).any())
-        self.any_kept = self.any_truncated and bool(kept.any())
 
     def draw(
         self, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], rows: Int[Tensor, "R"] | slice
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor]:
         """One token per row and its log-probability, float32, both [R]; `rows` says which slots the rows belong to.
-        Third, where any slot wants it, what truncation left of the vocabulary (`in_bits`), [R, W].
 
         A greedy row draws from a point mass, so its log-probability is 0.
         """
@@ -99,11 +97,12 @@ class SamplingTable:
         parts = [
             self._draw(x.float(), u, r) for x, u, r in zip(logits.split(few), uniform.split(few), places, strict=True)
         ]
-        return tuple(map(torch.cat, zip(*parts, strict=True)))
+        tokens, chosen = (torch.cat(found) for found in zip(*parts, strict=True))
+        return tokens, chosen
 
     def _draw(
         self, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], rows: Int[Tensor, "R"] | slice
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor]:
         if self.all_greedy:
             return logits.argmax(-1), logits.new_zeros(logits.shape[0])
         scaled = logits
@@ -120,7 +119,7 @@ class SamplingTable:
             greedy = self.temperature[rows] == 0
             tokens = torch.where(greedy, logits.argmax(-1), tokens)
             chosen = torch.where(greedy, torch.zeros_like(chosen), chosen)
-        return (tokens, chosen, in_bits(scaled > -torch.inf)) if self.any_kept else (tokens, chosen)
+        return tokens, chosen
 
 
 def rows_at_once(logits: Float[Tensor, "R V"]) -> int:
@@ -191,17 +190,3 @@ def _truncated(
     ordered = ordered.masked_fill(outside, -torch.inf)
     outside = outside | _beyond(ordered.double().softmax(-1), top_p)
     return logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
-
-
-def in_bits(kept: Bool[Tensor, "R V"]) -> Int[Tensor, "R W"]:
-    """A bit for each token of the vocabulary, 32 in a number: a fixed size, so that a GPU sends it without a wait."""
-    bits = torch.nn.functional.pad(kept, (0, -kept.shape[1] % 32)).unflatten(1, (-1, 8))
-    return (bits * (1 << torch.arange(8, device=kept.device)).byte()).sum(-1, dtype=torch.uint8).view(torch.int32)
-
-
-def ids_of(bits: np.ndarray) -> list[np.ndarray]:
-    """What `in_bits` has packed, on the host: the ids of each row, int32, ascending."""
-    rows, words = bits.nonzero()  # most are 0
-    which, bit = np.unpackbits(bits[rows, words][:, None].view(np.uint8), axis=1, bitorder="little").nonzero()
-    ends = np.bincount(rows[which], minlength=len(bits)).cumsum()
-    return np.split((words[which] * 32 + bit).astype(np.int32), ends[:-1])

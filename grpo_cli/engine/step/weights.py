@@ -2,14 +2,13 @@
 
 A copy is in the precision of the step; layers that share an input become one product. On a CPU it is packed into
 oneDNN's layout. Adapters are merged into float32 copies; in bfloat16 they stay separate: what they add is often lost
-when it is rounded together with the weight. Their dropout is for updates only. With engine.quantize what is copied is
-rounded first (`model/rounding.py`), adapters are not.
+when it is rounded together with the weight. Their dropout is for updates only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -18,8 +17,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-
-from grpo_cli.model.rounding import Kind, rounded
 
 Product = Callable[[Float[Tensor, "N I"]], Float[Tensor, "N O"]]
 # Of layers that share an input: the output of each.
@@ -100,19 +97,12 @@ class AsTheyAre:
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies in `dtype`; unless `packed`, `joined` or `rounding`, only of weights that are not in it already.
-
-    `joined`: for fewer products, not for the sake of their layout. `rounding`: as `rounded` has it."""
+    """Copies in `dtype`; unless `packed` or `joined`, only of weights that are not in it already. `joined`: for fewer
+    products, not for the sake of their layout."""
 
     dtype: torch.dtype
     packed: bool
     joined: bool = False
-    rounding: Kind = "none"
-
-    @property
-    def whole(self) -> Copies:
-        """The same, not rounded."""
-        return replace(self, rounding="none")
 
     def of(self, layer: Any) -> Product:
         """A layer that cannot be copied (quantised, or with other than low-rank adapters) is used as it is."""
@@ -141,10 +131,10 @@ class Copies:
         return self.dtype == torch.float32
 
     def _copies(self, base: nn.Linear) -> bool:
-        return self.packed or self.joined or self.rounding != "none" or base.weight.dtype != self.dtype
+        return self.packed or self.joined or base.weight.dtype != self.dtype
 
     def _product(self, bases: Sequence[nn.Linear], adapters: Sequence[Sequence[Adapter]]) -> Product:
-        weights = [rounded(base.weight.detach(), self.rounding).to(self.dtype) for base in bases]
+        weights = [base.weight.detach().to(self.dtype) for base in bases]
         if self._merges:
             weights = [_merged(weight, own) for weight, own in zip(weights, adapters, strict=True)]
         biases: list[Tensor] = []

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
 
 from grpo_cli.engine.batching import Capped, Sampler
-from grpo_cli.engine.costs import together
 from grpo_cli.engine.gpu.graph import CudaGraphs
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.kv.eviction import Budget, Dense, watches
@@ -24,44 +23,23 @@ from grpo_cli.engine.step.invariance import (
     rounding_warning,
 )
 from grpo_cli.engine.step.native import library
-from grpo_cli.engine.step.threads import threads_for
-from grpo_cli.engine.torch.draft import DRAFTER
-from grpo_cli.engine.torch.draft import Kind as Draft
 from grpo_cli.engine.torch.generation import Generation
 from grpo_cli.engine.torch.sequence import Sequence
 from grpo_cli.engine.torch.sizes import Sizes
-from grpo_cli.engine.torch.speculation import Speculation
 from grpo_cli.engine.torch.stop import stop_of
 from grpo_cli.engine.torch.workspace import Workspace
-from grpo_cli.interfaces import Meter, Others, Replies, facts
+from grpo_cli.interfaces import Meter, Replies, facts
 from grpo_cli.model.anatomy import unwrapped
-from grpo_cli.model.rounding import Kind
 from grpo_cli.support.c_library import NoNative
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.memory import give_back_cached, give_back_freed, is_out_of_memory
+from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.support.ranges import Count
-from grpo_cli.support.threads import computing_with
+from grpo_cli.support.threads import computing_with, threads_for
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 
-def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    if own["draft"] == "none":
-        return
-    named, out = f"engine.draft={own['draft']}", "or leave drafts out (engine.draft=none)"
-    if others.says("sparsity", "evicts"):
-        yield (
-            f"{named} feeds a rollout several tokens in a step, some in vain, and {others.named('sparsity')} counts "
-            f"what every key receives: use sparsity=dense, {out}"
-        )
-    if own["cuda_graph"]:
-        yield f"{named} makes steps of many shapes, which engine.cuda_graph=true cannot replay: use one of the two"
-    turns = others.setting("task", "turns")
-    if isinstance(turns, int) and turns > 1:
-        yield f"{named} drafts replies of one turn, and {others.named('task')} has task.turns={turns}: take one, {out}"
-
-
-@facts(is_policy=True, kept_sets=True, views=True, answers_in_place=True, goes_with=_goes_with)
+@facts(is_policy=True, answers_in_place=True)
 class TorchEngine:
     """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend only on its request, if
     `invariance.py` finds that possible, which `facts` reports.
@@ -88,14 +66,11 @@ class TorchEngine:
         native: bool,
         compile: bool | None,
         threads: Count | Literal["auto"],
-        quantize: Kind,
-        draft: Draft,
         decode: Callable[[Seq[int]], str] | None = None,
         meter: Meter | None = None,
         warn: Callable[[str], None] = print,
     ) -> None:
-        self._decoder, self._rounding = Decoder(model), quantize
-        self._decoder.rounded(quantize)  # or it says at once why it cannot be
+        self._decoder = Decoder(model)
         on_gpu = self._decoder.device.type == "cuda"
         if on_gpu if compile is None else compile:
             self._decoder = self._decoder.may_compile(warn)
@@ -104,24 +79,15 @@ class TorchEngine:
                 raise UserError(f"engine.cuda_graph=true: {against}; leave it out")
             if on_gpu and cuda_graph is None:
                 warn(f"decode steps are launched kernel by kernel, and slower: {against}")
-        graphs = not against and draft == "none" if cuda_graph is None else cuda_graph
+        graphs = not against if cuda_graph is None else cuda_graph
         if self._decoder.keeps_adapters_apart:
             warn(
                 "adapters are not merged for rollouts, since their base is quantised (model.quantize): each of these "
                 "layers takes two more small products in every step; with model.quantize=none and float32 it takes none"
             )
-        self._speculation = Speculation(draft) if draft != "none" else None
-        if draft != "none" and (isinstance(sparsity, Budget) or cuda_graph):
-            raise UserError(
-                f"engine.draft={draft} needs sparsity=dense and engine.cuda_graph=false: use engine.draft=none"
-            )
-        if draft == "self":
-            self._decoder.rounded(DRAFTER)  # or it says at once why it cannot be
         self._capture = CudaGraphs if graphs else None
-        self._packed_weights, self._asked_threads = packed_weights, threads
+        self._packed_weights, self._threads = packed_weights, threads_for(threads, model)
         self._native: bool | str = native and not compile  # or why not
-        self._threads: int | None = None
-        self._most_slots = sampler.slots
         self._eos = tuple(eos_token_ids)
         self._sampler = Capped(sampler, rollouts_per_step)
         self._scheduler = scheduler
@@ -142,55 +108,25 @@ class TorchEngine:
         """One rollout per request, in order of finishing. Once `enough` returns True for a finished one, the others are
         returned partial, except those that end in the same step. With `replies` a rollout is an episode, and at the end
         of each turn its environment is asked.
-
-        If it runs out of memory, with on_oom=halve, it serves the rest, and every later call, with half the slots.
         """
         self._stats = EngineStats()
         self._check(requests, replies)
-        measured = all(request.held_out for request in requests)
-        self._decoder = self._decoder.rounded("none" if measured else self._rounding)
-        self._pad()
-        self._choose_threads(len(requests))
-        left, parts = list(requests), list[EngineStats]()
         with computing_with(self._threads):
-            while left:
-                ended: set[int] = set()
-                short = False
-                try:
-                    for index, rollout in self._serve(left, enough, replies):
-                        ended.add(index)
-                        yield rollout
-                except (MemoryError, RuntimeError) as error:
-                    if not (is_out_of_memory(error) and self._sampler.halves):
-                        raise
-                    short = True
-                if (
-                    short
-                ):  # not above: inside the handler the traceback still holds the generation, with keys and values
-                    self._halve()
-                parts.append(self._stats)
-                left = [request for index, request in enumerate(left) if index not in ended]
-                assert short or not left, "every request has a rollout"
+            self._pad()
+            if requests:
+                yield from self._serve(requests, enough, replies)
         give_back_freed(all_of_it=False)
-        if len(parts) > 1:
-            self._stats = _sum(parts)
 
     def _pad(self) -> None:
         """Set the padding for the current model, precision and threads; warns once if bits depend on the batch."""
-        drafts = self._speculation is not None
         if self._native is True and not self._decoder.is_native[0]:
             self._go_native()
         found = invariance_of(self._decoder.may_pack(self._packed_weights))
         self._decoder = self._decoder.padded(found.padding).may_pack(found.packed)
         if found != self._invariance and not found.holds and self._decoder.promises_bits:
             self._warn(rounding_warning(found, torch.get_num_threads()))
-        if drafts and self._invariance is None and not (found.holds and self._decoder.promises_bits):
-            self._warn(
-                "engine.draft: with this precision or device a check of drafts rounds otherwise than a step, and the "
-                "clock decides when there is one, so a run repeated or resumed may differ from this one by rounding"
-            )
         self._invariance = found
-        slow = self._decoder.slow_since(watches(self._sparsity), drafts) if self._decoder.device.type == "cuda" else ""
+        slow = self._decoder.slow_since(watches(self._sparsity)) if self._decoder.device.type == "cuda" else ""
         if slow != self._said_slow:
             self._said_slow = slow
             self._warn(f"decode steps attend without page tables, and are slower: {slow}")
@@ -218,12 +154,6 @@ class TorchEngine:
             "engine.native=false"
         )
 
-    def _choose_threads(self, requests: int) -> None:
-        """Once; the first call's requests say how many rows a step will have: half of what begins, as rows end."""
-        if self._threads is None and self._decoder.device.type == "cpu":
-            rows = max(1, min(requests, self._most_slots or requests) // 2)
-            self._threads = threads_for(self._decoder, rows) if self._asked_threads == "auto" else self._asked_threads
-
     def facts(self) -> Mapping[str, Any]:
         """The engine's part of `summary.json`. None before the first `generate`: nothing was tested yet."""
         found = self._invariance
@@ -236,30 +166,19 @@ class TorchEngine:
             "native": None if found is None else self._native,
         }
 
-    def _halve(self) -> None:
-        had = self._sampler.last
-        now = self._sampler.halve()
-        give_back_cached(self._decoder.device)
-        self._warn(
-            f"out of memory with {had} slots; the remaining rollouts and all later ones are made with {now} "
-            f"(sampler.on_oom=halve). To start with that many: sampler=infinite sampler.slots={now}"
-        )
-
     def _serve(
         self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None, replies: Replies | None
-    ) -> Iterator[tuple[int, Rollout]]:
-        """Rollouts with the indices of their requests, with predicted lengths if the scheduler needs them. Sets `stats`
-        however it ends."""
-        self._stats = EngineStats()
+    ) -> Iterator[Rollout]:
+        """Rollouts, with predicted lengths if the scheduler needs them. Sets `stats` however it ends."""
         generation = self._generation(requests, replies)
         prefix, probing = generation.sizes.prefix, generation.sizes.room.probes
         try:
             if probing:
                 # Every rollout makes prefix + 1 tokens (the state after `prefix` of them yields one more), then waits
                 # with its keys kept. The cost, those keys and a partly idle last round, is counted.
-                for sequence, rollout in generation.serve(Fifo(), park_at=prefix + 1):
+                for _, rollout in generation.serve(Fifo(), park_at=prefix + 1):
                     _halt_if(enough, generation, rollout)
-                    yield sequence.index, rollout
+                    yield rollout
                 generation.details["engine/probe_steps"] = float(generation.stats().decode_steps)
             if not generation.halted:
                 predicting = probing or self._predictor.prefix_tokens == 0
@@ -269,7 +188,7 @@ class TorchEngine:
                 for sequence, rollout in generation.serve(self._scheduler):
                     served.append((sequence, rollout))
                     _halt_if(enough, generation, rollout)
-                    yield sequence.index, rollout
+                    yield rollout
                 if predicting:
                     generation.details |= self._learn(served)
                 generation.details |= self._scheduler.details
@@ -280,17 +199,12 @@ class TorchEngine:
         stop = stop_of({request.sampling.stop for request in requests}, self._decode)
         workspace = self._workspace(requests)
         self._say_what_has_no_room(workspace.sizes)
-        of = (self._sampler.refills, replies, self._speculation)
-        return Generation(workspace, self._eos, requests, stop, self._meter, *of)
+        return Generation(workspace, self._eos, requests, stop, self._meter, self._sampler.refills, replies)
 
     def _workspace(self, requests: Seq[Request]) -> Workspace:
         # A prefix is only useful if the scheduler orders by length.
         prefix = self._predictor.prefix_tokens if self._scheduler.needs_lengths else 0
         parts = (self._decoder, self._sampler, self._sparsity, requests, self._capture and self._capture(), prefix)
-        if self._speculation is not None:
-            if self._speculation.kind == "self":
-                self._speculation.small = self._decoder.rounded(DRAFTER)
-            return Workspace.of(*parts, drafts=True)
         return Workspace.of(*parts)
 
     def _say_what_has_no_room(self, sizes: Sizes) -> None:
@@ -316,8 +230,6 @@ class TorchEngine:
         return self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
 
     def _check(self, requests: Seq[Request], replies: Replies | None) -> None:
-        if self._speculation is not None and replies is not None:
-            raise UserError("engine.draft drafts replies of one turn, and this task has several: use engine.draft=none")
         prompts: dict[str, Prompt] = {}
         for request in requests:
             prompt = request.prompt
@@ -351,18 +263,11 @@ class TorchEngine:
 
     def state_dict(self) -> Mapping[str, Any]:
         """For a checkpoint, so that a resumed run continues bit for bit."""
-        return {"predictor": self._predictor.state(), "most_slots": self._sampler.most}
+        return {"predictor": self._predictor.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`. With sampler.on_oom=fail earlier halvings are ignored."""
+        """Restore `state_dict`."""
         self._predictor.load_state(state["predictor"])
-        most = state.get("most_slots")  # older checkpoints do not have it
-        if most is not None and self._sampler.may_halve:
-            self._sampler.most = most
-            self._warn(
-                f"the run ran out of memory before this checkpoint: rollouts are made with at most {most} slots, as "
-                "they were then (sampler.on_oom=fail removes the limit)"
-            )
 
 
 def _against_graphs(model: Any, device: torch.device) -> str:
@@ -384,9 +289,3 @@ def _halt_if(enough: Callable[[Rollout], bool] | None, generation: Generation, r
 def _hidden(sequences: Seq[Sequence]) -> torch.Tensor | None:
     states = [s.hidden for s in sequences if s.hidden is not None]
     return torch.stack(states) if states else None
-
-
-def _sum(parts: Seq[EngineStats]) -> EngineStats:
-    """The total cost of several attempts; slots and details are those of the last one."""
-    details = {**parts[-1].details, "engine/oom_halvings": float(len(parts) - 1)}
-    return replace(together(parts), slots=parts[-1].slots, details=details)

@@ -6,9 +6,6 @@ settle    finished sequences become rollouts; their slots and (after a prompt's 
 
 In an episode of several turns a sequence stays in its slot while its environment answers, and reads the answer token by
 token in the steps that run anyway. If the answer takes time, another sequence uses the slot meanwhile.
-
-On a GPU the next step is launched before the host reads the tokens of the last one, so that the GPU never waits for the
-host. A row that has ended meanwhile computes one extra token, which is dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,10 +24,8 @@ from grpo_cli.engine.kv.prompts import PromptPool
 from grpo_cli.engine.torch.forecast import Forecast, RunningRows
 from grpo_cli.engine.torch.queue import WaitingQueue
 from grpo_cli.engine.torch.sequence import Sequence
-from grpo_cli.engine.torch.speculation import Checks, Speculation
 from grpo_cli.engine.torch.stop import NeverStop, StopStrings
 from grpo_cli.engine.torch.transcripts import StepTokens, Transcripts, Turns
-from grpo_cli.engine.torch.views import Views
 from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.interfaces import Meter, Replies
 from grpo_cli.model.transfer import send
@@ -39,8 +33,6 @@ from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 # The most tokens of one prefill, padding included: bounds its activations, whatever the number of prompts.
 PREFILL_TOKENS = 16_384
-# By device: how many steps are launched ahead of the one that is read.
-BEHIND = {"cuda": 1}
 
 
 class Generation:
@@ -59,12 +51,10 @@ class Generation:
         meter: Meter,
         refills: bool,
         replies: Replies | None = None,
-        speculation: Speculation | None = None,
     ) -> None:
         self.workspace, self.refills = workspace, refills
         self.decoder, self.sizes = workspace.decoder, workspace.sizes
         self.kv, self.slots, self._turn, self._fixed = workspace.kv, workspace.slots, workspace.turn, workspace.fixed
-        self.slots.views = Views([index for index, request in enumerate(requests) if request.views])
         self.prompts = PromptPool(self.kv)
         self.waiting = [Sequence(index, request) for index, request in enumerate(requests)]
         self._requests, self._sequences = requests, tuple(self.waiting)
@@ -77,18 +67,12 @@ class Generation:
         self._replies = replies
         self._asked: dict[int, Sequence] = {}  # whose environments have not answered yet
         self._answered: list[Sequence] = []  # that have lost their slots meanwhile
-        self._drawn: list[StepTokens] = []  # and not looked at yet
-        self._behind = 0 if speculation else BEHIND.get(self.decoder.device.type, 0)
         self.details: dict[str, float] = {}
         self._eos_ids = frozenset(eos_token_ids)
         self._stop = stop
         self._stopped: set[int] = set()  # requests that a stop string has ended
         self.halted = False
         self._span = meter.span
-        self._checks: Checks | None = None
-        if speculation is not None:
-            of = (self.prompts, self._transcripts, requests, self._eos_ids)
-            self._checks = Checks(speculation, workspace, *of)
         self._unfinished = Counter(request.prompt.id for request in requests)
         self._forecast = Forecast(self.sizes.prefix if self.sizes.room.probes else 0, self.sizes.max_new_tokens)
         self._restarts = self._restarted_tokens = self._most_rows = self._most_held = 0
@@ -104,15 +88,14 @@ class Generation:
             self.kv.set_aside = self.kv.parked
         queue = WaitingQueue(self.waiting, scheduler, self._rows_that_fit(self.waiting))
         self.waiting = []
-        while not self.halted and (queue or self.slots.running or self._drawn or self._asked or self._answered):
-            done = self._look(0) if self._admit(queue) and not self._behind else []
+        while not self.halted and (queue or self.slots.running or self._asked or self._answered):
+            done = self._admit(queue)
             if not done:
                 with self._span("decode"):
-                    done = self._run(queue, park_at) if self.slots.running else self._look(0)
+                    done = self._run(queue, park_at) if self.slots.running else []
             yield from self._settle(done)
             yield from self._hear(queue)
         if self.halted:
-            yield from self._settle(self._look(0))
             while self._asked:  # so that what is partial goes on with a turn of the model
                 yield from self._hear(queue)
             yield from self._left_over()
@@ -137,23 +120,23 @@ class Generation:
         expected = sum(self._forecast.length(sequence, sequence.made, 0) for sequence in sequences) / len(sequences)
         return max(1, min(self.slots.count, int(room / expected)))
 
-    def _admit(self, queue: WaitingQueue) -> bool:
-        """Admit sequences; returns whether one has entered and drawn a first token."""
+    def _admit(self, queue: WaitingQueue) -> list[Sequence]:
+        """Admit sequences, which draw their first tokens; returns those that end with it."""
         free = self.slots.free()
         if self._answered and free:
             back, self._answered = self._answered[: len(free)], self._answered[len(free) :]
             self._enter(free[: len(back)], back)
             free = self.slots.free()
         if not queue or not free or (self.slots.running and not self.refills):
-            return False
+            return []
         rows_now = None
         if self._bounded and self.sizes.rows_grow:
             rows_now = self._running_rows()
             if self.slots.running and (self._forecast.full or not rows_now.fits):
-                return False
+                return []
         entering = queue.leave(self._running_views(), free, self._may_begin(rows_now))
         if not entering:
-            return False
+            return []
         slots, sequences = zip(*entering, strict=True)
         return self._enter(list(slots), list(sequences))
 
@@ -202,9 +185,9 @@ class Generation:
         return bool(idle)
 
     @torch.inference_mode()
-    def _enter(self, slots: list[int], sequences: list[Sequence]) -> bool:
+    def _enter(self, slots: list[int], sequences: list[Sequence]) -> list[Sequence]:
         """Claim the slots; a fresh sequence draws its first token from the prompt's logits, without a decode step.
-        Returns whether there is one."""
+        Returns those that end with it."""
         new = {s.request.prompt.id: s.request.prompt for s in sequences if s.request.prompt.id not in self.prompts}
         pages = 0 if self._fixed else sum(self.kv.rows.pages_for(sequence.held + 1) for sequence in sequences)
         had_room = self.kv.make_room(pages, sum(self.kv.prompts.pages_for(len(p.token_ids)) for p in new.values()))
@@ -217,11 +200,10 @@ class Generation:
         self.kv.parked -= parked
         self.kv.set_aside -= parked
         self._most_rows = max(self._most_rows, self.slots.running)
-        if fresh:
-            rows, entries = zip(*fresh, strict=True)
-            self._drawn.append(self.slots.begin(rows, self.prompts.logits(entries)))
-            self._leave_full_slots()
-        return bool(fresh)
+        if not fresh:
+            return []
+        rows, entries = zip(*fresh, strict=True)
+        return self._note(self.slots.begin(rows, self.prompts.logits(entries)))
 
     def _prefill(self, sequences: Seq[Sequence], new: Mapping[str, Prompt]) -> None:
         """Prefill the new prompts, those of one padded width together."""
@@ -248,29 +230,20 @@ class Generation:
     @torch.inference_mode()
     def _run(self, queue: WaitingQueue, park_at: int | None) -> list[Sequence]:
         """One token for every running row; returns the sequences now known to have ended."""
-        if not self._let_grow(queue):
-            return self._look(0)  # which may free room
+        self._let_grow(queue)
         running = self.slots.close_holes()
         self.slots.make_room(running, self.prompts)
         if self._replies is not None:
             self._feed(running)
-        gamma = self._checks.gamma(running) if self._checks and park_at is None else 0
-        if self._checks and gamma:
-            hidden, stepped = self._checks.step(running, gamma)
-            self._drawn += stepped
-        else:
-            hidden, *drawn = self._turn(*self.slots.rows(running, self.prompts))
-            self.slots.advance(running)
-            self._drawn.append(self.slots.go_on(running, drawn))
+        hidden, *drawn = self._turn(*self.slots.rows(running, self.prompts))
+        self.slots.advance(running)
+        tokens = self.slots.go_on(running, drawn)
         self._steps += 1
         self._row_steps += running
         parking = [] if park_at is None else self.slots.that_made(park_at)
-        done = self._look(0 if parking else self._behind)
+        done = self._note(tokens)
         over = {sequence.slot for sequence in done}
         self._park([slot for slot in parking if slot not in over], hidden)
-        self._leave_full_slots()
-        if self._checks and park_at is None:
-            self._checks.took(running)
         return done
 
     def _feed(self, running: int) -> None:
@@ -280,40 +253,27 @@ class Generation:
         if given.any():
             self.slots.feed(np.flatnonzero(given), tokens)
 
-    def _leave_full_slots(self) -> None:
-        """Release the slots of rows that have drawn all their tokens, before these are read."""
-        for slot in self.slots.at_their_limit() if self._behind else ():
-            self.slots.release(slot)
-
-    def _look(self, behind: int) -> list[Sequence]:
-        """Record the drawn tokens, except those of the last `behind` steps; returns the sequences that ended."""
-        ready, self._drawn = self._drawn[: len(self._drawn) - behind], self._drawn[len(self._drawn) - behind :]
-        found = list[int]()
-        for drawn in ready:
-            count, new, ended = self._transcripts.note(drawn)
-            if self._behind:
-                self._row_steps -= len(drawn.sequences) - count
-            hits = self._stop.hits(self._transcripts, new, self._requests)
-            self._transcripts.end(hits)
-            self._stopped.update(hits)
-            found += sorted({*ended, *hits}, key=new.index) if hits else ended
+    def _note(self, drawn: StepTokens) -> list[Sequence]:
+        """Record the drawn tokens; returns the sequences that end with them."""
+        new, ended = self._transcripts.note(drawn)
+        hits = self._stop.hits(self._transcripts, new, self._requests)
+        self._transcripts.end(hits)
+        self._stopped.update(hits)
+        found = sorted({*ended, *hits}, key=new.index) if hits else ended
         return [self._sequences[index] for index in found]
 
-    def _let_grow(self, queue: WaitingQueue) -> bool:
+    def _let_grow(self, queue: WaitingQueue) -> None:
         """One more page for every row that is about to need one. If none is left, the youngest row is restarted later
-        and makes the same tokens again, which are counted; but not while another row may have ended: then False."""
+        and makes the same tokens again, which are counted."""
         if self._fixed:
-            return True
+            return
         while not self.kv.make_room(len(lacking := self.slots.lacking()), 0):
             if not self._forget_idle_prompts():
-                if self._drawn:
-                    return False
                 self._restart(queue)
         for slot in lacking:
             self.kv.rows.take(slot, 1)
         held = self.slots.held(self.slots.taken()) + self.slots.running + self.prompts.held_keys
         self._most_held = max(self._most_held, held * self.sizes.slots.layout.bytes_per_token + self.kv.parked)
-        return True
 
     def _restart(self, queue: WaitingQueue) -> None:
         taken = self.slots.taken()
@@ -362,7 +322,7 @@ class Generation:
         if self._replies is None or not self._asked:
             return
         in_slots = sum(sequence.slot >= 0 for sequence in self._asked.values())
-        idle = self.halted or not (queue or self._answered or self._drawn or self.slots.running > in_slots)
+        idle = self.halted or not (queue or self._answered or self.slots.running > in_slots)
         for number, reply in self._replies.answers(wait=idle):
             sequence = self._asked.pop(number, None)
             if sequence is None:
@@ -408,13 +368,12 @@ class Generation:
         self._leave_prompt(sequence.request.prompt.id)
         rollout = self._rollout(sequence, finish)
         self._generated += rollout.num_drawn
-        tokens = len(sequence.request.prompt.token_ids) + len(rollout)
-        return replace(rollout, view=self.slots.views.of(sequence.index, tokens))
+        return rollout
 
     def _rollout(self, sequence: Sequence, finish: Finish) -> Rollout:
         index = sequence.index
         of = self._transcripts
-        return Rollout(sequence.request, *of.of(index), finish, of.kept(index), of.spans(index), of.sets(index))
+        return Rollout(sequence.request, *of.of(index), finish, of.kept(index), of.spans(index))
 
     def _finish(self, sequence: Sequence) -> Finish:
         if self._transcripts.last(sequence.index) in self._eos_ids:
@@ -453,7 +412,6 @@ class Generation:
                 "engine/kv_held_bytes": float(self._most_held),
                 **found,
                 **self._sparsity_details(),
-                **(self._checks.details() if self._checks else {}),
                 **self.details,
             },
         )

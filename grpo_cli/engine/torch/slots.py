@@ -22,12 +22,11 @@ from grpo_cli.engine.kv.keeper import KeepAll, Keeper, SlotShape, Tally
 from grpo_cli.engine.kv.padding import Padding, round_up
 from grpo_cli.engine.kv.prompts import PromptPool
 from grpo_cli.engine.kv.rows import Rows
-from grpo_cli.engine.kv.tiles import Pieces, Table, ahead_pieces, prompt_pieces, sides
+from grpo_cli.engine.kv.tiles import Pieces, Table, sides
 from grpo_cli.engine.step.sample import SamplingTable, uniforms
 from grpo_cli.engine.torch.sequence import Parked, Sequence
 from grpo_cli.engine.torch.transcripts import StepTokens
-from grpo_cli.engine.torch.views import Views
-from grpo_cli.model.transfer import Fetched, send
+from grpo_cli.model.transfer import read, send
 from grpo_cli.settings import Sampling
 
 Index = slice | Int[Tensor, "R"]  # slots, on the device
@@ -55,17 +54,16 @@ class Slots:
         self._padding = padding
         self._last = torch.zeros(count, dtype=torch.long, device=device)  # the token that is fed next
         self._uniforms = np.zeros((count, max_new_tokens))
-        self._numbers = np.zeros((5, count), dtype=np.int64)
+        self._numbers = np.zeros((4, count), dtype=np.int64)
         # Tokens of the prompt; tokens generated, including the one being drawn; keys held; prompt keys read in the pool
-        # (0 once some were evicted); most tokens to generate.
-        self._prompt_len, self._num_generated, self._num_held, self._num_prompt_seen, self._max_new = self._numbers
+        # (0 once some were evicted).
+        self._prompt_len, self._num_generated, self._num_held, self._num_prompt_seen = self._numbers
         self._sampling = SamplingTable(count, device, natively)
         self._entries = np.zeros(count, dtype=np.int64)  # of the prompt that each slot reads
         self._own: tuple[object, Pieces | Table] | None = None  # the last layout and its key
         self._of_prompts: tuple[object, Pieces | Table] | None = None
         self.sequences: list[Sequence | None] = [None] * count
         self.running = 0  # how many slots are taken
-        self.views = Views(())
 
     @property
     def asked(self) -> tuple[bool, ...]:
@@ -86,10 +84,6 @@ class Slots:
         """The running slots that have made exactly `tokens`."""
         return np.flatnonzero(self._num_generated[: self.running] == tokens).tolist()
 
-    def at_their_limit(self) -> list[int]:
-        """The taken slots that have drawn all their tokens."""
-        return [slot for slot in self.taken() if self._num_generated[slot] == self._max_new[slot]]
-
     def claim(self, slots: Seq[int], sequences: Seq[Sequence]) -> None:
         """Give each sequence its slot, overwriting all state of earlier ones. A fresh one draws its first token next,
         from its prompt's logits."""
@@ -105,7 +99,6 @@ class Slots:
             self.sequences[slot], sequence.slot = sequence, slot
             self.running += 1
             if sequence.parked is None:
-                self.views.begin(sequence.index)
                 self.keeper.claim(slot, sequence.entry)
             else:
                 self._unpark(slot, sequence.parked)
@@ -144,16 +137,15 @@ class Slots:
 
     def _drawn(self, rows: np.ndarray, drawn: Seq[Tensor], prompt_kept: Seq[Tensor]) -> StepTokens:
         sequences = np.array([s.index for row in rows.tolist() if (s := self.sequences[row]) is not None])
-        _, made, held, seen, _ = self._numbers[:, rows]
-        tokens, logprobs, *sets = drawn
-        return StepTokens(sequences, made, held, seen > 0, Fetched(tokens, logprobs, *prompt_kept, *sets), bool(sets))
+        _, made, held, seen = self._numbers[:, rows]
+        return StepTokens(sequences, made, held, seen > 0, read(*drawn, *prompt_kept))
 
     def make_room(self, running: int, prompts: PromptPool) -> None:
         """Cut down those of the first `running` slots that lack room for one more key, and count what they hold."""
         for due in self.keeper.due(self._tally(running)):
             requests = [s.index for slot in due.rows.tolist() if (s := self.sequences[slot]) is not None]
             entries = self._entries[due.rows].tolist()
-            self.views.note(requests, due, self.keeper.evict(due, requests, entries, self.kv))
+            self.keeper.evict(due, requests, entries, self.kv)
             self._num_held[due.rows] = due.left
             if due.prompt:
                 self._num_prompt_seen[due.rows] = 0
@@ -213,60 +205,6 @@ class Slots:
             prompt=of_prompts,
         )
         return rows, uniform
-
-    def room_ahead(self, running: int) -> np.ndarray:
-        """How many tokens may be drafted for each of the first slots: within its limit, and the pages that it has."""
-        made, held = self._num_generated[:running], self._num_held[:running]
-        pages = np.minimum(self.kv.rows.count[:running] * self.kv.rows.tokens, self.capacity)
-        return np.maximum(0, np.minimum(self._max_new[:running] - made, pages - held) - 1)
-
-    def rows_ahead(
-        self, owner: np.ndarray, ahead: np.ndarray, tokens: Int[Tensor, "R"], prompts: PromptPool, apart: bool
-    ) -> tuple[Rows, Float[Tensor, "R"]]:
-        """As `rows`, where row i feeds `tokens[i]` to slot `owner[i]`, as many tokens `ahead` of its latest one. The
-        owners are the first slots, in order, and a slot's rows follow each other; `apart` as in `ahead_pieces`."""
-        slots, page = int(owner[-1]) + 1, self.kv.rows.tokens
-        lengths = self._num_held[owner] + ahead
-        pages = self.kv.rows.pages[:slots, : int(self.kv.rows.count[:slots].max())]
-        asking = np.bincount(owner)
-        own = ahead_pieces(pages, page, self._last.device, asking, apart)
-        places, seen = prompts.places(), self._num_prompt_seen[owner] > 0
-        of_prompts = prompt_pieces(self._entries[owner], seen, places, self._padding.columns, None, self._last.device)
-        made = np.minimum(self._num_generated[owner] + ahead, self._uniforms.shape[1] - 1)
-        positions, lengths_there, uniform, write_to = send(
-            self._last.device,
-            self._prompt_len[owner] + self._num_generated[owner] + ahead - 1,
-            lengths,
-            self._uniforms[owner, made],
-            pages[owner, lengths // page],
-        )
-        width = page if pages.shape[1] > 1 else min(page, round_up(int(lengths.max()) + 1, self._padding.slot_tile))
-        return Rows(tokens, positions, lengths_there, write_to, width, own, of_prompts), uniform
-
-    def last(self, running: int) -> Int[Tensor, "R"]:
-        """The token that each of the first slots is fed next."""
-        return self._last[:running]
-
-    def sample(
-        self, owner: np.ndarray, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"]
-    ) -> tuple[Tensor, ...]:
-        """As `draw`, for rows of these slots, which keep what they are to be fed."""
-        (index,) = send(self._last.device, owner)
-        return self._sampling.draw(logits, uniform, index)
-
-    def take(self, drawn: Seq[Tensor], starts: np.ndarray, taken: np.ndarray) -> list[StepTokens]:
-        """Each of the first slots has drawn `taken` tokens, from index `starts` on in `drawn`, and is fed the last one
-        next. What they have drawn, as by one step after the other."""
-        found = []
-        for turn in range(int(taken.max())):
-            rows = np.flatnonzero(taken > turn)
-            self._num_generated[rows] += 1
-            self._num_held[rows] += 1
-            (at,) = send(self._last.device, starts[rows] + turn)
-            found.append(self._drawn(rows, [one[at] for one in drawn], ()))
-        (last,) = send(self._last.device, starts + taken - 1)
-        self._last[: len(taken)] = drawn[0][last]
-        return found
 
     def _pieces(self, running: int, count: int, prompts: PromptPool) -> tuple[Pieces | Table, Pieces | Table]:
         """The layouts of own and prompt pages, recomputed only when they have changed."""
@@ -341,10 +279,9 @@ class Slots:
 def _numbers(sequence: Sequence) -> tuple[int, ...]:
     """A sequence's entries in `Slots._numbers`."""
     prompt, parked = len(sequence.request.prompt.token_ids), sequence.parked
-    limit = sequence.request.sampling.max_new_tokens
     if parked is None:
-        return prompt, 1, 0, prompt, limit
-    return prompt, parked.made, sequence.held, prompt if parked.sees_prompt else 0, limit
+        return prompt, 1, 0, prompt
+    return prompt, parked.made, sequence.held, prompt if parked.sees_prompt else 0
 
 
 def _power_of_two(count: int) -> int:

@@ -1,8 +1,4 @@
-"""What the host knows of every sequence: its tokens, their log-probabilities, and how many keys it has held.
-
-A GPU is one step ahead of it (`generation.py`). A sequence that turns out to have ended has been computed once more by
-then, and that token is dropped.
-"""
+"""What the host knows of every sequence: its tokens, their log-probabilities, and how many keys it has held."""
 
 from __future__ import annotations
 
@@ -12,25 +8,21 @@ from itertools import pairwise
 
 import numpy as np
 
-from grpo_cli.engine.step.sample import ids_of
-from grpo_cli.model.transfer import Fetched
-from grpo_cli.types import ENVIRONMENT, KeptSets, Request, Span
+from grpo_cli.types import ENVIRONMENT, Request, Span
 
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The tokens that a step has drawn, in transfer; entry i of each array is for its row i at that time.
+    """The tokens that a step has drawn; entry i of each array is for its row i at that time.
 
-    `fetched` holds tokens, log-probabilities, if prompt keys can be evicted how many a slot still has, and last, if
-    `has_sets`, which ids truncation left.
+    `columns` are tokens, log-probabilities and, if prompt keys can be evicted, how many a slot still has.
     """
 
     sequences: np.ndarray
     made: np.ndarray  # tokens, including this one
     held: np.ndarray  # keys in the slot
     sees_prompt: np.ndarray  # in the pool, so that none of its keys lies in the slot
-    fetched: Fetched
-    has_sets: bool = False
+    columns: Seq[np.ndarray]
 
 
 class Turns:
@@ -83,34 +75,28 @@ class Transcripts:
         self._logprobs = np.zeros(self._tokens.shape, dtype=np.float32)
         self._made, self._kept = np.zeros((2, len(limits)), dtype=np.int64)
         self._over = np.zeros(len(limits), dtype=bool)
-        self._sets: dict[int, dict[int, np.ndarray]] = {}  # of a sequence, by position
         self.turns = turns
 
-    def note(self, drawn: StepTokens) -> tuple[int, list[int], list[int]]:
-        """Record a step's tokens. Returns how many sequences were still running, which of them have drawn a token, and
-        which of those end with it, or end a turn."""
-        tokens, logprobs, *prompt_kept = drawn.fetched.read()
-        sets = ids_of(prompt_kept.pop()) if drawn.has_sets else []
+    def note(self, drawn: StepTokens) -> tuple[list[int], list[int]]:
+        """Record a step's tokens. Returns which sequences have drawn a token, and which of those end with it, or end a
+        turn."""
+        tokens, logprobs, *prompt_kept = drawn.columns
         new = ~self._over[drawn.sequences]
         who, made = drawn.sequences[new], drawn.made[new]
         self._made[who] = made
         of_prompt = np.where(drawn.sees_prompt, 0, prompt_kept[0]) if prompt_kept else 0
         self._kept[who] = np.maximum(self._kept[who], (drawn.held - of_prompt)[new])
-        count = len(who)
         if self.turns is not None:  # the environment's answer is recorded already
             new[new] = own = ~self.turns.given(who, made - 1)
             who, made = who[own], made[own]
         tokens = tokens[new]
         self._tokens[who, made - 1], self._logprobs[who, made - 1] = tokens, logprobs[new]
-        if sets:
-            for sequence, place, row in zip(who.tolist(), (made - 1).tolist(), np.flatnonzero(new), strict=True):
-                self._sets.setdefault(sequence, {})[place] = sets[row]
         ended = (tokens[:, None] == self._eos).any(1) | (made >= self._limits[who])
         if self.turns is not None:
             # A restarted one ends its earlier turns again, and already has their answers.
             ended = (ended | self.turns.over(who, made)) & ~self.turns.answered(who, made)
         self._over[who[ended]] = True
-        return count, who.tolist(), who[ended].tolist()
+        return who.tolist(), who[ended].tolist()
 
     def end(self, sequences: Seq[int]) -> None:
         """They end with the token recorded last."""
@@ -159,24 +145,10 @@ class Transcripts:
         before = request.prompt.token_ids[start:] if start < 0 else ()
         return [*before, *self._tokens[sequence, max(0, start) : made].tolist()]
 
-    def text(self, prompt: Seq[int], sequences: Seq[int]) -> np.ndarray:
-        """The tokens of a prompt and of all these sequences, with -1 after each."""
-        made = self._made[sequences]
-        tokens = self._tokens[sequences, : int(made.max()) + 1]
-        tokens = np.pad(tokens, ((0, 0), (0, 1)))[:, : int(made.max()) + 1]
-        later = np.arange(tokens.shape[1]) >= made[:, None]
-        return np.concatenate([prompt, [-1], np.where(later, -1, tokens).ravel()])
-
     def of(self, sequence: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Its tokens and their log-probabilities."""
         made = self._made[sequence]
         return tuple(self._tokens[sequence, :made].tolist()), tuple(self._logprobs[sequence, :made].tolist())
-
-    def sets(self, sequence: int) -> KeptSets | None:
-        """What truncation left for each of its tokens, if that was recorded."""
-        found = self._sets.get(sequence)
-        none = np.zeros(0, dtype=np.int32)
-        return None if found is None else KeptSets.of([found.get(t, none) for t in range(self._made[sequence])])
 
     def spans(self, sequence: int) -> tuple[Span, ...]:
         """Which of its tokens are the environment's; empty if none is."""

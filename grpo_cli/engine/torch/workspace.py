@@ -43,11 +43,9 @@ class Workspace:
         requests: Sequence[Request],
         capture: Capture | None,
         prefix: int = 0,
-        drafts: bool = False,
     ) -> Workspace:
-        """With `capture`, steps have fixed shapes and are captured (see `graph.py`). `prefix` is that of `Sizes`.
-        With `drafts`, pages are laid out so that a step can feed a slot several tokens."""
-        decoder, fixed = decoder.in_its_precision().for_steps(watches(sparsity), drafts), capture is not None
+        """With `capture`, steps have fixed shapes and are captured (see `graph.py`). `prefix` is that of `Sizes`."""
+        decoder, fixed = decoder.in_its_precision().for_steps(watches(sparsity)), capture is not None
         sizes = Sizes.of(decoder, sampler, sparsity, requests, prefix, one_page=fixed)
         kv, keeper = sizes.arena(fixed), keeper_of(sparsity, sizes.slots)
         natively = decoder.is_native[0]

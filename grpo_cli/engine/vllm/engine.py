@@ -41,11 +41,7 @@ from grpo_cli.types import EngineStats, Finish, Request, Rollout
 MARGIN = 2**29
 
 
-@facts(
-    is_policy=False,
-    kept_sets="vLLM gives them since 0.28, by enable_return_sampling_mask and its second model runner, which "
-    "engine=vllm does not read yet",
-)
+@facts(is_policy=False)
 class VllmEngine:
     """Rollouts by vLLM. Seeds are per request, but rounding, and so tokens, may depend on the batch."""
 

@@ -1,0 +1,108 @@
+"""DARS, a null result here: a second round of rollouts for problems that were hard in the first (arXiv 2508.13755).
+
+    with p = max(solved, 1/2) / n < 1/2, and w = 1 (equal) or 2 (1 - p) (hard):
+    rollouts = ceil(w n / S), at most `most`;  S = 4 p (1 - p), or 2 sqrt(p (1 - p)) with divided advantages
+
+Measured: scripts/reproduce/frontier_a.md (lower on average, and confounded: fewer steps at equal tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from math import ceil, isqrt
+from typing import Annotated, Any
+
+import numpy as np
+
+from grpo_cli.experimental.apportion import in_proportion
+from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import Others, facts
+from grpo_cli.support.ranges import OneOf
+from grpo_cli.types import GroupRequest, Round
+
+
+def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    """A custom advantage is not checked unless it declares whether it divides."""
+    divides, divided = others.says("advantage", "divides"), own.get("divided")
+    if isinstance(divided, bool) and divides not in (None, divided):
+        does, other = ("divides", "dr_grpo") if divides else ("does not divide", "grpo")
+        yield (
+            f"{others.named('collector')} counts for {'divided' if divided else 'undivided'} advantages, but "
+            f"{others.named('advantage')} {does} by the deviation; use advantage={other} or "
+            f"collector.divided={str(divides).lower()}"
+        )
+
+
+@facts(goes_with=_goes_with)
+def dars(
+    collection: Collection,
+    *,
+    most: int,
+    weighting: Annotated[str, OneOf(("equal", "hard"))],
+    divided: bool,
+    cap_rollouts: int | None,
+) -> Rounds:
+    """`n` rollouts of each problem, then more of those that fewer than half of them solved (DARS, arXiv 2508.13755).
+
+    A group's advantages add up, without their signs, to less the rarer its right answers are; more rollouts make up
+    for that (see `missing`). Of what the second round would be, `cap_rollouts` leaves as much as keeps a step at so
+    many rollouts. A problem that stays unsolved, or was solved by all, still teaches nothing.
+    """
+    first = collection.n * collection.prompts
+    _check(most, cap_rollouts, collection.n, first)
+    groups = yield Round(tuple(GroupRequest(prompt, collection.n) for prompt in collection.pick(collection.prompts)))
+    more = [
+        missing(scored.solved, len(scored.rollouts), most, weighting, divided) for scored in collection.score(groups)
+    ]
+    if cap_rollouts is not None:
+        more = _within(more, cap_rollouts - first, collection.rng)
+    collection.note("second_round", sum(more) / (first + sum(more)))
+    if any(more):
+        yield Round(tuple(GroupRequest(g.prompt, count) for g, count in zip(groups, more, strict=True) if count))
+    return None
+
+
+def missing(solved: int, size: int, most: int, weighting: str, divided: bool) -> int:
+    """How many rollouts a group of `size` lacks, so that it has at most `most`.
+
+    With p the solved share, a rollout adds S = 2p(1-p) to the sum of the advantages without their signs (undivided), or
+    S = 2 sqrt(p(1-p)) (divided by the deviation), which is largest at p = 1/2, where a group has size * S in all.
+    `weighting=equal` raises every harder group to that; `hard` to 2(1-p) times as much. No right answer counts as half
+    a one. In fractions: floating point would ask for one too many where the answer is whole.
+    """
+    share = Fraction(max(2 * solved, 1), 2 * size)
+    if 2 * share >= 1:
+        return 0
+    emphasis = 2 * (1 - share) if weighting == "hard" else Fraction(1)
+    variance = share * (1 - share)
+    if divided:
+        squared = (emphasis * size) ** 2 / (4 * variance)  # of size * emphasis / S
+        wanted = isqrt(ceil(squared) - 1) + 1
+    else:
+        wanted = ceil(emphasis * size / (4 * variance))
+    return min(wanted, most) - size
+
+
+def _check(most: int, cap_rollouts: int | None, n: int, first: int) -> None:
+    if most < n:
+        raise UserError(
+            f"collector.most={most} is less than n={n}, with which every problem begins: take collector.most of {n} or "
+            "more, or a smaller n"
+        )
+    if cap_rollouts is not None and cap_rollouts < first:
+        raise UserError(
+            f"collector.cap_rollouts={cap_rollouts} is less than the {first} rollouts of the first round (n={n} of "
+            f"{first // n} problems): take {first} or more"
+        )
+
+
+def _within(more: Sequence[int], room: int, rng: np.random.Generator) -> list[int]:
+    """The same counts, or in proportion smaller ones of sum `room`."""
+    if sum(more) <= room:
+        return list(more)
+    wanted = np.array(more, dtype=np.float64)
+    smaller, some = np.zeros(len(more), dtype=np.int64), wanted > 0
+    smaller[some] = in_proportion(wanted[some], room, 0, rng)
+    return smaller.tolist()

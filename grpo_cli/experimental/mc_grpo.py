@@ -1,0 +1,105 @@
+"""MC-GRPO, no difference from the mean seen here: advantages over the median of an odd group, whose middle rollout need
+not be trained on (arXiv 2601.22582).
+
+    A = (r - median) / (scale + floor)
+
+Measured: scripts/reproduce/frontier_a.md (n = 3 and 9, divided by the deviation; the form of the release was not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.rules.advantage import StatsOver, compared_rewards, varies
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import Others, facts
+from grpo_cli.support.ranges import OneOf, Range
+from grpo_cli.types import ScoredGroup
+
+Scale = Annotated[str, OneOf(("mad", "std", "none"))]
+Floor = Annotated[float, Range(0, because="a median distance of 0 is divided by otherwise", above=True)]
+
+
+def _any_size(others: Others, rule: str) -> Iterator[str]:
+    """Refuses groups whose size, and so whose middle, is not known beforehand."""
+    if others.unequal:
+        yield (
+            f"{others.named('collector')} makes groups of any size, in which {rule} cannot know the middle rollout; "
+            "use collector=equal"
+        )
+
+
+def _advantage_goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    n, rule = others.n, others.named("advantage")
+    if n % 2 == 0 and (own.get("stats_over") != "kept" or others.m == n):
+        yield f"n={n} has no middle rollout for {rule}; take n={n + 1} (downsample=median m={n} then trains on {n})"
+    yield from _any_size(others, rule)
+
+
+def _advantage_undone_by(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    m = others.m
+    if own.get("stats_over") == "kept" and m != others.n and m % 2 == 0:
+        yield (
+            f"m={m} leaves no rollout in the middle for {others.named('advantage')} advantage.stats_over=kept, which "
+            "would take the mean of two; use advantage.stats_over=group, or an odd m"
+        )
+
+
+def _downsample_goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    rule = others.named("downsample")
+    if others.m == others.n:  # if m is less, the rule itself is asked
+        yield f"{rule} leaves out one of n={others.n} rollouts, so m must be {others.n - 1}"
+    yield from _any_size(others, rule)
+
+
+@facts(needs_middle=True, goes_with=_downsample_goes_with)
+def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
+    """All but one in the middle of the rewards, drawn among equal ones (MC-GRPO, arXiv 2601.22582).
+
+    Its advantage over the median is 0, so that leaving it out changes the divisor of the loss and the cost only.
+    """
+    size = len(group.rollouts)
+    if keep != size - 1:
+        raise UserError(f"downsample=median leaves out one of n={size} rollouts, so m must be {size - 1}")
+    ordered = np.sort(group.totals)
+    middle = np.isin(group.totals, ordered[[(size - 1) // 2, size // 2]])
+    left_out = int(rng.choice(np.flatnonzero(middle)))
+    return [index for index in range(size) if index != left_out]
+
+
+@facts(needs_middle=True, goes_with=_advantage_goes_with, undone_by=_advantage_undone_by)
+def median(
+    kept_rewards: Float[Tensor, " K"],
+    group_rewards: Float[Tensor, " G"],
+    *,
+    scale: Scale,
+    floor: Floor,
+    stats_over: StatsOver,
+) -> Float[Tensor, " K"]:
+    """(r - median) / (scale + floor), for groups of odd size (MC-GRPO, arXiv 2601.22582).
+
+    One rollout is the middle, with an advantage of 0 (`downsample=median` leaves it out). The scale is `std` (unbiased)
+    or `mad`, the median distance from the median; `none` does not divide. Where rejections leave an even number, the
+    median is the mean of the two in the middle.
+    """
+    reference = compared_rewards(kept_rewards, group_rewards, stats_over)
+    if not varies(reference):
+        return torch.zeros_like(kept_rewards)
+    middle = _median(reference)
+    distances = kept_rewards.double() - middle
+    if scale != "none":
+        spread = reference.std(correction=1) if scale == "std" else _median((reference - middle).abs())
+        distances = distances / (spread + floor)
+    return distances.to(kept_rewards.dtype)
+
+
+def _median(values: Float[Tensor, " G"]) -> Float[Tensor, ""]:
+    """The mean of the two in the middle, the same one if their number is odd. (`Tensor.median` is the lower.)"""
+    ordered = values.sort().values
+    return (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) / 2

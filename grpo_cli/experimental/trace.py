@@ -1,0 +1,68 @@
+"""TRACE, no difference from equal groups seen here: rollouts where right and wrong answers to a problem are likely to
+come together (arXiv 2606.11119).
+
+    gain of the k-th next rollout = E[v^k (1 - v)] + E[(1 - v)^k v], v ~ Beta(solved, failed)
+
+Measured: scripts/reproduce/frontier_a.md.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+from jaxtyping import Float
+
+from grpo_cli.experimental.apportion import hand_out
+from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import Range
+from grpo_cli.types import GroupRequest, Round
+
+
+def mixed(
+    collection: Collection,
+    *,
+    pool: Annotated[int, Range(1, because="it is how many problems there are to choose from")],
+    most: Annotated[int | None, Range(3, because="groups of 2 alone cannot share out an odd number")],
+    prior: Annotated[float, Range(0, because="it stands for what is not known of a problem", above=True)],
+    decay: Annotated[float, Range(0, 1, "with 0 the last visit alone counts, with 1 all count alike")],
+) -> Rounds:
+    """As many rollouts as a plain step has, shared among `pool` times its problems so that as many groups as possible
+    have right and wrong answers (TRACE, arXiv 2606.11119, its allocation at the root).
+
+    A problem's chance to be solved is taken to be of a Beta distribution, `prior` and the decayed counts of its earlier
+    rollouts. A problem gets none or at least two, at most `most` (null: 2n).
+    """
+    room = 2 * collection.n if most is None else most
+    if pool * room < collection.n:
+        raise UserError(
+            f"collector.most={room} with collector.pool={pool} has room for {pool * room} of n={collection.n} "
+            "rollouts: raise one of them"
+        )
+    prompts = collection.pick(pool * collection.prompts)
+    known = np.array([collection.history.beta(prompt.id, decay, prior) for prompt in prompts])
+    gains = mixed_gains(known[:, 0], known[:, 1], room)
+    counts = hand_out(gains.tolist(), [0] * len(prompts), collection.n * collection.prompts, collection.rng)
+    collection.note("expected_mixed", sum(gains[place, : count + 1].sum() for place, count in enumerate(counts)))
+    asked = zip(prompts, counts, strict=True)
+    yield Round(tuple(GroupRequest(prompt, count) for prompt, count in asked if count))
+    return None
+
+
+def mixed_gains(
+    solved: Float[np.ndarray, " Q"], failed: Float[np.ndarray, " Q"], most: int
+) -> Float[np.ndarray, "Q most_and_1"]:
+    """How much the k-th rollout of each problem adds to the chance of a mixed group, for k = 0..most.
+
+    With v ~ Beta(solved, failed) that chance is 1 - E[v^k] - E[(1-v)^k], and a further rollout adds E[v^k (1-v)] +
+    E[(1-v)^k v], which is a sum of products without any difference: nothing cancels.
+    """
+    gains = np.zeros((len(solved), most + 1))
+    all_right, all_wrong = solved / (solved + failed), failed / (solved + failed)
+    for count in range(1, most):
+        seen = solved + failed + count
+        gains[:, count + 1] = (all_right * failed + all_wrong * solved) / seen
+        all_right = all_right * (solved + count) / seen
+        all_wrong = all_wrong * (failed + count) / seen
+    return gains

@@ -1,0 +1,126 @@
+"""XRPO: a bonus for right answers that were unlikely in their group, rollouts in rounds, each to the problem whose
+solved share it narrows most (arXiv 2510.06672).
+
+    novelty   A + min(bonus * max(0, 1 - exp(s - mean(s))), cap * A)  if solved and A > 0;  s: mean log-probability
+    ci        the k-th rollout is worth sqrt(p (1 - p)) (h(k-1) - h(k)) + explore sqrt(ln K / (k-1)),
+              h(k) = t_.975 / sqrt(k),  p = (solved + 1) / (tried + 2),  K: rollouts so far in the step
+
+Not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Annotated
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.experimental.apportion import hand_out, in_proportion
+from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.rules.advantage import Epsilon, StatsOver, grpo
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import facts
+from grpo_cli.support.intervals import student_95
+from grpo_cli.support.ranges import Count, Range
+from grpo_cli.types import AdvantageInputs, GroupRequest, Rollout, Round
+
+NotNegative = Range(0, because="a right answer is not to lose by being rare")
+
+
+@facts(divides=True)
+def novelty(
+    kept_rewards: Float[Tensor, " K"],
+    group_rewards: Float[Tensor, " G"],
+    inputs: AdvantageInputs,
+    *,
+    stats_over: StatsOver,
+    eps: Epsilon,
+    bonus: Annotated[float, NotNegative],
+    cap: Annotated[float, NotNegative],
+) -> Float[Tensor, " K"]:
+    """That of `grpo`, and more for right answers that were unlikely in their group, by the log-probabilities of the
+    tokens as they were drawn; the mean is over the compared rollouts. That the cap is relative to A is ours.
+    """
+    advantages = grpo(kept_rewards, group_rewards, stats_over=stats_over, eps=eps).double()
+    likely = torch.tensor([_mean_logprob(rollout) for rollout in inputs.group.rollouts]).double()
+    solved = torch.tensor([reward.solved for reward in inputs.group.rewards])
+    kept = list(inputs.kept)
+    compared = likely[kept if stats_over == "kept" else list(inputs.baseline)]
+    relative = likely[kept] - compared[~compared.isnan()].mean()
+    more = rarity_bonus(advantages, relative, bonus, cap).nan_to_num(0.0)  # one that was given whole is not rare
+    return torch.where(solved[kept], advantages + more, advantages).to(kept_rewards.dtype)
+
+
+def rarity_bonus(
+    advantages: Float[Tensor, " K"], relative: Float[Tensor, " K"], bonus: float, cap: float
+) -> Float[Tensor, " K"]:
+    """min(bonus * max(0, 1 - exp(relative)), cap * advantage), and 0 where the advantage is not above 0."""
+    return torch.minimum(bonus * (1 - relative.exp()).clamp(min=0), cap * advantages.clamp(min=0))
+
+
+def _mean_logprob(rollout: Rollout) -> float:
+    """The mean over sampled tokens; NaN if all were given."""
+    if not rollout.token_ids:
+        return 0.0
+    drawn = [logprob for logprob in rollout.sampler_logprobs if not math.isnan(logprob)]
+    return sum(drawn) / len(drawn) if drawn else math.nan
+
+
+def ci(
+    collection: Collection,
+    *,
+    rounds: Count,
+    most: int | None,
+    explore: Annotated[float, Range(0, because="it favours problems that were tried little")],
+) -> Rounds:
+    """As many rollouts as a plain step has, in `rounds` parts; after the first, which all problems share alike, each
+    goes to where it narrows the interval of the solved share most. The deviation is that of (solved + 1) of (tried +
+    2), since one answer says nothing of it."""
+    n, prompts = collection.n, collection.prompts
+    room = 2 * n if most is None else most
+    if room < n:
+        raise UserError(
+            f"collector.most={room} is less than n={n}, the mean size of a group: take collector.most of {n} or more"
+        )
+    budget, rng = n * prompts, collection.rng
+    first = min(budget, max(2 * prompts, budget // rounds))
+    begun = in_proportion(np.ones(prompts), first, 2, rng)
+    picked = collection.pick(prompts)
+    groups = yield Round(tuple(GroupRequest(prompt, count) for prompt, count in zip(picked, begun, strict=True)))
+    for left in range(rounds - 1, 0, -1):
+        made = sum(len(group.rollouts) for group in groups)
+        part = (budget - made) // left
+        if not part:
+            continue
+        have = [len(group.rollouts) for group in groups]
+        solved = [scored.solved for scored in collection.score(groups)]
+        gains = [_gains(right, tried, made, room, explore) for right, tried in zip(solved, have, strict=True)]
+        counts = hand_out(gains, have, part, rng)
+        more = zip(groups, counts, have, strict=True)
+        groups = yield Round(tuple(GroupRequest(g.prompt, new - old) for g, new, old in more if new > old))
+    return None
+
+
+def _gains(solved: int, tried: int, made: int, most: int, explore: float) -> list[float]:
+    """What a problem's k-th rollout is worth, for k up to `most`; 0 for those that it has."""
+    share = (solved + 1) / (tried + 2)
+    deviation = math.sqrt(share * (1 - share))
+    worth = [
+        deviation * narrowing(k - 1) + explore * math.sqrt(math.log(made) / (k - 1)) for k in range(tried + 1, most + 1)
+    ]
+    return [0.0] * (min(tried, most) + 1) + worth
+
+
+@cache
+def narrowing(count: int) -> float:
+    """By how much one more than `count` answers (2 or more) of deviation 1 narrow half the 95 % interval of their mean,
+    t_{.975} / sqrt(count)."""
+    return _half_width(count) - _half_width(count + 1)
+
+
+def _half_width(count: int) -> float:
+    return student_95(count - 1) / math.sqrt(count)

@@ -110,7 +110,8 @@ class Reading:
             for token, added in self.tokenizer.added_tokens_decoder.items()
             if str(added) in named or (added.special and re.fullmatch(r"<[|｜][^/]+[|｜]>", str(added)))
         }
-        return frozenset(found | {turn_end(self.tokenizer)[1]} - {None})
+        end = turn_end(self.tokenizer)[1]
+        return frozenset(found if end is None else found | {end})
 
 
 @dataclass(frozen=True)
@@ -324,7 +325,7 @@ class Prompting(Reading):
         return text
 
 
-def turn_end(tokenizer: Tokenizer) -> tuple[str, int | None]:
+def turn_end(tokenizer: Any) -> tuple[str, int | None]:
     """Return what the chat template writes behind a model's turn, and the special token in it that ends the turn; ""
     and None without a template, or with one that does not show it."""
     chat = Prompting(tokenizer, PLACEHOLDER, None, True)

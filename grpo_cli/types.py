@@ -296,11 +296,6 @@ class ScoredGroup:
             rewards=tuple(self.rewards[i] for i in indices),
         )
 
-    @property
-    def unaided(self) -> ScoredGroup:
-        """The group with only the rollouts that say how well the model solves the problem by itself."""
-        return self.take([place for place, rollout in enumerate(self.rollouts) if rollout.unaided])
-
     @cached_property
     def totals(self) -> np.ndarray:
         """The total rewards, float64, one per rollout."""

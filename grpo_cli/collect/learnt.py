@@ -28,7 +28,9 @@ def observe(parts: Parts, step: int, trained: Sequence[ScoredGroup], made: Seque
 
 
 def _unaided(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-    return [group for group in (group.unaided for group in groups) if group.rollouts]
+    """Return the groups with only the rollouts that were made without help, those that have any."""
+    alone = [group.take([place for place, one in enumerate(group.rollouts) if one.unaided]) for group in groups]
+    return [group for group in alone if group.rollouts]
 
 
 def mark(parts: Parts) -> Callable[[], dict[str, Any]]:

@@ -39,8 +39,7 @@ def is_of_a_known_family(model: Any) -> bool:
 
 def can_pack(model: Any) -> bool:
     """True if the model's rows may be packed: layers of a known shape, each of which attends to all tokens before."""
-    inner = unwrapped(model)
-    return is_llama_shaped(model) and (not is_of_a_known_family(model) or window_of(inner.config) is None)
+    return is_llama_shaped(model) and window_of(getattr(unwrapped(model), "config", None)) is None
 
 
 def without_mask(model: Any) -> dict[str, Tensor]:

@@ -87,7 +87,7 @@ def set_up(
     tokenizer = load_tokenizer(weights)
     model = _load(weights, device, settings)
     check_vocabulary(model, tokenizer, weights.path)
-    eos = eos_token_ids(model, tokenizer, () if weights.without_files else weights.eos_tokens)
+    eos = eos_token_ids(model, tokenizer, () if weights.without_files else weights.eos_tokens, turn_end(tokenizer)[1])
     pad = pad_token_id(tokenizer, eos)
     room = context_of(model.config) - settings.sampling.max_new_tokens
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room, "warn": warn}

@@ -22,6 +22,7 @@ from grpo_cli.runs.record import RunRecord, check_chain, read_record
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
 from grpo_cli.support.terminal import to_stderr
+from grpo_cli.tasks.prompting import turn_end
 
 _HUB = "hub:"
 _OF_THE_MODEL = ("path", "dtype", "eos_tokens", "random_init", "architecture")
@@ -52,7 +53,7 @@ def export(
     with TemporaryDirectory() as aside:
         home = folder if repo is None else Path(aside) / "model"
         with folder_written_atomically(home) as written:
-            write_model(at, checkpoint, written, merge, _sampling(record))
+            write_model(at, checkpoint, written, merge, _sampling(record), lambda tokenizer: turn_end(tokenizer)[1])
             licence = None if settings.random_init else licence_of(settings.path)
             facts = {"base": _name_of(settings.path), "its licence": licence or "unknown: its files do not tell"}
             facts |= {"weights": settings.dtype + (", adapters merged" if merge else "")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,10 +34,16 @@ _LICENCES = {"Apache License": "apache-2.0", "MIT License": "mit"}  # by the fir
 
 
 def write_model(
-    settings: ModelSettings, checkpoint: Path, folder: Path, merge: bool, sampling: Mapping[str, Any]
+    settings: ModelSettings,
+    checkpoint: Path,
+    folder: Path,
+    merge: bool,
+    sampling: Mapping[str, Any],
+    turn_end: Callable[[Any], int | None],
 ) -> None:
     """Write the model of a checkpoint, its tokenizer and a generation config to `folder`. `settings` load it
-    (`at_checkpoint`); with `merge` adapters become part of the base's weights.
+    (`at_checkpoint`); with `merge` adapters become part of the base's weights. `turn_end` returns the token by which a
+    tokenizer's chat template ends a turn.
 
     Adapters that were trained on 4-bit or 8-bit weights are merged into the unquantised ones, and the result rounds
     differently from what was trained. UserError if there is nothing to merge, and for a base that is unavailable or
@@ -50,7 +56,7 @@ def write_model(
         raise UserError(f"the base of {checkpoint} lies only beside it, and adapters need it: add --merge")
     model = load_model(settings, torch.device("cpu"), any_family=True)
     tokenizer = load_tokenizer(settings if adapted else replace(settings, path=str(checkpoint)))
-    eos = eos_token_ids(model, tokenizer, settings.eos_tokens)
+    eos = eos_token_ids(model, tokenizer, settings.eos_tokens, turn_end(tokenizer))
     if merge:
         model = merged(model)
     elif adapted:  # the path that was written down may be of another machine

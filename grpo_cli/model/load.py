@@ -44,7 +44,6 @@ from grpo_cli.model.packed import allow_packing
 from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.prompting import turn_end
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = "tiny"
@@ -162,9 +161,11 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
-def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str] = ()) -> tuple[int, ...]:
+def eos_token_ids(
+    model: Any, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str] = (), turn_end: int | None = None
+) -> tuple[int, ...]:
     """Return every token that ends a completion: `tokens` if given, else those of the generation config (Llama 3 has
-    several), the tokenizer's and the one by which its chat template ends a turn. UserError for a token that the
+    several), the tokenizer's and `turn_end`, by which its chat template ends a turn. UserError for a token that the
     tokenizer does not have, and if there is none at all."""
     if tokens:
         vocabulary = tokenizer.get_vocab()
@@ -177,7 +178,7 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, tokens: Sequen
         return tuple(dict.fromkeys(vocabulary[token] for token in tokens))
     generation = model.generation_config.eos_token_id if model.generation_config is not None else None
     listed = generation if isinstance(generation, list) else [generation]
-    listed = [*listed, tokenizer.eos_token_id, turn_end(tokenizer)[1]]
+    listed = [*listed, tokenizer.eos_token_id, turn_end]
     ids = tuple(dict.fromkeys(int(i) for i in listed if i is not None))
     if not ids:
         raise UserError(

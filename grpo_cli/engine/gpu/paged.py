@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_cli.engine.kv.cache import KvArena
 from grpo_cli.engine.kv.rows import Rows, Watch
-from grpo_cli.engine.kv.tiles import Table
+from grpo_cli.engine.kv.tiles import PageTable
 
 
 def reason_against(device: torch.device, dim: int) -> str:
@@ -86,7 +86,7 @@ class PagedAttention:
 
     def __init__(self, rows: Rows, kv: KvArena, scale: float, watch: Watch) -> None:
         own, prompt = rows.own, rows.prompt
-        assert isinstance(own, Table) and isinstance(prompt, Table), "the layout is by token"
+        assert isinstance(own, PageTable) and isinstance(prompt, PageTable), "the layout is by token"
         self._kv, self._watch, self._scale, self._count = kv, watch, scale, rows.tokens.shape[0]
         page = kv.rows.tokens
         self._own = own.of_row, page, rows.lengths, rows.write_to * page + rows.lengths.remainder(page)

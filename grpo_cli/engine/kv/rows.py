@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.engine.kv.tiles import Pieces, Table
+from grpo_cli.engine.kv.tiles import PageTable, Pieces
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Rows:
     lengths: Int[Tensor, "R"]  # keys of their own before this step
     write_to: Int[Tensor, "R"]  # the page of its own that each row writes its key to
     width: int  # keys to read of a row's page: all, or if each row has only one, enough for the longest
-    own: Pieces | Table
-    prompt: Pieces | Table
+    own: Pieces | PageTable
+    prompt: Pieces | PageTable
 
 
 @runtime_checkable

@@ -118,7 +118,7 @@ def prompt_pieces(
 
 
 @dataclass(frozen=True)
-class Table:
+class PageTable:
     """The pages of each row in the order of its keys (0 where it has none), and how many keys of a prompt it reads."""
 
     of_row: Int[Tensor, "R K"]
@@ -126,18 +126,18 @@ class Table:
     whole = in_order = True  # nothing else decides a step's shape
 
 
-def own_table(pages: np.ndarray, tokens: int, device: torch.device) -> Table:
+def own_table(pages: np.ndarray, tokens: int, device: torch.device) -> PageTable:
     """Return the table of rows' own pages.
 
     >>> own_table(np.array([[0, 3], [1, -1]]), 16, torch.device("cpu")).of_row.tolist()
     [[0, 3], [1, 0]]
     """
-    return Table(*send(device, np.maximum(pages, 0)))
+    return PageTable(*send(device, np.maximum(pages, 0)))
 
 
 def prompt_table(
     entries: np.ndarray, sees: np.ndarray, prompts: PromptPages, _: int, fixed: int | None, device: torch.device
-) -> Table:
+) -> PageTable:
     """Return the table of the prompts that rows read, if they `see` them. With `fixed`, it has so many rows.
 
     >>> pages = PromptPages(np.array([[0, 2], [1, -1]]), 3, np.array([20, 9]), 16)
@@ -149,9 +149,9 @@ def prompt_table(
     of_row, held = np.zeros((rows, prompts.pages.shape[1]), dtype=np.int64), np.zeros(rows, dtype=np.int64)
     of_row[: len(entries)] = np.maximum(prompts.pages[entries], 0)
     held[: len(entries)] = np.where(sees, prompts.lengths[entries], 0)
-    return Table(*send(device, of_row, held))
+    return PageTable(*send(device, of_row, held))
 
 
-def sides(by_token: bool) -> tuple[Callable[..., Pieces | Table], Callable[..., Pieces | Table]]:
+def sides(by_token: bool) -> tuple[Callable[..., Pieces | PageTable], Callable[..., Pieces | PageTable]]:
     """Return the functions that lay out rows' own pages and prompts' for a step, by `cache.KvLayout.by_token`."""
     return (own_table, prompt_table) if by_token else (own_pieces, prompt_pieces)

@@ -22,7 +22,7 @@ from grpo_cli.engine.kv.keeper import KeepAll, Keeper, SlotShape, Tally
 from grpo_cli.engine.kv.padding import Padding, round_up
 from grpo_cli.engine.kv.prompts import PromptPool
 from grpo_cli.engine.kv.rows import Rows
-from grpo_cli.engine.kv.tiles import Pieces, Table, sides
+from grpo_cli.engine.kv.tiles import PageTable, Pieces, sides
 from grpo_cli.engine.step.sample import SamplingTable, uniforms
 from grpo_cli.engine.torch.sequence import Parked, Sequence
 from grpo_cli.engine.torch.transcripts import StepTokens
@@ -60,8 +60,8 @@ class Slots:
         self._prompt_len, self._num_generated, self._num_held, self._num_prompt_seen = self._numbers
         self._sampling = SamplingTable(count, device, natively)
         self._entries = np.zeros(count, dtype=np.int64)  # of the prompt that each slot reads
-        self._own: tuple[object, Pieces | Table] | None = None  # the last layout and its key
-        self._of_prompts: tuple[object, Pieces | Table] | None = None
+        self._own: tuple[object, Pieces | PageTable] | None = None  # the last layout and its key
+        self._of_prompts: tuple[object, Pieces | PageTable] | None = None
         self.sequences: list[Sequence | None] = [None] * count
         self.running = 0  # how many slots are taken
 
@@ -206,7 +206,7 @@ class Slots:
         )
         return rows, uniform
 
-    def _pieces(self, running: int, count: int, prompts: PromptPool) -> tuple[Pieces | Table, Pieces | Table]:
+    def _pieces(self, running: int, count: int, prompts: PromptPool) -> tuple[Pieces | PageTable, Pieces | PageTable]:
         """The layouts of own and prompt pages, recomputed only when they have changed."""
         kv, device = self.kv, self._last.device
         own_side, prompt_side = sides(kv.layout.by_token)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from bank import collection_of
 from captured import Again
 from made import full, infinite, mean_length, micro, prefix_head

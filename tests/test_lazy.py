@@ -22,7 +22,7 @@ from grpo_cli.experiment import build
 from grpo_cli.model.load import save_pretrained
 from grpo_cli.runs import background
 from grpo_cli.runs.background import Saver
-from grpo_cli.runs.checkpoint import CheckpointError, load_state
+from grpo_cli.runs.checkpoint import CheckpointError, load_state, rng_state
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.meter import NullMeter
@@ -123,12 +123,13 @@ def files(folder: Path) -> dict[str, str]:
         pytest.param(("model.lora.rank=2",), id="adapters", marks=pytest.mark.matrix),
     ],
 )
-def test_the_bytes_are_those_of_now(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_the_bytes_are_those_of_now(tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     if "model.lora.rank=2" in words:
         pytest.importorskip("peft")
     trainer = build(settings_of(*WORDS, *MOVES, "train.steps=2", f"run_dir={tmp_path}", *words))
     assert trainer.fit()["updates"] > 0
-    found = {}
+    found, drawn = {}, rng_state()
+    monkeypatch.setattr("grpo_cli.train.rng_state", lambda: drawn)  # checks of annotations draw from it
     for lazy in (False, True):  # the same state, once more each way
         trainer._saver = Saver(lazy, NullMeter().span)
         trainer._run_dir = tmp_path / str(lazy)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from bank import collection_of
 from captured import Again
 from made import full, infinite, mean_length, micro, prefix_head
@@ -236,14 +235,6 @@ def test_a_group_comes_back_from_plain_values_as_it_was() -> None:
     partial = Rollout(request, (7,), (-0.1,), Finish.PARTIAL, 2, (Span(4, 1),))
     group = Group(request.prompt, (partial, begun(replace(request, sample=5))))
     assert from_plain(to_plain(group)) == group and not group.whole
-    older = to_plain(group)  # which kept each rollout's tokens with it
-    tokens, logprobs = (older.pop(name).tolist() for name in ("token_ids", "logprobs"))
-    assert (tokens, logprobs) == ([7], [-0.1])
-    for fate, count in zip(older["rollouts"], (1, 0), strict=True):
-        fate["token_ids"] = torch.tensor(tokens[:count])
-        fate["logprobs"] = torch.tensor(logprobs[:count], dtype=torch.float64)
-        del fate["length"]
-    assert from_plain(older) == group
 
 
 # Rounds that stop and go on, with a scripted engine
@@ -576,6 +567,7 @@ def test_every_group_that_is_trained_on_is_learnt_from_once(
         "m=2",
         "train.prompts=3",
         "task.train_problems=8",
+        "sampling.max_new_tokens=48",
     )
     if resumed:
         trained(tmp_path, *words, "train.steps=3")

@@ -419,7 +419,7 @@ def test_a_second_ctrl_c_interrupts_at_once(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         make_trainer(settings_for(tmp_path), trackers=(Recorder(press),)).fit()
-    assert newest(tmp_path).name == "step_000001"
+    assert newest(tmp_path).name == "step_000000"
     assert json.loads((tmp_path / "summary.json").read_text())["stopped_by"] == "SIGTERM"
 
 

@@ -79,6 +79,19 @@ def test_other_expressions_are_wrong(judge: MathJudge, gold: str, answer: str) -
     assert "correct" not in verdict(judge, gold, answer)
 
 
+PAIRS = Path(__file__).with_name("judge_pairs.txt").read_text("utf-8").splitlines()
+
+
+def test_published_formats_of_answers_are_told_apart_and_recognised(judge: MathJudge) -> None:
+    pairs = [line.split("\t") for line in PAIRS if not line.startswith("#")]
+    assert len({(gold, answer) for gold, answer, _ in pairs}) == len(pairs) >= 300
+    parts = judge([reply(rf"\boxed{{{answer}}}", gold) for gold, answer, _ in pairs])
+    found = [(*pair, "equal" if it["correct"] else "different") for pair, it in zip(pairs, parts, strict=True)]
+    assert [it for it in found if it[2:] == ("different", "equal")] == []
+    missed = [it for it in found if it[2:] == ("equal", "different")]
+    assert len(missed) <= len(pairs) / 100, missed
+
+
 def test_an_answer_that_is_not_marked_is_right_but_not_strictly(judge: MathJudge) -> None:
     replies = [reply("The answer is $(x+1)^2$.", "x^2+2x+1"), reply("nothing", "x"), reply("", "x")]
     assert [parts["correct"] for parts in judge(replies)] == [1.0, 0.0, 0.0]

@@ -2,7 +2,8 @@
 
 It runs as a script, so that it can be killed, and imports nothing of this package. A line is a JSON object with `gold`
 and `answer`; the reply has `equal`, or `limit` (out of memory or depth), or `incomparable` or `died` with the reason.
-Only `math-verify`'s LaTeX grammar is used: its other reader hands text to a parser that evaluates it.
+Only the LaTeX grammar is used: math-verify's other reader hands text to a parser that evaluates it. What math-verify
+calls equal has to have equal values too: it rounds, drops the left side of an equation, and takes (1,2) for {1,2}.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import resource
 import sys
+import zlib
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -45,13 +47,11 @@ def serve(prepare: Callable[[], Callable[[Any], dict[str, Any]]], seconds: float
 
 
 def _comparisons() -> Callable[[Any], dict[str, Any]]:
-    import math_verify
-
-    _compared(math_verify, "x+1", "1+x")  # the first comparison loads a grammar: not on a question's time
+    _compared("x+1", "1+x")  # the first comparison loads a grammar: not on a question's time
     caches = _caches()
 
     def answer(question: Any) -> dict[str, Any]:
-        reply = _compared(math_verify, question["gold"], question["answer"])
+        reply = _compared(question["gold"], question["answer"])
         for cache in caches:
             cache.cache_clear()
         return reply
@@ -77,10 +77,14 @@ def _limit(what: int, most: int) -> None:
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def _compared(library: Any, gold: str, answer: str) -> dict[str, Any]:
+def _compared(gold: str, answer: str) -> dict[str, Any]:
+    from math_verify import verify
+
     try:
-        parsed = [_gold(library, gold), _parsed(library, answer)]
-        equal = all(parsed) and library.verify(*parsed, timeout_seconds=None, raise_on_error=True)
+        one, other = _gold(gold), _parsed(answer)
+        read = one is not None and other is not None
+        equal = read and verify(one, other, timeout_seconds=None, raise_on_error=True)
+        equal = equal and _alike(one, other)
     except (MemoryError, RecursionError) as error:
         return {"limit": type(error).__name__}
     except INCOMPARABLE as error:
@@ -89,19 +93,94 @@ def _compared(library: Any, gold: str, answer: str) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=16)  # the replies to one question come one after the other
-def _gold(library: Any, text: str) -> list[Any]:
-    return _parsed(library, text)
+def _gold(text: str) -> Any:
+    return _parsed(text)
 
 
-def _parsed(library: Any, text: str) -> list[Any]:
-    """What the library reads in the expression; nothing if it cannot."""
-    return library.parse(
-        rf"\boxed{{{text}}}",
-        extraction_config=[library.LatexExtractionConfig()],
-        fallback_mode="no_fallback",
-        parsing_timeout=None,  # its own guard is an alarm, which does not interrupt the power of a big integer
-        raise_on_error=True,
-    )
+def _parsed(text: str) -> Any:
+    """Return the expression, with decimals as the fractions that they are; None for what is none."""
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy
+    from sympy import Float, I, Product, Rational, Sum, Symbol
+
+    try:
+        found = latex2sympy(
+            text,
+            is_real=True,
+            normalization_config=NormalizationConfig(malformed_operators=True, nits=True, boxed="none"),
+            conversion_config=ConversionConfig(lowercase_symbols=False),
+        )
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # the grammar raises just this, and what it stumbles over, for text that is no expression
+        return None
+    exact: dict[Any, Any] = {number: Rational(str(number)) for number in found.atoms(Float)}
+    if not found.has(Sum, Product):
+        exact[Symbol("i", real=True)] = I
+    return found.xreplace(exact)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether two expressions have equal values, at some point where they have variables."""
+    from sympy import And, Eq, FiniteSet, Interval, MatrixBase, Or, Set, Tuple, Union
+    from sympy.core.relational import Relational
+
+    logic = (Relational, And, Or)
+    if not (isinstance(one, logic) and isinstance(other, logic)):
+        one, other = _bare(one), _bare(other)
+        if isinstance(one, logic) or isinstance(other, logic):  # x > 3 is the interval from 3 on
+            sets = [it.as_set() if isinstance(it, logic) and len(it.free_symbols) == 1 else it for it in (one, other)]
+            return all(isinstance(it, Set) for it in sets) and _alike(*sets)
+    elif isinstance(one, Eq) and isinstance(other, Eq) and one.lhs == other.lhs:
+        return _alike(one.rhs, other.rhs)
+    elif isinstance(one, Relational) and isinstance(other, Relational):  # one is a multiple of the other
+        a, b, c, d = (_at(it.lhs - it.rhs, place) for place in (0, 1) for it in (one, other))
+        return bool(abs(a * d - b * c) <= abs(a * d) / 10**25)
+    if one == other:
+        return True
+    kinds = [(FiniteSet, Union, And, Or), (Tuple,), (Interval,), (MatrixBase,)]
+    kind = [next((i for i, kind in enumerate(kinds) if isinstance(it, kind)), None) for it in (one, other)]
+    if kind[0] != kind[1]:
+        return False
+    if kind[0] == 0:
+        rest = list(other.args)
+        for part in one.args:
+            found = next((it for it in rest if _alike(part, it)), None)
+            if found is None:
+                return False
+            rest.remove(found)
+        return not rest
+    if kind[0] == 2 and (one.left_open, one.right_open) != (other.left_open, other.right_open):
+        return False
+    if kind[0] is not None:
+        parts = [(it.start, it.end) if kind[0] == 2 else tuple(it) for it in (one, other)]
+        same_shape = len(parts[0]) == len(parts[1]) and getattr(one, "shape", 0) == getattr(other, "shape", 0)
+        return same_shape and all(_alike(a, b) for a, b in zip(*parts, strict=True))
+    difference = _at(one - other, 0)
+    # What evaluates to 0 without a digit to trust is 0.
+    return all(part == 0 or (part.is_Float and part._prec == 1) for part in difference.as_real_imag())
+
+
+def _bare(it: Any) -> Any:
+    """Return the value in `x = value`, in `2 + 3 = 5` and in a set of one; else the expression as it is."""
+    from sympy import Eq, FiniteSet, Symbol
+    from sympy.core.function import AppliedUndef
+
+    if isinstance(it, FiniteSet) and len(it.args) == 1:
+        return _bare(it.args[0])
+    if isinstance(it, Eq) and (
+        isinstance(it.lhs, (Symbol, AppliedUndef)) or (not it.free_symbols and _alike(*it.args))
+    ):
+        return it.rhs
+    return it
+
+
+def _at(expression: Any, place: int) -> Any:
+    """Return the value to 40 digits where each variable has a value of its own, between 1 and 2."""
+    from sympy import Rational
+
+    names = sorted(expression.free_symbols, key=str)
+    values = {name: 1 + Rational(zlib.crc32(f"{name} {place}".encode()), 2**32) for name in names}
+    return expression.doit().evalf(40, subs=values)
 
 
 if __name__ == "__main__":

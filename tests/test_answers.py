@@ -221,10 +221,35 @@ def test_the_piece_that_was_read_is_shown(text: str, shown: str) -> None:
         ("There are 5", None),
         ("7 and \\boxed{5\\pi}", None),
         ("five", None),
+        ("1 234", "1234"),
+        ("3½", "7/2"),
+        ("5k", "5000"),
+        ("1e400", "1" + "0" * 400),
+        ("x = 5", "5"),
+        ("2x = 8", None),
+        ("x^2 + y^2 = 1", None),
+        ("x = 1 or x = 2", None),
+        ("14 - i", None),
+        ("2R", None),
+        ("3 or 4", None),
+        ("1, 2", None),
+        ("5!", None),
     ],
 )
 def test_a_gold_answer_is_never_guessed_among_several_numbers(text: str, value: str | None) -> None:
     assert gold_answer(text) == (Fraction(value) if value else None)
+
+
+PAIRS = Path(__file__).with_name("judge_pairs.txt").read_text("utf-8").split("\n# ")[1].splitlines()[1:]
+
+
+@pytest.mark.parametrize("form", ["#### {}", "\\boxed{{{}}}", "<answer>{}</answer>"])
+def test_published_formats_of_numbers_are_told_apart_and_recognised(form: str) -> None:
+    assert len(PAIRS) >= 100
+    for gold, answer, expected in (line.split("\t") for line in PAIRS):
+        found = extract_answer(form.format(answer))
+        same = found.strict and equal(found.value, gold_answer(gold))
+        assert ("equal" if same else "different") == expected, (gold, answer, found)
 
 
 def test_comparison_is_exact_and_of_answers_alone() -> None:

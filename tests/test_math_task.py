@@ -45,6 +45,8 @@ def verdict(judge: MathJudge, gold: str, answer: str) -> dict[str, float]:
 RIGHT = [
     ("x^2+2x+1", "(x+1)^2"),
     (r"3\sqrt{2}", r"\sqrt{18}"),
+    (r"3\sqrt2", r"3 \sqrt{2}"),
+    (r"\frac{a}2", r"\frac{a}{2}"),
     (r"\{1,2\}", "2, 1"),
     (r"\pm 2", "2, -2"),
     (r"(-\infty,3]", r"x \in (-\infty, 3]"),

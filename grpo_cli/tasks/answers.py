@@ -42,10 +42,12 @@ _NUMBER = (
     r"(?:(?P<whole>[0-9]{1,4})[ ](?P<part>[0-9]{1,4})/(?P<per>[0-9]{1,4})(?![0-9/])"
     rf"|(?P<run>{_RUN})(?:_(?P<in_base>\{{)?(?P<base>[0-9]{{1,2}})(?(in_base)\}})(?![0-9])"
     r"|(?:\^|\*\*)(?P<in_power>\{)?(?P<power>[+-]?[0-9]{1,3})(?(in_power)\})(?![0-9/]|\.[0-9])"
-    r"|(?:[eE]|\s?[x*]\s?10(?:\^|\*\*)(?P<in_exponent>\{)?)(?P<exponent>[+-]?[0-9]{1,3})(?(in_exponent)\})(?![0-9/]|\.[0-9]))?"
+    r"|(?:[eE]|\s?[x*]\s?10(?:\^|\*\*)(?P<in_exponent>\{)?)(?P<exponent>[+-]?[0-9]{1,3})(?(in_exponent)\})"
+    r"(?![0-9/]|\.[0-9]))?"
     rf"(?:\s?/\s?(?P<under>{_RUN}))?)"
     # 5M and $5m are millions, 5m are meters
-    rf"(?P<size>(?:\s?(?i:{_WORDS_OF_SIZE})s?(?![A-Za-z]))+|(?:\s?k|[KM]|bn|mn|tn|(?(money)[mbBtT]|(?!)))(?![A-Za-z0-9]))?"
+    rf"(?P<size>(?:\s?(?i:{_WORDS_OF_SIZE})s?(?![A-Za-z]))+"
+    r"|(?:\s?k|[KM]|bn|mn|tn|(?(money)[mbBtT]|(?!)))(?![A-Za-z0-9]))?"
 )
 # Anywhere in a text: not inside a word (`H2O`) or a power, and a minus between two things (`10-5`) is no sign.
 _ANYWHERE = re.compile(rf"(?P<sign>(?<![0-9A-Za-z_)\]}}%$.])-)?(?<![0-9A-Za-z_^√±])(?<!\^[{{-])(?<!sqrt{{){_NUMBER}")
@@ -57,12 +59,16 @@ _LEADING = re.compile(
 _OPERATED = r"[)\]}]*\^(?!\s?\{?\\circ)|[eE][-+]?[0-9]|[box][0-9A-F]|[0-9A-Za-z]*_\{?[0-9]"
 _GOES_ON = re.compile(
     rf"{_OPERATED}|\s?(?:[+√π±]|\\(?!circ|degree)[a-z]|\*\*?[0-9]|[-/:*x]\s?[$(]?[0-9])"
-    r"|[abeinqrvwxyz](?![A-Za-z])|['\"][0-9]|(?<![,.])\s{1,9}[0-9]|(?<=,)(?:\s[-$]?[0-9.]+,?)++\W*$"
+    r"|\s?-\s?[b-zB-HJ-Z](?![A-Za-z'])|[abeinqrvwxyzDEIOPQRSUXYZ](?![A-Za-z])"
+    r"|['\"][0-9]|(?<![,.])\s{1,9}[0-9]|(?<=,)(?:\s[-$]?[0-9.]+,?)++\W*$"
     r"|,?\s(?:and|or|to)\s[-$]?[0-9]|\s(?:and (?:a|one|two|three)\s|squared|cubed|factorial|halves)"
     r"|\s(?:third|fourth|fifth|sixth|eighth|ninth|tenth|hundredth|thousandth)s\b"
 )
 _POWERED = re.compile(_OPERATED)
 _ANOTHER_NUMBER = re.compile(r"(?<![A-Za-z^0-9])(?<!\^\{)[0-9]")
+# Left of an equals sign, a name or a calculation is no part of the answer; `2x = 8` and `x + 1 = 8` are equations.
+_VARIABLE = re.compile(r"(?<![A-Za-z])(?:[a-fi-kn-rt-z]|[A-Z])(?![A-Za-z])")
+_WORKED = re.compile(r"(?<![_{0-9])[0-9]|[-+*/^<>,]")
 _BEGINS_WITH_NUMBER = re.compile(r"\W{0,12}[0-9]")
 _STATED = re.compile(
     r"\banswer[*_]{0,2}\s?(?:is|equals|=|:)(?=\W{0,12}(?:[dtc]?frac\W{0,3})?[0-9])"
@@ -250,7 +256,8 @@ def _leading(text: str, strict: bool = False, max_words: int | None = None) -> E
     """The number that `text` begins with, else the one after its last equals sign (`3 * 4 = 12`); None where it begins
     an expression. With `max_words`, at most so many words, and no other number, may follow it."""
     text = _plain(text)
-    for piece in (text, text.rpartition("=")[2]):
+    *working, last = text.split("=")
+    for piece in (text,) if any(_VARIABLE.search(it) and _WORKED.search(it) for it in working) else (text, last):
         match = _LEADING.match(piece)
         value = _value(match) if match else None
         if match is None or value is None or _GOES_ON.match(piece, match.end()):
@@ -272,7 +279,7 @@ def measured(text: str) -> tuple[Fraction, str] | None:
     """Return the number that `text` consists of and what stands behind it, which has no number; None for more.
 
     >>> measured("$1{,}234.50"), measured("3\\\\text{ p.m.}"), measured("(3)")
-    ((Fraction(2469, 2), 'dollar'), (Fraction(3, 1), 'p.m.'), None)
+    ((Fraction(2469, 2), 'dollar'), (Fraction(3, 1), 'p.m'), None)
     """
     text = _plain(f" {text}").strip()  # words in front are kept, and make it more than a number
     match = None if text.startswith(("(", "[", "{", "=", ":")) else _LEADING.match(text)

@@ -102,7 +102,6 @@ _SPACES = re.compile(r"(?:\\[,;: ]|\\q?quad(?![A-Za-z])|[~\s])+")
 _LAYOUT = re.compile(r"\\(?:!|(?:left|right|displaystyle|textstyle|limits|[bB]igg?)(?![A-Za-z])|(?=[$%]))|\$")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\})(?=[0-9]{3}(?![0-9]))")
 _LOOSE = re.compile(r"(?<![0-9A-Za-z.]) | (?![0-9A-Za-z.])")
-_BARE = re.compile(r"\\(frac|sqrt)\s?(?=[0-9A-Za-z{])")
 _MIXED = re.compile(r"(?<![0-9.])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9./])")
 _FUNCTIONS = "sin|cos|tan|cot|csc|log|ln|exp|lim|max|min|gcd|lcm|mod|det|arcsin|arccos|arctan|sinh|cosh|tanh|pi|infty"
 _PLAIN_FUNCTION = re.compile(rf"(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])")
@@ -113,7 +112,7 @@ _NAMED = re.compile(
 _VARIABLE = re.compile(r"\s*[A-Za-z](?:_.+)?\s*")
 _COMMAND = re.compile(r"\\(?:begin|end)\{[a-z*]+\}|\\[A-Za-z]+|sqrt")
 # What math-verify reads past: digits side by side, the base of a number, the colons of times and ratios.
-_MISREAD = re.compile(r"(?<!_)[0-9] [0-9]|[0-9]_|[0-9]:[0-9]{2}(?![0-9])|:.*:")
+_MISREAD = re.compile(r"(?<!_)[0-9] [0-9]|[0-9]_|[0-9]:[0-9]{2}(?![0-9])|:.*:|\\frac ?[0-9] ?[0-9]{2}")
 
 _BETWEEN = re.compile(r", and |, or | and | or |, ")
 _NO_LIST = re.compile(r"[(\[]|\\pm")
@@ -202,29 +201,10 @@ def _body(text: str) -> str:
     text = _WORDS.sub(r" \1 ", re.sub(r"\\[dtc]frac", r"\\frac", text)).replace("**", "^").replace(r"\sqrt(", "sqrt(")
     text = _LAYOUT.sub("", _SPACES.sub(" ", text.replace("\\\\", "\0")))  # a row's end is no layout
     text = _THOUSANDS.sub("", text) if not re.search(r"[(\[{]", text.replace("{,}", "")) else text
-    text = _braced_arguments(_PLAIN_FUNCTION.sub(r"\\\1 ", text.replace("\0", "\\\\").replace("{,}", "")))
+    text = _PLAIN_FUNCTION.sub(r"\\\1 ", text.replace("\0", "\\\\").replace("{,}", ""))
     text = re.sub(r"(?<![\\A-Za-z])[A-Za-z]{2,}", lambda it: it[0].lower() if _is_word(it[0].lower()) else it[0], text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", _LOOSE.sub("", _LOOSE.sub("", text))).strip().rstrip(".")
     return text.replace(",", ", ")  # what is left is no comma between the digits of a number
-
-
-def _braced_arguments(text: str) -> str:
-    """`\\frac12`, `\\frac{1}2` and `\\sqrt3` with all their arguments in braces."""
-    pieces, position = [], 0
-    for match in _BARE.finditer(text):
-        if match.start() < position:  # inside an argument that has been copied
-            continue
-        pieces.append(text[position : match.start()] + f"\\{match[1]}")
-        position = match.end()
-        for _ in range(2 if match[1] == "frac" else 1):
-            position += len(text[position:]) - len(text[position:].lstrip())
-            if text.startswith("{", position) and (inside := _argument(text, position)):
-                pieces.append(f"{{{inside}}}")
-                position += len(inside) + 2
-            elif text[position : position + 1].isalnum():
-                pieces.append(f"{{{text[position]}}}")
-                position += 1
-    return "".join(pieces) + text[position:]
 
 
 def words(body: str) -> list[str]:

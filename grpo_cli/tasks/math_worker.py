@@ -121,43 +121,34 @@ def _parsed(text: str) -> Any:
 
 def _alike(one: Any, other: Any) -> bool:
     """Return whether two expressions have equal values, at some point where they have variables."""
-    from sympy import And, Eq, FiniteSet, Interval, MatrixBase, Or, Set, Tuple, Union
+    from sympy import And, Eq, Interval, MatrixBase, Or, Set, Tuple
     from sympy.core.relational import Relational
+    from sympy.logic.boolalg import BooleanAtom
 
-    logic = (Relational, And, Or)
-    if not (isinstance(one, logic) and isinstance(other, logic)):
-        one, other = _bare(one), _bare(other)
-        if isinstance(one, logic) or isinstance(other, logic):  # x > 3 is the interval from 3 on
-            sets = [it.as_set() if isinstance(it, logic) and len(it.free_symbols) == 1 else it for it in (one, other)]
-            return all(isinstance(it, Set) for it in sets) and _alike(*sets)
-    elif isinstance(one, Eq) and isinstance(other, Eq) and one.lhs == other.lhs:
+    logic, compound = (Relational, And, Or), (Set, Tuple, MatrixBase, And, Or, BooleanAtom)
+    both = (one, other)
+    if isinstance(one, Eq) and isinstance(other, Eq) and one.lhs == other.lhs:
         return _alike(one.rhs, other.rhs)
-    elif isinstance(one, Relational) and isinstance(other, Relational):  # one is a multiple of the other
-        a, b, c, d = (_at(it.lhs - it.rhs, place) for place in (0, 1) for it in (one, other))
+    if all(isinstance(it, Relational) for it in both):  # one is a multiple of the other
+        a, b, c, d = (_at(it.lhs - it.rhs, place) for place in (0, 1) for it in both)
         return bool(abs(a * d - b * c) <= abs(a * d) / 10**25)
+    if not all(isinstance(it, logic) for it in both):
+        both = _bare(one), _bare(other)
+        if any(isinstance(it, logic) for it in both):  # x > 3 is the interval from 3 on
+            both = tuple(it.as_set() if isinstance(it, logic) and len(it.free_symbols) == 1 else it for it in both)
+    one, other = (it.as_immutable() if isinstance(it, MatrixBase) else it for it in both)
     if one == other:
         return True
-    kinds = [(FiniteSet, Union, And, Or), (Tuple,), (Interval,), (MatrixBase,)]
-    kind = [next((i for i, kind in enumerate(kinds) if isinstance(it, kind)), None) for it in (one, other)]
-    if kind[0] != kind[1]:
-        return False
-    if kind[0] == 0:
-        rest = list(other.args)
-        for part in one.args:
-            found = next((it for it in rest if _alike(part, it)), None)
-            if found is None:
-                return False
-            rest.remove(found)
-        return not rest
-    if kind[0] == 2 and (one.left_open, one.right_open) != (other.left_open, other.right_open):
-        return False
-    if kind[0] is not None:
-        parts = [(it.start, it.end) if kind[0] == 2 else tuple(it) for it in (one, other)]
-        same_shape = len(parts[0]) == len(parts[1]) and getattr(one, "shape", 0) == getattr(other, "shape", 0)
-        return same_shape and all(_alike(a, b) for a, b in zip(*parts, strict=True))
-    difference = _at(one - other, 0)
+    if isinstance(one, (*compound, Relational)) or isinstance(other, (*compound, Relational)):
+        if one.func != other.func or len(one.args) != len(other.args) or isinstance(one, BooleanAtom):
+            return False
+        if isinstance(one, (Interval, Tuple, MatrixBase)):
+            return all(map(_alike, one.args, other.args))
+        return all(
+            any(_alike(part, it) for it in there.args) for here, there in (both, both[::-1]) for part in here.args
+        )
     # What evaluates to 0 without a digit to trust is 0.
-    return all(part == 0 or (part.is_Float and part._prec == 1) for part in difference.as_real_imag())
+    return all(it == 0 or (it.is_Float and it._prec == 1) for it in _at(one - other, 0).as_real_imag())
 
 
 def _bare(it: Any) -> Any:

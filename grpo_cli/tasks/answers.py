@@ -18,7 +18,8 @@ MAX_ANSWER = 256  # characters after a marker in which its number must lie
 MAX_DIGITS = 64  # longer runs of digits are not an answer to anything
 MAX_BITS = 8192  # of what a power comes to
 
-_SIGNS = str.maketrans("−–‒‐‑﹣⁄∕÷×⋅·’", "------///***'")
+_SIGNS = str.maketrans("−–‒‐⁄∕÷×⋅·’", "----///***'", "\u00ad\u200b\u200c\u200d\u2060\ufeff")  # the last are not seen
+_OTHER_DIGIT = re.compile(r"[^\D0-9]")
 _SCRIPT = re.compile(r"([⁺⁻]?[⁰¹²³⁴-⁹]+)|([₀-₉]+)|(?:([0-9])\s?)?([¼-¾⅐-⅞↉])")
 _DIGIT_GAP = re.compile(r"(?<=[0-9])(?:\{,\}|\\[,!;: ])(?:\\!)?(?=[0-9]{3}(?![0-9]))")
 _GROUPS = re.compile(r"(?<![0-9.,/_^{'])[1-9][0-9]{0,2}(?:(?: [0-9]{3})++|(?:_[0-9]{3})++|(?:'[0-9]{3})++)(?![0-9/_'])")
@@ -202,29 +203,15 @@ def in_ascii(text: str) -> str:
     >>> in_ascii("\u22121\u00bd \u00d7 10\u00b2")
     '-1 1/2 * 10^{2}'
     """
-    return text if text.isascii() else _SCRIPT.sub(_plain_script, text).translate(_SIGNS).translate(_CHARACTERS)
+    if text.isascii():
+        return text
+    text = unicodedata.normalize("NFKC", _SCRIPT.sub(_plain_script, text)).translate(_SIGNS)
+    return _OTHER_DIGIT.sub(lambda it: str(unicodedata.decimal(it[0])), text)
 
 
 def _plain_script(match: re.Match[str]) -> str:
     power, index, whole, fraction = (unicodedata.normalize("NFKC", it or "") for it in match.groups())
     return f"^{{{power}}}" if power else f"_{{{index}}}" if index else f"{whole} {fraction}" if whole else fraction
-
-
-class _Characters(dict[int, str]):
-    """For `str.translate`: each character that ASCII has a counterpart of."""
-
-    def __missing__(self, code: int) -> str:
-        character = chr(code)
-        kind, digit = unicodedata.category(character), unicodedata.decimal(character, None)
-        if 0xFF01 <= code <= 0xFF5E:  # of full width
-            plain = chr(code - 0xFEE0)
-        else:
-            plain = str(digit) if digit is not None else " " if kind == "Zs" else "" if kind == "Cf" else character
-        self[code] = plain
-        return plain
-
-
-_CHARACTERS = _Characters()
 
 
 def _plain(text: str) -> str:
@@ -263,9 +250,8 @@ def _leading(text: str, strict: bool = False, max_words: int | None = None) -> E
         if match is None or value is None or _GOES_ON.match(piece, match.end()):
             continue
         rest = piece[match.end() :]
-        if max_words is None or not (
-            rest.startswith("!") or _ANOTHER_NUMBER.search(rest) or len(rest.split()) > max_words
-        ):
+        alone = not (rest.startswith("!") or _ANOTHER_NUMBER.search(rest))
+        if max_words is None or (alone and len(rest.split()) <= max_words):
             return Extracted(value, match[0].strip(" \t\n*_`\"'([{:=~≈").rstrip(".,"), strict)
     return None
 

@@ -114,6 +114,7 @@ _COMMAND = re.compile(r"\\(?:begin|end)\{[a-z*]+\}|\\[A-Za-z]+|sqrt")
 # What math-verify reads past: digits side by side, the base of a number, the colons of times and ratios.
 _MISREAD = re.compile(r"(?<!_)[0-9] [0-9]|[0-9]_|[0-9]:[0-9]{2}(?![0-9])|:.*:|\\frac ?[0-9] ?[0-9]{2}")
 
+_CHOICE = re.compile(r"^\(?([A-Z])\)$")
 _BETWEEN = re.compile(r", and |, or | and | or |, ")
 _NO_LIST = re.compile(r"[(\[]|\\pm")
 
@@ -204,6 +205,7 @@ def _body(text: str) -> str:
     text = _PLAIN_FUNCTION.sub(r"\\\1 ", text.replace("\0", "\\\\").replace("{,}", ""))
     text = re.sub(r"(?<![\\A-Za-z])[A-Za-z]{2,}", lambda it: it[0].lower() if _is_word(it[0].lower()) else it[0], text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", _LOOSE.sub("", _LOOSE.sub("", text))).strip().rstrip(".")
+    text = _CHOICE.sub(r"\1", text)
     return text.replace(",", ", ")  # what is left is no comma between the digits of a number
 
 
@@ -215,11 +217,8 @@ def words(body: str) -> list[str]:
 
 def _is_word(letters: str) -> bool:
     some = set(letters.lower())
-    return (
-        letters.isupper()
-        or "o" in some
-        or (len(letters) > 2 and bool(some & set("aeiu")) and not some <= set("abcdxyz"))
-    )
+    spoken = len(letters) > 2 and bool(some & set("aeiu")) and not some <= set("abcdxyz")
+    return letters.isupper() or "o" in some or spoken
 
 
 def settled(gold: str, answer: str) -> bool | tuple[str, str]:
@@ -233,17 +232,14 @@ def settled(gold: str, answer: str) -> bool | tuple[str, str]:
     if names[0] != names[1] and all(_VARIABLE.fullmatch(name) for name in names):
         return False
     if one.value is not None and other.value is not None:
-        return _same(one.value, one.unit, other.value, other.unit) or _same(
-            other.value, other.unit, one.value, one.unit
-        )
+        return _same(one.value, one.unit, other.value, other.unit)
     if one.unit != other.unit and one.unit[1] and other.unit[1]:
         return False
     if one.body == other.body:
         return bool(one.body)
     # An equation is compared with another as a whole.
-    here, there = (
-        f"{a.name}={a.body}" if a.name and "=" in b.body else a.body for a, b in ((one, other), (other, one))
-    )
+    pairs = ((one, other), (other, one))
+    here, there = (f"{a.name}={a.body}" if a.name and "=" in b.body else a.body for a, b in pairs)
     if words(here) != words(there) or _MISREAD.search(here) or _MISREAD.search(there):
         return False
     lists = [sorted(_BETWEEN.split(it)) for it in (here, there)]
@@ -255,6 +251,10 @@ def settled(gold: str, answer: str) -> bool | tuple[str, str]:
 def _same(value: Fraction, of: Unit, other: Fraction, other_of: Unit) -> bool:
     if of[1] and other_of[1]:
         return of[1] == other_of[1] and value * of[0] == other * other_of[0]
-    if of[1] == ("percent 1",):  # 50% is 0.5, and the 50 that a question asks for; but hardly ever is 0.5% 0.5
-        return value / 100 == other or (value == other and abs(value) > 1)
-    return value == other and other_of[1] != ("percent 1",)
+    if ("percent 1",) in (
+        of[1],
+        other_of[1],
+    ):  # 50% is 0.5, and the 50 that a question asks for; but hardly 0.5% is 0.5
+        part, plain = (value, other) if of[1] else (other, value)
+        return part / 100 == plain or (part == plain and abs(part) > 1)
+    return value == other

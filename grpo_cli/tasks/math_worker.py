@@ -20,8 +20,8 @@ from typing import Any
 
 MEMORY = 4 * 2**30  # bytes of address space
 LIBRARIES = ("latex2sympy2_extended", "math_verify", "mpmath", "sympy")
-# What arithmetic on things that do not go together raises; anything else is a crash.
-INCOMPARABLE = (ArithmeticError, ValueError, TypeError, NotImplementedError)
+# What arithmetic on things that do not go together raises, beside errors of the libraries; the rest are crashes.
+INCOMPARABLE = (ArithmeticError, ValueError, TypeError, NotImplementedError, AttributeError, LookupError)
 
 
 def serve(prepare: Callable[[], Callable[[Any], dict[str, Any]]], seconds: float) -> None:
@@ -87,7 +87,9 @@ def _compared(gold: str, answer: str) -> dict[str, Any]:
         equal = equal and _alike(one, other)
     except (MemoryError, RecursionError) as error:
         return {"limit": type(error).__name__}
-    except INCOMPARABLE as error:
+    except Exception as error:
+        if not isinstance(error, INCOMPARABLE) and type(error).__module__.partition(".")[0] not in LIBRARIES:
+            raise
         return {"incomparable": f"{type(error).__name__}: {error}"[:200]}
     return {"equal": bool(equal)}
 
@@ -109,14 +111,14 @@ def _parsed(text: str) -> Any:
             normalization_config=NormalizationConfig(malformed_operators=True, nits=True, boxed="none"),
             conversion_config=ConversionConfig(lowercase_symbols=False),
         )
+        exact: dict[Any, Any] = {number: Rational(str(number)) for number in found.atoms(Float)}
+        if not found.has(Sum, Product):
+            exact[Symbol("i", real=True)] = I
+        return found.xreplace(exact)
     except (MemoryError, RecursionError):
         raise
     except Exception:  # the grammar raises just this, and what it stumbles over, for text that is no expression
         return None
-    exact: dict[Any, Any] = {number: Rational(str(number)) for number in found.atoms(Float)}
-    if not found.has(Sum, Product):
-        exact[Symbol("i", real=True)] = I
-    return found.xreplace(exact)
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -144,9 +146,8 @@ def _alike(one: Any, other: Any) -> bool:
             return False
         if isinstance(one, (Interval, Tuple, MatrixBase)):
             return all(map(_alike, one.args, other.args))
-        return all(
-            any(_alike(part, it) for it in there.args) for here, there in (both, both[::-1]) for part in here.args
-        )
+        ways = (both, both[::-1])
+        return all(any(_alike(part, it) for it in there.args) for here, there in ways for part in here.args)
     # What evaluates to 0 without a digit to trust is 0.
     return all(it == 0 or (it.is_Float and it._prec == 1) for it in _at(one - other, 0).as_real_imag())
 
@@ -158,11 +159,8 @@ def _bare(it: Any) -> Any:
 
     if isinstance(it, FiniteSet) and len(it.args) == 1:
         return _bare(it.args[0])
-    if isinstance(it, Eq) and (
-        isinstance(it.lhs, (Symbol, AppliedUndef)) or (not it.free_symbols and _alike(*it.args))
-    ):
-        return it.rhs
-    return it
+    named = isinstance(it, Eq) and isinstance(it.lhs, (Symbol, AppliedUndef))
+    return it.rhs if named or (isinstance(it, Eq) and not it.free_symbols and _alike(*it.args)) else it
 
 
 def _at(expression: Any, place: int) -> Any:

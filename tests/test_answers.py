@@ -67,6 +67,36 @@ STRICT = [
     ("\\boxed{\\text{5 apples}}", "5"),
     ("\\boxed{\\text{She has } \\$18}", "18"),
     ("\\boxed{\\left(5\\right)}", "5"),
+    ("#### 1 234", "1234"),
+    ("#### 1\u202f234\u202f567", "1234567"),
+    ("#### 1_000_000", "1000000"),
+    ("#### 1'234.5", "2469/2"),
+    ("#### 3½", "7/2"),
+    ("#### ⅔ cup", "2/3"),
+    ("#### 10²", "100"),
+    ("#### 5 m²", "5"),
+    ("#### 2^10", "1024"),
+    ("#### 2**10", "1024"),
+    ("\\boxed{1.5 \\times 10^{3}}", "1500"),
+    ("#### 3 × 10⁻²", "3/100"),
+    ("#### 5k", "5000"),
+    ("#### $2.5M", "2500000"),
+    ("#### $5m", "5000000"),
+    ("#### 5m", "5"),
+    ("#### 5 million dollars", "5000000"),
+    ("#### 5 months", "5"),
+    ("\\boxed{3\\text{ dozen}}", "36"),
+    ("#### 2 hundred thousand", "200000"),
+    ("#### +5", "5"),
+    ("#### --5", "5"),
+    ("#### −½", "-1/2"),
+    ("#### US$5", "5"),
+    ("#### Rs. 5", "5"),
+    ("#### １２３", "123"),
+    ("#### ٤٢", "42"),
+    ("#### 1010_2", "10"),
+    ("#### 1e-400", "1/1" + "0" * 400),
+    ("\\boxed{0.1\\overline{6}}", "1/6"),
 ]
 
 LENIENT = [
@@ -102,6 +132,13 @@ LENIENT = [
     ("\\boxed{}: 5", "5"),
     ("The answer is \\boxed{5", "5"),
     ("7", "7"),
+    ("The answer is 1 000.", "1000"),
+    ("The answer is ⅔.", "2/3"),
+    ("So she needs 1½", "3/2"),
+    ("The area is 25 m^2.", "25"),
+    ("The area is 25 m².", "25"),
+    ("It costs 2 million dollars", "2000000"),
+    ("The answer is 5, 2 more than 3.", "5"),
 ]
 
 NO_ANSWER = [
@@ -117,8 +154,6 @@ NO_ANSWER = [
     "#### 5 - 10",
     "#### 1,2",
     "#### 3 x 4",
-    "#### 2^10",
-    "#### 2**10",
     "#### 1/2/3",
     "#### 5 20/3",
     "The answer is 7.\n#### 3 + 4",
@@ -127,8 +162,24 @@ NO_ANSWER = [
     "7 or \\boxed{5\\pi}",
     "7 or \\boxed{\\sqrt{2}}",
     "7 or \\boxed{5x+2}",
-    "7 or \\boxed{1.5 \\times 10^3}",
     "9" * (MAX_DIGITS + 1),
+    "#### 1e4000",
+    "It is 1e4000",
+    "9999999^999",
+    "#### 3 4",
+    "#### 1, 2",
+    "#### 5 or 6",
+    "#### 1331 and 1728",
+    "#### 12_2",
+    "#### 3^{1/2}",
+    "#### (-2)^2",
+    "\\boxed{1\\quad 2}",
+    "\\boxed{5!}",
+    "\\boxed{5x}",
+    "\\boxed{\\frac{1}{2}3}",
+    "#### 5 and a half",
+    "#### 5'10",
+    "0x1F",
 ]
 
 
@@ -170,10 +221,35 @@ def test_the_piece_that_was_read_is_shown(text: str, shown: str) -> None:
         ("There are 5", None),
         ("7 and \\boxed{5\\pi}", None),
         ("five", None),
+        ("1 234", "1234"),
+        ("3½", "7/2"),
+        ("5k", "5000"),
+        ("1e400", "1" + "0" * 400),
+        ("x = 5", "5"),
+        ("2x = 8", None),
+        ("x^2 + y^2 = 1", None),
+        ("x = 1 or x = 2", None),
+        ("14 - i", None),
+        ("2R", None),
+        ("3 or 4", None),
+        ("1, 2", None),
+        ("5!", None),
     ],
 )
 def test_a_gold_answer_is_never_guessed_among_several_numbers(text: str, value: str | None) -> None:
     assert gold_answer(text) == (Fraction(value) if value else None)
+
+
+PAIRS = Path(__file__).with_name("judge_pairs.txt").read_text("utf-8").split("\n# ")[1].splitlines()[1:]
+
+
+@pytest.mark.parametrize("form", ["#### {}", "\\boxed{{{}}}", "<answer>{}</answer>"])
+def test_published_formats_of_numbers_are_told_apart_and_recognised(form: str) -> None:
+    assert len(PAIRS) >= 100
+    for gold, answer, expected in (line.split("\t") for line in PAIRS):
+        found = extract_answer(form.format(answer))
+        same = found.strict and equal(found.value, gold_answer(gold))
+        assert ("equal" if same else "different") == expected, (gold, answer, found)
 
 
 def test_comparison_is_exact_and_of_answers_alone() -> None:
@@ -230,7 +306,8 @@ ADVERSARIAL = [
     *r"1 1, 1. , . 1,111 1,1111 - $ 1/ { } ( * # #### \boxed \boxed{ \boxed{1 \boxed{1} \frac{ \frac{1}".split(),
     *r"\frac{1}{ \frac1 \, 1\, 1{,} \text{ \text{a \left( \ answer answer: A: = 1= a1 e1 1e1 x".split(),
     *"- |1 1/|1/1 |9 9| |\n|#### |#### 1|####\n|answer is |answer is $$$$|answer is 1 |\nA:|\nA: 1".split("|"),
-    *("1\u202f", "\u2212", "\u0661"),
+    *("1\u202f", "\u2212", "\u0661", "½", "1½", "²", "1 111 ", "1_111_", "1'111'", "1, ", "1^", "1^{1", "1 million "),
+    *("$1", "US$", "Rs. ", "1 and ", ".1\\overline{1", "0x", "1e", "A_"),
 ]
 
 

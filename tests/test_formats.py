@@ -20,10 +20,19 @@ CASES = [
     ("<think>2 + 2</think><answer>4</answer>", 0.0, 1.0, 1.0, 0.0),
     (f"Well: {WHOLE}", 0.0, 0.94, 1.0, 1.0),  # six characters outside
     (f"{WHOLE}{'.' * 150}", 0.0, 0.0, 1.0, 1.0),
+    (f"{WHOLE}\nbye", 1.0, 0.96, 1.0, 1.0),  # open-r1 looks no further than the line of the last tag
+    (f"{WHOLE}\n", 1.0, 0.99, 1.0, 1.0),
+    (f"\n{WHOLE}", 0.0, 0.99, 1.0, 1.0),
+    (WHOLE.replace("2 + 2", ""), 1.0, 1.0, 1.0, 1.0),
+    (WHOLE.replace("\n4\n", "\n"), 0.0, 1.0, 1.0, 1.0),  # one line break cannot end both lines
+    (WHOLE.replace("4", "4</answer> or </answer>\n5"), 1.0, 0.75, 0.75, 1.0),
+    (WHOLE.replace("2 + 2", "2\n</think>\n3"), 1.0, 1.0, 0.75, 0.75),
+    (f"{WHOLE} ", 0.0, 0.99, 1.0, 1.0),
     (WHOLE.replace("</think>", ""), 0.0, 0.0, 0.75, 0.75),
-    (f"{WHOLE}\n<answer>\n5\n</answer>", 0.0, 0.79, 0.5, 0.5),  # 21 characters outside; a tag twice is no tag
+    (f"{WHOLE}\n<answer>\n5\n</answer>", 1.0, 0.79, 0.5, 0.5),  # 21 characters outside; a tag twice is no tag
     ("<answer>4</answer><think>x</think>", 0.0, 0.0, 1.0, 0.0),
     ("", 0.0, 0.0, 0.0, 0.0),
+    ("<think>\n" + "\n</think>\n<answer>\n" * 20_000, 0.0, 0.0, 0.25, 0.25),
     ("<think>" * 20_000 + "</think><answer>" * 20_000, 0.0, 0.0, 0.0, 0.0),  # quick, however hostile
 ]
 

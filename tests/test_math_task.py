@@ -45,6 +45,8 @@ def verdict(judge: MathJudge, gold: str, answer: str) -> dict[str, float]:
 RIGHT = [
     ("x^2+2x+1", "(x+1)^2"),
     (r"3\sqrt{2}", r"\sqrt{18}"),
+    (r"3\sqrt2", r"3 \sqrt{2}"),
+    (r"\frac{a}2", r"\frac{a}{2}"),
     (r"\{1,2\}", "2, 1"),
     (r"\pm 2", "2, -2"),
     (r"(-\infty,3]", r"x \in (-\infty, 3]"),
@@ -77,6 +79,19 @@ def test_equal_expressions_are_right(judge: MathJudge, gold: str, answer: str) -
 @pytest.mark.parametrize(("gold", "answer"), WRONG)
 def test_other_expressions_are_wrong(judge: MathJudge, gold: str, answer: str) -> None:
     assert "correct" not in verdict(judge, gold, answer)
+
+
+PAIRS = Path(__file__).with_name("judge_pairs.txt").read_text("utf-8").splitlines()
+
+
+def test_published_formats_of_answers_are_told_apart_and_recognised(judge: MathJudge) -> None:
+    pairs = [line.split("\t") for line in PAIRS if not line.startswith("#")]
+    assert len({(gold, answer) for gold, answer, _ in pairs}) == len(pairs) >= 300
+    parts = judge([reply(rf"\boxed{{{answer}}}", gold) for gold, answer, _ in pairs])
+    found = [(*pair, "equal" if it["correct"] else "different") for pair, it in zip(pairs, parts, strict=True)]
+    assert [it for it in found if it[2:] == ("different", "equal")] == []
+    missed = [it for it in found if it[2:] == ("equal", "different")]
+    assert len(missed) <= len(pairs) / 100, missed
 
 
 def test_an_answer_that_is_not_marked_is_right_but_not_strictly(judge: MathJudge) -> None:

@@ -9,36 +9,67 @@ understood.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_ANSWER = 256  # characters after a marker in which its number must lie
 MAX_DIGITS = 64  # longer runs of digits are not an answer to anything
+MAX_BITS = 8192  # of what a power comes to
 
-_DASHES_AND_SPACES = str.maketrans(
-    {"−": "-", "–": "-", "﹣": "-", "－": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u200b": ""}
-)
-_DIGIT_GAP = re.compile(r"(?<=[0-9])(?:[\u00a0\u2009\u202f]|\{,\}|\\[,!;: ])(?:\\!)?(?=[0-9]{3}(?![0-9]))")
-_LATEX_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s?(?:\{[^{}0-9]{0,80}\}|(?=\{))")
+_SIGNS = str.maketrans("−–‒‐⁄∕÷×⋅·’", "----///***'", "\u00ad\u200b\u200c\u200d\u2060\ufeff")  # the last are not seen
+_OTHER_DIGIT = re.compile(r"[^\D0-9]")
+_SCRIPT = re.compile(r"([⁺⁻]?[⁰¹²³⁴-⁹]+)|([₀-₉]+)|(?:([0-9])\s?)?([¼-¾⅐-⅞↉])")
+_DIGIT_GAP = re.compile(r"(?<=[0-9])(?:\{,\}|\\[,!;: ])(?:\\!)?(?=[0-9]{3}(?![0-9]))")
+_GROUPS = re.compile(r"(?<![0-9.,/_^{'])[1-9][0-9]{0,2}(?:(?: [0-9]{3})++|(?:_[0-9]{3})++|(?:'[0-9]{3})++)(?![0-9/_'])")
+_LATEX_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s?(?:\{([^{}0-9]{0,80})\}|(?=\{))")
 _LATEX_FRACTION = re.compile(
     r"\\[dtc]?frac\s?(?:\{\s?(-?[0-9][0-9,.]{0,63})\s?\}\s?\{\s?([0-9][0-9,.]{0,63})\s?\}|([0-9])([0-9]))"
 )
+_REPEATED = re.compile(r"([0-9]{0,20})\.([0-9]{0,20})\\overline\s?\{([0-9]{1,20})\}")
 _LATEX_ESCAPED = re.compile(r"\\([$%#&_])")
 _LATEX_SPACE = re.compile(r"\\(?:[()\[\],;:! ]|(?:left|right|displaystyle|quad|qquad|approx)(?![a-z]))")
+_LATEX_TIMES = re.compile(r"\\(?:times|cdot)(?![a-z])")
 
+_SIZES = {"k": 10**3, "hundred": 100, "thousand": 10**3, "lakh": 10**5, "crore": 10**7, "dozen": 12}
+_SIZES |= {name: 10**6 for name in ("m", "mn", "million")} | {name: 10**9 for name in ("b", "bn", "billion")}
+_SIZES |= {name: 10**12 for name in ("t", "tn", "trillion")}
+_WORDS_OF_SIZE = "|".join(name for name in _SIZES if len(name) > 2)
+_MONEY = {"$": "dollar", "£": "gbp", "€": "euro", "¥": "yen", "₹": "rupee"}
 _RUN = r"(?:[0-9]|(?<![0-9A-Za-z_.)])\.[0-9])[0-9,.]*+"  # digits with what may stand between them: read by `_fraction`
 _NUMBER = (
-    r"(?:[$£€¥₹]\s?)?(?P<inner>-)?"
+    rf"(?P<money>[{''.join(_MONEY)}]\s?)?(?P<inner>[-+])?"
     r"(?:(?P<whole>[0-9]{1,4})[ ](?P<part>[0-9]{1,4})/(?P<per>[0-9]{1,4})(?![0-9/])"
-    rf"|(?P<run>{_RUN})(?:[eE](?P<exponent>[+-]?[0-9]{{1,2}})(?![0-9]))?(?:\s?/\s?(?P<under>{_RUN}))?)"
+    rf"|(?P<run>{_RUN})(?:_(?P<in_base>\{{)?(?P<base>[0-9]{{1,2}})(?(in_base)\}})(?![0-9])"
+    r"|(?:\^|\*\*)(?P<in_power>\{)?(?P<power>[+-]?[0-9]{1,3})(?(in_power)\})(?![0-9/]|\.[0-9])"
+    r"|(?:[eE]|\s?[x*]\s?10(?:\^|\*\*)(?P<in_exponent>\{)?)(?P<exponent>[+-]?[0-9]{1,3})(?(in_exponent)\})"
+    r"(?![0-9/]|\.[0-9]))?"
+    rf"(?:\s?/\s?(?P<under>{_RUN}))?)"
+    # 5M and $5m are millions, 5m are meters
+    rf"(?P<size>(?:\s?(?i:{_WORDS_OF_SIZE})s?(?![A-Za-z]))+"
+    r"|(?:\s?k|[KM]|bn|mn|tn|(?(money)[mbBtT]|(?!)))(?![A-Za-z0-9]))?"
 )
-# Anywhere in a text: not inside a word (`H2O`), and a minus between two things (`10-5`) is no sign.
-_ANYWHERE = re.compile(rf"(?P<sign>(?<![0-9A-Za-z_)\]}}%$.])-)?(?<![0-9A-Za-z_]){_NUMBER}")
-_LEADING = re.compile(rf"[\s*_`\"'(\[{{$£€¥₹:=~≈]*+(?P<sign>-\s?)?{_NUMBER}")
+# Anywhere in a text: not inside a word (`H2O`) or a power, and a minus between two things (`10-5`) is no sign.
+_ANYWHERE = re.compile(rf"(?P<sign>(?<![0-9A-Za-z_)\]}}%$.])-)?(?<![0-9A-Za-z_^√±])(?<!\^[{{-])(?<!sqrt{{){_NUMBER}")
+_LEADING = re.compile(
+    r"(?:[\s*_`\"'(\[{:=~≈]|\$(?!\s?[.0-9+-]))*+(?:(?:USD|EUR|GBP|INR|Rs\.?) |[A-Z]{1,3}(?=\$))?"
+    rf"(?P<sign>[-+]\s?)?{_NUMBER}"
+)
 # What makes a number the beginning of an expression, a time, a range or a list instead of an answer.
-_GOES_ON = re.compile(r"\s?(?:[+×÷·√π]|\^(?!\s?\{?\\circ)|\\(?!circ|degree)[a-z]|\*\*?[0-9]|[-/:*x]\s?[$(]?[0-9])")
-_ANOTHER_NUMBER = re.compile(r"(?<![A-Za-z^0-9])[0-9]")
+_OPERATED = r"[)\]}]*\^(?!\s?\{?\\circ)|[eE][-+]?[0-9]|[box][0-9A-F]|[0-9A-Za-z]*_\{?[0-9]"
+_GOES_ON = re.compile(
+    rf"{_OPERATED}|\s?(?:[+√π±]|\\(?!circ|degree)[a-z]|\*\*?[0-9]|[-/:*x]\s?[$(]?[0-9])"
+    r"|\s?-\s?[b-zB-HJ-Z](?![A-Za-z'])|[abeinqrvwxyzDEIOPQRSUXYZ](?![A-Za-z])"
+    r"|['\"][0-9]|(?<![,.])\s{1,9}[0-9]|(?<=,)(?:\s[-$]?[0-9.]+,?)++\W*$"
+    r"|,?\s(?:and|or|to)\s[-$]?[0-9]|\s(?:and (?:a|one|two|three)\s|squared|cubed|factorial|halves)"
+    r"|\s(?:third|fourth|fifth|sixth|eighth|ninth|tenth|hundredth|thousandth)s\b"
+)
+_POWERED = re.compile(_OPERATED)
+_ANOTHER_NUMBER = re.compile(r"(?<![A-Za-z^0-9])(?<!\^\{)[0-9]")
+# Left of an equals sign, a name or a calculation is no part of the answer; `2x = 8` and `x + 1 = 8` are equations.
+_VARIABLE = re.compile(r"(?<![A-Za-z])(?:[a-fi-kn-rt-z]|[A-Z])(?![A-Za-z])")
+_WORKED = re.compile(r"(?<![_{0-9])[0-9]|[-+*/^<>,]")
 _BEGINS_WITH_NUMBER = re.compile(r"\W{0,12}[0-9]")
 _STATED = re.compile(
     r"\banswer[*_]{0,2}\s?(?:is|equals|=|:)(?=\W{0,12}(?:[dtc]?frac\W{0,3})?[0-9])"
@@ -68,6 +99,7 @@ def extract_answer(text: str) -> Extracted:
     >>> extract_answer("He pays 3 * $6 = $18.\\n#### $18.00")
     Extracted(value=Fraction(18, 1), text='$18.00', strict=True)
     """
+    text = in_ascii(text)
     return _marked(text) or _stated(text) or _last_number(text) or NOTHING
 
 
@@ -76,6 +108,7 @@ def gold_answer(text: str) -> Fraction | None:
 
     Unlike a completion it is never guessed from a text with several numbers.
     """
+    text = in_ascii(text)
     found = _marked(text) or _stated(text)
     return found.value if found else parse_number(text)
 
@@ -86,7 +119,7 @@ def parse_number(text: str) -> Fraction | None:
     >>> parse_number("-$1,234.50 per day"), parse_number("1 1/2"), parse_number("3 or 4")
     (Fraction(-2469, 2), Fraction(3, 2), None)
     """
-    found = _only(text)
+    found = _only(in_ascii(text))
     return found.value if found else None
 
 
@@ -129,10 +162,10 @@ def _stated(text: str) -> Extracted | None:
 def _last_number(text: str) -> Extracted | None:
     """The last number of the text. A run such as `1,2,3` that is no number is a list, and its end is meant."""
     last = last_match(_ANYWHERE, _plain(text))
-    if last is None:
+    if last is None or _POWERED.match(last.string, last.end()):
         return None
     value, shown = _value(last), last[0]
-    if value is None and last["run"] and not last["under"]:
+    if value is None and last["run"] and last[0].endswith(last["run"]):
         shown = last["run"].rstrip(".,").rpartition(",")[2]
         value = _fraction(shown)
     return None if value is None else Extracted(value, shown.strip().rstrip(".,"), False)
@@ -164,35 +197,61 @@ def braced(window: str) -> str:
     return ""
 
 
+def in_ascii(text: str) -> str:
+    """Return the text with digits, signs, spaces, fractions and powers of other scripts as ASCII writes them.
+
+    >>> in_ascii("\u22121\u00bd \u00d7 10\u00b2")
+    '-1 1/2 * 10^{2}'
+    """
+    if text.isascii():
+        return text
+    text = unicodedata.normalize("NFKC", _SCRIPT.sub(_plain_script, text)).translate(_SIGNS)
+    return _OTHER_DIGIT.sub(lambda it: str(unicodedata.decimal(it[0])), text)
+
+
+def _plain_script(match: re.Match[str]) -> str:
+    power, index, whole, fraction = (unicodedata.normalize("NFKC", it or "") for it in match.groups())
+    return f"^{{{power}}}" if power else f"_{{{index}}}" if index else f"{whole} {fraction}" if whole else fraction
+
+
 def _plain(text: str) -> str:
-    """The text with typographic signs, and what LaTeX writes around numbers, in their plain form."""
+    """Return the text without what LaTeX writes around numbers, and with digits that are grouped joined."""
     text = _DIGIT_GAP.sub("", text)
-    if not text.isascii():
-        text = text.translate(_DASHES_AND_SPACES)
     if "\\" in text:
-        text = _LATEX_FRACTION.sub(_plain_fraction, _LATEX_TEXT.sub("", text))
+        text = _LATEX_TEXT.sub(lambda match: f" {(match[1] or '').strip()} " if match.start() else "", text)
+        text = _REPEATED.sub(_unrolled, text)
+        text = _LATEX_TIMES.sub("*", _LATEX_FRACTION.sub(_plain_fraction, text))
         text = _LATEX_SPACE.sub(" ", _LATEX_ESCAPED.sub(r"\1", text))
-    return text
+    return _GROUPS.sub(lambda match: re.sub("[ _']", "", match[0]), text)
 
 
 def _plain_fraction(match: re.Match[str]) -> str:
     """`\\frac{3}{4}` as `3/4`, and `1\\frac{3}{4}` as `1 3/4`."""
     upper, lower = match[1] or match[3], match[2] or match[4]
     mixed = match.start() > 0 and match.string[match.start() - 1].isdigit()
-    return f"{' ' if mixed else ''}{upper}/{lower}"
+    end = " " if match.string[match.end() : match.end() + 1].isdigit() else ""
+    return f"{' ' if mixed else ''}{upper}/{lower}{end}"
+
+
+def _unrolled(match: re.Match[str]) -> str:
+    """`0.1\\overline{6}` as `15/90`."""
+    once, again = match[1] + match[2], match[3]
+    return f"{int(once + again) - int(once or 0)}/{10 ** len(match[2]) * (10 ** len(again) - 1)}"
 
 
 def _leading(text: str, strict: bool = False, max_words: int | None = None) -> Extracted | None:
     """The number that `text` begins with, else the one after its last equals sign (`3 * 4 = 12`); None where it begins
     an expression. With `max_words`, at most so many words, and no other number, may follow it."""
     text = _plain(text)
-    for piece in (text, text.rpartition("=")[2]):
+    *working, last = text.split("=")
+    for piece in (text,) if any(_VARIABLE.search(it) and _WORKED.search(it) for it in working) else (text, last):
         match = _LEADING.match(piece)
         value = _value(match) if match else None
         if match is None or value is None or _GOES_ON.match(piece, match.end()):
             continue
         rest = piece[match.end() :]
-        if max_words is None or not (_ANOTHER_NUMBER.search(rest) or len(rest.split()) > max_words):
+        alone = not (rest.startswith("!") or _ANOTHER_NUMBER.search(rest))
+        if max_words is None or (alone and len(rest.split()) <= max_words):
             return Extracted(value, match[0].strip(" \t\n*_`\"'([{:=~≈").rstrip(".,"), strict)
     return None
 
@@ -202,20 +261,46 @@ def _only(text: str, strict: bool = False, max_words: int = MAX_ANSWER) -> Extra
     return _leading(text, strict, max_words) if len(text) <= MAX_ANSWER else None
 
 
+def measured(text: str) -> tuple[Fraction, str] | None:
+    """Return the number that `text` consists of and what stands behind it, which has no number; None for more.
+
+    >>> measured("$1{,}234.50"), measured("3\\\\text{ p.m.}"), measured("(3)")
+    ((Fraction(2469, 2), 'dollar'), (Fraction(3, 1), 'p.m'), None)
+    """
+    text = _plain(f" {text}").strip()  # words in front are kept, and make it more than a number
+    match = None if text.startswith(("(", "[", "{", "=", ":")) else _LEADING.match(text)
+    value = _value(match) if match else None
+    if match is None or value is None or _GOES_ON.match(text, match.end()):
+        return None
+    rest = text[match.end() :].strip(" .,")
+    if rest.startswith("!") or _ANOTHER_NUMBER.search(rest):
+        return None
+    money = _MONEY.get((match["money"] or "").strip(), "")
+    return value, rest if rest.lower().startswith(money) else f"{money} {rest}".strip()
+
+
 def _value(match: re.Match[str]) -> Fraction | None:
     """The number of a match of `_ANYWHERE` or `_LEADING`; None for `1/0`, `3.5.2`, `12,34` and the like."""
     if match["whole"]:
         whole, part, per = int(match["whole"]), int(match["part"]), int(match["per"])
-        size = whole + Fraction(part, per) if part < per else None
+        value = whole + Fraction(part, per) if part < per else None
     else:
-        size = _fraction(match["run"])
-        if size is not None and match["exponent"]:
-            size *= Fraction(10) ** int(match["exponent"])
-        if size is not None and match["under"]:
-            under = _fraction(match["under"])
-            size = size / under if under else None
-    negative = bool(match["sign"]) != bool(match["inner"])
-    return -size if size is not None and negative else size
+        value = _fraction(match["run"])
+        under = _fraction(match["under"]) if match["under"] else Fraction(1)
+        try:
+            if value is None or not under:
+                return None
+            if match["base"]:
+                value = Fraction(int(match["run"], int(match["base"]) or 1))
+            value = value ** int(match["power"] or 1) * Fraction(10) ** int(match["exponent"] or 0) / under
+        except (ValueError, ZeroDivisionError):  # a digit that the base does not have, 0 to a negative power
+            return None
+    for word in re.findall("[a-z]+", (match["size"] or "").lower()):
+        value = value and value * _SIZES[word if word in _SIZES else word.removesuffix("s")]
+    if value is None or max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        return None
+    negative = (match["sign"] or "").startswith("-") != (match["inner"] == "-")
+    return -value if negative else value
 
 
 _DECIMAL = re.compile(r"(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)?(?:\.[0-9]+)?")

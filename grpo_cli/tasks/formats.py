@@ -14,16 +14,18 @@ from grpo_cli.support.ranges import Range
 from grpo_cli.types import Rollout
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_WHOLE = re.compile(r"<think>\n.*\n</think>\n<answer>\n.*\n</answer>", re.DOTALL)
+_OPENED, _TURNED = "<think>\n", "\n</think>\n<answer>\n"
+_CLOSED = re.compile(r"\n</answer>$", re.MULTILINE)
 _TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 
 
 def strict_format(text: str) -> float:
-    """1 if the completion is the four tags in order, each on a line of its own, with text between the pairs; else 0.
+    """Return 1 for a completion that begins with the four tags in order, each on a line of its own; else 0.
 
-    The format reward of open-r1.
+    The format reward of open-r1: more may follow the line of the last tag, and a tag may occur again.
     """
-    return float(all(text.count(tag) == 1 for tag in TAGS) and _WHOLE.fullmatch(text) is not None)
+    turned = text.find(_TURNED, len(_OPENED)) if text.startswith(_OPENED) else -1
+    return float(turned >= 0 and _CLOSED.search(text, turned + len(_TURNED)) is not None)
 
 
 _FROM_THOUGHT_TO_ANSWER = re.compile(r"</think>\s{0,8}<answer>")

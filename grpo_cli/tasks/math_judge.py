@@ -1,4 +1,4 @@
-"""Answers that are expressions: compared as normalised text first, then by `math-verify` in processes that are killed.
+"""Answers that are expressions: compared as quantities and texts first, then by `math-verify` in a process to kill.
 
 `math-verify` uses sympy, whose arithmetic can take forever on a short text and cannot be interrupted from within, so a
 process that is killed is the only guard that works. Running out of time is a zero that is counted (`over_limit`).
@@ -69,12 +69,17 @@ class MathJudge:
         """
         if len(self._known) > _REMEMBERED:
             self._known.clear()
-        for pair in pairs:
-            if pair not in self._known and (same := settled(*pair)) is not None:
-                self._known[pair] = "equal" if same else "different"
-        unknown = [pair for pair in pairs if pair not in self._known]
+        unknown: list[tuple[str, str]] = []
+        questions = []
+        for pair in [pair for pair in pairs if pair not in self._known]:
+            verdict = settled(*pair)
+            if isinstance(verdict, bool):
+                self._known[pair] = "equal" if verdict else "different"
+            else:
+                unknown.append(pair)
+                questions.append({"gold": verdict[0], "answer": verdict[1]})
         try:
-            replies = self._workers.ask([{"gold": gold, "answer": answer} for gold, answer in unknown])
+            replies = self._workers.ask(questions)
         except DoesNotStart as error:
             raise UserError(f"the judge of task.reward=math does not start: {error}") from error
         for pair, reply in zip(unknown, replies, strict=True):

@@ -2,7 +2,8 @@
 
 It runs as a script, so that it can be killed, and imports nothing of this package. A line is a JSON object with `gold`
 and `answer`; the reply has `equal`, or `limit` (out of memory or depth), or `incomparable` or `died` with the reason.
-Only `math-verify`'s LaTeX grammar is used: its other reader hands text to a parser that evaluates it.
+Only the LaTeX grammar is used: math-verify's other reader hands text to a parser that evaluates it. What math-verify
+calls equal has to have equal values too: it rounds, drops the left side of an equation, and takes (1,2) for {1,2}.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import json
 import os
 import resource
 import sys
+import zlib
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 MEMORY = 4 * 2**30  # bytes of address space
 LIBRARIES = ("latex2sympy2_extended", "math_verify", "mpmath", "sympy")
-# What arithmetic on things that do not go together raises; anything else is a crash.
-INCOMPARABLE = (ArithmeticError, ValueError, TypeError, NotImplementedError)
+# What arithmetic on things that do not go together raises, beside errors of the libraries; the rest are crashes.
+INCOMPARABLE = (ArithmeticError, ValueError, TypeError, NotImplementedError, AttributeError, LookupError)
 
 
 def serve(prepare: Callable[[], Callable[[Any], dict[str, Any]]], seconds: float) -> None:
@@ -45,13 +47,11 @@ def serve(prepare: Callable[[], Callable[[Any], dict[str, Any]]], seconds: float
 
 
 def _comparisons() -> Callable[[Any], dict[str, Any]]:
-    import math_verify
-
-    _compared(math_verify, "x+1", "1+x")  # the first comparison loads a grammar: not on a question's time
+    _compared("x+1", "1+x")  # the first comparison loads a grammar: not on a question's time
     caches = _caches()
 
     def answer(question: Any) -> dict[str, Any]:
-        reply = _compared(math_verify, question["gold"], question["answer"])
+        reply = _compared(question["gold"], question["answer"])
         for cache in caches:
             cache.cache_clear()
         return reply
@@ -77,31 +77,99 @@ def _limit(what: int, most: int) -> None:
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def _compared(library: Any, gold: str, answer: str) -> dict[str, Any]:
+def _compared(gold: str, answer: str) -> dict[str, Any]:
+    from math_verify import verify
+
     try:
-        parsed = [_gold(library, gold), _parsed(library, answer)]
-        equal = all(parsed) and library.verify(*parsed, timeout_seconds=None, raise_on_error=True)
+        one, other = _gold(gold), _parsed(answer)
+        read = one is not None and other is not None
+        equal = read and verify(one, other, timeout_seconds=None, raise_on_error=True)
+        equal = equal and _alike(one, other)
     except (MemoryError, RecursionError) as error:
         return {"limit": type(error).__name__}
-    except INCOMPARABLE as error:
+    except Exception as error:
+        if not isinstance(error, INCOMPARABLE) and type(error).__module__.partition(".")[0] not in LIBRARIES:
+            raise
         return {"incomparable": f"{type(error).__name__}: {error}"[:200]}
     return {"equal": bool(equal)}
 
 
 @lru_cache(maxsize=16)  # the replies to one question come one after the other
-def _gold(library: Any, text: str) -> list[Any]:
-    return _parsed(library, text)
+def _gold(text: str) -> Any:
+    return _parsed(text)
 
 
-def _parsed(library: Any, text: str) -> list[Any]:
-    """What the library reads in the expression; nothing if it cannot."""
-    return library.parse(
-        rf"\boxed{{{text}}}",
-        extraction_config=[library.LatexExtractionConfig()],
-        fallback_mode="no_fallback",
-        parsing_timeout=None,  # its own guard is an alarm, which does not interrupt the power of a big integer
-        raise_on_error=True,
-    )
+def _parsed(text: str) -> Any:
+    """Return the expression, with decimals as the fractions that they are; None for what is none."""
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy
+    from sympy import Float, I, Product, Rational, Sum, Symbol
+
+    try:
+        found = latex2sympy(
+            text,
+            is_real=True,
+            normalization_config=NormalizationConfig(malformed_operators=True, nits=True, boxed="none"),
+            conversion_config=ConversionConfig(lowercase_symbols=False),
+        )
+        exact: dict[Any, Any] = {number: Rational(str(number)) for number in found.atoms(Float)}
+        if not found.has(Sum, Product):
+            exact[Symbol("i", real=True)] = I
+        return found.xreplace(exact)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # the grammar raises just this, and what it stumbles over, for text that is no expression
+        return None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether two expressions have equal values, at some point where they have variables."""
+    from sympy import And, Eq, Interval, MatrixBase, Or, Set, Tuple
+    from sympy.core.relational import Relational
+    from sympy.logic.boolalg import BooleanAtom
+
+    logic, compound = (Relational, And, Or), (Set, Tuple, MatrixBase, And, Or, BooleanAtom)
+    both = (one, other)
+    if isinstance(one, Eq) and isinstance(other, Eq) and one.lhs == other.lhs:
+        return _alike(one.rhs, other.rhs)
+    if all(isinstance(it, Relational) for it in both):  # one is a multiple of the other
+        a, b, c, d = (_at(it.lhs - it.rhs, place) for place in (0, 1) for it in both)
+        return bool(abs(a * d - b * c) <= abs(a * d) / 10**25)
+    if not all(isinstance(it, logic) for it in both):
+        both = _bare(one), _bare(other)
+        if any(isinstance(it, logic) for it in both):  # x > 3 is the interval from 3 on
+            both = tuple(it.as_set() if isinstance(it, logic) and len(it.free_symbols) == 1 else it for it in both)
+    one, other = (it.as_immutable() if isinstance(it, MatrixBase) else it for it in both)
+    if one == other:
+        return True
+    if isinstance(one, (*compound, Relational)) or isinstance(other, (*compound, Relational)):
+        if one.func != other.func or len(one.args) != len(other.args) or isinstance(one, BooleanAtom):
+            return False
+        if isinstance(one, (Interval, Tuple, MatrixBase)):
+            return all(map(_alike, one.args, other.args))
+        ways = (both, both[::-1])
+        return all(any(_alike(part, it) for it in there.args) for here, there in ways for part in here.args)
+    # What evaluates to 0 without a digit to trust is 0.
+    return all(it == 0 or (it.is_Float and it._prec == 1) for it in _at(one - other, 0).as_real_imag())
+
+
+def _bare(it: Any) -> Any:
+    """Return the value in `x = value`, in `2 + 3 = 5` and in a set of one; else the expression as it is."""
+    from sympy import Eq, FiniteSet, Symbol
+    from sympy.core.function import AppliedUndef
+
+    if isinstance(it, FiniteSet) and len(it.args) == 1:
+        return _bare(it.args[0])
+    named = isinstance(it, Eq) and isinstance(it.lhs, (Symbol, AppliedUndef))
+    return it.rhs if named or (isinstance(it, Eq) and not it.free_symbols and _alike(*it.args)) else it
+
+
+def _at(expression: Any, place: int) -> Any:
+    """Return the value to 40 digits where each variable has a value of its own, between 1 and 2."""
+    from sympy import Rational
+
+    names = sorted(expression.free_symbols, key=str)
+    values = {name: 1 + Rational(zlib.crc32(f"{name} {place}".encode()), 2**32) for name in names}
+    return expression.doit().evalf(40, subs=values)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ STUDIES = ["infinite_real", *study.STUDIES]
 # What a small run of each bench is asked with besides --quick; the others have tests of their own.
 SMALL = {
     "checkpoints": [("tiny",)],
-    "drafts": [("tiny",)],
     "gym": [("--model", "tiny")],
     "judge": [()],
     "memory": [()],

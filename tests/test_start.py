@@ -275,8 +275,25 @@ def test_one_command_begins_a_run_goes_on_with_it_and_is_content_with_its_end(el
 def test_a_refused_command_leaves_no_folder_behind(elsewhere: Path) -> None:
     for words in (["n=1"], ["n=1", "hydra.run.dir=new"], [*SMALL, "hydra.run.dir=''"]):
         refused("train", *words)
-    assert not (elsewhere / "new").exists() and not list(elsewhere.glob("outputs/train/*"))
-    assert not list(elsewhere.glob("*.json*")), "the current folder is taken for a run's only if it is named"
+    assert not list(elsewhere.iterdir()), "the current folder is taken for a run's only if it is named"
+    (elsewhere / "mine").mkdir()
+    refused("train", "n=1", "hydra.run.dir=mine/a/b")
+    assert [*elsewhere.rglob("*")] == [elsewhere / "mine"], "which was there before"
+
+
+def test_a_run_goes_on_only_with_the_data_that_it_began_with(elsewhere: Path) -> None:
+    rows, other = elsewhere / "rows.jsonl", elsewhere / "other.jsonl"
+    rows.write_text("".join(f'{{"question": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(9)))
+    shutil.copy(rows, other)
+    words = ("task=jsonl", "task.path=rows.jsonl", "hydra.run.dir=R", "train.checkpoint_every=1")
+    assert grpo("train", *SMALL, *words).exit_code == 0
+    shutil.rmtree(elsewhere / "R/checkpoints/step_000002")  # as if it was killed
+    before = content(elsewhere / "R")
+    rows.write_text(rows.read_text() + '{"question": "9+9", "answer": "18"}\n')
+    assert "rows.jsonl" in refused("train", "resume=R", "train.steps=3")
+    assert "rows.jsonl" in refused("train", *SMALL, *words, "resume=here")
+    assert content(elsewhere / "R") == before
+    assert grpo("train", "resume=R", "train.steps=3", "task.path=other.jsonl").exit_code == 0, "a move is typed"
 
 
 HOLD = """

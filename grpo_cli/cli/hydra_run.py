@@ -100,7 +100,7 @@ class _Called:
     def __init__(self, sweep: Sweep, arguments: Sequence[str]) -> None:
         self.sweep = sweep
         self.started = False
-        self.there_before = _named_folder(arguments)
+        self.there_before = _there_before(arguments)
         self.refused: UserError | None = None
 
     def __call__(self, cfg: DictConfig) -> Any:
@@ -123,20 +123,23 @@ class _Called:
             _leave_no_empty_folder(Path(HydraConfig.get().runtime.output_dir), self.there_before)
 
 
-def _named_folder(arguments: Sequence[str]) -> Path | None:
-    """The folder that `hydra.run.dir` names, if it already exists. UserError if it names none."""
+def _there_before(arguments: Sequence[str]) -> set[Path]:
+    """Return the folders above and at the run's that already exist. UserError if `hydra.run.dir` names none."""
     from grpo_cli.config.overrides import value_of
 
     named = value_of("hydra.run.dir", arguments)
     if named is not None and not named.strip():
         raise UserError("hydra.run.dir is empty: name the folder that the run is to write into (. is the current one)")
-    return Path(named).absolute() if named and Path(named).exists() else None
+    place = Path(named).absolute() if named else Path("outputs").absolute()
+    below = place.iterdir() if not named and place.is_dir() else ()
+    return {folder for folder in (place, *place.parents, *below) if os.path.isdir(folder)}
 
 
-def _leave_no_empty_folder(folder: Path, there_before: Path | None) -> None:
-    """Hydra creates a run's folder before the run can be refused: remove it if it is empty."""
-    if folder != there_before and folder.is_dir() and not any(folder.iterdir()):
+def _leave_no_empty_folder(folder: Path, there_before: set[Path]) -> None:
+    """Remove the folders that Hydra has created for a run that was refused."""
+    while folder.is_dir() and folder not in there_before and not any(folder.iterdir()):
         folder.rmdir()
+        folder = folder.parent
 
 
 @contextmanager

@@ -50,6 +50,8 @@ def hint(
     """`plain` rollouts of each problem (None: half of n), then the others with a hint: at the beginning of the reply
     (`given` answer) or in a text before the problem (prompt). Without a solution, or with nothing of it, they are plain
     as well. UserError where no problem of the step has a solution."""
+    if least > most:
+        raise UserError(f"collector.least={least} is more than collector.most={most}: lower it")
     first = _first(collection.n, plain)
     prompts = collection.pick(collection.prompts)
     solutions = {prompt.id: tuple(collection.solution(prompt)) for prompt in prompts}

@@ -15,6 +15,7 @@ from grpo_cli.support.ranges import Count, OneOf, Range
 
 MOST_SAMPLES = 2**16
 Seed = Annotated[int, Range(0, 2**64 - 1, "NumPy and PyTorch take no other")]
+Steps = Annotated[int, Range(1, 10**9, "a thousand a second would take eleven days")]
 Device = Annotated[str, OneOf(("auto", "cpu", "cuda"))]
 Temperature = Range(1e-4, 1e4, "logits are divided by it, in float32, and greedy answers to a problem are all the same")
 
@@ -110,7 +111,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    steps: Count
+    steps: Steps
     prompts: Count
     micro_batch_tokens: Count | Literal["auto"]  # decided before anything is built (`profile.micro_batch`)
     epochs: Count
@@ -187,14 +188,14 @@ GpuWord = Literal["h200", "h100", "a100_80gb", "a100_40gb", "l40s", "l4", "a10",
 class ProfileSettings:
     """What `grpo profile` measures; each setting is explained in `conf/profile.yaml`."""
 
-    steps: Count
+    steps: Steps
     warmup: Annotated[int, Range(0)]
     eval: bool
     lengths: Annotated[str, OneOf(("natural", "lognormal", "full", "trace"))]
     mean: float | None
     cv: Annotated[float, Range(0, 100, "lengths are whole numbers up to sampling.max_new_tokens", above=True)]
     trace_file: str | None
-    device: str
+    device: Device
     plan_only: bool
     for_gpu: bool | GpuWord
     fit: str | None

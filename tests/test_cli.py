@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from typer.testing import CliRunner, Result
 
 from grpo_cli import __version__
 from grpo_cli.cli import main as cli
-from grpo_cli.cli.arguments import all_of_a_named_file
+from grpo_cli.cli.arguments import all_of_a_named_file, with_checkpoint
 from grpo_cli.cli.completion import offered as offers
 from grpo_cli.config.overrides import overrides, unquoted, value_of
 from grpo_cli.runs.record import read_record
@@ -141,7 +143,22 @@ def test_every_example_in_the_help_composes():
         ("+correction.rs=veto", "rs", "correction.rejection"),
         ("fast", "fast", "key=value or group=choice"),
         ("=5", "=5", "key=value or group=choice"),
-        ("n=[1", "n=[1", "key=value or group=choice"),
+        ("n=[1", "n=[1", 'n="[1"'),
+        ("--n 32", "--n", "n=32"),
+        ("-n 32", "-n", "n=32"),
+        ("--num-generations=8", "--num-generations=8", "n=8"),
+        ("--learning_rate 1e-6", "--learning_rate", "optim.lr=1e-6"),
+        ("--steps 10", "--steps", "train.steps=10"),
+        ("--use_vllm", "--use_vllm", "engine=vllm"),
+        ("--config my.yaml", "--config", "--config-dir"),
+        ("--config-dir", "--config-dir", "value"),
+        ("seed=range(3)", "seed=range(3)", "-m"),
+        ("seed=0,1", "seed=0,1", "'seed=[0,1]'"),
+        ("train.steps=1_0", "train.steps=1_0", "10"),
+        ("-m n=1_6,32", "n=1_6,32", "16"),
+        ("optim.lr=1e1_0", "optim.lr=1e1_0", "1e10"),
+        (f"train.steps={5000 * '9'}", "train.steps", "5000 digits"),
+        (f"optim.betas=[0.9,{5000 * '9'}]", "optim.betas", "5000 digits"),
         ("n=0", "n=0", "at least 1"),
         ("--config-name=other", "other", ""),
         ("--no-such-flag", "--no-such-flag", ""),
@@ -150,6 +167,53 @@ def test_every_example_in_the_help_composes():
 def test_what_a_person_got_wrong_is_one_message_and_exit_code_2(arguments, key, way_out):
     message = refusal("train", *arguments.split())
     assert key in message and way_out in message
+
+
+HARD_TO_TYPE = [
+    *(
+        "data dir/my rows (1).jsonl",
+        "données.jsonl",
+        "it's.jsonl",
+        "{question}",
+        "a, b",
+        'say "hi" (now',
+        "[x",
+        "n=${n}",
+    ),
+    *('"half', "a (b\\", "q: {x}\nA:"),
+]
+
+
+@pytest.mark.parametrize("text", HARD_TO_TYPE)
+def test_text_that_hydra_cannot_read_is_answered_with_a_word_that_it_reads(text):
+    (word,) = shlex.split(refusal("train", "task=jsonl", f"task.path={text}").rpartition(" typed ")[2])
+    assert OverridesParser.create().parse_override(word).value() == text
+
+
+@pytest.mark.parametrize(
+    "words", ["report", "show", "export", "export a", "init", "explain", "show --fast", "show a --step b"]
+)
+def test_a_missing_argument_is_answered_in_one_line_with_an_example(words):
+    (line,) = refusal(*words.split()).splitlines()
+    assert line.startswith(f"error: grpo {words.split()[0]}: ") and f": grpo {words.split()[0]} " in line
+
+
+@pytest.mark.parametrize("name", ["out/lr=1e-3", "z=1", "a, b", "it's ${n}", "~/x=1", "out/new=0", "plain"])
+def test_the_folder_of_an_evaluation_may_have_any_name(elsewhere, name):
+    if "/" not in name:
+        (elsewhere / name).mkdir()
+    words = with_checkpoint(["--cfg", "job", name, "seed=1", "~logger", "hydra/launcher=processes"])
+    assert value_of("checkpoint", words) == name and words[:2] + words[3:] == [
+        *("--cfg", "job", "seed=1", "~logger", "hydra/launcher=processes")
+    ]
+
+
+def test_an_evaluation_is_of_one_folder_and_a_setting_is_none(elsewhere):
+    (elsewhere / "seed=1").mkdir()
+    assert with_checkpoint(["-m", "seed=1"]) == ["-m", "seed=1"]
+    for words in (["a", "b"], ["a", "checkpoint=b"]):
+        with pytest.raises(UserError, match="a and b"):
+            with_checkpoint(words)
 
 
 UNKNOWN = {

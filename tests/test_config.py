@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import hydra
 import hydra.utils
@@ -17,7 +20,7 @@ import grpo_cli.settings
 from grpo_cli.config.check import check, check_eval
 from grpo_cli.config.choices import EXPERIMENTAL, choices, config_dir, groups_of, parts_of, shipped
 from grpo_cli.config.compose import parse, parse_eval
-from grpo_cli.config.instantiate import RECIPE
+from grpo_cli.config.instantiate import RECIPE, drop_inherited
 from grpo_cli.config.overrides import overrides_of_run, overrides_to_resume
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
@@ -174,6 +177,35 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
     assert isinstance(run.sampling.temperature, float)
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (r"Q: {question}\nA:", "Q: {question}\nA:"),
+        (r"a \neq b, \boxed{question}\n\n", "a \\neq b, \\boxed{question}\n\n"),
+    ],
+)
+@pytest.mark.parametrize("word", ["template", "system_prompt"])
+def test_a_typed_line_break_is_one(word, typed, meant):
+    part = settings("task=jsonl", "task.path=x", f'task.{word}="{typed}"').parts["task"]
+    assert part[word] == meant
+
+
+@pytest.mark.parametrize("group", parts_of("train"))
+def test_a_part_of_ones_own_inherits_only_what_it_takes(group, monkeypatch):
+    """Also from every other choice; what was typed, and what no choice has, stays to be refused."""
+    takes = {"takes_nothing": [], "takes_seed": ["seed"], "takes_all": None}
+    module = ModuleType("parts_of_mine")
+    module.takes_nothing, module.takes_seed, module.takes_all = (lambda: None), (lambda seed: None), (lambda **of: None)
+    for name in takes:
+        getattr(module, name).__module__ = "parts_of_mine"
+    monkeypatch.setitem(sys.modules, "parts_of_mine", module)
+    for choice, (name, taken) in itertools.product(choices(group), takes.items()):
+        cfg = compose(f"{group}._target_=parts_of_mine.{name}", f"+{group}.zzz=1", f"{group}={choice}")
+        drop_inherited(cfg, [group])
+        kept = {key for key in shipped(group, choice) if key == RECIPE or taken is None or key in taken}
+        assert set(cfg[group]) == {*kept, "_target_", "zzz"}, (choice, name)
+
+
 # Every number of every setting is tried by test_bad_commands.py; here is one of each kind of range and of relation.
 @pytest.mark.parametrize(
     ("words", "key", "way_out"),
@@ -190,6 +222,8 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
         ("optim.eps=1e39", "optim.eps=1e+39", "at most 3.4e+38"),
         (f"seed={2**64}", f"seed={2**64}", "from 0 to 18446744073709551615"),
         (f"train.steps={10**400}", "train.steps=a number of 401 digits", "at most 1.84e+19"),
+        (f"train.steps={10**12}", f"train.steps={10**12}", "from 1 to 1000000000"),
+        ("collector=hint collector.least=0.9 collector.most=0.5", "collector.least=0.9", "collector.most=0.5"),
         ("model=qwen3_0_6b model.architecture.rms_norm_eps=nan", "model.architecture.rms_norm_eps=nan", "finite"),
         ("sampler=infinite sampler.kv_budget=lots", "sampler.kv_budget=lots", "512MiB"),
         ("sampler=infinite sampler.kv_budget=0GB", "sampler.kv_budget=0GB", "from 1 byte"),

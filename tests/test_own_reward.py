@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,16 @@ from grpo_cli.metrics import METRICS
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.jsonl import Jsonl
 from grpo_cli.tasks.judges import RESERVED
+from grpo_cli.tasks.own_reward import own
 from grpo_cli.types import Finish, Reward
 
 TOKENIZER = make_tokenizer()
 MODULE = """
+from decimal import Decimal
+from fractions import Fraction
+
 import numpy as np
+import torch
 
 def match(reply, answer):
     return reply == answer
@@ -68,6 +75,13 @@ def huge(reply):
 def far(reply):
     return 2.0**53 * (1 if reply == "at" else -1 if reply == "below" else 1.5)
 
+def scalar(reply):
+    return eval(reply)
+
+def empties(row):
+    row["tags"].clear()
+    return float(row.pop("level") == "easy")
+
 number = 5
 """
 BROKEN = {"syntax": "def f(:", "fails": "x = 1 / 0", "leaves": "import sys; sys.exit(0)", "ends": "raise GeneratorExit"}
@@ -111,6 +125,66 @@ def test_one_number_is_the_reward_and_a_part_of_the_functions_name(tmp_path: Pat
     assert judged(task, [answer, "x"]) == [right, wrong]
 
 
+@pytest.mark.parametrize(
+    ("value", "worth"),
+    [
+        *(("torch.tensor(0.5)", 0.5), ("torch.tensor([0.5])", 0.5), ("torch.tensor(0.5, requires_grad=True)", 0.5)),
+        *(("torch.tensor(0.5, dtype=torch.bfloat16)", 0.5), ("torch.tensor(True)", 1.0), ("torch.tensor(3)", 3.0)),
+        *(("np.float32(0.5)", 0.5), ("np.array([[0.5]])", 0.5), ("np.bool_(True)", 1.0), ("np.float16(0.5)", 0.5)),
+        *(("Decimal('0.5')", 0.5), ("Fraction(1, 2)", 0.5), ("True", 1.0), ("-3", -3.0)),
+        *(
+            (wrong, None)
+            for wrong in ("Decimal('sNaN')", "Decimal('1e400')", "Fraction(10**400)", "1j", "np.complex64(1)")
+        ),
+        *((wrong, None) for wrong in ("torch.tensor([1., 2.])", "torch.tensor([])", "np.array(['1'])", "np.str_('1')")),
+        *(
+            (wrong, None)
+            for wrong in (
+                "b'1'",
+                "[0.5]",
+                "np.datetime64('2020')",
+                "np.complex64(1)",
+                "torch.tensor(float('inf'))",
+                "None",
+            )
+        ),
+    ],
+)
+def test_a_reward_may_be_any_real_scalar_and_nothing_else(tmp_path: Path, value: str, worth: float | None) -> None:
+    if worth is None:
+        assert "as scalar for sample 0" in message_of(tmp_path, "scalar", [value])
+    else:
+        assert [reward.total for reward in judged(make(tmp_path, "scalar"), [value])] == [worth]
+
+
+def test_rows_are_copies_with_the_same_types_from_every_format(tmp_path: Path) -> None:
+    files = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    rows = [{"question": f"q{i}", "answer": "a", "level": "easy", "w": 0.5, "tags": [{"p": 0.25}]} for i in range(6)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    typed = pyarrow.Table.from_pylist([{**row, "w": Decimal("0.5")} for row in rows])
+    files.write_table(typed, tmp_path / "p.parquet")
+    for name in ("p.jsonl", "p.parquet"):
+        task = task_of("jsonl", TOKENIZER, path=str(tmp_path / name), reward="rewards_of_mine:empties")
+        assert (
+            [reward.total for reward in judged(task, ["a"])]
+            == [reward.total for reward in judged(task, ["a"])]
+            == [1.0]
+        )
+        row = dict(task.row_of(task.prompts("train")[0]))
+        assert {**row, "question": "q"} == {**rows[0], "question": "q"} and type(row["w"]) is float
+        assert type(row["tags"][0]["p"]) is float
+
+
+def test_a_file_that_pythons_own_module_hides_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, function in (("string", "capwords"), ("code", "score"), ("sys", "exit"), ("json.tool", "main")):
+        (tmp_path / f"{name.partition('.')[0]}.py").write_text(f"def {function}(reply): return 1")
+        with pytest.raises(UserError, match=f"{name.partition('.')[0]}.py is hidden by"):
+            own(f"{name}:{function}", "task.reward")
+
+
 def test_named_parts_are_added_with_their_weights(tmp_path: Path) -> None:
     task = make(tmp_path, "parts", weights={"correct": 2.0, "short": 10.0, "tag_count": 1.0})
     prompt = task.prompts("train")[1]
@@ -152,7 +226,7 @@ def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "replies", "expected"),
     [
-        ("raises", ["ok", "abc"], "raised ZeroDivisionError.*rewards_of_mine.py, line 20.* for sample 1 .*'abc'"),
+        ("raises", ["ok", "abc"], "raised ZeroDivisionError.*rewards_of_mine.py, line 24.* for sample 1 .*'abc'"),
         ("exits", ["abc"], "raised SystemExit: 0 .* for sample 0 of prompt train-"),
         ("ends", ["abc"], "raised GeneratorExit "),
         ("no_number", ["nan"], "returned nan as no_number for sample 0 of prompt train-"),

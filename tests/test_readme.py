@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from grpo_cli.support.errors import UserError
 ROOT = Path(__file__).parent.parent
 FRONT = ROOT / "README.md"
 READMES = [FRONT, ROOT / "grpo_cli" / "README.md", *(ROOT / "conf").glob("*.md"), *(ROOT / "scripts").rglob("*.md")]
+FOR_BASH = [FRONT, ROOT / "conf/README.md", ROOT / "scripts/README.md", ROOT / "scripts/examples/first_run.ipynb"]
 PICTURES = ("train", "pods", "slots")
 READ = {"train": (parse, check), "eval": (parse_eval, check_eval), "profile": (parse_profile, check_profile)}
 # Where they stand they need a file or a folder that is not here.
@@ -50,6 +52,16 @@ def commands() -> list[tuple[str, ...]]:
             words = shlex.split(re.sub(r"<[^>]*>|\.\.\.", "somewhere", line))
             found.add(tuple(word for word in words if not word.startswith("-")))
     return sorted(found)
+
+
+def test_every_command_line_is_one_that_bash_can_read():
+    shown = r"(?:^(?:    .*\n)+|(?<=`)grpo [^`\n]*)"
+    texts = [block for file in FOR_BASH for block in re.findall(shown, file.read_text(), re.MULTILINE)]
+    for text in texts:
+        code = re.sub(r"<[^>\n]*>|\.\.\.", "somewhere", textwrap.dedent(text))
+        if not re.search(r"^ *(def|return) ", code, re.MULTILINE):  # of Python
+            found = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True)
+            assert not found.stderr, text
 
 
 def row_of(group: str) -> str:

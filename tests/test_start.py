@@ -295,7 +295,6 @@ def _set(*place: object) -> Callable[[dict], None]:
         _set("rng", "python", (1, 2)),
         _set("rules", []),
         _set("rules", "history", {"visits": 3}),
-        _set("threads", "many"),
         _set("schedule", {"optim.lr": "high", "train.steps": 2}),
         _set("old_policy", 4),
     ],
@@ -312,6 +311,21 @@ def test_a_trainer_state_of_another_form_is_damaged(run: Path, alter: Callable[[
     }
     (checkpoint / "COMPLETE").write_text(json.dumps(marker))
     assert f"{path} is damaged" in refused("train", f"resume={run}")
+
+
+def test_a_run_goes_on_only_with_the_data_that_it_began_with(elsewhere: Path) -> None:
+    rows, other = elsewhere / "rows.jsonl", elsewhere / "other.jsonl"
+    rows.write_text("".join(f'{{"question": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(9)))
+    shutil.copy(rows, other)
+    words = ("task=jsonl", "task.path=rows.jsonl", "hydra.run.dir=R", "train.checkpoint_every=1")
+    assert grpo("train", *SMALL, *words).exit_code == 0
+    shutil.rmtree(elsewhere / "R/checkpoints/step_000002")  # as if it was killed
+    before = content(elsewhere / "R")
+    rows.write_text(rows.read_text() + '{"question": "9+9", "answer": "18"}\n')
+    assert "rows.jsonl" in refused("train", "resume=R", "train.steps=3")
+    assert "rows.jsonl" in refused("train", *SMALL, *words, "resume=here")
+    assert content(elsewhere / "R") == before
+    assert grpo("train", "resume=R", "train.steps=3", "task.path=other.jsonl").exit_code == 0, "a move is typed"
 
 
 HOLD = """

@@ -5,10 +5,12 @@ Heavy imports are local to the functions that need them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo_cli.cli.mistakes import FLAGS_WITH_VALUE
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
 from grpo_cli.support.terminal import to_stderr
@@ -43,18 +45,36 @@ def all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
 
 
 def with_checkpoint(arguments: Sequence[str]) -> list[str]:
-    """Reads a bare word of `grpo eval` as `checkpoint=<word>`, unless it is the value of a flag."""
-    from grpo_cli.config.overrides import overrides
+    """Read the folder of `grpo eval` as `checkpoint=<folder>`. UserError for more than one."""
+    from grpo_cli.config.overrides import overrides, value_of
 
     words = list(arguments)
     for place, word in enumerate(words):
-        if word and "=" not in word and word[0] not in "-~" and not (place and words[place - 1].startswith("-")):
+        if not (place and words[place - 1] in FLAGS_WITH_VALUE) and _is_a_place(word):
             (words[place],) = (given.lstrip("+") for given in overrides({"checkpoint": word}))
+    named = [plain(value_of("checkpoint", [word])) for word in words if word.startswith("checkpoint=")]
+    if len(named) > 1:
+        raise UserError(f"{' and '.join(named)}: grpo eval takes one of them; evaluate each by a command of its own")
     return words
+
+
+def _is_a_place(word: str) -> bool:
+    """Whether a word is a folder rather than a flag or an override."""
+    from grpo_cli.config.choices import config_dir, groups_of
+    from grpo_cli.config.comments import read_conf
+
+    key, equals, _ = word.lstrip("+").partition("=")
+    if not word or word.startswith("-") or (word.startswith("~") and not word.startswith("~/")):
+        return False
+    if not equals or ("/" in key and not key.startswith("hydra/")):
+        return True
+    known = {*groups_of("eval"), *(name.partition(".")[0] for name in read_conf(config_dir() / "eval.yaml").settings)}
+    return key.partition(".")[0] not in known and os.path.isdir(word)
 
 
 def after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
     """Puts the overrides of the run that `resume=` or `checkpoint=` names before the ones given."""
+    from grpo_cli.config.overrides import overrides as as_overrides
     from grpo_cli.config.overrides import value_of
 
     flags, overrides = sorted_out(arguments)
@@ -63,11 +83,12 @@ def after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     own = [word for word in overrides if not word.startswith(f"{key}=")]
     if key == "checkpoint":
+        quoted = [word.lstrip("+") for word in as_overrides({key: place})]
         # A group whose choice changes (except the checkpoint's own model) drops the run's settings of that group.
         chosen = {word.partition("=")[0] for word in own} - {"model"}
         of_the_run = checkpoint_overrides(place, "task" in chosen, own)
         taken = [word for word in of_the_run if word.lstrip("+").partition(".")[0] not in chosen]
-        return [*flags, *taken, *overrides]
+        return [*flags, *taken, *own, *quoted]
     if {"-m", "--multirun"} & set(flags):
         raise UserError(f"resume={place} continues one run; leave out -m, and name the folder of a sweep's job")
     return [*flags, *resumed(place, own)]
@@ -135,7 +156,7 @@ def checkpoint_overrides(place: str, task_is_named: bool = False, typed: Sequenc
     from grpo_cli.runs.record import check_chain, read_record
 
     folder = Path(place).expanduser()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UserError(f"checkpoint={place} is not a folder; give a run folder, a checkpoint or a Hugging Face folder")
     found = find_checkpoint(folder)
     for reason in found.skipped:

@@ -37,7 +37,7 @@ def list_runs(folder: Path) -> None:
     if not runs:
         console.print(f"no runs in or below {plain(folder)}: {FOLDERS}", markup=False, highlight=False, soft_wrap=True)
         return
-    cells = [COLUMNS, *(tuple(_cells(run, folder)) for run in reversed(runs))]
+    cells = [COLUMNS, *(tuple(map(plain, _cells(run, folder))) for run in reversed(runs))]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         line = Text()
@@ -47,7 +47,7 @@ def list_runs(folder: Path) -> None:
         console.print(line, soft_wrap=True)
     for run in reversed(runs):
         for remark in filter(None, (run.reason * (run.state is not State.COMPLETED), *run.notes)):
-            console.print(Text(f"{_path(run, folder)}: {remark}", style="yellow"), soft_wrap=True)
+            console.print(Text(f"{_path(run, folder)}: {plain(remark)}", style="yellow"), soft_wrap=True)
 
 
 def _cells(run: Run, folder: Path) -> Iterator[str]:

@@ -14,19 +14,36 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from grpo_cli import __version__
 from grpo_cli.cli.arguments import after_those_of_the_run, all_of_a_named_file, with_checkpoint
 from grpo_cli.cli.completion import offered
 from grpo_cli.cli.hydra_run import hand_over
-from grpo_cli.cli.mistakes import named, refusals
+from grpo_cli.cli.mistakes import fail, named, refusals
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.processor import settle
 from grpo_cli.support.terminal import outlive_the_reader
 
+UsageError: Any = typer.BadParameter.__base__
+
+
+class _Group(TyperGroup):
+    """The commands; what is typed wrongly is answered in one line, with an example."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            of: Any = getattr(error, "ctx", None) or ctx
+            fault = error.format_message().rstrip(".")
+            fail(f"{of.command_path}: {fault[:1].lower()}{fault[1:300]}; {of.command.epilog}")
+
+
 app = typer.Typer(
+    cls=_Group,
     help="Grouped reinforcement learning (GRPO) of language models when memory is short.",
-    epilog="grpo COMMAND --help lists its choices, its settings and examples.",
+    epilog="grpo COMMAND --help lists its choices, its settings and examples",
     no_args_is_help=True,
     rich_markup_mode=None,  # importing rich takes longer than all the rest of --help
     pretty_exceptions_enable=False,
@@ -121,7 +138,7 @@ def profile(overrides: Overrides = None) -> None:
     hand_over("profile", overrides or [])
 
 
-@app.command()
+@app.command(epilog="an example is: grpo report outputs/train")
 def report(
     folders: Annotated[
         list[Path], typer.Argument(parser=named, help="Run folders, sweep folders, or any folder that contains them.")
@@ -144,7 +161,7 @@ def report(
         make(folders, out, target, metric)
 
 
-@app.command()
+@app.command(epilog="an example is: grpo show outputs/train/my_run")
 def show(
     folder: Annotated[Path, typer.Argument(parser=named, help="A run or evaluation folder.")],
     step: Annotated[int | None, typer.Option(help="Which step. Default: the last one.")] = None,
@@ -166,7 +183,7 @@ def show(
         show_rollouts(folder, step, prompt, kept, best, worst)
 
 
-@app.command("ls")
+@app.command("ls", epilog="an example is: grpo ls outputs")
 def list_runs(
     folder: Annotated[Path, typer.Argument(parser=named, help="Where to look for runs, subfolders included.")] = Path(
         "outputs"
@@ -179,7 +196,7 @@ def list_runs(
         ls(folder)
 
 
-@app.command()
+@app.command(epilog="an example is: grpo explain sampler kl train.epochs")
 def explain(
     words: Annotated[list[str], typer.Argument(help="Such as sampler, maxvar, train.epochs, kl, group.")],
 ) -> None:
@@ -190,7 +207,7 @@ def explain(
         explain_each(words)
 
 
-@app.command()
+@app.command(epilog="an example is: grpo export outputs/train/my_run my_model")
 def export(
     run: Annotated[Path, typer.Argument(parser=named, help="A run, one of its checkpoints, or a folder of adapters.")],
     out: Annotated[Path, typer.Argument(parser=named, help="A new folder, or hub:<you>/<model> to upload it.")],
@@ -211,7 +228,7 @@ def export(
     typer.echo(f"{place} holds the model of {run}")
 
 
-@app.command()
+@app.command(epilog="an example is: grpo init my_experiment")
 def init(folder: Annotated[Path, typer.Argument(parser=named, help="A new folder.")]) -> None:
     """Write an experiment of your own to start from."""
     from grpo_cli.cli.init import init as written

@@ -6,6 +6,7 @@ Hydra is imported lazily, so that help is immediate.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,16 @@ import typer
 from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.extras import EXTRAS, absent, installed
 from grpo_cli.support.formatting import legible
+
+FLAGS_WITH_VALUE = {
+    *("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-path", "-cp", "--config-name", "-cn"),
+    *("--config-dir", "-cd", "--experimental-rerun"),
+}
+_FLAGS = FLAGS_WITH_VALUE | {
+    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
+    *("--shell-completion", "-sc"),
+}
+_QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
 
 
 @contextmanager
@@ -41,8 +52,15 @@ def unusable(command: str, flags: Sequence[str], overrides: Sequence[str]) -> It
     from grpo_cli.config.removed import removed
 
     yield from (sentence for _, sentence in removed(overrides))
+    for place, flag in enumerate(flags):
+        value = flags[place + 1] if flags[place + 1 : place + 2] and not flags[place + 1].startswith("-") else None
+        if flag.startswith("-") and flag.partition("=")[0] not in _FLAGS:
+            yield _without_dashes(command, flag, value)
+        elif flag in FLAGS_WITH_VALUE - {"--info", "-i"} and value is None:
+            yield f"{flag} lacks its value"
     for word in overrides:
         group, _, choice = word.lstrip("+").partition("=")
+        yield from _misread_numbers(group, choice)
         if group in groups_of(command) and not word.startswith("~") and choice in ("null", "true", "false", ""):
             yield f"{word} is none of the choices of {group}: {', '.join(marked(group, one) for one in choices(group))}"
         if group in groups_of("eval") and group not in groups_of(command):
@@ -78,10 +96,14 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
         lost = _of_the_resumed_run(f"{group}={choice}", arguments)
         return _no_choice(group, choice, [option for option in error.options if not option.startswith("_")]) + lost
     if isinstance(error, OverrideParseException):
-        return (
-            f"{error.override} cannot be read: write key=value or group=choice, "
-            "and quote for the shell what holds spaces, brackets or commas"
-        )
+        return f"{error.override} cannot be read: {_as_text(str(error.override)) or 'write key=value or group=choice'}"
+    sweep = re.match(
+        r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?:\n| requires)", str(error), re.DOTALL
+    )
+    if sweep:
+        key, _, value = sweep[1].partition("=")
+        a_list = f"a list is typed {shlex.quote(f'{key}=[{value}]')}; " if "(" not in value else ""
+        return f"{sweep[1]} is a sweep: add -m; {a_list}{_as_text(sweep[1])}"
     if isinstance(error, OSError):
         key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(arguments) else "hydra.run.dir"
         where = error.filename or "the run's folder"  # a full disk names no file
@@ -121,6 +143,44 @@ def _problems(command: str, arguments: Sequence[str]) -> list[str]:
         elif key not in known and not key.startswith(("hydra.", "hydra/")) and "@" not in key:
             problems.append(_no_setting(key, known))
     return problems
+
+
+def _without_dashes(command: str, flag: str, value: str | None) -> str:
+    """The answer to a setting that is typed as a flag."""
+    key, equals, inside = flag.lstrip("-").replace("-", "_").partition("=")
+    from grpo_cli.config.elsewhere import meant_by
+
+    if any(one.startswith(flag) for one in _FLAGS) and len(flag) > 3:
+        return f"{flag} is no flag{closest(flag, _FLAGS)}"
+    known, row = _known_keys(command, ()), meant_by(key)
+    below = [name for name in known if name.endswith(f".{key}")]
+    ours = key if key in known else row.ours if row is not None else below[0] if len(below) == 1 else key
+    name = ours.partition("=")[0]
+    if name not in known and name != "hydra.run.dir":
+        return f"{flag} is no flag, and {_no_setting(key, known)}; settings are written without dashes, as n=32"
+    said = inside if equals else value
+    typed = f": {shlex.quote(f'{name}={said}')}" if said else f": {ours}" if "=" in ours else f": grpo explain {name}"
+    return f"{flag} is no flag; settings are written without dashes{typed}"
+
+
+def _misread_numbers(key: str, value: str) -> Iterator[str]:
+    """Numbers that Hydra cannot read, or reads as others than they seem to be."""
+    for word in re.split(r"[\s,:()\[\]{}]+", _QUOTED.sub(" ", value)):
+        if re.search(r"\d{1000}", word):
+            yield f"{key} has a number of {len(word)} digits: give a shorter one"
+        elif "_" in word and re.fullmatch(r"[+-]?\d[\d_]*(\.[\d_]*)?(e[+-]?[\d_]+)?", word, re.IGNORECASE):
+            yield f"{key}={value}: write {word.replace('_', '')} for {word}; {_as_text(f'{key}={value}')}"
+
+
+def _as_text(word: str) -> str:
+    """How to type an override whose value is text; nothing if it cannot be typed."""
+    from grpo_cli.config.overrides import quoted, unquoted
+
+    key, equals, value = word.partition("=")
+    text = quoted(value, '"').replace("\\${", "${")
+    if not re.fullmatch(r"[+]{0,2}[\w.@/-]+", key) or not equals or unquoted(text) != value or len(word) > 500:
+        return ""
+    return f"as text it is typed {shlex.quote(f'{key}={text}')}"
 
 
 def _own(arguments: Sequence[str]) -> bool:

@@ -15,12 +15,13 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.config.auto import as_decided
+from grpo_cli.config.compose import TEXTS
 from grpo_cli.config.overrides import OF_A_RESUME, is_of_a_resume, is_ours, leaves
 from grpo_cli.runs.files import json_line
 from grpo_cli.runs.layout import CHECKPOINTS, METRICS, PROFILE, ROLLOUTS, RUN, SAMPLES, SUMMARY
 from grpo_cli.runs.lock import sole_use
 from grpo_cli.runs.provenance import code_version
-from grpo_cli.runs.record import RunRecord, read_record, write_record
+from grpo_cli.runs.record import RunRecord, check_data, digests, read_record, write_record
 from grpo_cli.runs.summary import failure_noted, read_object
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
@@ -53,7 +54,9 @@ def started(
         record, before = _record(command, cfg, decided, chosen), _before(command, folder, resume)
         if before is None:
             write_record(folder, record)
-        elif resume is None and before.overrides != record.overrides:
+        elif resume is not None:
+            check_data(folder, before, record)
+        elif before.overrides != record.overrides:
             raise _taken(folder, before)
         with failure_noted(folder, is_new=before is None):
             yield lambda: None if before is None else _go_on(folder, before, record)
@@ -64,15 +67,19 @@ def _record(command: str, cfg: DictConfig, decided: RunSettings | EvalRunSetting
     config = json.loads(json_line(OmegaConf.to_container(cfg, resolve=False)))  # in the form in which it is read back
     for group, values in as_decided(decided).items():
         config[group] |= values
+    config["sampling"]["stop"] = list(decided.sampling.stop)
+    config["task"] |= {word: text for word, text in decided.parts["task"].items() if word in TEXTS}
     choices = {str(group): str(choice) for group, choice in hydra.runtime.choices.items()}
     choices |= {group: choice for group, _, choice in (word.partition("=") for word in chosen) if group in choices}
     about = {"began": datetime.now(UTC).isoformat(timespec="seconds"), "host": platform.node()}
+    parts, train = decided.parts, getattr(decided, "train", None)
+    data = digests([*leaves("task", dict(parts["task"])).values(), train and train.warmup_path])
     return RunRecord(
         command,
         tuple(word for word in hydra.overrides.task if not is_of_a_resume(word) and word not in chosen),
         {group: choice for group, choice in choices.items() if not group.startswith("hydra/")},
         {key: value for key, value in config.items() if key not in OF_A_RESUME},
-        about | {"code": asdict(code_version())} | ({"fit": list(chosen)} if chosen else {}),
+        about | {"code": asdict(code_version()), "data": data} | ({"fit": list(chosen)} if chosen else {}),
     )
 
 

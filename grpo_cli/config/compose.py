@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config.auto import decided, decided_model, fill
 from grpo_cli.config.choices import choices, config_dir, parts_of, shipped
+from grpo_cli.config.instantiate import drop_inherited
 from grpo_cli.config.read import missing, read
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError, refuse
@@ -54,6 +55,7 @@ def model_of(choice: str, **changed: Any) -> ModelSettings:
 
 def _parse(cfg: DictConfig, kind: type[Settings], command: str) -> Settings:
     values: Any
+    drop_inherited(cfg, parts_of(command))
     try:
         values = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
@@ -68,6 +70,9 @@ def _parse(cfg: DictConfig, kind: type[Settings], command: str) -> Settings:
         if not isinstance(group, dict) or "_target_" not in group:
             problems.append(f"{name} says nowhere what to build: choose one of {', '.join(choices(name))}")
         problems += _of_the_builder(name, group)
+    for word in TEXTS & groups["task"].keys() if isinstance(groups["task"], dict) else ():
+        if isinstance(text := groups["task"][word], str):
+            groups["task"][word] = _LINE_BREAK.sub("\n", text)
     settings: Any = read(kind, values | {"parts": groups}, problems)
     stop = () if settings is None else _with_escapes_read(settings.sampling.stop, problems)
     refuse(problems)
@@ -84,6 +89,10 @@ def _of_the_builder(key: str, value: Any, depth: int = 0) -> Iterator[str]:
         yield from _of_the_builder(f"{key}.{name}", item, depth + 1)
 
 
+TEXTS = {"template", "system_prompt"}
+# \n as it is typed, but not as commands of TeX begin, which prompts may hold.
+_TEX = "abla|atural|cong|earrow|e|eg|eq|ewcommand|ewline|exists|geq|gtr|i|leq|less|mid|ot|otin|u|warrow"
+_LINE_BREAK = re.compile(rf"(?<!\\)\\n(?!(?:{_TEX})\b)")
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 
 

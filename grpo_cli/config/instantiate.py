@@ -7,7 +7,7 @@ A misspelt argument is a UserError. Parts declare themselves what they refuse; r
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,16 +15,19 @@ from typing import Any
 
 import hydra.utils
 import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
 from grpo_cli.config.kinds import KINDS, RULES, is_function
 from grpo_cli.config.read import named_words, read_kwargs
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.interfaces import Loss, Rules
-from grpo_cli.support.errors import UserError, closest, gathered, own_code, own_code_unless_ours, refuse
+from grpo_cli.support.errors import UserError, closest, gathered, hidden, own_code, own_code_unless_ours, refuse
 from grpo_cli.types import Batch, LossOutput, Totals
 
 RECIPE = "recipe"  # a task's values for other groups (`config.auto`)
+_NO_ARGUMENTS = ("_target_", "_partial_", RECIPE)
 INNER = "inner"  # the key by which an engine names its workers' engine
 # Keyword arguments for rules that have such a parameter.
 _BY_NAME = {"advantage": ("inputs", "history")}
@@ -51,30 +54,79 @@ def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, /, *
     return make(name, shipped(name, choice) | changed, offered or {})
 
 
-def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> partial[Any]:
-    """The class or function with its settings bound, after checking that it takes them."""
-    target = str(part["_target_"])
+def drop_inherited(cfg: DictConfig, groups: Sequence[str]) -> None:
+    """Remove the settings that a part's own `_target_` does not take, and that it has from the choice it replaces.
+
+    Beside a typed `_target_` these are all that were not typed; else those with the value of a shipped choice.
+    """
+    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+    typed = {".".join(word.lstrip("+").partition("=")[0].split(".")[:2]) for word in words}
+    for name in groups:
+        part, files = cfg.get(name), [shipped(name, choice) for choice in choices(name)]
+        own = f"{name}._target_" in typed
+        if not isinstance(part, DictConfig) or not (
+            own or part.get("_target_") not in (None, *(file.get("_target_") for file in files))
+        ):
+            continue
+        takes: Container[str] = ()
+        with suppress(UserError):  # what cannot be had is refused where it is made
+            takes = _takes(_code(name, str(part["_target_"])))
+        values: Any = OmegaConf.to_container(part)
+        for word in [word for word in values if word not in takes and word not in _NO_ARGUMENTS]:
+            known = [file[word] for file in files if word in file]
+            if known and (f"{name}.{word}" not in typed if own else values[word] in known):
+                with open_dict(part):
+                    del part[word]
+
+
+class _Anything(frozenset[str]):
+    """The names that `**kwargs` take."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def _takes(code: Any) -> frozenset[str]:
+    """Return the names of the settings that a class or function takes."""
+    parameters = inspect.signature(code).parameters
+    named = named_words(code) if _is_ours(code) else set()  # others may annotate as they like
+    if not named and any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return _Anything(parameters)
+    return frozenset([*parameters, *named])
+
+
+def _is_ours(code: Any) -> bool:
+    return str(code.__module__).startswith("grpo_cli.")
+
+
+def _code(name: str, target: str) -> Any:
+    """Return the class or function that a part's `_target_` names. UserError if it cannot be had."""
     with own_code(f"{name}._target_={target}"):
         try:
             code: Any = hydra.utils.get_object(target)
-            parameters = inspect.signature(code).parameters
+            inspect.signature(code)
+            if reason := hidden(target):
+                raise ImportError(reason)
         except (ImportError, TypeError, ValueError) as error:
-            reason = " ".join(str(error.__cause__ or error).splitlines()[:2])
+            reason = hidden(target) or " ".join(str(error.__cause__ or error).splitlines()[:2])
             raise UserError(
                 f"{name}._target_={target} cannot be had: {reason}; "
                 "write it as module.name, with the module in the current folder or installed"
             ) from error
-    kwargs = {key: value for key, value in part.items() if key not in ("_target_", "_partial_", RECIPE)}
-    problems: list[str] = []
-    ours = code.__module__.startswith("grpo_cli.")  # others may annotate as they like
-    named = named_words(code) if ours else set()
-    takes = [*parameters, *named]
-    if named or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        known = [key for key in takes if key not in offered]
-        problems += [
-            f"{name}.{word}: {target} takes no {word}{closest(word, known)}" for word in kwargs if word not in takes
-        ]
-    if ours:
+    return code
+
+
+def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> partial[Any]:
+    """The class or function with its settings bound, after checking that it takes them."""
+    target = str(part["_target_"])
+    code = _code(name, target)
+    kwargs = {key: value for key, value in part.items() if key not in _NO_ARGUMENTS}
+    takes = _takes(code)
+    known = [key for key in takes if key not in offered]
+    problems = [
+        f"{name}.{word}: {target} takes no {word}{closest(word, known)}" for word in kwargs if word not in takes
+    ]
+    if _is_ours(code):
         kwargs = read_kwargs(code, name, kwargs, problems)
     refuse(problems)
     return partial(code, **kwargs)

@@ -39,6 +39,7 @@ def overrides_of_run(record: RunRecord, typed: Sequence[str] = ()) -> list[str]:
         values = {"seed": run.seed}
         drawn: Any = OmegaConf.to_container(run.sampling, resolve=True)
         values |= {f"sampling.{word}": drawn[word] for word in _DRAWN if word in drawn}
+        values["sampling.stop"] = [text.replace("\\", "\\\\") for text in drawn.get("stop", ())]  # it is read again
         values |= {f"eval.{key}": run.eval[key] for key in ("problems", "k", "temperature")}
         values_of_model: Any = OmegaConf.to_container(run.model, resolve=True)
         shape = read(ModelSettings, values_of_model, [])
@@ -114,9 +115,15 @@ def is_ours(target: Any) -> bool:
     return str(target).startswith("grpo_cli.")
 
 
+def quoted(text: str, mark: str = "'") -> str:
+    """Return text in Hydra's grammar. Backslashes count only before a quote or an interpolation."""
+    special = re.compile(rf"(\\*)({mark}|\$\{{|$)")
+    return mark + special.sub(lambda end: 2 * end[1] + (f"\\{end[2]}" if end[2] else ""), text) + mark
+
+
 def _quoted(value: Any) -> str:
-    if isinstance(value, str):  # backslashes count only before a quote or an interpolation
-        return "'" + re.sub(r"(\\*)('|\$\{|$)", lambda end: 2 * end[1] + (f"\\{end[2]}" if end[2] else ""), value) + "'"
+    if isinstance(value, str):
+        return quoted(value)
     if isinstance(value, list):
         return f"[{','.join(_quoted(item) for item in value)}]"
     if isinstance(value, dict):
@@ -138,6 +145,6 @@ def unquoted(value: str) -> str:
     from hydra.errors import HydraException
 
     try:
-        return str(OverridesParser.create().parse_override(f"value={value}").value())
+        return str(OverridesParser.create().parse_override(f"value={value}").value()).replace("\\${", "${")
     except HydraException:
         return value

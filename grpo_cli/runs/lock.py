@@ -58,7 +58,7 @@ def _acquire(descriptor: int, folder: Path, wait: float, say: Callable[[str], No
     while (locked := try_lock(descriptor)) is False:
         if time.monotonic() >= deadline:
             raise UserError(
-                f"{folder} is in use by {holder(folder)}; wait for it (resume_wait=60s waits up to that long), or "
+                f"{folder} is in use by {holder(folder)}; wait for it (resume_wait=60 waits up to a minute), or "
                 "stop it first"
             )
         if not waiting:

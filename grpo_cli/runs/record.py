@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,27 @@ def write_record(folder: Path, record: RunRecord) -> Path:
     with must_be_writable(path):
         write_atomically(path, f"{text}\n".encode())
     return path
+
+
+def digests(names: Iterable[Any]) -> dict[str, str]:
+    """Return the SHA-256 of each of these names that is a file's, by name."""
+    found = {}
+    for name in names:
+        with suppress(OSError, ValueError):  # what cannot be read is refused by what reads it
+            if isinstance(name, str) and (path := Path(name).expanduser()).is_file():
+                found[name] = sha256(path)
+    return found
+
+
+def check_data(folder: Path, before: RunRecord, now: RunRecord) -> None:
+    """UserError if a file that the run began with holds other data now: prompts are known by their lines."""
+    then: Any = before.about.get("data")
+    for name, digest in now.about["data"].items() if isinstance(then, dict) else ():
+        if then.get(name, digest) != digest:
+            raise UserError(
+                f"{name} has changed since the run in {folder} began, whose prompts are known by its lines; put it "
+                "back, or start a new run (model.path=<checkpoint>)"
+            )
 
 
 def begun_as(folder: Path) -> RunRecord | None:

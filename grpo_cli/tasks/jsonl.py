@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Any, Unpack, cast
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import OneOf, Range
@@ -20,7 +20,7 @@ from grpo_cli.tasks.model_judge import JudgeSettings, ModelJudge
 from grpo_cli.tasks.own_reward import OwnReward
 from grpo_cli.tasks.problems import LONG_PROMPTS, LazyPrompts, Problem, Reader, check_disjoint, split_by_hash
 from grpo_cli.tasks.prompting import Prompting, Tokenizer
-from grpo_cli.tasks.rows import value_of
+from grpo_cli.tasks.rows import of_json, value_of
 from grpo_cli.tasks.turns import Speaks, TurnSettings, environment_judge, environment_of
 from grpo_cli.types import Prompt, Reward, Rollout
 
@@ -125,7 +125,7 @@ class Jsonl(Speaks):
         return self._prompting.written(token_ids)
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
-        return self._problem(prompt).row
+        return cast(Mapping[str, Any], of_json(self._problem(prompt).row))
 
     def _problem(self, prompt: Prompt) -> Problem:
         return (self._train if prompt.id.startswith("train-") else self._eval).of(prompt.id)

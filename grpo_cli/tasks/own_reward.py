@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import nan
-from numbers import Real
 from typing import Any
 
-from grpo_cli.support.errors import UserError, own_code
+from grpo_cli.support.errors import UserError, hidden, own_code
 from grpo_cli.tasks.judges import Completion
+from grpo_cli.tasks.rows import of_json
 from grpo_cli.types import LARGEST_REWARD
 
 # What a function may ask for by the names of its arguments: values of one rollout, or lists of all of a step's.
@@ -22,7 +23,7 @@ ONE: Mapping[str, Callable[[Completion], Any]] = {
     "turns": lambda completion: list(completion.turns),
     "answer": lambda completion: completion.answer,
     "question": lambda completion: completion.problem and completion.problem.question,
-    "row": lambda completion: completion.problem and completion.problem.row,
+    "row": lambda completion: completion.problem and of_json(completion.problem.row),
     "finished": lambda completion: completion.finished,
     "length": lambda completion: completion.length,
 }
@@ -94,15 +95,14 @@ class OwnReward:
             return {name: self._number(name, part, completion) for name, part in parts.items()}
 
     def _number(self, name: str, value: Any, completion: Completion) -> float:
-        value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) in (1, ()) else value
-        number: Any = value if isinstance(value, Real) else nan
+        number = _real(value)
         if not abs(number) <= LARGEST_REWARD:
             raise self._refusal(
                 f"returned {_short(value)} as {name} for {completion.place}, whose completion is "
                 f"{_short(completion.text)}; return a finite number from -2^53 to 2^53 (they are squared and summed, "
                 "and larger ones lose digits), or a dictionary of such numbers"
             )
-        return float(number)
+        return number
 
     def _refusal(self, text: str) -> UserError:
         return UserError(f"task.reward={self._name} {text}")
@@ -122,9 +122,12 @@ def own(name: str, key: str) -> Any:
                 f"{key}={name}: the module {module_name} cannot be imported: {error}; it must be in the current "
                 "folder or installed"
             ) from error
+    if reason := hidden(module_name):
+        raise UserError(f"{key}={name}: {reason}")
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise UserError(f"{key}={name}: {module_name} has no function {function_name}")
+        file = getattr(module, "__file__", None) or "built in"
+        raise UserError(f"{key}={name}: {module_name} has no function {function_name} ({file})")
     return function
 
 
@@ -146,6 +149,14 @@ def _words(name: str, function: Callable[..., Any]) -> tuple[tuple[str, ...], bo
         )
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return tuple(known if takes_any else [p.name for p in named if p.name in known]), takes_many
+
+
+def _real(value: Any) -> float:
+    """Return any real scalar as a float: Python's, NumPy's, torch's, Decimal, Fraction; NaN for what is none."""
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):  # of several elements, complex, too large
+        value = value.item() if hasattr(value, "item") else value
+        return nan if isinstance(value, (str, bytes, bytearray, memoryview)) else float(value)
+    return nan
 
 
 def _short(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.judges import Judge
 from grpo_cli.tasks.prompting import MadePrompts, Prompting
-from grpo_cli.tasks.rows import Problem, read_rows, where
+from grpo_cli.tasks.rows import Problem, of_json, read_rows, where
 from grpo_cli.types import Prompt
 
 LONG_PROMPTS = ("refuse", "leave_out", "cut")
@@ -78,7 +78,7 @@ class LazyPrompts(MadePrompts):
 
     def _encode(self, problem: Problem) -> tuple[int, ...]:
         """The question, followed by the environment's opening text, as in TRL."""
-        said, messages = self._opens(problem.row, problem.place), problem.messages
+        said, messages = self._opens(of_json(problem.row), problem.place), problem.messages
         if said and messages:
             messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + said})
         return self._prompting.encode(problem.question + said, messages)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 @dataclass(frozen=True)
 class Problem:
     """A question with its answer. `line` counts from 1: the line or row of a file, the row of a hub split; `place`
-    names it in messages, and `row` holds all its fields, for a reward function.
+    names it in messages, and `row` holds all its fields as they were read (`of_json` is what a reward function gets).
 
     A question that is a chat has `messages`. Its text, which identifies the problem, is the content of its only message
     if that is a user's, else all messages as JSON.
@@ -73,12 +74,23 @@ def read_rows(source: str, key: str, question_field: str, answer_field: str) -> 
     for number, record in records(source, key):
         place = where(source, number)
         question, answer = _checked(record, fields, place)
-        messages = tuple(question) if isinstance(question, list) else ()
+        messages = tuple(of_json(question)) if isinstance(question, list) else ()
         text = _as_text(messages) if messages else str(question)
         rows.append(Problem(number, place, text, str(answer), record, messages))
     if not rows:
         raise UserError(f"{key}={source} is empty; it needs one JSON object per line with {' and '.join(fields)}")
     return rows
+
+
+def of_json(value: Any) -> Any:
+    """Return a copy of a row or value for a user's code, with JSON's types whatever the format: decimals are floats."""
+    if isinstance(value, Mapping):
+        return {name: of_json(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [of_json(item) for item in value]
+    if isinstance(value, (date, time)):
+        return value.isoformat()
+    return float(value) if isinstance(value, Decimal) else value
 
 
 def records(source: str, key: str) -> Iterator[tuple[int, Any]]:

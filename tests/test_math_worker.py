@@ -47,6 +47,8 @@ def verify(gold, answer, **words):
     print("a library that talks", flush=True)  # no reply; at once, as what `note` writes
     if "odd" in str(answer):
         raise ZeroDivisionError("of nothing")
+    if "lost" in str(answer):
+        raise KeyError("x")
     if "broken" in str(answer):
         raise OSError("no such file")
     if "huge" in str(answer):
@@ -99,6 +101,7 @@ def test_each_answer_is_compared_with_the_gold_one_and_what_fails_has_a_name(lib
         ("a", "huge"),
         ("a", "deep"),
         ("a", "huge text"),
+        ("a", "lost"),
     ]
     replies, _, code = asked(library, *pairs, ("a", "a"))
     assert code == 0 and replies[1:] == [
@@ -110,6 +113,7 @@ def test_each_answer_is_compared_with_the_gold_one_and_what_fails_has_a_name(lib
         {"limit": "MemoryError"},
         {"limit": "RecursionError"},
         {"limit": "MemoryError"},
+        {"incomparable": "KeyError: 'x'"},
         {"equal": True},
     ]
 

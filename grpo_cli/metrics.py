@@ -140,8 +140,6 @@ METRICS: Mapping[str, str] = {
     "engine/prefill_tokens": "Prompt tokens that were run through the model.",
     "engine/weight_update_seconds": "Seconds until an engine with weights of its own had those of this step.",
     "engine/workers": "Workers of engine=ray that were ready at the end of the rollouts.",
-    "engine/worker_tokens_per_second_least": "Tokens per second of the slowest worker, while it was at work.",
-    "engine/worker_tokens_per_second_most": "Tokens per second of the fastest worker, while it was at work.",
     "engine/requests_again": "Requests that were dealt a second time, because their worker was lost.",
     "engine/draft_passes": "Of decode_steps, those that checked guessed tokens (engine.draft).",
     "engine/drafted_tokens": "Guessed tokens that they checked.",

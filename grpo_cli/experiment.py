@@ -44,7 +44,6 @@ from grpo_cli.runs.record import check_chain, read_record
 from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.support.memory import expand_segments
 from grpo_cli.support.meter import WallMeter
 from grpo_cli.support.processor import remarks
@@ -153,18 +152,14 @@ def worker_engine(
     pad: int,
     decode: Callable[..., Any],
     model: Any,
-    kv_share: int,
     tells_lengths: bool,
     told: Mapping[tuple[str, int, int], float],
     **more: Any,
 ) -> Engine:
-    """What a worker of `engine=ray` makes rollouts with. `kv_share`: how many workers divide `sampler.kv_budget` among
-    them; `told`: where the lengths will be if the trainer `tells_lengths`."""
+    """Build the engine of a worker of `engine=ray`. `told` will have the lengths if the trainer `tells_lengths`."""
     parts = dict(settings.parts) | {"engine": inner_engine(settings.parts["engine"])}
     if tells_lengths:
         parts["predictor"] = {"_target_": "grpo_cli.engine.order.predict.Told"}
-    if (budget := parts["sampler"].get("kv_budget")) is not None:
-        parts["sampler"] = {**parts["sampler"], "kv_budget": parse_bytes(budget) // kv_share}
     return _engine(replace(settings, parts=parts), model, eos, pad, decode=decode, told=told, **more)
 
 

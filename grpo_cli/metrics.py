@@ -106,8 +106,6 @@ METRICS: Mapping[str, str] = {
     "engine/prefill_tokens": "Prompt tokens that were run through the model.",
     "engine/weight_update_seconds": "Seconds until an engine with weights of its own had those of this step.",
     "engine/workers": "Workers of engine=ray that were ready at the end of the rollouts.",
-    "engine/worker_tokens_per_second_least": "Tokens per second of the slowest worker, while it was at work.",
-    "engine/worker_tokens_per_second_most": "Tokens per second of the fastest worker, while it was at work.",
     "engine/requests_again": "Requests that were dealt a second time, because their worker was lost.",
     "engine/<detail>": "A detail that the chosen engine, scheduler or sparsity reports about itself.",
     "predictor/kendall_tau": "Rank agreement of predicted and true lengths, from -1 to 1.",

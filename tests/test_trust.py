@@ -89,7 +89,7 @@ def evaluated(folder: Path, config: dict[str, Any], *typed: str, **choices: str)
         ("++zzz._target_=os.mkdir", "zzz._target_"),
         ("++={logger: {_target_: os.mkdir}}", "_target_"),
         ("logger._target_=grpo_cli.config.instantiate.hydra.utils.get_object", "logger._target_"),
-        ("logger._target_=grpo_cli.engine.ray.weights.hollow", "logger._target_"),
+        ("logger._target_=grpo_cli.engine.ray.worker.hollow", "logger._target_"),
         ("logger._target_=grpo_cli.rules.loss.Grpo", "logger._target_"),
         ("downsample._target_=mine_and_trusted.shutil.copyfile", "downsample._target_"),
         ("downsample._target_=mine_and_trusted.copyfile", "downsample._target_"),

@@ -41,8 +41,6 @@ FACTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("speed", "time/step", lambda value: f"{value:.2f} s/step"),
     ("memory", "memory/peak_bytes", lambda value: f"{size(value)} peak"),
     ("workers", "engine/workers", lambda value: f"{value:.0f}"),
-    ("workers", "engine/worker_tokens_per_second_least", lambda value: f"least {short(value)} tokens/s"),
-    ("workers", "engine/worker_tokens_per_second_most", lambda value: f"most {short(value)} tokens/s"),
     ("workers", "engine/weight_update_seconds", lambda value: f"weights {value:.2f} s"),
     ("workers", "engine/requests_again", lambda value: f"{value:.0f} requests again" if value else ""),
 )

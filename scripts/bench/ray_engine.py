@@ -8,8 +8,7 @@
 rate     rollouts of a model with a thread for each process: in this process, by one worker and by two on this machine.
          The arms take turns, each in a process of its own, which makes one problem's until all workers are there.
          Seconds are of the clock, since the workers' are not this process's: it wants a quiet machine.
-weights  putting a model's weights into Ray's store, as an update does, and until a worker has them, over one copy of
-         the same bytes in memory.
+weights  putting a model's weights into Ray's store, as an update does, over one copy of the same bytes in memory.
 lost     what rollouts by three workers take when one of them is killed half-way, and how long until it is replaced.
 kills    `grpo train` with three workers, of which a random one is killed at random moments until enough were; records
          and rollouts are compared with those of engine=torch, which nobody disturbs. Episodes, which engine=torch
@@ -99,8 +98,6 @@ def rate_child(words: Sequence[str], out: Path) -> None:
     figures = {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds}
     figures |= {"decode_steps": stats.decode_steps, "weights": stats.details.get("engine/weight_update_seconds", 0.0)}
     out.write_text(json.dumps(figures))
-    if hasattr(bench.engine, "close"):
-        bench.engine.close()
 
 
 def rate(args: argparse.Namespace) -> int:
@@ -152,8 +149,7 @@ def weights(args: argparse.Namespace) -> int:
     ratio = over([turn["weights"] for turn in turns], [turn["copy"] for turn in turns], "seconds")
     found = medians(turns)
     print(f"{size / 2**20:,.0f} MiB: copied in {found['copy']['seconds']:.3f} s, ", end="")
-    print(f"in the store and with the worker in {found['weights']['seconds']:.3f} s")
-    bench.engine.close()
+    print(f"in the store in {found['weights']['seconds']:.3f} s")
     return finish(args, {"turns": turns, "bytes": size}, [Check("over a copy", ratio, most=2)], "ray")
 
 
@@ -184,7 +180,6 @@ def lost(args: argparse.Namespace) -> int:
     until_all_are_there()
     arms = {"undisturbed": lambda: made(False), "one of three killed": lambda: made(True)}
     turns = in_turns(arms, args.rounds)
-    bench.engine.close()
     columns = {
         "seconds": ("seconds", ".1f"),
         "dealt again": ("again", ".0f"),

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,18 @@ from small import make_engine
 
 from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.order.predict import NoPredictor, Told
-from grpo_cli.interfaces import Meter
 from grpo_cli.support.errors import UserError
 
 
 class Slowed:
-    """A meter under which every decode step takes some time, so that there is some to kill a worker in. The first
-    process that finds the file `hang` removes it and hangs."""
+    """A meter under which every decode step takes some time, so that there is some to kill a worker in."""
 
-    def __init__(self, meter: Meter, seconds: float, hang: str) -> None:
-        self._meter, self._seconds, self._hang = meter, seconds, hang
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
 
-    def span(self, name: str) -> Any:
-        time.sleep(3600 if self._hang and removed(Path(self._hang)) else self._seconds)
-        return self._meter.span(name)
+    def span(self, name: str) -> AbstractContextManager[None]:
+        time.sleep(self._seconds)
+        return nullcontext()
 
     def take(self) -> Mapping[str, float]:
         return {}
@@ -37,21 +35,18 @@ class Slowed:
 def build(
     model: Any,
     *,
-    kv_share: int,
     tells_lengths: bool,
     told: Mapping[tuple[str, int, int], float],
-    meter: Meter,
     warn: Any,
-    slots: int | None = None,
+    slots: int,
     seconds: float = 0.0,
     scheduler: str = "fifo",
     prefix: bool = False,
     fails: str = "",
-    die: str = "",
-    hang: str = "",
+    dies: str = "",
 ) -> Any:
-    """The torch engine, `slots` at a time, with `seconds` for each step. The first process that takes up new weights
-    while the file `die` is there removes it and dies."""
+    """The torch engine, `slots` at a time, with `seconds` for each step. While the file `dies` is there, the process
+    dies with each call."""
     if fails == "refused":
         raise UserError("lower sampling.max_new_tokens")
     if fails:
@@ -59,21 +54,16 @@ def build(
     learning = made.prefix_head({"seed": 0}, prefix_tokens=2) if prefix else NoPredictor()
     engine = make_engine(
         model,
-        sampler=made.full() if slots is None else made.infinite(slots=slots),
+        sampler=made.infinite(slots=slots),
         scheduler=ready("scheduler", scheduler),
         predictor=Told(told) if tells_lengths and not prefix else learning,
-        meter=Slowed(meter, seconds, hang),
+        meter=Slowed(seconds),
         warn=warn,
     )
-    if die:
-        update = engine.update_weights
-        engine.update_weights = lambda: os.kill(os.getpid(), signal.SIGKILL) if removed(Path(die)) else update()
+    generate = engine.generate
+
+    def generate_or_die(requests: Any) -> Any:
+        return os.kill(os.getpid(), signal.SIGKILL) if dies and Path(dies).exists() else generate(requests)
+
+    engine.generate = generate_or_die
     return engine
-
-
-def removed(flag: Path) -> bool:
-    """Whether this process is the one that removed it."""
-    with suppress(FileNotFoundError):
-        flag.unlink()
-        return True
-    return False

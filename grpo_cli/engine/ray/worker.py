@@ -1,203 +1,128 @@
-"""A worker: a Ray actor with a copy of the model and an engine of its own, perhaps on another machine.
-
-It generates only with the weights that an order names, and ends itself if its engine hangs.
-"""
+"""A worker of `engine=ray`: an actor with a copy of the model and an engine of its own, perhaps on another machine."""
 
 from __future__ import annotations
 
-import faulthandler
+import copy
 import hashlib
 import os
 import platform
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 import grpo_cli
 from grpo_cli.engine.order.predict import key_of
-from grpo_cli.engine.ray.weights import fill
 from grpo_cli.interfaces import Engine
 from grpo_cli.support.processor import flush_denormals
 from grpo_cli.types import EngineStats, Request, Rollout
 
-# The least time limit of a start, in seconds: it imports libraries, copies weights and captures graphs.
-START = 300.0
-
 
 @dataclass(frozen=True)
-class Blueprint:
-    """What a worker is built from: a hollow model, a reference to its frozen numbers, and `build`, which makes the
-    engine from the model, `told`, `meter` and `warn`. `timeout` is in seconds."""
+class Answer:
+    """A rollout for each request, in their order, with their cost."""
 
-    model: Any
-    fixed: Any
-    build: Callable[..., Engine]
-    device: str
-    threads: int
-    timeout: float
-
-
-@dataclass(frozen=True)
-class Order:
-    """A portion: requests with their indices in the trainer's list. `weights` is a reference to the trained numbers of
-    `version`; `lengths` are predictions, if any; `autocast` is the compute dtype, None for the weights' own."""
-
-    version: int
-    weights: Any
-    requests: tuple[tuple[int, Request], ...]
-    lengths: tuple[float, ...] | None
-    autocast: torch.dtype | None
-
-
-@dataclass(frozen=True)
-class Done:
-    """The account of a finished portion. `seconds` covers all of it, `weights_seconds` the copy of new weights."""
-
+    rollouts: Sequence[Rollout]
     stats: EngineStats
-    warnings: tuple[str, ...]
     facts: Mapping[str, Any]
-    seconds: float
-    weights_seconds: float
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process runs, and its software: `processor` decides the kernels, `build` is a hash of grpo-cli's
-    source."""
-
-    node: str
-    host: str
-    pid: int
-    device: str
-    processor: str
-    threads: int
-    python: str
-    torch: str
-    grpo_cli: str
-    build: str
+    warnings: Sequence[str]
 
 
 class RolloutWorker:
-    """Serves one portion at a time. `start` is called first, and again after Ray has restarted the process, since a
-    restartable actor's constructor cannot take references to Ray's object store."""
+    """Rollouts as a function of requests and weights: Ray may restart the process and repeat a call."""
 
-    def start(self, blueprint: Blueprint) -> Place:
-        """Load everything that a portion needs; may be called twice."""
-        import ray
-
-        self._blueprint, self._model = blueprint, blueprint.model
-        self._device = torch.device(blueprint.device)
+    def __init__(self, device: str) -> None:
+        self._device, self._version = torch.device(device), ""
         self._engine: Engine | None = None
-        self._version = 0  # no weights yet
-        self._warnings: list[str] = []
         self._told: dict[tuple[str, int, int], float] = {}
-        self._watchdog = _Watchdog(blueprint.timeout)
-        fill(self._model, ray.get(blueprint.fixed), self._device)
-        torch.set_num_threads(blueprint.threads)
-        return place(ray.get_runtime_context().get_node_id(), self._device)
+        self._warnings: list[str] = []
 
-    def serve(self, order: Order) -> Iterator[tuple[int, Rollout] | Done]:
-        """Rollouts with their requests' indices as they finish, then the account."""
-        torch.set_num_threads(self._blueprint.threads)  # this and the next line apply per thread
-        flush_denormals()
-        start = time.perf_counter()
-        with self._watchdog.watching(START if self._engine is None else 0.0):
-            weights_seconds = self._take_up(order)
-            engine = self._ready()
-            self._told.clear()
-            if order.lengths is not None:
-                told = zip(order.requests, order.lengths, strict=True)
-                self._told.update({key_of(request): length for (_, request), length in told})
-            indices = {id(request): index for index, request in order.requests}  # equal requests are possible
-            with torch.autocast(self._device.type, order.autocast) if order.autocast else nullcontext():
-                for rollout in engine.generate([request for _, request in order.requests]):
-                    yield indices[id(rollout.request)], rollout
-        warnings, self._warnings[:] = tuple(self._warnings), []
-        seconds = time.perf_counter() - start
-        yield Done(engine.stats(), warnings, dict(engine.facts()), seconds, weights_seconds)
+    def place(self) -> Mapping[str, Any]:
+        """Return where this process runs, once it does."""
+        return place(self._device)
 
-    def _take_up(self, order: Order) -> float:
-        """Copy the order's weights unless they are here already; returns the seconds taken."""
-        if self._version == order.version:
-            return 0.0
+    def generate(
+        self,
+        references: Sequence[Any],
+        requests: Sequence[Request],
+        lengths: Sequence[float] | None,
+        autocast: torch.dtype | None,
+    ) -> Answer:
+        """`references` into Ray's store: to the model without numbers, its frozen numbers and `build`, which makes the
+        engine; and to the trained numbers. `lengths` are predictions."""
         import ray
 
-        start = time.perf_counter()
-        fill(self._model, ray.get(order.weights), self._device)
-        if self._engine is not None:
-            self._engine.update_weights()
-        self._version = order.version
-        return time.perf_counter() - start
-
-    def _ready(self) -> Engine:
-        """The engine, made once there are weights, which it may read."""
+        parts, weights = references
+        flush_denormals()
         if self._engine is None:
-            self._engine = self._blueprint.build(
-                self._model, told=self._told, meter=self._watchdog, warn=self._warnings.append
-            )
-        return self._engine
+            self._model, frozen, build = ray.get(parts)
+            fill(self._model, frozen, self._device)
+        if self._version != weights.hex():
+            fill(self._model, ray.get(weights), self._device)
+            self._version = weights.hex()
+            if self._engine is not None:
+                self._engine.update_weights()
+        if self._engine is None:  # it may read the weights
+            self._engine = build(self._model, told=self._told, warn=self._warnings.append)
+        self._told.clear()
+        self._told.update(zip(map(key_of, requests), lengths or (), strict=lengths is not None))
+        with torch.autocast(self._device.type, autocast) if autocast else nullcontext():
+            made = {id(rollout.request): rollout for rollout in self._engine.generate(requests)}
+        warned, self._warnings[:] = tuple(self._warnings), []
+        rollouts = [made[id(request)] for request in requests]
+        return Answer(rollouts, self._engine.stats(), dict(self._engine.facts()), warned)
 
 
-class _Watchdog:
-    """A meter that measures nothing, and ends the process if no span opens for `timeout` seconds. Ray does not check
-    whether a live process makes progress; `faulthandler` works even if it is stuck in C code, and leaves a traceback in
-    Ray's log."""
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout, self._again = timeout, 0.0  # when it is armed again
-
-    @contextmanager
-    def watching(self, at_first: float) -> Iterator[None]:
-        """With at least `at_first` seconds until the first span."""
-        self._arm(max(at_first, self._timeout))
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        if time.monotonic() > self._again:  # not every time: arming takes as long as a small decode step
-            self._arm(self._timeout)
-            self._again = time.monotonic() + self._timeout / 8
-        yield
-
-    def _arm(self, seconds: float) -> None:
-        self._again = 0.0
-        faulthandler.dump_traceback_later(seconds, file=2, exit=True)
-
-    def take(self) -> Mapping[str, float]:
-        return {}
-
-
-def place(node: str, device: torch.device) -> Place:
-    """The place of this process."""
-    return Place(
-        node=node,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        processor=f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        threads=torch.get_num_threads(),
-        python=platform.python_version(),
-        torch=torch.__version__,
-        grpo_cli=grpo_cli.__version__,
-        build=_fingerprint(),
-    )
-
-
-@cache
-def _fingerprint() -> str:
-    """A hash of grpo-cli's own source: equal sources compute the same."""
-    package = Path(grpo_cli.__file__).parent
-    digest = hashlib.sha256()
+def place(device: torch.device) -> dict[str, Any]:
+    """Return where this process runs, its software, and what its rounding depends on."""
+    package, source = Path(grpo_cli.__file__).parent, hashlib.sha256()
     for file in sorted([*package.rglob("*.py"), *package.rglob("*.c")]):
-        digest.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
+        source.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
+    rounding = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "software": f"Python {platform.python_version()}, torch {torch.__version__}, grpo-cli {source.hexdigest()[:9]}",
+        "rounding": torch.cuda.get_device_name(device) if device.type == "cuda" else rounding,
+    }
+
+
+def hollow(model: nn.Module) -> nn.Module:
+    """Return a copy for generation without the numbers of parameters and buffers, which `fill` sets."""
+    memo: dict[int, Any] = {}  # tensors in it are not copied, and tied ones stay tied
+    for tensor in _tensors(model).values():
+        one = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        memo[id(tensor)] = nn.Parameter(one, requires_grad=False) if isinstance(tensor, nn.Parameter) else one
+    return copy.deepcopy(model, memo).eval()
+
+
+def numbers(model: nn.Module, trained: bool) -> dict[str, np.ndarray]:
+    """Return the bytes of all trained tensors, or of all others. On a CPU they are the model's own memory."""
+    tensors = {name: tensor.detach() for name, tensor in _tensors(model).items() if tensor.requires_grad == trained}
+    return {name: tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy() for name, tensor in tensors.items()}
+
+
+def fill(model: nn.Module, given: Mapping[str, np.ndarray], device: torch.device) -> None:
+    """Set tensors of a model that was `hollow`. On a CPU they share the memory of `given`; on a GPU addresses stay."""
+    own = _tensors(model)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        for name, array in given.items():
+            tensor = torch.from_numpy(array).view(own[name].dtype).view(own[name].shape)
+            if own[name].is_cuda:
+                own[name].copy_(tensor)
+            else:
+                own[name].data = tensor.to(device)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers, each once, persistent or not."""
+    return dict(chain(model.named_parameters(), model.named_buffers()))

@@ -100,7 +100,7 @@ _UNIT = re.compile(rf"(?<=[^\s(,=])\s*(?:{_TEXT}|(?<=[0-9}}])\s+([A-Za-z. ]{{2,4
 _DEGREES = re.compile(r"\^\s?(?:\{\s?\\circ\s?\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])|°")
 _SPACES = re.compile(r"(?:\\[,;: ]|\\q?quad(?![A-Za-z])|[~\s])+")
 _LAYOUT = re.compile(r"\\(?:!|(?:left|right|displaystyle|textstyle|limits|[bB]igg?)(?![A-Za-z])|(?=[$%]))|\$")
-_THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\})(?=[0-9]{3}(?![0-9]))")
+_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _LOOSE = re.compile(r"(?<![0-9A-Za-z.]) | (?![0-9A-Za-z.])")
 _MIXED = re.compile(r"(?<![0-9.])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9./])")
 _FUNCTIONS = "sin|cos|tan|cot|csc|log|ln|exp|lim|max|min|gcd|lcm|mod|det|arcsin|arccos|arctan|sinh|cosh|tanh|pi|infty"
@@ -110,6 +110,7 @@ _NAMED = re.compile(
     r"(?:_(?:[0-9A-Za-z]|\{[0-9A-Za-z]+\}))?'*(?:\([A-Za-z]\))?|\([A-Za-z](?:,\s?[A-Za-z])+\))\s?=([^=]+)"
 )
 _VARIABLE = re.compile(r"\s*[A-Za-z](?:_.+)?\s*")
+_FUNCTION = re.compile(r"[A-Za-z]+\(.+")
 _COMMAND = re.compile(r"\\(?:begin|end)\{[a-z*]+\}|\\[A-Za-z]+|sqrt")
 # What math-verify reads past: digits side by side, the base of a number, the colons of times and ratios.
 _MISREAD = re.compile(r"(?<!_)[0-9] [0-9]|[0-9]_|[0-9]:[0-9]{2}(?![0-9])|:.*:|\\frac ?[0-9] ?[0-9]{2}")
@@ -201,8 +202,9 @@ def read(expression: str) -> Answer:
 def _body(text: str) -> str:
     text = _WORDS.sub(r" \1 ", re.sub(r"\\[dtc]frac", r"\\frac", text)).replace("**", "^").replace(r"\sqrt(", "sqrt(")
     text = _LAYOUT.sub("", _SPACES.sub(" ", text.replace("\\\\", "\0")))  # a row's end is no layout
-    text = _THOUSANDS.sub("", text) if not re.search(r"[(\[{]", text.replace("{,}", "")) else text
-    text = _PLAIN_FUNCTION.sub(r"\\\1 ", text.replace("\0", "\\\\").replace("{,}", ""))
+    text = re.sub(r"\{,\}(?=[0-9]{3}(?![0-9]))", "", text).replace("{,}", ",")
+    text = text if re.search(r"[(\[{]", text) else _THOUSANDS.sub("", text)
+    text = _PLAIN_FUNCTION.sub(r"\\\1 ", text.replace("\0", "\\\\"))
     text = re.sub(r"(?<![\\A-Za-z])[A-Za-z]{2,}", lambda it: it[0].lower() if _is_word(it[0].lower()) else it[0], text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", _LOOSE.sub("", _LOOSE.sub("", text))).strip().rstrip(".")
     text = _CHOICE.sub(r"\1", text)
@@ -229,7 +231,7 @@ def settled(gold: str, answer: str) -> bool | tuple[str, str]:
     """
     one, other = read(gold), read(answer)
     names = one.name.strip(), other.name.strip()
-    if names[0] != names[1] and all(_VARIABLE.fullmatch(name) for name in names):
+    if names[0] != names[1] and any(all(map(kind.fullmatch, names)) for kind in (_VARIABLE, _FUNCTION)):
         return False
     if one.value is not None and other.value is not None:
         return _same(one.value, one.unit, other.value, other.unit)

@@ -11,15 +11,14 @@ import numpy as np
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import group_rollouts, requests_for, score_all
 from grpo_cli.collect.resuming import begun
-from grpo_cli.interfaces import Bench, Engine, Task
+from grpo_cli.interfaces import Bench, Engine, Search, Task
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import SAMPLES
-from grpo_cli.settings import ExamSettings, SampleSettings, Sampling
+from grpo_cli.settings import ExamSettings, SampleSettings, Sampling, SplitExamSettings
+from grpo_cli.support.errors import UserError
 from grpo_cli.support.intervals import mean_interval, pass_at_k, wilson_interval
 from grpo_cli.tracking.examples import example
-from grpo_cli.types import Example, Prompt, Request, Rollout, ScoredGroup
-
-TOKENS_AT_A_TIME, LOGITS_AT_A_TIME = 16384, 512  # of a pass that reads hidden states; padding counts
+from grpo_cli.types import Example, Finish, Prompt, Request, Rollout, ScoredGroup
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,27 @@ def evaluate_with(
     whole split would be too many."""
     drawn = sampling.at(settings.temperature)
     return evaluate(bench.engine, bench.task, _asked(bench.task, settings, split), drawn, settings.k, seed)
+
+
+def search_with(
+    bench: Bench, search: Search, settings: SplitExamSettings, sampling: SampleSettings, seed: int
+) -> EvalResult:
+    """Return the accuracy of what `search` answers to the same problems, drawn at the same temperature; nothing if it
+    does not search."""
+    prompts = _asked(bench.task, settings, settings.split)
+    found = search(bench, prompts, sampling.at(settings.temperature), seed)
+    if found is None:
+        return EvalResult({}, ())
+    rollouts, costs = found
+    if [one.request.prompt for one in rollouts] != prompts or any(one.finish is Finish.PARTIAL for one in rollouts):
+        raise UserError("search: return one whole rollout for each prompt, in their order")
+    groups = _scored(bench.task, prompts, rollouts)
+    metrics = _accuracy("search/accuracy", groups) | costs
+    return EvalResult(metrics, tuple(_examples(bench.task, groups, "searched")))
+
+
+def no_search(bench: Bench, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> None:
+    """Search nothing: the plain answers are all that is evaluated."""
 
 
 def _asked(task: Task, settings: ExamSettings, split: str) -> list[Prompt]:

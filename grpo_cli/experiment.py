@@ -20,10 +20,10 @@ from hydra.core.hydra_config import HydraConfig
 from grpo_cli.collect.warmup import Sft
 from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
-from grpo_cli.config.instantiate import engine_parts, inner_engine, make, says
+from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rule_of, says
 from grpo_cli.config.prepare import Prepared, pick_device, prepare
 from grpo_cli.engine.torch.engine import TorchEngine
-from grpo_cli.evaluate import EvalResult, evaluate_with, write_samples
+from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samples
 from grpo_cli.history import History
 from grpo_cli.interfaces import Bench, Curriculum, Engine, Meter, Parts, Task, Tracker
 from grpo_cli.model.anatomy import AdapterOff
@@ -338,7 +338,10 @@ def _evaluated(settings: EvalRunSettings) -> tuple[EvalResult, float, Mapping[st
     bench = set_up(settings, settings.model)
     start = time.perf_counter()
     with torch.autocast(bench.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
+        search = rule_of("search", settings.parts["search"])
+        found = search_with(bench, search, settings.eval, settings.sampling, settings.seed)
         result = evaluate_with(bench, settings.eval, settings.sampling, settings.seed, settings.eval.split)
+    result = EvalResult({**result.metrics, **found.metrics}, result.examples + found.examples)
     write_samples(Path(settings.run_dir), result.examples)
     stats = bench.engine.stats()
     saved = {name: value for name, value in stats.details.items() if name.startswith("engine/kv_saving")}

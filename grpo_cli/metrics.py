@@ -34,6 +34,7 @@ METRICS: Mapping[str, str] = {
     "turns/limit": "Share of episodes that sampling.max_new_tokens has ended, before the model or its environment did.",
     "tokens/environment": "Tokens of the step that environments answered: read, not drawn, and not trained on.",
     "prompts/distinct": "Different problems that rollouts were made of since the run began.",
+    "collect/dropped": "Rollouts that the collector ended at a round's limit: neither judged nor trained on.",
     "collect/rounds": "Rounds in which the collector requested the step's rollouts.",
     "collect/problems": "Problems that rollouts were made of in the step.",
     "collect/rollouts_min": "Fewest rollouts of a problem in the step.",
@@ -133,6 +134,11 @@ METRICS: Mapping[str, str] = {
     "eval/pass@<k>": "Probability that at least one of k sampled answers is right, unbiased, mean over problems.",
     "eval/pass@<k>_low": "Lower end of the 95 % interval of that pass@k.",
     "eval/pass@<k>_high": "Upper end of the 95 % interval of that pass@k.",
+    "search/accuracy": "Share of problems solved by the answer that search= chose, beside greedy eval/accuracy.",
+    "search/accuracy_low": "Lower end of the 95 % interval of search/accuracy.",
+    "search/accuracy_high": "Upper end of the 95 % interval of search/accuracy.",
+    "search/tokens": "Tokens that the search drew for a problem, in all its replies, mean: compare at equal ones.",
+    "search/sequential": "Those of them that had to be drawn one after the other, mean over problems.",
     "eval/length_mean": "Mean number of tokens of the answers generated in evaluation.",
 }
 

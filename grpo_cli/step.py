@@ -19,7 +19,7 @@ from torch import Tensor
 from grpo_cli.collect import learnt
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.requests import seed_of
-from grpo_cli.interfaces import Parts, Warmup
+from grpo_cli.interfaces import Parts, SetUp, Warmup
 from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on, without_rows
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
@@ -54,6 +54,9 @@ class Step:
             parts.meter,
             parts.warn,
         )
+        for rule in vars(parts.rules).values():
+            if isinstance(rule, SetUp):
+                rule.setup(parts.bench)
         self._advantage = partial(parts.rules.advantage, **taken(parts.rules.advantage, history=parts.history))
         self.old_policy = old_policy(correction.prox, correction.prox_window, model, self.learner)
         # With one update per step, and without dropout, the learner's own forward pass gives the old policy's

@@ -47,8 +47,7 @@ class Prompt:
 class Request:
     """One rollout to be made. Its tokens are a function of the weights and of this value alone.
 
-    `held_out` marks one made to measure: nothing may be learned from it, not even how long such rollouts are. One that
-    is `cut` ends at a limit below its own: its length says nothing.
+    `held_out` marks one made to measure: nothing may be learned from it, not even how long such rollouts are.
     `resumed` is how many tokens at the prompt's end are the rollout's own, made before: how many more it takes says
     little of how long rollouts are. The last `in_turn` of them belong to a turn that has not ended, and a stop string
     may have begun there.
@@ -172,14 +171,16 @@ class Round:
 
     `resumed` are groups of this step or an earlier one whose partial rollouts go on, each as the same sample with the
     same random stream. Once `enough` of the step's groups are complete, the round ends and unfinished rollouts come
-    back partial; None: it ends when all are finished. `held` are whole groups of earlier steps, as they
-    were judged then, which join those of this step.
+    back partial; None: it ends when all are finished. With `limit` a rollout that has so many tokens comes back
+    partial; if no later round resumes it, it is left out. `held` are whole groups of earlier steps, as they were judged
+    then, which join those of this step.
     """
 
     requests: tuple[GroupRequest, ...] = ()
     resumed: tuple[Group, ...] = ()
     enough: int | None = None
     held: tuple[ScoredGroup, ...] = ()
+    limit: int | None = None
 
 
 # Beyond it (either side of 0) float64 cannot represent every integer, and many squares overflow float32.

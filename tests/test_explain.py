@@ -124,7 +124,7 @@ def test_help_refuses_what_it_cannot_compose_and_leaves_other_flags_to_hydra(tmp
     result = grpo("train", "loss=grop", "--help")
     assert (result.exit_code, result.stdout) == (2, "")
     assert (
-        "loss=grop is not one of the choices cispo, dapo, grpo, gspo, mu_grpo (experimental); did you mean grpo?"
+        "loss=grop is not one of the choices cispo, dapo, grpo, gspo, a2po (experimental), echo (experimental), mu_grpo (experimental); did you mean grpo?"
         in result.stderr
     )
     assert "See https://hydra.cc" in said("train", "--hydra-help")
@@ -205,8 +205,8 @@ def keys_of(group: str) -> list[str]:
     [
         ("optim.lrr", "did you mean optim.lr?"),
         ("mismatch/kll", "did you mean mismatch/kl?"),
-        ("loss=grop", "cispo, dapo, grpo, gspo, mu_grpo (experimental); did you mean grpo?"),
-        ("loss=../loss/grpo", "cispo, dapo, grpo, gspo, mu_grpo (experimental)"),
+        ("loss=grop", "cispo, dapo, grpo, gspo, a2po (experimental), echo (experimental), mu_grpo (experimental); did you mean grpo?"),
+        ("loss=../loss/grpo", "cispo, dapo, grpo, gspo, a2po (experimental), echo (experimental), mu_grpo (experimental)"),
         ("zzzzzzz", "zzzzzzz is no group, choice, setting or metric\n"),
         ("", " is no group, choice, setting or metric\n"),
     ],

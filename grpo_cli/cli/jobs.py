@@ -105,7 +105,7 @@ def _print_table(metrics: Mapping[str, float]) -> None:
         low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
         if not name.endswith(("_low", "_high")):
             interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
-            said = f"{value:.0f}" if name == "eval/problems" else f"{value:.3f}"
+            said = f"{value:.0f}" if name in ("eval/problems", "search/tokens", "search/sequential") else f"{value:.3f}"
             table.add_row(name.removeprefix("eval/"), said, interval)
     console().print(table)
 

@@ -45,6 +45,8 @@ def unusable(command: str, flags: Sequence[str], overrides: Sequence[str]) -> It
         group, _, choice = word.lstrip("+").partition("=")
         if group in groups_of(command) and not word.startswith("~") and choice in ("null", "true", "false", ""):
             yield f"{word} is none of the choices of {group}: {', '.join(marked(group, one) for one in choices(group))}"
+        if group in groups_of("eval") and group not in groups_of(command):
+            yield f"{word} is for grpo eval alone: leave it out"
         if group == "hydra.sweeper.max_batch_size" and not (choice == "null" or choice.isdecimal() and int(choice)):
             yield f"{word} must be a whole number of at least 1, or null"
     if "--resolve" in flags and not {"--cfg", "-c", "--help"} & {flag.partition("=")[0] for flag in flags}:
@@ -125,13 +127,13 @@ def _own(arguments: Sequence[str]) -> bool:
 
 
 def _no_choice(group: str, choice: str, options: Sequence[str]) -> str:
-    from grpo_cli.config.choices import marked
+    from grpo_cli.config.choices import is_experimental, marked
 
     for module in EXTRAS:
         if module.startswith(f"hydra_plugins.hydra_{choice.partition('_')[0]}_") and not installed(module):
             return absent(module, f"{group}={choice}")
     extras = "; more come with the extras joblib, submitit, ray and optuna" if group.startswith("hydra/") else ""
-    show = partial(marked, group)
+    show, options = partial(marked, group), sorted(options, key=partial(is_experimental, group))
     hint = _as_a_path(group, choice, options) or closest(choice, options, show)
     return f"{group}={choice} is not one of the choices {', '.join(map(show, options))}{hint}{extras}"
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from grpo_cli.collect.episodes import Spent, has_turns, play
 from grpo_cli.collect.requests import Goal, check_sampling, score_all, seed_of, with_rewards
-from grpo_cli.collect.resuming import begun
+from grpo_cli.collect.resuming import begun, limited, unlimited
 from grpo_cli.engine.costs import together
 from grpo_cli.history import History
 from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, Task
@@ -74,6 +74,7 @@ class StepCollection:
         self._picked: dict[str, Prompt] = {}
         self._rollouts: dict[str, dict[int, Rollout]] = {}  # by problem and sample, in order of the requests
         self._rewards: dict[str, dict[int, Reward]] = {}  # of those that were judged
+        self._limited, self._dropped = False, 0  # whether a round had a limit; rollouts that ended there
         self._held: set[str] = set()  # problems of groups that an earlier step has made
         self._notes: dict[str, float] = {}
         self._rounds, self._spent = 0, Spent()
@@ -130,7 +131,9 @@ class StepCollection:
     def groups(self) -> list[Group]:
         """All groups so far, in order of their first request, each sorted by sample."""
         return [
-            Group(self._picked[name], tuple(of[sample] for sample in sorted(of))) for name, of in self._rollouts.items()
+            Group(self._picked[name], tuple(of[sample] for sample in sorted(of)))
+            for name, of in self._rollouts.items()
+            if of
         ]
 
     @property
@@ -151,7 +154,7 @@ class StepCollection:
             except StopIteration as end:
                 return self._trained_on(self.score(self._chosen(end.value)))
             partial = self._begun(wanted, number)
-            self._make(partial, self._goal(wanted.enough, partial, number), engine)
+            self._make(partial, self._goal(wanted.enough, partial, number), engine, wanted.limit)
             answer = self.groups
         raise UserError(f"the collector has no end: it asked for more than {MOST_ROUNDS} rounds in one step")
 
@@ -174,6 +177,12 @@ class StepCollection:
             raise UserError(f"round {number + 1} of the collector is a {kind}: yield Round((GroupRequest(...), ...))")
         if not wanted.requests and not wanted.resumed and not wanted.held:
             raise UserError(f"round {number + 1} of the collector is empty: leave it out")
+        if (limit := wanted.limit) is not None and (wanted.enough is not None or not 0 < limit < self.max_new_tokens):
+            raise UserError(
+                f"round {number + 1} of the collector has limit={limit}: use 1 to less than sampling.max_new_tokens="
+                f"{self.max_new_tokens}, and no enough beside it"
+            )
+        self._limited |= limit is not None
         for held in wanted.held:
             self._join(held, number)
         found = [rollout for group in wanted.resumed for rollout in self._resumed(group, number)]
@@ -185,19 +194,17 @@ class StepCollection:
         return found
 
     def _resumed(self, group: Group, number: int) -> list[Rollout]:
-        """The partial rollouts of a resumed group, which becomes one of this step."""
-        name, given = group.prompt.id, {rollout.request.sample: rollout for rollout in group.rollouts}
-        own = self._rollouts.setdefault(name, given)
-        if (
-            self._picked.setdefault(name, group.prompt) != group.prompt
-            or own.keys() < given.keys()
-            or any(own[sample].request != rollout.request for sample, rollout in given.items())
+        """Return the partial rollouts of a resumed group, which becomes one of this step."""
+        name, own = group.prompt.id, self._rollouts.setdefault(group.prompt.id, {})
+        known = [own.setdefault(rollout.request.sample, rollout) for rollout in group.rollouts]
+        if self._picked.setdefault(name, group.prompt) != group.prompt or any(
+            one.request != rollout.request for one, rollout in zip(known, group.rollouts, strict=True)
         ):
             raise UserError(
                 f"round {number + 1} of the collector resumes problem {name!r}, of which this step has made another "
                 "group: pick no problem of which one is held (collection.pick(count, without=...))"
             )
-        partial = [rollout for rollout in own.values() if rollout.finish is Finish.PARTIAL]
+        partial = [rollout for rollout in known if rollout.finish is Finish.PARTIAL]
         if not partial:
             raise UserError(
                 f"round {number + 1} of the collector resumes problem {name!r}, of which no rollout is partial: leave "
@@ -256,14 +263,17 @@ class StepCollection:
             )
         return None if enough is None else Goal(enough, whole, partial)
 
-    def _make(self, partial: Sequence[Rollout], goal: Goal | None, engine: Engine) -> None:
+    def _make(self, partial: Sequence[Rollout], goal: Goal | None, engine: Engine, limit: int | None) -> None:
+        if limit is not None:
+            partial = [limited(one, limit) for one in partial if len(one) < limit]
         if not partial:  # all that the round asks for is there
             return
         start = time.perf_counter()
         with self._span("rollout"), self._autocast():
             for rollout in play(engine, self._task, partial, self.version, goal, self._spent):
                 own = self._rollouts[rollout.request.prompt.id]
-                own[rollout.request.sample] = rollout
+                before = own[rollout.request.sample]
+                own[rollout.request.sample] = rollout if limit is None else unlimited(rollout, before)
         self.rollout_seconds += time.perf_counter() - start
         self._rounds += 1
 
@@ -271,7 +281,9 @@ class StepCollection:
         if not self._rollouts:
             raise UserError("the collector ended without a round: it has to yield at least one")
         unfinished = [g.prompt.id for g in self.groups if not g.whole and (names is None or g.prompt.id in names)]
-        if unfinished:
+        if self._limited:
+            self._drop(unfinished)
+        elif unfinished:
             raise UserError(
                 f"the collector returned problem {unfinished[0]!r}, of which some rollouts are partial: resume them "
                 "before it is trained on, in a later round or step"
@@ -283,6 +295,13 @@ class StepCollection:
             found = f"problem {unknown[0]!r}, of which it has requested nothing" if unknown else "no problem"
             raise UserError(f"the collector returned {found}: return the ids of what to train on, or None for all")
         return [group for group in self.groups if group.prompt.id in set(names)]
+
+    def _drop(self, problems: Sequence[str]) -> None:
+        """Leave out the rollouts of these problems that ended at a limit."""
+        for name in problems:
+            whole = {s: one for s, one in self._rollouts[name].items() if one.finish is not Finish.PARTIAL}
+            self._dropped += len(self._rollouts[name]) - len(whole)
+            self._rollouts |= {name: whole}
 
     @property
     def stats(self) -> EngineStats:
@@ -304,6 +323,7 @@ class StepCollection:
             "collect/problems": float(len(sizes)),
             "collect/rollouts_min": float(min(sizes, default=0)),
             "collect/rollouts_max": float(max(sizes, default=0)),
+            **({"collect/dropped": float(self._dropped)} if self._limited else {}),
             **self._notes,
             **(self._task.counted() if isinstance(self._task, Counts) else {}),
         }

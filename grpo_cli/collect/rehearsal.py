@@ -148,7 +148,7 @@ class _MadeUp:
     def generate(
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
     ) -> Iterator[Rollout]:
-        """One token each; of the stopped ones every second has one, too."""
+        """One token each; of the stopped ones every second has one, too. Every second one reaches a round's limit."""
         self.rounds.append(requests)
         stop = False
         for request in requests:
@@ -157,7 +157,10 @@ class _MadeUp:
                 self.stopped = True
                 yield Rollout(request, (0,) * tokens, (-1.0,) * tokens, Finish.PARTIAL, 0)
                 continue
-            rollout = Rollout(request, (0,), (-1.0,), Finish.EOS, 0)
+            most = request.sampling.max_new_tokens
+            cut = request.resumed + most < self.longest and request.sample % 2
+            tokens, finish = (most, Finish.LENGTH) if cut else (1, Finish.EOS)
+            rollout = Rollout(request, (0,) * tokens, (-1.0,) * tokens, finish, 0)
             yield rollout
             stop = enough is not None and enough(rollout)
 

@@ -44,6 +44,19 @@ def rest_of(partial: Rollout) -> Request:
     )
 
 
+def limited(partial: Rollout, limit: int) -> Rollout:
+    """Return a partial rollout whose request ends at `limit` tokens; nothing may be learned from its length."""
+    sampling = partial.request.sampling
+    cut = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, limit))
+    return replace(partial, request=replace(partial.request, sampling=cut, held_out=True))
+
+
+def unlimited(made: Rollout, before: Rollout) -> Rollout:
+    """Return what was made of a limited rollout, under the request that it had before; partial if it met the limit."""
+    cut = made.finish is Finish.LENGTH and len(made) < before.request.sampling.max_new_tokens
+    return replace(made, request=before.request, finish=Finish.PARTIAL if cut else made.finish)
+
+
 def first_seed(request: Request) -> int:
     """The seed that a rollout started with, from the request for its rest."""
     return (request.seed - request.resumed * GOLDEN) % 2**64

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
-from grpo_cli.config.instantiate import engine_parts, refused_by
+from grpo_cli.config.instantiate import engine_parts, refused_by, rule_of
 from grpo_cli.config.rehearsal import Tried, try_rules
 from grpo_cli.settings import (
     EvalRunSettings,
@@ -121,6 +121,8 @@ def check_eval(settings: EvalRunSettings) -> None:
     problems += [*_model_problems(settings.model, settings.device), *together.eval_problems(settings)]
     with gathered(problems):
         engine_parts(settings.parts, {"seed": settings.seed}, early=True)
+    with gathered(problems):
+        rule_of("search", settings.parts["search"])
     refuse(problems)
 
 

@@ -78,7 +78,7 @@ def choices(group: str) -> list[str]:
 
 
 def marked(group: str, choice: str) -> str:
-    """A choice as listed: `arrol (experimental)`."""
+    """Return a choice as it is listed, such as `x (experimental)`."""
     return f"{choice} (experimental)" if is_experimental(group, choice) else choice
 
 

@@ -49,6 +49,7 @@ KINDS: Mapping[str, Kind] = {
     "predictor": Kind.of(Predictor),
     "curriculum": Kind.of(interfaces.Curriculum),
     "logger": Kind.of(interfaces.Tracker),
+    "search": Kind.of(interfaces.Search),
     **RULES,
 }
 # Rules that may be plain functions although their protocol has other members (`instantiate.OwnLoss`).

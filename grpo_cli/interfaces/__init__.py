@@ -23,6 +23,7 @@ from grpo_cli.interfaces.collecting import Collection as Collection
 from grpo_cli.interfaces.collecting import Collector as Collector
 from grpo_cli.interfaces.collecting import Rounds as Rounds
 from grpo_cli.interfaces.collecting import Warmup as Warmup
+from grpo_cli.settings import Sampling
 from grpo_cli.support.facts import Others as Others
 from grpo_cli.support.facts import facts as facts
 from grpo_cli.types import (
@@ -305,6 +306,24 @@ class Bench:
     task: Task
     engine: Engine
     ends: tuple[int, ...] = ()  # tokens that end a reply
+
+
+@runtime_checkable
+class Search(Protocol):
+    """One answer to each problem of an evaluation, made of several replies, of which it sees no reward."""
+
+    def __call__(
+        self, bench: Bench, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+    ) -> tuple[Sequence[Rollout], Mapping[str, float]] | None:
+        """Return one whole rollout for each prompt, in their order, and metrics of what they cost; None: no search."""
+
+
+@runtime_checkable
+class SetUp(Protocol):
+    """A rule that uses the model, the task or the engine of its run."""
+
+    def setup(self, bench: Bench) -> None:
+        """Take what it needs, once, before the first step."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from grpo_cli.support import terminal
 from grpo_cli.support.formatting import shown
 
 # Columns: what they show of a summary. An accuracy comes with its 95 % interval over problems.
-_ACCURACIES = {"greedy": "eval/accuracy", "sampled": "eval/pass@1"}
-_TOKENS = {"tokens of a reply": "eval/length_mean"}
+_ACCURACIES = {"search": "search/accuracy", "greedy": "eval/accuracy", "sampled": "eval/pass@1"}
+_TOKENS = {"tokens": "search/tokens", "one after another": "search/sequential", "tokens of a reply": "eval/length_mean"}
 
 
 def headline(summary: Mapping[str, Any]) -> str:

@@ -1,0 +1,111 @@
+"""A*-PO: one rollout a problem, regressed on its distance from a value that was estimated once, before training
+(arXiv 2505.20686; `A2POTrainer` of TRL's experimental trainers).
+
+    V* = b1 log mean exp(r / b1), over answers of the model as it was at the start;  A = r - V*
+    loss = mean over rollouts of (b2 sum over tokens of log(pi / pi_ref) - A)^2
+
+The answers are those of `advantage.answers`, the samples.jsonl that an evaluation wrote before training. The formulas,
+b1 = 0.5 and b2 = 1e-3 are as TRL's release has them; the paper could not be read. Ours: r is 1 for a solved problem and
+else 0, as the paper has rewards, whatever the reward's parts say; problems that no answer solved (V* = 0) are not left
+out; a row counts by the mean weight of its tokens, 1 without a correction; n is 2 or more.
+
+Not measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.rules.loss import masked_float
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import Others, facts
+from grpo_cli.support.ranges import Range
+from grpo_cli.types import AdvantageInputs, Batch, LossOutput, Totals
+
+Beta = Annotated[float, Range(0, 1e3, "it is the weight of a KL to the model as it was", above=True)]
+
+
+REHEARSED = "rehearsal"  # the problem of a made-up group
+WRITE_IT = "grpo eval eval.split=train eval.problems=-1 eval.k=8"
+
+
+def value(share: float, beta: float) -> float:
+    """Return beta log mean exp(r / beta) over answers of which a share has r = 1, the others 0.
+
+    >>> round(value(0.5, 1.0), 4)  # log((1 + e) / 2)
+    0.6201
+    """
+    return 1.0 + beta * math.log(share + (1 - share) * math.exp(-1 / beta)) if share else 0.0
+
+
+class Optimal:
+    """1 or 0 for solved or not, less the problem's optimal value by answers from before training (A*-PO)."""
+
+    divides = False
+
+    def __init__(self, *, beta: Beta, answers: str | None) -> None:
+        if answers is None:
+            raise UserError(f"advantage=a2po needs advantage.answers=<samples.jsonl>: write it with {WRITE_IT}")
+        self._beta, self._file, self._shares = beta, answers, _shares_in(Path(answers).expanduser())
+
+    def __call__(
+        self, kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], inputs: AdvantageInputs
+    ) -> Float[Tensor, " K"]:
+        """UserError for a problem that the file does not know."""
+        prompt, solved = inputs.group.prompt.id, [float(inputs.group.rewards[index].solved) for index in inputs.kept]
+        if prompt not in self._shares and prompt != REHEARSED:
+            raise UserError(f"advantage.answers={self._file} has no answer to {prompt}: write it with {WRITE_IT}")
+        return torch.tensor(solved, dtype=kept_rewards.dtype) - value(self._shares.get(prompt, 0.0), self._beta)
+
+
+def _shares_in(file: Path) -> dict[str, float]:
+    """Return which share of its sampled answers solved each problem. UserError for another kind of file."""
+    found: dict[str, list[bool]] = {}
+    try:
+        with open(file, encoding="utf-8") as lines:
+            for row in map(json.loads, lines):
+                if row["reason"] == "sampled":
+                    found.setdefault(str(row["prompt_id"]), []).append(row["solved"] is True)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"advantage.answers={file} is no samples.jsonl ({error!r}); {WRITE_IT} writes one") from error
+    if not found:
+        raise UserError(f"advantage.answers={file} has no sampled answers: write it with {WRITE_IT}")
+    return {problem: sum(solved) / len(solved) for problem, solved in found.items()}
+
+
+def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    if others.setting("advantage", "answers") is None:
+        yield (
+            f"{others.named('loss')} regresses on how far a reward is from its problem's value: use advantage=a2po "
+            f"advantage.answers=<samples.jsonl>, which {WRITE_IT} writes"
+        )
+
+
+@facts(goes_with=_goes_with)
+@dataclass(frozen=True)
+class Regression:
+    """(beta * log(pi / pi_ref) of a whole rollout - its advantage)^2, the mean over rollouts (A*-PO, arXiv 2505.20686).
+
+    On-policy its gradient is 2 beta times that of beta KL(pi || pi_ref) - reward, the value being a baseline.
+    """
+
+    beta: Beta
+
+    needs_reference = True
+
+    def __call__(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput:
+        mask = batch.loss_mask
+        assert batch.ref_logprobs is not None, "it says that it needs a reference"
+        moved = (masked_float(logprobs, mask) - masked_float(batch.ref_logprobs, mask).detach()).sum(dim=1)
+        weights = masked_float(batch.weights, mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+        loss = (weights * (self.beta * moved - batch.advantages.float()).square()).sum() / max(totals.sequences, 1)
+        return LossOutput(loss, {"loss/policy": loss.detach()})

@@ -1,0 +1,192 @@
+"""ARRoL: rollouts that begin badly are given up (`collector=arrol`, arXiv 2603.24840).
+
+    n rollouts of each problem, up to `at` tokens; a head predicts of each that has not ended its chance p_i to be right
+    s_i = keep (p_i share / p + (1 - p_i) (1 - share) / (1 - p)), at most 1;  p: the group's mean
+    each goes on with the chance s_i, at least 2 of a group being left, with the tokens that it would have had; the
+    others reach neither the judge nor the update
+
+so that of a group about `keep` go on, of which about `share` are right. Where p = share this is `keep` for all: what is
+balanced already is pruned at random.
+
+The head is learnt online, from what passed `at` and was judged. Ours: the formula of s_i (of the paper's own too little
+could be read), the ridge in place of a logistic head, and its calibration by the share of right ones in each tenth of
+its scores. What is left is not reweighed by 1 / s_i, so the gradient leans to balanced groups; rewards, lengths and
+groups in the record, and what curricula know of problems, are those of what is left. `rule=random` prunes as many
+without looking, as a control. No predictor of lengths learns from such rounds.
+
+Measured: scripts/reproduce/frontier_c.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+from jaxtyping import Float
+
+from grpo_cli.experimental.reading import read
+from grpo_cli.experimental.ridge_probe import ProbeRows, Probing, RidgeProbe, never_enough
+from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.rules.ridge import narrowed
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import Others, facts
+from grpo_cli.support.ranges import Count, OneOf, Range, Share
+from grpo_cli.types import Group, GroupRequest, Round, ScoredGroup
+
+LEAST = 2  # rollouts of a problem; one has nothing to be compared with
+BINS = 10  # of scores, in each of which the share of right ones is counted
+TINY = 1e-12
+
+
+def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    name = others.named("collector")
+    if own["keep"] * others.n < LEAST:
+        yield (
+            f"collector.keep={own['keep']} of n={others.n} leaves less than {LEAST} rollouts of a problem, and one has "
+            "nothing to be compared with: raise collector.keep or n"
+        )
+    if (others.setting("task", "turns") or 1) > 1:
+        yield f"{name} looks into replies of one turn, and {others.named('task')} has several; use task.turns=1"
+    if own["rule"] == "probe":
+        yield from never_enough("collector", own, others)
+
+
+@facts(goes_with=_goes_with)
+class Arrol(Probing):
+    """Rollouts are looked at once they have `at` tokens, and those that are needed least end there (ARRoL, arXiv
+    2603.24840)."""
+
+    group, kind = "collector", "arrol"
+
+    def __init__(
+        self,
+        *,
+        at: Count | None,
+        keep: Annotated[float, Range(0, 1, "it is a share", above=True)],
+        share: Share,
+        warmup: Annotated[int, Range(0)],
+        rule: Annotated[str, OneOf(("probe", "random"))],
+        ridge: Annotated[float, Range(0, because="it is what the weights are shrunk by", above=True)],
+        window: Count,
+        min_rollouts: Annotated[int, Range(2)],
+        layer: Count | None,
+    ) -> None:
+        self.layer = layer
+        self._at, self._keep, self._share, self._warmup, self._rule = at, keep, share, warmup, rule
+        self._probe = RidgeProbe(window=window, least=min_rollouts, ridge=ridge, layer=layer)
+        self._now: dict[tuple[str, int], tuple[Float[np.ndarray, " F"], float]] = {}  # of what passed `at` in this step
+        self._begun = self._dropped = self._stopped_at = 0
+
+    def __call__(self, collection: Collection) -> Rounds:
+        at = self._stopped_at = look_at("collector.at", self._at, collection.max_new_tokens)
+        prompts = collection.pick(collection.prompts)
+        groups = yield Round(tuple(GroupRequest(prompt, collection.n) for prompt in prompts), limit=at)
+        begun = [some for group in groups if (some := group.partial).rollouts]
+        whole = {group.prompt.id: len(group.rollouts) for group in groups}
+        self._begun, self._dropped, self._now = sum(len(group.rollouts) for group in begun), 0, {}
+        if not begun:
+            return None
+        scores = self._read(begun) if self._rule == "probe" else np.full(self._begun, np.nan)
+        left, start = [], 0
+        for group in begun:
+            size = len(group.rollouts)
+            own, start = scores[start : start + size], start + size
+            kept = np.ones(size, dtype=bool)
+            if collection.step >= self._warmup and (self._rule == "random" or not np.isnan(own).any()):
+                chances = np.full(size, self._keep) if self._rule == "random" else self._chances(self._calibrated(own))
+                kept = drawn(chances, collection.rng.random(size), LEAST - (whole[group.prompt.id] - size))
+            self._dropped += int((~kept).sum())
+            left += [_those(group, kept)] * bool(kept.any())
+        if left:
+            yield Round(resumed=tuple(left))
+        return None
+
+    def _read(self, begun: Sequence[Group]) -> Float[np.ndarray, " N"]:
+        """Return what the head predicts of each, NaN if nothing yet, and remember the features."""
+        rollouts = [rollout for group in begun for rollout in group.rollouts]
+        if self._bench is None:
+            return np.full(len(rollouts), np.nan)
+        features = narrowed(read(self._bench, rollouts, layer=self.layer, last=1).features).astype(np.float32)
+        scores = self._probe.predict(features)
+        names = [(rollout.request.prompt.id, rollout.request.sample) for rollout in rollouts]
+        self._now = dict(zip(names, zip(features, scores.tolist(), strict=True), strict=True))
+        return scores
+
+    def _calibrated(self, scores: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
+        """The share of right ones among earlier rollouts whose score was in the same tenth, one more of the tenth's own
+        middle among them."""
+        said, right = (
+            np.concatenate([getattr(s, name) for s in self._probe.steps]) for name in ("predicted", "targets")
+        )
+        known = ~np.isnan(said)
+        count, solved = (np.bincount(_bin(said[known]), weights, BINS) for weights in (None, right[known]))
+        middles = (np.arange(BINS) + 0.5) / BINS
+        return ((solved + middles) / (count + 1))[_bin(scores)]
+
+    def _chances(self, right: Float[np.ndarray, " G"]) -> Float[np.ndarray, " G"]:
+        mean = float(right.mean())
+        of_right, of_wrong = self._share / max(mean, TINY), (1 - self._share) / max(1 - mean, TINY)
+        return np.minimum(self._keep * (right * of_right + (1 - right) * of_wrong), 1.0)
+
+    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        ended = [(g.prompt.id, r, w) for g in groups for r, w in zip(g.rollouts, g.rewards, strict=True)]
+        labelled = [
+            (name, self._now[name, rollout.request.sample], float(reward.solved))
+            for name, rollout, reward in ended
+            if (name, rollout.request.sample) in self._now
+        ]
+        metrics = {"prune/kept": 1 - self._dropped / self._begun} if self._begun else {}
+        if more := [len(rollout) - self._stopped_at for _, rollout, _ in ended if len(rollout) > self._stopped_at]:
+            metrics["prune/saved_tokens"] = self._dropped * sum(more) / len(more)
+        if labelled:
+            features, scores = (
+                np.stack([seen[0] for _, seen, *_ in labelled]),
+                np.array([one[1][1] for one in labelled]),
+            )
+            right = np.array([one[2] for one in labelled])
+            self._probe.add([ProbeRows(features, right, scores)])
+            found = auc(scores, right)
+            metrics |= {} if found is None else {"prune/auc": found}
+        self._now, self._begun = {}, 0
+        return metrics
+
+
+def look_at(key: str, wanted: int | None, longest: int) -> int:
+    """Return how many tokens rollouts have when a collector looks at them: `wanted`, the setting `key`; None is a
+    quarter. UserError if none gets there."""
+    at = max(1, longest // 4) if wanted is None else wanted
+    if at >= longest:
+        raise UserError(f"{key}={at} is never reached with sampling.max_new_tokens={longest}: lower it, or use null")
+    return at
+
+
+def _those(group: Group, which: Any) -> Group:
+    return Group(group.prompt, tuple(one for one, yes in zip(group.rollouts, which, strict=True) if yes))
+
+
+def _bin(scores: Float[np.ndarray, " N"]) -> Any:
+    return np.clip((scores * BINS).astype(int), 0, BINS - 1)
+
+
+def drawn(chances: Float[np.ndarray, " G"], u: Float[np.ndarray, " G"], least: int) -> Any:
+    """Which are kept, each with its chance (`u` is uniform in [0, 1)); at least `least`, if there are so many: then of
+    the others those with the greatest chances.
+
+    >>> drawn(np.array([0.9, 0.2, 0.5]), np.array([0.95, 0.1, 0.7]), 2).tolist()
+    [True, True, False]
+    """
+    kept = u < chances
+    order = np.argsort(-np.where(kept, 2.0, chances), kind="stable")
+    kept[order[: max(least, 0)]] = True
+    return kept
+
+
+def auc(scores: Float[np.ndarray, " N"], right: Float[np.ndarray, " N"]) -> float | None:
+    """The chance that a right one scores higher than a wrong one, half for equal scores. None without both kinds."""
+    known = ~np.isnan(scores)
+    good, bad = scores[known & (right > 0)], scores[known & (right == 0)]
+    if not len(good) or not len(bad):
+        return None
+    higher, equal = (np.mean(compare(good[:, None], bad)) for compare in (np.greater, np.equal))
+    return float(higher + equal / 2)

@@ -1,0 +1,139 @@
+"""DORA: replies that grow as a tree, with the next ones shared out among directions (`search=dora`, arXiv 2506.15707).
+
+    grow      each unfinished reply by at most `every` tokens
+    count     n_i = ceil(n softmax(q / T)_i) of the n places that are left, from the best down (REBASE, arXiv
+              2408.00724); those that get none leave
+    share     n_i = round(n s_i), s_i ~ softmax(q / T)_i u_i;  u_i: the i-th diagonal element of softmax(cos / 0.01) by
+              rows, so that k replies in one direction have about 1/k each
+    answer    when all have ended, the one with the largest sum of q
+
+The paper has a process reward model and an embedding model. Ours, in their place: q, the geometric mean of the tokens'
+probabilities so far, and the mean of the last layer's states over the reply. Ours, too: steps of equal length; one T;
+that rounding gives out no more than n places, the largest shares first; and the likeliest reply where no answer is
+read. The order of the counts, and 0.01, are the released code's, which does not run (a name in it is not defined).
+
+Measured: scripts/reproduce/frontier_c.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, exp
+from typing import Annotated, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from grpo_cli.experimental.particle import goes_with
+from grpo_cli.experimental.sample_and_rank import mean_logprob
+from grpo_cli.experimental.search import Searching, SearchMethod
+from grpo_cli.settings import MOST_SAMPLES
+from grpo_cli.support.facts import facts
+from grpo_cli.support.ranges import Count, Range
+from grpo_cli.types import Finish, Rollout
+
+SHARPNESS, TINY = 0.01, 1e-30  # what cosines are divided by; the least length of a direction
+Width = Annotated[int, Range(1, MOST_SAMPLES, "it is how many replies grow together")]
+Temperature = Annotated[float, Range(0, because="scores are divided by it", above=True)]
+
+
+class Leaf(NamedTuple):
+    """An unfinished reply, and its path: the places, from the root on, of the leaves that it has grown from."""
+
+    reply: Rollout
+    path: tuple[int, ...]
+
+    @property
+    def score(self) -> float:
+        return exp(mean_logprob(self.reply))
+
+
+# How many replies go on from each leaf, by their directions, of so many places.
+SharesOut = Callable[[Sequence[Leaf], Float[np.ndarray, "L H"], int], Sequence[int]]
+
+
+@facts(goes_with=goes_with)
+@dataclass(frozen=True, kw_only=True)
+class Dora(SearchMethod):
+    """A tree of `width` replies, which goes on where replies are likely and their directions rare."""
+
+    width: Width
+    temperature: Temperature
+    every: Count
+
+    def choose(self, searching: Searching) -> list[Rollout]:
+        return [voted(searching, row) for row in grown(searching, self.width, self.every, self._counts)]
+
+    def _counts(self, leaves: Sequence[Leaf], states: Float[np.ndarray, "L H"], places: int) -> list[int]:
+        return shared_out([leaf.score for leaf in leaves], cosines(states), places, self.temperature)
+
+
+def grown(searching: Searching, width: int, every: int, counts: SharesOut) -> list[list[Rollout]]:
+    """`width` whole replies to each problem, fewer where `counts` gives out less than there is."""
+    begun = searching.begin(width)
+    trees = [[Leaf(one, ()) for one in row] for row in begun]
+    ended: list[list[Rollout]] = [[] for _ in begun]
+    step = every if width > 1 else None  # in one piece, as plain sampling
+    while any(trees):
+        rows = searching.go_on([[leaf.reply for leaf in tree] for tree in trees], step)
+        for number, row in enumerate(rows):
+            ended[number] += [one for one in row if one.finish is not Finish.PARTIAL]
+            moved = [Leaf(one, leaf.path) for one, leaf in zip(row, trees[number], strict=True)]
+            trees[number] = [leaf for leaf in moved if leaf.reply.finish is Finish.PARTIAL]
+        live = [leaf.reply for tree in trees for leaf in tree]
+        states = iter(searching.states(live)) if live else iter(())
+        for number, tree in enumerate(trees):
+            own = np.array([next(states) for _ in tree])
+            taken = {one.request.sample for one in ended[number]}
+            free = [one.request for one in begun[number] if one.request.sample not in taken]
+            again = counts(tree, own, len(free)) if tree else []
+            copies = [leaf for leaf, count in zip(tree, again, strict=True) for _ in range(count)]
+            # Each goes on with the random stream of the place that it takes.
+            trees[number] = [
+                Leaf(replace(one.reply, request=request), (*one.path, one.reply.request.sample))
+                for one, request in zip(copies, free, strict=False)
+            ]
+    return ended
+
+
+def rebase(scores: Sequence[float], places: int, temperature: float) -> list[int]:
+    """How many places each has, from the best down, rounded up while there are any."""
+    shares, counts = softmax(np.array(scores) / temperature), [0] * len(scores)
+    for i in np.argsort(-shares, kind="stable"):
+        counts[i] = min(ceil(places * shares[i]), places - sum(counts))
+    return counts
+
+
+def shared_out(scores: Sequence[float], cos: Float[np.ndarray, "L L"], places: int, temperature: float) -> list[int]:
+    """Of those that REBASE gives any, how many each has by its score and by how few others go its way."""
+    left = np.flatnonzero(rebase(scores, places, temperature))
+    alone = np.diagonal(softmax(cos[np.ix_(left, left)] / SHARPNESS))
+    shares = softmax(np.array(scores)[left] / temperature) * alone
+    shares /= shares.sum()
+    counts = [0] * len(scores)
+    for i in np.argsort(-shares, kind="stable"):
+        counts[left[i]] = min(int(places * shares[i] + 0.5), places - sum(counts))
+    return counts
+
+
+def softmax(values: Float[np.ndarray, "*N"]) -> Float[np.ndarray, "*N"]:
+    """Over the last axis."""
+    powers: np.ndarray = np.exp(values - values.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def cosines(states: Float[np.ndarray, "L H"]) -> Float[np.ndarray, "L L"]:
+    """Of each row and each other; of a row of zeros 0."""
+    unit: np.ndarray = states / np.maximum(np.linalg.norm(states, axis=1, keepdims=True), TINY)
+    return unit @ unit.T
+
+
+def voted(searching: Searching, replies: Sequence[Rollout]) -> Rollout:
+    """Return the first that gives the answer with the largest sum of scores; without one, the likeliest reply."""
+    answers = [searching.answer(one) if searching.has_numbers else None for one in replies]
+    votes = dict.fromkeys((answer for answer in answers if answer is not None), 0.0)
+    for answer, one in zip(answers, replies, strict=True):
+        if answer is not None:
+            votes[answer] += exp(mean_logprob(one))
+    return replies[answers.index(max(votes, key=votes.__getitem__))] if votes else max(replies, key=mean_logprob)

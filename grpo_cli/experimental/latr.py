@@ -1,0 +1,238 @@
+"""LATR: rollouts of a problem grow as a tree that branches where the policy hesitates (`collector=lookahead`, arXiv
+2510.24302).
+
+    one rollout of each problem; every `chunk` tokens, while a problem has fewer than its share of n, in order of time
+    a branch begins at a token with p_2 > tau_abs and p_1 - p_2 < tau_rel, with that of the two that was not taken
+    r tokens (of `prune_after`) after its birth it is given up if
+        edit distance to the same stretch of the rollout that it left / r < tau_edit
+    all that is left goes on by itself at `hand_over` tokens, or once every problem has its share
+
+The tokens that a branch shares with the rollout that it left are given to it, and count in both; a correction sees only
+those that were drawn. Ours: rollouts are drawn as always and not by their likeliest tokens until `hand_over`, so the
+first one of each problem is an ordinary one; no branch begins with the end of a text, or in the chunk in which it is
+born; all trees have to be full for an early end. Left out: that stretches which begin with a symbol or a digit are not
+judged (a collector reads no text), and an engine's fork: what is shared is prefilled again (engine/prefill_tokens).
+
+Measured: scripts/reproduce/frontier_d.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from grpo_cli.collect.requests import seed_of
+from grpo_cli.experimental.arrol import look_at
+from grpo_cli.experimental.reading import read
+from grpo_cli.interfaces import Bench, Collection, Rounds
+from grpo_cli.support.facts import Others, facts
+from grpo_cli.support.ranges import Count, Share
+from grpo_cli.types import GIVEN, Finish, Group, GroupRequest, Rollout, Round, Span
+
+Name = tuple[str, int]  # a problem's id and a sample
+
+
+@dataclass
+class _Branch:
+    """Where it left which rollout, and how many of `prune_after` it has passed."""
+
+    parent: Name
+    place: int
+    passed: int = 0
+
+
+@dataclass
+class _Tree:
+    """What is known of a step's rollouts: how far each was read, and of branches where they began."""
+
+    read: dict[Name, int] = field(default_factory=dict)
+    branches: dict[Name, _Branch] = field(default_factory=dict)
+    pruned: set[Name] = field(default_factory=set)
+
+    def left(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups without what was given up."""
+        found = [tuple(one for one in group.rollouts if _name(one) not in self.pruned) for group in groups]
+        return [Group(group.prompt, some) for group, some in zip(groups, found, strict=True)]
+
+
+def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    name = others.named("collector")
+    if len(own["share"]) != len(own["since"]) or list(own["since"]) != sorted({0, *own["since"]}):
+        yield (
+            f"collector.since={list(own['since'])} must be the steps, from 0 on, at which each of collector.share="
+            f"{list(own['share'])} begins: as many, and in order"
+        )
+    if list(own["prune_after"]) != sorted(set(own["prune_after"])) or min(own["prune_after"], default=1) < 1:
+        yield f"collector.prune_after={list(own['prune_after'])} must be numbers of tokens, from 1 on, in order"
+    if others.setting("correction", "prox") == "drawn":
+        yield (
+            f"correction.prox=drawn takes the sampler for the old policy, but {name} gives branches tokens that it did "
+            "not draw for them; use correction.prox=now"
+        )
+    if others.says("sparsity", "evicts"):
+        yield (
+            f"{name} goes on from tokens that are there, which {others.named('sparsity')} would count as prompt and "
+            "never evict; use sparsity=dense, or collector=equal"
+        )
+    if (others.setting("task", "turns") or 1) > 1:
+        yield f"{name} branches in replies of one turn, and {others.named('task')} has several; use task.turns=1"
+
+
+@facts(goes_with=_goes_with)
+class Lookahead:
+    """A share of each group branches off one rollout of the problem; the others are plain (LATR, arXiv 2510.24302)."""
+
+    def __init__(
+        self,
+        *,
+        tau_abs: Share,
+        tau_rel: Share,
+        tau_edit: Share,
+        chunk: Count,
+        prune_after: Sequence[int],
+        hand_over: Count | None,
+        share: Sequence[Share],
+        since: Sequence[int],
+    ) -> None:
+        self._tau_abs, self._tau_rel, self._tau_edit = tau_abs, tau_rel, tau_edit
+        self._chunk, self._prune_after, self._hand_over = chunk, prune_after, hand_over
+        self._shares = list(zip(since, share, strict=False))  # as many: see `_goes_with`
+        self._bench: Bench | None = None  # while it is tried before a model is loaded, and begins no branch
+
+    def setup(self, bench: Bench) -> None:
+        self._bench = bench
+
+    def __call__(self, collection: Collection) -> Rounds:
+        until = look_at("collector.hand_over", self._hand_over, collection.max_new_tokens)
+        leaves = round([part for step, part in self._shares if step <= collection.step][-1] * collection.n)
+        prompts, tree, length = collection.pick(collection.prompts), _Tree(), min(self._chunk, until)
+        groups: Sequence[Group] = ()
+        if leaves:
+            groups = yield Round(tuple(GroupRequest(prompt, 1) for prompt in prompts), limit=length)
+        while leaves and length < until:
+            self._prune(groups, tree)
+            asked = self._branches(tree.left(groups), tree, leaves)
+            live = _live(tree.left(groups))
+            if not asked and (not live or self._is_settled(tree.left(groups), tree, leaves)):
+                break
+            length = min(length + self._chunk, until)
+            born = _born(groups, tree, asked)
+            groups = yield Round(resumed=_with(live, born), limit=length)
+            fresh = {_name(one) for one in born}  # what comes up with a branch is passed over
+            tree.read |= {_name(one): len(one) for group in groups for one in group.rollouts if _name(one) in fresh}
+        left = tree.left(groups)
+        counts = {group.prompt.id: len(group.rollouts) for group in left}
+        rest = tuple(GroupRequest(p, lacking) for p in prompts if (lacking := collection.n - counts.get(p.id, 0)))
+        if rest or _live(left):
+            yield Round(rest, _live(left))
+        collection.note("branches", len(tree.branches))
+        collection.note("pruned", len(tree.pruned))
+        return None
+
+    def _prune(self, groups: Sequence[Group], tree: _Tree) -> None:
+        """Give up the branches that have stayed too close to what they left."""
+        known = {_name(rollout): rollout for group in tree.left(groups) for rollout in group.rollouts}
+        by = self._prune_after, self._tau_edit
+        tree.pruned.update([name for name, one in known.items() if _stays_close(one, known, tree, *by)])
+
+    def _branches(self, groups: Sequence[Group], tree: _Tree, leaves: int) -> list[tuple[Rollout, int, int]]:
+        """Return where branches begin in what has come up since the last look, parent, place and token: problem by
+        problem, the earliest first."""
+        found: list[tuple[Rollout, int, int]] = []
+        for group in groups:
+            grown = [one for one in group.rollouts if len(one) > tree.read.get(_name(one), 0)]
+            if self._bench is None or not grown or len(group.rollouts) >= leaves:
+                continue
+            reading = read(self._bench, grown, tokens=True)
+            own = [
+                (one, place, other)
+                for one, *top in zip(grown, reading.top_probs, reading.top_ids, strict=True)
+                for place, other in self._hesitations(one, *top, since=tree.read.get(_name(one), 0))
+                if other not in self._bench.ends
+            ]
+            earliest = sorted(own, key=lambda begun: (begun[1], begun[0].request.sample))
+            found += earliest[: leaves - len(group.rollouts)]
+        tree.read |= {_name(rollout): len(rollout) for group in groups for rollout in group.rollouts}
+        return found
+
+    def _hesitations(
+        self, rollout: Rollout, probs: Float[np.ndarray, "L 2"], ids: Int[np.ndarray, "L 2"], since: int
+    ) -> Iterator[tuple[int, int]]:
+        """Yield places from `since` on at which the two likeliest tokens are close, and the one that was not taken."""
+        for place in range(since, len(rollout)):
+            (first, second), (likeliest, next_one) = probs[place], ids[place].tolist()
+            if second > self._tau_abs and first - second < self._tau_rel:
+                yield place, next_one if rollout.token_ids[place] == likeliest else likeliest
+
+    def _is_settled(self, groups: Sequence[Group], tree: _Tree, leaves: int) -> bool:
+        """True if every tree has its leaves, and no branch of them is to be judged yet."""
+        names = (_name(rollout) for group in groups for rollout in group.partial.rollouts)
+        young = any(name in tree.branches and tree.branches[name].passed < len(self._prune_after) for name in names)
+        return not young and all(len(group.rollouts) >= leaves for group in groups)
+
+
+def _born(groups: Sequence[Group], tree: _Tree, asked: Sequence[tuple[Rollout, int, int]]) -> list[Rollout]:
+    """Return the branches, which begin with their parent's tokens."""
+    sizes = {group.prompt.id: len(group.rollouts) for group in groups}
+    born = []
+    for parent, place, other in asked:
+        name, given = _name(parent)[0], (*parent.token_ids[:place], other)
+        sample, sizes[name] = sizes[name], sizes[name] + 1
+        request = replace(parent.request, sample=sample, seed=seed_of(parent.request.seed, "branch", place, sample))
+        spans = (Span(GIVEN, len(given)),)
+        born.append(Rollout(request, given, (math.nan,) * len(given), Finish.PARTIAL, 0, spans))
+        tree.branches[name, sample] = _Branch(_name(parent), place)
+    return born
+
+
+def _with(live: Sequence[Group], born: Sequence[Rollout]) -> tuple[Group, ...]:
+    """Return the live groups with the branches."""
+    of = {group.prompt: list(group.rollouts) for group in live}
+    for one in born:
+        of.setdefault(one.request.prompt, []).append(one)
+    return tuple(Group(prompt, tuple(rollouts)) for prompt, rollouts in of.items())
+
+
+def _name(rollout: Rollout) -> Name:
+    return rollout.request.prompt.id, rollout.request.sample
+
+
+def _live(groups: Sequence[Group]) -> tuple[Group, ...]:
+    return tuple(partial for group in groups if (partial := group.partial).rollouts)
+
+
+def _stays_close(
+    one: Rollout, known: Mapping[Name, Rollout], tree: _Tree, prune_after: Sequence[int], tau: float
+) -> bool:
+    """Whether some stretch that has come up since the last look is too close; not judged where either has ended."""
+    branch = tree.branches.get(_name(one))
+    if branch is None or one.finish is not Finish.PARTIAL:
+        return False
+    close, parent, start = False, known.get(branch.parent), branch.place
+    for after in prune_after[branch.passed :]:
+        if len(one) < start + after:
+            break
+        branch.passed += 1
+        if parent is not None and parent.finish is Finish.PARTIAL and len(parent) >= start + after:
+            stretches = (r.token_ids[start : start + after] for r in (one, parent))
+            close = close or edit_distance(*stretches) / after < tau
+    return close
+
+
+def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
+    """Fewest tokens to put in, take out or exchange.
+
+    >>> edit_distance("kitten", "sitting"), edit_distance("", "ab"), edit_distance("ab", "ab")
+    (3, 2, 0)
+    """
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
+    return row[-1]

@@ -1,0 +1,85 @@
+"""Particle filtering (arXiv 2502.01618): replies that are chosen anew as they grow together (`search=particle`).
+
+    grow      each unfinished particle by at most `every` tokens, drawn from p
+    weigh     w_i = p(the tokens just drawn)^(alpha - 1); 1 if it had ended before
+    choose    as many particles again, each with a chance of w_i / sum of w, by systematic resampling
+    answer    when all have ended, one of them, each alike
+
+The paper weighs by exp(logit(r)), with r of a process reward model, chooses at the end of each line by independent
+draws, and gives the particle that the reward model likes best. There is no such model here. Ours: the weights, by which
+the answer is, with many particles, a draw from p^alpha over whole replies (the power distribution of arXiv 2510.14901;
+not the same as a low temperature, which sharpens token by token), the steps of equal length, the way of choosing, and
+the answer. p is what the sampler drew the tokens with, at eval.temperature. With one particle this is plain sampling,
+bit for bit. A copy goes on with the random stream of the particle whose place it takes.
+
+Measured: scripts/reproduce/frontier_c.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import numpy as np
+
+from grpo_cli.experimental.search import Searching, SearchMethod
+from grpo_cli.settings import MOST_SAMPLES
+from grpo_cli.support.facts import Others, facts
+from grpo_cli.support.ranges import Count, Range
+from grpo_cli.types import Finish, Rollout
+
+
+def goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    """What a search cannot work beside that copies replies before their end."""
+    named, instead = others.named("search"), "or search=best"
+    if others.says("sparsity", "evicts"):
+        yield (
+            f"{named} goes on with replies that are copied, whose tokens {others.named('sparsity')} would count as "
+            f"prompt and never evict; use sparsity=dense, {instead}"
+        )
+    if (others.setting("task", "turns") or 1) > 1:
+        yield f"{named} copies replies of one turn, and {others.named('task')} has several; use task.turns=1, {instead}"
+    if others.says("predictor", "of_whole_rollouts"):
+        yield (
+            f"{others.named('predictor')} knows how long whole rollouts were, and {named} makes them in parts; use "
+            f"predictor=mean, {instead}"
+        )
+
+
+@facts(goes_with=goes_with)
+@dataclass(frozen=True, kw_only=True)
+class Particle(SearchMethod):
+    """`particles` replies to a problem, of which those with small weights are replaced by copies of the others."""
+
+    particles: Annotated[int, Range(1, MOST_SAMPLES, "it is how many replies grow together")]
+    alpha: Annotated[float, Range(1, 100, "below 1 unlikely replies would be preferred")]
+    every: Count
+
+    def choose(self, searching: Searching) -> list[Rollout]:
+        rngs = [searching.rng(prompt) for prompt in searching.prompts]
+        # One particle is never chosen against another, and in one piece its log-probabilities have the same bits too.
+        every = self.every if self.particles > 1 else None
+        clouds = searching.begin(self.particles)
+        while any(one.finish is Finish.PARTIAL for cloud in clouds for one in cloud):
+            moved = zip(clouds, searching.go_on(clouds, every), rngs, strict=True)
+            clouds = [self._chosen(before, cloud, rng) for before, cloud, rng in moved]
+        return [cloud[rng.integers(len(cloud))] for cloud, rng in zip(clouds, rngs, strict=True)]
+
+    def _chosen(self, before: Sequence[Rollout], cloud: Sequence[Rollout], rng: np.random.Generator) -> list[Rollout]:
+        drawn = [sum(new.sampler_logprobs[len(old) :]) for old, new in zip(before, cloud, strict=True)]
+        places = resampled((self.alpha - 1) * np.array(drawn), rng.random())
+        return [replace(cloud[place], request=own.request) for place, own in zip(places, cloud, strict=True)]
+
+
+def resampled(log_weights: np.ndarray, u: float) -> list[int]:
+    """As many places as there are log-weights, in order, each as often as its share, rounded up or down by `u` in
+    [0, 1).
+
+    >>> resampled(np.log([4.0, 1.0, 1.0]), 0.3)
+    [0, 0, 1]
+    """
+    count = len(log_weights)
+    ends = np.cumsum(np.exp(log_weights - log_weights.max()))
+    places = np.searchsorted(ends / ends[-1], (np.arange(count) + u) / count, side="right")
+    return [int(place) for place in np.minimum(places, count - 1)]

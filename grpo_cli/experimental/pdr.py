@@ -1,0 +1,63 @@
+"""Parallel-Distill-Refine (arXiv 2510.01123): drafts are put before the problem, which is then answered anew.
+
+    draft     `drafts` replies to each problem
+    distill   the `keep` likeliest of them, by the mean log-probability of a token; of each the last workspace / keep
+              tokens
+    refine    `drafts` replies to the problem behind these, again `rounds` times, the last time one, which is the answer
+
+Read from the paper's text, where a model writes the workspace. Ours: its content as above, that nothing is said about
+the drafts beside them, and that a prompt is plain text, since a chat template would have to hold the drafts. With one
+draft it is sequential refinement, the longest chain at equal tokens, which arXiv 2504.07052 compares with best-of-k
+(search=best).
+
+Measured: scripts/reproduce/frontier_c.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from grpo_cli.experimental.sample_and_rank import mean_logprob
+from grpo_cli.experimental.search import Searching, SearchMethod
+from grpo_cli.settings import MOST_SAMPLES
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import Others, facts
+from grpo_cli.support.ranges import Count, Range
+from grpo_cli.types import Prompt, Rollout
+
+
+def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    if (others.setting("task", "turns") or 1) > 1:
+        yield f"{others.named('search')} drafts one turn, and {others.named('task')} has several; use task.turns=1"
+
+
+@facts(goes_with=_goes_with)
+@dataclass(frozen=True, kw_only=True)
+class Pdr(SearchMethod):
+    """The answer of `rounds` rounds of refinement. UserError if no token of a draft would be shown."""
+
+    drafts: Annotated[int, Range(1, MOST_SAMPLES, "it is how many replies are made at a time")]
+    keep: Count
+    rounds: Count
+    workspace: Count
+
+    def __post_init__(self) -> None:
+        if not self.keep <= min(self.drafts, self.workspace):
+            raise UserError(
+                f"search.keep={self.keep} drafts are more than search.drafts={self.drafts}, or than the tokens of "
+                f"search.workspace={self.workspace}: keep fewer"
+            )
+
+    def choose(self, searching: Searching) -> list[Rollout]:
+        replies = searching.go_on(searching.begin(self.drafts))
+        for number in range(1, self.rounds + 1):
+            contexts = [self._before(searching, *one) for one in zip(searching.prompts, replies, strict=True)]
+            count = self.drafts if number < self.rounds else 1
+            replies = searching.go_on(searching.begin(count, contexts, first=number * self.drafts))
+        return [row[0] for row in replies]
+
+    def _before(self, searching: Searching, prompt: Prompt, drafts: Sequence[Rollout]) -> Prompt:
+        best = sorted(drafts, key=mean_logprob, reverse=True)[: self.keep]
+        return searching.behind(prompt, [one.token_ids[-(self.workspace // self.keep) :] for one in best])

@@ -1,0 +1,115 @@
+"""POISE: the baseline of a rollout is predicted from the model's own states in the other rollouts of its group
+(`advantage=probe`, arXiv 2605.07579).
+
+    A_i = r_i - clip(mean over j != i of g(phi_j), 0, 1)
+    phi = mean state of the last prompt tokens, of the last response tokens, and of the tokens' entropies the mean, the
+          deviation, and the mean of the last quarter;  g: ridge on standardised features, on the steps before this one
+
+A rollout's own states know how it ends, so a baseline made of them would bias the gradient; those of the others, and of
+earlier steps' rewards, do not depend on it. With few rollouts of a problem the mean of the others' rewards is a noisy
+baseline, and this one shares what was learnt of all problems: at equal cost fewer of more problems can be asked
+(n=2 train.prompts=64).
+
+The paper's text could be read, no code. Ours: layer, ridge and window; where states are wide, 256 fixed random
+directions of them; before there are `min_rollouts` rows, the mean of the others' rewards; `mix`.
+
+Measured: scripts/reproduce/frontier_c.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.experimental.reading import Reading, read
+from grpo_cli.experimental.ridge_probe import ProbeRows, Probing, RidgeProbe, correlation, never_enough
+from grpo_cli.rules.ridge import narrowed
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import Others, facts
+from grpo_cli.support.ranges import Count, Range, Share
+from grpo_cli.types import AdvantageInputs, ScoredGroup
+
+ROUNDING = 1e-6  # of a sum of weighted parts
+
+
+def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    yield from never_enough("advantage", own, others)
+
+
+@facts(divides=False, goes_with=_goes_with)
+class Poise(Probing):
+    """Reward minus what a linear probe predicts from what was read in the others (POISE, arXiv 2605.07579)."""
+
+    group, kind = "advantage", "probe"
+
+    def __init__(
+        self,
+        *,
+        ridge: Annotated[float, Range(0, because="it is what the weights are shrunk by", above=True)],
+        window: Count,
+        min_rollouts: Annotated[int, Range(2)],
+        mix: Share,
+        clip: bool,
+        layer: Count | None,
+    ) -> None:
+        self.layer = layer
+        self._mix, self._clip = mix, clip
+        self._probe = RidgeProbe(window=window, least=min_rollouts, ridge=ridge, layer=layer)
+        self._now: dict[str, ProbeRows] = {}  # of the step that is under way, by problem
+
+    def __call__(
+        self, kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], inputs: AdvantageInputs
+    ) -> Float[Tensor, " K"]:
+        """UserError for rewards outside [0, 1], unless predictions may be, too."""
+        self._require_shares(inputs.group.totals)
+        rewards, own = group_rewards.double().numpy(), np.searchsorted(inputs.baseline, inputs.kept)
+        if len(rewards) < 2:
+            return torch.zeros_like(kept_rewards)
+        others = _of_others(rewards)
+        if self._bench is not None:
+            features = described(read(self._bench, inputs.group.rollouts, layer=self.layer, tokens=True))
+            found = self._probe.predict(features)
+            self._now[inputs.group.prompt.id] = ProbeRows(features, inputs.group.totals.copy(), found)
+            if not np.isnan(found).any():
+                predicted = _of_others(found[list(inputs.baseline)])
+                predicted = predicted.clip(0.0, 1.0) if self._clip else predicted
+                others = (1 - self._mix) * predicted + self._mix * others
+        return (kept_rewards.double() - torch.from_numpy(others[own])).to(kept_rewards.dtype)
+
+    def _require_shares(self, rewards: Float[np.ndarray, " G"]) -> None:
+        outside = rewards[(rewards < -ROUNDING) | (rewards > 1 + ROUNDING)]
+        if self._clip and len(outside):
+            raise UserError(
+                f"advantage=probe predicts rewards from 0 to 1, and one is {outside[0]:g}: use advantage.clip=false, "
+                "or let the reward be so (task.weights)"
+            )
+
+    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        now, self._now = [*self._now.values()], {}
+        self._probe.add(now)
+        metrics = {"probe/rows": float(self._probe.rows)}
+        if now:
+            found = correlation(self._probe.steps[-1].predicted, self._probe.steps[-1].targets)
+            metrics |= {} if found is None else {"probe/correlation": found}
+        return metrics
+
+
+def _of_others(values: Float[np.ndarray, " G"]) -> Float[np.ndarray, " G"]:
+    """For each the mean of the others."""
+    return (values.sum() - values) / (len(values) - 1)
+
+
+def described(reading: Reading) -> Float[np.ndarray, "G F"]:
+    """Return the features of rollouts, in their order."""
+    plain = np.array([_of_entropies(own) for own in reading.entropies])
+    return np.concatenate([narrowed(reading.features), plain], axis=1).astype(np.float32)
+
+
+def _of_entropies(own: Float[np.ndarray, " L"]) -> tuple[float, float, float]:
+    return (float(own.mean()), float(own.std()), float(own[-ceil(len(own) / 4) :].mean())) if len(own) else (0.0,) * 3

@@ -1,0 +1,131 @@
+"""Reads the policy in rollouts, by a forward pass of its own: hidden states, entropies, likely tokens.
+
+Nothing of a whole batch is kept: hidden states are averaged in a hook on their layer, logits come up in chunks. The
+model computes in its own precision (`model.autocast` is not used), without dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from grpo_cli.interfaces import Bench
+from grpo_cli.learner.batch import collate, micro_batch_rows, rows_of
+from grpo_cli.model.anatomy import backbone, head, layer_of, place_of
+from grpo_cli.support.errors import UserError
+from grpo_cli.types import Batch, Group, Rollout
+
+TOKENS_AT_A_TIME, LOGITS_AT_A_TIME = 16384, 512  # padding counts
+POOLED = 10  # tokens at the end of a prompt and of a response that features are the mean of
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a pass has read in rollouts, in their order.
+
+    `features` are the means of a layer's states over the last tokens of the prompt, then of what the model said itself.
+    Of each token that it said: the entropy in nats of the distribution that it was drawn from, and the two likeliest
+    tokens there, the first first. Empty unless they were wanted.
+    """
+
+    features: Float[np.ndarray, "N F"]
+    entropies: tuple[Float[np.ndarray, "L"], ...] = ()
+    top_ids: tuple[Int[np.ndarray, "L 2"], ...] = ()
+    top_probs: tuple[Float[np.ndarray, "L 2"], ...] = ()
+
+
+def last_layer(model: Any) -> int:
+    """Return the number of the backbone's last layer."""
+    number: int = backbone(model).config.num_hidden_layers
+    return number
+
+
+@torch.no_grad()
+def read(
+    bench: Bench, rollouts: Sequence[Rollout], *, layer: int | None = None, last: int = POOLED, tokens: bool = False
+) -> Reading:
+    """Return what a pass over rollouts gives, `layer` from 1 (None: that at two thirds). UserError for states that are
+    not finite, or without such a layer."""
+    batch = collate([Group(one.request.prompt, (one,)) for one in rollouts], bench.pad_token_id)
+    parts = micro_batch_rows(batch.lengths.tolist(), TOKENS_AT_A_TIME)
+    temperature = rollouts[0].request.sampling.temperature or 1.0
+    features: dict[int, np.ndarray] = {}
+    per_token: dict[int, tuple[np.ndarray, ...]] = {}
+    training = bench.model.training
+    bench.model.eval()
+    try:
+        for rows in parts:
+            part = rows_of(batch, torch.tensor(rows))
+            states, pooled = _pass(bench.model, part, layer, last)
+            features |= dict(zip(rows, pooled.double().cpu().numpy(), strict=True))
+            if tokens:
+                per_token |= dict(zip(rows, _of_tokens(bench.model, part, states, temperature), strict=True))
+    finally:
+        bench.model.train(training)
+    found = np.stack([features[row] for row in range(len(batch))])
+    if not np.isfinite(found).all():
+        raise UserError("hidden states that are read are not finite: use model.dtype=float32, or read another layer")
+    return Reading(found, *zip(*(per_token[row] for row in range(len(per_token))), strict=True))
+
+
+def _pass(model: Any, part: Batch, layer: int | None, last: int) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "B F"]]:
+    """Return the last hidden states, and the features."""
+    device = place_of(model)
+    with _pooled(model, layer, _ends(part, last).to(device)) as found:
+        states = backbone(model)(input_ids=part.input_ids.to(device), use_cache=False).last_hidden_state
+    return states, found[0]
+
+
+@contextmanager
+def _pooled(model: Any, layer: int | None, ends: Bool[Tensor, "2 B T"]) -> Iterator[list[Tensor]]:
+    """Within it, what the layer gives is averaged as it comes up, into the list, and not kept."""
+    found: list[Tensor] = []
+
+    def pool(module: Any, inputs: Any, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        found.append(torch.cat([_mean(states, one) for one in ends], dim=1))
+
+    hook = layer_of(model, layer).register_forward_hook(pool)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def _mean(states: Float[Tensor, "B T H"], over: Bool[Tensor, "B T"]) -> Float[Tensor, "B H"]:
+    """Return it in float32; 0 over no tokens. What lies outside, even NaN, does not count."""
+    kept = states.float().masked_fill(~over[:, :, None], 0.0)
+    return kept.sum(dim=1) / over.sum(dim=1).clamp(min=1)[:, None]
+
+
+def _ends(part: Batch, last: int) -> Bool[Tensor, "2 B T"]:
+    """Return the last tokens of each prompt, and of each response."""
+    response, places = part.response_mask, torch.arange(part.input_ids.shape[1])
+    starts = torch.where(response.any(dim=1), response.int().argmax(dim=1), part.lengths)[:, None]
+    left = response.flip(1).cumsum(dim=1).flip(1)  # of the response, from this token on
+    return torch.stack([(places < starts) & (places >= starts - last), response & (left <= last)])
+
+
+def _of_tokens(
+    model: Any, part: Batch, states: Float[Tensor, "B T H"], temperature: float
+) -> list[tuple[np.ndarray, ...]]:
+    """Return of each row entropies, likeliest ids and their probabilities; a chunk of logits exists at a time."""
+    rows, columns = part.response_mask.nonzero(as_tuple=True)
+    chosen, to_logits = states[rows.to(states.device), columns.to(states.device) - 1], head(model)
+    found: list[tuple[np.ndarray, ...]] = []
+    for some in chosen.split(LOGITS_AT_A_TIME):
+        logs = torch.log_softmax(to_logits(some).float() / temperature, dim=1)
+        probs, ids = logs.topk(2, dim=1)
+        entropies = -(logs * logs.exp()).nansum(dim=1)  # a token of probability 0 adds 0
+        found.append(tuple(x.cpu().numpy() for x in (entropies.double(), ids, probs.exp().double())))
+    joined = [np.concatenate(values) for values in zip(*found, strict=True)]
+    ends = np.cumsum(part.response_mask.sum(dim=1).numpy())[:-1]
+    empty = [np.zeros(0), np.zeros((0, 2), np.int64), np.zeros((0, 2))]
+    return list(zip(*(np.split(value, ends) for value in joined or empty), strict=True))

@@ -1,0 +1,116 @@
+"""A ridge that learns online from what was read in rollouts (`reading.py`), and the state of a rule that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from grpo_cli.history import of_kind
+from grpo_cli.interfaces import Bench
+from grpo_cli.rules.ridge import RidgeHead, fit_ridge
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import Others
+
+_ARRAYS = ("features", "targets", "predicted")
+
+
+@dataclass(frozen=True)
+class ProbeRows:
+    """Rows of a step: features, what was true of each, and what was predicted (NaN: nothing)."""
+
+    features: Float[np.ndarray, "N F"]
+    targets: Float[np.ndarray, "N"]
+    predicted: Float[np.ndarray, "N"]
+
+
+class RidgeProbe:
+    """A ridge on the rows of the last `window` steps; it predicts once there are `least` of them. `ridge` is the
+    shrinkage, as a share of their number; `layer` says what the features are of."""
+
+    def __init__(self, *, window: int, least: int, ridge: float, layer: int | None) -> None:
+        self._window, self._least, self._ridge, self._layer = window, least, np.array([ridge]), layer
+        self.steps: tuple[ProbeRows, ...] = ()
+        self._head: RidgeHead | None = None
+
+    @property
+    def rows(self) -> int:
+        return sum(len(step.targets) for step in self.steps)
+
+    def predict(self, features: Float[np.ndarray, "N F"]) -> Float[np.ndarray, "N"]:
+        """Return predictions, NaN with too few rows yet. UserError if those are of another width."""
+        if self.steps and features.shape[1] != self.steps[0].features.shape[1]:
+            raise UserError(
+                f"the checkpoint's probe has learnt from {self.steps[0].features.shape[1]} features, and this model "
+                f"has {features.shape[1]}; resume with the model that it was, or start a new run"
+            )
+        return np.full(len(features), np.nan) if self._head is None else self._head(features.astype(np.float64))
+
+    def add(self, seen: Sequence[ProbeRows]) -> None:
+        """Learn from a step's rows, if there are any."""
+        if seen:
+            joined = (np.concatenate([getattr(one, name) for one in seen]) for name in _ARRAYS)
+            self.steps = (*self.steps, ProbeRows(*joined))[-self._window :]
+            self._fit()
+
+    def _fit(self) -> None:
+        self._head = None
+        if self.rows >= self._least:
+            features, targets = (np.concatenate([getattr(s, name) for s in self.steps]) for name in _ARRAYS[:2])
+            self._head = fit_ridge(features.astype(np.float64), targets, self._ridge)
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values and tensors."""
+        steps = [{name: torch.from_numpy(getattr(step, name)) for name in _ARRAYS} for step in self.steps]
+        return {"layer": self._layer, "steps": steps}
+
+    def load(self, state: Mapping[str, Any], group: str) -> None:
+        """Put back a state. UserError if its features are of another layer than the rule of `group` reads."""
+        if state["layer"] != self._layer:
+            before, now = ("null" if layer is None else layer for layer in (state["layer"], self._layer))
+            raise UserError(
+                f"the checkpoint's probe has learnt from {group}.layer={before}, and this run has {group}.layer={now}; "
+                "resume with the same, or start a new run"
+            )
+        self.steps = tuple(ProbeRows(*(step[name].numpy() for name in _ARRAYS)) for step in state["steps"])
+        self._fit()
+
+
+class Probing:
+    """A rule that learns a probe, of which its state is made; `kind` is its choice in `group`. It has no `_bench` while
+    it is tried before a model is loaded, and then reads nothing."""
+
+    group: ClassVar[str]
+    kind: ClassVar[str]
+    _probe: RidgeProbe
+    _bench: Bench | None = None
+
+    def setup(self, bench: Bench) -> None:
+        self._bench = bench
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, **self._probe.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        found = of_kind(state, self.group, self.kind)
+        self._probe.load(found, self.group)
+
+
+def never_enough(group: str, own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    """Yield what is wrong with `min_rollouts`, if a probe's window never has so many."""
+    if own["min_rollouts"] > (most := own["window"] * others.n * others.prompts):
+        yield (
+            f"{group}.min_rollouts={own['min_rollouts']} is more than the {most} rollouts of {group}.window="
+            f"{own['window']} steps, so that nothing would ever be predicted: lower it, or raise the window"
+        )
+
+
+def correlation(predicted: Float[np.ndarray, "N"], targets: Float[np.ndarray, "N"]) -> float | None:
+    """Return Pearson's, over the rows with a prediction; None where one of the two does not vary."""
+    known = ~np.isnan(predicted)
+    pair = predicted[known], targets[known]
+    return None if any(len(of) < 2 or (of == of[0]).all() for of in pair) else float(np.corrcoef(*pair)[0, 1])

@@ -1,0 +1,113 @@
+"""Every experimental choice takes two steps, or answers an evaluation; and the core knows none of them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from made import composed
+from test_architecture import modules, own_imports
+
+from grpo_cli.config.check import check_eval
+from grpo_cli.config.choices import EXPERIMENTAL, config_dir
+from grpo_cli.config.compose import settings_of
+from grpo_cli.experiment import build, evaluate_model
+from grpo_cli.runs.layout import METRICS
+
+CHOICES = sorted(f"{file.parent.name}={file.stem}" for file in EXPERIMENTAL.glob("*/[!_]*.yaml"))
+SMALL = (
+    "train.steps=2",
+    "train.prompts=4",
+    "n=4",
+    "m=4",
+    "eval.every=0",
+    "eval.problems=2",
+    "sampling.max_new_tokens=24",
+)
+WITH = {
+    "advantage=beta": ["collector=aero", "downsample=aero"],
+    "advantage=probe": [
+        "advantage.min_rollouts=4",
+        "collector=arrol",
+        "collector.min_rollouts=4",
+        "collector.warmup=0",
+    ],
+    "collector=arrol": ["collector.rule=random", "collector.warmup=0"],
+    "collector=dars": ["advantage=dr_grpo"],
+    "collector=lookahead": ["collector.tau_abs=0.01", "collector.tau_rel=0.99", "collector.chunk=2"],
+    "advantage=median": ["n=5"],
+    "advantage=median_release": ["n=5"],
+    "curriculum=dps": ["task.train_problems=4"],
+    "collector=ci": ["n=6", "m=6"],
+    "downsample=aero": ["advantage=beta", "m=2"],
+    "downsample=median": ["advantage=median", "n=5"],
+    "downsample=shortest": ["m=2"],
+    "loss=echo": ["train.minibatches=2"],
+    "loss=mu_grpo": ["train.minibatches=2"],
+}
+
+
+def test_no_choice_hides_one_of_the_core() -> None:
+    core = {f"{file.parent.name}={file.stem}" for file in config_dir().glob("*/*.yaml")}
+    assert CHOICES and not core & set(CHOICES)
+
+
+@pytest.mark.parametrize("choice", [one for one in CHOICES if not one.startswith("search=") and "a2po" not in one])
+def test_a_choice_takes_two_steps(choice: str, tmp_path: Path) -> None:
+    words = [choice, *WITH.get(choice, []), "device=cpu", "logger=jsonl", f"run_dir={tmp_path}"]
+    assert build(settings_of(*SMALL, *words)).fit()["step"] == 2
+    rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+
+
+@pytest.mark.parametrize("choice", [one for one in CHOICES if one.startswith("search=")])
+def test_a_search_answers_every_problem(choice: str, tmp_path: Path) -> None:
+    small = ["eval.problems=3", "eval.k=1", "sampling.max_new_tokens=16", "device=cpu", "logger=jsonl"]
+    settings = composed(choice, *small, f"run_dir={tmp_path}", command="eval")
+    check_eval(settings)
+    result = evaluate_model(settings)
+    assert [one.reason for one in result.examples] == ["greedy"] * 3 + ["sampled"] * 3 + ["searched"] * 3
+    assert 0 < result.metrics["search/sequential"] < result.metrics["search/tokens"]
+
+
+def test_answers_from_before_training_are_what_a2po_learns_by(tmp_path: Path) -> None:
+    small = ["task.train_problems=8", "sampling.max_new_tokens=16", "device=cpu", "logger=jsonl"]
+    asked = ["eval.split=train", "eval.problems=-1", "eval.k=2", *small, f"run_dir={tmp_path / 'before'}"]
+    (tmp_path / "before").mkdir()
+    evaluate_model(composed(*asked, command="eval"))
+    words = ["advantage=a2po", "loss=a2po", f"advantage.answers={tmp_path / 'before' / 'samples.jsonl'}", *small]
+    assert build(settings_of(*SMALL, *words, f"run_dir={tmp_path / 'run'}")).fit()["step"] == 2
+
+
+# ---- the border
+
+# Choices that are ordinary words, or values of other settings (optim.ess=sqrt, model.lora.dora): no choice there.
+OTHERWISE = {"sorted", "mixed", "median", "best", "shortest", "probe", "particle", "majority", "beta", "tail"}
+OTHERWISE |= {"sqrt", "dora"}
+
+
+def core() -> dict[str, Path]:
+    return {module: file for module, file in modules().items() if not module.startswith("experimental/")}
+
+
+def test_the_core_imports_nothing_experimental() -> None:
+    assert [module for module, file in core().items() if "experimental" in str(own_imports(file))] == []
+
+
+def test_the_core_names_no_experimental_choice() -> None:
+    typed = re.compile(rf"\b({'|'.join(CHOICES)})\b")
+    assert {module: found for module, file in core().items() if (found := typed.findall(file.read_text("utf-8")))} == {}
+    core_choices = {file.stem for file in config_dir().glob("*/*.yaml")}
+    names = {choice.partition("=")[2] for choice in CHOICES} - OTHERWISE - core_choices
+    wrong = [
+        f"{module}, line {node.lineno}: {found}"
+        for module, file in core().items()
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if (found := names & set(re.findall(r"\w+", node.value)))
+    ]
+    assert wrong == []

@@ -1,0 +1,428 @@
+"""What the policy's own pass reads in rollouts, and the rules that go by it: probe, arrol, lookahead."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import made
+import numpy as np
+import pytest
+import torch
+from bank import Scripted, collection_of
+from small import advantages_of, make_engine, small_model, some_requests
+from test_config import refusal
+from test_resume import rows as records
+from test_resume import trained
+from tiny_hf import FAMILIES
+
+from grpo_cli.collect.collection import StepCollection
+from grpo_cli.collect.epochs import Epochs
+from grpo_cli.config.instantiate import rule_of
+from grpo_cli.experimental import arrol as arrol_module
+from grpo_cli.experimental import latr, poise
+from grpo_cli.experimental.arrol import Arrol, auc, drawn
+from grpo_cli.experimental.latr import edit_distance
+from grpo_cli.experimental.poise import Poise, described
+from grpo_cli.experimental.reading import POOLED, Reading, read
+from grpo_cli.experimental.ridge_probe import ProbeRows, RidgeProbe, correlation
+from grpo_cli.interfaces import Bench
+from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
+from grpo_cli.types import (
+    ENVIRONMENT,
+    GIVEN,
+    AdvantageInputs,
+    EngineStats,
+    Finish,
+    Prompt,
+    Request,
+    Reward,
+    Rollout,
+    ScoredGroup,
+    Span,
+)
+
+EOS = 99
+BENCH = Bench(torch.device("cpu"), None, None, 0, Scripted(), Scripted(), (EOS,))
+
+
+def bench_of(model: Any) -> Bench:
+    return replace(BENCH, model=model)
+
+
+# ---- what is read
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_is_as_one_reads_it_in_the_whole_models_answer(family: str) -> None:
+    """Row by row, from logits and hidden states as transformers gives them; an environment's tokens are passed over."""
+    model = small_model(family, num_hidden_layers=3).train()
+    rollouts = list(make_engine(small_model()).generate(some_requests(prompts=2, n=3, tokens=14, temperature=0.7)))
+    spans = (Span(0, 2), Span(ENVIRONMENT, 2), Span(0, 3))
+    rollouts.append(replace(rollouts[0], token_ids=(5, 6, 7, 8, 9, 3, 4), sampler_logprobs=(0.0,) * 7, spans=spans))
+    rollouts.append(replace(rollouts[0], token_ids=(), sampler_logprobs=(), spans=()))
+    found = read(bench_of(model), rollouts, tokens=True)
+    assert model.training, "as it was"
+    assert not any(module._forward_hooks for module in model.modules())
+    for row, one in enumerate(rollouts):
+        prompt = one.request.prompt.token_ids
+        model.eval()
+        with torch.no_grad():
+            said = model(input_ids=torch.tensor([[*prompt, *one.token_ids]]), output_hidden_states=True)
+        model.train()
+        own = [len(prompt) + place for place in range(len(one)) if not one.spans[1:] or place not in (2, 3)]
+        probs = (said.logits[0][[place - 1 for place in own]] / 0.7).double().softmax(-1)
+        assert found.entropies[row] == pytest.approx((-(probs * probs.log()).sum(-1)).numpy(), abs=1e-5)
+        top, ids = probs.topk(2, dim=-1)
+        assert found.top_ids[row].tolist() == ids.tolist()
+        assert found.top_probs[row] == pytest.approx(top.numpy(), abs=1e-5)
+        states = said.hidden_states[2][0]  # two thirds of three layers
+        ends = [states[list(range(len(prompt)))[-POOLED:]], states[own[-POOLED:]]]
+        wanted = torch.cat([end.mean(0) if len(end) else torch.zeros(end.shape[1]) for end in ends])
+        assert found.features[row] == pytest.approx(wanted.numpy(), abs=1e-5)
+    assert read(bench_of(model), rollouts).entropies == (), "what nobody wants is not read"
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    model = small_model(num_hidden_layers=3)
+    rollouts = list(make_engine(model).generate(some_requests(prompts=1, n=2, tokens=4)))
+    for layer in (0, 4, -1):
+        with pytest.raises(UserError, match=f"layer={layer} cannot be read"):
+            read(bench_of(model), rollouts, layer=layer)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[rollouts[0].request.prompt.token_ids[0]] = torch.nan
+    with pytest.raises(UserError, match="not finite"):
+        read(bench_of(model), rollouts)
+
+
+def test_the_ridge_is_the_closed_form_on_a_window_of_steps() -> None:
+    rng = np.random.default_rng(1)
+    features, targets = rng.standard_normal((30, 4)) * [1, 10, 0.1, 1] + 3, rng.random(30)
+    probe = RidgeProbe(window=2, least=30, ridge=0.05, layer=None)
+    probe.add([ProbeRows(rng.random((29, 4)), rng.random(29), np.ones(29))])
+    assert np.isnan(probe.predict(features)).all()
+    for rows in (slice(0, 20), slice(20, 30)):
+        probe.add([ProbeRows(features[rows], targets[rows], np.full(len(targets[rows]), np.nan))])
+    centred = (features - features.mean(0)) / features.std(0)
+    weights = np.linalg.solve(centred.T @ centred + 0.05 * 30 * np.eye(4), centred.T @ (targets - targets.mean()))
+    assert probe.predict(features) == pytest.approx(centred @ weights + targets.mean(), abs=1e-12)
+    other = RidgeProbe(window=2, least=30, ridge=0.05, layer=None)
+    other.load(probe.state(), "advantage")
+    assert other.predict(features).tolist() == probe.predict(features).tolist()
+    with pytest.raises(UserError, match="advantage.layer=null"):
+        RidgeProbe(window=2, least=30, ridge=0.05, layer=1).load(probe.state(), "advantage")
+    known = np.array([np.nan, 1.0, 2.0, 4.0]), np.array([9.0, 1.0, 0.0, 1.0])
+    assert correlation(*known) == pytest.approx(np.corrcoef([1, 2, 4], [1, 0, 1])[0, 1])
+
+
+# ---- advantage=probe
+
+
+def probe(**changed: Any) -> Poise:
+    rule = made.advantage("probe", **{"min_rollouts": 4} | changed)
+    rule.setup(BENCH)
+    return rule
+
+
+def group_of(rewards: Any, name: str = "p") -> ScoredGroup:
+    requests = [Request(Prompt(name, (5, 6), ""), sample, sample, Sampling.plain(4)) for sample in range(len(rewards))]
+    rollouts = tuple(Rollout(request, (7, 8, 9, 1), (-1.0,) * 4, Finish.EOS, 4) for request in requests)
+    return ScoredGroup(requests[0].prompt, rollouts, tuple(Reward(float(reward)) for reward in rewards))
+
+
+def asked(
+    rule: Poise, monkeypatch: Any, rewards: Any, features: Any, kept: Any = None, base: Any = None
+) -> list[float]:
+    """Entropies are all 0: a constant feature is ignored."""
+    everyone = tuple(range(len(rewards)))
+    kept, base = (everyone if some is None else tuple(some) for some in (kept, base))
+    reading = Reading(np.array(features, dtype=float), (np.zeros(4),) * len(rewards))
+    monkeypatch.setattr(poise, "read", lambda *words, **named: reading)
+    totals = torch.tensor(rewards, dtype=torch.float64)
+    inputs = AdvantageInputs(group_of(rewards), kept, base)
+    return list(advantages_of(rule, totals[list(kept)], totals[list(base)], inputs).tolist())
+
+
+def taught(rule: Poise, monkeypatch: Any, rewards: Any = None, features: Any = None) -> Poise:
+    """One step in which the reward is 0.2 + 0.5 x of the first feature, and the other is noise."""
+    features = np.random.default_rng(0).random((40, 2)) if features is None else features
+    asked(rule, monkeypatch, (0.2 + 0.5 * features[:, 0]).tolist() if rewards is None else rewards, features.tolist())
+    rule.observe(0, [])
+    return rule
+
+
+def test_the_others_features_predict_a_rollouts_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """g(x, .) = 0.2 + 0.5 x: of 1, 0 and 0.5 the others predict 0.325, 0.575 and 0.45. The rejected are no others, and
+    until enough is known the baseline is the mean of the others' rewards."""
+    rows = [[1.0, 0.3], [0.0, 0.1], [0.5, 0.9]]
+    rule = taught(probe(ridge=1e-9), monkeypatch)
+    assert asked(rule, monkeypatch, [1.0, 0.0, 0.0], rows) == pytest.approx([1 - 0.325, -0.575, -0.45], abs=1e-5)
+    kept = asked(rule, monkeypatch, [1.0, 0.0, 0.0], rows, kept=[0], base=[0, 2])
+    assert kept == pytest.approx([1 - 0.45], abs=1e-5)
+    half = taught(probe(ridge=1e-9, mix=0.5), monkeypatch)
+    found = asked(half, monkeypatch, [1.0, 0.0, 0.0], rows)
+    assert found == pytest.approx([1 - 0.325 / 2, -(0.575 + 0.5) / 2, -(0.45 + 0.5) / 2], abs=1e-5)
+    fresh = asked(probe(min_rollouts=99), monkeypatch, [1.0, 0.25, 0.0], rows)
+    assert fresh == pytest.approx([0.875, -0.25, -0.625])
+
+
+# A policy of 9 strings, whose gradient is exact: two tokens of 3, each place with logits of its own.
+LOGITS = np.array([[0.3, -0.2, 0.1], [0.0, 0.5, -0.4]])
+STRINGS = list(itertools.product(range(3), repeat=2))
+P = np.exp(LOGITS) / np.exp(LOGITS).sum(1, keepdims=True)
+CHANCES = np.array([P[0, a] * P[1, b] for a, b in STRINGS])
+SLOPES = np.array([[(np.arange(3) == token) - P[place] for place, token in enumerate(one)] for one in STRINGS])
+REWARDS = np.array([1.0, 0, 0, 1, 0, 1, 0, 0, 1])
+FEATURES = np.array([[a == b, b] for a, b in STRINGS], dtype=float)
+
+
+def test_crossing_keeps_the_gradient_and_a_rollouts_own_states_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = (CHANCES * REWARDS) @ SLOPES.reshape(9, 6)
+
+    def gradient(swapped: bool) -> Any:
+        """Over all 81 pairs of strings."""
+        rule, total = taught(probe(ridge=0.01), monkeypatch, REWARDS.tolist(), FEATURES), np.zeros((2, 3))
+        for i, j in itertools.product(range(9), repeat=2):
+            rows = FEATURES[[j, i] if swapped else [i, j]].tolist()
+            advantages = asked(rule, monkeypatch, REWARDS[[i, j]].tolist(), rows)
+            mean = sum(a * SLOPES[place] for a, place in zip(advantages, (i, j), strict=True)) / 2
+            total += CHANCES[i] * CHANCES[j] * mean
+        return total.ravel()
+
+    assert gradient(False) == pytest.approx(exact, abs=1e-7)
+    assert np.abs(gradient(True) - exact).max() > 0.01
+
+
+def test_entropies_are_their_mean_deviation_and_the_mean_of_the_last_quarter() -> None:
+    found = described(Reading(np.ones((2, 2)), (np.array([1.0, 2.0, 6.0]), np.zeros(0))))
+    assert found.tolist() == [pytest.approx([1, 1, 3, math.sqrt(14 / 3), 6]), [1, 1, 0, 0, 0]]
+
+
+# ---- collector=arrol
+
+PROBLEMS = [Prompt(f"q{i}", (i, 1), "") for i in range(40)]
+
+
+class Growing(Scripted):
+    """Sample s of a problem has s + 1 tokens: the numbers 10, 11, ... Those of 12 and more are right."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: request.sample >= 11)
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+        self.rounds.append(list(requests))
+        for request in requests:
+            size, start, most = (
+                request.sample + 1 - request.resumed,
+                10 + request.resumed,
+                request.sampling.max_new_tokens,
+            )
+            tokens = tuple(range(start, start + min(size, most)))
+            finish = Finish.EOS if size <= most else Finish.LENGTH
+            yield Rollout(request, tokens, (-1.0,) * len(tokens), finish, 0)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(decode_steps=1, slots=1, slot_utilisation=1.0)
+
+
+def arrol(**changed: Any) -> Arrol:
+    rule = rule_of("collector", made.part("collector", "arrol", **{"warmup": 0, "min_rollouts": 4} | changed))
+    assert isinstance(rule, Arrol)
+    rule.setup(BENCH)
+    return rule
+
+
+@pytest.mark.parametrize(("mean", "kept", "right"), [(0.3, 0.5, 0.5), (0.5, 0.5, 0.5), (0.1, 0.35, 0.2857)])
+def test_of_a_perfect_head_so_many_go_on_and_so_many_of_them_are_right(mean: float, kept: float, right: float) -> None:
+    solved = np.arange(1000) < round(mean * 1000)
+    chances = arrol()._chances(solved.astype(float))
+    found = float(chances.mean()), float(chances[solved].sum() / chances.sum())
+    assert found == pytest.approx((kept, right), abs=1e-4)
+
+
+def test_draws_areas_and_calibration_by_hand() -> None:
+    chances, never = np.array([0.1, 0.6, 0.3, 0.2]), np.full(4, 0.99)
+    assert drawn(chances, never, 2).tolist() == [False, True, True, False]
+    assert drawn(chances, np.array([0.05, 0.99, 0.99, 0.99]), 2).tolist() == [True, True, False, False]
+    scores, right = np.array([0.9, 0.4, 0.4, 0.1, np.nan]), np.array([1.0, 1.0, 0.0, 0.0, 1.0])
+    assert auc(scores, right) == pytest.approx((1 + 1 + 0.5 + 1) / 4)
+    # Of four with a score in [0.2, 0.3) three were right: (3 + 0.25) / 5. Beyond 0 and 1 the outer tenths count.
+    rule, said = arrol(), np.array([0.21, 0.25, 0.28, 0.2, 0.95, np.nan])
+    rule._probe.add([ProbeRows(np.random.default_rng(0).random((6, 2)), np.array([1.0, 1, 1, 0, 0, 1]), said)])
+    assert rule._calibrated(np.array([0.22, 1.7, -3.0])) == pytest.approx([3.25 / 5, 0.95 / 2, 0.05])
+
+
+def test_wrong_ones_are_given_up_once_they_are_told_from_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The features say how long a rollout will be. What is given up is not judged, and at least two stay."""
+    looked: list[list[int]] = []
+
+    def of_samples(bench: Any, rollouts: Sequence[Rollout], **words: Any) -> Reading:
+        assert all(one.finish is Finish.PARTIAL and len(one) == 5 for one in rollouts)
+        looked.append([one.request.sample for one in rollouts])
+        return Reading(np.array([[float(one.request.sample), 1.0] for one in rollouts]))
+
+    monkeypatch.setattr(arrol_module, "read", of_samples)
+    rule = arrol(keep=0.4)
+    for step in range(4):
+        engine = Growing()
+        order, sampling = Epochs(PROBLEMS, 3, 7), Sampling.plain(20)
+        collection = collection_of(engine, order, n=16, prompts=3, step=step, sampling=sampling)
+        groups = collection.run(rule, engine)
+        metrics = rule.observe(step, groups)
+        dropped = 3 * 16 - sum(len(group.rollouts) for group in groups)
+        assert collection.metrics()["collect/dropped"] == dropped and len(engine.judged) == 48 - dropped
+        assert looked[-1] == [*range(5, 16)] * 3 and (dropped > 0) == (step > 0)
+        assert all(len(one) == one.request.sample + 1 for group in groups for one in group.rollouts)
+    assert metrics["prune/auc"] == 1.0 and metrics["prune/kept"] == pytest.approx(1 - dropped / 33)
+    solved = [
+        reward.total
+        for group in groups
+        for one, reward in zip(group.rollouts, group.rewards, strict=True)
+        if len(one) > 5
+    ]
+    assert np.mean(solved) > 5 / 11, "a larger share than without"
+
+
+# ---- collector=lookahead
+
+LONGEST = 24
+
+
+class Spelled(Growing):
+    """The tokens of sample s: 100 s + their place, unless `same`: then their place. All have LONGEST of them."""
+
+    def __init__(self, same: bool = False) -> None:
+        super().__init__()
+        self.same = same
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+        self.rounds.append(list(requests))
+        for request in requests:
+            places = range(request.resumed, request.resumed + request.sampling.max_new_tokens)
+            tokens = tuple(place + (0 if self.same else 100 * request.sample) for place in places)
+            yield Rollout(request, tokens, (-1.0,) * len(tokens), Finish.LENGTH, 0)
+
+
+def grown(
+    monkeypatch: Any,
+    places: Sequence[int],
+    engine: Spelled | None = None,
+    other: int = 7,
+    probs: tuple[float, float] = (0.5, 0.4),
+    step: int = 0,
+    n: int = 4,
+    **changed: Any,
+) -> tuple[Any, StepCollection]:
+    """A group, of a policy that hesitates at some places between the token that was taken and `other`."""
+
+    def hesitates(bench: Any, rollouts: Sequence[Rollout], **words: Any) -> Reading:
+        ids = tuple(np.array([[token, other] for token in one.token_ids]) for one in rollouts)
+        sure = [[probs if place in places else (1.0, 0.0) for place in range(len(one))] for one in rollouts]
+        return Reading(np.zeros((len(rollouts), 0)), (), ids, tuple(map(np.array, sure)))
+
+    monkeypatch.setattr(latr, "read", hesitates)
+    words = {"chunk": 4, "prune_after": [3], "hand_over": 12} | changed
+    rule, engine = rule_of("collector", made.part("collector", "lookahead", **words)), engine or Spelled()
+    rule.setup(BENCH)
+    sampling = Sampling.plain(LONGEST)
+    collection = collection_of(engine, Epochs(PROBLEMS, 1, 7), n=n, prompts=1, step=step, sampling=sampling)
+    (group,) = collection.run(rule, engine)
+    return group, collection
+
+
+def given(rollout: Rollout) -> int:
+    return rollout.spans[0].count if rollout.spans[0].version == GIVEN else 0
+
+
+def test_siblings_share_exactly_their_prefix_and_the_leaves_are_n_and_distinct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root hesitates at tokens 2 and 5. At the first look, after four tokens, a branch begins at 2, at the second
+    one at 5, and nothing at 5 in the branch, which has had its own token there in the chunk that it was born in."""
+    group, collection = grown(monkeypatch, [2, 5], probs=(0.45, 0.4))
+    root, at_2, at_5, plain = group.rollouts
+    assert root.token_ids[:6] == (0, 1, 2, 3, 4, 5) and given(root) == given(plain) == 0
+    assert at_2.token_ids[:5] == (0, 1, 7, 103, 104) and given(at_2) == 3
+    assert at_5.token_ids[:8] == (0, 1, 2, 3, 4, 7, 206, 207) and given(at_5) == 6
+    assert np.isnan(at_5.sampler_logprobs).tolist() == [True] * 6 + [False] * 18
+    assert len({one.token_ids for one in group.rollouts}) == 4 and {len(one) for one in group.rollouts} == {LONGEST}
+    assert len({one.request.seed for one in group.rollouts}) == 4
+    assert collection.metrics()["collect/branches"] == 2.0 and collection.metrics()["collect/pruned"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("probs", "branches"), [((0.5, 0.4), 1), ((0.5, 0.25), 0), ((0.4, 0.26), 1), ((0.42, 0.26), 0), ((1.0, 0.0), 0)]
+)
+def test_thresholds_by_hand(probs: tuple[float, float], branches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """p_2 > 0.25 and p_1 - p_2 < 0.15. Where none holds all go on by themselves. No branch begins with an end."""
+    group, collection = grown(monkeypatch, [1], n=2, probs=probs)
+    assert collection.metrics()["collect/branches"] == branches and given(group.rollouts[1]) == 2 * branches
+    assert grown(monkeypatch, [1], n=2, probs=probs, other=EOS)[1].metrics()["collect/branches"] == 0
+
+
+def test_what_stays_close_is_given_up_and_its_place_is_taken_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sample writes the same, so a branch's first three tokens differ from the root's by one: a distance of 1/3,
+    less than 0.4. What differs is kept (above)."""
+    group, collection = grown(monkeypatch, [1, 9], Spelled(same=True), n=2)
+    assert collection.metrics()["collect/pruned"] == collection.metrics()["collect/dropped"] >= 1
+    assert [one.request.sample for one in group.rollouts] != [0, 1] and len(group.rollouts) == 2
+    kept = grown(monkeypatch, [1], Spelled(same=True), n=2, tau_edit=0.3)[1]
+    assert kept.metrics()["collect/pruned"] == 0
+
+
+@pytest.mark.parametrize(("step", "trees"), [(0, 8), (10, 6), (79, 4), (80, 2), (200, 0)])
+def test_the_share_that_is_a_tree_by_step(step: int, trees: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, _ = grown(monkeypatch, range(LONGEST), n=8, step=step)
+    assert sum(given(one) > 0 for one in group.rollouts) == max(trees - 1, 0) and len(group.rollouts) == 8
+
+
+def test_distances_by_hand() -> None:
+    cases = [((), (), 0), ((1,), (), 1), ((1, 2, 3), (1, 3), 1), ((1, 2, 3), (3, 2, 1), 2), ((1, 2), (2, 1, 2), 1)]
+    assert [edit_distance(a, b) for a, b, _ in cases] == [edit_distance(b, a) for a, b, _ in cases]
+    assert [edit_distance(a, b) for a, b, _ in cases] == [distance for *_, distance in cases]
+
+
+# ---- whole runs
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["collector=lookahead", "collector.chunk=3", "collector.hand_over=12", "collector.tau_abs=0.05"]
+        + ["collector.tau_rel=0.9", "collector.prune_after=[3,6]"],
+        ["collector=arrol", "collector.at=3", "collector.warmup=0", "collector.min_rollouts=4", "collector.window=2"]
+        + ["advantage=probe", "advantage.min_rollouts=4"],
+    ],
+    ids=["lookahead", "arrol and probe"],
+)
+def test_a_resumed_run_goes_on_to_the_bit(words: list[str], tmp_path: Path) -> None:
+    words = [*words, "train.prompts=4", "sampling.max_new_tokens=32"]
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    trained(whole, *words, "train.steps=3")
+    trained(folder, *words, "train.steps=2")
+    trained(folder, *words, "train.steps=3", f"resume={folder}")
+    assert records(folder) == records(whole)
+    last = records(whole)[-1]
+    assert last.get("collect/branches", 0) > 0 or (last["collect/dropped"] > 0 and last["probe/rows"] > 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["collector=arrol", "sparsity=snapkv"], "sparsity=dense"),
+        (["collector=arrol", "collector.at=128"], "collector.at=128"),
+        (["collector=arrol", "collector.keep=0.1", "n=4"], "collector.keep=0.1"),
+        (["collector=arrol", "task=guess"], "task.turns=1"),
+        (["advantage=probe", "advantage.min_rollouts=1000000"], "advantage.min_rollouts=1000000"),
+        (["collector=lookahead", "correction.prox=drawn"], "correction.prox=drawn"),
+        (["collector=lookahead", "sparsity=snapkv"], "sparsity=dense"),
+        (["collector=lookahead", "collector.hand_over=128"], "collector.hand_over=128"),
+        (["collector=lookahead", "collector.since=[0,10]"], "collector.since="),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(words: list[str], said: str) -> None:
+    assert said in refusal(*words)

@@ -1,0 +1,275 @@
+"""Searches of `grpo eval`: which of several replies is the answer, and what they cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import made
+import numpy as np
+import pytest
+import torch
+from made import composed
+from small import VOCABULARY, FakeEngine, make_engine, small_model
+from words import rollout_of
+
+from grpo_cli.collect.episodes import play
+from grpo_cli.collect.requests import requests_for
+from grpo_cli.collect.resuming import begun
+from grpo_cli.config.check import check_eval
+from grpo_cli.config.instantiate import rule_of
+from grpo_cli.engine.step.sample import uniforms
+from grpo_cli.evaluate import search_with
+from grpo_cli.experimental.dora import cosines, rebase, shared_out
+from grpo_cli.experimental.ets import chosen, clusters
+from grpo_cli.experimental.particle import resampled
+from grpo_cli.experimental.search import Replies, Searching
+from grpo_cli.experimental.self_consistency import winner
+from grpo_cli.interfaces import Bench
+from grpo_cli.model.load import load_tokenizer
+from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
+from grpo_cli.types import Finish, Prompt, Request, Rollout
+
+TOKENIZER = load_tokenizer(made.model())
+ARITHMETIC = made.task("arithmetic", TOKENIZER)
+A, B, C, D = range(2, 6)  # tokens
+
+
+def search(choice: str, **changed: Any) -> Any:
+    return rule_of("search", made.part("search", choice, **changed))
+
+
+def problems(count: int) -> list[Prompt]:
+    return [ARITHMETIC.prompts("eval")[place] for place in range(count)]
+
+
+def bench(engine: Any, model: Any = None, task: Any = ARITHMETIC) -> Bench:
+    return Bench(torch.device("cpu"), model, TOKENIZER, 0, task, engine)
+
+
+def answers(choice: Any, engine: Any, prompts: Sequence[Prompt], tokens: int = 12) -> list[Rollout]:
+    return list(choice(bench(engine), prompts, Sampling.plain(tokens), 0)[0])
+
+
+class Says(FakeEngine):
+    """Each sample of a problem has a reply and a log-probability of each of its tokens."""
+
+    def __init__(self, replies: Sequence[tuple[str, float]]) -> None:
+        self._replies = replies
+        self.read: list[tuple[int, ...]] = []
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+        for request in reversed(requests):
+            self.read.append(request.prompt.token_ids)
+            text, logprob = self._replies[request.sample]
+            made = rollout_of(request.prompt, text, TOKENIZER, request.sample)
+            yield replace(made, request=request, sampler_logprobs=(logprob,) * len(made))
+
+
+class Table(FakeEngine):
+    """Two tokens: a (0.4) and then surely c, or b (0.6) and then c or d (0.5 each)."""
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+        for request in requests:
+            said = list(request.prompt.token_ids[len(request.prompt.token_ids) - request.resumed :])
+            drawn: list[int] = []
+            logprobs: list[float] = []
+            for u in uniforms([request.seed], request.sampling.max_new_tokens)[0][: 2 - len(said)]:
+                chances = {A: 0.4, B: 0.6} if not said else {C: 1.0} if said == [A] else {C: 0.5, D: 0.5}
+                first, *others = chances
+                token = first if u < chances[first] else others[0]
+                said.append(token)
+                drawn.append(token)
+                logprobs.append(math.log(chances[token]))
+            finish = Finish.EOS if len(said) == 2 else Finish.LENGTH
+            yield Rollout(request, tuple(drawn), tuple(logprobs), finish, 0)
+
+
+# ---- what each chooses
+
+
+@pytest.mark.parametrize(
+    ("found", "place"),
+    [(["5", "7", "7"], 1), (["5", "7", "7", "5"], 0), ([None, None, None, "5"], 3), ([None, None], 0), (["5"], 0)],
+)
+def test_the_majority_is_the_answer_given_most_often_and_of_equal_ones_the_first(
+    found: list[str | None], place: int
+) -> None:
+    assert winner(found) == place
+
+
+def test_answers_are_compared_as_numbers_and_what_was_cut_off_has_none() -> None:
+    searching = Searching(bench(FakeEngine()), problems(1), Sampling.plain(8), 0)
+    replies = [rollout_of(problems(1)[0], text, TOKENIZER) for text in ("9+3=12", "12", "12.0", "6*2=", "")]
+    cut = replace(replies[0], finish=Finish.LENGTH)
+    assert [*map(searching.answer, [*replies, cut])] == ["12", "12", "12", "2", None, None]
+
+
+def test_best_is_the_likeliest_per_token_and_not_the_shortest_or_right_one() -> None:
+    """Sums are -0.9 * 2, -0.5 * 6 and -0.6 * 2: the second has the best mean, and the third the best sum."""
+    replies = [("7", -0.9), ("3+4=8", -0.5), ("7", -0.6)]
+    (found,) = answers(search("best", k=3), Says(replies), problems(1))
+    assert found.request.sample == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "u", "places"),
+    [
+        # shares 2/3, 1/6, 1/6 end at .667, .833 and 1; looked at are (0 + u)/3, (1 + u)/3, (2 + u)/3
+        ((4, 1, 1), 0.3, [0, 0, 1]),  # .1, .433, .767
+        ((4, 1, 1), 0.6, [0, 0, 2]),  # .2, .533, .867
+        ((1, 1, 1, 1), 0.5, [0, 1, 2, 3]),
+        ((0, 1), 0.0, [1, 1]),  # what has no weight is never chosen
+    ],
+)
+def test_particles_are_chosen_by_their_shares(weights: Sequence[float], u: float, places: list[int]) -> None:
+    with np.errstate(divide="ignore"):
+        logs = np.log(np.array(weights, dtype=float))
+    assert resampled(logs, u) == resampled(logs - 5000, u) == places
+
+
+def test_many_particles_draw_from_the_power_of_the_distribution_of_whole_replies() -> None:
+    """ac has 0.4, bc and bd 0.3 each. To the power of 4: .0256, .0081, .0081, so that ac has .6124 of the sum. Token
+    by token it would have .4^4 / (.4^4 + .6^4) = .165."""
+    prompts = [Prompt(f"p{place}", (9,), "") for place in range(200)]
+    found = answers(search("particle", particles=32, alpha=4.0, every=1), Table(), prompts, tokens=2)
+    assert sum(one.token_ids == (A, C) for one in found) / 200 == pytest.approx(0.6124, abs=0.07)
+
+
+def test_drafts_are_read_before_the_problem_and_the_answer_is_the_problems() -> None:
+    """The likelier of two drafts, its last four tokens, an empty line, the problem."""
+    (prompt,), engine = problems(1), Says([("3+4=8", -0.9), ("1+7=9", -0.5), ("12", -1.0)])
+    found = search("pdr", drafts=2, keep=1, rounds=1, workspace=4)(
+        bench(engine, small_model()), [prompt], Sampling.plain(12), 0
+    )
+    draft = (*TOKENIZER("1+7=9")["input_ids"], TOKENIZER.eos_token_id)[-4:]
+    assert engine.read[2:] == [(*draft, *TOKENIZER("\n\n")["input_ids"], *prompt.token_ids)]
+    assert found[0][0].request.prompt == prompt and found[0][0].request.sample == 2
+    special = replace(prompt, token_ids=(TOKENIZER.eos_token_id, *prompt.token_ids))
+    with pytest.raises(UserError, match="search=pdr puts drafts before plain text"):
+        search("pdr")(bench(Says([("1", -1.0)] * 9), small_model()), [special], Sampling.plain(12), 0)
+
+
+def test_places_are_shared_among_likely_replies_and_directions() -> None:
+    """REBASE at T = 1 of scores log 4, log 2, log 1, log 1 and 8 places: 4, 2, 1, 1. Two alike have about half each."""
+    scores = [math.log(x) for x in (4, 2, 1, 1)]
+    assert rebase(scores, 8, 1.0) == [4, 2, 1, 1] and rebase(scores, 3, 1.0) == [2, 1, 0, 0]
+    alike = cosines(np.array([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]]))
+    # weights 1/2, 1/2, 1 of equal scores: shares .25, .25, .5 of 3 places are .75, .75 and 1.5, the largest first
+    assert shared_out([0.5] * 3, alike, 3, 1.0) == [1, 0, 2]
+
+
+def test_the_part_of_a_tree_that_goes_on_is_the_best_of_all_choices() -> None:
+    """Against every subset of leaves: worth less nodes kept and more clusters."""
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        count = int(rng.integers(1, 7))
+        worth, labels = rng.dirichlet(np.ones(count)).tolist(), rng.integers(0, 3, count).tolist()
+        paths = [tuple(rng.integers(0, 2, 2).tolist()) for _ in range(count)]
+        cost, diversity = rng.random(2) * 2
+        nodes = [{("leaf", i), *(path[:end] for end in range(3))} for i, path in enumerate(paths)]
+        everything, every = len(set().union(*nodes)), len(set(labels))
+
+        def value(some: Sequence[int], worth=worth, nodes=nodes, labels=labels, c=cost, d=diversity) -> float:
+            kept, found = len(set().union(*(nodes[i] for i in some))), len({labels[i] for i in some})
+            return sum(worth[i] for i in some) - c * kept / everything + d * found / every  # noqa: B023
+
+        best = max(value(some) for size in range(1, count + 1) for some in combinations(range(count), size))
+        found, worth_of = chosen(worth, paths, labels, cost, diversity)
+        assert worth_of == pytest.approx(best) and value(found) == pytest.approx(best)
+    assert clusters(cosines(np.array([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]]))) == [0, 0, 1]
+
+
+# ---- what is drawn, and what it costs
+
+
+def test_one_particle_is_plain_sampling_to_the_bit() -> None:
+    engine, prompts = make_engine(small_model()), problems(3)
+    asked = requests_for(prompts, 1, Sampling.plain(12), 0, "eval", held_out=True)  # as pass@k asks
+    plain = {one.request.prompt.id: one for one in play(engine, ARITHMETIC, [begun(request) for request in asked])}
+    found = answers(search("particle", particles=1, every=3), engine, prompts)
+    assert found == [plain[prompt.id] for prompt in prompts]
+
+
+def test_replies_in_parts_have_the_tokens_of_whole_ones_and_cost_as_many() -> None:
+    engine, prompts = make_engine(small_model()), problems(3)
+    whole, parts = (Searching(bench(engine), prompts, Sampling.plain(12), 0) for _ in range(2))
+    expected, replies = whole.go_on(whole.begin(4)), parts.begin(4)
+    while any(one.finish is Finish.PARTIAL for row in replies for one in row):
+        replies = parts.go_on(replies, 5)
+    tokens_of = [[(one.token_ids, one.finish, one.request) for one in row] for row in replies]
+    assert tokens_of == [[(one.token_ids, one.finish, one.request) for one in row] for row in expected]
+    assert parts.tokens == whole.tokens == sum(len(one) for row in expected for one in row)
+    longest = {prompt.id: max(map(len, row)) for prompt, row in zip(prompts, expected, strict=True)}
+    assert parts.sequential == whole.sequential == longest
+
+
+def test_a_copy_goes_on_with_other_tokens_than_what_it_is_a_copy_of() -> None:
+    engine = make_engine(small_model(), eos_token_ids=(VOCABULARY,))  # which is never drawn
+    searching = Searching(bench(engine), problems(1), Sampling.plain(12), 0)
+    (row,) = searching.go_on(searching.begin(4), 4)
+    copies: Replies = [[replace(row[0], request=one.request) for one in row]]
+    (longer,) = searching.go_on(copies)
+    assert {one.token_ids[:4] for one in longer} == {row[0].token_ids} and len({one.token_ids for one in longer}) == 4
+
+
+def measured(choice: Any, replies: Sequence[tuple[str, float]]) -> Any:
+    exam = replace(composed(command="eval").eval, problems=2, temperature=1.0)
+    return search_with(bench(Says(replies)), choice, exam, Sampling.plain(64), 0)
+
+
+def test_accuracy_is_of_the_searched_answer_and_tokens_are_those_of_all_replies() -> None:
+    right = [prompt.answer for prompt in problems(2)]
+    assert right[0] != right[1]
+    replies = [("x", -1.0), (right[0], -1.0), ("1" + right[0], -1.0), (right[0], -1.0)]
+    found = measured(search("majority", k=4), replies)
+    lengths = [len(TOKENIZER(text)["input_ids"]) + 1 for text, _ in replies]
+    assert found.metrics == {
+        "search/accuracy": 0.5,
+        # Wilson's interval of 1 in 2: 0.5 -+ 1.96 sqrt(0.25/2 + 1.96^2/16) / (1 + 1.96^2/2)
+        "search/accuracy_low": pytest.approx(0.0945, abs=1e-4),
+        "search/accuracy_high": pytest.approx(0.9055, abs=1e-4),
+        "search/tokens": sum(lengths),
+        "search/sequential": max(lengths),
+    }
+    assert [(one.sample, one.reason, one.reply) for one in found.examples] == [(1, "searched", right[0])] * 2
+
+
+# ---- what is refused
+
+
+def test_without_a_search_there_is_none_and_an_own_one_returns_a_whole_rollout_for_each_problem() -> None:
+    assert measured(search("none"), []).metrics == {}
+    partial = [begun(request) for request in requests_for(problems(2), 1, Sampling.plain(4), 0, "eval")]
+    for own in ([], partial, [rollout_of(problems(1)[0], "1", TOKENIZER)]):
+        with pytest.raises(UserError, match="search: return one whole rollout for each prompt"):
+            measured(lambda *words, own=own: (own, {}), [])
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["search=majority", "search.k=0"], "search.k=0"),
+        (["search=particle", "search.alpha=0.5"], "search.alpha=0.5"),
+        (["search=pdr", "search.keep=9"], "search.keep=9"),
+        (["search=dora", "search.width=0"], "search.width=0"),
+        (["search=ets", "search.width=21"], "search.width=21"),
+        (["search=particle", "sparsity=snapkv"], "sparsity=dense"),
+        (["search=particle", "task=guess"], "task=guess"),
+        (["search=pdr", "task=guess"], "task=guess"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_searched_is_refused_before_a_model_is_loaded(words: list[str], named: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_eval(composed(*words, command="eval"))
+    assert named in str(refused.value)
+
+
+def test_a_majority_of_answers_that_are_no_numbers_is_refused() -> None:
+    with pytest.raises(UserError, match="search=majority counts equal numbers"):
+        answers(search("majority"), FakeEngine(), [Prompt("p", (1,), "a word")])  # which would not draw

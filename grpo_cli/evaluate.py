@@ -73,8 +73,8 @@ def search_with(
     if [one.request.prompt for one in rollouts] != prompts or any(one.finish is Finish.PARTIAL for one in rollouts):
         raise UserError("search: return one whole rollout for each prompt, in their order")
     groups = _scored(bench.task, prompts, rollouts)
-    metrics = _accuracy("search/accuracy", groups) | costs
-    return EvalResult(metrics, tuple(_examples(bench.task, groups, "searched")))
+    examples = tuple(_examples(bench.task, groups, "searched"))
+    return EvalResult({**_accuracy("search/accuracy", groups), **costs}, examples)
 
 
 def no_search(bench: Bench, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> None:

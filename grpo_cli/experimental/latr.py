@@ -151,8 +151,8 @@ class Lookahead:
             reading = read(self._bench, grown, tokens=True)
             own = [
                 (one, place, other)
-                for one, *top in zip(grown, reading.top_probs, reading.top_ids, strict=True)
-                for place, other in self._hesitations(one, *top, since=tree.read.get(_name(one), 0))
+                for one, probs, ids in zip(grown, reading.top_probs, reading.top_ids, strict=True)
+                for place, other in self._hesitations(one, probs, ids, tree.read.get(_name(one), 0))
                 if other not in self._bench.ends
             ]
             earliest = sorted(own, key=lambda begun: (begun[1], begun[0].request.sample))

@@ -3,9 +3,7 @@ group (2605.30859)."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +13,13 @@ import pytest
 from bank import InOrder, Scripted, collection_of
 from small import scored
 from test_collectors import problems
-from test_partial import PROBLEMS, Slotted, held_of, step_of
+from test_partial import held_of
 from test_resume import cut_off_and_resumed, rows
 
-from grpo_cli.collect.epochs import Epochs
-from grpo_cli.collect.equal import equal
-from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
-from grpo_cli.collect.requests import seed_of
-from grpo_cli.config.check import check
-from grpo_cli.config.compose import settings_of
 from grpo_cli.experimental.roll_packer import Tail
 from grpo_cli.experimental.sorted_rl import Sorted
-from grpo_cli.methods.april import Partial
 from grpo_cli.rules.downsample import choose
-from grpo_cli.support.errors import UserError
-from grpo_cli.types import ENVIRONMENT, Finish, Request, Reward, Rollout, ScoredGroup, Span
+from grpo_cli.types import Finish, Request, Reward, Rollout, ScoredGroup, Span
 
 
 def aside_of(rule: Tail) -> list[str]:
@@ -99,76 +89,6 @@ class OnceInOrder(InOrder):
         return found
 
 
-@pytest.mark.parametrize(("surplus", "slots"), [(0.25, 100), (1.0, 100), (0.5, 6)])
-def test_in_fifty_steps_every_rollout_is_of_the_steps_own_weights_and_as_the_first_draw_has_it(surplus, slots) -> None:
-    """`equal` is asked for the same problems in the step in which they were begun."""
-    engine, rule, curriculum = Slotted(slots), Tail(surplus=surplus), Epochs(PROBLEMS, 4, 0)
-    seen, waiting, begun_at, long_steps = set[int](), list[str](), dict[int, int](), 0
-    for step in range(50):
-        collection = step_of(engine, step, curriculum=curriculum)
-        groups = collection.run(rule, engine)
-        begun_at = {request.seed: step for request in engine.calls[-1]} | begun_at
-        long_steps += int(collection.metrics()["collect/long_step"])
-        for rollout in (rollout for group in groups for rollout in group.rollouts):
-            assert rollout.finish is not Finish.PARTIAL and rollout.spans == (Span(step, len(rollout)),)
-            request = rollout.request
-            assert request.seed == seed_of(7, begun_at[request.seed], request.prompt.id, request.sample)
-            assert request.seed not in seen, "nothing comes twice"
-            seen.add(request.seed)
-            (alone,) = Slotted().generate([request])
-            assert (rollout.token_ids, rollout.finish) == (alone.token_ids, alone.finish)
-        assert len(groups) >= 4 and not set(aside_of(rule)) & {group.prompt.id for group in groups}
-        waiting = aside_of(rule)
-    assert 0 < long_steps <= 25
-    assert len(begun_at.keys() - seen) == 3 * len(waiting), "what is set aside waits, and nothing else is lost"
-    assert len(engine.judged) == len(seen), "what is made anew is not judged before"
-
-
-def test_the_gradient_of_all_that_is_trained_on_is_the_policy_gradient() -> None:
-    """A table of two answers: long and right with chance p, or short and wrong. Two problems begin; where one is short
-    and one long, the long one is made in the next step. Over all draws, rewards times scores of both come to twice the
-    policy gradient; would the long one be drawn anew, they would come to less."""
-    chance = 0.3
-    score = {2: 1 - chance, 1: -chance}  # of the logit, by length
-    total = 0.0
-    for drawn in itertools.product((1, 2), repeat=2):
-        of = {seed_of(0, 0, f"p{place}", 0): length for place, length in enumerate(drawn)}
-        rule, curriculum, trained = Tail(surplus=1.0), OnceInOrder(9), dict[str, float]()
-        for step in range(2 if len(set(drawn)) == 2 else 1):
-            engine = ByLength(lambda request, of=of: of.get(request.seed, 1))
-            for group in collection_of(engine, curriculum, n=1, prompts=1, step=step).run(rule, engine):
-                trained[group.prompt.id] = group.rewards[0].total * score[len(group.rollouts[0])]
-        assert trained.keys() == {"p0", "p1"}
-        weight = np.prod([chance if length == 2 else 1 - chance for length in drawn])
-        total += weight * sum(trained.values())
-    assert total == pytest.approx(2 * chance * (1 - chance), abs=1e-12)
-
-
-def test_without_a_surplus_tail_is_the_plain_collector() -> None:
-    plain, other = Slotted(), Slotted()
-    assert step_of(other, 0).run(Tail(surplus=0.0), other) == step_of(plain, 0).run(equal, plain)
-    assert plain.calls == other.calls and rehearsed(Tail(surplus=0.0), 4, 6) == CollectionSize.equal(4, 6)
-
-
-def test_a_rehearsal_knows_that_tail_begins_anew_and_sorted_goes_on() -> None:
-    tail, sorted_ = rehearsed(Tail(surplus=0.5), n=4, prompts=6), rehearsed(Sorted(loads=2), n=4, prompts=6)
-    assert (tail.problems, tail.rollouts, tail.partial, tail.resumed) == (9, 36, True, False)
-    assert (sorted_.problems, sorted_.rollouts, sorted_.partial, sorted_.resumed) == (12, 48, True, True)
-    assert rehearsed(Partial(surplus=1.0, max_lag=4), n=1, prompts=4).resumed, "also of groups of one"
-
-
-def test_tail_goes_with_eviction_and_not_with_one_problem_a_step_nor_workers() -> None:
-    check(settings_of("collector=tail", "sparsity=snapkv"))
-    with pytest.raises(
-        UserError, match=r"train.prompts=1 makes every second step of collector=tail .* collector=equal"
-    ):
-        check(settings_of("collector=tail", "train.prompts=1"))
-    with pytest.raises(UserError, match="collector=tail stops rollouts before their end, which engine=ray cannot"):
-        check(settings_of("collector=tail", "engine=ray"))
-    with pytest.raises(UserError, match="collector=sorted goes on with partial rollouts"):
-        check(settings_of("collector=sorted", "sparsity=snapkv"))
-
-
 @pytest.mark.parametrize(
     ("choice", "noted"), [("tail", "collect/set_aside"), ("sorted", "collect/carried_rollouts")], ids=str
 )
@@ -179,12 +99,6 @@ def test_what_a_checkpoint_holds_goes_on_to_the_bit(tmp_path: Path, choice: str,
     told = rows(tmp_path / "alone")
     assert told[1][noted] and len(told) == 6
     assert choice == "sorted" or 0 < sum(float(row.get("collect/long_step", 0)) for row in told) < 5  # type: ignore[arg-type]
-
-
-def test_the_state_of_one_is_not_taken_for_anothers() -> None:
-    for rule in (Partial(surplus=1.0, max_lag=4), Tail(surplus=1.0)):
-        with pytest.raises(UserError, match="has learnt, but this run has collector=sorted"):
-            Sorted(loads=2).load_state_dict(rule.state_dict())
 
 
 # Length-sorted updates
@@ -238,21 +152,4 @@ def test_the_shortest_are_kept_and_of_equally_long_ones_the_likeliest() -> None:
     assert {tuple(chosen(replies(3, 3, 3), 2, seed)) for seed in range(40)} == {(0, 1), (0, 2), (1, 2)}
 
 
-def test_what_an_environment_said_is_no_length_and_what_was_given_no_doubt() -> None:
-    """The first reply has 2 tokens and 5 of the environment's; the two others 3, of which the last was given two."""
-    nan = float("nan")
-    group = replies(7, 3, 3)
-    first = replace(group.rollouts[0], spans=(Span(0, 2), Span(ENVIRONMENT, 5)))
-    second = replace(group.rollouts[1], sampler_logprobs=(-1.0, -1.0, -1.0))
-    third = replace(group.rollouts[2], sampler_logprobs=(nan, nan, -0.5))
-    group = replace(group, rollouts=(first, second, third))
-    assert all(chosen(group, 1, seed) == [0] and chosen(group, 2, seed) == [0, 2] for seed in range(9))
-
-
 # The study
-
-
-def test_the_study_is_a_sweep_of_five_rules_at_equal_tokens() -> None:
-    settings = settings_of("experiment=downsampling_study", "downsample=shortest")
-    assert settings.train.max_generated == 1.1e6 and (settings.n, settings.m) == (64, 16)
-    check(settings)

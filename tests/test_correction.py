@@ -17,7 +17,6 @@ from small import plain_batch
 
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.instantiate import make
-from grpo_cli.experimental import f_tis
 from grpo_cli.interfaces import Correction
 from grpo_cli.rules import correction
 from grpo_cli.support.errors import UserError
@@ -371,53 +370,3 @@ def test_words_that_mean_nothing_are_answered_with_those_that_do(word, message):
         make(
             "correction", {"_target_": "grpo_cli.rules.correction.Correct", **asdict(made.correction()), word: "x"}, {}
         )
-
-
-def test_a_rollout_without_an_advantage_and_far_from_the_policy_weighs_nothing_and_counts():
-    """Tokens of k(xi) = 10: xi log xi - xi + 1 has that value at xi = 7.6387..., found by bisection."""
-    low, high = 1.0, 100.0
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if middle * math.log(middle) - middle + 1 < 10 else (low, middle)
-    tokens = torch.tensor([8, 1, 8, 0])  # a KL of 80, 10, 80 and 0
-    log_ratio = (torch.arange(8) < tokens[:, None]) * math.log(low)
-    mask = torch.ones(4, 8, dtype=torch.bool)
-    part = PRESETS["ftis"]
-    verdict = part(torch.zeros(4, 8), log_ratio, mask, torch.tensor([1.0, -1.0, -1.0, 0.5]))
-    assert f_tis.kl_of_rows(log_ratio).tolist() == pytest.approx([80, 10, 80, 0], rel=1e-5, abs=1e-6)
-    assert [bool(row.any()) for row in verdict.weights] == [True, True, False, True]
-    assert verdict.mask.all() and verdict.metrics["mismatch/gated"] == 0.25
-    assert (verdict.metrics["mismatch/rejected"], verdict.metrics["mismatch/masked_tokens"]) == (0.25, 0.25)
-    assert verdict.reasons == ("", "", "gate: a KL of 80 >= 50.0, and no advantage", "")
-    assert verdict.weights[0].tolist() == [2.0] * 8 and verdict.weights[3].tolist() == [1.0] * 8
-    none_better = part(torch.zeros(4, 8), log_ratio, mask, torch.zeros(4))
-    assert [bool(row.any()) for row in none_better.weights] == [False, True, False, True], "0 is no advantage"
-
-
-def test_without_a_gate_ftis_is_tis():
-    g = torch.Generator().manual_seed(0)
-    sampler, policy = (4 * torch.randn(6, 5, generator=g) for _ in range(2))
-    mask = torch.rand(6, 5, generator=g) < 0.8
-    open_gate, tis = replace(PRESETS["ftis"], gate=None), PRESETS["tis"]
-    one, other = open_gate(sampler, policy, mask, -torch.ones(6)), tis(sampler, policy, mask)
-    assert torch.equal(one.weights, other.weights) and torch.equal(one.mask, other.mask)
-    assert {**one.metrics} == {**other.metrics, "mismatch/gated": 0.0}
-
-
-@pytest.mark.parametrize(("xi", "kl"), [(0.5, 0.15343), (1.0, 0.0), (2.0, 0.38629)])
-def test_the_distance_of_a_token_is_never_negative_and_0_where_nothing_differs(xi: float, kl: float):
-    assert float(f_tis.kl_of_rows(torch.tensor([[math.log(xi)]]))) == pytest.approx(kl, abs=5e-6)
-
-
-def test_the_distance_is_that_of_the_policy_to_the_sampler_on_average_over_the_sampler():
-    g = torch.Generator().manual_seed(0)
-    policy, sampler = (torch.randn(50, generator=g).log_softmax(0) for _ in range(2))
-    expected = float((policy.exp() * (policy - sampler)).sum())
-    of_tokens = f_tis.kl_of_rows((policy - sampler)[:, None])
-    assert float(sampler.exp() @ of_tokens) == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_policy_that_is_no_number_is_not_taken_for_a_far_one():
-    policy = torch.tensor([[-9.0, math.nan]])
-    verdict = asked(replace(PRESETS["ftis"], gate=1e-6), torch.full((1, 2), -1.0), policy, torch.ones(1, 2).bool())
-    assert verdict.weights.isnan().any()

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import kept_by, scored
 
-from grpo_cli.experimental import mc_grpo
 from grpo_cli.methods import pods
 from grpo_cli.rules import downsample
 from grpo_cli.support.errors import UserError
@@ -257,34 +256,3 @@ def test_a_rule_that_answers_wrongly_is_named_with_its_prompt(answer, complaint)
     with pytest.raises(UserError, match=complaint) as error:
         kept_by(partial(my_rule, answer=answer), scored(*[1.0, 0.0, 0.5]), 2, stream())
     assert "my_rule" in str(error.value) and "prompt p " in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "left"),
-    [
-        ([0.5, 0.0, 0.1, 1.0, 0.2], [0.0, 0.1, 0.5, 1.0]),
-        ([1.0, 0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]),
-        ([7.0, 1.0], None),  # either of an even number's two
-        ([4.0, 1.0, 2.0, 3.0], None),
-    ],
-)
-def test_median_leaves_out_one_in_the_middle(rewards, left):
-    kept = kept_by(mc_grpo.all_but_the_middle, scored(*rewards), len(rewards) - 1, stream())
-    if left is not None:
-        assert sorted(kept.totals) == left
-        return
-    (gone,) = set(rewards) - set(kept.totals)
-    assert gone in sorted(rewards)[len(rewards) // 2 - 1 : len(rewards) // 2 + 1]
-
-
-def test_median_draws_which_of_the_equal_ones_in_the_middle_is_left_out():
-    group, gone = scored(*[1.0, 0.0, 1.0, 1.0, 0.0]), []
-    for seed in range(300):
-        kept = kept_by(mc_grpo.all_but_the_middle, group, 4, stream(seed))
-        gone += list({0, 1, 2, 3, 4} - set(samples(kept)))
-    assert set(gone) == {0, 2, 3} and min(gone.count(place) for place in (0, 2, 3)) > 60
-
-
-def test_median_leaves_out_one_and_no_more():
-    with pytest.raises(UserError, match="downsample=median leaves out one of n=9 rollouts, so m must be 8"):
-        kept_by(mc_grpo.all_but_the_middle, scored(*[0.0, 1.0] * 4, 1.0), 4, stream())

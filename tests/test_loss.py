@@ -145,19 +145,6 @@ def test_gspo_has_the_gradient_of_its_sequence_form():
     torch.testing.assert_close(gradient.double(), leaf.grad, atol=1e-6, rtol=1e-5)
 
 
-def test_mu_grpo_by_hand():
-    """Ratios 1, 3, 1, 1/3 and a clip too wide to act. With A = -2 what follows the 3 adds nothing, and the 3 itself
-    does; with A = 1 all do. The third reply begins with 1/3, which is below 1 / 2.9."""
-    ratios = torch.tensor([1.0, 3.0, 1.0, 1 / 3])
-    logprobs = torch.stack([ratios, ratios, ratios.flip(0)]).log()
-    batch = plain_batch(torch.ones(3, 4), advantages=torch.tensor([-2.0, 1.0, -1.0]), policy_logprobs=torch.zeros(3, 4))
-    value, gradient, metrics = run("mu_grpo", logprobs, batch, Totals(3, 12, 4), clip_low=1.0, clip_high=9.0, veto=2.9)
-    assert value == pytest.approx(((2 + 6) - (1 + 3 + 1 + 1 / 3) + 1 / 3) / 4 / 3)
-    wanted = [[2, 6, 0, 0], [-1, -3, -1, -1 / 3], [1 / 3, 0, 0, 0]]
-    torch.testing.assert_close(gradient * 12, torch.tensor(wanted))
-    assert metrics["loss/clip_fraction"] == pytest.approx(5 / 12)
-
-
 def test_cispo_keeps_a_bounded_gradient_where_grpo_drops_it():
     batch = plain_batch([[1]], advantages=torch.tensor([1.0]), policy_logprobs=torch.tensor([[-5.0]]))
     logprobs = torch.tensor([[-1.0]])  # ratio exp(4)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from small import advantages_of, describe, one_and_the_rest, plain_batch, small_model
+from small import describe, one_and_the_rest, plain_batch, small_model
 from test_learner import make_learner
 from test_seams import Spy, quiet
 from test_train import Recorder, make_trainer, records_of, settings_for
@@ -34,7 +34,6 @@ from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import (
     GIVEN,
-    AdvantageInputs,
     Batch,
     Finish,
     Prompt,
@@ -147,23 +146,6 @@ def test_no_number_of_a_step_with_given_tokens_is_nan(
         assert record.metrics["off/lag_max"] == 3.0 and record.metrics["off/given_share"] > 0
         assert 0 < record.metrics["off/ess"] <= 1
         assert [describe(name) for name in record.metrics]
-
-
-def test_a_rollout_that_was_given_whole_is_no_novelty_and_makes_none_of_the_others():
-    rewards = [Reward(1.0, {"correct": 1.0}), Reward(1.0, {"correct": 1.0}), Reward(0.0), Reward(0.0)]
-    drawn = [rollout(0, (5, 2), logprob=-3.0), rollout(2, (5, 2)), rollout(3, (5, 2))]
-    given = rollout(1, (GIVEN, 2))
-
-    def advantages(*rollouts: Rollout) -> torch.Tensor:
-        group = ScoredGroup(PROMPT, rollouts, tuple(rewards))
-        totals, everything = torch.tensor(group.totals), tuple(range(4))
-        rule = made.advantage("novelty", bonus=1.0, cap=10.0)
-        return advantages_of(rule, totals, totals, AdvantageInputs(group, everything, everything))
-
-    found = advantages(drawn[0], given, *drawn[1:])
-    plain = float(advantages(given, given, given, given)[0])
-    rare = 1 - math.exp(-3.0 + 5 / 3)  # the mean of -3, -1 and -1
-    assert found.tolist() == pytest.approx([plain + rare, plain, -plain, -plain], rel=1e-4)
 
 
 # Old tokens.

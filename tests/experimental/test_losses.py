@@ -1,4 +1,4 @@
-"""A*-PO's value, advantage and regression, and ECHO's clip, by hand."""
+"""A*-PO, ECHO's clip, mu-GRPO's veto and F-TIS' gate, by hand."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from small import advantages_of, plain_batch, scored
 
+from grpo_cli.experimental import f_tis
 from grpo_cli.experimental.a2po import value
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import AdvantageInputs, Reward, Totals
@@ -101,3 +102,40 @@ def test_a_reply_whose_end_is_certain_has_a_narrower_clip() -> None:
     assert output.metrics["loss/clip_mean"].item() == pytest.approx(sum(clips) / 2)
     # exp(0.5) = 1.65 is clipped; the other two ratios of each reply are 1
     assert output.loss.item() == pytest.approx(-sum(2 + 1 + clip for clip in clips) / 6)
+
+
+def test_mu_grpo_by_hand():
+    """Ratios 1, 3, 1, 1/3 and a clip too wide to act. With A = -2 what follows the 3 adds nothing, and the 3 itself
+    does; with A = 1 all do. The third reply begins with 1/3, which is below 1 / 2.9."""
+    ratios = torch.tensor([1.0, 3.0, 1.0, 1 / 3])
+    logprobs = torch.stack([ratios, ratios, ratios.flip(0)]).log()
+    batch = plain_batch(torch.ones(3, 4), advantages=torch.tensor([-2.0, 1.0, -1.0]), policy_logprobs=torch.zeros(3, 4))
+    leaf = logprobs.requires_grad_()
+    output = made.loss("mu_grpo", clip_low=1.0, clip_high=9.0, veto=2.9)(leaf, batch, Totals(3, 12, 4))
+    output.loss.backward()
+    gradient, metrics = leaf.grad, output.metrics
+    assert output.loss.item() == pytest.approx(((2 + 6) - (1 + 3 + 1 + 1 / 3) + 1 / 3) / 4 / 3)
+    wanted = [[2, 6, 0, 0], [-1, -3, -1, -1 / 3], [1 / 3, 0, 0, 0]]
+    torch.testing.assert_close(gradient * 12, torch.tensor(wanted))
+    assert metrics["loss/clip_fraction"].item() == pytest.approx(5 / 12)
+
+
+def test_a_rollout_without_an_advantage_and_far_from_the_policy_weighs_nothing_and_counts():
+    """Tokens of k(xi) = 10: xi log xi - xi + 1 has that value at xi = 7.6387..., found by bisection."""
+    low, high = 1.0, 100.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle * math.log(middle) - middle + 1 < 10 else (low, middle)
+    tokens = torch.tensor([8, 1, 8, 0])  # a KL of 80, 10, 80 and 0
+    log_ratio = (torch.arange(8) < tokens[:, None]) * math.log(low)
+    mask = torch.ones(4, 8, dtype=torch.bool)
+    part = made.correction("ftis")
+    verdict = part(torch.zeros(4, 8), log_ratio, mask, torch.tensor([1.0, -1.0, -1.0, 0.5]))
+    assert f_tis.kl_of_rows(log_ratio).tolist() == pytest.approx([80, 10, 80, 0], rel=1e-5, abs=1e-6)
+    assert [bool(row.any()) for row in verdict.weights] == [True, True, False, True]
+    assert verdict.mask.all() and verdict.metrics["mismatch/gated"] == 0.25
+    assert (verdict.metrics["mismatch/rejected"], verdict.metrics["mismatch/masked_tokens"]) == (0.25, 0.25)
+    assert verdict.reasons == ("", "", "gate: a KL of 80 >= 50.0, and no advantage", "")
+    assert verdict.weights[0].tolist() == [2.0] * 8 and verdict.weights[3].tolist() == [1.0] * 8
+    none_better = part(torch.zeros(4, 8), log_ratio, mask, torch.zeros(4))
+    assert [bool(row.any()) for row in none_better.weights] == [False, True, False, True], "0 is no advantage"

@@ -1,0 +1,149 @@
+"""The median, novelty and parts of a reward: worked numbers, and the definition in plain Python."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import made
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small import kept_by, scored
+
+from grpo_cli.experimental import lightning_rl, mc_grpo, xrpo
+from grpo_cli.rules import advantage
+from grpo_cli.select import select
+from grpo_cli.types import AdvantageInputs, Reward, ScoredGroup
+
+
+def close(values: list[float]):
+    return pytest.approx(values, rel=1e-5, abs=1e-7)
+
+
+def test_the_median_is_subtracted_and_the_spread_divided_by():
+    # median .2, distances .2 .1 0 .3 .8, of which .2 is in the middle
+    rewards = torch.tensor([0.0, 0.1, 0.2, 0.5, 1.0], dtype=torch.float64)
+    mad = mc_grpo.median(rewards, rewards, scale="mad", floor=1e-3, stats_over="group")
+    assert mad.tolist() == pytest.approx([-0.9950, -0.4975, 0.0, 1.4925, 3.9801], abs=5e-5)
+    plain = mc_grpo.median(rewards, rewards, scale="none", floor=1e-3, stats_over="group")
+    assert plain.tolist() == pytest.approx([-0.2, -0.1, 0.0, 0.3, 0.8])
+
+
+def test_the_release_divides_by_the_median_distance_and_leaves_the_middle_rollout_out():
+    """Median .2, distances .2 .1 0 .3 .8, of which .2 is in the middle: each over .201."""
+    group = scored(*[Reward(total) for total in (0.0, 1.0, 0.2, 0.5, 0.1)])
+    release = made.advantage("median_release")
+    found = select(group, [""] * 5, 4, mc_grpo.all_but_the_middle, release, np.random.default_rng(0), True)
+    assert found.indices == (0, 1, 3, 4)
+    assert found.advantages.tolist() == pytest.approx([-0.995025, 3.980100, 1.492537, -0.497512], abs=1e-5)
+    # of 0/1 rewards only the floor is left
+    thirds = scored(*[Reward(total) for total in (0.0, 1.0, 0.0)])
+    found = select(thirds, [""] * 3, 2, mc_grpo.all_but_the_middle, release, np.random.default_rng(0), True)
+    assert sorted(found.advantages.tolist()) == pytest.approx([0.0, 1000.0])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "left"),
+    [
+        ([0.5, 0.0, 0.1, 1.0, 0.2], [0.0, 0.1, 0.5, 1.0]),
+        ([1.0, 0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]),
+        ([7.0, 1.0], None),  # either of an even number's two
+        ([4.0, 1.0, 2.0, 3.0], None),
+    ],
+)
+def test_median_leaves_out_one_in_the_middle(rewards, left):
+    kept = kept_by(mc_grpo.all_but_the_middle, scored(*rewards), len(rewards) - 1, np.random.default_rng(0))
+    if left is not None:
+        assert sorted(kept.totals) == left
+        return
+    (gone,) = set(rewards) - set(kept.totals)
+    assert gone in sorted(rewards)[len(rewards) // 2 - 1 : len(rewards) // 2 + 1]
+
+
+def asked(function, group: ScoredGroup, kept: list[int] | None = None, **words) -> list[float]:
+    """Of the kept rollouts; all are the baseline."""
+    everything = list(range(len(group.rollouts)))
+    kept = everything if kept is None else kept
+    totals = torch.tensor(group.totals)
+    inputs = AdvantageInputs(group, tuple(kept), tuple(everything))
+    return function(totals[kept], totals, inputs, **words).tolist()
+
+
+NOVELTY = partial(xrpo.novelty, stats_over="kept", eps=0.0, bonus=2.5, cap=0.5)
+
+
+def test_novelty_is_grpo_but_for_the_rare_among_the_right():
+    """Means of tokens: -.2 and -.9 right, -.5 and -.4 wrong, -.5 in the mean. Their number does not count."""
+    rewards = [Reward(1.0), Reward(1.0), Reward(0.0), Reward(0.0)]
+    group = scored(*rewards, logprobs=[(-0.2,), (-0.4, -1.4), (-0.5, -0.5, -0.5), (-0.4,)])
+    plain = advantage.grpo(torch.tensor(group.totals), torch.tensor(group.totals), stats_over="kept", eps=0.0).tolist()
+    high = plain[0]
+    assert asked(NOVELTY, group) == close([high, 1.5 * high, -high, -high])
+    small = partial(xrpo.novelty, stats_over="kept", eps=0.0, bonus=0.1, cap=0.5)
+    assert asked(small, group)[1] == pytest.approx(high + 0.1 * (1 - math.exp(-0.4)))
+    none = partial(xrpo.novelty, stats_over="kept", eps=0.0, bonus=0.0, cap=0.5)
+    assert asked(none, group) == plain
+
+
+PER_PART = partial(lightning_rl.per_part, stats_over="kept", eps=0.0)
+
+
+def test_a_part_counts_by_its_weight_and_not_by_its_scale():
+    """Two parts of scale 1 and 100, of which each rollout has one or both: whitened both are +-.866."""
+    rewards = [
+        replace(reward, weights={"right": 1.0, "short": 1.0})
+        for reward in (
+            Reward(101.0, {"right": 1.0, "short": 100.0}),
+            Reward(1.0, {"right": 1.0, "short": 0.0}),
+            Reward(100.0, {"right": 0.0, "short": 100.0}),
+            Reward(0.0, {"right": 0.0}),  # what it does not have is 0
+        )
+    ]
+    per_part = partial(lightning_rl.per_part, stats_over="kept", eps=0.0)
+    high = 3**0.5 / 2
+    assert asked(per_part, scored(*rewards), weights={}) == close([2 * high, 0, 0, -2 * high])
+    assert asked(per_part, scored(*rewards), weights={"short": 0.5}) == close(
+        [1.5 * high, 0.5 * high, -0.5 * high, -1.5 * high]
+    )
+    assert asked(per_part, scored(*rewards), weights={"short": 0}) == close([high, high, -high, -high])
+    order = [2, 0, 3, 1]
+    moved = asked(per_part, scored(*[rewards[place] for place in order]), weights={"short": 0.5})
+    assert moved == close([-0.5 * high, 1.5 * high, -1.5 * high, 0.5 * high])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=st.lists(st.tuples(*[st.integers(-9, 9).map(float)] * 3), min_size=2, max_size=7),
+    weights=st.tuples(*[st.sampled_from([-2.0, 0.0, 0.5, 1.0])] * 2),
+    typed=st.dictionaries(st.sampled_from("ab"), st.sampled_from([-1.0, 0.0, 3.0])),
+    data=st.data(),
+)
+def test_each_part_is_whitened_among_the_rewards_that_are_compared(parts, weights, typed, data):
+    """By the definition, in Python's floats; c is only logged, and the rejected may be out of the statistics."""
+    size = len(parts)
+    baseline = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=2)))
+    kept = sorted(data.draw(st.sets(st.sampled_from(baseline), min_size=1)))
+    rewards = [
+        Reward(weights[0] * a + weights[1] * b, {"a": a, "b": b, "c": c}, weights={"a": weights[0], "b": weights[1]})
+        for a, b, c in parts
+    ]
+    group = scored(*rewards)
+    totals = torch.tensor(group.totals)
+    inputs = AdvantageInputs(group, tuple(kept), tuple(baseline))
+    for stats_over, compared in (("kept", kept), ("group", baseline)):
+        found = lightning_rl.per_part(
+            totals[kept], totals[baseline], inputs, weights=typed, stats_over=stats_over, eps=0.5
+        )
+        expected = [0.0] * len(kept)
+        for place, part in enumerate("ab"):
+            column = [one[place] for one in parts]
+            mean = sum(column[i] for i in compared) / len(compared)
+            squares = sum((column[i] - mean) ** 2 for i in compared)
+            if len({column[i] for i in compared}) > 1:
+                weight = typed.get(part, weights[place]) / ((squares / (len(compared) - 1)) ** 0.5 + 0.5)
+                expected = [one + weight * (column[i] - mean) for one, i in zip(expected, kept, strict=True)]
+        assert found.tolist() == pytest.approx(expected, abs=1e-9)

@@ -57,7 +57,7 @@ def test_the_defaults_of_eval_are_accepted():
 
 
 @pytest.mark.parametrize("file", CHOICES, ids=lambda file: f"{file.parent.name}={file.stem}")
-def test_every_choice_can_be_composed(file):
+def test_every_choice_can_be_composed(file, tmp_path):
     group, words = file.parent.name, shipped(file.parent.name, file.stem)
     if group not in groups_of("train"):
         check_eval(parse_eval(compose(f"{group}={file.stem}", command="eval")))
@@ -68,6 +68,9 @@ def test_every_choice_can_be_composed(file):
     fewer = ["m=8"] if group == "downsample" and file.stem != "all" else []
     others = {"collector=dars": ["advantage=dr_grpo"], "advantage=median": ["n=9"], "downsample=median": ["n=9"]}
     others["advantage=median_release"] = ["n=9"]
+    answers = tmp_path / "samples.jsonl"
+    answers.write_text('{"prompt_id": "p", "reason": "sampled", "solved": true}')
+    others["advantage=a2po"] = others["loss=a2po"] = ["advantage=a2po", f"advantage.answers={answers}"]
     besides = others.get(f"{group}={file.stem}", [])
     check(settings(f"{group}={file.stem}", *predictor, *fewer, *besides, *required))
 
@@ -123,7 +126,7 @@ def test_what_is_read_of_a_choice_without_hydra_is_what_hydra_composes():
 
 def test_every_group_is_offered_and_those_of_a_command_are_its_own():
     folders = {file.parent.name for file in GROUP_FILES}
-    assert set(groups_of("train")) == set(groups_of("profile")) == folders
+    assert set(groups_of("train")) == set(groups_of("profile")) == folders - {"search"}
     assert set(groups_of("eval")) == {"model", *parts_of("eval")} <= folders
 
 

@@ -285,16 +285,6 @@ def test_slots_are_as_busy_as_rows_were_where_memory_decides_how_many_run() -> N
     assert stats.slot_utilisation == pytest.approx(steps / (stats.decode_steps * stats.slots))
 
 
-def test_a_cleared_block_has_nothing_parked() -> None:
-    arena = KvArena(KvLayout(2, 2, 8, torch.float32), Region(1, 2, 16), Region(1, 1, 16), 64, None, CPU)
-    arena.reserve(32)
-    arena.parked = 1000
-    arena.note_peak()
-    assert arena.peak == 32 * TOKEN + 1000
-    arena.clear()
-    assert (arena.parked, arena.peak) == (0, 32 * TOKEN)
-
-
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_memory_is_not_left_idle_while_somebody_waits(scheduler: Any) -> None:
     """Where as much as three sequences take is there, at least two run at a time on average, whatever the order."""

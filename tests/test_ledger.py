@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import resource
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from grpo_cli.support.errors import UserError
@@ -127,43 +125,6 @@ def test_a_record_that_a_full_disk_did_not_take_is_remembered_as_missing(tmp_pat
     assert tracker.missing == again.missing == [1]
     again.log(record(3))
     assert steps(tmp_path / "metrics.jsonl") == [0, 2, 3] and steps(tmp_path / "rollouts.jsonl") == [2, 2, 3, 3]
-
-
-def test_a_checkpoint_without_a_ledger_wants_each_step_of_metrics_once(tmp_path: Path) -> None:
-    """A run of a version that left none; with the next checkpoint it has one."""
-    checkpoint, path = written(tmp_path), tmp_path / "metrics.jsonl"
-    (checkpoint / "ledger.npz").unlink()
-    whole = path.read_bytes()
-    reasons = {"one is doubled": "out of order", "one is missing": "1 steps from 2 on", "no step": "line 3"}
-    for damage, reason in reasons.items():
-        path.write_bytes(b"".join(DAMAGES[damage](whole.splitlines(keepends=True))))
-        with pytest.raises(UserError, match=f"metrics.jsonl.*{reason}.*accept_damage=true"):
-            resumed(tmp_path, checkpoint)
-    path.write_bytes(whole)
-    tracker = resumed(tmp_path, checkpoint)
-    assert steps(path) == [0, 1, 2, 3] and steps(tmp_path / "rollouts.jsonl") == [1, 1, 2, 2, 3, 3]
-    tracker.keep()(checkpoint)
-    path.write_bytes(path.read_bytes().replace(b"0.25", b"0.26"))
-    with pytest.raises(UserError, match="metrics.jsonl is not as it was"):
-        resumed(tmp_path, checkpoint)
-
-
-def test_a_ledger_of_an_older_version_has_a_block_for_each_step(tmp_path: Path) -> None:
-    checkpoint, path = written(tmp_path), tmp_path / "metrics.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)[:4]
-    path.write_bytes(b"".join([*lines[:1], *lines[2:]]))
-    blocks = [(step, 1, len(line), zlib.crc32(line)) for step, line in enumerate(lines)]
-    blocks[1] = (1, 0, 0, 0)  # a full disk did not take it
-    old = {"metrics.jsonl": np.array(blocks, dtype=np.uint64), "rollouts.jsonl": np.zeros((0, 4), dtype=np.uint64)}
-    np.savez_compressed(checkpoint / "ledger.npz", **old)
-    tracker = resumed(tmp_path, checkpoint)
-    assert tracker.missing == [1] and steps(path) == [0, 2, 3] and steps(tmp_path / "rollouts.jsonl") == []
-    tracker.keep()(checkpoint)
-    assert resumed(tmp_path, checkpoint).missing == [1]
-    path.write_bytes(path.read_bytes().replace(b"0.25", b"0.26"))
-    np.savez_compressed(checkpoint / "ledger.npz", **old)
-    with pytest.raises(UserError, match="metrics.jsonl is not as it was"):
-        resumed(tmp_path, checkpoint)
 
 
 def test_another_run_s_checkpoint_asks_nothing_of_the_records_here(tmp_path: Path) -> None:

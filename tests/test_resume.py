@@ -128,9 +128,7 @@ class Halfway(Fifo):
     "rules",
     [
         pytest.param((), id="plain"),
-        pytest.param(
-            ("curriculum=dps", "collector=partial", "credit=gdro", FEW), id="learning", marks=pytest.mark.process
-        ),
+        pytest.param(("curriculum=dps", "collector=partial", FEW), id="learning", marks=pytest.mark.process),
         pytest.param(
             ("curriculum=target", "collector=mixed", "collector.pool=2", FEW), id="history", marks=pytest.mark.process
         ),

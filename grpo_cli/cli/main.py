@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
@@ -25,7 +25,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.processor import settle
 from grpo_cli.support.terminal import outlive_the_reader
 
-UsageError: Any = typer.BadParameter.__base__
+UsageError = cast(type[Exception], typer.BadParameter.__bases__[0])
 
 
 class _Group(TyperGroup):
@@ -35,8 +35,8 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except UsageError as error:
-            of: Any = getattr(error, "ctx", None) or ctx
-            fault = error.format_message().rstrip(".")
+            wrong: Any = error
+            of, fault = wrong.ctx or ctx, wrong.format_message().rstrip(".")
             fail(f"{of.command_path}: {fault[:1].lower()}{fault[1:300]}; {of.command.epilog}")
 
 

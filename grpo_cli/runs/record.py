@@ -59,8 +59,9 @@ def digests(names: Iterable[Any]) -> dict[str, str]:
 
 def check_data(folder: Path, before: RunRecord, now: RunRecord) -> None:
     """UserError if a file that the run began with holds other data now: prompts are known by their lines."""
-    then: Any = before.about.get("data")
-    for name, digest in now.about["data"].items() if isinstance(then, dict) else ():
+    data = before.about.get("data")
+    then = data if isinstance(data, dict) else {}
+    for name, digest in now.about["data"].items():
         if then.get(name, digest) != digest:
             raise UserError(
                 f"{name} has changed since the run in {folder} began, whose prompts are known by its lines; put it "

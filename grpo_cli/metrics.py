@@ -23,7 +23,7 @@ METRICS: Mapping[str, str] = {
     "group/zero_std": "Share of groups whose rewards are all exactly equal, from which an advantage that compares "
     "within a group learns nothing; one rollout alone is no group.",
     "group/mixed": "Number of groups whose rewards differ: the yardstick at equal tokens, but for advantages that "
-    "learn from even groups too (beta, a2po).",
+    "learn from even groups too.",
     "group/zero_std_kept": "The same share after selection, among the rollouts that were chosen, before a correction "
     "took any of them out of the policy loss.",
     "response/length_mean": "Mean number of tokens per rollout, with the end-of-sequence token and, in an episode of "

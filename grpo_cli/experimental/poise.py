@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.experimental.reading import Reading, read
+from grpo_cli.experimental.reading import PolicyReading, read
 from grpo_cli.experimental.ridge_probe import ProbeRows, Probing, RidgeProbe, correlation, never_enough
 from grpo_cli.rules.ridge import narrowed
 from grpo_cli.support.errors import UserError
@@ -105,7 +105,7 @@ def _of_others(values: Float[np.ndarray, " G"]) -> Float[np.ndarray, " G"]:
     return (values.sum() - values) / (len(values) - 1)
 
 
-def described(reading: Reading) -> Float[np.ndarray, "G F"]:
+def described(reading: PolicyReading) -> Float[np.ndarray, "G F"]:
     """Return the features of rollouts, in their order."""
     plain = np.array([_of_entropies(own) for own in reading.entropies])
     return np.concatenate([narrowed(reading.features), plain], axis=1).astype(np.float32)

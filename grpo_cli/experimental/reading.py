@@ -27,7 +27,7 @@ POOLED = 10  # tokens at the end of a prompt and of a response that features are
 
 
 @dataclass(frozen=True)
-class Reading:
+class PolicyReading:
     """What a pass has read in rollouts, in their order.
 
     `features` are the means of a layer's states over the last tokens of the prompt, then of what the model said itself.
@@ -50,7 +50,7 @@ def last_layer(model: Any) -> int:
 @torch.no_grad()
 def read(
     bench: Bench, rollouts: Sequence[Rollout], *, layer: int | None = None, last: int = POOLED, tokens: bool = False
-) -> Reading:
+) -> PolicyReading:
     """Return what a pass over rollouts gives, `layer` from 1 (None: that at two thirds). UserError for states that are
     not finite, or without such a layer."""
     batch = collate([Group(one.request.prompt, (one,)) for one in rollouts], bench.pad_token_id)
@@ -72,7 +72,7 @@ def read(
     found = np.stack([features[row] for row in range(len(batch))])
     if not np.isfinite(found).all():
         raise UserError("hidden states that are read are not finite: use model.dtype=float32, or read another layer")
-    return Reading(found, *zip(*(per_token[row] for row in range(len(per_token))), strict=True))
+    return PolicyReading(found, *zip(*(per_token[row] for row in range(len(per_token))), strict=True))
 
 
 def _pass(model: Any, part: Batch, layer: int | None, last: int) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "B F"]]:

@@ -28,7 +28,7 @@ from grpo_cli.experimental import latr, poise
 from grpo_cli.experimental.arrol import Arrol, auc, drawn
 from grpo_cli.experimental.latr import edit_distance
 from grpo_cli.experimental.poise import Poise, described
-from grpo_cli.experimental.reading import POOLED, Reading, read
+from grpo_cli.experimental.reading import POOLED, PolicyReading, read
 from grpo_cli.experimental.ridge_probe import ProbeRows, RidgeProbe, correlation
 from grpo_cli.interfaces import Bench
 from grpo_cli.settings import Sampling
@@ -141,7 +141,7 @@ def asked(
     """Entropies are all 0: a constant feature is ignored."""
     everyone = tuple(range(len(rewards)))
     kept, base = (everyone if some is None else tuple(some) for some in (kept, base))
-    reading = Reading(np.array(features, dtype=float), (np.zeros(4),) * len(rewards))
+    reading = PolicyReading(np.array(features, dtype=float), (np.zeros(4),) * len(rewards))
     monkeypatch.setattr(poise, "read", lambda *words, **named: reading)
     totals = torch.tensor(rewards, dtype=torch.float64)
     inputs = AdvantageInputs(group_of(rewards), kept, base)
@@ -199,7 +199,7 @@ def test_crossing_keeps_the_gradient_and_a_rollouts_own_states_do_not(monkeypatc
 
 
 def test_entropies_are_their_mean_deviation_and_the_mean_of_the_last_quarter() -> None:
-    found = described(Reading(np.ones((2, 2)), (np.array([1.0, 2.0, 6.0]), np.zeros(0))))
+    found = described(PolicyReading(np.ones((2, 2)), (np.array([1.0, 2.0, 6.0]), np.zeros(0))))
     assert found.tolist() == [pytest.approx([1, 1, 3, math.sqrt(14 / 3), 6]), [1, 1, 0, 0, 0]]
 
 
@@ -261,10 +261,10 @@ def test_wrong_ones_are_given_up_once_they_are_told_from_right_ones(monkeypatch:
     """The features say how long a rollout will be. What is given up is not judged, and at least two stay."""
     looked: list[list[int]] = []
 
-    def of_samples(bench: Any, rollouts: Sequence[Rollout], **words: Any) -> Reading:
+    def of_samples(bench: Any, rollouts: Sequence[Rollout], **words: Any) -> PolicyReading:
         assert all(one.finish is Finish.PARTIAL and len(one) == 5 for one in rollouts)
         looked.append([one.request.sample for one in rollouts])
-        return Reading(np.array([[float(one.request.sample), 1.0] for one in rollouts]))
+        return PolicyReading(np.array([[float(one.request.sample), 1.0] for one in rollouts]))
 
     monkeypatch.setattr(arrol_module, "read", of_samples)
     rule = arrol(keep=0.4)
@@ -320,10 +320,10 @@ def grown(
 ) -> tuple[Any, StepCollection]:
     """A group, of a policy that hesitates at some places between the token that was taken and `other`."""
 
-    def hesitates(bench: Any, rollouts: Sequence[Rollout], **words: Any) -> Reading:
+    def hesitates(bench: Any, rollouts: Sequence[Rollout], **words: Any) -> PolicyReading:
         ids = tuple(np.array([[token, other] for token in one.token_ids]) for one in rollouts)
         sure = [[probs if place in places else (1.0, 0.0) for place in range(len(one))] for one in rollouts]
-        return Reading(np.zeros((len(rollouts), 0)), (), ids, tuple(map(np.array, sure)))
+        return PolicyReading(np.zeros((len(rollouts), 0)), (), ids, tuple(map(np.array, sure)))
 
     monkeypatch.setattr(latr, "read", hesitates)
     words = {"chunk": 4, "prune_after": [3], "hand_over": 12} | changed

@@ -22,7 +22,7 @@ from grpo_cli.engine.batching import Sampler
 from grpo_cli.engine.costs import together
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.ray.cluster import Cluster, reason_of
-from grpo_cli.engine.ray.worker import Answer, RolloutWorker, hollow, numbers, place
+from grpo_cli.engine.ray.worker import Delivery, RolloutWorker, hollow, numbers, place
 from grpo_cli.interfaces import Engine, Meter, facts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.meter import NullMeter
@@ -118,7 +118,7 @@ class RayEngine:
         self._stats = EngineStats()
         if not requests:
             return
-        start, finished, answers = time.perf_counter(), list[Rollout](), list[Answer]()
+        start, finished, answers = time.perf_counter(), list[Rollout](), list[Delivery]()
         with self._span("weights"):
             self._cluster.check()
             if self._weights is None:  # once per version; workers keep the previous one while they use it
@@ -178,7 +178,7 @@ class RayEngine:
                 "continue with grpo train resume=auto"
             )
 
-    def _take(self, worker: _Worker) -> Answer | None:
+    def _take(self, worker: _Worker) -> Delivery | None:
         """Return the answer that has come, and set the worker idle. None if that was its place, or if it has died."""
         import ray
 
@@ -202,7 +202,7 @@ class RayEngine:
             self._await(worker)
             return None
         self._answered, worker.coming, worker.portion = time.monotonic(), None, ()
-        if not isinstance(answer, Answer):
+        if not isinstance(answer, Delivery):
             self._check(answer)
             worker.place = answer
             return None
@@ -225,7 +225,7 @@ class RayEngine:
             self._warned.add(text)
             self._warn(text)
 
-    def _account(self, answers: Sequence[Answer], tokens: int, details: dict[str, float]) -> None:
+    def _account(self, answers: Sequence[Delivery], tokens: int, details: dict[str, float]) -> None:
         for text in (text for answer in answers for text in answer.warnings):
             self._warn_once(text)
         known = together([answer.stats for answer in answers]) if answers else EngineStats()

@@ -27,7 +27,7 @@ from grpo_cli.types import EngineStats, Request, Rollout
 
 
 @dataclass(frozen=True)
-class Answer:
+class Delivery:
     """A rollout for each request, in their order, with their cost."""
 
     rollouts: Sequence[Rollout]
@@ -55,7 +55,7 @@ class RolloutWorker:
         requests: Sequence[Request],
         lengths: Sequence[float] | None,
         autocast: torch.dtype | None,
-    ) -> Answer:
+    ) -> Delivery:
         """`references` into Ray's store: to the model without numbers, its frozen numbers and `build`, which makes the
         engine; and to the trained numbers. `lengths` are predictions."""
         import ray
@@ -78,7 +78,7 @@ class RolloutWorker:
             made = {id(rollout.request): rollout for rollout in self._engine.generate(requests)}
         warned, self._warnings[:] = tuple(self._warnings), []
         rollouts = [made[id(request)] for request in requests]
-        return Answer(rollouts, self._engine.stats(), dict(self._engine.facts()), warned)
+        return Delivery(rollouts, self._engine.stats(), dict(self._engine.facts()), warned)
 
 
 def place(device: torch.device) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def close(by_row: logprobs.ByRow, rows: int, dtype: torch.dtype, temperature: fl
     for way in (logprobs.PLAIN, by_row):
         leaf = logits.clone().requires_grad_()
         held, room = leaf.clone(), torch.empty(rows)
-        chosen = logprobs._Chosen.apply(held, ids, temperature, way, None, room)
+        chosen = logprobs._Chosen.apply(held, ids, temperature, way, room)
         chosen.backward(factors)
         assert torch.equal(held.detach(), leaf.grad)
         found.append((chosen.detach(), leaf.grad, room))

@@ -226,7 +226,6 @@ def test_a_part_of_ones_own_inherits_only_what_it_takes(group, monkeypatch):
         (f"seed={2**64}", f"seed={2**64}", "from 0 to 18446744073709551615"),
         (f"train.steps={10**400}", "train.steps=a number of 401 digits", "at most 1.84e+19"),
         (f"train.steps={10**12}", f"train.steps={10**12}", "from 1 to 1000000000"),
-        ("collector=hint collector.least=0.9 collector.most=0.5", "collector.least=0.9", "collector.most=0.5"),
         ("model=qwen3_0_6b model.architecture.rms_norm_eps=nan", "model.architecture.rms_norm_eps=nan", "finite"),
         ("sampler=infinite sampler.kv_budget=lots", "sampler.kv_budget=lots", "512MiB"),
         ("sampler=infinite sampler.kv_budget=0GB", "sampler.kv_budget=0GB", "from 1 byte"),
@@ -344,7 +343,6 @@ def test_a_run_is_evaluated_with_its_own_choices_and_values(tmp_path: Path):
     names = {group: "gsm8k" if group == "task" else "hf" for group in ("task", "model")}
     names |= {"engine": "torch", "sampler": "full", "scheduler": "fifo", "predictor": "none", "sparsity": "dense"}
     names["logger"] = "jsonl"
-    del run.model.offload_activations  # which a version before there was such a setting did not write
     run.model.architecture = {"model_type": "llama"}
     left = made.record(tmp_path, OmegaConf.to_container(run, resolve=False), choices=names)
 
@@ -352,7 +350,7 @@ def test_a_run_is_evaluated_with_its_own_choices_and_values(tmp_path: Path):
     assert again.task.template == hostile
     assert (again.task.path, again.task.use_chat_template, again.task.eval_fraction) == (None, True, 0.05)
     assert (again.model.path, again.model.random_init, again.model.offload_activations) == ("x", True, False)
-    assert again.model.eos_tokens == [], "random weights of a preset have the ends of no tokenizer"
+    assert again.model.eos_tokens == ["<|end|>"]
     assert (again.sampling.max_new_tokens, again.seed) == (7, 5)
 
 

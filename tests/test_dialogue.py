@@ -400,7 +400,7 @@ def test_special_tokens_in_a_message_are_text():
 def test_rewards_see_the_last_turn_and_own_functions_all_of_them(rows):
     prompt = talking(rows, **RESPONDING).prompts("train")[0]
     one, two = (rollout_of(prompt, text, PLAIN).token_ids for text in ("99", prompt.answer))
-    spans = (Span(0, len(one)), Span(-3, 2), Span(0, len(two)))
+    spans = (Span(0, len(one)), Span(ENVIRONMENT, 2), Span(0, len(two)))
     ids = (*one, 9, 9, *two)
     episode = Rollout(Request(prompt, 0, 0, Sampling.plain(99)), ids, (0.0,) * len(ids), Finish.EOS, 0, spans)
     for words, parts in (

@@ -71,7 +71,7 @@ def backward(logits: torch.Tensor, temperature: float = 1.0, factor: float = 1.0
     room = torch.full((len(logits),), math.nan)
     leaf = logits.clone().requires_grad_()
     ids = torch.zeros(len(logits), dtype=torch.long)
-    _Chosen.apply(leaf.clone(), ids, temperature, PLAIN, None, room).backward(torch.full((len(logits),), factor))
+    _Chosen.apply(leaf.clone(), ids, temperature, PLAIN, room).backward(torch.full((len(logits),), factor))
     assert leaf.grad is not None
     return room, leaf.grad
 

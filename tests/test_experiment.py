@@ -316,11 +316,9 @@ def test_blocks_that_grow_do_so_in_place_unless_a_person_says_how_it_is_to_be(mo
 def test_an_engine_that_lacks_what_a_run_asks_for_is_refused_before_the_first_step(user_module: str):
     import hydra
 
-    words = [f"engine._target_={user_module}.Thing", "+engine.own=1", "engine.cuda_graph=false", "run_dir=outputs/x"]
+    words = [f"engine._target_={user_module}.Thing", "+engine.own=1", "run_dir=outputs/x"]
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         settings = parse(hydra.compose("train", words))
-    for word in ("cuda_graph", "packed_weights", "native", "compile", "threads"):
-        del settings.parts["engine"][word]  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="engine: user_rules.Thing has no reads_stop_strings, generate, stats"):
         set_up(prepare(settings), settings.model)
 

@@ -219,7 +219,7 @@ def grpo(*arguments: str) -> Any:
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["nowhere"], "nowhere is not a folder"), (["run", "--target", "95"], "--target=95"), ([], "Miss")],
+    [(["nowhere"], "nowhere is not a folder"), (["run", "--target", "95"], "--target=95"), ([], "missing argument")],
 )
 def test_the_command_refuses_what_it_cannot_do(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -355,20 +355,16 @@ def test_every_phase_holds_the_optimizer_and_what_lies_beside_the_model():
     assert all(set(sizes) <= set(KINDS) for sizes in found.values())
 
 
-def test_graphs_keep_slots_and_copies_of_weights_through_the_update():
+def test_graphs_hold_whole_slots_while_rollouts_are_made_and_nothing_after() -> None:
     shape, model = plan(some_requests(prompts=2, n=4), 4, 4, slots=3), fake_model("bfloat16")
     assert shape.engine is not None
     graphs = replace(shape, engine=replace(shape.engine, graphs=True))
-    held = [Estimator(model, 0, 0).predict(step).phases for step in (shape, graphs)]
-    assert held[0]["optimizer"].get(KV, 0) == held[0]["optimizer"].get(ACTIVATIONS, 0) == 0
+    plain, held = (Estimator(model, 0, 0).predict(step).phases for step in (shape, graphs))
     # Of 2 layers with 2 heads of 8 numbers in bfloat16: 3 slots of 30 tokens, 2 prompts; each in whole tiles.
-    slots = {sizes[KV] for phase, sizes in held[1].items()}
-    prompts = slots.pop() - 2 * 2 * 2 * 8 * 2 * 3 * 32
-    assert not slots and prompts > 0 and prompts % (2 * 2 * 2 * 8 * 2 * 2 * 8) == 0
-    # q and o, k and v with the biases of q, k and v, the MLP of both layers, and the head, two bytes each.
-    copies = 2 * (2 * (2 * 32 * 32 + 2 * 16 * 32 + 64 + 3 * 64 * 32) + 24 * 32)
-    assert held[1]["optimizer"][ACTIVATIONS] == copies
-    assert held[1]["backward"][ACTIVATIONS] == held[0]["backward"][ACTIVATIONS] + copies
+    (slots,) = {held[phase][KV] for phase in ("prefill", "decode")}
+    prompts = slots - 2 * 2 * 2 * 8 * 2 * 3 * 32
+    assert prompts > 0 and prompts % (2 * 2 * 2 * 8 * 2 * 2 * 8) == 0
+    assert all(held[phase] == plain[phase] for phase in ("forward", "backward", "optimizer"))
 
 
 def test_a_larger_group_of_which_few_are_kept_is_still_of_which_few_are_kept():

@@ -322,9 +322,9 @@ def test_an_evaluation_can_choose_another_sparsity_than_its_run(monkeypatch: pyt
     of_the_run = [*rest, "++sparsity._target_='x.Rkv'", "++sparsity.budget=48"]
     monkeypatch.setattr(arguments, "checkpoint_overrides", lambda *asked: of_the_run)
     after = arguments.after_those_of_the_run
-    assert after("checkpoint", ["checkpoint=r", "sparsity=dense"]) == [*rest, "checkpoint=r", "sparsity=dense"]
+    assert after("checkpoint", ["checkpoint=r", "sparsity=dense"]) == [*rest, "sparsity=dense", "checkpoint='r'"]
     assert after("checkpoint", ["checkpoint=r", "model=hf"])[:3] == rest, (
         "the model is the checkpoint's, whatever is said"
     )
     kept = ["checkpoint=r", "sparsity.budget=9"]
-    assert after("checkpoint", kept) == [*of_the_run, *kept]
+    assert after("checkpoint", kept) == [*of_the_run, "sparsity.budget=9", "checkpoint='r'"]

@@ -99,7 +99,11 @@ def keep_chain(folder: Path, chain: Mapping[str, str]) -> None:
 def check_chain(checkpoint: Path) -> None:
     """UserError if the run's folder no longer has the settings that this checkpoint was made with."""
     now = chain_of(folder := checkpoint.parent.parent)
-    for name, checksum in json.loads((checkpoint / CHAIN).read_text()).items():
+    try:
+        made_with = dict(json.loads(content(checkpoint / CHAIN)))
+    except (OSError, ValueError, TypeError) as error:
+        raise _uncertain(checkpoint / CHAIN, "is missing or damaged") from error
+    for name, checksum in made_with.items():
         if now.get(name) != checksum:
             what = "has been altered" if name in now else "is missing"
             raise _uncertain(folder / name, f"{what}, and {checkpoint.name} was made with it")

@@ -73,6 +73,7 @@ def evaluated(folder: Path, config: dict[str, Any], *typed: str, **choices: str)
     checkpoint = folder / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "trainer_state.pt").touch()
+    (checkpoint / "settings.json").write_text("{}")
     size = {"bytes": 0, "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}
     (checkpoint / "COMPLETE").write_text(json.dumps({"files": {"trainer_state.pt": size}}))
     return checkpoint_overrides(str(folder), typed=typed)

@@ -56,6 +56,15 @@ def _denormal_numbers_in_each_test() -> Iterator[None]:
         sys.modules["torch"].set_flush_denormal(False)
 
 
+@pytest.fixture(autouse=True)
+def _own_modules_of_each_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process of a user's imports a module once; here each test has a folder of its own with files of one name."""
+    yield
+    base = str(tmp_path_factory.getbasetemp())
+    for name in [name for name, one in sys.modules.items() if str(getattr(one, "__file__", "")).startswith(base)]:
+        del sys.modules[name]
+
+
 @pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     """So many threads as the test's parameter says."""

@@ -18,11 +18,10 @@ from grpo_cli.engine.kv.padding import TILE, round_up
 from grpo_cli.engine.order.schedule import Fifo, Lpt
 from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.torch import generation
-from grpo_cli.engine.torch.engine import _sum
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import parse_bytes
-from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
+from grpo_cli.types import Finish, Prompt, Request, Rollout
 
 
 def dense_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
@@ -114,17 +113,6 @@ def test_a_prefill_is_no_larger_than_its_tokens_allow(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Decoder, "prefill", watched)
     assert contents(engine.generate(requests)) == wanted
     assert max(sizes) <= 64 and len(sizes) < 9
-
-
-def test_attempts_add_up_by_the_steps_that_they_took() -> None:
-    # 80 slot steps of which 40 were busy, and 120 that all were: 160 of 200.
-    attempts = [
-        EngineStats(10, 48, 7, 8, 0.5, 100, {"engine/probe_steps": 2.0}),
-        EngineStats(30, 130, 7, 4, 1.0, 60, {"engine/probe_steps": 3.0}),
-    ]
-    details = {"engine/probe_steps": 3.0, "engine/oom_halvings": 1.0}
-    assert _sum(attempts) == EngineStats(40, 178, 14, 4, 0.8, 100, details)
-    assert _sum([EngineStats(slots=4), EngineStats(slots=2)]).slot_utilisation == 1.0
 
 
 def test_every_rollout_ends_where_it_should() -> None:

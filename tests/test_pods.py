@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,7 +184,6 @@ def beyond(group, keep, rng):
 @pytest.fixture
 def user_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rules_of_a_pods_user.py").write_text(USER_RULES)
-    monkeypatch.delitem(sys.modules, "rules_of_a_pods_user", raising=False)  # another test's, from another folder
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -7,6 +7,7 @@ only on the number of rows. Pages are laid out by token, [tokens, heads, dim].
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -69,16 +70,10 @@ def _(q: Tensor, *_: object) -> Tensor:
 
 
 @paged_attention.register_kernel("cuda")
-def _(
-    q: Tensor, k: Tensor, v: Tensor,
-    own_keys: Tensor, own_values: Tensor, own_pages: Tensor, own_page: int, held: Tensor, write_at: Tensor,
-    prompt_keys: Tensor, prompt_values: Tensor, prompt_pages: Tensor, prompt_page: int, prompt_held: Tensor,
-    scale: float,
-) -> Tensor:  # fmt: skip
+def _(*operands: Any) -> Tensor:
     from grpo_cli.engine.gpu.paged_kernel import launch
 
-    own = (own_keys, own_values, own_pages, own_page, held, write_at)
-    return launch(q, k, v, *own, prompt_keys, prompt_values, prompt_pages, prompt_page, prompt_held, scale)
+    return launch(*operands)
 
 
 class PagedAttention:

@@ -59,7 +59,7 @@ def drop_inherited(cfg: DictConfig, groups: Sequence[str]) -> None:
 
     Beside a typed `_target_` these are all that were not typed; else those with the value of a shipped choice.
     """
-    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+    words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task) if HydraConfig.initialized() else ()
     typed = {".".join(word.lstrip("+").partition("=")[0].split(".")[:2]) for word in words}
     for name in groups:
         part, files = cfg.get(name), [shipped(name, choice) for choice in choices(name)]

@@ -29,7 +29,15 @@ def reason_against(device: torch.device, dim: int) -> str:
     return "" if find_spec("triton") or not torch.cuda.is_available() else "Triton is not installed"
 
 
-@torch.library.custom_op("grpo_cli::paged_attention", mutates_args=("own_keys", "own_values"))
+# Spelt out, since PyTorch reads no annotations of a function that checks its own (`scripts/test.sh --all`).
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor(a3!) own_keys, Tensor(a4!) own_values, Tensor own_pages, SymInt own_page, "
+    "Tensor held, Tensor write_at, Tensor prompt_keys, Tensor prompt_values, Tensor prompt_pages, SymInt prompt_page, "
+    "Tensor prompt_held, float scale) -> Tensor"
+)
+
+
+@torch.library.custom_op("grpo_cli::paged_attention", mutates_args=("own_keys", "own_values"), schema=_SCHEMA)
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor,
     own_keys: Tensor, own_values: Tensor, own_pages: Tensor, own_page: int, held: Tensor, write_at: Tensor,

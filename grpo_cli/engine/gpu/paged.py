@@ -29,7 +29,7 @@ def reason_against(device: torch.device, dim: int) -> str:
     return "" if find_spec("triton") or not torch.cuda.is_available() else "Triton is not installed"
 
 
-# Spelt out, since PyTorch reads no annotations of a function that checks its own (`scripts/test.sh --all`).
+# Spelt out, since PyTorch reads no annotations of a function that checks its own (jaxtyping's hook).
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor(a3!) own_keys, Tensor(a4!) own_values, Tensor own_pages, SymInt own_page, "
     "Tensor held, Tensor write_at, Tensor prompt_keys, Tensor prompt_values, Tensor prompt_pages, SymInt prompt_page, "

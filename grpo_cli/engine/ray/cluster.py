@@ -30,7 +30,7 @@ class Cluster:
     """A connection, which replaces an earlier one of this process. `address` None: Ray is started here, with room for
     `workers` that need `each` of its resources."""
 
-    def __init__(self, address: str | None, workers: int, each: Mapping[str, float]) -> None:
+    def __init__(self, address: str | None, workers: int, each: Mapping[str, int | float]) -> None:
         require("ray", "engine=ray")
         os.environ |= _QUIET | (_JOINED if address else _OWN)
         _check_answers(address)
@@ -91,7 +91,7 @@ class Cluster:
         self._folder.cleanup()
 
 
-def room_for(each: Mapping[str, float], free: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:
+def room_for(each: Mapping[str, int | float], free: Mapping[str, int | float], nodes: Sequence[Mapping[str, int | float]]) -> int:
     """Return how many workers that need `each` fit into what is `free` in all, each on one node."""
     rooms = [min(have.get(name, 0.0) // number for name, number in each.items() if number) for have in (free, *nodes)]
     return int(min(rooms[0], sum(rooms[1:])))

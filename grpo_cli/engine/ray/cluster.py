@@ -91,7 +91,9 @@ class Cluster:
         self._folder.cleanup()
 
 
-def room_for(each: Mapping[str, int | float], free: Mapping[str, int | float], nodes: Sequence[Mapping[str, int | float]]) -> int:
+def room_for(
+    each: Mapping[str, int | float], free: Mapping[str, int | float], nodes: Sequence[Mapping[str, int | float]]
+) -> int:
     """Return how many workers that need `each` fit into what is `free` in all, each on one node."""
     rooms = [min(have.get(name, 0.0) // number for name, number in each.items() if number) for have in (free, *nodes)]
     return int(min(rooms[0], sum(rooms[1:])))

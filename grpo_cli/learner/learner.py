@@ -83,7 +83,7 @@ class Learner:
             )
         self._autocast_word = model_settings.autocast
         self.drops = has_dropout(model)  # then the passes of `update` differ from those of `logprobs`
-        self.threads = threads_for(train.threads, model)
+        self.threads = threads_for(train.threads, model, most=2)
         self.updates = 0
         self.before_moving: Callable[[], None] = lambda: None  # asked before weights or optimizer state change
         self._optimizer = make_optimizer(self._parameters, optim)

@@ -86,7 +86,7 @@ class TorchEngine:
                 "layers takes two more small products in every step; with model.quantize=none and float32 it takes none"
             )
         self._capture = CudaGraphs if graphs else None
-        self._packed_weights, self._threads = packed_weights, threads_for(threads, model)
+        self._packed_weights, self._threads = packed_weights, threads_for(threads, model, most=1)
         self._native: bool | str = native and not compile  # or why not
         self._eos = tuple(eos_token_ids)
         self._sampler = Capped(sampler, rollouts_per_step)

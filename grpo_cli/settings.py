@@ -180,7 +180,7 @@ class RecordSettings:
     tokens: bool
 
 
-# Of GPUs whose memory is known (`profile.gpus`).
+# Of GPUs whose memory is known (`memory.gpus`).
 GpuWord = Literal["h200", "h100", "a100_80gb", "a100_40gb", "l40s", "l4", "a10", "t4", "rtx4090", "rtx3090"]
 
 
@@ -191,14 +191,12 @@ class ProfileSettings:
     steps: Steps
     warmup: Annotated[int, Range(0)]
     eval: bool
-    lengths: Annotated[str, OneOf(("natural", "lognormal", "full", "trace"))]
+    lengths: Annotated[str, OneOf(("natural", "lognormal", "full"))]
     mean: float | None
     cv: Annotated[float, Range(0, 100, "lengths are whole numbers up to sampling.max_new_tokens", above=True)]
-    trace_file: str | None
     device: Device
     plan_only: bool
     for_gpu: bool | GpuWord
-    fit: str | None
     trace: bool
 
 
@@ -213,7 +211,7 @@ class RunSettings:
     resume: str | None
     resume_wait: Annotated[float, Range(0)]
     accept_damage: bool
-    fit: int | str  # bytes, auto or none (`profile.fit`)
+    fit: int | str  # bytes, auto or none (`memory.fit`)
     device: Device
     run_dir: str
     model: ModelSettings

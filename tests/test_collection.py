@@ -362,7 +362,6 @@ def rule(collection, *, more):
 """
 
 
-@pytest.mark.usefixtures("no_search")
 def test_a_rule_of_one_s_own_is_rehearsed_run_resumed_and_profiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

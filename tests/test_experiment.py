@@ -28,7 +28,7 @@ from grpo_cli.config.rehearsal import try_rules
 from grpo_cli.experiment import curriculum_of, set_up
 from grpo_cli.history import History
 from grpo_cli.interfaces import Rules
-from grpo_cli.profile.advice import out_of_memory
+from grpo_cli.memory.explain import out_of_memory
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import expand_segments
 from grpo_cli.tracking.introduction import introduction
@@ -294,7 +294,7 @@ def test_out_of_memory_on_a_gpu_says_who_holds_it(monkeypatch: pytest.MonkeyPatc
     settings = settings_of("device=cuda", "n=2", "train.prompts=1", "eval.every=0", "run_dir=outputs/x")
     said = str(out_of_memory(prepare(settings), torch.OutOfMemoryError("CUDA out of memory")))
     assert "other processes hold 19.50 GiB of the GPU's 24.00 GiB; 1.00 GiB are free" in said
-    assert "train.micro_batch_tokens" in said and "could not be predicted" not in said
+    assert "train.micro_batch_tokens" in said and "could not be planned" not in said
 
 
 def test_jobs_that_share_a_gpu_leave_room_for_what_cuda_takes_of_each(monkeypatch: pytest.MonkeyPatch):
@@ -363,7 +363,6 @@ def test_a_step_that_wants_more_problems_than_there_are_says_what_to_lower(colle
         curriculum_of(run, set_up(run, settings.model, print).task, History())
 
 
-@pytest.mark.usefixtures("no_search")
 @pytest.mark.parametrize("command", ["train", "profile"])
 def test_a_start_rehearses_its_collector_once(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     calls: list[int] = []

@@ -15,10 +15,10 @@ from small import VOCABULARY, small_model
 from torch import Tensor
 
 from grpo_cli.learner.logprobs import token_logprobs
+from grpo_cli.memory.allocations import ACTIVATIONS, Allocations
 from grpo_cli.model import mlp_recompute as lean
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
-from grpo_cli.profile.allocations import ACTIVATIONS, Allocations
 from grpo_cli.support import memory
 
 IDS = torch.randint(2, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -174,7 +174,7 @@ def test_a_pass_that_is_small_for_this_machine_stores_everything(room: int, monk
         stored = allocations.take_peak()[ACTIVATIONS]
     assert len(made) == (room < 10**9)
     # by its own estimate of what it would store, which is near what it does
-    assert made or stored == pytest.approx(lean._stored_bytes(model, IDS.numel()), rel=0.25)
+    assert made or stored == pytest.approx(lean.stored_bytes(model.config, IDS.numel()), rel=0.25)
     del states
 
 

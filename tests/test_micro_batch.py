@@ -17,7 +17,7 @@ from grpo_cli.cli import main as cli
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
 from grpo_cli.experiment import build
-from grpo_cli.profile import micro_batch
+from grpo_cli.memory import fit
 from grpo_cli.support import memory
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import parse_bytes
@@ -29,9 +29,9 @@ LITTLE = 10 * 2**20  # takes the weights, the optimizer and a few rows
 def decided(monkeypatch: pytest.MonkeyPatch, free: int, *words: str) -> tuple[int, str]:
     """The number where so many bytes are free, and what is said of it."""
     said: list[str] = []
-    monkeypatch.setattr(micro_batch, "free_bytes", lambda device: free)
+    monkeypatch.setattr(fit, "free_bytes", lambda device: free)
     settings = settings_of(*AUTO, *words)
-    settings = micro_batch.decided(prepare(settings), torch.device("cpu"), said.append).settings
+    settings = fit.with_tokens(prepare(settings), torch.device("cpu"), said.append).settings
     assert isinstance(settings.train.micro_batch_tokens, int)
     return settings.train.micro_batch_tokens, *said
 
@@ -78,7 +78,7 @@ def test_a_resumed_run_cuts_as_before_whatever_is_free(monkeypatch: pytest.Monke
     assert f"auto is {few}" in begun.stderr
     record = json.loads(Path("cut/run.json").read_text())
     assert record["config"]["train"]["micro_batch_tokens"] == few
-    monkeypatch.setattr(micro_batch, "free_bytes", lambda device: 2**40)
+    monkeypatch.setattr(fit, "free_bytes", lambda device: 2**40)
     again = grpo("resume=cut", "train.steps=4")
     assert "micro_batch_tokens" not in again.stderr
     grpo(*WORDS, "n=16", "train.steps=4", f"train.micro_batch_tokens={few}", "hydra.run.dir=whole")
@@ -122,8 +122,8 @@ def test_a_run_on_a_gpu_is_told_before_it_begins_what_will_not_fit(monkeypatch: 
 
     def said(free: int, device: str = "cuda") -> list[str]:
         lines: list[str] = []
-        monkeypatch.setattr(micro_batch, "free_bytes", lambda device: free)
-        micro_batch.foresee(replace(run, device=torch.device(device)), lines.append)
+        monkeypatch.setattr(fit, "free_bytes", lambda device: free)
+        fit.foresee(replace(run, device=torch.device(device)), lines.append)
         return lines
 
     (line,) = said(LITTLE)

@@ -33,18 +33,18 @@ CHECKS: Mapping[str, Callable[[DictConfig], Any]] = {
 def train(cfg: DictConfig) -> Any:
     """Train, and return the value that a sweeper optimizes."""
     from grpo_cli import experiment
-    from grpo_cli.profile import advice, micro_batch
+    from grpo_cli.memory import explain, fit
 
     run = prepare(parse(cfg), to_stderr)
     if _is_done(run.settings):
         return None
     run, chosen = _fitted(run, cfg)
-    run = micro_batch.decided(run, run.device, to_stderr)
-    micro_batch.foresee(run, to_stderr)
+    run = fit.with_tokens(run, run.device, to_stderr)
+    fit.foresee(run, to_stderr)
     settings = run.settings
     with (
         started("train", cfg, settings, settings.resume, settings.resume_wait, chosen) as go_on,
-        advice.memory_explained(run),
+        explain.memory_explained(run),
         Stop(to_stderr) as stop,
     ):
         if _is_done(settings):  # finished by the process that held the lock
@@ -57,7 +57,7 @@ def train(cfg: DictConfig) -> Any:
 def _fitted(run: Prepared[RunSettings], cfg: DictConfig) -> tuple[Prepared[RunSettings], tuple[str, ...]]:
     """The run with what `fit` chooses, in `cfg` too, and that as words. A resumed run keeps the words of its record,
     which it was composed with."""
-    from grpo_cli.profile import fit
+    from grpo_cli.memory import fit
 
     settings = run.settings
     if settings.resume is not None:
@@ -112,16 +112,15 @@ def _print_table(metrics: Mapping[str, float]) -> None:
 
 def profile(cfg: DictConfig) -> Any:
     from grpo_cli import experiment
-    from grpo_cli.profile import command as profiling
-    from grpo_cli.profile.gpus import fast_when_planned
-    from grpo_cli.profile.show import show
+    from grpo_cli.memory import command as profiling
+    from grpo_cli.memory.gpus import fast_when_planned
 
     settings = parse_profile(cfg)
     run = prepare(settings, to_stderr, fast_when_planned(settings.profile.for_gpu))
     command = ["grpo", "profile", *HydraConfig.get().overrides.task]
     with started("profile", cfg, run.settings):
         found = profiling.profile(run, command, to_stderr, experiment.say_to_stderr)
-        show(found, console())
+        found.show(console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")
         peak = found.predicted.peak if found.measured is None else found.measured.peak_bytes
         write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})

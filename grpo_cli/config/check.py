@@ -54,7 +54,7 @@ def check(settings: RunSettings) -> Tried:
 def check_profile(settings: ProfileRunSettings) -> Tried:
     """The same for `grpo profile`: the training run's settings, then the profile's."""
     tried = check(settings)
-    refuse([*_profile_problems(settings.profile, settings.sampling, _turns(settings))])
+    refuse([*_profile_problems(settings.profile, settings.sampling, _turns(settings), settings.fit)])
     return tried
 
 
@@ -86,7 +86,7 @@ def _length_problems(settings: RunSettings) -> Iterator[str]:
         )
 
 
-def _profile_problems(profile: ProfileSettings, sampling: Sampling, turns: int) -> Iterator[str]:
+def _profile_problems(profile: ProfileSettings, sampling: Sampling, turns: int, fit: int | str) -> Iterator[str]:
     if profile.lengths != "natural" and turns > 1:
         yield f"profile.lengths={profile.lengths} cannot be had with task.turns={turns}: use profile.lengths=natural"
     if profile.mean is not None and not 1 <= profile.mean <= sampling.max_new_tokens:
@@ -94,22 +94,17 @@ def _profile_problems(profile: ProfileSettings, sampling: Sampling, turns: int) 
             f"profile.mean={profile.mean} must be from 1 to sampling.max_new_tokens={sampling.max_new_tokens}: "
             "no rollout is longer"
         )
-    if (profile.lengths == "trace") != (profile.trace_file is not None):
-        yield (
-            f"profile.lengths={profile.lengths} and profile.trace_file={shown(profile.trace_file)}: a recorded "
-            "rollouts.jsonl goes with profile.lengths=trace, and with nothing else"
-        )
     named = isinstance(profile.for_gpu, str)
-    if profile.for_gpu and not (profile.plan_only and (named or profile.fit is not None)):
-        has = "" if named else ", and what it has, such as profile.fit=80GB (or name it, such as profile.for_gpu=h100)"
+    if profile.for_gpu and not (profile.plan_only and (named or fit not in ("none", "auto"))):
+        has = "" if named else ", and its memory, such as fit=80GB (or name it, such as profile.for_gpu=h100)"
         yield (
             f"profile.for_gpu={shown(profile.for_gpu)} plans for a GPU that may not be here: add "
             f"profile.plan_only=true{has}"
         )
-    if profile.fit is not None:
+    if fit not in ("none", "auto"):
         problems: list[str] = []
         with gathered(problems):
-            parse_bytes(profile.fit, "profile.fit")
+            parse_bytes(fit, "fit")
         yield from problems
 
 

@@ -114,7 +114,7 @@ def make_padded(train: TrainSettings, temperature: float, by_row: ByRow = PLAIN)
     if train.micro_batch_tokens == "auto":
         raise UserError(
             "train.micro_batch_tokens=auto is decided by the command line, before anything is built: give a number, or "
-            "the settings that grpo_cli.profile.micro_batch.decided makes of these"
+            "the settings that grpo_cli.memory.fit.with_tokens makes of these"
         )
     return Padded(train.micro_batch_tokens, train.logprob_chunk, temperature, by_row)
 

@@ -30,14 +30,14 @@ _MUL, _SILU, _CAST, _LEAF = "MulBackward0", "SiluBackward0", "ToCopyBackward0", 
 _AT_MOST_FREED = 1 << 27  # bytes saved or restored before freed memory is returned to the system
 
 
-# Whether a plan is made, on fake tensors of the CPU, for a device that spares memory in any case.
-_SPARES: ContextVar[bool] = ContextVar("_SPARES", default=False)
+# Set while a plan is made, on fake tensors of the CPU: whether passes store little.
+_SPARES: ContextVar[bool | None] = ContextVar("_SPARES", default=None)
 
 
 @contextmanager
-def always_sparing() -> Iterator[None]:
-    """Even small passes store little, as on a GPU."""
-    token = _SPARES.set(True)
+def sparing(spares: bool) -> Iterator[None]:
+    """Make passes store little, or everything, whatever their size."""
+    token = _SPARES.set(spares)
     try:
         yield
     finally:
@@ -67,14 +67,15 @@ def last_states(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
 
 def _has_room(model: Any, input_ids: Tensor) -> bool:
     """Whether this machine has room for all that a pass would store."""
-    if input_ids.device.type != "cpu" or _SPARES.get() or not is_of_a_known_family(model):
+    if (spares := _SPARES.get()) is not None:
+        return not spares
+    if input_ids.device.type != "cpu" or not is_of_a_known_family(model):
         return False
-    return is_little(_stored_bytes(model, input_ids.numel()))
+    return is_little(stored_bytes(backbone(model).config, input_ids.numel()))
 
 
-def _stored_bytes(model: Any, tokens: int) -> int:
-    """Roughly what a pass would store for its backward pass, counted for float32."""
-    config = backbone(model).config
+def stored_bytes(config: Any, tokens: int) -> int:
+    """Return roughly what a pass would store for its backward pass, counted for float32."""
     return 4 * tokens * config.num_hidden_layers * (11 * config.hidden_size + 4 * config.intermediate_size)
 
 

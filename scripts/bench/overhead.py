@@ -29,9 +29,9 @@ from common import Check, Figures, bench_parser, clocked, finish, in_turns, medi
 from grpo_cli import experiment
 from grpo_cli.config.prepare import prepare
 from grpo_cli.interfaces import Meter
+from grpo_cli.memory.lengths import NEVER, ProfiledEngine
+from grpo_cli.memory.measure import Probe
 from grpo_cli.methods.pods import max_reward_indices, max_variance_indices, percentile_indices
-from grpo_cli.profile.forced_lengths import NEVER, ProfiledEngine
-from grpo_cli.profile.measure import Probe
 from grpo_cli.step import Step
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.tracking.progress import Progress

@@ -27,7 +27,6 @@ from grpo_cli.engine.step.sample import SamplingTable, uniforms
 from grpo_cli.engine.torch.sequence import Parked, Sequence
 from grpo_cli.engine.torch.transcripts import StepTokens
 from grpo_cli.model.transfer import read, send
-from grpo_cli.settings import Sampling
 
 Index = slice | Int[Tensor, "R"]  # slots, on the device
 
@@ -125,10 +124,6 @@ class Slots:
         drawn = self._sampling.draw(logits, uniform, rows)
         self._last[rows] = drawn[0]
         return drawn
-
-    def draw_as(self, settings: Sampling) -> None:
-        """Set how all slots draw, whoever is in them."""
-        self._sampling.put(range(self.count), [settings] * self.count)
 
     def feed(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Make these slots read given tokens next instead of those that they drew."""

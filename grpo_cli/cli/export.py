@@ -18,7 +18,7 @@ from grpo_cli.report.read import read_rows, read_run
 from grpo_cli.runs.files import folder_written_atomically
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.runs.layout import METRICS, step_of
-from grpo_cli.runs.record import RunRecord, check_chain, read_record
+from grpo_cli.runs.record import RunRecord, read_record
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
 from grpo_cli.support.terminal import to_stderr
@@ -86,7 +86,6 @@ def _record(checkpoint: Path) -> RunRecord | None:
     """Of the checkpoint's run; None for adapters without one."""
     if step_of(checkpoint.name) is None:
         return None
-    check_chain(checkpoint.resolve())
     return read_record(checkpoint.resolve().parent.parent)
 
 

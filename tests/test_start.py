@@ -114,6 +114,14 @@ def test_the_choice_of_another_part_is_named_and_so_is_one_of_ones_own(run: Path
     assert "downsample._target_=grpo_cli.methods.pods.maxvar is mine.maxvar\n" in result.stderr
 
 
+def test_a_run_goes_on_with_no_other_task(run: Path) -> None:
+    before = content(run)
+    for words in (("task=word_problems",), ("task=reasoning_gym", "task.name=gcd")):
+        message = refused("train", "resume=R", "train.steps=3", *words)
+        assert "task" in message.splitlines()[-1] and len(message.split("error: ")) == 2
+    assert {name: data for name, data in content(run).items() if name in before} == before
+
+
 def test_a_choice_that_this_version_no_longer_has_is_named_with_a_way_out(run: Path) -> None:
     found = record.read_record(run)
     assert found is not None

@@ -122,9 +122,9 @@ def batch_advantages(selected: Sequence[Selection], width: int) -> Float[Tensor,
         return torch.cat([selection.advantages for selection in selected])
     rows = []
     for selection in selected:
-        start = len(selection.group.prompt.token_ids)
         for index, own in zip(selection.indices, selection.advantages, strict=True):
-            count = len(selection.group.rollouts[index])
+            rollout = selection.group.rollouts[index]
+            start, count = len(rollout.request.prompt.token_ids), len(rollout)
             rows.append(torch.zeros(width))
             rows[-1][start : start + count] = own if own.dim() == 0 else own[:count]
     return torch.stack(rows)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -277,15 +276,13 @@ class Tracker(Protocol):
 
 @runtime_checkable
 class RecordFiles(Tracker, Protocol):
-    """A tracker whose records a checkpoint relies on. A step that it already has is not logged again."""
+    """A tracker whose files are part of a checkpoint."""
 
-    @property
-    def missing(self) -> list[int]:
-        """The steps whose records could not be written or are missing."""
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what identifies everything logged by now, once it is on disk."""
 
-    def keep(self) -> Callable[[Path], None]:
-        """A function that waits until everything logged by now is on disk, and saves what is needed to restore that in
-        a checkpoint's folder; more may be logged before it is called, by another thread."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Cut off what was logged later. UserError if the files began with something else."""
 
 
 @runtime_checkable

@@ -119,6 +119,10 @@ def _schemas(functions: Mapping[str, Callable[..., Any]], name: str) -> tuple[An
     return tuple(schemas)
 
 
+class _Late(UserError):
+    """A call of a user's code that has not returned in time."""
+
+
 def _limited(call: Callable[[], Any], seconds: float, who: str) -> Any:
     """Return what a user's code returns, from a thread of its own. UserError if it is late or would end the process."""
     done: Future[Any] = Future()
@@ -131,7 +135,7 @@ def _limited(call: Callable[[], Any], seconds: float, who: str) -> Any:
 
     threading.Thread(target=run, daemon=True).start()
     if not wait([done], seconds).done:
-        raise UserError(
+        raise _Late(
             f"{who} has not returned within task.respond_seconds={seconds:g}: raise it, or see what it waits for"
         )
     if isinstance(error := done.exception(), KeyboardInterrupt | SystemExit):
@@ -156,6 +160,8 @@ def _reply(function: str, call: Callable[[], Any], read: Callable[[Any], Any], s
     failed, fault = 0, ""
     try:
         found = _limited(lambda: read(_awaited(call())), seconds, f"{who} {function}")
+    except _Late:
+        found, failed, fault = [f"error: no answer in {seconds:g} seconds"], 1, f"took more than {seconds:g} seconds"
     except UserError:
         raise
     except BaseException as error:

@@ -79,16 +79,18 @@ def test_a_run_cut_off_after_its_first_checkpoint_predicts_lengths_as_one_left_a
     assert first["engine"] == again["engine"]
 
 
+# The run that is to be killed waits in its third step (the first call is the trial's) while there is a file `hold`,
+# so that it cannot end before.
 HELD = """
 import pathlib, time
 from grpo_cli.rules.advantage import grpo
 
 saved = pathlib.Path("outputs/train/killed/checkpoints/step_000002/COMPLETE")
 
-def advantage(kept_rewards, group_rewards, **settings):
+def advantage(group, kept, **settings):
     while saved.exists() and pathlib.Path("hold").exists():
         time.sleep(0.05)
-    return grpo(kept_rewards, group_rewards, **settings)
+    return grpo(group, kept, **settings)
 """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shlex
@@ -24,7 +23,6 @@ from grpo_cli.cli.completion import offered as offers
 from grpo_cli.config.overrides import overrides, unquoted, value_of
 from grpo_cli.runs.record import read_record
 from grpo_cli.support.errors import UserError
-from grpo_cli.sweep.status import Status, write_status
 
 OLD_RUN = str(Path(__file__).parent / "old_run")
 
@@ -273,22 +271,6 @@ def test_runs_that_start_together_write_to_different_folders(monkeypatch, elsewh
     assert grpo("train").exit_code == grpo("train").exit_code == 0
     assert len({cfg.run_dir for cfg in calls}) == len(calls) == 2
     assert not list(elsewhere.rglob("*.log"))
-
-
-def test_a_sweep_runs_every_combination_below_one_folder(monkeypatch, elsewhere):
-    jobs = []
-
-    def run_alone(sweep, folder):
-        jobs.extend(job for job in sweep.jobs.values() if job.folder == folder)
-        write_status(folder, Status("done", None, jobs[-1].overrides, exit_code=0))
-
-    monkeypatch.setattr("grpo_cli.sweep.launcher.run_alone", run_alone)
-    result = grpo("train", "-m", "seed=1,2", "advantage=grpo,rloo", "hydra/launcher=basic")
-    assert result.exit_code == 0 and "4 jobs: 4 done" in result.stdout
-    words = itertools.product(("seed=1", "seed=2"), ("advantage=grpo", "advantage=rloo"))
-    assert [job.overrides for job in jobs] == [*words]
-    assert [job.folder.name for job in jobs] == ["0", "1", "2", "3"]
-    assert len({job.folder.parent for job in jobs}) == 1
 
 
 @pytest.mark.parametrize("launcher", ["processes", "basic"])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,36 +74,38 @@ class StepCollection:
         return Group(self._prompts[name], tuple(own[sample] for sample in sorted(own)))
 
     def pick(self, count: int, without: Set[str] = frozenset()) -> Sequence[Prompt]:
-        self._count("problems", len(self._prompts) + count)
+        self._called()
+        self._refuse_many("problems", len(self._prompts) + count)
         known = self._prompts.keys() | without
         count = int(min(count, self.problems - len(known)))
         found = self.curriculum.pick(self.step, count, known) if count > 0 else ()
         self._prompts |= {prompt.id: prompt for prompt in found}
         return found
 
-    def _count(self, what: str, count: int) -> None:
+    def _called(self) -> None:
         self._calls += 1
         if self._calls > MOST_CALLS:
             raise UserError(f"the collector has no end: it made {MOST_CALLS} calls in one step; let it return groups")
+
+    def _refuse_many(self, what: str, count: int) -> None:
         if count > MOST_ROLLOUTS:
-            raise UserError(
-                f"the collector requests {count} {what} in a step, and {MOST_ROLLOUTS} are the most: lower its "
-                "settings, n or train.prompts"
-            )
+            raise UserError(f"the collector requests {count} {what} in a step: lower its settings, n or train.prompts")
 
     def generate(
         self, requests: Iterable[tuple[Prompt, int] | Group], *, enough: int | None = None, limit: int | None = None
     ) -> list[Group]:
-        requests, made, names = list(requests), sum(map(len, self._rollouts.values())), dict[str, None]()
-        self._count("rollouts", made + sum(one[1] for one in requests if isinstance(one, tuple)))
+        self._called()
+        made, names = sum(map(len, self._rollouts.values())), dict[str, None]()
         partial: dict[tuple[str, int], Rollout] = {}
         for request in requests:
-            prompt = request.prompt if isinstance(request, Group) else request[0]
+            added = request.rollouts if isinstance(request, Group) else ()
+            prompt, count = (request.prompt, 0) if isinstance(request, Group) else _pair(request)
+            made += count
+            self._refuse_many("rollouts", made)
             if self._prompts.setdefault(prompt.id, prompt) != prompt:
                 raise UserError(f"the collector requests two problems with the id {prompt.id!r}: give each its own")
             own = self._rollouts.setdefault(prompt.id, {})
-            added = request.rollouts if isinstance(request, Group) else self._new(prompt, len(own), request[1])
-            for rollout in added:
+            for rollout in added or self._new(prompt, len(own), count):
                 known = own.setdefault(rollout.request.sample, rollout)
                 if known.request != rollout.request:
                     raise UserError(
@@ -140,8 +143,8 @@ class StepCollection:
         self._rounds += 1
 
     def score(self, groups: Iterable[Group]) -> list[ScoredGroup]:
+        self._called()
         groups = [self._now(group) for group in groups]
-        self._count("rollouts", 0)
         lacking = [unjudged for group in groups if (unjudged := self._unjudged(group)).rollouts]
         if lacking:
             with self.span("reward"):
@@ -184,9 +187,7 @@ class StepCollection:
             groups = self._checked(collector)
         self._trained = {group.prompt.id: group for group in with_rewards(groups)}
         if not self._trained:
-            raise UserError(
-                "the judge scored no rollout of the step (see the warnings above): fix it, then grpo train resume=auto"
-            )
+            raise UserError("the judge scored no rollout of the step (see above): fix it, then grpo train resume=auto")
         if len(self._trained) < len(groups):
             self.note("unjudged_groups", len(groups) - len(self._trained))
         return [*self._trained.values()]
@@ -198,7 +199,10 @@ class StepCollection:
             raise UserError(f"{fault} returned {returned!r:.40}: return a list of what step.score(...) returns")
         names = set[str]()
         for group in returned:
-            if not isinstance(group, ScoredGroup) or not 0 < len(_ended(group)) == len(group.rollouts):
+            sizes = (
+                {len(group.rewards), len(group.rollouts), len(_ended(group))} if isinstance(group, ScoredGroup) else {0}
+            )
+            if len(sizes) > 1 or 0 in sizes:
                 named = f"problem {group.prompt.id!r}" if isinstance(group, Group | ScoredGroup) else f"{group!r:.40}"
                 raise UserError(f"{fault} returned {named} unscored: return what step.score(...) returns")
             if group.prompt.id in names:
@@ -244,6 +248,15 @@ class StepCollection:
             **self._notes,
             **(self.task.counted() if isinstance(self.task, Counts) else {}),
         }
+
+
+def _pair(request: Any) -> tuple[Prompt, int]:
+    """Return a request for new rollouts. UserError for anything else."""
+    with suppress(TypeError, ValueError):
+        prompt, count = request
+        if isinstance(prompt, Prompt) and operator.index(count) >= 0:
+            return prompt, operator.index(count)
+    raise UserError(f"the collector requests {request!r:.40}: give step.generate(...) groups, or (problem, number)")
 
 
 def _ended(group: Group | ScoredGroup) -> tuple[Rollout, ...]:

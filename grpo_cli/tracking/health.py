@@ -71,22 +71,20 @@ class HealthCheck:
         if "reward/std" in metrics:
             self._equal_steps = self._equal_steps + 1 if metrics["reward/std"] == 0.0 else 0
         if truncated > TRUNCATED_SHARE:
-            text = (
-                f"response/truncated is {truncated:.2f}, a share cut off: raise sampling.max_new_tokens."
-            )
+            text = f"response/truncated is {truncated:.2f}, a share cut off: raise sampling.max_new_tokens."
             yield Cause("truncated", text, truncated)
         if truncated > NEARLY_ALL:
             return
         if "reward/std" in metrics and self._equal_steps >= EQUAL_STEPS:
             text = (
                 f"every reward of the last {self._equal_steps} steps was {mean:g}, so nothing was learnt. Read a few "
-                "completions (grpo show): either the task's answers or judge are wrong, or the problems too hard (task)."
+                "completions (grpo show): the task's answers or judge are wrong, or its problems too hard."
             )
             yield Cause("equal", text, self._equal_steps)
         elif (share := metrics.get("group/zero_std", 0.0)) > ZERO_STD_SHARE:
             text = (
-                f"group/zero_std is {share:.2f}, the share of groups of equal rewards, which teach nothing (reward/mean "
-                f"is {mean:.2f}). Raise n or sampling.temperature, or choose other problems (task)."
+                f"group/zero_std is {share:.2f}, the share of groups of equal rewards, which teach nothing "
+                f"(reward/mean is {mean:.2f}). Raise n or sampling.temperature, or choose other problems (task)."
             )
             yield Cause("zero_std", text)
 

@@ -50,8 +50,7 @@ class Trainer:
         self._learner.before_moving = self._saver.settle
         correction = parts.rules.correction
         answered = correction.needs_policy_logprobs or correction.prox == "drawn" or settings.optim.ess != "none"
-        weighed_parts = settings.parts.get("advantage", {}).get("weights") or ()
-        self._health = HealthCheck(reuse_is_answered=answered, weighed_parts=weighed_parts)
+        self._health = HealthCheck(reuse_is_answered=answered)
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, RecordFiles)]
         self._stop = Stop(parts.say)
         self._resumed = checkpoint is not None

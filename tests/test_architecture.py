@@ -57,7 +57,7 @@ DOORS = {
     "math_verify": {"tasks/"},
     "typer": {"cli/"},
     "rich": {"cli/", "sweep/", "support/", "tracking/", "profile/", "report/"},
-    "jinja2": {"report/", "tasks/"},
+    "jinja2": {"tasks/"},
     "matplotlib": {"report/"},
 }
 

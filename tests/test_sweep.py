@@ -115,7 +115,7 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: 
     reported = grpo("report", str(sweep), "--out", str(tmp_path / "report"))
     assert reported.exit_code == 0, reported.output
     assert "Means over the 3 completed of 4 runs" in " ".join(reported.output.split())
-    assert (tmp_path / "report" / "report.html").is_file()
+    assert (tmp_path / "report" / "report.json").is_file()
 
 
 def test_the_process_that_starts_the_jobs_loads_no_torch() -> None:

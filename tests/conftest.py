@@ -77,14 +77,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.fixture
-def small_rehearsal(monkeypatch: pytest.MonkeyPatch) -> int:
-    """No made-up group has more rollouts than so many."""
-    for module in ("collect", "config"):
-        monkeypatch.setattr(f"grpo_cli.{module}.rehearsal.MOST_REHEARSED", 64)
-    return 64
-
-
-@pytest.fixture
 def no_collection() -> Iterator[None]:
     """For input that ends in a RecursionError: Hypothesis's hook on the garbage collector fails with it, by chance."""
     gc.disable()

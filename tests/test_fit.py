@@ -72,7 +72,7 @@ def test_a_refusal_says_the_least_that_would_do_and_that_does() -> None:
         plan(MIB)
     least = int(str(refused.value).split("give fit=")[1].split("MiB")[0]) * MIB
     room = min(int(fit.MARGIN * least), least - fit.BESIDE)
-    assert plan(room).peak <= room
+    assert plan(room).plan.peak <= room
     with pytest.raises(UserError):
         plan(room - 2 * MIB)
 

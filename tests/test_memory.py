@@ -140,7 +140,7 @@ def test_more_of_anything_never_takes_less(device: torch.device) -> None:
 
     base = step(slots=2)
     for rising in (
-        peaks([base.with_n(n) for n in (2, 3, 8, 60, 400)]),
+        peaks([replace(base, tokens=10**6).with_n(n) for n in (2, 3, 8, 60, 400)]),
         peaks([base.with_slots(count) for count in (1, 2, 3, 4)]),
         peaks([replace(base.with_n(50), tokens=count) for count in (1, 30, 100, 1000, 3000)]),
     ):

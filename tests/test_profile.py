@@ -17,8 +17,6 @@ from grpo_cli.memory.gpus import MEMORY
 from grpo_cli.memory.lengths import NEVER, ProfiledEngine, forced, lognormal
 from grpo_cli.report.profiles import (
     SCHEMA,
-    ProfileRow,
-    profile_picture,
     profile_row,
     profile_table,
     read_profile,
@@ -94,7 +92,7 @@ def test_a_plan_for_a_gpu_has_its_precision_and_its_allocators_ways(monkeypatch:
     found, _ = profile("profile.plan_only=true", "profile.for_gpu=true", *words)
     assert (found["settings"]["model"]["dtype"], found["settings"]["model"]["autocast"]) == ("bfloat16", "bfloat16")
     held = {name: phase["held_by"] for name, phase in found["predicted"]["phases"].items()}
-    assert {sizes["workspace"] for sizes in held.values()} == {0} and found["device"] == "a GPU of 2GB"
+    assert {sizes["workspace"] for sizes in held.values()} == {0} and found["device"] == "a GPU of 1.86 GiB"
     assert held["optimizer"]["activations"] == 0
     assert held["decode"]["activations"] > 0 and held["backward"]["activations"] > 0
     refused = grpo("profile", *SMALL, "profile.for_gpu=true").stderr
@@ -118,7 +116,7 @@ def test_what_cannot_be_profiled_is_refused_all_at_once():
     assert result.exit_code == 2 and all(word in result.stderr for word in wrong)
     for words in (["fit=much"], ["fit=0GB", "profile.mean=9"], ["profile.fit=2GB"], ["profile.lengths=trace"]):
         said = grpo("profile", *SMALL, *words)
-        assert said.exit_code == 2 and all(word in said.stderr for word in words)
+        assert said.exit_code == 2 and all(word.partition("=")[0] in said.stderr for word in words)
 
 
 def test_forced_rollouts_are_as_long_as_they_are_told_and_one_has_full_length():
@@ -171,13 +169,6 @@ def test_a_sweep_of_profiles_is_run_as_any_other_and_compared_at_its_end():
     assert [row["name"] for row in json.loads(Path("s/comparison.json").read_text())] == ["n=5"]
 
 
-@pytest.mark.parametrize("speed", [9.0, None], ids=["measured", "planned"])
-def test_a_picture_of_a_sweep_is_drawn_without_a_display(speed: float | None):
-    pytest.importorskip("matplotlib")
-    rows = {f"n={n}": ProfileRow("", 1.0, 5.0, speed, 0.5, 7, 2**20 * n, "decode", {"kv": 2**20 * n}) for n in (1, 2)}
-    assert profile_picture(rows).startswith(b"\x89PNG")
-
-
 def test_another_schema_is_refused(tmp_path: Path):
     (tmp_path / "profile.json").write_text('{"schema": 0}')
     with pytest.raises(UserError, match="schema 0"):
@@ -200,7 +191,7 @@ def test_a_run_out_of_memory_names_phase_breakdown_and_keys(monkeypatch: pytest.
     def failing(*given: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    monkeypatch.setattr("grpo_cli.learner.forward.token_logprobs", failing)
+    monkeypatch.setattr("grpo_cli.learner.forward.packed_hidden", failing)
     result = grpo("train", *SMALL, "train.steps=1", "hydra.run.dir=out", "eval.every=0")
     assert result.exit_code == 2
     assert "out of memory in forward (CUDA out of memory. Tried to allocate 20.00 GiB)" in result.stderr

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from grpo_cli.collect.epochs import Epochs
+from grpo_cli.collect.equal import equal
 from grpo_cli.config.auto import AUTO
 from grpo_cli.config.compose import model_of
 from grpo_cli.config.instantiate import engine_parts, make
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.experiment import is_ours
-from grpo_cli.learner.forward import shares_prefix
+from grpo_cli.learner.forward import packs_rows
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.old_policy import average_bytes, pass_before
 from grpo_cli.learner.optimizer import state_bytes
@@ -24,6 +25,7 @@ from grpo_cli.memory.shapes import ShapeModel, trained
 from grpo_cli.model.checks import window_of
 from grpo_cli.model.load import TINY, load_model, load_tokenizer, model_config
 from grpo_cli.settings import ModelSettings
+from grpo_cli.support.facts import fact
 from grpo_cli.support.memory import resident_bytes
 
 Values = Mapping[str, Any]  # by dotted key
@@ -78,6 +80,8 @@ class Planner:
     def most(self, step_of: Callable[[int], StepShape], most: int, room: int, values: Values = {}) -> int | None:  # noqa: B006
         """Return the largest number up to `most` whose step fits; None if not even one does."""
         low, high = 0, most
+        if self.plan(values, step_of(most)).peak <= room:  # a single pass has no gradients of an earlier one
+            return most
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.plan(values, step_of(middle)).peak <= room else (low, middle - 1)
@@ -116,7 +120,7 @@ class Planner:
             evaluation=evaluation,
             tokens=ALL_AT_ONCE if tokens == AUTO else tokens,
             chunk=settings.train.logprob_chunk,
-            share=shares_prefix(settings.train, settings.model, device, packs),
+            share=packs_rows(settings.model, device, packs),
             minibatches=settings.train.minibatches,
             logprobs_of=rollouts.n if over_all else m if pass_before(correction.prox, before) else 0,
             reference=run.rules.loss.needs_reference,
@@ -161,15 +165,15 @@ def process_alone(device: torch.device) -> int:
 
 def not_planned(run: Prepared[Any]) -> tuple[str, ...]:
     """Return what of a run's memory cannot be computed from shapes."""
-    size, notes = run.size, []
+    notes = list[str]()
     if not is_ours(run.settings):
         notes.append(
             "rollouts of another engine: prefill, decode and eval are missing, and what fits is of updates alone"
         )
-    if size.partial:
+    if fact(run.rules.collector, "resumes"):
         notes.append("rollouts that are left partial: all are taken to end in their step")
-    elif size.rounds > 1:
-        notes.append(f"up to {size.rounds} rounds of rollouts: the largest counts")
+    elif getattr(run.rules.collector, "func", None) is not equal:
+        notes.append("several rounds of rollouts: the most that the collector requests at a time count")
     if run.settings.model.quantize != "none":
         notes.append("products of quantised weights: each is made whole while it is used, and nothing else counts")
     return tuple(notes)
@@ -179,7 +183,7 @@ def _workloads(
     run: Prepared[Any], lengths: Callable[[int, int], Sequence[int]] | None
 ) -> tuple[Workload, Workload | None]:
     """A step's rollouts and an evaluation's, on the first prompts of the task."""
-    settings, size = run.settings, run.size
+    settings, problems = run.settings, -(-run.at_once // run.settings.n)
     tokenizer = load_tokenizer(_without_weights(settings.model))
     # The run itself gives the warnings when it makes the task.
     quiet: Callable[[str], None] = lambda line: None  # noqa: E731
@@ -191,12 +195,11 @@ def _workloads(
         forced = () if lengths is None else tuple(lengths(n * len(prompts), longest))
         return Workload.equal((len(prompt.token_ids) for prompt in prompts), n, longest, forced)
 
-    step = Epochs(task.prompts("train"), settings.train.prompts, settings.seed).pick(0, size.problems, frozenset())
+    step = Epochs(task.prompts("train"), settings.train.prompts, settings.seed).pick(0, problems, frozenset())
     held_out = task.prompts("eval")
-    problems = [held_out[i] for i in range(min(settings.eval.problems, len(held_out)))]
+    examined = [held_out[i] for i in range(min(settings.eval.problems, len(held_out)))]
     wanted = getattr(getattr(settings, "profile", None), "eval", True) and settings.eval.every > 0
-    together = size.rollouts if size.partial else max(size.at_once, size.trained)
-    return work(step, -(-together // size.problems)), work(problems, 1 + settings.eval.k) if wanted else None
+    return work(step, settings.n), work(examined, 1 + settings.eval.k) if wanted else None
 
 
 def _without_weights(model: ModelSettings) -> ModelSettings:

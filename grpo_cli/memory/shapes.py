@@ -132,7 +132,10 @@ class ShapeModel:
         backbone(model).config._attn_implementation = _ATTENTION
         if self.settings.offload_activations:
             keep_inputs(
-                model, lambda: saved_tensors_hooks(lambda x: (x.shape, x.dtype), lambda kept: torch.empty(*kept))
+                model,
+                lambda: saved_tensors_hooks(
+                    lambda x: (x.shape, x.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1])
+                ),
             )
         if self.bits is not None:
             for module in _quantised(model):

@@ -21,7 +21,7 @@ from grpo_cli.support.ranges import Count, Range
 from grpo_cli.types import ScoredGroup
 
 
-class Fifo(HoldsGroups):
+class GroupStore(HoldsGroups):
     """A share of the step's problems is new, and stored groups take the place of the others; too few are filled up.
 
     A group is stored unless all its rewards are equal: the newest of each problem, and the oldest go beyond `capacity`.

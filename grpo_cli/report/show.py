@@ -54,14 +54,14 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def _width(console: Console, table: Table) -> int:
-    """The width that a table needs on a screen; remarks wrap anywhere."""
+    """Return the width that a table needs on a screen; remarks wrap anywhere."""
     room = ROOM_FOR_REMARKS if console.is_terminal and REMARKS in table.columns else None
     made = rich_table(table if room is None else table.without(REMARKS))
     return Measurement.get(console, console.options.update(max_width=10_000), made).maximum + (room or 0)
 
 
 def rich_table(table: Table) -> RichTable:
-    """Nothing in it is read as markup: it comes from files."""
+    """Build a table in which nothing is read as markup: it comes from files."""
     title = Text(table.title, style="italic") if table.title else None
     made = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for name, *cells in zip(table.columns, *table.rows, strict=True):

@@ -17,7 +17,7 @@ PACKAGE = Path(grpo_cli.__file__).parent
 # engine each folder has a row of its own.
 ROWS = """
 support/
-settings
+settings native/
 types
 history
 interfaces/ runs/

@@ -321,7 +321,6 @@ def test_a_stop_string_that_stands_for_nothing_is_refused(typed):
         ["n=2", "m=1", "downsample=random", "advantage.stats_over=group"],
         ["train.prompts=2", "n=2", "train.minibatches=4"],
         ["collector=partial", "advantage=median", "n=9"],
-        ["collector=partial", "collector.surplus=0", "sparsity=snapkv"],
     ],
     ids=" ".join,
 )

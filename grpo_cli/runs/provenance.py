@@ -9,6 +9,7 @@ import subprocess
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,9 +53,9 @@ def checkout_state(folder: Path) -> tuple[str | None, bool | None]:
     where = [f"--git-dir={folder / '.git'}", f"--work-tree={folder}", "-c", "core.fsmonitor=false"]
     command = ["git", *where, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": GIT_SECONDS}
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": GIT_SECONDS}
     try:
-        found = subprocess.run(command, cwd=folder, env=clean | {"GIT_OPTIONAL_LOCKS": "0"}, **quiet)
+        found = subprocess.run(command, cwd=folder, env=clean | {"GIT_OPTIONAL_LOCKS": "0"}, text=True, **quiet)
     except (OSError, subprocess.TimeoutExpired):
         return None, None
     commit, _, dirty = found.stdout.strip().partition("-")

@@ -19,7 +19,6 @@ from hydra.core.hydra_config import HydraConfig
 
 from grpo_cli.collect.warmup import Sft
 from grpo_cli.config import together
-from grpo_cli.config.choices import choice_of
 from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rule_of, says
 from grpo_cli.config.prepare import Prepared, pick_device, prepare
 from grpo_cli.engine.torch.engine import TorchEngine
@@ -97,7 +96,7 @@ def set_up(
         warn(doubt)
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     # Told to workers of engine=ray, which may not have the code of a custom collector.
-    per_step = run.size.at_once if isinstance(run, Prepared) else None
+    per_step = run.at_once if isinstance(run, Prepared) else None
     of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
     more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
     return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more), eos)
@@ -174,7 +173,7 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
         _refuse_what_is_past(settings, checkpoint)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     bench = set_up(prepared, weights, console.warn)
-    for remark in together.remarks(settings, prepared.rules, prepared.size):
+    for remark in together.remarks(settings, prepared.rules):
         console.warn(remark)
     everything = sum(p.numel() for p in bench.model.parameters())
     trained = sum(p.numel() for p in bench.model.parameters() if p.requires_grad)
@@ -221,28 +220,19 @@ def parts_of(
 ) -> Parts:
     """The parts that a trainer is built from."""
     settings, rules = run.settings, run.rules
-    history = History()
-    curriculum = curriculum_of(run, bench.task, history)
+    curriculum = curriculum_of(run, bench.task, bench.history)
     reference = _reference(settings, bench) if rules.loss.needs_reference else None
     save_model = partial(save_pretrained, bench.model, bench.tokenizer, with_base=settings.model.random_init)
-    return Parts(bench, curriculum, history, rules, reference, save_model, trackers, meter, say, warn)
+    return Parts(bench, curriculum, rules, reference, save_model, trackers, meter, say, warn)
 
 
 def curriculum_of(run: Prepared[Any], task: Task, history: History) -> Curriculum:
-    """The curriculum of a run. UserError if the task has fewer problems than a step may ask for."""
+    """Build the curriculum of a run. UserError if the task has fewer problems than a step."""
     settings, prompts = run.settings, task.prompts("train")
     train = settings.train
     offered = {"prompts": prompts, "per_step": train.prompts, "steps": train.steps, "n": settings.n}
     offered |= {"seed": settings.seed, "history": history}
     made: Curriculum = make("curriculum", settings.parts["curriculum"], offered)
-    wanted = run.size.picked
-    if wanted > len(prompts):
-        collector = settings.parts["collector"]
-        more = [f"collector.{name}" for name in ("pool", "surplus", "most_rounds") if name in collector]
-        raise UserError(
-            f"collector={choice_of('collector', collector)} looks at {wanted} problems a step, but the task has "
-            f"{len(prompts)}: lower {' or '.join(['train.prompts', *more])}"
-        )
     return made
 
 

@@ -279,11 +279,10 @@ def test_all_violations_are_said_at_once(words, keys):
     assert all(f"\n  - {key}" in text for key in keys)
 
 
-def test_the_largest_group_is_checked_at_once(small_rehearsal):
-    """Of 2^22 rollouts a step, which are the most; it was made up whole for the rehearsal."""
+def test_the_largest_group_is_checked_at_once():
+    """Of 2^22 rollouts a step, which are the most."""
     check(settings(f"n={2**18}", "train.prompts=16"))
-    said = refusal(f"n={2**18}", "m=100000", "downsample=all")
-    assert "(tried on a made-up group of n=64 with m=63)" in said
+    assert "downsample=all" in refusal(f"n={2**18}", "m=100000", "downsample=all")
 
 
 @pytest.mark.parametrize(

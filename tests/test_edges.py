@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
 from grpo_cli.cli.mistakes import unusable
-from grpo_cli.collect.rehearsal import MOST_ASKED, rehearsed
 from grpo_cli.config.check import check
 from grpo_cli.report.read import read_run
 from grpo_cli.rules.downsample import choose
@@ -35,7 +34,7 @@ from grpo_cli.runs.summary import read_object, write_summary
 from grpo_cli.support.errors import UserError, own_code
 from grpo_cli.tasks.model_judge import _append
 from grpo_cli.tracking.jsonl import JsonlTracker
-from grpo_cli.types import GroupRequest, Record, Round
+from grpo_cli.types import Record
 
 
 @pytest.fixture(autouse=True)
@@ -237,21 +236,7 @@ def test_a_rule_of_one_s_own_that_fails_is_told_in_a_run_as_before_it() -> None:
         choose(rule, scored(0.0, 1.0, 0.0), 2, np.random.default_rng(0))
 
 
-def test_a_collector_that_asks_for_more_than_can_be_held_is_refused_before_it_is_made() -> None:
-    def greedy(collection: Any) -> Any:
-        (prompt,) = collection.pick(1)
-        yield Round((GroupRequest(prompt, 10**15),))
-
-    def curious(collection: Any) -> Any:
-        yield Round(tuple(GroupRequest(prompt, 1) for prompt in collection.pick(10**15)))
-
-    for collector, what in ((greedy, "rollouts"), (curious, "problems")):
-        with pytest.raises(UserError, match=f"asks for {10**15} {what} .* {MOST_ASKED}"):
-            rehearsed(collector, 4, 2)
-
-
 @pytest.mark.parametrize("changed", [{"n": 2**62, "m": 2**62}, {"n": 2**62, "m": 4}])
-@pytest.mark.usefixtures("small_rehearsal")
 def test_a_step_of_more_rollouts_than_can_be_held_is_refused(changed: dict[str, int]) -> None:
     from dataclasses import replace
 

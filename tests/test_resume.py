@@ -92,7 +92,7 @@ def test_altered_records_are_refused_unless_they_are_accepted(tmp_path: Path) ->
     assert path.read_text().startswith(altered) and [row["step"] for row in rows(tmp_path)] == [0, 1, 2]
 
 
-# The run that is to be killed waits in its third step (the first call is the rehearsal's) while there is a file `hold`,
+# The run that is to be killed waits in its third step (the first call is the trial's) while there is a file `hold`,
 # so that it cannot end before.
 HELD = """
 import pathlib, time
@@ -100,10 +100,10 @@ from grpo_cli.rules.advantage import grpo
 
 saved = pathlib.Path("outputs/train/killed/checkpoints/step_000002/COMPLETE")
 
-def advantage(kept_rewards, group_rewards, **settings):
+def advantage(group, kept, **settings):
     while saved.exists() and pathlib.Path("hold").exists():
         time.sleep(0.05)
-    return grpo(kept_rewards, group_rewards, **settings)
+    return grpo(group, kept, **settings)
 """
 
 

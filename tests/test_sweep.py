@@ -30,17 +30,17 @@ SMALL = (
     "train.prompts=1 n=2,4 m=2,4 sampling.max_new_tokens=4 eval.every=0 train.steps=6 train.checkpoint_every=1".split()
 )
 SMALL += "advantage._target_=held.advantage logger=jsonl device=cpu hydra.sweep.dir=sweep hydra.launcher.jobs=2".split()
-# The job with n=2 waits in its third step (the first call is the rehearsal's) for as long as there is a file `hold`.
+# The job with n=2 waits in its third step (the first call is the trial's) for as long as there is a file `hold`.
 HELD = """
 import itertools, pathlib, time
 from grpo_cli.rules.advantage import grpo
 
 calls = itertools.count(1)
 
-def advantage(kept_rewards, group_rewards, **settings):
-    while len(group_rewards) == 2 and next(calls) > 3 and pathlib.Path("hold").exists():
+def advantage(group, kept, **settings):
+    while len(group.rollouts) == 2 and next(calls) > 3 and pathlib.Path("hold").exists():
         time.sleep(0.05)
-    return grpo(kept_rewards, group_rewards, **settings)
+    return grpo(group, kept, **settings)
 """
 
 

@@ -21,7 +21,6 @@ from small import FakeEngine, make_engine, small_model
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.config.instantiate import OwnLoss, rules_of
-from grpo_cli.history import History
 from grpo_cli.interfaces import Bench, Loss, Parts
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.methods import pods
@@ -115,7 +114,7 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
     prompts = bench.task.prompts("train")
     curriculum = Epochs(prompts, settings.train.prompts, settings.seed)
     plain = Parts(
-        *(bench, curriculum, History(), rules, None, model.save_pretrained, (Recorder(),), NullMeter()),
+        *(bench, curriculum, rules, None, model.save_pretrained, (Recorder(),), NullMeter()),
         *(ignored, ignored),
     )
     if "loss" in parts and not isinstance(parts["loss"], Loss):

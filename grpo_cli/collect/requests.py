@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 
 import numpy as np
 
@@ -97,14 +99,23 @@ def check_sampling(request: Request, now: Sampling) -> None:
 
 
 class Goal:
-    """Whether `enough` groups are whole, as the rollouts `under_way` end."""
+    """Whether `enough` more groups are whole, as the rollouts `under_way` end."""
 
-    def __init__(self, enough: int, whole: int, under_way: Sequence[Rollout]) -> None:
-        self._enough, self._whole = enough, whole
+    def __init__(self, enough: int, under_way: Iterable[Rollout]) -> None:
+        self._lacking = enough
         self._left = Counter(rollout.request.prompt.id for rollout in under_way)
 
     def __call__(self, rollout: Rollout) -> bool:
         problem = rollout.request.prompt.id
         self._left[problem] -= 1
-        self._whole += not self._left[problem]
-        return self._whole >= self._enough
+        self._lacking -= not self._left[problem]
+        return self._lacking <= 0
+
+
+def with_surplus(count: int, surplus: float) -> int:
+    """Return `1 + surplus` times a number, rounded up.
+
+    >>> with_surplus(50, 0.1)  # in floating point 1.1 * 50 is more than 55
+    55
+    """
+    return math.ceil((1 + Fraction(str(surplus))) * count)

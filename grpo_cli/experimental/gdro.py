@@ -15,27 +15,28 @@ from typing import Annotated
 import numpy as np
 
 from grpo_cli.experimental.apportion import in_proportion
-from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.interfaces import StepRollouts
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Range
-from grpo_cli.types import GroupRequest, Round
+from grpo_cli.types import ScoredGroup
 
 FEWEST = 2  # rollouts of a problem; one has nothing to be compared with
 
 
+@facts(unequal=True)
 def by_deviation(
-    collection: Collection,
+    step: StepRollouts,
     *,
     floor: Annotated[float, Range(0, 0.5, "0.5 is the largest deviation there is", above=True)],
     least: Annotated[int, Range(FEWEST, because="one rollout has nothing to be compared with")],
     decay: Annotated[float, Range(0, 1, "with 0 the last visit alone counts, with 1 all count alike")],
-) -> Rounds:
+) -> list[ScoredGroup]:
     """p is the decayed mean of the problem's earlier visits, 1/2 before the first; `floor` is the least deviation."""
-    if least > collection.n:
-        raise UserError(f"collector.least={least} is more than n={collection.n}, the mean size of a group: lower it")
-    prompts = collection.pick(collection.prompts)
-    rates = np.array([collection.history.rate(prompt.id, decay) for prompt in prompts])
+    if least > step.n:
+        raise UserError(f"collector.least={least} is more than n={step.n}, the mean size of a group: lower it")
+    prompts = step.pick(step.prompts)
+    rates = np.array([step.history.rate(prompt.id, decay) for prompt in prompts])
     shares = np.maximum(np.sqrt(rates * (1 - rates)), floor)
-    counts = in_proportion(shares, collection.n * len(prompts), least, collection.rng)
-    yield Round(tuple(GroupRequest(prompt, count) for prompt, count in zip(prompts, counts, strict=True)))
-    return None
+    counts = in_proportion(shares, step.n * len(prompts), least, step.rng)
+    return step.score(step.generate(zip(prompts, counts, strict=True)))

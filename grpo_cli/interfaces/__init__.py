@@ -1,13 +1,13 @@
 """The interface of each part that the trainer uses, and the parts of a run together.
 
-A part is one function or one small class, chosen by a YAML file.
+A part is a function or a small class, chosen by a YAML file. A rule may also be `SetUp` and `Observes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,10 +18,9 @@ from torch import Tensor
 
 from grpo_cli.history import History
 
-# Said again, since parts of users have them by these names.
-from grpo_cli.interfaces.collecting import Collection as Collection
+# Exported, since parts of users have them by these names.
 from grpo_cli.interfaces.collecting import Collector as Collector
-from grpo_cli.interfaces.collecting import Rounds as Rounds
+from grpo_cli.interfaces.collecting import StepRollouts as StepRollouts
 from grpo_cli.interfaces.collecting import Warmup as Warmup
 from grpo_cli.settings import Sampling
 from grpo_cli.support.facts import Others as Others
@@ -164,59 +163,66 @@ class Curriculum(Protocol):
 
 
 @runtime_checkable
-class Remembers(Protocol):
-    """A curriculum or a rule (`Rules`) that learns from each step. Its state is part of the checkpoint."""
+class SetUp(Protocol):
+    """A rule that uses the model, the task, the engine or the history of its run."""
 
-    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """Learn from a step; called once per step. Returns metrics by their full names. A curriculum is told of all
-        groups that the step has made, the others of those that it trains on."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Plain values and tensors, none of which changes later; `kind` names the rule they belong to."""
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Put back what `state_dict` gave; None if the checkpoint has no state for it. UserError if it cannot go
-        on from that."""
+    def setup(self, runtime: Bench) -> None:
+        """Take what it needs, once, before the first step."""
 
 
 @runtime_checkable
-class DownsampleRule(Protocol):
-    """Which rollouts of a group are trained on: `keep` distinct indices into the group (see `facts`: keeps_fewer).
+class Observes(Protocol):
+    """A curriculum or a rule that learns from each step. Its state is part of the checkpoint."""
 
-    Called only when `keep` is less than the group's size. `rng` is the group's own stream (seed, step, prompt).
+    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        """Learn from a step's groups, once: a curriculum from all that were made, a rule from those that are trained
+        on. Return metrics by their full names."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return plain values and tensors, none of which changes later; `kind` names the rule they belong to."""
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restore what `state_dict` returned; None if the checkpoint has nothing. UserError if it cannot go on."""
+
+
+@runtime_checkable
+class Downsample(Protocol):
+    """Returns `keep` distinct indices into the group: the rollouts that are trained on.
+
+    Called only when `keep` is less than the group's size. `rng` is the group's own stream (seed, step, prompt). One
+    whose attribute `keeps_fewer` is True may return fewer (`facts`).
     """
 
     def __call__(self, group: ScoredGroup, keep: int, rng: np.random.Generator) -> Sequence[int]: ...
 
 
 @runtime_checkable
-class AdvantageFn(Protocol):
-    """Rewards to advantages. Both come along so that the baseline is the function's choice.
+class Advantage(Protocol):
+    """Returns the advantages of a group's kept rollouts (indices into it): [K], or [K, T] to weigh tokens.
 
-    One that has a parameter `inputs` is given an `AdvantageInputs` by that name, too, and with a parameter `history`
-    what the run knows of its problems.
+    T is the length of the longest kept rollout; what lies behind the end of a shorter one is not read. The group has
+    the rollouts that count in its statistics. An attribute `divides` says whether it divides by the deviation
+    (`facts`).
     """
 
-    def __call__(self, kept_rewards: Float[Tensor, "K"], group_rewards: Float[Tensor, "G"]) -> Float[Tensor, "K"]: ...
+    def __call__(self, group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, "K *T"]: ...
 
 
 @runtime_checkable
 class Correction(Protocol):
     """Sampler/policy mismatch: importance weights and the tokens left to train on, from xi = policy / sampler.
 
-    Asked once in a step: about all rollouts if it `rejects`, else about those that are trained on. The mismatch is
-    measured whatever is applied. `mask` holds the tokens that were drawn; given ones are never shown to it. One that
-    has a parameter `advantages` is given those of the rows by that name, and must not reject: rollouts are rejected
-    before their advantages are known.
+    Called once in a step: about all rollouts if it `rejects`, with advantages of 0, as none is known yet; else about
+    those that are trained on. The mismatch is measured whatever is applied. `mask` holds the tokens that were drawn.
     """
 
     @property
     def needs_policy_logprobs(self) -> bool:
-        """Whether weights or mask depend on xi; if not, it can be asked after the learner's own forward pass."""
+        """Whether weights or mask depend on xi; if not, it can be called after the learner's own forward pass."""
 
     @property
     def rejects(self) -> bool:
-        """Whether it can take whole rollouts out, so that it must be asked before rollouts are chosen."""
+        """Whether it can take whole rollouts out, so that it must be called before rollouts are chosen."""
 
     @property
     def count_rejected(self) -> bool:
@@ -236,6 +242,7 @@ class Correction(Protocol):
         sampler_logprobs: Float[Tensor, "B T"],
         policy_logprobs: Float[Tensor, "B T"],
         mask: Bool[Tensor, "B T"],
+        advantages: Float[Tensor, "B *T"],
     ) -> Verdict: ...
 
 
@@ -243,7 +250,7 @@ class Correction(Protocol):
 class LossFn(Protocol):
     """Log-probabilities to a scalar. Divisors come from `totals`, so micro-batching cannot change the sum.
 
-    Asked of an update in which `batch.loss_mask` leaves a token at all. If the gradient is zero, nothing moves.
+    Called on an update in which `batch.loss_mask` leaves a token at all. If the gradient is zero, nothing moves.
     """
 
     def __call__(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput: ...
@@ -297,15 +304,16 @@ class Rules:
     """The functions of a step, from the first request to the loss."""
 
     collector: Collector
-    downsample: DownsampleRule
-    advantage: AdvantageFn
+    downsample: Downsample
+    advantage: Advantage
     correction: Correction
     loss: Loss
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What training and evaluation both need: a model, its task, and the engine that generates with it."""
+    """What training and evaluation both need: a model, its task, the engine that generates with it, and what the run
+    has seen of each problem."""
 
     device: torch.device
     model: Any
@@ -314,6 +322,7 @@ class Bench:
     task: Task
     engine: Engine
     ends: tuple[int, ...] = ()  # tokens that end a reply
+    history: History = field(default_factory=History)
 
 
 @runtime_checkable
@@ -326,21 +335,12 @@ class Search(Protocol):
         """Return one whole rollout for each prompt, in their order, and metrics of what they cost; None: no search."""
 
 
-@runtime_checkable
-class SetUp(Protocol):
-    """A rule that uses the model, the task or the engine of its run."""
-
-    def setup(self, bench: Bench) -> None:
-        """Take what it needs, once, before the first step."""
-
-
 @dataclass(frozen=True)
 class Parts:
     """All the parts of a run. `reference` is None when the loss has no KL term."""
 
     bench: Bench
     curriculum: Curriculum
-    history: History
     rules: Rules
     reference: Any | None
     save_model: Callable[..., None]  # into a folder; with `state_dict` that in place of the model's own

@@ -1,8 +1,7 @@
-"""What a part says of itself before it is made, and what its call takes."""
+"""What a part says of itself before it is made."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -15,7 +14,6 @@ class Others(Protocol):
     n: int
     m: int
     prompts: int
-    unequal: bool  # whether the collector makes groups of other sizes than n; False before its rehearsal
 
     def says(self, group: str, fact: str) -> Any:
         """What the part chosen of this group says of itself (see `facts`), None where it says nothing."""
@@ -33,12 +31,12 @@ Part = TypeVar("Part")
 def facts(**said: Any) -> Callable[[Part], Part]:
     """A decorator: what a part, a function or a class, says of itself before it is made, as attributes.
 
+    Any part may have `goes_with`, a function `(own settings, Others)` that yields why it cannot work beside the others,
+    and `undone_by`, the same of what the others undo: refused, but a run that began so goes on, with a warning. What
+    else there is stands in the protocol of each kind, and:
+
     | of | fact | says |
     |---|---|---|
-    | any | goes_with | a function `(own settings, Others)` that yields why it cannot work beside the others |
-    | any | undone_by | the same, of what the others undo: refused, but a run that began so goes on, with a warning |
-    | advantage | divides | whether it divides by the deviation of the group |
-    | downsample | keeps_fewer | whether it may keep fewer than it is asked for |
     | predictor | of_whole_rollouts | whether it knows nothing of a rollout that goes on |
     | sparsity | evicts | whether KV entries are dropped |
     | engine | is_policy | whether it draws from the trainer's own policy (left to `engine.inner` where there is one) |
@@ -55,7 +53,13 @@ def facts(**said: Any) -> Callable[[Part], Part]:
     return with_facts
 
 
-def taken(rule: Callable[..., Any], **offered: Any) -> dict[str, Any]:
-    """Those of the offered arguments for which the rule has a parameter."""
-    parameters = inspect.signature(rule).parameters
-    return {name: value for name, value in offered.items() if name in parameters}
+def fact(part: Any, name: str) -> Any:
+    """Return a fact of a part, also of a function whose settings are bound; None if it has no such fact."""
+    return getattr(getattr(part, "func", part), name, None)
+
+
+def name_of(part: Any) -> str:
+    """Return what a person would look for: the dotted name of a function or class."""
+    target = getattr(part, "func", part)
+    named = target if hasattr(target, "__qualname__") else type(target)
+    return f"{named.__module__}.{named.__qualname__}"

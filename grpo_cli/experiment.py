@@ -18,7 +18,6 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from grpo_cli.collect.warmup import Sft
-from grpo_cli.config import together
 from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rule_of, says
 from grpo_cli.config.prepare import Prepared, pick_device, prepare
 from grpo_cli.engine.torch.engine import TorchEngine
@@ -173,8 +172,6 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
         _refuse_what_is_past(settings, checkpoint)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     bench = set_up(prepared, weights, console.warn)
-    for remark in together.remarks(settings, prepared.rules):
-        console.warn(remark)
     everything = sum(p.numel() for p in bench.model.parameters())
     trained = sum(p.numel() for p in bench.model.parameters() if p.requires_grad)
     for line in introduction(replace(settings, model=weights), everything, trained, bench.device, bench.tokenizer):

@@ -12,16 +12,17 @@ from typing import Any
 import hydra
 import pytest
 import torch
+from grpo_cli.cli.arguments import checkpoint_overrides
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from grpo_cli.cli.arguments import checkpoint_overrides
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import config_dir
-from grpo_cli.config.compose import parse
+from grpo_cli.config.read import read_settings
 from grpo_cli.experiment import build
 from grpo_cli.model.anatomy import AdapterOff
+from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 
 # With this seed the rewards of every step differ, so that there is something to learn in each.
@@ -38,7 +39,7 @@ def defaults() -> DictConfig:
 
 def trainer(folder: Path, words: Sequence[str]) -> Any:
     given = OmegaConf.from_dotlist([*COMMON, *SHORT, *words, f"run_dir={folder}"])
-    settings = parse(OmegaConf.unsafe_merge(copy.deepcopy(defaults()), given))
+    settings = read_settings(OmegaConf.unsafe_merge(copy.deepcopy(defaults()), given), RunSettings)
     check(settings)
     return build(settings)
 

@@ -20,7 +20,6 @@ from grpo_cli.cli.main import app
 from grpo_cli.config.check import check, check_eval, check_profile
 from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, is_experimental, parts_of
 from grpo_cli.config.comments import read_choice, read_conf
-from grpo_cli.config.compose import parse, parse_eval, parse_profile
 from grpo_cli.config.elsewhere import ROWS as OTHER_WORDS
 from grpo_cli.config.elsewhere import meant_by
 from grpo_cli.support.errors import UserError

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from grpo_cli.cli.arguments import all_of_a_named_file
 from tiny_hf import make_folder
 from typer.testing import CliRunner, Result
 
 from grpo_cli.cli import main as cli
-from grpo_cli.cli.arguments import all_of_a_named_file
 
 SMALL = ["n=2", "m=2", "train.steps=1", "train.prompts=2", "eval.problems=2", "eval.k=1", "logger=jsonl", "device=cpu"]
 FUNCTION = """

@@ -9,11 +9,11 @@ from typing import Any
 
 import made
 import pytest
+from grpo_cli.cli.arguments import after_those_of_the_run
 from typer.testing import CliRunner
 
-from grpo_cli.cli.arguments import after_those_of_the_run
 from grpo_cli.cli.main import app
-from grpo_cli.config.compose import model_of
+from grpo_cli.config.read import model_of
 from grpo_cli.config.trust import is_foreign, not_taken
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.support.errors import UserError

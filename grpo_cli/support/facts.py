@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 @runtime_checkable
 class Others(Protocol):
     """The parts of a run as their settings describe them, before any is made: what a part may ask of the others in its
-    `goes_with` or `undone_by`. `n`, `m` and `prompts` (of a step) are the run's."""
+    `goes_with`. `n`, `m` and `prompts` (of a step) are the run's."""
 
     n: int
     m: int
@@ -31,9 +31,8 @@ Part = TypeVar("Part")
 def facts(**said: Any) -> Callable[[Part], Part]:
     """A decorator: what a part, a function or a class, says of itself before it is made, as attributes.
 
-    Any part may have `goes_with`, a function `(own settings, Others)` that yields why it cannot work beside the others,
-    and `undone_by`, the same of what the others undo: refused, but a run that began so goes on, with a warning. What
-    else there is stands in the protocol of each kind, and:
+    Any part may have `goes_with`, a function `(own settings, Others)` that yields why it cannot work beside the others.
+    What else there is stands in the protocol of each kind, and:
 
     | of | fact | says |
     |---|---|---|

@@ -25,7 +25,7 @@ from grpo_cli.collect import episodes
 from grpo_cli.collect.episodes import Spent, play
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.resuming import begun
-from grpo_cli.config.compose import model_of
+from grpo_cli.config.read import model_of
 from grpo_cli.engine.costs import together
 from grpo_cli.model.load import load_model
 from grpo_cli.settings import Sampling

@@ -38,7 +38,7 @@ from grpo_cli.model.load import (
 from grpo_cli.runs.find import find_checkpoint, never_saved, resolve_run
 from grpo_cli.runs.layout import step_of
 from grpo_cli.runs.provenance import code_version
-from grpo_cli.runs.record import check_chain, read_record
+from grpo_cli.runs.record import read_record
 from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.support.errors import UserError
@@ -248,8 +248,6 @@ def _checkpoint_to_resume(resume: str | None, accept_damage: bool, warn: Callabl
         )
     if found.path is None:
         warn(f"{folder} holds no complete checkpoint: the run begins anew, as it was started")
-    else:
-        check_chain(found.path)
     return found.path
 
 
@@ -278,12 +276,9 @@ _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 def _trackers(
     settings: RunSettings, run_dir: Path, checkpoint: Path | None, console: ConsoleTracker
 ) -> tuple[Tracker, ...]:
-    first_step = None if settings.resume is None else 0
-    if checkpoint is not None:
-        done = step_of(checkpoint.name)
-        assert done is not None, "a checkpoint is named by its step"
-        first_step = done + 1
-    files = JsonlTracker(run_dir, first_step, console.warn, checkpoint, settings.accept_damage)
+    files = JsonlTracker(run_dir, settings.resume is not None, settings.accept_damage, console.warn)
+    if checkpoint is None and settings.resume is not None:  # it begins anew
+        files.load_state_dict({})
     return files, console, _logger(settings, "train", console.say, console.warn)
 
 

@@ -110,9 +110,10 @@ def batch_rows(selected: Sequence[Selection]) -> Int[Tensor, "K"]:
     return torch.tensor(rows)
 
 
-def cut_off(groups: Sequence[ScoredGroup]) -> list[bool]:
-    """Return which rollouts ended at a limit of tokens, group after group."""
-    return [rollout.finish is Finish.LENGTH for group in groups for rollout in group.rollouts]
+def cut_off(groups: Sequence[ScoredGroup], truncated: str) -> list[str]:
+    """Return of each rollout, group after group, why `train.truncated` leaves it out; empty where it does not."""
+    left_out = Finish.LENGTH if truncated == "leave_out" else None
+    return [CUT_OFF if one.finish is left_out else "" for group in groups for one in group.rollouts]
 
 
 def batch_advantages(selected: Sequence[Selection], width: int) -> Float[Tensor, "K *T"]:
@@ -122,9 +123,9 @@ def batch_advantages(selected: Sequence[Selection], width: int) -> Float[Tensor,
         return torch.cat([selection.advantages for selection in selected])
     rows = []
     for selection in selected:
-        start = len(selection.group.prompt.token_ids)
         for index, own in zip(selection.indices, selection.advantages, strict=True):
-            count = len(selection.group.rollouts[index])
+            rollout = selection.group.rollouts[index]
+            start, count = len(rollout.request.prompt.token_ids), len(rollout)
             rows.append(torch.zeros(width))
             rows[-1][start : start + count] = own if own.dim() == 0 else own[:count]
     return torch.stack(rows)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from grpo_cli.collect import learnt
 from grpo_cli.collect.collection import StepCollection
@@ -59,16 +58,17 @@ class Step:
             rollouts = self._rollouts(step, progress)
             groups = rollouts.run(self._parts.rules.collector)
             trained = self._learn(groups, rollouts.version, step, progress)
-            observed = learnt.observe(self._parts, step, groups, rollouts.made)
+            made = rollouts.made
+            observed = learnt.observe(self._parts, step, groups, made)
         progress.train_seconds += time.perf_counter() - start
         stats, record = rollouts.stats, self._settings.record
-        metrics = step_metrics(progress, rollouts.made, stats, trained) | rollouts.metrics() | observed
+        metrics = step_metrics(progress, made, stats, trained) | rollouts.metrics() | observed
         metrics["prompts/distinct"] = float(len(self._bench.history))
         metrics["memory/peak_bytes"] = float(peak_bytes(self._bench.device))
         metrics |= reserved_bytes(self._bench.device)
         if stats.generated_tokens:
             metrics["speed/tokens_per_second"] = stats.generated_tokens / rollouts.rollout_seconds
-        rows = examples(self._bench.task, rollouts.made, trained.selected, record.rollouts, record.tokens)
+        rows = examples(self._bench.task, made, trained.selected, record.rollouts, record.tokens)
         return Record(step, metrics, rows)
 
     def _imitate(self, warmup: Warmup, step: int, progress: Progress) -> Record:
@@ -80,8 +80,7 @@ class Step:
         return Record(step, warmup_metrics(progress, updates, batch))
 
     def _rollouts(self, step: int, progress: Progress) -> StepCollection:
-        settings, bench = self._settings, self._bench
-        most = settings.train.max_generated
+        settings, bench, most = self._settings, self._bench, self._settings.train.max_generated
         return StepCollection(
             n=settings.n,
             prompts=settings.train.prompts,
@@ -107,18 +106,20 @@ class Step:
         before the updates if they need it, else with the log-probabilities of the learner's own pass.
         """
         everything, verdict = collate(groups, self._bench.pad_token_id, version), None
-        left_out = [cut and self._settings.train.truncated == "leave_out" for cut in cut_off(groups)]
-        if any(left_out):
-            everything = without_rows(everything, left_out)
+        reasons = cut_off(groups, self._settings.train.truncated)
+        if any(reasons):
+            everything = without_rows(everything, [bool(why) for why in reasons])
         if self._parts.rules.correction.rejects:
             with self._span("logprobs"):
                 everything, verdict = self._corrected(everything)
-        selected = self._select(groups, left_out, verdict, step)
+            reasons = [cut or why for cut, why in zip(reasons, verdict.reasons, strict=True)]
+        selected = self._select(groups, reasons, step)
         if not any(selection.indices for selection in selected):
             self._warn_of_rejection(step, selected)
             progress.empty_steps += 1
             return Trained((), selected, 0, verdict.metrics if verdict else {}, {})
-        batch, of_all, rejections = self._batch_of(selected, everything), verdict is not None, list[str]()
+        batch, rejections = self._batch_of(selected, everything), list[str]()
+        of_all = verdict is not None or len(batch) == len(everything)
         with self._span("logprobs"):
             if self._parts.reference is not None:
                 with self._span("ref_logprobs"):
@@ -137,26 +138,21 @@ class Step:
             verdict = verdict_on(self._parts.rules.correction, batch, updates[0].logprobs)
         mismatch = verdict.metrics if verdict else {}
         reuse |= self._settle(updates, mismatch)
-        of_all = of_all or len(batch) == len(everything)
         return Trained(updates, selected, tokens, mismatch if of_all else of_trained(mismatch), reuse)
 
     def _corrected(self, batch: Batch) -> tuple[Batch, Verdict]:
         """Return the batch with the old policy's log-probabilities and the correction applied, and its verdict."""
         with self._span("policy_logprobs"):
-            policy: Tensor = self.old_policy.logprobs(batch)
+            policy = self.old_policy.logprobs(batch)
         verdict = verdict_on(self._parts.rules.correction, batch, policy)
         return corrected(replace(batch, policy_logprobs=policy), verdict), verdict
 
-    def _select(
-        self, groups: Sequence[ScoredGroup], left_out: Sequence[bool], verdict: Verdict | None, step: int
-    ) -> list[Selection]:
-        rules, settings = self._parts.rules, self._settings
-        rejected = verdict.reasons if verdict else [""] * len(left_out)
-        reasons = iter([CUT_OFF if cut else why for cut, why in zip(left_out, rejected, strict=True)])
-        selected = []
+    def _select(self, groups: Sequence[ScoredGroup], reasons: Sequence[str], step: int) -> list[Selection]:
+        """Choose rollouts of each group, of which `reasons` leave some out, and compute their advantages."""
+        rules, settings, left, selected = self._parts.rules, self._settings, iter(reasons), list[Selection]()
         for group in groups:
             rng = np.random.default_rng(seed_of(settings.seed, step, group.prompt.id, "downsample"))
-            why, counted = [next(reasons) for _ in group.rollouts], rules.correction.count_rejected
+            why, counted = [next(left) for _ in group.rollouts], rules.correction.count_rejected
             # m = n trains on all, also of a group that is larger than n
             keep = settings.m if settings.m < settings.n else len(group.rollouts)
             selected.append(select(group, why, keep, rules.downsample, rules.advantage, rng, counted))

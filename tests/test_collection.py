@@ -33,7 +33,7 @@ from grpo_cli.methods.dapo import Dynamic
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import EngineStats, Prompt, ScoredGroup
+from grpo_cli.types import EngineStats, Prompt, Reward, ScoredGroup
 
 PROBLEMS = [Prompt(f"q{i}", (i, 1), "") for i in range(10)]
 
@@ -145,6 +145,10 @@ WRONG: Mapping[str, Any] = {
     "returned problem '.*-0' unscored: return what step.score": lambda step: step.generate([(step.pick(1)[0], 2)]),
     "returned problem '.*-0' twice": lambda step: equal(step)[:1] * 2,
     "returned problem '.*-0' unscored: ": lambda step: [replace(equal(step)[0], rollouts=(), rewards=())],
+    "returned problem '.*-0' unscored:": lambda step: [replace(equal(step)[0], rewards=(Reward(1.0),))],
+    r"requests \('p', 2\): give step": lambda step: step.generate([("p", 2)]),
+    r"requests \(Prompt.*: give step.generate\(...\) groups": lambda step: step.generate([(step.pick(1)[0], 2.5)]),
+    "or .problem, number.": lambda step: step.generate([(step.pick(1)[0], -2)]),
     "two problems with the id '.*-0'": changed,
     f"requests {10**15} problems": lambda step: step.pick(10**15),
     f"requests {10**15} rollouts": lambda step: step.generate([(step.pick(1)[0], 10**15)]),

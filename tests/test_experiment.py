@@ -249,17 +249,6 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, error: B
     assert all("device=auto is cpu: there is a GPU driver, but" in line and "11040" in line for line in told)
 
 
-def test_a_gpu_that_others_fill_is_said_before_the_first_step(monkeypatch: pytest.MonkeyPatch):
-    with_a_gpu(monkeypatch, free=2 * 2**30, reserved=3 * 2**30)
-    (said,) = introduced("cuda")
-    assert said.startswith("other processes hold 18.50 GiB of the GPU's 24.00 GiB, and 2.00 GiB are free")
-    with_a_gpu(monkeypatch, free=20 * 2**30, reserved=3 * 2**30)
-    assert introduced("cuda") == [], "its own half a GiB beside what it allocates"
-    with_a_gpu(monkeypatch, free=2 * 2**30)
-    monkeypatch.setenv("GRPO_GPU_SHARE", "0.5")
-    assert introduced("cuda") == [], "the other job of the sweep"
-
-
 def test_out_of_memory_on_a_gpu_says_who_holds_it(monkeypatch: pytest.MonkeyPatch):
     with_a_gpu(monkeypatch, free=2**30, reserved=3 * 2**30)
     settings = settings_of("device=cuda", "n=2", "train.prompts=1", "eval.every=0", "run_dir=outputs/x")
@@ -292,24 +281,3 @@ def test_an_engine_that_lacks_what_a_run_asks_for_is_refused_before_the_first_st
         settings = read_settings(hydra.compose("train", words), RunSettings)
     with pytest.raises(UserError, match="engine: user_rules.Thing has no reads_stop_strings, generate, stats"):
         set_up(prepare(settings), settings.model)
-
-
-def test_slots_that_no_step_can_fill_are_said_before_the_first_step():
-    import hydra
-
-    def said(slots: int) -> list[str]:
-        words = ["sampler=infinite", f"sampler.slots={slots}", "n=4", "train.prompts=2", "run_dir=outputs/x"]
-        with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-            return list(
-                introduction(
-                    read_settings(hydra.compose("train", words), RunSettings), 360_000, 360_000, torch.device("cpu")
-                )
-            )
-
-    threads = torch.get_num_threads()
-    on = f"on cpu ({threads} thread{'s' if threads > 1 else ''})"
-    first = f"0.36 M parameters, float32, {on}; a step is 2 prompts x 4 rollouts = 8, all trained on; "
-    first += "learning rate 0.0005, replies of up to 128 tokens"
-    assert said(8) == [first]
-    spare = "sampler.slots=9 is more than the 8 rollouts of a step (train.prompts=2 x n=4), so 8 slots are allocated"
-    assert said(9) == [first, spare]

@@ -425,6 +425,22 @@ def test_a_step_may_judge_what_has_ended_and_go_on_with_the_rest() -> None:
     assert len(engine.judged) == 12, "each is judged once"
 
 
+def test_a_group_is_scored_as_it_is_now_and_returned_whole() -> None:
+    def stale(step: StepRollouts) -> list[ScoredGroup]:
+        groups = step.generate(((prompt, 3) for prompt in step.pick(4)), enough=2)
+        step.generate(group for group in groups if not group.whole)
+        return step.score(groups)
+
+    engine, plain = Slotted(), Slotted()
+    assert step_of(engine, 0).run(stale) == step_of(plain, 0).run(equal)
+
+    def half(step: StepRollouts) -> list[ScoredGroup]:
+        return [one for one in step.score(step.generate(((p, 3) for p in step.pick(4)), enough=2)) if one.rollouts]
+
+    with pytest.raises(UserError, match="returned problem 'q.*' with unfinished rollouts: generate them first"):
+        step_of(engine, 0).run(half)
+
+
 def test_a_limit_makes_rollouts_partial_and_what_is_not_resumed_is_left_out() -> None:
     def some(step: StepRollouts) -> list[ScoredGroup]:
         groups = step.generate(((prompt, 3) for prompt in step.pick(4)), limit=5)
@@ -453,7 +469,7 @@ def test_a_problem_that_is_held_and_made_anew_is_not_mixed_up() -> None:
 def test_a_rollout_goes_on_with_the_sampling_that_it_was_begun_with() -> None:
     engine, rule = Slotted(6), Partial(surplus=1.0, max_lag=4)
     step_of(engine, 0).run(rule)
-    said = "begun with sampling.max_new_tokens=40, and this run has sampling.max_new_tokens=2: resume with what they"
+    said = "begun with sampling.max_new_tokens=40, and this run has sampling.max_new_tokens=2: resume with the former"
     with pytest.raises(UserError, match=said):
         step_of(engine, 1, tokens=2).run(rule)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from grpo_cli.learner.batch import rows_of
 from grpo_cli.learner.forward import Padded, PaddingFree, RowShape, pack
 from grpo_cli.learner.learner import Learner
-from grpo_cli.model import packed, varlen
+from grpo_cli.model import flash, packed
 from grpo_cli.model.load import load_model
 from grpo_cli.model.packed import Tree
-from grpo_cli.model.tree_attention import Forest
-from grpo_cli.model.varlen import Flash, Kernel, OnProcessor, Spans
+from grpo_cli.native.library import NoNative, library
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.meter import NullMeter
@@ -69,100 +67,26 @@ def computed(way: Any, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Te
     return values, torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
 
-class WrittenOut(Kernel):
-    """What the flash kernel says of itself, span by span, in plain float32."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def takes(self, q: torch.Tensor) -> bool:
-        return True
-
-    def _spans(self, at: Spans, *run: torch.Tensor) -> Any:
-        self.calls += 1
-        ends = list(zip(at.queries.tolist(), at.keys.tolist(), strict=True))
-        for (q0, k0), (q1, k1) in pairwise(ends):
-            assert 0 < q1 - q0 <= at.most_queries and 0 < k1 - k0 <= at.most_keys
-            yield slice(q0, q1), slice(k0, k1)
-
-    def _scores(self, q: torch.Tensor, k: torch.Tensor, at: Spans, scale: float) -> torch.Tensor:
-        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
-        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + scores.shape[2] - scores.shape[1])
-        return scores.masked_fill(later, -torch.inf) if at.causal else scores
-
-    def forward(self, q: Any, k: Any, v: Any, at: Spans, scale: float) -> Any:
-        out, lse = torch.zeros_like(q), torch.zeros(q.shape[1], len(q))
-        for qs, ks in self._spans(at):
-            scores = self._scores(q[qs], k[ks], at, scale)
-            lse[:, qs] = scores.logsumexp(-1)
-            values = v[ks].repeat_interleave(q.shape[1] // v.shape[1], 1)
-            out[qs] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
-        return out, lse, (torch.tensor(len(q)),)
-
-    def backward(self, grad: Any, qkv: Any, out: Any, lse: Any, at: Spans, scale: float, besides: Any) -> Any:
-        (q, k, v), group = qkv, qkv[0].shape[1] // qkv[1].shape[1]
-        assert int(besides[0]) == len(q), "what forward said comes back"
-        dq, dk, dv = (torch.zeros_like(x) for x in qkv)
-        for qs, ks in self._spans(at):
-            share = (self._scores(q[qs], k[ks], at, scale) - lse[:, qs, None]).exp()
-            over = torch.einsum("qhd,khd->hqk", grad[qs], v[ks].repeat_interleave(group, 1))
-            ds = share * (over - (grad[qs] * out[qs]).sum(-1).t()[..., None]) * scale
-            dq[qs] = torch.einsum("hqk,khd->qhd", ds, k[ks].repeat_interleave(group, 1))
-            dk[ks] = torch.einsum("hqk,qhd->khd", ds, q[qs]).unflatten(1, (-1, group)).sum(2)
-            dv[ks] = torch.einsum("hqk,qhd->khd", share, grad[qs]).unflatten(1, (-1, group)).sum(2)
-        return dq, dk, dv
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("by", ["processor", "kernel", "parts"])
-def test_every_way_gives_the_same_logprobs_and_gradient(
-    family: str, share: bool, by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a processor's kernel tree by tree, as by another one; and part by part where no kernel takes the type."""
-    model, batch, kernel = small_model(family), make_batch(UNEVEN), WrittenOut()
+@pytest.mark.parametrize("natively", [False, True])
+def test_every_way_gives_the_same_logprobs_and_gradient(family: str, share: bool, natively: bool) -> None:
+    if natively:
+        compiled()
+    model, batch = small_model(family), make_batch(UNEVEN)
     plain = computed(Padded(10_000, 64, 0.7), model, batch)
-    if by != "processor":
-        monkeypatch.setattr(packed, "KERNELS", [kernel] if by == "kernel" else [])
     for tokens in (10_000, 30, 1):  # one micro-batch, groups cut between rows, every row by itself
-        kernel.calls = 0
-        values, gradient = computed(PaddingFree(tokens, 5, 0.7, share=share), model, batch)
+        way = PaddingFree(tokens, 5, 0.7, share=share, natively=natively)
+        values, gradient = computed(way, model, batch)
         torch.testing.assert_close(values, plain[0], atol=1e-5, rtol=0)
         assert (gradient - plain[1]).norm() < 1e-5 * plain[1].norm()
-        if tokens == 10_000 and by == "kernel":  # one call a sequence, or two a tree with branches; and back
-            sequences, trees, alone = sum(len(replies) for _, replies in UNEVEN), len(UNEVEN), 1
-            calls = 2 * trees - alone if share else sequences
-            assert kernel.calls == 2 * calls * model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("short", [0, 2**18])
-def test_the_kernel_of_a_processor_is_right_in_both_precisions_of_its_backward_pass(
-    dtype: torch.dtype, short: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two trees and a sequence, with grouped heads, against the same in float64 from the definition."""
-    monkeypatch.setattr(varlen, "SHORT", short)
-    layout = packed.Layout([Tree(6, (9, 5)), Tree(10), Tree(1, (3,))], torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    runs = [torch.randn(34, heads, 16, generator=generator).to(dtype).requires_grad_() for heads in (6, 2, 2)]
-    exact = [run.detach().double().requires_grad_() for run in runs]
-    weights = torch.randn(34, 6, 16, generator=generator)
-    kernel: Kernel = OnProcessor()
-    out = varlen.attention(*runs, layout.parts, 0.25, kernel)
-    (out * weights).sum().backward()
-    seen = torch.zeros(34, 34, dtype=torch.bool)
-    for start, stop, trunk in ((0, 6, 0), (6, 15, 6), (15, 20, 6), (20, 30, 0), (30, 31, 0), (31, 34, 1)):
-        seen[start:stop, start:stop] = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
-        first = 0 if start < 20 else 30
-        seen[start:stop, first : first + trunk] = True
-    q, k, v = (run.repeat_interleave(6 // run.shape[1], 1) for run in exact)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * 0.25
-    expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
-    (expected * weights).sum().backward()
-    near = 1e-6 if dtype == torch.float32 else 6e-3
-    for found, right in ((out, expected), *((run.grad, one.grad) for run, one in zip(runs, exact, strict=True))):
-        assert found is not None and right is not None
-        assert (found.double() - right).norm() < near * right.norm()
+def compiled() -> None:
+    try:
+        library("tree")
+    except NoNative as error:
+        pytest.skip(str(error))
 
 
 def test_the_kernel_of_a_gpu_takes_what_it_can_compute() -> None:
@@ -172,8 +96,8 @@ def test_the_kernel_of_a_gpu_takes_what_it_can_compute() -> None:
             (torch.float32, 64, False),
             (torch.bfloat16, 36, False),
         ):
-            assert Flash().takes(torch.empty(5, 2, size, device="cuda", dtype=dtype)) == expected
-        assert not Flash().takes(torch.empty(5, 2, 64, dtype=torch.bfloat16))
+            assert flash.serves(torch.empty(5, 2, size, device="cuda", dtype=dtype)) == expected
+        assert not flash.serves(torch.empty(5, 2, 64, dtype=torch.bfloat16))
 
 
 def test_rows_of_a_group_may_lie_anywhere() -> None:
@@ -275,13 +199,9 @@ def test_a_way_that_differs_is_found_before_the_first_update(
 ) -> None:
     """Here replies that do not see their prompt."""
 
-    class Blind(packed.Layout):
-        def __init__(self, *words: Any) -> None:
-            super().__init__(*words)
-            self.parts = tuple(replace(part, trunks=None) for part in self.parts)
-            self.in_c = Forest([(size,) for size in self.sizes]) if self.in_c else None
-
-    monkeypatch.setattr(packed, "Layout", Blind)
+    whole = packed.Layout
+    blind = lambda trees, *how: whole(tuple(Tree(size) for tree in trees for size in tree.sizes), *how)  # noqa: E731
+    monkeypatch.setattr(packed, "Layout", blind)
     model = small_model()
     before = [weight.clone() for weight in model.parameters()]
     with pytest.raises(UserError, match="does not give what padded rows give .* set both to false"):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from made import full, infinite, micro, prefix_head
 from small import VOCABULARY, make_engine, one_and_the_rest, small_model, some_requests
 from test_passes import make_batch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.order.schedule import Lpt
@@ -24,9 +23,8 @@ from grpo_cli.learner.logprobs import PLAIN
 from grpo_cli.learner.optimizer import make_optimizer, state_bytes
 from grpo_cli.methods.snapkv import SnapKv
 from grpo_cli.model.adapters import with_adapters
-from grpo_cli.model.packed import Layout, Tree
 from grpo_cli.model.recompute import recompute_layers
-from grpo_cli.model.varlen import OnProcessor
+from grpo_cli.native.ops import no_tree_attention
 from grpo_cli.profile import shapes
 from grpo_cli.profile.allocations import ACTIVATIONS, LOGITS, Allocations
 from grpo_cli.profile.estimate import GRADIENTS as HELD
@@ -169,7 +167,10 @@ def test_offloaded_inputs_of_layers_take_nothing_between_the_passes():
         assert kept[ACTIVATIONS] - gone[ACTIVATIONS] == pytest.approx(2 * 400 * 32 * 4, rel=0.001)
 
 
-WAYS = [Padded(10_000, 32, 1.0), PaddingFree(10_000, 32, 1.0, share=False), PaddingFree(10_000, 32, 1.0, share=True)]
+PACKED = [
+    PaddingFree(10_000, 32, 1.0, share=share, natively=no_tree_attention(2, 2, 8) is None) for share in (False, True)
+]
+WAYS = [Padded(10_000, 32, 1.0), *PACKED]
 
 
 SEVERAL, LONG = [(30, [25, 10, 40, 40]), (12, [20])], [(100, [300, 200, 300])]
@@ -294,48 +295,6 @@ def test_one_part_of_a_step_stands_for_all_that_are_drawn_from(autocast: str, mo
     assert few == pytest.approx(found(on_cpu=True), rel=1e-4)
     more = 2 * (24 - 4) * 2**17 * 4 if autocast == "bfloat16" else 0
     assert [gpu - cpu for gpu, cpu in zip(on_gpu, few, strict=True)] == pytest.approx([more, more], rel=0.02, abs=64)
-
-
-@pytest.mark.parametrize("tree", [Tree(30, (25, 10)), Tree(700, (600,)), Tree(50)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention_found_once_takes_what_it_takes_every_time(tree: Tree, dtype: torch.dtype):
-    kernel, found = shapes._OfShapes(), list[Any]()
-    with FakeTensorMode(), Allocations(shapes._NOTHING) as seen:
-        (part,) = Layout([tree], torch.device("cpu")).parts
-        q, out, grad = (torch.empty(len(tree), 4, 16, dtype=dtype) for _ in range(3))
-        k, v = (torch.empty(len(tree), 2, 16, dtype=dtype) for _ in range(2))
-        lse = torch.empty(4, len(tree))
-        seen.take_peak()  # of the layout, which is gone
-        held = seen.take_peak()
-        assert kernel.takes(q)
-        for one in (OnProcessor(), kernel, kernel):
-            calls = [lambda one=one: one.part_forward(part, 0.25, (q, k, v))[:2]]
-            calls += [lambda one=one: one.part_backward(part, 0.25, (grad, q, k, v, out), lse, ())]
-            for call in calls:
-                results = call()
-                found.append((seen.take_peak(), [(x.shape, x.dtype) for x in results]))
-                del results
-                seen.take_peak()
-    assert found[:2] == found[2:4] == found[4:]
-    assert all(sum(peak.values()) > sum(held.values()) for peak, _ in found)
-
-
-def test_attention_found_for_a_tree_serves_those_of_about_its_size():
-    with FakeTensorMode(), Allocations(shapes._NOTHING) as seen:
-        kernel, beside = shapes._OfShapes(), list[list[int]]()
-        for prompt in (35, 60):
-            (part,) = Layout([Tree(prompt, (250, 240))], torch.device("cpu")).parts
-            q, k, v = (torch.empty(part.tokens, heads, 16) for heads in (4, 2, 2))
-            beside.append([])
-            for one in (kernel, OnProcessor()):
-                seen.take_peak()
-                held = sum(seen.take_peak().values())
-                results = one.part_forward(part, 0.25, (q, k, v))[:2]
-                beside[-1].append(sum(seen.take_peak().values()) - held)
-                del results
-                seen.take_peak()
-        assert len(kernel._found) == 1 and beside[0][0] == beside[0][1] and beside[1][0] != beside[0][0]
-        assert beside[1][0] == pytest.approx(beside[1][1], rel=0.02)
 
 
 def plan(requests: Any, n: int, m: int, *, slots: int | None = None, tokens: int = 400) -> StepShape:

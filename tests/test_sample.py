@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import some_requests
 
-from grpo_cli.engine.step import native
 from grpo_cli.engine.step.sample import SamplingTable, _truncated, inverse, truncate, uniforms
+from grpo_cli.native.library import NoNative, library
 from grpo_cli.settings import Sampling
-from grpo_cli.support.c_library import NoNative
 
 CPU = torch.device("cpu")
 NATIVELY = [False]
@@ -25,7 +24,7 @@ NATIVELY = [False]
 def how(request: pytest.FixtureRequest) -> Iterator[None]:
     """Everything that is said of drawing holds in both ways."""
     try:
-        NATIVELY[0] = request.param == "C" and bool(native.library())
+        NATIVELY[0] = request.param == "C" and bool(library("decode"))
     except NoNative as error:
         pytest.skip(str(error))
     yield

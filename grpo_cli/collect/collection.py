@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,49 +28,42 @@ MOST_CALLS = 4000  # of a step's methods; a collector that makes more is conside
 MOST_ROLLOUTS = 2**22  # and problems, of a step: each is a Python object
 
 
+@dataclass
 class StepCollection:
     """A step's rollouts: what a collector makes them with (see `interfaces.StepRollouts`), and what became of them.
 
-    `problems` is how many the task has, and `tokens_left` how many tokens the run is to generate yet. `truncated` is
-    `train.truncated`: with `zero` a rollout that is cut off earns nothing, with `leave_out` it is not trained on.
+    `problems` is how many the task has, and `tokens_left` how many tokens the run is to generate yet.
     """
 
-    def __init__(
-        self,
-        *,
-        n: int,
-        prompts: int,
-        sampling: Sampling,
-        seed: int,
-        step: int,
-        curriculum: Curriculum,
-        engine: Engine,
-        task: Task,
-        history: History,
-        version: int = 0,
-        problems: float = math.inf,
-        tokens_left: float = math.inf,
-        truncated: str = "train",
-        span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        self.n, self.prompts, self.sampling = n, prompts, sampling
-        self.step, self.version, self.history = step, version, history
-        self.rng = np.random.default_rng(seed_of(seed, step, "collector"))
-        self._seed, self._curriculum, self._engine, self._task = seed, curriculum, engine, task
-        self._problems, self._tokens_left, self._truncated = problems, tokens_left, truncated
-        self._span, self._autocast = span, autocast
+    n: int
+    prompts: int
+    sampling: Sampling
+    seed: int
+    step: int
+    curriculum: Curriculum
+    engine: Engine
+    task: Task
+    history: History
+    version: int = 0
+    problems: float = math.inf
+    tokens_left: float = math.inf
+    truncated: str = "train"
+    span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(seed_of(self.seed, self.step, "collector"))
+        self.rollout_seconds = 0.0
         self._prompts: dict[str, Prompt] = {}  # picked, requested or resumed, by problem
         self._rollouts: dict[str, dict[int, Rollout]] = {}  # by problem and sample, in order of the requests
         self._rewards: dict[str, dict[int, Reward]] = {}  # of those that were judged
         self._trained: dict[str, ScoredGroup] = {}  # what the collector returned
         self._notes: dict[str, float] = {}
-        self._calls, self._rounds, self._spent = 0, 0, Spent()
-        self.rollout_seconds = 0.0
+        self._calls, self._rounds, self._spent, self._limited = 0, 0, Spent(), False
 
     @property
     def at_limit(self) -> bool:
-        return sum(cost.generated_tokens for cost in self._spent.costs) >= self._tokens_left
+        return sum(cost.generated_tokens for cost in self._spent.costs) >= self.tokens_left
 
     @property
     def groups(self) -> list[Group]:
@@ -80,36 +74,38 @@ class StepCollection:
         return Group(self._prompts[name], tuple(own[sample] for sample in sorted(own)))
 
     def pick(self, count: int, without: Set[str] = frozenset()) -> Sequence[Prompt]:
-        self._count("problems", len(self._prompts) + count)
+        self._called()
+        self._refuse_many("problems", len(self._prompts) + count)
         known = self._prompts.keys() | without
-        count = int(min(count, self._problems - len(known)))
-        found = self._curriculum.pick(self.step, count, known) if count > 0 else ()
+        count = int(min(count, self.problems - len(known)))
+        found = self.curriculum.pick(self.step, count, known) if count > 0 else ()
         self._prompts |= {prompt.id: prompt for prompt in found}
         return found
 
-    def _count(self, what: str, count: int) -> None:
+    def _called(self) -> None:
         self._calls += 1
         if self._calls > MOST_CALLS:
             raise UserError(f"the collector has no end: it made {MOST_CALLS} calls in one step; let it return groups")
+
+    def _refuse_many(self, what: str, count: int) -> None:
         if count > MOST_ROLLOUTS:
-            raise UserError(
-                f"the collector requests {count} {what} in a step, and {MOST_ROLLOUTS} are the most: lower its "
-                "settings, n or train.prompts"
-            )
+            raise UserError(f"the collector requests {count} {what} in a step: lower its settings, n or train.prompts")
 
     def generate(
         self, requests: Iterable[tuple[Prompt, int] | Group], *, enough: int | None = None, limit: int | None = None
     ) -> list[Group]:
-        requests, made, names = list(requests), sum(map(len, self._rollouts.values())), dict[str, None]()
-        self._count("rollouts", made + sum(one[1] for one in requests if isinstance(one, tuple)))
+        self._called()
+        made, names = sum(map(len, self._rollouts.values())), dict[str, None]()
         partial: dict[tuple[str, int], Rollout] = {}
         for request in requests:
-            prompt = request.prompt if isinstance(request, Group) else request[0]
+            added = request.rollouts if isinstance(request, Group) else ()
+            prompt, count = (request.prompt, 0) if isinstance(request, Group) else _pair(request)
+            made += count
+            self._refuse_many("rollouts", made)
             if self._prompts.setdefault(prompt.id, prompt) != prompt:
                 raise UserError(f"the collector requests two problems with the id {prompt.id!r}: give each its own")
             own = self._rollouts.setdefault(prompt.id, {})
-            added = request.rollouts if isinstance(request, Group) else self._new(prompt, len(own), request[1])
-            for rollout in added:
+            for rollout in added or self._new(prompt, len(own), count):
                 known = own.setdefault(rollout.request.sample, rollout)
                 if known.request != rollout.request:
                     raise UserError(
@@ -130,39 +126,43 @@ class StepCollection:
 
     def _new(self, prompt: Prompt, first: int, count: int) -> list[Rollout]:
         """Return rollouts without a token yet."""
-        seeds = {sample: seed_of(self._seed, self.step, prompt.id, sample) for sample in range(first, first + count)}
+        seeds = {sample: seed_of(self.seed, self.step, prompt.id, sample) for sample in range(first, first + count)}
         return [begun(Request(prompt, sample, seed, self.sampling)) for sample, seed in seeds.items()]
 
     def _make(self, partial: Sequence[Rollout], goal: Goal | None, limit: int | None) -> None:
         if limit is not None:
-            partial = [limited(one, limit) for one in partial if len(one) < limit]
+            self._limited, partial = True, [limited(one, limit) for one in partial if len(one) < limit]
         if not partial:
             return
         start = time.perf_counter()
-        with self._span("rollout"), self._autocast():
-            for rollout in play(self._engine, self._task, partial, self.version, goal, self._spent):
+        with self.span("rollout"), self.autocast():
+            for rollout in play(self.engine, self.task, partial, self.version, goal, self._spent):
                 own, sample = self._rollouts[rollout.request.prompt.id], rollout.request.sample
                 own[sample] = rollout if limit is None else unlimited(rollout, own[sample])
         self.rollout_seconds += time.perf_counter() - start
         self._rounds += 1
 
     def score(self, groups: Iterable[Group]) -> list[ScoredGroup]:
-        groups = list(groups)
-        self._count("rollouts", 0)
+        self._called()
+        groups = [self._now(group) for group in groups]
         lacking = [unjudged for group in groups if (unjudged := self._unjudged(group)).rollouts]
         if lacking:
-            with self._span("reward"):
-                fresh = score_all(self._task, lacking)
+            with self.span("reward"):
+                fresh = score_all(self.task, lacking)
             for group in fresh:
                 samples = [rollout.request.sample for rollout in group.rollouts]
                 rewards = [self._earned(*each) for each in zip(group.rollouts, group.rewards, strict=True)]
                 self._rewards.setdefault(group.prompt.id, {}).update(zip(samples, rewards, strict=True))
         return [self._judged(group) for group in groups]
 
+    def _now(self, group: Group) -> Group:
+        """Return the group with its rollouts as far as they have come."""
+        own = self._rollouts.get(group.prompt.id, {})
+        return Group(group.prompt, tuple(own.get(one.request.sample, one) for one in group.rollouts))
+
     def _earned(self, rollout: Rollout, reward: Reward) -> Reward:
-        if not (self._truncated == "zero" and rollout.finish is Finish.LENGTH):
-            return reward
-        return replace(reward, total=0.0, parts=dict.fromkeys(reward.parts, 0.0))
+        is_zero = self.truncated == "zero" and rollout.finish is Finish.LENGTH
+        return replace(reward, total=0.0, parts=dict.fromkeys(reward.parts, 0.0)) if is_zero else reward
 
     def _unjudged(self, group: Group) -> Group:
         known = self._rewards.get(group.prompt.id, {})
@@ -173,7 +173,7 @@ class StepCollection:
         return ScoredGroup(group.prompt, rollouts, tuple(rewards[r.request.sample] for r in rollouts))
 
     def differs(self, group: ScoredGroup) -> bool:
-        left_out = Finish.LENGTH if self._truncated == "leave_out" else None
+        left_out = Finish.LENGTH if self.truncated == "leave_out" else None
         pairs = zip(group.rollouts, group.rewards, strict=True)
         return len({reward.answer for rollout, reward in pairs if rollout.finish is not left_out}) > 1
 
@@ -187,10 +187,7 @@ class StepCollection:
             groups = self._checked(collector)
         self._trained = {group.prompt.id: group for group in with_rewards(groups)}
         if not self._trained:
-            raise UserError(
-                "the judge scored no rollout of the step (the warnings above say why); fix the judge, then continue "
-                "with grpo train resume=auto"
-            )
+            raise UserError("the judge scored no rollout of the step (see above): fix it, then grpo train resume=auto")
         if len(self._trained) < len(groups):
             self.note("unjudged_groups", len(groups) - len(self._trained))
         return [*self._trained.values()]
@@ -202,11 +199,19 @@ class StepCollection:
             raise UserError(f"{fault} returned {returned!r:.40}: return a list of what step.score(...) returns")
         names = set[str]()
         for group in returned:
-            if not isinstance(group, ScoredGroup) or not 0 < len(_ended(group)) == len(group.rollouts):
+            sizes = (
+                {len(group.rewards), len(group.rollouts), len(_ended(group))} if isinstance(group, ScoredGroup) else {0}
+            )
+            if len(sizes) > 1 or 0 in sizes:
                 named = f"problem {group.prompt.id!r}" if isinstance(group, Group | ScoredGroup) else f"{group!r:.40}"
                 raise UserError(f"{fault} returned {named} unscored: return what step.score(...) returns")
             if group.prompt.id in names:
                 raise UserError(f"{fault} returned problem {group.prompt.id!r} twice: return each group once")
+            own = self._rollouts.get(group.prompt.id, {}).values()
+            if not self._limited and any(one.finish is Finish.PARTIAL for one in own):
+                raise UserError(
+                    f"{fault} returned problem {group.prompt.id!r} with unfinished rollouts: generate them first"
+                )
             names.add(group.prompt.id)
             check_rewards(group)
             check_sampling(group.rollouts[0].request, self.sampling)
@@ -229,7 +234,9 @@ class StepCollection:
         groups = self.groups
         sizes = [len(group.rollouts) for group in groups]
         dropped = [group for group in groups if group.whole and group.prompt.id not in self._trained]
-        with_turns = has_turns(self._task)
+        lost = [one for group in dropped for one in group.rollouts]
+        lost += [one for group in groups if group.prompt.id in self._trained for one in group.partial.rollouts]
+        with_turns = has_turns(self.task)
         return {
             **(turn_metrics(groups) | {"time/environment": self._spent.environment_seconds} if with_turns else {}),
             "collect/rounds": float(self._rounds),
@@ -237,10 +244,19 @@ class StepCollection:
             "collect/rollouts_min": float(min(sizes, default=0)),
             "collect/rollouts_max": float(max(sizes, default=0)),
             "collect/dropped_groups": float(len(dropped)),
-            "collect/tokens_dropped": float(sum(one.num_drawn for group in dropped for one in group.rollouts)),
+            "collect/tokens_dropped": float(sum(one.num_drawn for one in lost)),
             **self._notes,
-            **(self._task.counted() if isinstance(self._task, Counts) else {}),
+            **(self.task.counted() if isinstance(self.task, Counts) else {}),
         }
+
+
+def _pair(request: Any) -> tuple[Prompt, int]:
+    """Return a request for new rollouts. UserError for anything else."""
+    with suppress(TypeError, ValueError):
+        prompt, count = request
+        if isinstance(prompt, Prompt) and operator.index(count) >= 0:
+            return prompt, operator.index(count)
+    raise UserError(f"the collector requests {request!r:.40}: give step.generate(...) groups, or (problem, number)")
 
 
 def _ended(group: Group | ScoredGroup) -> tuple[Rollout, ...]:

@@ -12,7 +12,6 @@ def equal(step: StepRollouts) -> list[ScoredGroup]:
 
 
 def at_once(collector: object, n: int, prompts: int) -> int:
-    """Return the most rollouts that a collector requests at a time: a plain step's, unless it has `at_once` of its
-    own."""
+    """Return the most rollouts that a collector requests at a time: by its own `at_once`, else a plain step's."""
     own = getattr(collector, "at_once", None)
     return int(own(n, prompts)) if own is not None else n * prompts

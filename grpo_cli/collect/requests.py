@@ -29,8 +29,8 @@ def check_ids(prompts: Iterable[Prompt], which: str) -> None:
         first = numbers.setdefault(prompt.id, number)
         if first != number:
             raise UserError(
-                f"{prompt.id!r} is the id of two of the {which} (numbers {first} and {number}), and rollouts are "
-                "grouped by it: let the task give each prompt of a split an id of its own"
+                f"{prompt.id!r} is the id of two of the {which} (numbers {first} and {number}): let the task give each "
+                "prompt of a split its own"
             )
 
 
@@ -76,8 +76,7 @@ def check_rewards(group: ScoredGroup) -> None:
         first = int(bad[0])
         raise UserError(
             f"the task gave reward {group.totals[first]} to sample {group.rollouts[first].request.sample} of prompt "
-            f"{group.prompt.id} ({len(bad)} of {len(group.totals)} rewards of this group are so): rewards must be "
-            "finite numbers from -2^53 to 2^53, so repair the task's reward; training stopped before using it"
+            f"{group.prompt.id}: let it return finite numbers from -2^53 to 2^53"
         )
 
 
@@ -94,7 +93,7 @@ def check_sampling(request: Request, now: Sampling) -> None:
         before, here = (" ".join(f"sampling.{key}={of[key]}" for key in changed) for of in (begun, vars(now)))
         raise UserError(
             f"rollouts of problem {request.prompt.id!r} were begun with {before}, and this run has {here}: resume with "
-            "what they were begun with, or start a new run"
+            "the former, or start a new run"
         )
 
 

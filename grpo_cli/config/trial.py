@@ -22,7 +22,7 @@ from grpo_cli.support.errors import UserError, own_code_unless_ours
 from grpo_cli.support.facts import name_of
 from grpo_cli.types import EngineStats, Finish, LossOutput, Prompt, Request, Reward, Rollout, Verdict
 
-MOST_TRIED = 4096  # rollouts of a problem
+MOST_TRIED, ENOUGH = 4096, 1024  # rollouts of a problem; of a made-up step, if its groups are not larger
 
 
 def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
@@ -30,7 +30,7 @@ def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
     size = min(n, MOST_TRIED)
     rules = copy.deepcopy(rules)
     if not isinstance(rules.collector, SetUp):
-        _step(size, prompts).run(rules.collector)
+        _step(size, max(1, min(prompts, ENOUGH // size))).run(rules.collector)
     [group] = _step(size, 1).run(equal)
     kept, keep = list(range(size))[-m:], size if m == n else min(m, size - 1)
     if not isinstance(rules.downsample, SetUp):

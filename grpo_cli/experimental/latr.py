@@ -18,21 +18,20 @@ Measured: scripts/reproduce/frontier_d.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from grpo_cli.collect.requests import seed_of
 from grpo_cli.experimental.arrol import look_at
+from grpo_cli.experimental.given import begun_with
 from grpo_cli.experimental.reading import read
 from grpo_cli.interfaces import Bench, StepRollouts
 from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Count, Share
-from grpo_cli.types import GIVEN, Finish, Group, Rollout, ScoredGroup, Span
+from grpo_cli.types import Finish, Group, Rollout, ScoredGroup
 
 Name = tuple[str, int]  # a problem's id and a sample
 
@@ -183,9 +182,7 @@ def _born(groups: Sequence[Group], tree: _Tree, asked: Sequence[tuple[Rollout, i
     for parent, place, other in asked:
         name, given = _name(parent)[0], (*parent.token_ids[:place], other)
         sample, sizes[name] = sizes[name], sizes[name] + 1
-        request = replace(parent.request, sample=sample, seed=seed_of(parent.request.seed, "branch", place, sample))
-        spans = (Span(GIVEN, len(given)),)
-        born.append(Rollout(request, given, (math.nan,) * len(given), Finish.PARTIAL, 0, spans))
+        born.append(begun_with(parent.request, given, sample, "branch", place))
         tree.branches[name, sample] = _Branch(_name(parent), place)
     return born
 

@@ -55,7 +55,7 @@ def _downsample_goes_with(own: Mapping[str, Any], others: Others) -> Iterator[st
     yield from _any_size(others, rule)
 
 
-@facts(needs_middle=True, goes_with=_downsample_goes_with)
+@facts(goes_with=_downsample_goes_with)
 def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
     """All but one in the middle of the rewards, drawn among equal ones (MC-GRPO, arXiv 2601.22582).
 
@@ -70,7 +70,7 @@ def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) 
     return [index for index in range(size) if index != left_out]
 
 
-@facts(needs_middle=True, goes_with=_advantage_goes_with)
+@facts(goes_with=_advantage_goes_with)
 def median(
     group: ScoredGroup, kept: Sequence[int], *, scale: Scale, floor: Floor, stats_over: StatsOver
 ) -> Float[Tensor, " K"]:

@@ -45,9 +45,9 @@ class StepRollouts(Protocol):
     def generate(
         self, requests: Iterable[tuple[Prompt, int] | Group], *, enough: int | None = None, limit: int | None = None
     ) -> Sequence[Group]:
-        """Return the requested groups, with all that the step has of them: so many more rollouts of a problem, or the
-        rest of a group's partial rollouts, also of an earlier step. Once `enough` of them are whole, or a rollout has
-        `limit` tokens, rollouts come back partial."""
+        """Return the requested groups, with all that the step has of them: of a problem and a number so many more
+        rollouts, of a group (also of an earlier step) the rest of its partial ones. Once `enough` of them are whole, or
+        a rollout has `limit` tokens, rollouts come back partial."""
 
     def score(self, groups: Iterable[Group]) -> list[ScoredGroup]:
         """Return the groups' finished rollouts with their rewards; each is judged once."""
@@ -61,12 +61,10 @@ class StepRollouts(Protocol):
 
 @runtime_checkable
 class Collector(Protocol):
-    """Returns the groups that a step trains on. Attributes of its function or class (`facts`), all optional:
+    """Returns the groups that a step trains on.
 
-    at_once    a method (n, prompts): the most rollouts requested at a time, if they may be more than n * prompts;
-    unequal    True if groups may have another size than n;
-    stops      True if it stops rollouts before their end (`enough`);
-    resumes    True if it goes on with partial rollouts.
+    One that requests more than n * prompts rollouts at a time has a method `at_once(n, prompts)` that returns the most;
+    what else it can do is in `support.facts` (unequal, stops, resumes).
     """
 
     def __call__(self, step: StepRollouts) -> Sequence[ScoredGroup]: ...

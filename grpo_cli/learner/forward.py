@@ -26,7 +26,7 @@ from grpo_cli.learner.logprobs import (
 from grpo_cli.model.anatomy import backbone, can_pack, is_llama_shaped, place_of, unwrapped
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
 from grpo_cli.model.transfer import send
-from grpo_cli.model.tree_attention import why_not
+from grpo_cli.native.ops import no_tree_attention
 from grpo_cli.settings import ModelSettings, TrainSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch
@@ -105,7 +105,7 @@ def attends_natively(train: TrainSettings, model: Any, share: bool) -> tuple[boo
     config = backbone(model).config
     heads, queries = config.num_key_value_heads, config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // queries
-    found = why_not(heads, queries // heads, dim)
+    found = no_tree_attention(heads, queries // heads, dim)
     return (True, False) if found is None else (str(found), found.is_fault)
 
 
@@ -148,7 +148,7 @@ class Padded(Forward):
 class PaddingFree(Forward):
     """Rows packed one after the other. With `share`, rows with the same prompt are one tree: the prompt goes through
     the model once, and a group of m rows costs P + R_1 + ... + R_m tokens in place of m P + R_1 + ... + R_m. With
-    `natively` attention is computed in C (`model.tree_attention`).
+    `natively` attention is computed in C (`native/tree.c`).
     """
 
     natively: bool = field(default=False, kw_only=True)

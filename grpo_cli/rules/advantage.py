@@ -63,7 +63,7 @@ def advantages(rule: Advantage, group: ScoredGroup, kept: Sequence[int]) -> Floa
     fault = f"advantage {name_of(rule)} returned"
     with own_code_unless_ours(fault.removesuffix(" returned"), getattr(rule, "func", rule)):
         answer = rule(group, kept)
-    if not isinstance(answer, Tensor) or answer.shape not in shapes:
+    if not isinstance(answer, Tensor) or answer.shape not in shapes or answer.is_complex():
         found = f"shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else f"{answer!r:.40}"
         raise UserError(f"{fault} {found}: return a tensor of shape {shapes[0]} or {shapes[1]}")
     if not answer.isfinite().all():

@@ -1,51 +1,58 @@
-"""What a part says of itself before it is made."""
+"""What a part can do, known before it is made: attributes of its function or class."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
 
 
 @runtime_checkable
 class Others(Protocol):
-    """The parts of a run as their settings describe them, before any is made: what a part may ask of the others in its
-    `goes_with`. `n`, `m` and `prompts` (of a step) are the run's."""
+    """The parts of a run as their settings describe them, before any is made, for `goes_with`. `n`, `m` and `prompts` are the
+    run's."""
 
     n: int
     m: int
     prompts: int
 
     def says(self, group: str, fact: str) -> Any:
-        """What the part chosen of this group says of itself (see `facts`), None where it says nothing."""
+        """Return a fact of the part chosen of this group, None where it has none of this name."""
 
     def named(self, group: str) -> str:
-        """`group=choice`, as a person types it."""
+        """Return `group=choice`, as a person types it."""
 
     def setting(self, group: str, key: str) -> Any:
-        """A setting of the part, None where it has none of this name."""
+        """Return a setting of the part, None where it has none of this name."""
+
+
+Conflicts = Callable[[Mapping[str, Any], Others], Iterator[str]]
+
+
+class Facts(TypedDict, total=False):
+    """The attributes of parts; one that is left out is not known, which is as good as False."""
+
+    goes_with: Conflicts  # any part: yields why its settings cannot work beside the others
+    divides: bool  # an advantage divides by the deviation of the group
+    keeps_fewer: bool  # a down-sample rule may keep fewer than `keep`
+    unequal: bool  # a collector's groups may have another size than n
+    stops: bool  # a collector stops rollouts before their end (`enough`)
+    resumes: bool  # a collector goes on with partial rollouts, or with tokens that are given
+    of_whole_rollouts: bool  # a predictor knows nothing of a rollout that goes on
+    evicts: bool  # a sparsity drops KV entries
+    is_policy: bool  # an engine draws from the trainer's own policy (left to `engine.inner` where there is one)
+    stops_early: bool  # an engine can stop rollouts before their end
+    any_family: bool  # an engine takes causal models of any family, not only Llama-shaped ones
+    answers_in_place: bool  # an engine's `generate` takes `replies`, and goes on with a row once its turn is answered
 
 
 Part = TypeVar("Part")
 
 
-def facts(**said: Any) -> Callable[[Part], Part]:
-    """A decorator: what a part, a function or a class, says of itself before it is made, as attributes.
-
-    Any part may have `goes_with`, a function `(own settings, Others)` that yields why it cannot work beside the others.
-    What else there is stands in the protocol of each kind, and:
-
-    | of | fact | says |
-    |---|---|---|
-    | predictor | of_whole_rollouts | whether it knows nothing of a rollout that goes on |
-    | sparsity | evicts | whether KV entries are dropped |
-    | engine | is_policy | whether it draws from the trainer's own policy (left to `engine.inner` where there is one) |
-    | engine | stops_early | whether it can stop rollouts before their end |
-    | engine | any_family | whether it takes causal models of any family, not only Llama-shaped ones |
-    | engine | answers_in_place | whether `generate` takes `replies`, and goes on with a row once its turn is answered |
-    """
+def facts(**attributes: Unpack[Facts]) -> Callable[[Part], Part]:
+    """Return a decorator that sets the attributes of a function or class."""
 
     def with_facts(part: Part) -> Part:
-        for name, value in said.items():
+        for name, value in attributes.items():
             setattr(part, name, value)
         return part
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import made
@@ -18,8 +17,9 @@ from test_rollouts_on_fake_cuda import SMALL, adapted
 from grpo_cli.learner.learner import Learner
 from grpo_cli.learner.logprobs import chosen_logprobs, logprobs_at
 from grpo_cli.learner.optimizer import make_optimizer
-from grpo_cli.model import packed, varlen
-from grpo_cli.model.packed import Layout, Tree, allow_packing, packed_hidden
+from grpo_cli.model import flash, packed
+from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
+from grpo_cli.native.ops import flat
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import Batch, Totals
@@ -136,22 +136,15 @@ def test_the_host_waits_twice_in_an_update_whatever_it_is_cut_into(
             assert watched.waits == ["_to_copy", "_local_scalar_dense"]
 
 
-@pytest.mark.parametrize("trees", [(Tree(6, (9, 5)), Tree(10)), (Tree(6, (14, 10)),)], ids=["two", "one"])
-def test_the_kernel_of_a_gpu_is_asked_as_it_is_declared(trees: Sequence[Tree], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("trees", [((6, 9, 5), (10,)), ((6, 14, 10),)], ids=["two", "one"])
+def test_the_kernel_of_a_gpu_is_called_as_it_is_declared(
+    trees: Sequence[Sequence[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Trees and plain sequences through PyTorch's own operators, and back, without a wait. (Autograd itself wants a
-    driver.) What the kernels read as if it were contiguous is."""
-    backward = varlen.Flash.backward
-
-    def asked(self: Any, grad: Any, qkv: Any, out: Any, lse: Any, *more: Any) -> Any:
-        assert all(tensor.is_contiguous() for tensor in (grad, *qkv, out, lse))
-        return backward(self, grad, qkv, out, lse, *more)
-
-    monkeypatch.setattr(varlen.Flash, "backward", asked)
-    ctx = SimpleNamespace(save_for_backward=lambda *tensors: setattr(ctx, "saved_tensors", tensors))
+    driver.)"""
     with gpu(monkeypatch) as watched, torch.no_grad():
         q, k, v = (torch.empty(30, heads, 64, device=CUDA, dtype=torch.bfloat16) for heads in (6, 2, 2))
-        layout = Layout(trees, q.device)
-        out = varlen._Attention.forward(ctx, q, k, v, layout.parts, 0.125, varlen.Flash())
-        gradients = varlen._Attention.backward(ctx, out)
-    assert out.shape == q.shape and [g.shape for g in gradients[:3]] == [q.shape, k.shape, v.shape]
+        out, logs = flash.forward(q, k, v, flat(trees), 0.125)
+        gradients = flash.backward(out, q, k, v, out, logs, flat(trees), 0.125)
+    assert out.shape == q.shape and [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
     assert not watched.waits

@@ -36,6 +36,7 @@ from grpo_cli.engine.step.weights import (
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.packed import causal
 from grpo_cli.model.transfer import send
+from grpo_cli.native import ops
 from grpo_cli.support.memory import storages, tensors_of
 
 
@@ -106,9 +107,9 @@ class Decoder:
 
     def natively(self, watched: bool) -> Decoder:
         """The same, with a step's small operations in C, which has to be there, if it has this device and precision."""
-        fits = self.device.type == "cpu" and {self.dtype, self.layout().dtype} <= {*native.PRECISIONS}
+        fits = self.device.type == "cpu" and {self.dtype, self.layout().dtype} <= {*ops.PRECISIONS}
         fits = fits and all(native.serves(block, self._norm) for block in self._blocks_of_model)
-        if not fits or self.dim > native.MOST_DIM or self.dim % 2:
+        if not fits or self.dim > ops.MOST_DIM or self.dim % 2:
             return self
         return self._with(_functions=native.FUNCTIONS, _plain=native.FUNCTIONS, _attends_natively=not watched)
 

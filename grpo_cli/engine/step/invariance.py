@@ -24,8 +24,9 @@ from grpo_cli.engine.kv.keeper import KeepAll
 from grpo_cli.engine.kv.padding import Padding, unpadded
 from grpo_cli.engine.kv.rows import Rows
 from grpo_cli.engine.kv.tiles import PromptPages, own_pieces, prompt_pieces
-from grpo_cli.engine.step import native
 from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.native import ops
+from grpo_cli.native.library import library
 
 # Numbers of rows to test: all small ones, where kernels change, and some large ones, where work is divided differently.
 # Fewer for a block with so many weights that the largest would take seconds.
@@ -192,7 +193,7 @@ class _Trial:
 def computes_the_same(decoder: Decoder, plain: Decoder) -> bool:
     """Whether a decoder whose small operations run in C finds what one without finds, but for rounding. Found once for
     the same shapes, precision and library."""
-    asked = (native.library(), decoder.layout().dtype, decoder.dtype, decoder.is_native, *_shapes(decoder))
+    asked = (library("decode"), decoder.layout().dtype, decoder.dtype, decoder.is_native, *_shapes(decoder))
     if asked not in _SAME:
         _SAME[asked] = _finds_the_same(decoder, plain)
     return _SAME[asked]
@@ -206,7 +207,7 @@ def _finds_the_same(decoder: Decoder, plain: Decoder) -> bool:
         attended = (_Trial(one, one.padding).attended(batch) for one in (decoder, plain))
         pairs = [(hidden_of_block(decoder, tokens), hidden), (next(attended), next(attended))]
         logits, uniform = plain.logits(hidden), torch.rand(9, dtype=torch.float64)
-        drawn, logprobs = native.draw(logits, uniform, torch.ones(9))
+        drawn, logprobs = ops.draw(logits, uniform, torch.ones(9))
         pairs += [(logprobs, logits.float().log_softmax(-1).gather(1, drawn[:, None])[:, 0])]
         most = 1e-4 if decoder.layout().dtype == torch.float32 else 0.05
         return all(bool((one - other).abs().max() <= most * other.abs().max()) for one, other in pairs)

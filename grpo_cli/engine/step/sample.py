@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_cli.engine.step import native
 from grpo_cli.model.transfer import send
+from grpo_cli.native import ops
 from grpo_cli.settings import Sampling
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -89,7 +89,7 @@ class SamplingTable:
         A greedy row draws from a point mass, so its log-probability is 0.
         """
         if self._natively and not self.any_truncated:
-            return native.draw(logits, uniform, self.temperature[rows])
+            return ops.draw(logits, uniform, self.temperature[rows])
         few = rows_at_once(logits)
         if logits.dtype == torch.float32 or logits.device.type != "cpu" or len(logits) <= few:
             return self._draw(logits.float(), uniform, rows)

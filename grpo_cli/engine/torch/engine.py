@@ -22,7 +22,6 @@ from grpo_cli.engine.step.invariance import (
     invariance_of,
     rounding_warning,
 )
-from grpo_cli.engine.step.native import library
 from grpo_cli.engine.torch.generation import Generation
 from grpo_cli.engine.torch.sequence import Sequence
 from grpo_cli.engine.torch.sizes import Sizes
@@ -30,7 +29,7 @@ from grpo_cli.engine.torch.stop import stop_of
 from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.interfaces import Meter, Replies, facts
 from grpo_cli.model.anatomy import unwrapped
-from grpo_cli.support.c_library import NoNative
+from grpo_cli.native.library import WRONG, NoNative, library
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.meter import NullMeter
@@ -133,7 +132,7 @@ class TorchEngine:
 
     def _go_native(self) -> None:
         try:
-            library()
+            library("decode")
         except NoNative as error:
             self._native = str(error)
             if error.is_fault:
@@ -145,7 +144,7 @@ class TorchEngine:
             elif computes_the_same(natively, self._decoder):
                 self._decoder = natively
             else:
-                self._native = "what the C compiler made computes something else than PyTorch"
+                self._native = WRONG
                 self._warn_of_steps()
 
     def _warn_of_steps(self) -> None:

@@ -115,9 +115,13 @@ def _conclude(sweep: Sweep) -> int:
 def _hydra(command: str, task: _Called) -> None:
     """Let Hydra read the command line, and compose a run or a sweep of it."""
     import hydra
+    from hydra._internal.hydra import Hydra
     from omegaconf import OmegaConf
 
     from grpo_cli.config.choices import config_dir
+
+    # It composes everything, once more than needed, for a mode that -m says.
+    Hydra.get_mode = lambda self, config_name, overrides: None  # type: ignore[method-assign]
 
     # Cached, so that a run's folder stays the same each time its config is read, and a sweep's jobs share theirs.
     OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(2), use_cache=True, replace=True)

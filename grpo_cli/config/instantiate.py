@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pkgutil
 import typing
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import hydra.utils
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -113,11 +113,11 @@ def _code(name: str, target: str) -> Any:
     """Return the class or function that a part's `_target_` names. UserError if it cannot be had."""
     with own_code(f"{name}._target_={target}"):
         try:
-            code: Any = hydra.utils.get_object(target)
+            code: Any = pkgutil.resolve_name(target)
             inspect.signature(code)
             if reason := hidden(target):
                 raise ImportError(reason)
-        except (ImportError, TypeError, ValueError) as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
             reason = hidden(target) or " ".join(str(error.__cause__ or error).splitlines()[:2])
             raise UserError(
                 f"{name}._target_={target} cannot be had: {reason}; "

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
@@ -18,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from grpo_cli.config.auto import fill
 from grpo_cli.config.choices import choices, config_dir, parts_of, shipped
+from grpo_cli.config.overrides import is_ours, key_of
 from grpo_cli.settings import STRICT, EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError, closest, refuse
 from grpo_cli.support.formatting import shown
@@ -39,7 +41,7 @@ _KINDS = {
 def read_settings(cfg: DictConfig, kind: type[Settings]) -> Settings:
     """Return the settings of a command. UserError lists every missing value, wrong type or range, and unknown key."""
     command = COMMANDS[kind]
-    own = [group for group in parts_of(command) if not _is_shipped(group, cfg.get(group))]
+    own = [group for group in parts_of(command) if not is_ours(OmegaConf.select(cfg, f"{group}._target_"))]
     if own:
         from grpo_cli.config.instantiate import drop_inherited
 
@@ -51,7 +53,7 @@ def read_settings(cfg: DictConfig, kind: type[Settings]) -> Settings:
     problems = [line for group, part in parts.items() for line in _part_problems(group, part)]
     _read_escapes(values.get("sampling"), parts["task"])
     settings = read(kind, values | {"parts": parts}, problems, cfg)
-    if not problems or any(part not in _files(group) for group, part in parts.items()):
+    if not problems or _are_typed(parts):
         from grpo_cli.config.instantiate import settings_problems  # imports the parts, and so torch
 
         problems += settings_problems(parts)
@@ -155,13 +157,11 @@ def _part_problems(group: str, part: Any) -> Iterator[str]:
                 yield f"{key} is no setting of a part, which is one class or function: leave {word} out"
 
 
-def _files(group: str) -> list[dict[str, Any]]:
-    return [shipped(group, choice) for choice in choices(group)]
-
-
-def _is_shipped(group: str, part: Any) -> bool:
-    """True if a part is one of the shipped choices, whatever its settings."""
-    return isinstance(part, DictConfig) and part.get("_target_") in [file["_target_"] for file in _files(group)]
+def _are_typed(parts: Mapping[str, Any]) -> bool:
+    """True if settings of parts may have been typed, and so may be wrong too."""
+    if not HydraConfig.initialized():
+        return True
+    return any("." in key and key.partition(".")[0] in parts for key in map(key_of, HydraConfig.get().overrides.task))
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_cli.config.choices import choices, groups_of
 from grpo_cli.config.overrides import key_of, leaves, overrides, value_of
 from grpo_cli.config.trust import is_foreign
-from grpo_cli.runs.find import find_checkpoint, resolve_run
+from grpo_cli.runs.find import find_checkpoint, never_saved, resolve_run
 from grpo_cli.runs.layout import RUN, step_of
-from grpo_cli.runs.record import RunRecord, read_record
+from grpo_cli.runs.record import RunRecord, begun_as, read_record
+from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.formatting import plain, shown
 from grpo_cli.support.terminal import to_stderr
@@ -37,9 +38,10 @@ def words_to_resume(typed: Sequence[str], multirun: bool) -> list[str]:
     if place == HERE:
         if run_dir is None:
             raise UserError("resume=here continues the run in hydra.run.dir=<folder>: name one")
-        if read_record(Path(run_dir)) is None:
+        if (begun := begun_as(Path(run_dir))) is None:
             return [word for word in typed if key_of(word) not in OF_A_RESUME]
-        place = run_dir
+        place = run_dir  # what the run began with may have been changed since, for more steps
+        typed = [word for word in typed if word not in begun.overrides]
     elif run_dir is not None:
         raise UserError(f"resume={place} continues in the folder of that run: leave out hydra.run.dir={run_dir}")
     folder = resolve_run(place)
@@ -139,7 +141,9 @@ def merged(
         if "experiment" in other:
             raise UserError(f"experiment={chosen['experiment']} is not what the run began with: type its settings")
         try:
-            wanted = {str(key) for key in cfg} - other - {*_OF_THIS_COMMAND}
+            wanted = {str(key) for key in cfg} - other - {*_OF_THIS_COMMAND, "search"}
+            if lacking := sorted(wanted - record.config.keys()):
+                raise ValueError(f"{', '.join(lacking)} missing")
             values = _taken(record, wanted, [key for key in keys if key not in groups], command)
         except (OmegaConfBaseException, TypeError, ValueError) as error:
             raise UserError(f"{record.source} does not hold the settings of a run ({plain(error)})") from error
@@ -198,3 +202,33 @@ def _evaluate_whole_file(cfg: DictConfig, record: RunRecord | None, typed: set[s
     if "task.path" in typed and not chosen and "eval_fraction" in cfg.task and cfg.task.path not in (None, of_the_run):
         OmegaConf.update(cfg, "task.eval_path", None)
         OmegaConf.update(cfg, "task.eval_fraction", 1.0)
+
+
+def checkpoint_to_resume(settings: RunSettings, warn: Callable[[str], None]) -> Path | None:
+    """Return the checkpoint to resume from; None if the run begins. UserError if its weights or steps do not fit."""
+    if settings.resume is None:
+        return None
+    folder = resolve_run(settings.resume)
+    found = find_checkpoint(folder)
+    for reason in found.skipped:
+        warn(f"checkpoint passed over: {reason}")
+    if found.path is None:
+        if not (settings.accept_damage or never_saved(folder)):
+            reasons = "; ".join(found.skipped) or "they are gone"
+            raise UserError(
+                f"resume={settings.resume} holds no complete checkpoint ({reasons}); name another run, or begin it "
+                "anew with accept_damage=true"
+            )
+        warn(f"{folder} holds no complete checkpoint: the run begins anew, as it was started")
+        return None
+    done, steps = step_of(found.path.name), settings.train.steps
+    if done is not None and done > steps:
+        raise UserError(f"train.steps={steps} is less than the {done} steps that {found.path} has done: ask for more")
+    record = read_record(Path(settings.run_dir))
+    path = settings.model.path if record is None else record.config.get("model", {}).get("path")
+    if path != settings.model.path and not settings.model.adapted:  # the base of adapters may have been moved
+        raise UserError(
+            f"model.path={settings.model.path} is not the model of {found.path}, whose weights the run has: leave "
+            "model= and model.path= out"
+        )
+    return found.path

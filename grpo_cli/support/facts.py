@@ -8,8 +8,7 @@ from typing import Any, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
 
 @runtime_checkable
 class Others(Protocol):
-    """The parts of a run as their settings describe them, before any is made, for `goes_with`. `n`, `m` and `prompts` are the
-    run's."""
+    """The parts of a run as their settings describe them, before any is made, for `goes_with`."""
 
     n: int
     m: int

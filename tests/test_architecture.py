@@ -169,7 +169,6 @@ OTHER_MEANING = {
     # values of model.quantize, optim.ess, profile.lengths; keys, one of them of adapters
     "config/check": {"none", "sqrt", "full", "epochs", "dora"},
     "config/compose": {"profile"},  # the command
-    "config/elsewhere": {"beta"},  # TRL's word
     "config/instantiate": {"none"},  # a value of engine.quantize
     "config/together": {"none"},  # a value of model.quantize
     "config/overrides": {"hf"},  # whose YAML lists every setting of a model

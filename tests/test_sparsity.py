@@ -15,7 +15,6 @@ from small import make_engine, small_model, some_requests
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_cli.cli import arguments
 from grpo_cli.config import instantiate as making
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.engine.kv.eviction import Budget, Dense
@@ -314,17 +313,3 @@ def test_every_choice_of_sparsity_can_be_built_and_used(name: str) -> None:
     policy = making.make("sparsity", dict(part), {})
     rollouts, engine = generate_to_the_limit(policy, some_requests(prompts=1, n=2, tokens=100))
     assert len(rollouts) == 2 and (name == "dense" or engine.stats().details["engine/evictions"] > 0)
-
-
-def test_an_evaluation_can_choose_another_sparsity_than_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's own settings of the group once came after the choice, and quietly undid it."""
-    rest = ["sparsity=rkv", "++model.path='/run'", "++seed=3"]
-    of_the_run = [*rest, "++sparsity._target_='x.Rkv'", "++sparsity.budget=48"]
-    monkeypatch.setattr(arguments, "checkpoint_overrides", lambda *asked: of_the_run)
-    after = arguments.after_those_of_the_run
-    assert after("checkpoint", ["checkpoint=r", "sparsity=dense"]) == [*rest, "sparsity=dense", "checkpoint='r'"]
-    assert after("checkpoint", ["checkpoint=r", "model=hf"])[:3] == rest, (
-        "the model is the checkpoint's, whatever is said"
-    )
-    kept = ["checkpoint=r", "sparsity.budget=9"]
-    assert after("checkpoint", kept) == [*of_the_run, "sparsity.budget=9", "checkpoint='r'"]

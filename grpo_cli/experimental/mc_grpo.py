@@ -40,9 +40,6 @@ def _advantage_goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str
     if n % 2 == 0 and (own.get("stats_over") != "kept" or others.m == n):
         yield f"n={n} has no middle rollout for {rule}; take n={n + 1} (downsample=median m={n} then trains on {n})"
     yield from _any_size(others, rule)
-
-
-def _advantage_undone_by(own: Mapping[str, Any], others: Others) -> Iterator[str]:
     m = others.m
     if own.get("stats_over") == "kept" and m != others.n and m % 2 == 0:
         yield (
@@ -73,7 +70,7 @@ def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) 
     return [index for index in range(size) if index != left_out]
 
 
-@facts(goes_with=_advantage_goes_with, undone_by=_advantage_undone_by)
+@facts(goes_with=_advantage_goes_with)
 def median(
     group: ScoredGroup, kept: Sequence[int], *, scale: Scale, floor: Floor, stats_over: StatsOver
 ) -> Float[Tensor, " K"]:

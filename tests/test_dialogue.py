@@ -97,7 +97,9 @@ def test_what_user_code_does_wrong_is_answered_counted_and_named_once(rows, how)
 @pytest.mark.parametrize(
     ("how", "named"), [("slow", "respond_seconds=0.1"), ("exit", "SystemExit: 3"), ("interrupt", "KeyboardInterrupt")]
 )
-def test_a_late_answer_is_answered_and_code_that_hangs_or_exits_elsewhere_ends_the_run_by_its_name(rows, tmp_path, how, named):
+def test_a_late_answer_is_answered_and_code_that_hangs_or_exits_elsewhere_ends_the_run_by_its_name(
+    rows, tmp_path, how, named
+):
     words, warned = {**RESPONDING, "respond_seconds": 0.1, "reward": "environment"}, list[str]()
     task = talking(rows, warn=warned.append, **words)
     if how == "slow":  # the model may have caused that

@@ -17,7 +17,7 @@ PACKAGE = Path(grpo_cli.__file__).parent
 # engine each folder has a row of its own.
 ROWS = """
 support/
-settings
+settings native/
 types
 history
 interfaces/ runs/
@@ -57,7 +57,7 @@ DOORS = {
     "math_verify": {"tasks/"},
     "typer": {"cli/"},
     "rich": {"cli/", "sweep/", "support/", "tracking/", "profile/", "report/"},
-    "jinja2": {"report/", "tasks/"},
+    "jinja2": {"tasks/"},
     "matplotlib": {"report/"},
 }
 

@@ -23,8 +23,8 @@ from grpo_cli.engine.step.rows import Rows
 from grpo_cli.engine.step.sample import drawing_of
 from grpo_cli.methods.h2o import H2o
 from grpo_cli.methods.rkv import Rkv
+from grpo_cli.native.library import NoNative, library
 from grpo_cli.settings import Sampling
-from grpo_cli.support.c_library import NoNative
 
 CPU = torch.device("cpu")
 # By dtype, of the largest number: what is lost by computing in another order, and by rounding once to it.
@@ -33,7 +33,7 @@ CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 def in_c(rows: Rows, cache: PagedCache, scale: float) -> Attention:
     try:
-        native.library()
+        library("decode")
     except NoNative as error:
         pytest.skip(str(error))
     return native.attention(rows, cache, scale)

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import some_requests
 
-from grpo_cli.engine.step import native, sample
+from grpo_cli.engine.step import sample
 from grpo_cli.engine.step.rows import Drawing
 from grpo_cli.engine.step.sample import _truncated, draw, drawing_of, inverse, truncate, uniforms
+from grpo_cli.native.library import NoNative, library
 from grpo_cli.settings import Sampling
-from grpo_cli.support.c_library import NoNative
 
 CPU = torch.device("cpu")
 NATIVELY = [False]
@@ -26,7 +26,7 @@ NATIVELY = [False]
 def how(request: pytest.FixtureRequest) -> Iterator[None]:
     """Everything that is said of drawing holds in both ways."""
     try:
-        NATIVELY[0] = request.param == "C" and bool(native.library())
+        NATIVELY[0] = request.param == "C" and bool(library("decode"))
     except NoNative as error:
         pytest.skip(str(error))
     yield

@@ -1,4 +1,4 @@
-"""Compared runs as tables of text, shared by terminal and HTML; and as JSON, with every digit."""
+"""Compared runs as tables of text; and as JSON, with every digit."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ MEANS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 SOMETIMES = ("last entropy", "last turns")  # runs of older versions lack the one, runs of one turn the other
 
 
-def arm_table(comparison: Comparison, intervals: bool = False, settings: bool = True) -> Table:
+def arm_table(comparison: Comparison, settings: bool = True) -> Table:
     """One row per arm: its settings (or its number), then means over its completed runs.
 
-    Accuracies come with their intervals (a star marks one over problems), the rest only with `intervals`.
+    Accuracies come with their intervals (a star marks one over problems).
     """
     target, arms = comparison.target, comparison.arms
     columns = comparison.columns if settings else ("arm",)
@@ -75,9 +75,9 @@ def arm_table(comparison: Comparison, intervals: bool = False, settings: bool = 
             (
                 *(_settings(arm.settings, columns) if settings else [str(place)]),
                 str(len(arm.runs)),
-                *(with_interval(found, _share) for found in (arm.final_accuracy, arm.best_accuracy)),
+                *(_with_interval(found) for found in (arm.final_accuracy, arm.best_accuracy)),
                 NOTHING if target is None else _reached(arm, target),
-                *(with_interval(arm.mean(figure), form, intervals) for figure, form in MEANS.values()),
+                *(form(mean.mean) if (mean := arm.mean(name)) else NOTHING for name, form in MEANS.values()),
                 spark,
                 ", ".join(f"{number} {state}" for state, number in counts.items()),
             )
@@ -108,15 +108,6 @@ def run_table(comparison: Comparison, runs: Sequence[Run], settings: bool = True
     ]
     names = ("seed", "steps", "last accuracy", "training time")
     return Table(("run", "state", *columns, *names, REMARKS), tuple(rows), frozenset(names))
-
-
-def settings_table(comparison: Comparison) -> Table:
-    """The settings behind the numbers of arms."""
-    rows = [
-        (str(number), *_settings(arm.settings, comparison.columns))
-        for number, arm in enumerate(comparison.arms, start=1)
-    ]
-    return Table(("arm", *comparison.columns), tuple(rows))
 
 
 def _settings(settings: Mapping[str, Setting], columns: Sequence[str]) -> list[str]:
@@ -204,13 +195,11 @@ def _run_json(run: Run, averaged: bool) -> dict[str, Any]:
     }
 
 
-def with_interval(estimate: Estimate | None, form: Callable[[float], str], intervals: bool = True) -> str:
-    if estimate is None:
+def _with_interval(found: Estimate | None) -> str:
+    if found is None:
         return NOTHING
-    if not estimate.over or not intervals:
-        return form(estimate.mean)
-    star = "*" if estimate.over == "problems" else ""
-    return f"{form(estimate.mean)} ({form(estimate.low)}–{form(estimate.high)}){star}"
+    interval = f" ({_share(found.low)}–{_share(found.high)})" + "*" * (found.over == "problems")
+    return _share(found.mean) + (interval if found.over else "")
 
 
 def _reached(arm: Arm, target: float) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import math
 import shlex
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,6 @@ from grpo_cli.types import Record
 
 PLAIN_LINES = 100  # about how many step lines a plain run prints
 PLAIN_SECONDS = 10.0  # but at least one this long after the last
-STILL_SECONDS = 60.0  # a plain run says what it is waiting for after this long, then at doubling intervals
 HISTORY = 40  # steps in the sparkline, and in the estimate of the time left
 GAP = 2  # columns between parts of a line
 BAR = 30  # most columns of the progress bar
@@ -97,9 +95,6 @@ class RunView:
         (then, first), (now, last) = self._finished[0], self._finished[-1]
         return (now - then) / (last - first) * (self.total - last) if last > first else None
 
-    def seconds_in_phase(self) -> float:
-        return self._clock() - self._phase_start
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         room, fancy = options.max_width - LABEL, console.encoding.startswith("utf")
         yield self._progress(options.max_width, "━" if fancy else "-")
@@ -121,7 +116,7 @@ class RunView:
         return text.append(parts[len(step) :], "dim")
 
     def _doing(self) -> list[str]:
-        waited = self.seconds_in_phase()
+        waited = self._clock() - self._phase_start
         return [phase + f" {duration(waited)}" * (waited >= 2) for phase in self.phases[-1:]]
 
     def _rows(self, room: int, bars: bool) -> dict[str, list[str]]:
@@ -174,8 +169,7 @@ class ConsoleTracker:
 
     In a terminal: a view redrawn twice a second, with progress, reward, evaluation, speed, the time of each phase,
     memory and the last warning. Otherwise (a file, a pipe, a CI log): a line for about every hundredth of the run, for
-    every step that ends ten seconds after the last line, and for every step with an evaluation; and a line that names
-    a phase that takes long.
+    every step that ends ten seconds after the last line, and for every step with an evaluation.
     """
 
     def __init__(
@@ -193,8 +187,6 @@ class ConsoleTracker:
         self._live: Live | None = None
         self._started = False
         self._last_line = clock()
-        self._reminders = 0
-        self._closed = threading.Event()
 
     def start(self) -> None:
         """Begin to show the run, at its first phase or record at the latest. Earlier lines stay above the view."""
@@ -205,8 +197,6 @@ class ConsoleTracker:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(self.view, console=self._console, refresh_per_second=2)
             self._live.start()
-        else:
-            threading.Thread(target=self._keep_reminding, daemon=True).start()
 
     def log(self, record: Record) -> None:
         self.start()
@@ -219,7 +209,6 @@ class ConsoleTracker:
         """The currently open spans, outermost first (`WallMeter(on_phase=...)`)."""
         self.start()
         self.view.phase(names)
-        self._reminders = 0
 
     def say(self, text: str) -> None:
         """Print a line, above the live view if there is one."""
@@ -232,7 +221,6 @@ class ConsoleTracker:
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Leave the view's last frame on the screen, and print how the run ended below it."""
-        self._closed.set()
         if self._live is not None:
             self.view.phase(())
             self._live.stop()
@@ -244,20 +232,6 @@ class ConsoleTracker:
         every = max(1, math.ceil(self.view.total / PLAIN_LINES))
         ends = step <= 1 or step >= self.view.total
         return ends or step % every == 0 or self._clock() - self._last_line >= PLAIN_SECONDS
-
-    def _keep_reminding(self) -> None:
-        while not self._closed.wait(1.0):
-            reminder = self._reminder()
-            if reminder:
-                self.say(reminder)
-
-    def _reminder(self) -> str | None:
-        view, waited = self.view, self.view.seconds_in_phase()
-        if not view.phases or waited < STILL_SECONDS * 2**self._reminders:
-            return None
-        self._reminders += 1
-        where = "" if view.step is None else f"after step {view.step}: "
-        return f"{where}still in {view.phases[-1]}, for {duration(waited)}"
 
 
 def step_line(record: Record, total: int, left: float | None) -> str:

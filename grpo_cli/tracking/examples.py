@@ -61,7 +61,7 @@ def examples(
         if selection is not None:
             why = selection.reasons[index]
             if index in selection.indices:
-                advantage = float(selection.advantages[selection.indices.index(index)])
+                advantage = float(selection.advantages[selection.indices.index(index)].mean())
         row = example(task, group, index, kept=not why, reason=why or "kept", advantage=advantage)
         rows.append(_with_tokens(row, group.rollouts[index]) if tokens else row)
     return tuple(rows)

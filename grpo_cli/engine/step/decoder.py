@@ -24,7 +24,7 @@ from grpo_cli.engine.kv.cache import BLOCK, KvLayout, PagedCache, round_up
 from grpo_cli.engine.kv.eviction import Budget, Dense, watches
 from grpo_cli.engine.kv.keeper import KeepAll
 from grpo_cli.engine.step import native
-from grpo_cli.engine.step.attention import reference
+from grpo_cli.engine.step.attention import Attention, reference
 from grpo_cli.engine.step.block import EAGER, Block, norm_of
 from grpo_cli.engine.step.rows import Rows
 from grpo_cli.engine.step.weights import (
@@ -37,6 +37,7 @@ from grpo_cli.engine.step.weights import (
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.packed import causal
 from grpo_cli.model.transfer import send
+from grpo_cli.native import ops
 from grpo_cli.support.memory import storages, tensors_of
 
 
@@ -123,9 +124,9 @@ class Decoder:
 
     def natively(self, watched: bool) -> Decoder:
         """The same, with a step's small operations in C, which has to be there, if it has this device and precision."""
-        fits = self.device.type == "cpu" and {self.dtype, self.layout().dtype} <= {*native.PRECISIONS}
+        fits = self.device.type == "cpu" and {self.dtype, self.layout().dtype} <= {*ops.PRECISIONS}
         fits = fits and all(native.serves(block, self._norm) for block in self._blocks_of_model)
-        if not fits or self.dim > native.MOST_DIM or self.dim % 2:
+        if not fits or self.dim > ops.MOST_DIM or self.dim % 2:
             return self
         return self._with(_functions=native.FUNCTIONS, _plain=native.FUNCTIONS, _attends_natively=not watched)
 
@@ -261,10 +262,14 @@ class Decoder:
             torch.stack(received) if note_received else None,
         )
 
+    def attention(self, rows: Rows, cache: PagedCache) -> Attention:
+        """That of a step, by the backend for this device."""
+        backend = native.attention if self._attends_natively else in_one_kernel if self._by_tables else reference
+        return backend(rows, cache, self.scale)
+
     def step(self, rows: Rows, cache: PagedCache, keeper: KeepAll) -> Float[Tensor, "R H"]:
         """Feed one token per row; writes each row's key and value and returns the last hidden state."""
-        backend = native.attention if self._attends_natively else in_one_kernel if self._by_tables else reference
-        attention = backend(rows, cache, self.scale)
+        attention = self.attention(rows, cache)
         keeper.prepare(rows)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

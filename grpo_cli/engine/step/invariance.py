@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo_cli.engine.kv.cache import BLOCK, PagedCache
 from grpo_cli.engine.step.decoder import Decoder, Padding
+from grpo_cli.engine.step.rows import Rows
+from grpo_cli.engine.step.sample import draw, drawing_of
+from grpo_cli.native.library import library
+from grpo_cli.settings import Sampling
 
 # Numbers of rows to test: all small ones, where kernels change, and some large ones, where work is divided differently.
 # Fewer for a block with so many weights that the largest would take seconds.
@@ -38,6 +43,7 @@ class Invariance:
 
 
 _FOUND: dict[tuple[Any, ...], Invariance] = {}
+_SAME: dict[tuple[Any, ...], bool] = {}
 
 
 def invariance_of(decoder: Decoder) -> Invariance:
@@ -105,6 +111,39 @@ def hidden_of_block(decoder: Decoder, tokens: Tensor) -> Float[Tensor, "N H"]:
         return (q + (k + v).repeat_interleave(decoder.group, dim=1)).flatten(1)
 
     return decoder.blocks(tokens, torch.arange(len(tokens)) % 64, attend)
+
+
+def computes_the_same(decoder: Decoder, plain: Decoder) -> bool:
+    """True if a decoder whose small operations run in C finds what one without finds, but for rounding. Found once for
+    the same shapes, precision and library."""
+    asked = (library("decode"), decoder.layout().dtype, decoder.dtype, decoder.is_native, *_shapes(decoder))
+    if asked not in _SAME:
+        with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            found = zip(*(_found_by(one.of_one_block().in_its_precision()) for one in (decoder, plain)), strict=True)
+            most = 1e-4 if decoder.layout().dtype == torch.float32 else 0.05
+            _SAME[asked] = all(bool((one - other).abs().max() <= most * other.abs().max()) for one, other in found)
+    return _SAME[asked]
+
+
+def _found_by(decoder: Decoder) -> list[Tensor]:
+    """A block's output, the log-probabilities of the tokens that are drawn, and attention over two blocks of each."""
+    count, layout = 9, decoder.layout()
+    hidden = hidden_of_block(decoder, torch.arange(count) % decoder.vocabulary)
+    cache, numbers = PagedCache(layout, 4 * count, decoder.device), torch.Generator().manual_seed(1)
+    for memory in cache.memory:
+        memory.copy_(torch.randn(memory.shape, generator=numbers))
+    own, prompt = torch.arange(4 * count).view(2, count, 2)
+    some, by = torch.full((count,), BLOCK + 5), drawing_of([Sampling.plain(1)] * count, decoder.device)
+    uniform = torch.rand(count, generator=numbers, dtype=torch.float64)
+    rows = Rows(
+        some, some, some, own[:, 1], some, some, uniform, own, prompt, replace(by, natively=decoder.is_native[0])
+    )
+    heads = (layout.heads * layout.group, layout.heads, layout.heads)
+    asked = (torch.randn(count, n, layout.dim, generator=numbers).to(layout.dtype) for n in heads)
+    attended, _ = decoder.attention(rows, cache)(0, *asked)
+    logits = torch.randn(count, 99, generator=numbers)
+    return [hidden.float(), attended.float(), draw(logits, uniform, rows.drawing)[1]]
 
 
 def rounding_warning(found: Invariance, threads: int) -> str:

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_cli.engine.step import native
 from grpo_cli.engine.step.rows import Drawing
 from grpo_cli.model.transfer import send
+from grpo_cli.native import ops
 from grpo_cli.settings import Sampling
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -56,7 +56,7 @@ def draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], by: Drawing)
     """Draw one token per row; returns them with their log-probabilities, float32. A greedy row draws from a point mass,
     so its log-probability is 0."""
     if by.natively and not by.truncated:
-        return native.draw(logits, uniform, by.temperature)
+        return ops.draw(logits, uniform, by.temperature)
     few = rows_at_once(logits)
     if logits.dtype == torch.float32 or logits.device.type != "cpu" or len(logits) <= few:
         return _draw(logits.float(), uniform, by)

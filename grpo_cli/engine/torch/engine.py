@@ -18,12 +18,11 @@ from grpo_cli.engine.kv.eviction import Budget, Dense, watches
 from grpo_cli.engine.order.schedule import Fifo
 from grpo_cli.engine.sequence import Decode, Sequence
 from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.step.invariance import Invariance, invariance_of, rounding_warning
-from grpo_cli.engine.step.native import library
+from grpo_cli.engine.step.invariance import Invariance, computes_the_same, invariance_of, rounding_warning
 from grpo_cli.engine.torch.generation import Generation
 from grpo_cli.interfaces import Meter, Replies, facts
 from grpo_cli.model.anatomy import unwrapped
-from grpo_cli.support.c_library import NoNative
+from grpo_cli.native.library import WRONG, NoNative, library
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.meter import NullMeter
@@ -125,15 +124,20 @@ class TorchEngine(SequenceEngine):
 
     def _go_native(self) -> None:
         try:
-            library()
+            library("decode")
         except NoNative as error:
             self._native = str(error)
             if error.is_fault:
                 self._warn_of_steps()
         else:
-            self._decoder = self._decoder.natively(watches(self._sparsity))
-            if not self._decoder.is_native[0]:
+            natively = self._decoder.natively(watches(self._sparsity))
+            if not natively.is_native[0]:
                 self._native = "not for this device, precision or size of heads"
+            elif computes_the_same(natively, self._decoder):
+                self._decoder = natively
+            else:
+                self._native = WRONG
+                self._warn_of_steps()
 
     def _warn_of_steps(self) -> None:
         self._warn(

@@ -1,5 +1,5 @@
 /* Attention of packed trees on a CPU, forward and backward: each token sees its own span up to itself, and the trunk of its
-   tree. Compiled and called by tree_attention.py, which checks shapes and passes only memory that it owns.
+   tree. Compiled by library.py and called by ops.py, which checks shapes and passes only memory that it owns.
 
    Products are taken in float32. A head of a tree is one piece of work, computed in the same order whichever thread computes
    it. Queries are taken ROWS at a time, so that what they weigh keys by stays in the cache. */
@@ -65,7 +65,7 @@ static void product(
         }
 }
 
-/* A run of trees: tree_attention.py lays it out. */
+/* A run of trees: ops.py lays it out. */
 typedef struct {
     int64_t heads, group, dim, half, tokens, trees, threads;
     const int64_t *spans;   /* of each tree the first of its spans, and the end: its trunk, then its branches */

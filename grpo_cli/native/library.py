@@ -1,6 +1,6 @@
-"""C that is compiled by the machine's own compiler when it is first needed, which takes seconds.
+"""Compile a C file with the machine's own compiler when it is first needed, which takes seconds.
 
-What was made is kept in the user's cache under a name that says what it was made from: source, compiler and processor.
+The library is kept in the user's cache under a name made from source, compiler, processor and its own checksum.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from pathlib import Path
 
 import torch
 
-HEADER = Path(__file__).with_name("vectors.h")
+SOURCES = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 THREADS = "-fopenmp"
+WRONG = "the C compiler's code computes something else than PyTorch"
 
 
 class NoNative(Exception):
-    """Why PyTorch's operations have to do; `is_fault`: though there is a C compiler."""
+    """The reason for using PyTorch's operations; `is_fault`: although there is a C compiler."""
 
     def __init__(self, reason: str, is_fault: bool = True) -> None:
         super().__init__(reason)
@@ -34,25 +35,25 @@ class NoNative(Exception):
 
 
 @cache
-def library(source: Path) -> ctypes.CDLL:
-    """The functions of a C file, by the first compiler whose work serves. NoNative where there are none. A compiler
-    without OpenMP, or with another than PyTorch's, makes them for one thread."""
+def library(name: str) -> ctypes.CDLL:
+    """Return the functions of a C file, from the first compiler that works. A compiler without OpenMP, or with another
+    than PyTorch's, makes them for one thread. Raises NoNative if none works."""
     reason = NoNative("there is no C compiler", is_fault=False)
     compilers = [*filter(None, map(shutil.which, COMPILERS))] if os.name == "posix" else []
     for threads, compiler in product((True, False), compilers):
         try:
-            return _made_by(compiler, threads, source)
+            return _compiled(compiler, threads, SOURCES / f"{name}.c")
         except NoNative as error:
             reason = error
     raise reason
 
 
-def _made_by(compiler: str, threads: bool, source: Path) -> ctypes.CDLL:
-    text, flags = source.read_text(encoding="utf-8"), (*FLAGS, *([THREADS] * threads))
-    shared = HEADER.read_text(encoding="utf-8")
+def _compiled(compiler: str, threads: bool, source: Path) -> ctypes.CDLL:
+    flags = (*FLAGS, *([THREADS] * threads))
+    texts = [file.read_text(encoding="utf-8") for file in (source, SOURCES / "vectors.h")]
     # What the compiler predefines says which compiler it is, and which instructions this processor has.
     defined = _run(compiler, *FLAGS[:2], "-dM", "-E", "-x", "c", os.devnull)
-    made_from = hashlib.sha256("\0".join([text, shared, *flags, defined]).encode()).hexdigest()
+    made_from = hashlib.sha256("\0".join([*texts, *flags, defined]).encode()).hexdigest()
     name, folder = f"{source.stem}-{made_from[:32]}", _cache()
     try:
         kept = None if folder is None else _kept(folder, name)
@@ -61,14 +62,14 @@ def _made_by(compiler: str, threads: bool, source: Path) -> ctypes.CDLL:
         else:
             with tempfile.TemporaryDirectory() as place:
                 new = Path(place) / f"{name}.so"
-                _run(compiler, *flags, "-I", str(HEADER.parent), "-o", str(new), str(source), "-lm")
+                _run(compiler, *flags, "-I", str(SOURCES), "-o", str(new), str(source), "-lm")
                 made = ctypes.CDLL(str(new if folder is None else _keep(new, folder)))
-    except OSError as error:
-        raise NoNative(f"what {compiler} made cannot be loaded: {error}") from error
+    except OSError as error:  # also of a folder from which nothing may be executed
+        raise NoNative(f"the library made by {compiler} cannot be loaded: {error}") from error
     if threads and not _has_our_threads(made):
         raise NoNative(f"the OpenMP of {compiler} is not PyTorch's, whose number of threads would not hold")
     kinds = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
-    for name, arguments in re.findall(r"^void (\w+)\(([^)]*)\) \{", text, re.MULTILINE):
+    for name, arguments in re.findall(r"^void (\w+)\(([^)]*)\) \{", texts[0], re.MULTILINE):
         function, words = getattr(made, name), [argument.split() for argument in arguments.split(",")]
         function.argtypes = [ctypes.c_void_p if "*" in " ".join(word) else kinds[word[0]] for word in words]
         function.restype = None
@@ -85,10 +86,10 @@ def _has_our_threads(made: ctypes.CDLL) -> bool:
 
 
 def _cache() -> Path | None:
-    """The folder for what was made; None unless it is below a folder of the user's, and nobody else can write there."""
+    """Return the folder of libraries; None unless it lies below a folder of the user's and nobody else can write it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "grpo-cli"
     there = next((path for path in folder.parents if path.exists()), folder)
-    if not folder.is_absolute() or there.stat().st_uid != os.getuid():  # a relative one is that of another program
+    if not folder.is_absolute() or there.stat().st_uid != os.getuid():  # a relative one belongs to another program
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -98,13 +99,13 @@ def _cache() -> Path | None:
 
 
 def _kept(folder: Path, name: str) -> Path | None:
-    """What was made before, if the checksum in its name is that of its bytes."""
+    """Return a library made before whose bytes have the checksum in its name."""
     found = [path for path in folder.glob(f"{name}-*.so") if _is_ours(path)]
     return next((path for path in found if path.name == _with_checksum(path.read_bytes(), name)), None)
 
 
 def _keep(new: Path, folder: Path) -> Path:
-    """A copy that is kept under its checksum; itself if there can be none, so that it is made again next time."""
+    """Return a copy in the folder, written whole or not at all; `new` itself if it cannot be written."""
     kept = folder / _with_checksum(new.read_bytes(), new.stem)
     try:
         with tempfile.TemporaryDirectory(dir=folder) as place:
@@ -121,7 +122,7 @@ def _with_checksum(content: bytes, name: str) -> str:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it exists and nobody else could have written it."""
+    """True if the path exists and nobody else could have written it."""
     try:
         found = path.stat()
     except OSError:

@@ -1,6 +1,6 @@
 /* A decode step on a CPU around its matrix products: attention over pages, norms, rotation, activation, the draw.
 
-   Compiled and called by native.py, which checks shapes and passes only memory that it owns. Numbers are float32, or
+   Compiled by library.py; its callers check shapes and pass only memory that they own. Numbers are float32, or
    bfloat16 where a flag `..._half` says so, and are computed in float32. A row is computed by the same instructions in the
    same order wherever it lies in a batch and whichever thread computes it, so its bits depend on nothing else. */
 
@@ -207,7 +207,7 @@ INLINE void attend_some(
     }
 }
 
-/* What the layers of a step have in common: native.py lays it out. */
+/* What the layers of a step have in common: engine/step/native.py lays it out. */
 typedef struct {
     int64_t rows, heads, group, dim, half;
     const int64_t *pages, *held, *page; /* each row's own pages, how many keys they hold, and which page takes the next */

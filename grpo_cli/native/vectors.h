@@ -1,4 +1,4 @@
-/* Vectors of 16 floats for what is compiled on the machine that it runs on (c_library.py), by GCC's or Clang's extensions.
+/* Vectors of 16 floats for what is compiled on the machine that it runs on (library.py), by GCC's or Clang's extensions.
    Numbers in memory are float32, or bfloat16 where `half` says so. */
 
 #include <math.h>

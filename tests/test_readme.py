@@ -17,7 +17,6 @@ from hydra.errors import HydraException
 from test_architecture import ROWS
 
 from grpo_cli.cli.main import app
-from grpo_cli.config.check import check, check_eval
 from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, is_experimental, parts_of
 from grpo_cli.config.comments import read_choice, read_conf
 from grpo_cli.config.elsewhere import meant_by
@@ -137,7 +136,8 @@ def test_the_settings_of_every_command_can_be_read(name, tmp_path, monkeypatch):
 
 
 def test_the_words_of_trl_and_verl_stand_in_the_settings_page():
-    cells = [[", ".join(f"`{w}`" for w in words) for words in (row["trl"], row["verl"], (row["ours"],))]
+    cells = [
+        [", ".join(f"`{w}`" for w in words) for words in (row["trl"], row["verl"], (row["ours"],))]
         for row in other_words()
     ]
     table = "\n".join(["| TRL | verl | here |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)])

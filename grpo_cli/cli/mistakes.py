@@ -94,7 +94,8 @@ def explained(error: Exception, command: str, words: Sequence[str]) -> str:
         return no_choice(group, choice, [option for option in error.options if not option.startswith("_")])
     if isinstance(error, OverrideParseException):
         return f"{error.override} cannot be read: {_as_text(str(error.override)) or 'write key=value or group=choice'}"
-    if sweep := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?:\n| requires)", str(error), re.S):
+    ambiguous = r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?:\n| requires)"
+    if sweep := re.match(ambiguous, str(error), re.S):
         key, _, value = sweep[1].partition("=")
         a_list = f"a list is typed {shlex.quote(f'{key}=[{value}]')}; " if "(" not in value else ""
         return f"{sweep[1]} is a sweep: add -m; {a_list}{_as_text(sweep[1])}"

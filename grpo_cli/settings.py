@@ -87,7 +87,7 @@ class ModelSettings:
     autocast: Annotated[str, OneOf(("auto", "none", "bfloat16"))]  # of the computation
     random_init: bool
     trust_remote_code: bool
-    gradient_checkpointing: bool
+    gradient_checkpointing: Annotated[str, OneOf(("none", "elementwise", "full"))]
     offload_activations: bool
     quantize: Annotated[str, OneOf(("none", "8bit", "4bit"))]  # of the frozen weights
     lora: LoraSettings

@@ -54,7 +54,7 @@ def last_record(folder: Path) -> dict[str, float]:
     [
         (*LORA, "loss.kl_coef=0.04", "model.lora.dropout=0.1"),
         (*LORA, "model.random_init=true", "train.shared_prefix=true", "model.dtype=bfloat16"),
-        ("optim.offload=true", "train.padding_free=true", "model.gradient_checkpointing=true"),
+        ("optim.offload=true", "train.padding_free=true", "model.gradient_checkpointing=full"),
     ],
     ids=" ".join,
 )

@@ -215,8 +215,8 @@ def _model_problems(model: ModelSettings, device: str) -> Iterator[str]:
             yield f"model.lora.{kind}=true is about adapters, and there are none: give model.lora.rank=16 or more"
     if model.lora.rank > 0 and not model.lora.targets:
         yield "model.lora.targets=[] leaves no layer to adapt; name some, such as [q_proj, v_proj]"
-    if model.offload_activations and not model.gradient_checkpointing:
-        yield "model.offload_activations=true moves what model.gradient_checkpointing=true keeps: ask for both"
+    if model.offload_activations and model.gradient_checkpointing != "full":
+        yield "model.offload_activations=true moves what model.gradient_checkpointing=full keeps: give both"
     if model.quantize != "none" and not model.adapted:
         yield (
             f"model.quantize={model.quantize} freezes the weights, so that there is nothing to train; give adapters, "

@@ -19,7 +19,6 @@ from hydra.core.hydra_config import HydraConfig
 
 from grpo_cli.collect.warmup import Sft
 from grpo_cli.config import together
-from grpo_cli.config.choices import choice_of
 from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rule_of, says
 from grpo_cli.config.prepare import Prepared, pick_device, prepare
 from grpo_cli.engine.torch.engine import TorchEngine
@@ -40,7 +39,7 @@ from grpo_cli.model.load import (
 from grpo_cli.runs.find import find_checkpoint, never_saved, resolve_run
 from grpo_cli.runs.layout import step_of
 from grpo_cli.runs.provenance import code_version
-from grpo_cli.runs.record import check_chain, read_record
+from grpo_cli.runs.record import read_record
 from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.support.errors import UserError
@@ -97,7 +96,7 @@ def set_up(
         warn(doubt)
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     # Told to workers of engine=ray, which may not have the code of a custom collector.
-    per_step = run.size.at_once if isinstance(run, Prepared) else None
+    per_step = run.at_once if isinstance(run, Prepared) else None
     of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
     more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
     return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more), eos)
@@ -174,7 +173,7 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
         _refuse_what_is_past(settings, checkpoint)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     bench = set_up(prepared, weights, console.warn)
-    for remark in together.remarks(settings, prepared.rules, prepared.size):
+    for remark in together.remarks(settings, prepared.rules):
         console.warn(remark)
     everything = sum(p.numel() for p in bench.model.parameters())
     trained = sum(p.numel() for p in bench.model.parameters() if p.requires_grad)
@@ -221,28 +220,19 @@ def parts_of(
 ) -> Parts:
     """The parts that a trainer is built from."""
     settings, rules = run.settings, run.rules
-    history = History()
-    curriculum = curriculum_of(run, bench.task, history)
+    curriculum = curriculum_of(run, bench.task, bench.history)
     reference = _reference(settings, bench) if rules.loss.needs_reference else None
     save_model = partial(save_pretrained, bench.model, bench.tokenizer, with_base=settings.model.random_init)
-    return Parts(bench, curriculum, history, rules, reference, save_model, trackers, meter, say, warn)
+    return Parts(bench, curriculum, rules, reference, save_model, trackers, meter, say, warn)
 
 
 def curriculum_of(run: Prepared[Any], task: Task, history: History) -> Curriculum:
-    """The curriculum of a run. UserError if the task has fewer problems than a step may ask for."""
+    """Build the curriculum of a run. UserError if the task has fewer problems than a step."""
     settings, prompts = run.settings, task.prompts("train")
     train = settings.train
     offered = {"prompts": prompts, "per_step": train.prompts, "steps": train.steps, "n": settings.n}
     offered |= {"seed": settings.seed, "history": history}
     made: Curriculum = make("curriculum", settings.parts["curriculum"], offered)
-    wanted = run.size.picked
-    if wanted > len(prompts):
-        collector = settings.parts["collector"]
-        more = [f"collector.{name}" for name in ("pool", "surplus", "most_rounds") if name in collector]
-        raise UserError(
-            f"collector={choice_of('collector', collector)} looks at {wanted} problems a step, but the task has "
-            f"{len(prompts)}: lower {' or '.join(['train.prompts', *more])}"
-        )
     return made
 
 
@@ -261,8 +251,6 @@ def _checkpoint_to_resume(resume: str | None, accept_damage: bool, warn: Callabl
         )
     if found.path is None:
         warn(f"{folder} holds no complete checkpoint: the run begins anew, as it was started")
-    else:
-        check_chain(found.path)
     return found.path
 
 
@@ -291,12 +279,9 @@ _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 def _trackers(
     settings: RunSettings, run_dir: Path, checkpoint: Path | None, console: ConsoleTracker
 ) -> tuple[Tracker, ...]:
-    first_step = None if settings.resume is None else 0
-    if checkpoint is not None:
-        done = step_of(checkpoint.name)
-        assert done is not None, "a checkpoint is named by its step"
-        first_step = done + 1
-    files = JsonlTracker(run_dir, first_step, console.warn, checkpoint, settings.accept_damage)
+    files = JsonlTracker(run_dir, settings.resume is not None, settings.accept_damage, console.warn)
+    if checkpoint is None and settings.resume is not None:  # it begins anew
+        files.load_state_dict({})
     return files, console, _logger(settings, "train", console.say, console.warn)
 
 

@@ -121,8 +121,6 @@ class TrainSettings:
     checkpoint_every: Count
     keep_checkpoints: Count
     checkpoint: Annotated[str, OneOf(("now", "lazy"))]
-    padding_free: bool
-    shared_prefix: bool | Literal["auto"]  # `learner.forward.shares_prefix`
     native: bool
     compile: bool | None
     threads: Count | Literal["auto"]

@@ -3,8 +3,8 @@
 #
 #     scripts/test.sh              every contract once, in some minutes: leaves out what pyproject.toml marks as process,
 #                                  cluster, study or matrix
-#     scripts/test.sh --all        everything: those too, a real pretrained model, the default run with 8 threads and, on
-#                                  Linux, the tests of engine=vllm in .venv-vllm
+#     scripts/test.sh --all        everything: those too, a real pretrained model, the default run with 8 threads, all
+#                                  annotations checked and, on Linux, the tests of engine=vllm in .venv-vllm
 #     scripts/test.sh ARGUMENTS    pytest with these alone, for example: scripts/test.sh -k config
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -29,7 +29,9 @@ few="not (process or cluster or study or matrix)"
 if ! scripts/get_smollm2.sh; then
     echo "NOT RUN: the tests of a real pretrained model, which could not be downloaded (see above)" >&2
 fi
-pytest "${together[@]}" -m "$few"
+# Every annotation is checked where each contract is proven once: what remains runs the same functions, or processes that
+# check nothing.
+pytest "${together[@]}" -m "$few" --jaxtyping-packages=grpo_cli,beartype.beartype
 pytest "${together[@]}" -m "not ($few)"
 # The default run as on a machine with more cores (MKL takes no more threads than there are, unless told to).
 echo "grpo train with 8 threads"

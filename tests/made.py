@@ -93,8 +93,7 @@ def settings(**changed: Any) -> RunSettings:
 
 
 def train(**changed: Any) -> TrainSettings:
-    """Padded unless asked for: one pass for each update, and none that compares ways or threads."""
-    return replace(_defaults().train, **{"shared_prefix": False, "threads": torch.get_num_threads()} | changed)
+    return replace(_defaults().train, **{"threads": torch.get_num_threads()} | changed)
 
 
 def optim(**changed: Any) -> OptimSettings:

@@ -27,13 +27,12 @@ from grpo_cli.engine.torch.generation import Generation
 from grpo_cli.engine.torch.stop import NeverStop
 from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.engine.vllm.engine import VllmEngine
-from grpo_cli.interfaces import DownsampleRule
+from grpo_cli.interfaces import Downsample
 from grpo_cli.metrics import METRICS
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import Sampling
-from grpo_cli.support.facts import taken
 from grpo_cli.support.meter import NullMeter
-from grpo_cli.types import AdvantageInputs, Batch, EngineStats, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
+from grpo_cli.types import Batch, EngineStats, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 VOCABULARY, EOS = 24, 1
 
@@ -177,11 +176,12 @@ def plain_batch(mask: Any, **fields: Any) -> Batch:
     return Batch(**{**masks, **others, **sizes, **fields})
 
 
-def advantages_of(rule: Any, kept: torch.Tensor, everyone: torch.Tensor, inputs: AdvantageInputs) -> Any:
-    return rule(kept, everyone, **taken(rule, inputs=inputs))
+def advantages_of(rule: Any, rewards: Sequence[float | Reward], kept: Sequence[int] | None = None, **words: Any) -> Any:
+    """Those of a group with these rewards, as floats."""
+    return rule(scored(*rewards), range(len(rewards)) if kept is None else kept, **words).tolist()
 
 
-def kept_by(rule: DownsampleRule, group: ScoredGroup, keep: int, rng: np.random.Generator) -> ScoredGroup:
+def kept_by(rule: Downsample, group: ScoredGroup, keep: int, rng: np.random.Generator) -> ScoredGroup:
     """The part of the group that is trained on, in its order."""
     return group.take(choose(rule, group, keep, rng))
 

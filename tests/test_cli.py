@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shlex
@@ -24,7 +23,6 @@ from grpo_cli.cli.completion import offered as offers
 from grpo_cli.config.overrides import overrides, unquoted, value_of
 from grpo_cli.runs.record import read_record
 from grpo_cli.support.errors import UserError
-from grpo_cli.sweep.status import Status, write_status
 
 OLD_RUN = str(Path(__file__).parent / "old_run")
 
@@ -275,22 +273,6 @@ def test_runs_that_start_together_write_to_different_folders(monkeypatch, elsewh
     assert not list(elsewhere.rglob("*.log"))
 
 
-def test_a_sweep_runs_every_combination_below_one_folder(monkeypatch, elsewhere):
-    jobs = []
-
-    def run_alone(sweep, folder):
-        jobs.extend(job for job in sweep.jobs.values() if job.folder == folder)
-        write_status(folder, Status("done", None, jobs[-1].overrides, exit_code=0))
-
-    monkeypatch.setattr("grpo_cli.sweep.launcher.run_alone", run_alone)
-    result = grpo("train", "-m", "seed=1,2", "advantage=grpo,rloo", "hydra/launcher=basic")
-    assert result.exit_code == 0 and "4 jobs: 4 done" in result.stdout
-    words = itertools.product(("seed=1", "seed=2"), ("advantage=grpo", "advantage=rloo"))
-    assert [job.overrides for job in jobs] == [*words]
-    assert [job.folder.name for job in jobs] == ["0", "1", "2", "3"]
-    assert len({job.folder.parent for job in jobs}) == 1
-
-
 @pytest.mark.parametrize("launcher", ["processes", "basic"])
 def test_a_sweep_without_a_job_that_can_run_ends_with_the_reason(launcher):
     result = grpo("train", "-m", "n=0,1", f"hydra/launcher={launcher}")
@@ -430,8 +412,7 @@ def test_a_run_whose_task_s_code_is_gone_is_refused_in_one_line(elsewhere, monke
         (["train", "-m", "resume=empty", "seed=1,2"], "leave out -m"),
         (["train", "resume=sweep"], "add -m"),
         (["train", "-m", "resume=sweep"], "hydra.sweep.dir=<folder>"),
-        (["train", "-m", "resume=sweep", "hydra.sweep.dir=empty"], "hydra.sweep.dir=empty holds no sweep"),
-        (["train", "-m", "resume=sweep", "n=4"], "leave out n=4"),
+        (["train", "-m", "resume=sweep", "hydra.sweep.dir=empty"], "empty holds no sweep"),
         (["eval", "checkpoint=nowhere"], "checkpoint=nowhere is not a folder"),
         (["eval", "no where"], "checkpoint=no where is not a folder"),
         (["eval", "checkpoint=empty"], "checkpoint=empty holds no complete checkpoint"),

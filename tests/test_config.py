@@ -279,11 +279,10 @@ def test_all_violations_are_said_at_once(words, keys):
     assert all(f"\n  - {key}" in text for key in keys)
 
 
-def test_the_largest_group_is_checked_at_once(small_rehearsal):
-    """Of 2^22 rollouts a step, which are the most; it was made up whole for the rehearsal."""
+def test_the_largest_group_is_checked_at_once():
+    """Of 2^22 rollouts a step, which are the most."""
     check(settings(f"n={2**18}", "train.prompts=16"))
-    said = refusal(f"n={2**18}", "m=100000", "downsample=all")
-    assert "(tried on a made-up group of n=64 with m=63)" in said
+    assert "downsample=all" in refusal(f"n={2**18}", "m=100000", "downsample=all")
 
 
 @pytest.mark.parametrize(
@@ -322,7 +321,6 @@ def test_a_stop_string_that_stands_for_nothing_is_refused(typed):
         ["n=2", "m=1", "downsample=random", "advantage.stats_over=group"],
         ["train.prompts=2", "n=2", "train.minibatches=4"],
         ["collector=partial", "advantage=median", "n=9"],
-        ["collector=partial", "collector.surplus=0", "sparsity=snapkv"],
     ],
     ids=" ".join,
 )

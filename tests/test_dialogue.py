@@ -97,7 +97,7 @@ def test_what_user_code_does_wrong_is_answered_counted_and_named_once(rows, how)
 @pytest.mark.parametrize(
     ("how", "named"), [("slow", "respond_seconds=0.1"), ("exit", "SystemExit: 3"), ("interrupt", "KeyboardInterrupt")]
 )
-def test_a_late_answer_is_answered_and_code_that_hangs_or_exits_elsewhere_ends_the_run_by_its_name(rows, tmp_path, how, named):
+def test_a_late_answer_is_answered_and_code_that_hangs_or_exits_elsewhere_ends_the_run_by_its_name(rows, how, named):
     words, warned = {**RESPONDING, "respond_seconds": 0.1, "reward": "environment"}, list[str]()
     task = talking(rows, warn=warned.append, **words)
     if how == "slow":  # the model may have caused that
@@ -109,11 +109,8 @@ def test_a_late_answer_is_answered_and_code_that_hangs_or_exits_elsewhere_ends_t
     prompt = task.prompts("train")[0]
     with pytest.raises(UserError, match=f"get_reward for the row .*hint.*{named}"):
         task.reward(prompt, rollout_of(prompt, how, PLAIN))
-    opened = tmp_path / "opened.jsonl"
-    made = [{"question": f"q{i}", "answer": "1", "opening": how} for i in (0, 1)]
-    opened.write_text("".join(json.dumps(row) + "\n" for row in made))
-    with pytest.raises(UserError, match=f"reset for .*opened.jsonl, line [12],.*{named}"):
-        talking(str(opened), **words).prompts("train")[0]
+    with pytest.raises(UserError, match=f"reset for line 1,.*{named}"):
+        task._environment.opens({"question": "q", "answer": "1", "opening": how}, "line 1")
 
 
 def test_an_object_is_kept_from_turn_to_turn_and_the_oldest_makes_room(rows, monkeypatch):

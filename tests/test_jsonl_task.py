@@ -230,6 +230,8 @@ def test_prompts_that_do_not_fit_are_left_out_or_cut_with_a_warning(tmp_path: Pa
 def test_a_tokenizer_with_more_tokens_than_bytes_is_refused_when_it_gets_there() -> None:
     class Wasteful:
         chat_template = None
+        special_tokens_map: Any = {}
+        added_tokens_decoder: Any = {}
 
         def __call__(self, text: str) -> dict[str, list[int]]:
             return {"input_ids": [1] * (3 * len(text) if "9 + 9" in text else 2)}

@@ -9,32 +9,27 @@ from pathlib import Path
 import pytest
 from small import some_and_the_rest
 
-from grpo_cli.collect.rehearsal import rehearsed
 from grpo_cli.config import together
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import choice_of, choices, shipped
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import rules_of
 from grpo_cli.experiment import build
-from grpo_cli.history import Solved
-from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.interfaces import StepRollouts, facts
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import GroupRequest, Round
+from grpo_cli.types import ScoredGroup
 
 
-def every_second(collection: Collection) -> Rounds:
+def every_second(step: StepRollouts) -> list[ScoredGroup]:
     """A collector of one's own, whose groups have n rollouts each."""
-    picked = collection.pick(2 * collection.prompts)[::2]
-    yield Round(tuple(GroupRequest(prompt, collection.n) for prompt in picked))
-    return None
+    return step.score(step.generate((prompt, step.n) for prompt in step.pick(2 * step.prompts)[::2]))
 
 
-def one_more(collection: Collection) -> Rounds:
-    """One of one's own that gives problems which were solved before a rollout less, and the others one more."""
-    picked, known = collection.pick(collection.prompts), collection.history
-    more = [1 if known.outcome(prompt.id) is Solved.NONE else 0 for prompt in picked]
-    yield Round(tuple(GroupRequest(p, collection.n + extra) for p, extra in zip(picked, more, strict=True)))
-    return None
+@facts(unequal=True)
+def one_more(step: StepRollouts) -> list[ScoredGroup]:
+    """One of one's own that gives the first problem a rollout more."""
+    first, *others = step.pick(step.prompts)
+    return step.score(step.generate([(first, step.n + 1), *((prompt, step.n) for prompt in others)]))
 
 
 OWN = {name: [f"collector._target_=test_together.{name}"] for name in ("every_second", "one_more")}
@@ -50,23 +45,13 @@ EQUAL = {"equal": [], "partial": ["collector=partial"], "every_second": OWN["eve
 
 def remarks(*words: str, resume: str | None = None) -> list[str]:
     settings = replace(settings_of(*words), resume=resume)
-    rules = rules_of(settings.parts)
-    size = rehearsed(rules.collector, settings.n, settings.train.prompts)
-    return [*together.remarks(settings, rules, size)]
+    return [*together.remarks(settings, rules_of(settings.parts))]
 
 
 def refusal(*words: str) -> str:
     with pytest.raises(UserError) as refused:
         check(settings_of(*words))
     return str(refused.value)
-
-
-@pytest.mark.parametrize("words", UNEQUAL.values(), ids=UNEQUAL)
-@pytest.mark.parametrize("n", [8, 100])
-@pytest.mark.usefixtures("small_rehearsal")
-def test_a_rehearsal_knows_that_groups_may_differ_in_size(words: list[str], n: int) -> None:
-    more = ["collector.most=400"] if "collector=dars" in words else []
-    assert rehearsed(rules_of(settings_of(*words, *more).parts).collector, n, 6).unequal
 
 
 @pytest.mark.parametrize("words", UNEQUAL.values(), ids=UNEQUAL)
@@ -79,7 +64,6 @@ def test_rollouts_that_a_collector_adds_and_m_takes_away_are_warned_of(words: li
 
 @pytest.mark.parametrize("words", EQUAL.values(), ids=EQUAL)
 def test_fewer_of_equal_groups_are_what_was_asked_for(words: list[str]) -> None:
-    assert not rehearsed(rules_of(settings_of(*words).parts).collector, 8, 6).unequal
     assert remarks(*words, "n=8", "m=4") == []
 
 

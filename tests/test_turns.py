@@ -263,15 +263,14 @@ def test_no_number_at_a_place_of_the_environment_moves_the_loss_or_the_gradient(
         assert found == value and all(map(torch.equal, slopes, others))
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_packed_rows_ask_for_the_tokens_that_padded_rows_do(share):
+def test_packed_rows_ask_for_the_tokens_that_padded_rows_do():
     batch = collate([two_turns(float("nan"))], pad_token_id=0)
-    packed = pack(batch, share)
+    packed = pack(batch)
     asked = sorted(zip(packed.rows[packed.targets].tolist(), packed.columns[packed.targets].tolist(), strict=True))
     assert asked == [(0, 2), (0, 3), (0, 4), (0, 7), (1, 2), (1, 3)]
     before = packed.columns[packed.predicting].tolist()
     assert sorted(before) == sorted(column - 1 for _, column in asked)
-    assert len(packed.rows) == (8 + 4 - 2 * share), "what the environment says goes through the model"
+    assert len(packed.rows) == 8 + 4 - 2, "what the environment says goes through the model"
 
 
 def test_a_group_of_several_turns_comes_back_from_a_checkpoint():

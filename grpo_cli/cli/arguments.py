@@ -153,7 +153,7 @@ def checkpoint_overrides(place: str, task_is_named: bool = False, typed: Sequenc
     from grpo_cli.model.adapters import BASE, base_of, has_adapters
     from grpo_cli.runs.find import find_checkpoint
     from grpo_cli.runs.layout import RUN, step_of
-    from grpo_cli.runs.record import check_chain, read_record
+    from grpo_cli.runs.record import read_record
 
     folder = Path(place).expanduser()
     if not os.path.isdir(folder):
@@ -171,8 +171,6 @@ def checkpoint_overrides(place: str, task_is_named: bool = False, typed: Sequenc
             f"{weights.parent.parent} has no {RUN}, so that the task of checkpoint={place} is not known: name it "
             "(task=<choice>, and what else differs from the defaults)"
         )
-    if record is not None:
-        check_chain(weights)
     of_the_run = overrides_of_run(record, typed) if record else []
     if not has_adapters(weights):
         return [*of_the_run, *overrides({"model.path": str(weights), "model.random_init": False})]

@@ -94,8 +94,7 @@ def _hydra(command: str, task: _Called) -> None:
 class _Called:
     """The function that Hydra calls: runs the job and keeps its refusal.
 
-    Our launcher starts processes and needs only the `sweep`. Other launchers call it on the machine where a job
-    is to run, and the job becomes a process there too.
+    Our launcher starts processes and needs only the `sweep`. Other launchers call it where a job is to run.
     """
 
     def __init__(self, sweep: Sweep, arguments: Sequence[str]) -> None:
@@ -108,14 +107,12 @@ class _Called:
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            from grpo_cli.sweep.launcher import run_alone
-
-            return run_alone(self.sweep, Path(HydraConfig.get().runtime.output_dir))
         self.started = True
         try:
             return _run(self.sweep.command, cfg)
         except UserError as error:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise  # the launcher may be in another process
             self.refused = error  # raised through Hydra, it would get Hydra's own message
             return None
         except SystemExit as error:  # from code in a custom part

@@ -154,7 +154,7 @@ def report(
         str, typer.Option(help="Which accuracy: greedy, or sampled such as eval/pass@1.")
     ] = "eval/accuracy",
 ) -> None:
-    """Compare runs: a table here, plots and an HTML page in a folder."""
+    """Compare runs: a table here, plots and all numbers in a folder."""
     from grpo_cli.report.make import make
 
     with refusals():

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
-from grpo_cli.config.instantiate import engine_parts, refused_by, rule_of
-from grpo_cli.config.rehearsal import Tried, try_rules
+from grpo_cli.config.instantiate import engine_parts, refused_by, rule_of, rules_of
+from grpo_cli.config.trial import try_rules
+from grpo_cli.interfaces import Rules
 from grpo_cli.settings import (
     EvalRunSettings,
     ModelSettings,
@@ -24,7 +25,7 @@ from grpo_cli.support.errors import gathered, refuse
 from grpo_cli.support.formatting import parse_bytes, shown
 
 
-def check(settings: RunSettings) -> Tried:
+def check(settings: RunSettings) -> Rules:
     """Check a training run's settings, whose types and ranges are checked already. Returns its tried rules. UserError
     lists every violation."""
     problems = [
@@ -39,23 +40,26 @@ def check(settings: RunSettings) -> Tried:
         *_rounding_problems(settings),
         *together.problems(settings),
     ]
-    tried = None
+    rules = None
     with gathered(problems):
         engine_parts(settings.parts, {"seed": settings.seed}, early=True)
     with gathered(problems):
-        tried = try_rules(settings)
+        rules = rules_of(settings.parts)
+        problems += together.undone(settings, rules) if settings.resume is None else []
+        if 1 <= settings.m <= settings.n:
+            try_rules(rules, settings.n, settings.m, settings.train.prompts)
     with gathered(problems):
         problems += refused_by("curriculum", settings.parts["curriculum"], {})
     refuse(problems)
-    assert tried is not None, "n and m are as they must be"
-    return tried
+    assert rules is not None, "what cannot be made is refused"
+    return rules
 
 
-def check_profile(settings: ProfileRunSettings) -> Tried:
+def check_profile(settings: ProfileRunSettings) -> Rules:
     """The same for `grpo profile`: the training run's settings, then the profile's."""
-    tried = check(settings)
+    rules = check(settings)
     refuse([*_profile_problems(settings.profile, settings.sampling, _turns(settings))])
-    return tried
+    return rules
 
 
 def _turns(settings: RunSettings | EvalRunSettings) -> int:

@@ -1,7 +1,7 @@
 """Instantiates the parts of a configuration.
 
 A part gets the arguments of its YAML and those offered objects (model, tokenizer, seed, ...) that its signature names.
-A misspelt argument is a UserError. Parts declare themselves what they refuse; rules are tried in `config.rehearsal`.
+A misspelt argument is a UserError. Parts declare themselves what they refuse; rules are tried in `config.trial`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from grpo_cli.types import Batch, LossOutput, Totals
 RECIPE = "recipe"  # a task's values for other groups (`config.auto`)
 _NO_ARGUMENTS = ("_target_", "_partial_", RECIPE)
 INNER = "inner"  # the key by which an engine names its workers' engine
-# Keyword arguments for rules that have such a parameter.
-_BY_NAME = {"advantage": ("inputs", "history")}
 
 
 def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
@@ -149,9 +147,8 @@ def function(name: str, part: Mapping[str, Any]) -> Any:
     called_with, factory = KINDS[name].called_with, _factory(name, part, {})
     rule = make(name, part, {}) if isinstance(factory.func, type) else factory
     signature = inspect.signature(rule)
-    named = {word: word for word in _BY_NAME.get(name, ()) if word in signature.parameters}
     try:
-        signature.bind(*called_with, **named)
+        signature.bind(*called_with)
     except TypeError as error:
         raise UserError(
             f"{name}._target_={part['_target_']} cannot be called as {name}({', '.join(called_with)}): {error}; "

@@ -7,11 +7,10 @@ that follow from the facts of two parts. Names of choices appear only in message
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_cli.collect.collection import MOST_ROLLOUTS
-from grpo_cli.collect.rehearsal import CollectionSize
 from grpo_cli.config.choices import choice_of
 from grpo_cli.config.instantiate import INNER, fact_of, says
 from grpo_cli.interfaces import Rules
@@ -27,7 +26,6 @@ class Chosen:
     n: int
     m: int
     prompts: int
-    unequal: bool = False
 
     def says(self, group: str, fact: str) -> Any:
         return says(self.parts, group, fact)
@@ -58,29 +56,15 @@ def eval_problems(settings: EvalRunSettings) -> Iterator[str]:
 
 
 def problems(settings: RunSettings) -> Iterator[str]:
-    """What cannot work, whatever the collector's rehearsal shows."""
-    others = chosen(settings)
+    """What cannot work."""
+    others, least = chosen(settings), settings.n * settings.train.prompts
     yield from others.of_each("goes_with")
     yield from _drawn_problems(others)
-
-
-def rehearsed_problems(settings: RunSettings, size: CollectionSize) -> Iterator[str]:
-    """What cannot work, given the collector's rehearsal."""
-    others = chosen(settings)
-    if size.rollouts > MOST_ROLLOUTS:
+    yield from _partial_problems(others)
+    if least > MOST_ROLLOUTS:
         yield (
-            f"n={settings.n} of train.prompts={settings.train.prompts} problems come to {size.rollouts} rollouts a "
-            f"step, and {MOST_ROLLOUTS} are the most: lower n, train.prompts or what the collector asks for"
-        )
-    if size.unequal:
-        known = {*others.of_each("goes_with")}
-        yield from (problem for problem in replace(others, unequal=True).of_each("goes_with") if problem not in known)
-    if size.partial or size.resumed:
-        yield from _partial_problems(others, size)
-    if size.resumed and not size.partial and others.setting("correction", "prox") == "drawn":
-        yield (
-            "correction.prox=drawn takes the sampler for the old policy, and with "
-            f"{others.named('collector')} tokens are trained on that it did not draw; use correction.prox=now"
+            f"n={settings.n} of train.prompts={settings.train.prompts} problems are {least} rollouts a step, and "
+            f"{MOST_ROLLOUTS} are the most: lower n or train.prompts"
         )
 
 
@@ -96,12 +80,12 @@ def undone(settings: RunSettings, rules: Rules) -> Iterator[str]:
     yield from others.of_each("undone_by")
 
 
-def remarks(settings: RunSettings, rules: Rules, size: CollectionSize) -> Iterator[str]:
+def remarks(settings: RunSettings, rules: Rules) -> Iterator[str]:
     """What works, but may not be what was meant."""
     if settings.resume is not None:
         yield from undone(settings, rules)
     n, m, others = settings.n, settings.m, chosen(settings)
-    if size.unequal and m < n and not others.says("downsample", "keeps_fewer"):
+    if others.says("collector", "unequal") and m < n and not others.says("downsample", "keeps_fewer"):
         yield (
             f"{others.named('collector')} makes more rollouts of some problems than of others, and of each "
             f"at most m={m} are trained on, so that the problems count alike again and the rest is only there for "
@@ -125,19 +109,21 @@ def _drawn_problems(others: Chosen) -> Iterator[str]:
         )
 
 
-def _partial_problems(others: Chosen, size: CollectionSize) -> Iterator[str]:
+def _partial_problems(others: Chosen) -> Iterator[str]:
     """Conflicts of a collector that leaves rollouts partial, or goes on with tokens that are there."""
-    collector, resumed = others.named("collector"), size.resumed
+    collector, resumed = others.named("collector"), others.says("collector", "resumes")
     if resumed and others.says("sparsity", "evicts"):
         yield (
             f"{collector} goes on with partial rollouts, whose tokens {others.named('sparsity')} would count as "
             "prompt; use sparsity=dense, or collector=equal"
         )
-    if size.partial and others.says("engine", "stops_early") is False:
+    if others.says("collector", "stops") and others.says("engine", "stops_early") is False:
         yield (
             f"{collector} stops rollouts before their end, which {others.named('engine')} cannot, as its workers "
             "report a rollout when it has ended; use engine=torch or engine=vllm, or collector=equal"
         )
+    if resumed and others.setting("correction", "prox") == "drawn" and not others.says("collector", "stops"):
+        yield f"correction.prox=drawn takes {collector}'s given tokens for drawn ones; use correction.prox=now"
     if resumed and others.says("predictor", "of_whole_rollouts"):
         yield (
             f"{others.named('predictor')} knows how long whole rollouts were, and {collector} makes them in parts; use "

@@ -36,9 +36,9 @@ class PolicyReading:
     """
 
     features: Float[np.ndarray, "N F"]
-    entropies: tuple[Float[np.ndarray, "L"], ...] = ()
-    top_ids: tuple[Int[np.ndarray, "L 2"], ...] = ()
-    top_probs: tuple[Float[np.ndarray, "L 2"], ...] = ()
+    entropies: tuple[Float[np.ndarray, "_"], ...] = ()
+    top_ids: tuple[Int[np.ndarray, "_ 2"], ...] = ()
+    top_probs: tuple[Float[np.ndarray, "_ 2"], ...] = ()
 
 
 def last_layer(model: Any) -> int:

@@ -97,8 +97,8 @@ def _wants_a_head_each(query: Tensor) -> bool:
 def _attention(
     module: Any,
     query: Float[Tensor, "B HG N D"],
-    key: Float[Tensor, "B H N D"],
-    value: Float[Tensor, "B H N D"],
+    key: Float[Tensor, "B H K D"],
+    value: Float[Tensor, "B H K D"],
     attention_mask: Tensor | None,
     packed_layout: Layout | None = None,
     **kwargs: Any,

@@ -13,6 +13,8 @@ from small import small_model
 
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.instantiate import engine_parts, inner_engine
+from grpo_cli.engine.order.predict import NoPredictor
+from grpo_cli.engine.order.schedule import Fifo
 from grpo_cli.engine.ray.cluster import Cluster, check_public, room_for
 from grpo_cli.engine.ray.engine import RayEngine
 from grpo_cli.engine.ray.worker import hollow, place
@@ -97,7 +99,12 @@ def test_quantised_weights():
     model.lm_head.weight = type("Int8Params", (type(model.lm_head.weight),), {})(model.lm_head.weight.data)
     with pytest.raises(UserError, match=r"quantised .*model.quantize=none"):
         RayEngine(
-            model, *[None] * 4, **{name: x for name, x in made.part("engine", "ray").items() if name != "_target_"}
+            model,
+            made.full(),
+            Fifo(),
+            NoPredictor(),
+            print,
+            **{name: x for name, x in made.part("engine", "ray").items() if name != "_target_"},
         )
 
 

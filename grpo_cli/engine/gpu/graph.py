@@ -88,8 +88,8 @@ def _copied(value: Any) -> Any:
 
 
 @cache
-def _stream() -> torch.cuda.Stream:
-    """Return the stream of all captures: libraries keep a workspace for each."""
+def _stream() -> Any:
+    """Return the stream (of torch.cuda) of all captures: libraries keep a workspace for each."""
     return torch.cuda.Stream()
 
 

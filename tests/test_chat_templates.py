@@ -235,7 +235,7 @@ def test_a_field_of_a_field_is_read_unless_there_is_one_of_that_very_name(tmp_pa
     both = [*task.prompts("train"), *task.prompts("eval")]
     assert [p.answer for p in sorted(both, key=lambda p: p.id.split("-")[1])] == ["0", "1", "2", "9"]
     with pytest.raises(
-        UserError, match=r"no field 'reward_model.tru'.*found are: prompt, reward_model, reward_model.truth"
+        UserError, match=r"no field 'reward_model.tru'.*fields are: prompt, reward_model, reward_model.truth"
     ):
         made(path, question_field="prompt", answer_field="reward_model.tru")
     with pytest.raises(UserError, match=r"no field 'prompt.x'"):
@@ -266,7 +266,7 @@ def test_a_table_gives_the_same_prompts_as_parquet_and_as_jsonl(tmp_path: Path) 
 
 def test_a_parquet_file_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = parquet(tmp_path / "r.parquet", [{"q": "a", "answer": "1"}, {"q": "b", "answer": None}])
-    with pytest.raises(UserError, match="r.parquet, row 1 has no field 'question'.*found are: q, answer"):
+    with pytest.raises(UserError, match="r.parquet, row 1 has no field 'question'.*fields are: q, answer"):
         made(table)
     with pytest.raises(UserError, match="r.parquet, row 2: field 'answer'"):
         made(table, question_field="q")

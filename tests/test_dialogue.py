@@ -311,7 +311,7 @@ def test_what_reset_returns_goes_behind_the_question(rows, tmp_path):
     question = made[0]["question"]
     before = chat.decode(plain.token_ids)
     assert question in before and first(opening=" 7 left") == before.replace(question, f"{question} 7 left")
-    with pytest.raises(UserError, match="line 1, returned a int: return text"):
+    with pytest.raises(UserError, match="line 1, returned a int: "):
         environment_of(SETTINGS, PROMPTING).opens({"answer": "1", "opening": 7}, "line 1")
     with pytest.raises(UserError, match="in UTF-8"):
         environment_of(SETTINGS, PROMPTING).opens({"answer": "1", "opening": "\ud800"}, "line 1")

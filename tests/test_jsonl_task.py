@@ -20,9 +20,8 @@ from words import rollout_of, task_of
 from grpo_cli.cli.main import app
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.jsonl import Jsonl
-from grpo_cli.tasks.problems import LazyPrompts, Problem
+from grpo_cli.tasks.problems import LazyPrompts, Problem, read_problems
 from grpo_cli.tasks.prompting import Prompting
-from grpo_cli.tasks.rows import read_rows
 from grpo_cli.types import Prompt
 
 TOKENIZER = make_tokenizer()
@@ -94,8 +93,10 @@ def test_an_eval_file_is_the_eval_split_and_shares_no_question(tmp_path: Path) -
     assert [p.id for p in task.prompts("train")] == ["train-000001", "train-000002", "train-000003"]
     assert [(p.id, p.answer) for p in task.prompts("eval")] == [("eval-000001", "6"), ("eval-000002", "8")]
     other = write(tmp_path / "o.jsonl", *rows[1:4])
-    message = message_of(lambda: make(path, eval_path=other))
-    assert f"2 of the 3 questions of task.eval_path={other}" in message and "t.jsonl, line 2" in message
+    said: list[str] = []
+    task = make(path, eval_path=other, warn=said.append)
+    assert [p.id for p in task.prompts("train")] == ["train-000001"] and len(task.prompts("eval")) == 3
+    assert len(said) == 1 and f"2 of the 3 problems of {path}" in said[0] and other in said[0]
 
 
 @pytest.mark.parametrize(("fraction", "held_out"), [(0.001, 1), (0.999, 1), (1.0, 2)])
@@ -134,7 +135,7 @@ def test_fields_have_names_and_answers_may_be_numbers(tmp_path: Path) -> None:
 def test_rows_are_read_as_they_were_written(tmp_path: Path, content: bytes, rows: list[tuple[int, str, str]]) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(content)
-    found = read_rows(str(path), "task.path", "question", "answer")
+    found = read_problems(str(path), "task.path", "question", "answer")
     assert [(row.line, row.question, row.answer) for row in found] == rows
 
 
@@ -211,7 +212,7 @@ def test_a_prompt_that_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
     assert "(and 18 more like it)" in message_of(lambda: make(path, max_prompt_tokens=30, eval_fraction=0.05))
 
 
-def test_prompts_that_do_not_fit_are_left_out_or_cut_with_a_warning(tmp_path: Path) -> None:
+def test_prompts_that_do_not_fit_are_left_out_with_a_warning(tmp_path: Path) -> None:
     rows = problems(20)
     rows[7]["question"] = rows[9]["question"] = "word " * 30
     path, said = write(tmp_path / "p.jsonl", *rows), []
@@ -220,9 +221,6 @@ def test_prompts_that_do_not_fit_are_left_out_or_cut_with_a_warning(tmp_path: Pa
     left = all_of(make(path, max_prompt_tokens=limit, long_prompts="leave_out", warn=said.append))
     assert len(left) == 18 and not {p.id[-2:] for p in left} & {"08", "10"}
     assert len(said) == 1 and "2 of the " in said[0] and "are left out" in said[0] and "p.jsonl, line 8" in said[0]
-    cut = all_of(make(path, max_prompt_tokens=limit, long_prompts="cut", warn=said.append))
-    assert [p.token_ids for p in cut if p.id[-2:] in ("08", "10")] == [p.token_ids[5:] for p in long]
-    assert len(said) == 2 and "lose their beginning" in said[1]
     message = message_of(lambda: make(path, max_prompt_tokens=3, long_prompts="leave_out", warn=said.append))
     assert "no prompt to train on is left" in message
 
@@ -266,7 +264,7 @@ def test_of_a_prompt_with_more_characters_than_its_tokens_can_have_only_the_begi
     encode = Prompting.encode
     monkeypatch.setattr(Prompting, "encode", lambda self, text, *chat: seen.append(text) or encode(self, text))
     message = message_of(lambda: LazyPrompts("train", asked, prompting, 20, "refuse", unexpected))
-    assert "line 1: the prompt has " in message and seen == ["x", "a" * most]
+    assert "line 1: the prompt has " in message and seen == ["x", "x", "a" * most]
 
 
 # Mistakes
@@ -290,9 +288,9 @@ BAD_FILES = [
     ([GOOD, '{"question": "b", "answer": '], "{path}, line 2 is not valid JSON: Expecting value at column 28"),
     ([GOOD, "", "[1, 2]"], "{path}, line 3 must be a JSON object with question and answer, but is a list"),
     ([GOOD, '{"prompt": 1, "answer": 2}'], "{path}, line 2 has no field 'question' (task.question_field)"),
-    (['{"prompt": "b", "c": 1}'], "and no field 'answer' (task.answer_field); the fields found are: prompt, c"),
-    ([GOOD, "{}"], "the fields found are: none"),
-    (['{"question": ["b"], "answer": "2"}'], "{path}, line 1: field 'question' must be text or a number"),
+    (['{"prompt": "b", "c": 1}'], "(task.question_field); the fields are: prompt, c"),
+    ([GOOD, "{}"], "the fields are: none"),
+    (['{"question": ["b"], "answer": "2"}'], "{path}, line 1: field 'question' must hold messages"),
     (['{"question": "b", "answer": true}'], "{path}, line 1: field 'answer' must be text or a number, but is true"),
     (['{"question": " ", "answer": "2"}'], "{path}, line 1: field 'question' is blank"),
     (['{"question": "b", "answer": NaN}'], "{path}, line 1 cannot be read as JSON: NaN"),
@@ -301,7 +299,7 @@ BAD_FILES = [
     (['{"question": "\\ud800", "answer": "1"}'], "{path}, line 1: field 'question' has half of a surrogate pair"),
     ([GOOD, FIVE], "{path}, line 2: no answer was understood in the field 'answer': 'five'; end it with '#### 42'"),
     ([GOOD, *[FIVE.replace("b", str(i)) for i in range(3)]], "{path}, line 2 (and 2 more of 4 rows): no answer"),
-    ([GOOD, GOOD], "task.path={path} holds 1 question, and none is left to hold out for evaluation"),
+    ([GOOD, GOOD], "task.path={path} holds 1 question: add some"),
     ([GOOD.encode() + b'\n{"question": "caf\xe9"}\n'], "{path}, line 2 is not UTF-8 text: byte 18 is 0xe9"),
 ]
 
@@ -325,10 +323,10 @@ def test_a_few_answers_that_cannot_be_read_are_counted_and_left_out(tmp_path: Pa
 def test_bad_settings_are_refused_together(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", *problems(3))
     bad = {"eval_fraction": 1.5, "max_unreadable": 1.0, "grading": "harsh", "long_prompts": "shorten", "few_shot": -1}
-    message = message_of(lambda: make(path, **bad, judge_seconds=0.0, judge_workers=0, on_crash="go", formats_on="no"))
-    for key in (*bad, "judge_seconds", "judge_workers", "on_crash", "formats_on"):
+    message = message_of(lambda: make(path, **bad, judge_seconds=0.0, judge_workers=0, formats_on="no"))
+    for key in (*bad, "judge_seconds", "judge_workers", "formats_on"):
         assert f"task.{key}=" in message
-    assert "lenient, strict" in message and "refuse, leave_out, cut" in message
+    assert "lenient, strict" in message and "refuse, leave_out" in message
     assert "write {question}" in message_of(lambda: make(path, template="Question: {problem}"))
     assert "it has train and eval" in message_of(lambda: make(path).prompts("test"))
 
@@ -412,6 +410,6 @@ def test_examples_may_have_a_file_of_their_own(tmp_path: Path) -> None:
     for count, left in ((1, 6), (2, 5)):
         assert len(all_of(make(path, few_shot=count, few_shot_path=shown))) == left
     assert "task.few_shot=3" in message_of(lambda: make(path, few_shot=3, few_shot_path=shown))
-    evaluated = write(tmp_path / "e.jsonl", example)
-    message = message_of(lambda: make(path, few_shot=1, few_shot_path=shown, eval_path=evaluated))
-    assert "are also in the examples of task.few_shot" in message
+    evaluated = write(tmp_path / "e.jsonl", example, {"question": "two?", "answer": "2"})
+    task = make(path, few_shot=1, few_shot_path=shown, eval_path=evaluated)
+    assert [prompt.answer for prompt in task.prompts("eval")] == ["2"]

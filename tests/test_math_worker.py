@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.tasks import math_worker
+from grpo_cli.tasks import worker
 
 GRAMMAR = """
 import sys
@@ -74,7 +74,7 @@ def library(tmp_path: Path) -> Path:
 def asked(library: Path, *questions: tuple[str, str]) -> tuple[list[dict[str, Any]], list[str], int]:
     """The replies to pairs of a gold answer and an answer, what the library was asked to do, and the exit code."""
     done = subprocess.run(
-        [sys.executable, "-P", math_worker.__file__, "30"],
+        [sys.executable, "-P", worker.__file__, "math", "30"],
         input="".join(json.dumps({"gold": gold, "answer": answer}) + "\n" for gold, answer in questions),
         env={**os.environ, "PYTHONPATH": str(library)},
         capture_output=True,
@@ -136,7 +136,7 @@ def test_the_library_keeps_nothing_of_an_answer(library: Path) -> None:
 
 def test_memory_and_processor_time_have_an_end_even_if_the_asker_has_gone(library: Path) -> None:
     memory, core, seconds = json.loads(asked(library, ("a", "limits"))[1][-1])
-    assert 0 < memory <= math_worker.MEMORY and core == 0
+    assert 0 < memory <= worker.MEMORY and core == 0
     assert 30 < seconds < 120  # the comparison's thirty, and what the start took
 
 

@@ -18,7 +18,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import model_judge
 from grpo_cli.tasks.judges import Completion
 from grpo_cli.tasks.model_judge import JudgeSettings, ModelJudge
-from grpo_cli.tasks.rows import Problem
+from grpo_cli.tasks.problems import Problem
 
 REPLY = re.compile(r"<reply[^>]*>\n(.*?)\n</reply>", re.S)
 
@@ -201,7 +201,7 @@ def test_what_cannot_be_asked_is_refused_at_the_start(server: Server, monkeypatc
     server.models = (404, "none")
     judge_of(server)
     server.models = (401, "who?")
-    with pytest.raises(UserError, match="task.judge.key: .* has no key"):
+    with pytest.raises(UserError, match="task.judge.key"):
         judge_of(server)
     with pytest.raises(UserError, match="task.judge.key=NO_SUCH"):
         judge_of(server, key="NO_SUCH")

@@ -13,8 +13,8 @@ from typing import Any
 from grpo_cli.interfaces import Shows
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
+from grpo_cli.tasks.problems import records, value_of, where
 from grpo_cli.tasks.prompting import PLACEHOLDER, Prompting, Tokenizer, going_on
-from grpo_cli.tasks.rows import records, value_of, where
 from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, Prompt, Request, Rollout, Span
 
 Parts = Sequence[tuple[bool, Sequence[int]]]  # whether others say it, and its tokens

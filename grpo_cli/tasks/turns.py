@@ -1,8 +1,8 @@
-"""What answers a model in an episode of several turns: a class of one's own, or functions as tools.
+"""The replies to a model in an episode of several turns: by a class of one's own, or by functions as tools.
 
-Each is a pure function of a row and of what the model has said so far, as text. A class, which has a state, is made
-anew and hears the earlier turns again wherever it is needed, so none has to be kept. Calls of tools are data: a name
-and arguments for a function of the user's own. Nothing that a model wrote is executed, and nothing that it wrote ends a
+Each is a pure function of a row and of what the model has written so far, as text. A class has a state: it is made anew
+and hears the earlier turns again wherever that is needed, so none has to be stored. Calls of tools are data: a name and
+arguments for a function of the user's own. Nothing that a model wrote is executed, and nothing that it wrote ends a
 run: a call that cannot be read, and an error of the user's code, are answered by what is wrong.
 """
 
@@ -15,14 +15,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from grpo_cli.support.errors import UserError, own_code, raised, refuse, text_of
 from grpo_cli.support.ranges import Count, Range
-from grpo_cli.tasks.own_reward import OwnReward, own
-from grpo_cli.tasks.prompting import Prompting, PromptSettings
-from grpo_cli.tasks.tool_calls import calls_of
+from grpo_cli.tasks.own_reward import own
+from grpo_cli.tasks.prompting import Prompting, PromptSettings, Texts, Tokenizer
+from grpo_cli.tasks.tool_calls import Functions, calls_of
 from grpo_cli.types import Prompt
 
 MOST_CHARACTERS = 100_000  # of one message: a model's context is no longer
@@ -32,7 +32,7 @@ _OBJECT = re.compile(r"<.* at 0x[0-9a-fA-F]+>")
 
 
 class TurnSettings(PromptSettings):
-    """What the tasks of text say of prompts and turns; each word has its comment in `conf/task/_turns.yaml`."""
+    """The prompt and turn settings of text tasks, explained in `conf/task/_turns.yaml`."""
 
     turns: Count
     environment: str | None
@@ -66,7 +66,7 @@ class Environment:
 
 
 def environment_of(settings: TurnSettings, prompting: Prompting) -> Environment | None:
-    """Build what the settings name, None with one turn. UserError unless it is exactly one thing."""
+    """Build what the settings name, None with one turn. Raise UserError unless it is exactly one thing."""
     both = {"environment": settings["environment"], "tools": settings["tools"]}
     given = {key: str(value) for key, value in both.items() if value is not None}
     if settings["turns"] == 1:
@@ -85,21 +85,12 @@ def environment_of(settings: TurnSettings, prompting: Prompting) -> Environment 
     functions = [own(f"{module}:{word.strip()}", "task.tools") for word in names.split(",")]
     by_name = {getattr(function, "__name__", str(function)): function for function in functions}
     schemas, thinks = _schemas(by_name, name), prompting.opens_thought
-
-    def reply(prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Reply:
-        return _called(by_name, turns[-1], thinks, seconds, who)
-
-    return Environment(reply, name, "tool", schemas)
+    return Environment(
+        lambda prompt, row, turns, who: _called(by_name, turns[-1], thinks, seconds, who), name, "tool", schemas
+    )
 
 
-def environment_judge(environment: Environment | None) -> OwnReward:
-    """Return the judge that asks a class for the reward of an episode."""
-    if environment is None or environment.score is None:
-        raise UserError("task.reward=environment needs a task.environment with get_reward()")
-    return OwnReward("environment", environment.score)
-
-
-def _schemas(functions: Mapping[str, Callable[..., Any]], name: str) -> tuple[Any, ...]:
+def _schemas(functions: Functions, name: str) -> tuple[Any, ...]:
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
@@ -124,7 +115,8 @@ class _Late(UserError):
 
 
 def _limited(call: Callable[[], Any], seconds: float, who: str) -> Any:
-    """Return what a user's code returns, from a thread of its own. UserError if it is late or would end the process."""
+    """Return what a user's code returns, from a thread of its own, awaited. Raise UserError if it is late or would end
+    the process."""
     done: Future[Any] = Future()
 
     def run() -> None:
@@ -135,9 +127,7 @@ def _limited(call: Callable[[], Any], seconds: float, who: str) -> Any:
 
     threading.Thread(target=run, daemon=True).start()
     if not wait([done], seconds).done:
-        raise _Late(
-            f"{who} has not returned within task.respond_seconds={seconds:g}: raise it, or see what it waits for"
-        )
+        raise _Late(f"{who} has not returned within task.respond_seconds={seconds:g}: raise it, or see why it waits")
     if isinstance(error := done.exception(), KeyboardInterrupt | SystemExit):
         raise UserError(f"{who} {raised(error)}: let it return or raise an Exception") from error
     return done.result()
@@ -151,8 +141,8 @@ def _awaited(value: Any) -> Any:
 
 
 def _plain(text: str) -> str:
-    """Return the text without lone surrogates, which UTF-8 cannot hold."""
-    return text.encode("utf-8", "replace").decode()
+    """Return the beginning of a text, without lone surrogates, which UTF-8 cannot hold."""
+    return text[:MOST_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 def _reply(function: str, call: Callable[[], Any], read: Callable[[Any], Any], seconds: float, who: str) -> Reply:
@@ -168,7 +158,7 @@ def _reply(function: str, call: Callable[[], Any], read: Callable[[Any], Any], s
         found, failed, fault = [_ADDRESS.sub("", f"error: {type(error).__name__}: {text_of(error)}")], 1, raised(error)
     if found is None:
         return Reply(None)
-    messages = [_plain(text[:MOST_CHARACTERS]) for text in found] or [""]
+    messages = [_plain(text) for text in found] or [""]
     if messages != (found or [""]):
         fault = fault or f"returned more than {MOST_CHARACTERS} characters, or some that UTF-8 cannot hold: it was cut"
     return Reply(messages, failed, {f"{function} {fault}".partition(":")[0]: f"{function} {fault}"} if fault else {})
@@ -188,18 +178,12 @@ _READS: Mapping[str, Callable[[Any], list[str] | None]] = {
 }
 
 
-def _called(
-    functions: Mapping[str, Callable[..., Any]],
-    turn: str,
-    in_thought: bool = False,
-    seconds: float = 60.0,
-    who: str = "a tool",
-) -> Reply:
+def _called(functions: Functions, turn: str, in_thought: bool, seconds: float, who: str) -> Reply:
     """Return the results of a turn's calls, one message each; no messages for a turn without a call."""
     replies = [
         Reply([f"error: {call}"], failed=1)
         if isinstance(call, str)
-        else _reply(call[0], call[1], lambda value: [_text(value)], seconds, who)
+        else _reply(*call, lambda value: [_text(value)], seconds, who)
         for call in calls_of(functions, turn, in_thought)
     ]
     messages = [message for reply in replies for message in reply.messages or ()]
@@ -247,10 +231,7 @@ class _Episodes:
         else:
             found = self._hear(instance, turns[-1], who)
         if not self._checked.is_set() and self._replayed(row, turns, who)[1].messages != found.messages:
-            raise UserError(
-                f"{self._name} answered the same turns in two ways: an episode that is taken up again has to come out "
-                "the same, so let all that is random in it follow from the row"
-            )
+            raise UserError(f"{self._name} answered the same turns in two ways: let all randomness follow from the row")
         self._checked.set()
         if found.messages is not None:
             with self._lock:
@@ -269,10 +250,10 @@ class _Episodes:
         who = f"{self._name}, reset for {place},"
         with own_code(who):
             text = self._begun(row, who)[1]
-        if text is not None and (not isinstance(text, str) or text != _plain(text)[:MOST_CHARACTERS]):
+        if text is not None and (not isinstance(text, str) or text != _plain(text)):
             raise UserError(
-                f"{who} returned a {type(text).__name__}: return text that goes behind the question, in UTF-8 and of "
-                f"at most {MOST_CHARACTERS} characters, or None"
+                f"{who} returned a {type(text).__name__}: return None, or text behind the question, in UTF-8 and of at "
+                f"most {MOST_CHARACTERS} characters"
             )
         return text or ""
 
@@ -296,47 +277,49 @@ class _Episodes:
         return instance, reply
 
 
-class Speaks(ABC):
-    """A task of text that is a `Dialogue`: what its environment hears and says is text, and here are the tokens."""
+class Speaks(Texts, ABC):
+    """A task of text that is a `Dialogue`: its environment hears and returns text, and here are the tokens."""
 
     turns = 1
     turn_ends: Sequence[str] = ()
-    _environment: Environment
+    _prompting: Prompting
+    _environment: Environment | None
 
     def _talk(
         self,
-        environment: Environment | None,
-        prompting: Prompting,
+        tokenizer: Tokenizer,
         settings: TurnSettings,
+        chat_defaults: Mapping[str, Any] | None,
         warn: Callable[[str], None],
     ) -> None:
-        if environment is None:
-            return
-        prompting.check_turns(environment.role, settings["keep_reasoning"])
-        self.turns, self._environment, self._speaks_by = settings["turns"], environment, prompting
-        self._room, self._warn_of = threading.BoundedSemaphore(settings["respond_workers"]), warn
-        self._failed, self._known, self._noting = 0, set[str](), threading.Lock()
+        """Set how questions are put, and what answers the model. Raise UserError for a template that cannot do so."""
+        prompting = Prompting.of(tokenizer, settings, chat_defaults)
+        self._environment = environment = environment_of(settings, prompting)
+        self._prompting, self._warn, self._failed = prompting, warn, 0
+        if environment is not None:
+            self.turns, self._prompting = settings["turns"], replace(prompting, tools=environment.tools)
+            self._prompting.check_turns(environment.role, settings["keep_reasoning"])
+            self._room, self._lock = threading.BoundedSemaphore(settings["respond_workers"]), threading.Lock()
+            self._known_faults = set[str]()
 
     @abstractmethod
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
-        """What an environment knows of a problem."""
-
-    @abstractmethod
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Tokens as text."""
+        """Return what an environment knows of a problem."""
 
     def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
-        return self._speaks_by.between(turns[-1], said, self._environment.role)
+        assert self._environment is not None
+        return self._prompting.between(turns[-1], said, self._environment.role)
 
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
         pending: Future[Sequence[str] | None] = Future()
-        heard, row = [self.text(turn) for turn in turns], self.row_of(prompt)
+        heard, row, environment = [self.text(turn) for turn in turns], self.row_of(prompt), self._environment
+        assert environment is not None
 
         def run() -> None:
-            who = f"{self._environment.name}, asked after turn {len(turns)} of prompt {prompt.id},"
+            who = f"{environment.name}, asked after turn {len(turns)} of prompt {prompt.id},"
             try:
                 with self._room, own_code(who):
-                    reply = self._environment.reply(prompt, row, heard, who)
+                    reply = environment.reply(prompt, row, heard, who)
                     self._note(reply)
                 pending.set_result(reply.messages)
             except UserError as error:
@@ -347,22 +330,23 @@ class Speaks(ABC):
 
     def counted(self) -> Mapping[str, float]:
         """Return the metrics of environments since the last call."""
-        if self.turns == 1:
+        if self._environment is None:
             return {}
-        with self._noting:
+        with self._lock:
             failed, self._failed = self._failed, 0
         return {"turns/errors": float(failed)}
 
     def _note(self, reply: Reply) -> None:
-        with self._noting:
+        assert self._environment is not None
+        with self._lock:
             self._failed += reply.failed
-            for kind in reply.faults.keys() - self._known:
-                self._known.add(kind)
-                self._warn_of(f"{self._environment.name}: {reply.faults[kind]}; turns/errors counts such answers")
+            for kind in reply.faults.keys() - self._known_faults:
+                self._known_faults.add(kind)
+                self._warn(f"{self._environment.name}: {reply.faults[kind]}; turns/errors counts such answers")
 
 
-def answer(said: Sequence[str] | None) -> Future[Sequence[str] | None]:
+def answer(messages: Sequence[str] | None) -> Future[Sequence[str] | None]:
     """Return an answer that is there at once."""
     done: Future[Sequence[str] | None] = Future()
-    done.set_result(said)
+    done.set_result(messages)
     return done

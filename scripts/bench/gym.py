@@ -59,7 +59,7 @@ def main(words: list[str] | None = None) -> int:
         *("task=reasoning_gym", "task.name=chain_sum", "task.eval_problems=1", "task.judge_workers=1"),
         *("sampler=infinite", "sampler.slots=32", f"sampling.max_new_tokens={args.tokens}"),
     )
-    reasoning_gym._workers = functools.cache(reasoning_gym._workers)  # the library is imported once for all tasks
+    reasoning_gym.Workers = functools.cache(reasoning_gym.Workers)  # the library is imported once for all tasks
     bench = set_up(settings, settings.model)
     names, args.names = args.names or sorted(set(reasoning_gym.library_names()) - reasoning_gym.REFUSED.keys()), None
     asked = document(args, "reasoning-gym")

@@ -99,7 +99,7 @@ def _judge_share(make: Callable[[], Judge], replies: Sequence[Completion], barri
 
 def held_up(limit: float, expressions: Sequence[str]) -> Figures:
     """Each hostile expression by itself, so that its own time shows."""
-    judge = MathJudge("correct", limit, 1, "zero")
+    judge = MathJudge("correct", limit, 1)
     seconds, over, right = [], 0, 0
     questions = count()
     for expression in expressions:
@@ -125,7 +125,7 @@ def main(words: Sequence[str] | None = None) -> int:
         right, wrong = (replies[:size] for replies in replies_of(args.gsm8k))
         makers: dict[str, Callable[[], Judge]] = {
             "numbers": lambda: Numbers("correct"),
-            "math": lambda: MathJudge("correct", args.limit, 1, "stop"),
+            "math": lambda: MathJudge("correct", args.limit, 1),
         }
         for name, make in makers.items():
             speeds = {f"per_second_{n}": per_second(make, right, n) for n in (1, 2)}

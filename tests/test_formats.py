@@ -10,7 +10,7 @@ from tiny_hf import make_tokenizer
 from words import rollout_of, task_of
 
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.judges import FORMATS
+from grpo_cli.tasks.formats import FORMATS
 from grpo_cli.types import Reward
 
 WHOLE = "<think>\n2 + 2\n</think>\n<answer>\n4\n</answer>"

@@ -95,28 +95,18 @@ def test_the_server_is_asked_to_hold_answers_to_json_where_that_is_wanted(server
 
 BAD = {
     "prose": "I would give it a 0.9.",
-    "JSON in prose": 'The reply says {"score": 1.0}.',
-    "HTML": (200, "<html><body>welcome</body></html>"),
     "no choice": (200, '{"choices": []}'),
-    "an array": (200, "[1]"),
     "a billion": '{"score": 1000000000.0}',
     "NaN": '{"score": NaN}',
-    "Infinity": '{"score": -Infinity}',
-    "endless": '{"score": 1e999}',
-    "below": '{"score": -0.001}',
     "true": '{"score": true}',
     "text": '{"score": "0.5"}',
-    "null": '{"score": null}',
     "another word": '{"points": 0.5}',
-    "a number": "0.5",
     "digits": '{"score": ' + 5000 * "1" + "}",
     "deep": 9000 * "[",
     "empty": "",
-    "nothing": (200, ""),
     "content of another kind": (200, said([{"type": "text"}])),
     "cut off": (200, said('{"score": 0.5}', "length")),
     "bad request": (400, "no"),
-    "not found": (404, "no"),
 }
 
 

@@ -4,7 +4,7 @@
     a round asks for ceil((1 + surplus) * (prompts - mixed so far)) problems
 
 The rest of DAPO is `loss=dapo` (more room upwards, a mean over tokens) and the reward part `overlong`
-(`tasks/judges.py`).
+(`tasks/formats.py`).
 
 Measured: scripts/reproduce/dapo.md (no gain in accuracy seen at equal tokens; what is dropped is paid for).
 """

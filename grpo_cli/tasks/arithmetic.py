@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from random import Random
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict, Unpack
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Range
+from grpo_cli.tasks.formats import OverlongTokens, overlong
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
-from grpo_cli.tasks.judges import OverlongTokens, Weighing, overlong
+from grpo_cli.tasks.judges import Weighing
 from grpo_cli.tasks.prompting import Tokenizer, Verbatim, going_on
 from grpo_cli.tasks.turns import answer
 from grpo_cli.types import Prompt, Reward, Rollout
@@ -83,6 +84,17 @@ def is_well_formed(completion: str) -> bool:
     return final_answer(completion) is not None and all(map(is_sum, completion.split("=")))
 
 
+class SumSettings(TypedDict):
+    """The settings of the sums, explained in `conf/task/arithmetic.yaml`."""
+
+    min_terms: Annotated[int, Range(2, 64)]
+    max_terms: Annotated[int, Range(2, 64)]
+    max_operand: Annotated[int, Range(1, 999)]
+    max_value: Annotated[int, Range(2, 9999)]
+    train_problems: TrainProblems
+    eval_problems: EvalProblems
+
+
 class Arithmetic(GeneratedTask[Sum]):
     """The task. The reward is 1 for a completion that ended by itself with the right number, else 0; `weights` may name
     parts that look at its form or its length (`judges.py`)."""
@@ -95,23 +107,19 @@ class Arithmetic(GeneratedTask[Sum]):
         tokenizer: Tokenizer,
         seed: int,
         *,
-        min_terms: Annotated[int, Range(2, 64)],
-        max_terms: Annotated[int, Range(2, 64)],
-        max_operand: Annotated[int, Range(1, 999)],
-        max_value: Annotated[int, Range(2, 9999)],
-        train_problems: TrainProblems,
-        eval_problems: EvalProblems,
         weights: Mapping[str, Any] | None,
         overlong_tokens: OverlongTokens,
+        **sums: Unpack[SumSettings],
     ) -> None:
-        if max_value < 2 * max_operand:
-            raise UserError(f"task.max_value={max_value} must be at least 2 * task.max_operand={2 * max_operand}")
+        operand, value = self._limits = sums["max_operand"], sums["max_value"]
+        if value < 2 * operand:
+            raise UserError(f"task.max_value={value} must be at least 2 * task.max_operand={2 * operand}")
         self._weighing, self._overlong_tokens = Weighing(weights or {}, "all", "correct"), overlong_tokens
-        self._prompting, self._max_operand, self._max_value = Verbatim(tokenizer), max_operand, max_value
-        self._generate(seed, min_terms, max_terms, train_problems, eval_problems)
+        self._prompting = Verbatim(tokenizer)
+        self._generate(seed, sums["min_terms"], sums["max_terms"], sums["train_problems"], sums["eval_problems"])
 
     def draw(self, rng: Random, size: int) -> Sum:
-        return draw_sum(rng, size, self._max_operand, self._max_value)
+        return draw_sum(rng, size, *self._limits)
 
     def answer(self, problem: Sum) -> str:
         return str(sum(problem.terms))
@@ -142,17 +150,10 @@ class Calculator(Arithmetic):
         tokenizer: Tokenizer,
         seed: int,
         *,
-        min_terms: Annotated[int, Range(2, 64)],
-        max_terms: Annotated[int, Range(2, 64)],
-        max_operand: Annotated[int, Range(1, 999)],
-        max_value: Annotated[int, Range(2, 9999)],
         turns: Annotated[int, Range(2, because="the calculator answers after the first")],
-        train_problems: TrainProblems,
-        eval_problems: EvalProblems,
+        **sums: Unpack[SumSettings],
     ) -> None:
-        sizes = {"min_terms": min_terms, "max_terms": max_terms, "max_operand": max_operand, "max_value": max_value}
-        problems = {"train_problems": train_problems, "eval_problems": eval_problems}
-        super().__init__(tokenizer, seed, **sizes, **problems, weights=None, overlong_tokens=None)
+        super().__init__(tokenizer, seed, weights=None, overlong_tokens=None, **sums)
         self.turns = turns
 
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:

@@ -13,13 +13,14 @@ from typing import Annotated, Any, Unpack, cast
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import OneOf, Range
-from grpo_cli.tasks.judges import FORMATS_ON, GRADINGS, Completion, Judge, Numbers, OverlongTokens, Weighing, overlong
+from grpo_cli.tasks.formats import OverlongTokens, overlong
+from grpo_cli.tasks.judges import FORMATS_ON, GRADINGS, Completion, Judge, Numbers, Weighing
 from grpo_cli.tasks.math_judge import MathJudge
 from grpo_cli.tasks.model_judge import JudgeSettings, ModelJudge
 from grpo_cli.tasks.own_reward import OwnReward
 from grpo_cli.tasks.problems import LONG_PROMPTS, LazyPrompts, Problem, of_json, read_problems, split_by_hash, value_of
 from grpo_cli.tasks.prompting import Tokenizer
-from grpo_cli.tasks.turns import Environment, Speaks, TurnSettings
+from grpo_cli.tasks.turns import Environment, Episodes, Speaks, TurnSettings
 from grpo_cli.tasks.workers import JudgeWorkers
 from grpo_cli.types import Prompt, Reward, Rollout
 
@@ -195,6 +196,6 @@ def _judge(reward: str, main: str, seconds: float, workers: int, environment: En
         raise UserError("task.grading=strict is for task.reward=numbers and math; your own function grades as it likes")
     if reward != "environment":
         return OwnReward(reward)
-    if environment is None or environment.score is None:
+    if not isinstance(environment, Episodes) or not environment.scores:
         raise UserError("task.reward=environment needs a task.environment with get_reward()")
     return OwnReward(reward, environment.score)

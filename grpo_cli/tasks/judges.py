@@ -1,36 +1,25 @@
 """The parts of a reward: `numbers` here, `math` in `math_judge.py`, your own in `own_reward.py`, a model in
-`model_judge.py`; and the form and the length of a completion.
-
-The published runs weigh the form in different ways (see conf/README.md); each part of it lies between 0 and 1,
-`overlong` between -1 and 0.
-"""
+`model_judge.py`."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any
 
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.ranges import Range
 from grpo_cli.tasks.answers import equal, extract_answer, gold_answer
+from grpo_cli.tasks.formats import FORMATS, OVERLONG
 from grpo_cli.tasks.problems import Problem
-from grpo_cli.types import LARGEST_REWARD, Reward, Rollout
+from grpo_cli.types import LARGEST_REWARD, Reward
 
 GRADINGS = {"lenient": "correct", "strict": "correct_strict"}
 FORMATS_ON = ("all", "wrong")
 RESERVED = frozenset({"mean", "std", "kept_mean"})  # reward/<these> are metrics of their own
-OVERLONG = "overlong"
-OverlongTokens = Annotated[int | None, Range(1, because="it counts tokens; null is a fifth of sampling.max_new_tokens")]
 Weight = Annotated[float, Range(-LARGEST_REWARD, LARGEST_REWARD)]
-
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
-_OPENED, _TURNED = "<think>\n", "\n</think>\n<answer>\n"
-_CLOSED = re.compile(r"\n</answer>$", re.MULTILINE)
-_FROM_THOUGHT_TO_ANSWER = re.compile(r"</think>\s{0,8}<answer>")
 
 
 @dataclass(frozen=True)
@@ -47,32 +36,31 @@ class Completion:
     problem: Problem | None
 
 
-@runtime_checkable
-class Judge(Protocol):
-    """Named parts of each completion's reward, none where it has come to no judgement. `advice` describes how an answer
-    must be written for `gold` to read it.
+class Judge(ABC):
+    """A source of named parts of each completion's reward, none where it has come to no judgement. `advice` describes
+    how an answer must be written for `gold` to read it; any text will do unless a judge says otherwise.
 
     `main` is the one part that is rewarded; None where all parts are, each with a weight of 1.
     """
 
-    @property
-    def advice(self) -> str: ...
-
-    @property
-    def main(self) -> str | None: ...
+    main: str | None = None
+    advice = "let it be text"
 
     def gold(self, text: str) -> str | None:
         """Return the answer in a data set's answer field, or None if there is none."""
+        return text
 
+    @abstractmethod
     def __call__(self, completions: Sequence[Completion]) -> Sequence[Mapping[str, float]]: ...
 
 
-@dataclass(frozen=True)
-class Numbers:
+class Numbers(Judge):
     """A judge of final answers that are numbers, compared exactly; see `answers.py`."""
 
-    main: str
-    advice: str = "end it with '#### 42', let it be a number, or have expressions judged with task.reward=math"
+    advice = "end it with '#### 42', let it be a number, or have expressions judged with task.reward=math"
+
+    def __init__(self, main: str) -> None:
+        self.main = main
 
     def gold(self, text: str) -> str | None:
         value = gold_answer(text)
@@ -135,53 +123,3 @@ class Weighing:
             raise UserError(f"{found}, so task.weights.{min(unknown)} weighs nothing: correct the name or remove it")
         if self._formats_on == "wrong" and "correct" not in parts:
             raise UserError(f"{found}, but task.formats_on=wrong needs one called correct: add it, or choose all")
-
-
-def strict_format(text: str) -> float:
-    """Return 1 for a completion that begins with the four tags in order, each on a line of its own; else 0.
-
-    The format reward of open-r1: more may follow the line of the last tag, and a tag may occur again.
-    """
-    turned = text.find(_TURNED, len(_OPENED)) if text.startswith(_OPENED) else -1
-    return float(turned >= 0 and _CLOSED.search(text, turned + len(_TURNED)) is not None)
-
-
-def soft_format(text: str) -> float:
-    """Return 1 less a hundredth for each character outside `<think>...</think> <answer>...</answer>`, at least 0.
-
-    0 for a completion without the four tags in that order. The scale of PODS' single-GPU runs.
-    """
-    start = text.find("<think>")
-    middle = _FROM_THOUGHT_TO_ANSWER.search(text, start) if start >= 0 else None
-    end = text.find("</answer>", middle.end()) if middle else -1
-    inside = end + len("</answer>") - start
-    return max(0.0, 1.0 - 0.01 * (len(text) - inside)) if end >= 0 else 0.0
-
-
-def tag_count(text: str) -> float:
-    """Return a quarter for each of the four tags that occurs exactly once."""
-    return sum(text.count(tag) == 1 for tag in TAGS) / len(TAGS)
-
-
-def tag_lines(text: str) -> float:
-    """Return a quarter for each of the four tags that stands exactly once at the edge of its line, as in open-r1."""
-    return sum(text.count(tag) == 1 for tag in _TAG_LINES) / len(_TAG_LINES)
-
-
-FORMATS: Mapping[str, Callable[[str], float]] = {
-    "format": strict_format,
-    "format_soft": soft_format,
-    "tag_count": tag_count,
-    "tag_lines": tag_lines,
-}
-
-
-def overlong(rollout: Rollout, tokens: int | None) -> float:
-    """Return 0 up to L - c tokens, from there down to -1 at L in a straight line (DAPO, arXiv 2503.14476, equation 13).
-
-    L is `sampling.max_new_tokens`, and c is `tokens`, at most L; None: a fifth of L, as published (4,096 of 20,480). In
-    an episode all tokens count that L bounds, those of the environment among them.
-    """
-    longest = rollout.request.sampling.max_new_tokens
-    within = max(1, longest // 5) if tokens is None else tokens
-    return min(0.0, (longest - within - len(rollout)) / within)

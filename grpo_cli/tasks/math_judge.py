@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 from grpo_cli.support.extras import require
 from grpo_cli.tasks.expressions import MAX_EXPRESSION, final_expression, settled
-from grpo_cli.tasks.judges import Completion
+from grpo_cli.tasks.judges import Completion, Judge
 from grpo_cli.tasks.workers import Workers
 
 _REMEMBERED = 50_000  # comparisons, before all are forgotten: completions repeat within a step and between steps
 _Pair = tuple[str, str]  # a gold answer and an expression
 
 
-class MathJudge:
+class MathJudge(Judge):
     """A judge with the parts `correct`, `correct_strict` (in the form asked for), `over_limit` and `incomparable`, each
     1 or 0. A comparison gets at most `seconds`."""
 

@@ -28,7 +28,7 @@ from grpo_cli.runs.layout import JUDGEMENTS
 from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.formatting import plain
 from grpo_cli.support.ranges import Count, OneOf, Range
-from grpo_cli.tasks.judges import Completion
+from grpo_cli.tasks.judges import Completion, Judge
 
 START_SECONDS = 10.0
 LARGEST_ANSWER = 1 << 22  # bytes
@@ -87,12 +87,11 @@ class Unanswered(Exception):
         self.again = again
 
 
-class ModelJudge:
+class ModelJudge(Judge):
     """A judge with the reward part `score`, from 0 to 1. A reply without a judgement has no part and is left out; with
     `of=group`, so is its whole group."""
 
     main = _PART
-    advice = "let it be text"
 
     def __init__(self, settings: JudgeSettings, run_dir: Path | None, warn: Callable[[str], None]) -> None:
         """Raise UserError if the server does not answer, or wants a key and there is none."""
@@ -112,9 +111,6 @@ class ModelJudge:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._check_server()
-
-    def gold(self, text: str) -> str | None:
-        return text
 
     def counted(self) -> Mapping[str, float]:
         """Return the counts since the last call."""

@@ -13,7 +13,7 @@ from math import nan
 from typing import Any
 
 from grpo_cli.support.errors import UserError, hidden, own_code
-from grpo_cli.tasks.judges import Completion
+from grpo_cli.tasks.judges import Completion, Judge
 from grpo_cli.tasks.problems import of_json
 from grpo_cli.types import LARGEST_REWARD
 
@@ -37,21 +37,15 @@ MANY = {
 }
 
 
-class OwnReward:
+class OwnReward(Judge):
     """The function as a judge. For one rollout it returns a finite number, or named ones (`{"correct": 1.0, "brief":
     0.2}`); where it takes `replies`, it returns a list of those for all rollouts of a step."""
-
-    main = None
-    advice = "let it be text"
 
     def __init__(self, name: str, function: Callable[..., Any] | None = None) -> None:
         """Take the function of this name, if none is given."""
         self._name = name
         self._function = own(name, "task.reward") if function is None else function
         self._words, self._takes_many = _words(name, self._function)
-
-    def gold(self, text: str) -> str | None:
-        return text
 
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
         if self._takes_many:

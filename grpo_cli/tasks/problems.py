@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
@@ -91,16 +92,10 @@ def _rows_of_lines(file: Any, source: str) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(file, 1):
         if text := line.removeprefix(_BYTE_ORDER_MARK).strip():
             try:
-                yield number, json.loads(text.decode("utf-8"), parse_float=Decimal, parse_constant=_not_a_number)
-            except UnicodeDecodeError as error:
-                wrong = f"is not UTF-8 text: byte {error.start + 1} is {text[error.start]:#04x}"
-            except json.JSONDecodeError as error:
-                wrong = f"is not valid JSON: {error.msg} at column {error.colno}"
-            except (ValueError, RecursionError) as error:
-                wrong = f"cannot be read as JSON: {error}"
-            else:
-                continue
-            raise UserError(f"{where(source, number)} {wrong}")
+                row = json.loads(text.decode("utf-8"), parse_float=Decimal, parse_constant=_not_a_number)
+            except (ValueError, RecursionError) as error:  # also of what is no UTF-8
+                raise UserError(f"{where(source, number)} cannot be read as JSON: {error}") from error
+            yield number, row
 
 
 def _not_a_number(word: str) -> NoReturn:
@@ -222,8 +217,8 @@ class LazyPrompts(MadePrompts):
     ) -> None:
         assert len({p.line for p in problems}) == len(problems), "a problem of a split has a line of its own"
         self._split, self._prompting, self._max_tokens, self._opens = split, prompting, max_tokens, opens
-        self._rehearse(problems)
         lengths = self._lengths(problems)
+        self._rehearse(problems)
         self.problems = [problem for problem in problems if problem.line not in lengths]
         if lengths:
             first = next(problem for problem in problems if problem.line in lengths)
@@ -258,8 +253,7 @@ class LazyPrompts(MadePrompts):
         return Prompt(self._id(problem), token_ids, problem.answer)
 
     def _rehearse(self, problems: Sequence[Problem]) -> None:
-        """Raise UserError for a template that refuses a question, or an order of roles of one that is a chat."""
-        self._prompting.encode("x")
+        """Raise UserError for a template that refuses an order of roles of a question that is a chat."""
         chats = [problem for problem in reversed(problems) if problem.messages]
         for problem in {tuple(message["role"] for message in chat.messages): chat for chat in chats}.values():
             try:
@@ -268,17 +262,10 @@ class LazyPrompts(MadePrompts):
                 raise UserError(f"{problem.place}: {error}") from error
 
     def _lengths(self, problems: Sequence[Problem]) -> dict[int, int]:
-        """Return the lines of the prompts that do not fit, each with its number of tokens.
-
-        Of a question with more characters than the tokens that fit could have, only so many are tokenised: all of 10 MB
-        takes half a minute.
-        """
-        if (most := self._max_tokens) is None:
-            return {}
-        frame = len(self._prompting.encode("x"))
+        """Return the lines of the prompts that do not fit, each with its number of tokens."""
+        frame, most = len(self._prompting.encode("x")), self._max_tokens or sys.maxsize
         suspects = [p for p in problems if frame + len(p.question.encode()) > most]
-        characters = most * max(map(len, self._prompting.tokenizer.get_vocab())) + 1 if suspects else 0
-        lengths = {p.line: len(self._prompting.encode(p.question[:characters], p.messages)) for p in suspects}
+        lengths = {p.line: len(self._prompting.encode(p.question, p.messages)) for p in suspects}
         return {line: length for line, length in lengths.items() if length > most}
 
     def _too_long(self, problem: Problem, length: int, count: int) -> UserError:

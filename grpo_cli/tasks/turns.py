@@ -52,19 +52,6 @@ class Reply:
     faults: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Environment:
-    """A source of replies to these turns about this prompt, of this row, as a `role` of the chat; the last argument
-    names the request in errors."""
-
-    reply: Callable[[Prompt, Mapping[str, Any], Sequence[str], str], Reply]
-    name: str
-    role: str = "user"
-    tools: tuple[Any, ...] = ()  # their schemas, for the chat template
-    score: Callable[[Mapping[str, Any], Sequence[str]], Any] | None = None  # the reward of a whole episode
-    opens: Callable[[Mapping[str, Any], str], str] = lambda row, place: ""  # text behind the question of a row
-
-
 def environment_of(settings: TurnSettings, prompting: Prompting) -> Environment | None:
     """Build what the settings name, None with one turn. Raise UserError unless it is exactly one thing."""
     both = {"environment": settings["environment"], "tools": settings["tools"]}
@@ -77,17 +64,13 @@ def environment_of(settings: TurnSettings, prompting: Prompting) -> Environment 
             f"task.turns={settings['turns']} needs one thing that answers the model, either task.environment or "
             f"task.tools, and {'both were' if given else 'none was'} given"
         )
-    ((key, value),), seconds = given.items(), settings["respond_seconds"]
-    name = f"task.{key}={value}"
+    ((key, value),) = given.items()
+    words = (f"task.{key}={value}", settings["respond_seconds"], prompting.opens_thought)
     if key == "environment":
-        return _of_class(own(value, "task.environment"), name, seconds, prompting)
+        return Episodes(own(value, "task.environment"), *words)
     module, _, names = value.partition(":")
     functions = [own(f"{module}:{word.strip()}", "task.tools") for word in names.split(",")]
-    by_name = {getattr(function, "__name__", str(function)): function for function in functions}
-    schemas, thinks = _schemas(by_name, name), prompting.opens_thought
-    return Environment(
-        lambda prompt, row, turns, who: _called(by_name, turns[-1], thinks, seconds, who), name, "tool", schemas
-    )
+    return Environment({getattr(function, "__name__", str(function)): function for function in functions}, *words)
 
 
 def _schemas(functions: Functions, name: str) -> tuple[Any, ...]:
@@ -178,7 +161,27 @@ _READS: Mapping[str, Callable[[Any], list[str] | None]] = {
 }
 
 
-def _called(functions: Functions, turn: str, in_thought: bool, seconds: float, who: str) -> Reply:
+class Environment:
+    """Functions that the model may call: what answers a turn, from its text, the prompt and its row."""
+
+    role, scores = "tool", False
+
+    def __init__(self, functions: Functions, name: str, seconds: float, thinks: bool) -> None:
+        self.name, self._seconds, self._thinks, self._functions = name, seconds, thinks, functions
+        self.tools = _schemas(functions, name)
+
+    def reply(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Reply:
+        """Answer the last of the turns; `who` names the request in errors."""
+        return _called(self._functions, turns[-1], self._thinks, self._seconds, who)
+
+    def opens(self, row: Mapping[str, Any], place: str) -> str:
+        """Return the text behind the question of a row."""
+        return ""
+
+
+def _called(
+    functions: Functions, turn: str, in_thought: bool = False, seconds: float = 60.0, who: str = "a tool"
+) -> Reply:
     """Return the results of a turn's calls, one message each; no messages for a turn without a call."""
     replies = [
         Reply([f"error: {call}"], failed=1)
@@ -191,34 +194,25 @@ def _called(functions: Functions, turn: str, in_thought: bool, seconds: float, w
     return Reply(messages or None, sum(reply.failed for reply in replies), faults)
 
 
-def _of_class(made: Any, name: str, seconds: float, prompting: Prompting) -> Environment:
-    """Build the environment of a class as TRL takes it: `reset(**row)`, typed methods as tools; or with `step(turn)`,
-    as in skyrl-gym, or `respond(turn)`, which return what the model reads."""
-    if not isinstance(made, type) or not callable(getattr(made, "reset", None)):
-        raise UserError(f"{name} must be a class with reset(**row), as TRL takes one; functions are task.tools")
-    member = next((word for word in _READS if callable(getattr(made, word, None))), None)
-    kept = {"reset", "get_reward", "close", *_READS}
-    tools = [word for word, _ in inspect.getmembers(made, callable) if not word.startswith("_") and word not in kept]
-    if not tools and member is None:
-        raise UserError(f"{name} has no method that answers: add typed methods as tools, or respond")
-    schemas: tuple[Any, ...] = ()
-    if member is None:
-        with own_code(f"{name}, made without arguments,"):
-            instance = _limited(made, seconds, f"{name}, made without arguments,")
-        schemas = _schemas({word: getattr(instance, word) for word in tools}, name)
-    found = _Episodes(made, name, seconds, member, tools, member is None and prompting.opens_thought)
-    scores = found.score if hasattr(made, "get_reward") else None
-    return Environment(found.reply, name, "user" if member else "tool", schemas, scores, found.opens)
+class Episodes(Environment):
+    """Objects of a class as TRL takes it: `reset(**row)`, typed methods as tools; or with `step(turn)`, as in
+    skyrl-gym, or `respond(turn)`, which return what the model reads. Each episode has an object of its own."""
 
-
-class _Episodes:
-    """The episodes of a user's class: an object each, which answers by `member` or by calls of `tools`."""
-
-    def __init__(
-        self, made: type, name: str, seconds: float, member: str | None, tools: Sequence[str], thinks: bool
-    ) -> None:
-        self._made, self._name, self._seconds = made, name, seconds
-        self._member, self._tools, self._thinks = member, tools, thinks
+    def __init__(self, made: Any, name: str, seconds: float, thinks: bool) -> None:
+        if not isinstance(made, type) or not callable(getattr(made, "reset", None)):
+            raise UserError(f"{name} must be a class with reset(**row), as TRL takes one; functions are task.tools")
+        self._made, self._member = made, next((word for word in _READS if callable(getattr(made, word, None))), None)
+        kept = {"reset", "get_reward", "close", *_READS}
+        found = [word for word, _ in inspect.getmembers(made, callable) if not word.startswith("_")]
+        self._methods = [word for word in found if word not in kept and self._member is None]
+        if self._member is None and not self._methods:
+            raise UserError(f"{name} has no method that answers: add typed methods as tools, or respond")
+        instance = None
+        if self._methods:
+            with own_code(f"{name}, made without arguments,"):
+                instance = _limited(made, seconds, f"{name}, made without arguments,")
+        super().__init__({word: getattr(instance, word) for word in self._methods}, name, seconds, thinks)
+        self.role, self.scores = "tool" if self._methods else "user", hasattr(made, "get_reward")
         # Objects that wait for a next turn, by the turns that they have heard: the newest.
         self._waiting: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._lock, self._checked = threading.Lock(), threading.Event()
@@ -231,7 +225,7 @@ class _Episodes:
         else:
             found = self._hear(instance, turns[-1], who)
         if not self._checked.is_set() and self._replayed(row, turns, who)[1].messages != found.messages:
-            raise UserError(f"{self._name} answered the same turns in two ways: let all randomness follow from the row")
+            raise UserError(f"{self.name} answered the same turns in two ways: let all randomness follow from the row")
         self._checked.set()
         if found.messages is not None:
             with self._lock:
@@ -241,13 +235,14 @@ class _Episodes:
         return found
 
     def score(self, row: Mapping[str, Any], turns: Sequence[str]) -> Any:
-        # As in TRL the calls of the last turn are not made: the model reads no result of them.
-        who = f"{self._name}, get_reward for the row {str(row)[:80]},"
-        instance = self._replayed(row, turns[:-1] if self._member is None else turns, who)[0]
+        """Return the reward of a whole episode. As in TRL the calls of its last turn are not made: the model reads no
+        result of them."""
+        who = f"{self.name}, get_reward for the row {str(row)[:80]},"
+        instance = self._replayed(row, turns[:-1] if self._methods else turns, who)[0]
         return _limited(lambda: _awaited(instance.get_reward()), self._seconds, who)
 
     def opens(self, row: Mapping[str, Any], place: str) -> str:
-        who = f"{self._name}, reset for {place},"
+        who = f"{self.name}, reset for {place},"
         with own_code(who):
             text = self._begun(row, who)[1]
         if text is not None and (not isinstance(text, str) or text != _plain(text)):
@@ -266,7 +261,7 @@ class _Episodes:
 
     def _hear(self, instance: Any, turn: str, who: str) -> Reply:
         if (member := self._member) is None:
-            functions = {word: getattr(instance, word) for word in self._tools}
+            functions = {word: getattr(instance, word) for word in self._methods}
             return _called(functions, turn, self._thinks, self._seconds, who)
         return _reply(member, lambda: getattr(instance, member)(turn), _READS[member], self._seconds, who)
 

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,7 +58,7 @@ def unusable(command: str, flags: Sequence[str], words: Sequence[str]) -> Iterat
     from grpo_cli.config.removed import removed
 
     yield from (sentence for _, sentence in removed(words))
-    for flag, value in zip(flags, [*flags[1:], "-"], strict=True):
+    for flag, value in pairwise([*flags, "-"]):
         if flag.startswith("-") and flag.partition("=")[0] not in _FLAGS:
             yield _without_dashes(command, flag, "" if value.startswith("-") else value)
         elif flag in FLAGS_WITH_VALUE - {"--info", "-i"} and value.startswith("-"):

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.interfaces import AdvantageFn, DownsampleRule
+from grpo_cli.interfaces import Advantage, Downsample
+from grpo_cli.rules.advantage import advantages
 from grpo_cli.rules.downsample import choose
-from grpo_cli.support.facts import taken
-from grpo_cli.types import AdvantageInputs, Batch, ScoredGroup
+from grpo_cli.types import Batch, Finish, ScoredGroup
 
 NOT_CHOSEN = "not chosen by the down-sample rule"
 CUT_OFF = "cut off: left out by train.truncated"
@@ -36,7 +36,7 @@ class Selection:
 
     group: ScoredGroup
     indices: tuple[int, ...]
-    advantages: Float[Tensor, "K"]
+    advantages: Float[Tensor, "K *T"]
     reasons: tuple[str, ...]
 
     @property
@@ -52,8 +52,8 @@ def select(
     group: ScoredGroup,
     rejections: Sequence[str],
     keep: int,
-    rule: DownsampleRule,
-    advantage: AdvantageFn,
+    rule: Downsample,
+    advantage: Advantage,
     rng: np.random.Generator,
     count_rejected: bool,
 ) -> Selection:
@@ -67,14 +67,14 @@ def select(
     baseline = list(range(size)) if count_rejected else left
     candidates = left if keep < size else baseline
     chosen = [candidates[place] for place in choose(rule, group.take(candidates), keep, rng)]
-    totals = torch.tensor(group.totals)
-    inputs = AdvantageInputs(group, tuple(chosen), tuple(baseline))
     answer = torch.zeros(0)
     if chosen:
-        answer = advantage(totals[chosen], totals[baseline], **taken(advantage, inputs=inputs))
+        place = {index: at for at, index in enumerate(baseline)}
+        counted = group if len(baseline) == size else group.take(baseline)
+        answer = advantages(advantage, counted, [place[index] for index in chosen])
     trained = set(chosen)
     reasons = tuple(why or ("" if index in trained else NOT_CHOSEN) for index, why in enumerate(rejections))
-    return Selection(group, tuple(chosen), answer.float(), reasons)
+    return Selection(group, tuple(chosen), answer, reasons)
 
 
 def settled(selected: Sequence[Selection], batch: Batch, rejections: Sequence[str]) -> list[Selection]:
@@ -108,3 +108,24 @@ def batch_rows(selected: Sequence[Selection]) -> Int[Tensor, "K"]:
         rows += [start + index for index in selection.indices]
         start += len(selection.group.rollouts)
     return torch.tensor(rows)
+
+
+def cut_off(groups: Sequence[ScoredGroup], truncated: str) -> list[str]:
+    """Return of each rollout, group after group, why `train.truncated` leaves it out; empty where it does not."""
+    left_out = Finish.LENGTH if truncated == "leave_out" else None
+    return [CUT_OFF if one.finish is left_out else "" for group in groups for one in group.rollouts]
+
+
+def batch_advantages(selected: Sequence[Selection], width: int) -> Float[Tensor, "K *T"]:
+    """Return the advantages of the selected rows; of each token in its place in the batch where a rule weighs
+    tokens."""
+    if all(selection.advantages.dim() == 1 for selection in selected):
+        return torch.cat([selection.advantages for selection in selected])
+    rows = []
+    for selection in selected:
+        for index, own in zip(selection.indices, selection.advantages, strict=True):
+            rollout = selection.group.rollouts[index]
+            start, count = len(rollout.request.prompt.token_ids), len(rollout)
+            rows.append(torch.zeros(width))
+            rows[-1][start : start + count] = own if own.dim() == 0 else own[:count]
+    return torch.stack(rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,11 @@ from grpo_cli.runs.checkpoint import (
     clear_leftovers,
     damaged,
     load_state,
-    require_alike,
     rng_state,
     save_checkpoint,
     set_rng_state,
 )
 from grpo_cli.runs.provenance import code_version
-from grpo_cli.runs.record import chain_of, keep_chain
 from grpo_cli.runs.stop import Stop
 from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import RunSettings
@@ -51,11 +50,9 @@ class Trainer:
         self._learner.before_moving = self._saver.settle
         correction = parts.rules.correction
         answered = correction.needs_policy_logprobs or correction.prox == "drawn" or settings.optim.ess != "none"
-        weighed_parts = settings.parts.get("advantage", {}).get("weights") or ()
-        self._health = HealthCheck(reuse_is_answered=answered, weighed_parts=weighed_parts)
+        self._health = HealthCheck(reuse_is_answered=answered)
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, RecordFiles)]
         self._stop = Stop(parts.say)
-        self._chain: dict[str, str] = {}
         self._resumed = checkpoint is not None
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -66,7 +63,6 @@ class Trainer:
         `stop`: given by a caller that already handles signals; otherwise they are handled while this runs.
         """
         status, fault = "failed", None
-        self._chain = chain_of(self._run_dir)
         self._stop = self._stop if stop is None else stop
         (self._run_dir / layout.SUMMARY).unlink(missing_ok=True)  # the resumed run's: a killed run has none
         with self._stop if stop is None else nullcontext():
@@ -164,6 +160,7 @@ class Trainer:
             "engine": dict(self._parts.bench.engine.state_dict()),
             "rng": rng_state(),
             "rules": learnt.state_of(self._parts),
+            "records": [dict(files.state_dict()) for files in self._files],
         }
 
     def _changing(self) -> dict[str, Any]:
@@ -175,19 +172,12 @@ class Trainer:
         return {"state": state, "weights": self._parts.bench.model.state_dict() if self._saver.lazy else None}
 
     def _writer(self, state: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Path]:
-        """What writes a checkpoint, perhaps later: `state` and what of the records there is now, and what it is given
-        of `_changing`."""
-        records = [files.keep() for files in self._files]
+        """What writes a checkpoint, perhaps later: `state`, and what it is given of `_changing`."""
         root, keep = self._run_dir / layout.CHECKPOINTS, self._settings.train.keep_checkpoints
 
         def write(changing: Mapping[str, Any]) -> Path:
-            def into(folder: Path) -> None:
-                for save in records:
-                    save(folder)
-                keep_chain(folder, self._chain)
-                self._parts.save_model(folder, state_dict=changing["weights"])
-
-            return save_checkpoint(root, state["progress"]["step"], into, {**state, **changing["state"]}, keep)
+            save_model = partial(self._parts.save_model, state_dict=changing["weights"])
+            return save_checkpoint(root, state["progress"]["step"], save_model, {**state, **changing["state"]}, keep)
 
         return write
 
@@ -202,9 +192,7 @@ class Trainer:
     def _restore(self, checkpoint: Path) -> None:
         """Everything but the weights, which are loaded with the model."""
         state = load_state(checkpoint)
-        fresh = {**self._state(), "schedule": {}, "old_policy": {}}
         with damaged(checkpoint):
-            require_alike(state, fresh, "state")
             self._progress = Progress(**state["progress"])
             if self._progress.step != layout.step_of(checkpoint.name):
                 raise ValueError(f"it is of step {self._progress.step}")
@@ -214,6 +202,8 @@ class Trainer:
             learnt.put_back(self._parts, state["rules"])
             self._step.old_policy.load_state_dict(state.get("old_policy"))
             set_rng_state(state["rng"])
+            for files, recorded in zip(self._files, state["records"], strict=False):
+                files.load_state_dict(recorded)
             self._say_if_the_rate_jumps(state)
         done = self._progress.step * self._settings.train.prompts
         self._parts.say(f"resumed at step {self._progress.step}, next prompt {done + 1} (from {checkpoint})")
@@ -232,7 +222,6 @@ class Trainer:
             "status": status,
             "error": fault,
             "stopped_by": None if status == "completed" else self._stop.asked_by,
-            "missing_records": [step for files in self._files for step in files.missing],
             **measured,
             "engine": bench.engine.facts(),
             "update_threads": self._learner.threads,

@@ -1,7 +1,7 @@
 """The values that pass through a run; nothing here acts on them.
 
 Each is frozen, and its type says which stage it has reached:
-prompt -> group request -> request -> rollout (-> request, for the rest of a partial one) -> group -> scored group (->
+prompt -> request -> rollout (-> request, for the rest of a partial one) -> group -> scored group (->
 kept scored group) -> batch -> loss -> record.
 """
 
@@ -65,14 +65,6 @@ class Request:
     def teaches_length(self) -> bool:
         """Whether a predictor may learn from how long the answer is."""
         return not (self.held_out or self.resumed)
-
-
-@dataclass(frozen=True)
-class GroupRequest:
-    """`count` more rollouts of one problem, each with its own random stream."""
-
-    prompt: Prompt
-    count: int
 
 
 # In place of a version, and of the number of updates by which a token is older: nobody drew it; or it is what the
@@ -165,24 +157,6 @@ class Group:
         return Group(self.prompt, tuple(one for one in self.rollouts if one.finish is Finish.PARTIAL))
 
 
-@dataclass(frozen=True)
-class Round:
-    """What a collector requests at one time: the engine completes all of it before the collector continues.
-
-    `resumed` are groups of this step or an earlier one whose partial rollouts go on, each as the same sample with the
-    same random stream. Once `enough` of the step's groups are complete, the round ends and unfinished rollouts come
-    back partial; None: it ends when all are finished. With `limit` a rollout that has so many tokens comes back
-    partial; if no later round resumes it, it is left out. `held` are whole groups of earlier steps, as they were judged
-    then, which join those of this step.
-    """
-
-    requests: tuple[GroupRequest, ...] = ()
-    resumed: tuple[Group, ...] = ()
-    enough: int | None = None
-    held: tuple[ScoredGroup, ...] = ()
-    limit: int | None = None
-
-
 # Beyond it (either side of 0) float64 cannot represent every integer, and many squares overflow float32.
 LARGEST_REWARD = 2.0**53
 
@@ -251,16 +225,6 @@ class ScoredGroup:
 
 
 @dataclass(frozen=True)
-class AdvantageInputs:
-    """What an advantage may use beyond rewards: the whole group, which of its rollouts are kept, which ones' rewards
-    are passed as the group's, and what was read in its rollouts, if an advantage reads."""
-
-    group: ScoredGroup
-    kept: tuple[int, ...]
-    baseline: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Batch:
     """Rollouts as tensors, one row each: prompt, response, padding on the right.
 
@@ -281,7 +245,7 @@ class Batch:
     sampler_logprobs: Float[Tensor, "B T"]
     policy_logprobs: Float[Tensor, "B T"] | None
     ref_logprobs: Float[Tensor, "B T"] | None
-    advantages: Float[Tensor, "B"]
+    advantages: Float[Tensor, "B *each"]  # of a row, or of each of its tokens
     lengths: Int[Tensor, "B"]  # prompt + response tokens of each row
     lags: Int[Tensor, "B T"] | None = None
 
@@ -292,6 +256,11 @@ class Batch:
     def trained_mask(self) -> Bool[Tensor, "B T"]:
         """The tokens that are trained on: those with a weight in the policy loss, even if their advantage is 0."""
         return self.loss_mask & (self.weights != 0)
+
+    @property
+    def token_advantages(self) -> Float[Tensor, "B each"]:
+        """The advantages with a column for each token, or one for all."""
+        return self.advantages if self.advantages.dim() > 1 else self.advantages[:, None]
 
     @property
     def drawn_mask(self) -> Bool[Tensor, "B T"]:

@@ -70,7 +70,7 @@ prove() (
     grep -q 'reward/short' outputs/train/*/metrics.jsonl || fail "the reward of one's own was not asked"
     sweep="$(seconds grpo train -m seed=1,2 train.steps=1 "${small[@]}")"
     report="$(seconds grpo report outputs/multirun)"
-    [[ -s $(echo outputs/report/*/report.html) ]] || fail "no report"
+    [[ -s $(echo outputs/report/*/report.json) ]] || fail "no report"
     grpo --show-completion bash | grep -q _GRPO_COMPLETE || fail "no completion script"
     COMP_WORDS="grpo train sampler=" COMP_CWORD=2 _GRPO_COMPLETE=complete_bash grpo | grep -q infinite \
         || fail "completion does not offer sampler=infinite"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -46,10 +45,10 @@ def collection_of(
         seed=seed,
         step=step,
         curriculum=curriculum,
+        engine=engine,
         task=engine,
         history=History() if history is None else history,
         version=version,
-        span=lambda name: nullcontext(),
         **more,
     )
 
@@ -146,7 +145,7 @@ class BankRun:
                 step=step,
                 history=self.history,
             )
-            groups = collection.run(self._collector, self.bank)
+            groups = collection.run(self._collector)
             self.history.observe(step, groups)
             self.metrics.append(dict(self.curriculum.observe(step, groups)))  # type: ignore[attr-defined]
             self.bank.learn(groups)

@@ -77,14 +77,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.fixture
-def small_rehearsal(monkeypatch: pytest.MonkeyPatch) -> int:
-    """No made-up group has more rollouts than so many."""
-    for module in ("collect", "config"):
-        monkeypatch.setattr(f"grpo_cli.{module}.rehearsal.MOST_REHEARSED", 64)
-    return 64
-
-
-@pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """A profile does not look for the largest sizes that fit, which takes it half of its time."""
     from grpo_cli.profile.estimate import Estimator

@@ -24,16 +24,13 @@ from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.step.invariance import Invariance
 from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.engine.torch.generation import Generation
-from grpo_cli.engine.torch.stop import NeverStop
-from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.engine.vllm.engine import VllmEngine
-from grpo_cli.interfaces import DownsampleRule
+from grpo_cli.interfaces import Downsample
 from grpo_cli.metrics import METRICS
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import Sampling
-from grpo_cli.support.facts import taken
 from grpo_cli.support.meter import NullMeter
-from grpo_cli.types import AdvantageInputs, Batch, EngineStats, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
+from grpo_cli.types import Batch, EngineStats, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 VOCABULARY, EOS = 24, 1
 
@@ -120,14 +117,10 @@ def make_engine(model: Any, **parts: Any) -> TorchEngine:
     return TorchEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
 
 
-def make_generation(
-    decoder: Decoder, requests: Sequence[Request], stop: Any = None, prefix: int = 0, replies: Any = None, **parts: Any
-) -> Generation:
+def make_generation(decoder: Decoder, requests: Sequence[Request], **parts: Any) -> Generation:
     """All at once with everything off, but for what is given."""
-    found: dict[str, Any] = dict(eos=(EOS,), sampler=full(), sparsity=Dense(), capture=None) | parts
-    of_space = (found["sampler"], found["sparsity"], requests, found["capture"], prefix)
-    others = (found["eos"], requests, stop or NeverStop(), NullMeter(), found["sampler"].refills, replies)
-    return Generation(Workspace.of(decoder, *of_space), *others)
+    defaults: dict[str, Any] = dict(sampler=full(), sparsity=Dense(), eos_token_ids=(EOS,), meter=NullMeter())
+    return Generation(decoder, requests=requests, **(defaults | parts))
 
 
 def vllm_engine(model: Any, **parts: Any) -> VllmEngine:
@@ -177,11 +170,12 @@ def plain_batch(mask: Any, **fields: Any) -> Batch:
     return Batch(**{**masks, **others, **sizes, **fields})
 
 
-def advantages_of(rule: Any, kept: torch.Tensor, everyone: torch.Tensor, inputs: AdvantageInputs) -> Any:
-    return rule(kept, everyone, **taken(rule, inputs=inputs))
+def advantages_of(rule: Any, rewards: Sequence[float | Reward], kept: Sequence[int] | None = None, **words: Any) -> Any:
+    """Those of a group with these rewards, as floats."""
+    return rule(scored(*rewards), range(len(rewards)) if kept is None else kept, **words).tolist()
 
 
-def kept_by(rule: DownsampleRule, group: ScoredGroup, keep: int, rng: np.random.Generator) -> ScoredGroup:
+def kept_by(rule: Downsample, group: ScoredGroup, keep: int, rng: np.random.Generator) -> ScoredGroup:
     """The part of the group that is trained on, in its order."""
     return group.take(choose(rule, group, keep, rng))
 

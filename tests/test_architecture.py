@@ -17,7 +17,7 @@ PACKAGE = Path(grpo_cli.__file__).parent
 # engine each folder has a row of its own.
 ROWS = """
 support/
-settings
+settings native/
 types
 history
 interfaces/ runs/
@@ -57,7 +57,7 @@ DOORS = {
     "math_verify": {"tasks/"},
     "typer": {"cli/"},
     "rich": {"cli/", "sweep/", "support/", "tracking/", "profile/", "report/"},
-    "jinja2": {"report/", "tasks/"},
+    "jinja2": {"tasks/"},
     "matplotlib": {"report/"},
 }
 
@@ -151,7 +151,7 @@ def test_published_methods_are_named_by_their_yaml_alone():
 
 
 # What several experimental methods use; no method by itself.
-SHARED = {f"experimental/{name}" for name in ("apportion", "reading", "ridge_probe", "search")}
+SHARED = {f"experimental/{name}" for name in ("apportion", "given", "reading", "ridge_probe", "search")}
 
 
 def test_a_method_says_its_source_and_what_was_measured_of_it():
@@ -169,7 +169,6 @@ OTHER_MEANING = {
     # values of model.quantize, optim.ess, profile.lengths; keys, one of them of adapters
     "config/check": {"none", "sqrt", "full", "epochs", "dora"},
     "config/compose": {"profile"},  # the command
-    "config/elsewhere": {"beta"},  # TRL's word
     "config/instantiate": {"none"},  # a value of engine.quantize
     "config/together": {"none"},  # a value of model.quantize
     "config/overrides": {"hf"},  # whose YAML lists every setting of a model

@@ -1,14 +1,15 @@
-"""Rounds of a step: how requests are numbered and seeded, what a collector may not do, and what is remembered."""
+"""A step's rollouts: how requests are numbered and seeded, what a collector may not return, and what is remembered."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hydra.utils
+import made
 import pytest
 import torch
 from bank import Scripted, collection_of, group_of
@@ -18,205 +19,180 @@ from typer.testing import CliRunner
 from grpo_cli.cli.main import app
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs, of_kind
-from grpo_cli.collect.equal import equal
-from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
-from grpo_cli.collect.requests import requests_for
+from grpo_cli.collect.equal import at_once, equal
+from grpo_cli.collect.requests import requests_for, with_surplus
 from grpo_cli.config.choices import choices, shipped
+from grpo_cli.config.instantiate import rules_of
+from grpo_cli.config.trial import try_rules
 from grpo_cli.engine.costs import together
 from grpo_cli.history import History
-from grpo_cli.interfaces import Collection, Collector, Rounds
+from grpo_cli.interfaces import Collector, StepRollouts
 from grpo_cli.methods import pods
+from grpo_cli.methods.april import Partial
+from grpo_cli.methods.dapo import Dynamic
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import EngineStats, GroupRequest, Prompt, Round, ScoredGroup
+from grpo_cli.types import EngineStats, Prompt, Reward, ScoredGroup
 
 PROBLEMS = [Prompt(f"q{i}", (i, 1), "") for i in range(10)]
 
 
-def step_of(script: Scripted, *, prompts: int = 2, step: int = 4) -> StepCollection:
-    order = Epochs(PROBLEMS, prompts, 7)
-    return collection_of(script, order, n=3, prompts=prompts, seed=7, step=step, sampling=Sampling.plain(8))
+def step_of(script: Scripted, *, prompts: int = 2, step: int = 4, **words: Any) -> StepCollection:
+    words = {"seed": 7, "sampling": Sampling.plain(8), "problems": len(PROBLEMS)} | words
+    return collection_of(script, Epochs(PROBLEMS, prompts, 7), n=3, prompts=prompts, step=step, **words)
 
 
-def collected(collector: Collector, script: Scripted | None = None, **numbers: int) -> list[ScoredGroup]:
-    script = script or Scripted()
-    return step_of(script, **numbers).run(collector, script)
+def collected(collector: Any, script: Scripted | None = None, **words: Any) -> list[ScoredGroup]:
+    return step_of(script or Scripted(), **words).run(collector)
 
 
-def twice(collection: Collection) -> Rounds:
-    """Two of each of two problems, then three more of the one that has no success."""
-    groups = yield Round(tuple(GroupRequest(prompt, 2) for prompt in collection.pick(2)))
-    failed = [group for group in collection.score(groups) if group.solved == 0]
-    yield Round(tuple(GroupRequest(group.prompt, 3) for group in failed))
-    collection.note("failed", float(len(failed)))
-    return None
+def twice(step: StepRollouts) -> list[ScoredGroup]:
+    """Two of each of two problems, then three more of those that have no success."""
+    groups = step.score(step.generate((prompt, 2) for prompt in step.pick(2)))
+    failed = [group.prompt for group in groups if group.solved == 0]
+    step.note("failed", len(failed))
+    more = step.score(step.generate((prompt, 3) for prompt in failed))
+    assert [group.prompt for group in more] == failed, "only the groups that were requested"
+    return step.score(step.groups)
 
 
-# One step
+def sizes(groups: Sequence[ScoredGroup]) -> list[list[int]]:
+    return [[rollout.request.sample for rollout in group.rollouts] for group in groups]
 
 
-def test_the_plain_collector_asks_for_what_a_plain_step_does() -> None:
+def test_the_plain_collector_requests_a_plain_step() -> None:
     script = Scripted()
     groups = collected(equal, script)
     prompts = Epochs(PROBLEMS, 2, 7).pick(4, 2, frozenset())
-    assert [list(asked) for asked in script.rounds] == [requests_for(prompts, 3, Sampling.plain(8), seed=7, step=4)]
-    assert [group.prompt for group in groups] == prompts
-    assert [[r.request.sample for r in group.rollouts] for group in groups] == [[0, 1, 2]] * 2
+    assert script.rounds == [requests_for(prompts, 3, Sampling.plain(8), seed=7, step=4)]
+    assert [group.prompt for group in groups] == prompts and sizes(groups) == [[0, 1, 2]] * 2
 
 
 def test_a_second_round_goes_on_where_the_first_has_ended() -> None:
     script = Scripted(lambda request: request.sample == 3)
     collection = step_of(script)
-    groups = collection.run(twice, script)
-    first = groups[0].prompt
-    assert [[r.request.sample for r in group.rollouts] for group in groups] == [[0, 1, 2, 3, 4]] * 2
+    groups = collection.run(twice)
+    assert sizes(groups) == [[0, 1, 2, 3, 4]] * 2
     assert [group.totals.tolist() for group in groups] == [[0.0, 0.0, 0.0, 1.0, 0.0]] * 2
-    assert [request.seed for request in script.rounds[1][:3]] == [
-        request.seed for request in requests_for([first], 5, Sampling.plain(8), seed=7, step=4)[2:]
-    ], "a sample's stream does not depend on the round that asked for it"
+    alone = requests_for([groups[0].prompt], 5, Sampling.plain(8), seed=7, step=4)
+    assert script.rounds[1][:3] == alone[2:], "a sample's stream does not depend on its round"
     assert len(script.judged) == 10, "each is judged once"
     assert collection.metrics() == {
         "collect/rounds": 2.0,
         "collect/problems": 2.0,
         "collect/rollouts_min": 5.0,
         "collect/rollouts_max": 5.0,
+        "collect/dropped_groups": 0.0,
+        "collect/tokens_dropped": 0.0,
         "collect/failed": 2.0,
     }
     assert collection.stats.generated_tokens == 4 + 6
 
 
-def test_a_collector_may_leave_groups_out_of_training() -> None:
-    def one(collection: Collection) -> Rounds:
-        prompts = collection.pick(3)
-        yield Round(tuple(GroupRequest(prompt, 2) for prompt in prompts))
-        return [prompts[2].id, prompts[0].id]
+def test_what_is_left_out_of_training_is_counted_by_the_core() -> None:
+    def some(step: StepRollouts) -> list[ScoredGroup]:
+        groups = step.generate((prompt, 2) for prompt in step.pick(4))
+        return [*step.score([groups[2], groups[0], groups[3]])][:2]
 
     script = Scripted()
-    groups = collected(one, script)
-    assert [group.prompt.id for group in groups] == [script.rounds[0][i].prompt.id for i in (0, 4)]
-    assert len(script.judged) == 4, "what is not trained on is not judged"
+    collection = step_of(script)
+    groups = collection.run(some)
+    assert [group.prompt.id for group in groups] == [script.rounds[0][place].prompt.id for place in (4, 0)]
+    assert len(script.judged) == 6 and len(collection.made) == 3, "one group was not judged"
+    metrics = collection.metrics()
+    assert (metrics["collect/dropped_groups"], metrics["collect/tokens_dropped"]) == (2.0, 4.0)
 
 
-def test_one_step_picks_no_problem_twice() -> None:
-    def thrice(collection: Collection) -> Rounds:
-        for _ in range(3):
-            yield Round(tuple(GroupRequest(prompt, 1) for prompt in collection.pick(3)))
-        return None
+def test_a_step_picks_no_problem_twice_and_no_more_than_there_are() -> None:
+    def thrice(step: StepRollouts) -> list[ScoredGroup]:
+        return [group for _ in range(3) for group in step.score(step.generate((p, 1) for p in step.pick(3)))]
 
     for step in range(12):  # an epoch's end falls into some of them
         assert len({group.prompt.id for group in collected(thrice, step=step, prompts=3)}) == 9
 
+    def greedy(step: StepRollouts) -> list[ScoredGroup]:
+        picked = [*step.pick(8, {PROBLEMS[0].id}), *step.pick(8, {PROBLEMS[0].id})]
+        assert {prompt.id for prompt in picked} == {prompt.id for prompt in PROBLEMS[1:]} and not step.pick(1, {"q0"})
+        return step.score(step.generate([(picked[0], 1), (picked[1], 0)]))
 
-def test_more_problems_than_there_are_cannot_be_picked() -> None:
-    def greedy(collection: Collection) -> Rounds:
-        yield Round(tuple(GroupRequest(prompt, 1) for prompt in collection.pick(8)))
-        yield Round(tuple(GroupRequest(prompt, 1) for prompt in collection.pick(3)))
-        return None
-
-    with pytest.raises(UserError, match="step 5 asks for 11 different problems, but the task has 10"):
-        collected(greedy)
+    assert sizes(collected(greedy)) == [[0]]
 
 
 # What a collector of one's own may do wrong
 
 
-def yielding(*rounds: Callable[[Collection], Any], returns: Any = None) -> Any:
-    """A collector of these rounds."""
-
-    def collector(collection: Collection) -> Any:
-        for make in rounds:
-            yield make(collection)
-        return returns
-
-    return collector
-
-
-def asking(count: int, **changed: Any) -> Callable[[Collection], Round]:
-    """A round of so many rollouts of a new problem, or of another by its name."""
-    return lambda collection: Round((GroupRequest(replace(collection.pick(1)[0], **changed), count),))
-
-
-def endless(collection: Collection) -> Rounds:
-    [prompt] = collection.pick(1)
+def endless(step: StepRollouts) -> list[ScoredGroup]:
+    [prompt] = step.pick(1)
     while True:
-        yield Round((GroupRequest(prompt, 1),))
+        step.generate([(prompt, 1)])
+
+
+def changed(step: StepRollouts) -> list[ScoredGroup]:
+    [prompt] = step.pick(1)
+    return step.score(step.generate([(replace(prompt, token_ids=(9, 9)), 1)]))
+
+
+def generator(step: StepRollouts) -> Any:
+    yield equal(step)
 
 
 WRONG: Mapping[str, Any] = {
-    "ended without a round: it has to yield at least one": yielding(),
-    "round 1 of the collector is empty": yielding(lambda collection: Round(())),
-    "round 1 .* asks for 0 rollouts of problem 'rehearsal-0': 1 is the least": yielding(asking(0)),
-    "round 2 .* names problem 'mine', which this step has not picked": yielding(asking(1), asking(1, id="mine")),
-    "names problem 'rehearsal-0', which this step has not picked": yielding(asking(1, token_ids=(9, 9))),
-    "round 1 of the collector is a list: yield Round": yielding(lambda collection: [*collection.pick(1)]),
-    "has no end: it asked for more than 1000 rounds in one step": endless,
-    "returned problem 'mine', of which it has requested nothing": yielding(asking(1), returns=["mine"]),
-    "returned no problem": yielding(asking(1), returns=[]),
-    "is no generator, but a list: yield its rounds": lambda collection: [Round(())],
-    r"raised ZeroDivisionError: .*test_collection.py, line \d+": yielding(lambda collection: collection.n // 0),
+    "returned None: return a list": lambda step: None,
+    r"returned \[\]: return a list": lambda step: [],
+    "returned <generator": generator,
+    "returned 'q' unscored": lambda step: ["q"],
+    "returned problem '.*-0' unscored: return what step.score": lambda step: step.generate([(step.pick(1)[0], 2)]),
+    "returned problem '.*-0' twice": lambda step: equal(step)[:1] * 2,
+    "returned problem '.*-0' unscored: ": lambda step: [replace(equal(step)[0], rollouts=(), rewards=())],
+    "returned problem '.*-0' unscored:": lambda step: [replace(equal(step)[0], rewards=(Reward(1.0),))],
+    r"requests \('p', 2\): give step": lambda step: step.generate([("p", 2)]),
+    r"requests \(Prompt.*: give step.generate\(...\) groups": lambda step: step.generate([(step.pick(1)[0], 2.5)]),
+    "or .problem, number.": lambda step: step.generate([(step.pick(1)[0], -2)]),
+    "two problems with the id '.*-0'": changed,
+    f"requests {10**15} problems": lambda step: step.pick(10**15),
+    f"requests {10**15} rollouts": lambda step: step.generate([(step.pick(1)[0], 10**15)]),
+    "has no end: it made 4000 calls in one step": endless,
+    r"raised ZeroDivisionError: .*test_collection.py, line \d+": lambda step: step.n // 0,
 }
 
 
-@pytest.mark.parametrize("said", WRONG)
-def test_what_cannot_be_collected_is_found_in_the_rehearsal(said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        rehearsed(WRONG[said], n=4, prompts=3)
+@pytest.mark.parametrize("words", WRONG)
+def test_what_cannot_be_collected_is_found_on_a_made_up_step(words: str) -> None:
+    rules = replace(rules_of(made.settings().parts), collector=WRONG[words])
+    with pytest.raises(UserError, match=words) as refused:
+        try_rules(rules, n=4, m=4, prompts=3)
+    assert "collector" in str(refused.value) and (len(str(refused.value).split()) <= 25 or "line" in words)
 
 
-# Rehearsal
+# What is planned
 
 
-def until_solved(collection: Collection) -> Rounds:
-    """One more of each problem without a success, four at most."""
-    groups = yield Round(tuple(GroupRequest(prompt, 1) for prompt in collection.pick(2 * collection.prompts)))
-    for _ in range(3):
-        failed = [group for group in collection.score(groups) if group.solved == 0]
-        if failed:
-            groups = yield Round(tuple(GroupRequest(group.prompt, 1) for group in failed))
-    return None
-
-
-def test_a_rehearsal_tells_the_most_that_a_step_may_ask_for() -> None:
-    assert rehearsed(equal, n=16, prompts=5) == CollectionSize.equal(16, 5) == CollectionSize(5, 5, 80, 80, 1, 80)
-    # all wrong: four rounds of one each for 6 problems; in turns: sample 1 is right
-    assert rehearsed(until_solved, n=9, prompts=3) == CollectionSize(6, 6, 6, 24, 4, 24, unequal=True)
-
-
-@pytest.mark.usefixtures("small_rehearsal")
-def test_a_large_step_is_rehearsed_small_and_told_whole() -> None:
-    assert rehearsed(equal, n=64, prompts=1000) == CollectionSize.equal(64, 1000)
-    assert rehearsed(equal, n=1_000_000, prompts=2) == CollectionSize.equal(1_000_000, 2)
+def test_the_most_at_a_time_is_the_collectors_to_say() -> None:
+    assert at_once(equal, 4, 6) == 24 and with_surplus(50, 0.1) == 55, "in floating point 1.1 * 50 is more than 55"
+    assert at_once(Partial(surplus=0.5, max_lag=4), 4, 6) == 36
+    assert at_once(Dynamic(surplus=2.0, most_rounds=3), 4, 6) == 72
 
 
 class Counting:
-    """A collector that remembers how often it was asked and told."""
+    """A collector that remembers how often it was called and shown."""
 
     def __init__(self) -> None:
-        self.asked, self.told = 0, 0
+        self.called, self.shown = 0, 0
 
-    def __call__(self, collection: Collection) -> Rounds:
-        self.asked += 1
-        return equal(collection)
+    def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
+        self.called += 1
+        return equal(step)
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        self.told += 1
-        return {"collect/told": float(self.told)}
+        self.shown += 1
+        return {"collect/shown": float(self.shown)}
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {"kind": "counting", "told": self.told}
+        return {"kind": "counting", "shown": self.shown}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        self.told = of_kind(state, "collector", "counting")["told"]
-
-
-def test_a_rehearsal_teaches_nothing() -> None:
-    counting = Counting()
-    rehearsed(counting, n=4, prompts=3)
-    assert counting.asked == 0
-
-
-# What several rounds cost
+        self.shown = of_kind(state, "collector", "counting")["shown"]
 
 
 def test_costs_of_rounds_are_put_together() -> None:
@@ -253,13 +229,11 @@ def test_a_run_says_what_it_collected_and_has_seen(tmp_path: Path) -> None:
     assert all(0.0 <= row["group/mixed"] <= 3.0 for row in rows)
 
 
-def halves(collection: Collection) -> Rounds:
+def halves(step: StepRollouts) -> list[ScoredGroup]:
     """As `equal`, in two rounds."""
-    prompts = collection.pick(collection.prompts)
-    first = collection.n // 2
-    yield Round(tuple(GroupRequest(prompt, first) for prompt in prompts))
-    yield Round(tuple(GroupRequest(prompt, collection.n - first) for prompt in prompts))
-    return None
+    prompts, first = step.pick(step.prompts), step.n // 2
+    step.generate((prompt, first) for prompt in prompts)
+    return step.score(step.generate((prompt, step.n - first) for prompt in prompts))
 
 
 def test_in_how_many_rounds_rollouts_are_made_moves_no_weight(tmp_path: Path) -> None:
@@ -276,12 +250,10 @@ def test_in_how_many_rounds_rollouts_are_made_moves_no_weight(tmp_path: Path) ->
 RULES: Mapping[str, Collector] = {"equal": equal, "halves": halves}
 
 
-def longer(collection: Collection) -> Rounds:
+def longer(step: StepRollouts) -> list[ScoredGroup]:
     """The first problem three times as often as the others."""
-    prompts = collection.pick(collection.prompts)
-    counts = [3 * collection.n, *[collection.n] * (len(prompts) - 1)]
-    yield Round(tuple(GroupRequest(prompt, count) for prompt, count in zip(prompts, counts, strict=True)))
-    return None
+    first, *others = step.pick(step.prompts)
+    return step.score(step.generate([(first, 3 * step.n), *((prompt, step.n) for prompt in others)]))
 
 
 @pytest.mark.parametrize("m", [4, 3])
@@ -307,26 +279,21 @@ def test_a_run_ends_once_it_has_generated_enough(tmp_path: Path) -> None:
 # What is remembered
 
 
-def test_what_rules_have_learnt_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_what_rules_have_learnt_goes_on_from_a_checkpoint_and_to_no_other(tmp_path: Path) -> None:
     whole = make_trainer(settings_for(tmp_path / "whole", steps=4), collector=Counting())
     whole.fit()
     make_trainer(settings_for(tmp_path / "parts", steps=2), collector=Counting()).fit()
-    rest = make_trainer(
-        settings_for(tmp_path / "parts", steps=4), checkpoint=newest(tmp_path / "parts"), collector=Counting()
-    )
+    saved = newest(tmp_path / "parts")
+    with pytest.raises(UserError, match="holds what collector=counting has learnt, and this run's collector learns no"):
+        make_trainer(settings_for(tmp_path / "parts"), checkpoint=saved)
+    rest = make_trainer(settings_for(tmp_path / "parts", steps=4), checkpoint=saved, collector=Counting())
     rest.fit()
     assert metrics_of(rest) == metrics_of(whole)[3:]
-    assert [row["collect/told"] for row in metrics_of(rest)] == [3.0, 4.0]
+    assert [row["collect/shown"] for row in metrics_of(rest)] == [3.0, 4.0]
     assert load_state(newest(tmp_path / "parts"))["rules"] == load_state(newest(tmp_path / "whole"))["rules"]
-
-
-def test_rules_that_learn_are_not_exchanged_on_the_way(tmp_path: Path) -> None:
     make_trainer(settings_for(tmp_path / "plain", steps=2)).fit()
     with pytest.raises(UserError, match="the checkpoint holds nothing for collector=counting"):
         make_trainer(settings_for(tmp_path / "plain"), checkpoint=newest(tmp_path / "plain"), collector=Counting())
-    make_trainer(settings_for(tmp_path / "counting", steps=2), collector=Counting()).fit()
-    with pytest.raises(UserError, match="holds what collector=counting has learnt, and this run's collector learns no"):
-        make_trainer(settings_for(tmp_path / "counting"), checkpoint=newest(tmp_path / "counting"))
 
 
 LEARNING = [
@@ -348,22 +315,18 @@ def test_what_a_rule_has_learned_is_given_to_no_other(group: str, choice: str) -
 
 
 MINE = """
-from grpo_cli.types import GroupRequest, Round
-
-
-def rule(collection, *, more):
+def rule(step, *, more):
     \"\"\"A second round for unsolved problems.\"\"\"
-    prompts = collection.pick(collection.prompts)
-    groups = yield Round(tuple(GroupRequest(prompt, collection.n) for prompt in prompts))
-    failed = [group.prompt for group in collection.score(groups) if group.solved == 0]
-    collection.note("failed", len(failed))
-    if failed:
-        yield Round(tuple(GroupRequest(prompt, more) for prompt in failed))
+    groups = step.score(step.generate((prompt, step.n) for prompt in step.pick(step.prompts)))
+    failed = [group.prompt for group in groups if group.solved == 0]
+    step.note("failed", len(failed))
+    step.generate((prompt, more) for prompt in failed)
+    return step.score(step.groups)
 """
 
 
 @pytest.mark.usefixtures("no_search")
-def test_a_rule_of_one_s_own_is_rehearsed_run_resumed_and_profiled(
+def test_a_collector_of_one_s_own_is_tried_run_resumed_and_profiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine_collect.py").write_text(MINE)

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from grpo_cli.interfaces import Tracker
 from grpo_cli.tracking.console import (
-    STILL_SECONDS,
     ConsoleTracker,
     RunView,
     duration,
@@ -105,26 +104,6 @@ def test_the_time_left_is_that_of_the_steps_to_come(first: int, left: float) -> 
     screen.tracker.close({})
 
 
-def test_a_run_that_is_silent_says_what_it_waits_for() -> None:
-    screen = Screen(total=10)
-    screen.tracker.phase(("step", "reward"))
-    screen.now = STILL_SECONDS - 1
-    assert screen.tracker._reminder() is None
-    screen.now = STILL_SECONDS + 1
-    assert screen.tracker._reminder() == "still in reward, for 1m01s"
-    assert screen.tracker._reminder() is None
-    screen.now = 2 * STILL_SECONDS
-    assert screen.tracker._reminder() == "still in reward, for 2m00s"
-    screen.tracker.log(Record(3, METRICS))
-    screen.tracker.phase(("step", "update"))
-    screen.now += STILL_SECONDS
-    assert screen.tracker._reminder() == "after step 3: still in update, for 1m00s"
-    screen.tracker.phase(())
-    screen.now *= 100
-    assert screen.tracker._reminder() is None
-    screen.tracker.close({})
-
-
 def test_the_live_view_shows_everything_and_fits() -> None:
     screen = Screen(total=20, terminal=True, _environ={"TERM": "xterm-256color"})
     tracker: Tracker = screen.tracker
@@ -192,13 +171,6 @@ def test_a_picture_of_the_view_is_drawn_from_records_with_the_time_that_they_tel
     assert root.tag.endswith("svg") and "a <run>" in text
     for part in ("step 10/20", "30 s left", "reward", "5.3k tokens/s"):
         assert part in text
-
-
-def test_a_terminal_without_cursor_movement_gets_plain_lines() -> None:
-    screen = Screen(total=2, terminal=True, _environ={"TERM": "dumb"})
-    screen.tracker.log(Record(1, METRICS))
-    screen.tracker.close({})
-    assert screen.lines()[0].startswith("step 1/2")
 
 
 ENDED = {"status": "completed", "step": 200, "train_seconds": 231.7, "peak_bytes": 2**30, "stopped_by": None}

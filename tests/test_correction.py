@@ -20,7 +20,6 @@ from grpo_cli.config.instantiate import make
 from grpo_cli.interfaces import Correction
 from grpo_cli.rules import correction
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.facts import taken
 from grpo_cli.types import Totals, Verdict
 
 
@@ -35,8 +34,7 @@ WEIGHTLESS = ("none",)  # which measures xi and does nothing about it
 
 def asked(part: Correction, sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor) -> Verdict:
     """Its verdict; one that looks at advantages is told that no rollout is better than others."""
-    named = taken(part, advantages=torch.full((len(mask),), -1.0))
-    return part(sampler, policy, mask, **named)
+    return part(sampler, policy, mask, torch.full((len(mask),), -1.0))
 
 
 def apply(part: Correction, xi: list[list[float]], mask: list[list[int]] | None = None):
@@ -182,9 +180,9 @@ def test_the_weight_of_a_token_is_one_on_average_over_the_sampler(seed, vocabula
     mask = torch.ones(vocabulary, 1, dtype=torch.bool)
     for level in ("token", "sequence"):
         part = made.correction(importance=level)
-        weights = part(sparse[:, None], dense[:, None], mask).weights
+        weights = asked(part, sparse[:, None], dense[:, None], mask).weights
         assert float(sparse.exp() @ weights[:, 0]) == pytest.approx(1, abs=1e-5)
-        truncated = replace(part, is_threshold=1.5)(sparse[:, None], dense[:, None], mask).weights
+        truncated = asked(replace(part, is_threshold=1.5), sparse[:, None], dense[:, None], mask).weights
         assert float(sparse.exp() @ truncated[:, 0]) <= 1 + 1e-5
 
 
@@ -194,7 +192,7 @@ def test_sequence_weights_are_unbiased_over_all_sequences():
     dense, sparse = (torch.randn(4, 3, generator=g).log_softmax(1) for _ in range(2))  # row 0, then by first token
     pairs = [(a, b) for a in range(3) for b in range(3)]
     policy, sampler = (torch.stack([torch.stack([p[0, a], p[1 + a, b]]) for a, b in pairs]) for p in (dense, sparse))
-    weights = made.correction(importance="sequence")(sampler, policy, torch.ones(9, 2, dtype=torch.bool)).weights
+    weights = asked(made.correction(importance="sequence"), sampler, policy, torch.ones(9, 2, dtype=torch.bool)).weights
     assert float((sampler.sum(1).exp() * weights[:, 0]).sum()) == pytest.approx(1, abs=1e-5)
 
 
@@ -211,7 +209,8 @@ def test_vetoed_sequences_and_masked_tokens_do_not_move_the_policy():
     xi = torch.tensor([[1.0, 1e-6, 1.0], [1.0, 0.3, 1.2], [0.9, 1.1, 1.0]])
     mask = torch.ones(3, 3, dtype=torch.bool)
     sampler = torch.full((3, 3), -1.0)
-    verdict = replace(PRESETS["sparse_rl_release"], batch_normalise=False)(sampler, sampler + xi.log(), mask)
+    part = replace(PRESETS["sparse_rl_release"], batch_normalise=False)
+    verdict = asked(part, sampler, sampler + xi.log(), mask)
     weights, kept = verdict.weights, verdict.mask
 
     def gradient(weights, loss_mask, rows):
@@ -230,8 +229,11 @@ def test_vetoed_sequences_and_masked_tokens_do_not_move_the_policy():
 
 def test_ratios_too_large_to_represent_are_bounded():
     for level in ("token", "sequence"):
-        verdict = made.correction(importance=level)(
-            torch.full((1, 3), -200.0), torch.full((1, 3), -1.0), torch.ones(1, 3, dtype=torch.bool)
+        verdict = asked(
+            made.correction(importance=level),
+            torch.full((1, 3), -200.0),
+            torch.full((1, 3), -1.0),
+            torch.ones(1, 3, dtype=torch.bool),
         )
         assert verdict.weights[0].tolist() == close([math.exp(20)] * 3)
         assert all(map(math.isfinite, verdict.metrics.values()))
@@ -240,7 +242,10 @@ def test_ratios_too_large_to_represent_are_bounded():
 def test_a_veto_below_the_bound_on_ratios_still_fires():
     """exp(-20) is 2e-9: a bound on xi for the sake of its weight must not hide a token of xi = e**-30."""
     part, log_ratio = made.correction(rejection="veto", veto=1e-12), torch.tensor([[-30.0], [-25.0]])
-    assert part(torch.zeros(2, 1), log_ratio, torch.ones(2, 1, dtype=torch.bool)).mask.tolist() == [[False], [True]]
+    assert asked(part, torch.zeros(2, 1), log_ratio, torch.ones(2, 1, dtype=torch.bool)).mask.tolist() == [
+        [False],
+        [True],
+    ]
 
 
 @settings(max_examples=60)
@@ -264,7 +269,7 @@ def test_quantiles_are_over_response_tokens():
     log_ratio = -torch.arange(1001, dtype=torch.float32)[None] / 100
     padded = torch.cat([log_ratio, torch.full((1, 50), -99.0)], dim=1)
     mask = torch.arange(1051)[None] < 1001
-    metrics = made.correction()(torch.zeros(1, 1051), padded, mask).metrics
+    metrics = asked(made.correction(), torch.zeros(1, 1051), padded, mask).metrics
     assert metrics["mismatch/log_ratio_q001"] == close(-9.99)
     assert metrics["mismatch/log_ratio_q01"] == close(-9.90)
 
@@ -296,7 +301,7 @@ def test_each_row_has_the_reason_for_its_rejection():
     mask = torch.tensor([[1, 1], [1, 1], [1, 1], [0, 0], [1, 1]]).bool()
     weighted = made.correction(importance="sequence", is_threshold=2.0, is_threshold_low=0.5, is_mode="mask")
     part = replace(weighted, rejection="veto", mask_low=0.5, mask_high=1.5)
-    verdict = part(torch.zeros(5, 2), log_ratio, mask)
+    verdict = asked(part, torch.zeros(5, 2), log_ratio, mask)
     assert verdict.reasons == (
         "",
         "veto: a token with xi 1e-06 < 0.0001",

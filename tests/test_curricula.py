@@ -17,8 +17,7 @@ import torch
 from bank import Bank, BankRun, group_of, problems
 from hypothesis import given, settings
 
-from grpo_cli.collect.candidates import CandidateOrder
-from grpo_cli.collect.epochs import Epochs
+from grpo_cli.collect.epochs import CandidateOrder, Epochs
 from grpo_cli.config.check import check
 from grpo_cli.config.instantiate import make
 from grpo_cli.history import History, Visit
@@ -377,7 +376,7 @@ def test_candidates_are_the_next_of_the_order_and_all_where_there_are_fewer() ->
     assert some.places(4, 4, frozenset()) == [*range(10)]
     assert some.places(5, 3, frozenset({"q4"})) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
     assert set(some.places(6, 2, frozenset({"q4", "q7"}))).isdisjoint({4, 7})
-    with pytest.raises(UserError, match="step 7 asks for 11 different problems, but the task has 10"):
+    with pytest.raises(UserError, match="step 7 picks 11 different problems, but the task has 10"):
         some.places(6, 9, frozenset({"q4", "q7"}))
 
 
@@ -388,7 +387,7 @@ def test_an_order_leaves_out_what_a_step_has_and_takes_any_number() -> None:
     for step in range(50):
         found = ids(order.pick(step, 1 + step % 5, without))
         assert len(set(found)) == 1 + step % 5 and without.isdisjoint(found)
-    with pytest.raises(UserError, match="asks for 8 different problems, but the task has 7"):
+    with pytest.raises(UserError, match="picks 8 different problems, but the task has 7"):
         order.pick(50, 6, without)
     plain = Epochs(prompts, 1, 0)
     taken = [place for count in (1, 2, 3, 1) for place in plain.places(0, count, frozenset())]

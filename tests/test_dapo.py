@@ -15,7 +15,7 @@ import pytest
 import torch
 from bank import InOrder, Scripted, collection_of
 from small import plain_batch, scored
-from test_resume import cut_off_and_resumed, records, rows, trained
+from test_resume import records, rows, trained
 from test_train import make_trainer, settings_for
 from tiny_hf import make_tokenizer
 from words import rollout_of as reply_of
@@ -23,10 +23,8 @@ from words import task_of
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
-from grpo_cli.collect.rehearsal import rehearsed
 from grpo_cli.config.check import check
-from grpo_cli.config.compose import settings_of
-from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.config.read import settings_of
 from grpo_cli.learner.batch import corrected, totals, without_rows
 from grpo_cli.methods import pods
 from grpo_cli.methods.dapo import Dynamic
@@ -36,15 +34,11 @@ from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.judges import overlong
 from grpo_cli.tracking.examples import NOT_TAKEN
-from grpo_cli.types import ENVIRONMENT, Finish, Prompt, Request, Reward, Rollout, Round, Span, Totals, Verdict
+from grpo_cli.types import ENVIRONMENT, Finish, Prompt, Request, Reward, Rollout, Span, Totals, Verdict
 
 
-def dynamic(*, surplus: float = 0.0, most_rounds: int = 10, hold: bool = False) -> Dynamic:
-    return Dynamic(surplus=surplus, most_rounds=most_rounds, hold=hold)
-
-
-def held_of(rule: Dynamic) -> list[str]:
-    return [kept["prompt"][0] for kept in rule.state_dict()["held"]]
+def dynamic(*, surplus: float = 0.0, most_rounds: int = 10) -> Dynamic:
+    return Dynamic(surplus=surplus, most_rounds=most_rounds)
 
 
 # The paper's recipe by hand
@@ -88,12 +82,12 @@ def test_groups_are_dropped_by_their_answers_and_not_by_penalties(
 ) -> None:
     weights = {name: 1.0 for parts in rewards for name in parts} if weighed else {}
     group = scored(*(Reward(sum(parts.values(), 0.0), parts, weights=weights) for parts in rewards))
-    assert collection_of(Table({}), InOrder([]), n=2, prompts=1).teaches(group) == teaches
+    assert collection_of(Table({}), InOrder([]), n=2, prompts=1).differs(group) == teaches
 
 
 def test_an_answer_that_is_only_logged_drops_no_group() -> None:
     rewards = [Reward(length, {"correct": 1.0, "length": length}, weights={"length": 1.0}) for length in (0.2, 0.8)]
-    assert collection_of(Table({}), InOrder([]), n=2, prompts=1).teaches(scored(*rewards))
+    assert collection_of(Table({}), InOrder([]), n=2, prompts=1).differs(scored(*rewards))
 
 
 def test_the_papers_whole_recipe_worked_by_hand() -> None:
@@ -108,13 +102,13 @@ def test_the_papers_whole_recipe_worked_by_hand() -> None:
 
     order = InOrder([Prompt(f"p{i}", (0,), "") for i in range(3)])
     collection = collection_of(engine, order, n=2, prompts=2, sampling=Sampling.plain(10))
-    groups = collection.run(dynamic(), engine)
+    groups = collection.run(dynamic())
     assert [len(asked) for asked in engine.rounds] == [4, 2], "two problems, then the one that is lacking"
     assert [(group.prompt.id, group.totals.tolist()) for group in groups] == [("p1", [1.0, -0.5]), ("p2", [0.0, -1.0])]
     assert collection.metrics()["collect/dropped_groups"] == 1 and collection.metrics()["collect/tokens_dropped"] == 4
 
     grpo = made.advantage("grpo")
-    advantages = torch.cat([grpo(torch.tensor(group.totals), torch.tensor(group.totals)) for group in groups]).float()
+    advantages = torch.cat([grpo(group, [0, 1]) for group in groups]).float()
     half = math.sqrt(0.5)
     assert advantages.tolist() == pytest.approx([half, -half, half, -half], abs=1e-3)
 
@@ -189,7 +183,7 @@ def test_rounds_are_as_many_as_a_geometric_law_expects() -> None:
     for seed in range(steps):
         engine = Chance(p)
         collection = collection_of(engine, InOrder(some_problems(99, seed)), n=2, prompts=1)
-        (group,) = collection.run(dynamic(most_rounds=99), engine)
+        (group,) = collection.run(dynamic(most_rounds=99))
         assert group.totals.tolist() == [0.0, 1.0]
         asked.append(len(engine.rounds))
     error = math.sqrt((1 - p) / p**2 / steps)
@@ -200,61 +194,41 @@ def test_rounds_are_as_many_as_a_geometric_law_expects() -> None:
 
 
 @pytest.mark.parametrize("surplus", [0.0, 0.3, 2.0])
-@pytest.mark.parametrize("hold", [False, True])
-def test_every_group_that_is_kept_is_mixed_and_none_comes_twice(surplus: float, hold: bool) -> None:
-    rule, order = dynamic(surplus=surplus, hold=hold, most_rounds=99), Epochs(some_problems(4000, 1), 5, 0)
-    seen, made_here, dropped = list[str](), 0, 0.0
+def test_every_group_that_is_kept_is_mixed_and_none_comes_twice(surplus: float) -> None:
+    rule, order = dynamic(surplus=surplus, most_rounds=99), Epochs(some_problems(4000, 1), 5, 0)
+    seen = list[str]()
     for step in range(12):
-        engine = Chance(0.3)
-        before = held_of(rule)
-        collection = collection_of(engine, order, n=3, prompts=5, step=step, version=step)
-        groups = collection.run(rule, engine)
-        metrics = collection.metrics()
-        made_here += len(collection.made)
-        dropped += metrics["collect/dropped_groups"]
+        collection = collection_of(Chance(0.3), order, n=3, prompts=5, step=step, version=step)
+        groups = collection.run(rule)
         assert len(groups) == 5 and all(0 < group.totals.sum() < 3 for group in groups)
-        assert metrics["collect/held_groups"] == len(held_of(rule)) and (hold or not held_of(rule))
-        assert metrics["collect/problems"] == len(collection.made), "what is held was made in an earlier step"
-        names = [group.prompt.id for group in groups]
-        assert names[: len(before)] == before[:5], "what is held goes first"
-        judged = {request.prompt.id for request in engine.judged}
-        assert not judged & set(before), "and is not judged again"
-        seen += names
+        metrics = collection.metrics()
+        assert metrics["collect/problems"] == len(collection.made) == 5 + metrics["collect/dropped_groups"]
+        assert metrics["collect/tokens_dropped"] == 3 * metrics["collect/dropped_groups"]
+        seen += [group.prompt.id for group in groups]
     assert len(seen) == len(set(seen)) == 60
-    assert made_here == 60 + dropped + len(held_of(rule)), "nothing is lost without a word"
 
 
-def test_a_round_asks_for_what_is_lacking_and_more_as_it_is_told() -> None:
-    engine = Scripted(lambda request: request.sample == 0 and request.prompt.id not in ("p0", "p1"))
-    rule = dynamic(surplus=0.5, hold=True)
+def test_a_round_generates_what_is_lacking_and_a_surplus() -> None:
+    engine = Scripted(lambda request: request.sample == 0 and request.prompt.id not in ("p0", "p1", "p2"))
     collection = collection_of(engine, InOrder([Prompt(f"p{i}", (0,), "") for i in range(40)]), n=2, prompts=4)
-    groups = collection.run(rule, engine)
-    assert [[request.prompt.id for request in asked[::2]] for asked in engine.rounds] == [[f"p{i}" for i in range(6)]]
-    assert [group.prompt.id for group in groups] == ["p2", "p3", "p4", "p5"] and held_of(rule) == []
-    engine.solves = lambda request: request.sample == 0
-    later = collection_of(engine, InOrder([Prompt(f"p{i}", (0,), "") for i in range(6, 40)]), n=2, prompts=4, step=1)
-    later.run(rule, engine)
-    assert held_of(rule) == ["p10", "p11"], "half as many again, and all mixed"
+    groups = collection.run(dynamic(surplus=0.5))
+    rounds = [[request.prompt.id for request in requests[::2]] for requests in engine.rounds]
+    assert rounds == [[f"p{i}" for i in range(6)], ["p6", "p7"]]
+    assert [group.prompt.id for group in groups] == ["p3", "p4", "p5", "p6"]
 
 
-def test_a_step_whose_groups_are_all_held_makes_none() -> None:
-    engine, rule = Scripted(lambda request: request.sample == 0), dynamic(surplus=2.0, hold=True)
-    order = InOrder([Prompt(f"p{i}", (0,), "") for i in range(40)])
-    collection_of(engine, order, n=2, prompts=2).run(rule, engine)
-    assert held_of(rule) == ["p2", "p3", "p4", "p5"]
-    engine.rounds.clear()
-    collection = collection_of(engine, order, n=2, prompts=2, step=1, version=1)
-    groups = collection.run(rule, engine)
-    assert [group.prompt.id for group in groups] == ["p2", "p3"] and held_of(rule) == ["p4", "p5"]
-    assert engine.rounds == [] and collection.made == [] and collection.stats.generated_tokens == 0
-    assert collection.metrics()["collect/rounds"] == collection.metrics()["collect/rollouts_max"] == 0
+def test_a_task_that_has_no_more_problems_ends_a_step() -> None:
+    problems = [Prompt(f"p{i}", (0,), "") for i in range(5)]
+    engine = Scripted(lambda request: request.prompt.id == "p1" and request.sample == 0)
+    collection = collection_of(engine, InOrder(problems), n=2, prompts=3, problems=5)
+    assert [group.prompt.id for group in collection.run(dynamic())] == ["p1"] and len(engine.rounds) == 2
 
 
 def test_a_step_without_a_mixed_group_is_a_plain_one_that_teaches_nothing() -> None:
     engine = Scripted()
     order = InOrder([Prompt(f"p{i}", (0,), "") for i in range(40)])
     collection = collection_of(engine, order, n=2, prompts=3)
-    groups = collection.run(dynamic(most_rounds=4), engine)
+    groups = collection.run(dynamic(most_rounds=4))
     assert [group.prompt.id for group in groups] == ["p0", "p1", "p2"] and len(engine.rounds) == 4
     assert collection.metrics()["collect/dropped_groups"] == 9 and len(collection.made) == 12
 
@@ -263,9 +237,7 @@ def test_no_round_is_begun_once_the_run_has_its_tokens() -> None:
     def run(tokens_left: float) -> tuple[int, list[str]]:
         engine = Scripted(lambda request: request.prompt.id == "p0" and request.sample == 0)
         order = InOrder([Prompt(f"p{i}", (0,), "") for i in range(40)])
-        collection = collection_of(engine, order, n=2, prompts=2)
-        collection._tokens_left = tokens_left
-        groups = collection.run(dynamic(), engine)
+        groups = collection_of(engine, order, n=2, prompts=2, tokens_left=tokens_left).run(dynamic())
         return len(engine.rounds), [group.prompt.id for group in groups]
 
     assert run(math.inf) == (10, ["p0"])
@@ -276,33 +248,6 @@ def test_no_round_is_begun_once_the_run_has_its_tokens() -> None:
 def test_equal_rewards_are_those_that_are_the_same_numbers() -> None:
     """The deviation of three times 0.1 is 1.4e-17, and 0.1 + 2e-17 is 0.1: no group is mixed by rounding."""
     assert not scored(0.1, 0.1, 0.1).mixed and scored(0.1, 0.1, 0.1 + 1e-16).mixed and not scored().mixed
-
-
-def test_a_rehearsal_knows_what_a_step_may_ask_for_and_what_it_trains_on() -> None:
-    size = rehearsed(dynamic(most_rounds=3), n=4, prompts=6)
-    assert (size.picked, size.problems, size.at_once, size.rollouts, size.rounds) == (18, 6, 24, 72, 3)
-    assert size.trained == 24 and not size.partial and not size.unequal
-
-
-def test_what_is_held_cannot_be_brought_into_a_step_that_has_it() -> None:
-    engine, order = Scripted(lambda request: request.sample == 0), InOrder([Prompt(f"p{i}", (0,), "") for i in (0, 1)])
-    first = collection_of(engine, order, n=2, prompts=2).run(equal, engine)
-
-    def again(collection: Collection) -> Rounds:
-        collection.pick(1)
-        yield Round(held=tuple(first))
-        return None
-
-    with pytest.raises(UserError, match=r"held group of problem 'p0'.*without="):
-        collection_of(engine, order, n=2, prompts=2, step=1).run(again, engine)
-
-    def brought(collection: Collection) -> Rounds:
-        yield Round(held=tuple(first))
-        return None
-
-    other = collection_of(engine, order, n=2, prompts=2, step=1, sampling=Sampling.plain(2))
-    with pytest.raises(UserError, match="sampling.max_new_tokens=1, and this run has sampling.max_new_tokens=2"):
-        other.run(brought, engine)
 
 
 # Whole runs
@@ -347,24 +292,6 @@ def test_what_is_dropped_is_told_recorded_and_seen(tmp_path: Path) -> None:
     assert sum(row["length"] for row in rollouts) == steps[-1]["tokens/generated"]
     visits = load_state(tmp_path / "checkpoints" / "step_000007")["rules"]["history"]["visits"]
     assert sum(map(len, visits.values())) >= len({(row["step"], row["prompt_id"]) for row in left})
-
-
-def test_a_step_of_held_groups_alone_says_nothing_of_rewards_but_that_none_was_made(tmp_path: Path) -> None:
-    trained(tmp_path, *DYNAMIC, "collector.hold=true", "collector.surplus=6", "train.steps=4", "optim.lr=1e-6")
-    made_none = [row for row in rows(tmp_path)[1:] if not row["collect/problems"]]
-    assert made_none and all(row["group/mixed"] == 0 and row["rollouts/trained"] for row in made_none)
-    assert not any("reward/mean" in row or "group/zero_std" in row for row in made_none)
-    assert all("reward/kept_mean" in row and row["group/zero_std_kept"] == 0 for row in made_none)
-
-
-def test_a_run_goes_on_with_the_groups_that_it_holds_after_a_kill(tmp_path: Path) -> None:
-    words = (*DYNAMIC, "collector.hold=true", "collector.surplus=3", "optim.lr=1e-5", "sampling.max_new_tokens=40")
-    cut_off_and_resumed(tmp_path, *words, "train.checkpoint_every=1", step=2)
-    held = load_state(tmp_path / "alone" / "checkpoints" / "step_000001")["rules"]["collector"]["held"]
-    assert held and rows(tmp_path / "alone")[1]["collect/held_groups"] == len(held)
-    assert any(row.get("off/lag_mean") for row in rows(tmp_path / "alone")), "what was held is trained on, and is older"
-    with pytest.raises(UserError, match="the checkpoint holds what collector=dynamic has learnt"):
-        trained(tmp_path / "cut", *TRAINED, f"resume={tmp_path / 'cut'}", "train.steps=3")
 
 
 # Replies that were cut off
@@ -424,9 +351,10 @@ def test_a_step_in_which_all_are_cut_off_says_so_and_moves_nothing(tmp_path: Pat
 
 def test_what_was_cut_off_earns_nothing_where_that_is_asked() -> None:
     engine = Table({"p0": [(3, True), (9, True)]})
-    collection = collection_of(engine, InOrder([Prompt("p0", (0,), "")]), n=2, prompts=1, sampling=Sampling.plain(9))
-    collection._zero_truncated = True
-    (group,) = collection.run(dynamic(), engine)
+    collection = collection_of(
+        engine, InOrder([Prompt("p0", (0,), "")]), n=2, prompts=1, sampling=Sampling.plain(9), truncated="zero"
+    )
+    (group,) = collection.run(dynamic())
     assert group.totals.tolist() == [1.0, 0.0], "and so the group is mixed"
     assert [reward.parts["correct"] for reward in group.rewards] == [1.0, 0.0]
     assert group.solved == 1
@@ -444,7 +372,6 @@ def test_an_episode_is_cut_off_where_a_limit_of_tokens_ends_it_and_not_its_last_
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("collector=dynamic collector.hold=true", "collector.surplus"),
         ("collector=dynamic collector.most_rounds=0", "collector.most_rounds=0"),
         ("collector=dynamic collector.surplus=-1", "collector.surplus=-1"),
         ("train.truncated=drop", "train.truncated=drop"),

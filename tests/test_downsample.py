@@ -240,19 +240,9 @@ def my_rule(group, keep, rng, answer):
 
 
 @pytest.mark.parametrize(
-    ("answer", "complaint"),
-    [
-        ([0, 0], "0 more than once"),
-        ([0], "returned 1 of them: return exactly 2"),
-        ([0, 1, 2], "returned 3 of them"),
-        ([0, 3], "returned 3: indices run from 0 to 2"),
-        ([-1, 0], "returned -1"),
-        ([0.0, 1.0], "not an integer"),
-        (np.array([True, False, True]), "not an integer"),
-        (None, "returned None: return a list of 2 integers"),
-    ],
+    "answer", [[0, 0], [0], [0, 1, 2], [0, 3], [-1, 0], [0.0, 1.0], np.array([True, False, True]), None, [], 7, "ab"]
 )
-def test_a_rule_that_answers_wrongly_is_named_with_its_prompt(answer, complaint):
-    with pytest.raises(UserError, match=complaint) as error:
+def test_a_rule_that_answers_wrongly_is_named_with_its_prompt(answer):
+    with pytest.raises(UserError, match=r"my_rule returned .* for prompt p: return 2 different .* 0 to 2") as error:
         kept_by(partial(my_rule, answer=answer), scored(*[1.0, 0.0, 0.5]), 2, stream())
-    assert "my_rule" in str(error.value) and "prompt p " in str(error.value)
+    assert len(str(error.value).split()) <= 25

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import made
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
+from small import advantages_of
 
-from grpo_cli.cli import main as cli
-from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
-from grpo_cli.config import kinds, rehearsal
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import config_dir, defaults_of
-from grpo_cli.config.compose import parse, settings_of
-from grpo_cli.config.instantiate import make
+from grpo_cli.config.instantiate import make, rules_of
 from grpo_cli.config.kinds import KINDS
 from grpo_cli.config.prepare import pick_device, prepare
-from grpo_cli.config.rehearsal import try_rules
-from grpo_cli.experiment import curriculum_of, set_up
-from grpo_cli.history import History
-from grpo_cli.interfaces import Rules
+from grpo_cli.config.read import read_settings, settings_of
+from grpo_cli.config.trial import try_rules
+from grpo_cli.experiment import set_up
 from grpo_cli.profile.advice import out_of_memory
+from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import expand_segments
 from grpo_cli.tracking.introduction import introduction
-from grpo_cli.types import GroupRequest, Round, ScoredGroup
 
 GRPO, LOSS = made.part("advantage", "grpo"), made.part("loss", "grpo")
 PARTS = {group: made.part(group, choice) for group, choice in defaults_of("train").items() if group in KINDS} | {
@@ -62,11 +56,11 @@ def plain(logprobs, batch, totals):
     from grpo_cli.types import LossOutput
     return LossOutput(logprobs.sum(), {})
 
-def flat(kept_rewards, group_rewards):
+def flat(group, kept):
     return torch.zeros(3)
 
-def infinite(kept_rewards, group_rewards):
-    return kept_rewards / 0
+def infinite(group, kept):
+    return torch.ones(len(kept)) / 0
 
 def detached(logprobs, batch, totals):
     from grpo_cli.types import LossOutput
@@ -130,9 +124,9 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def rules(n: int = 4, m: int = 2, **changed: dict[str, Any]):
     settings = settings_of(f"n={n}", f"m={m}", "train.prompts=2", "collector=equal")
-    tried = try_rules(replace(settings, parts={**settings.parts, **PARTS, **changed}))
-    assert tried is not None
-    return tried.rules
+    made_rules = rules_of({**settings.parts, **PARTS, **changed})
+    try_rules(made_rules, n, m, settings.train.prompts)
+    return made_rules
 
 
 def test_a_part_gets_its_own_words_and_the_objects_that_it_names(user_module):
@@ -144,32 +138,9 @@ def test_the_yaml_s_word_goes_before_an_object_of_that_name():
     assert made.micro({"slots": 3}, slots=5).slots == 5
 
 
-class Shaper(Protocol):
-    """A kind of rule that the package does not have."""
-
-    def __call__(self, group: ScoredGroup, history: History) -> ScoredGroup: ...
-
-
-@dataclass(frozen=True)
-class WithShaper(Rules):
-    shaper: Shaper
-
-
-@pytest.mark.parametrize(
-    ("shaper", "refused"),
-    [(lambda group, history: group, None), (lambda group, history: group.totals, "shaper: .*return .*ScoredGroup")],
-)
-def test_a_new_kind_of_rule_is_tried_as_its_protocol_says(monkeypatch, shaper, refused):
-    known = rules(4, 2, downsample=made.part("downsample", "maxvar"))
-    monkeypatch.setattr(rehearsal, "RULES", kinds.RULES | {"shaper": kinds.Kind.of(Shaper)})
-    with pytest.raises(UserError, match=refused) if refused else nullcontext():
-        rehearsal._rehearse(WithShaper(**vars(known), shaper=shaper), *rehearsal._try_choice(known, 4, 2))
-
-
-def test_the_rules_of_the_package_pass_their_rehearsal():
+def test_the_rules_of_the_package_pass_their_trial():
     made_rules = rules(4, 2, downsample=made.part("downsample", "maxvar"))
-    rewards = torch.tensor([0.0, 1.0])
-    assert torch.allclose(made_rules.advantage(rewards, rewards), torch.tensor([-0.7070, 0.7070]), atol=1e-4)
+    assert advantages_of(made_rules.advantage, [0.0, 1.0]) == pytest.approx([-0.7070, 0.7070], abs=1e-4)
 
 
 @pytest.mark.parametrize("partial", [{"_partial_": True}, {}], ids=["_partial_", ""])
@@ -190,15 +161,15 @@ def test_a_function_of_one_s_own_is_found_and_called(user_module, partial):
         ({"loss": LOSS | {"aggregation": "mean"}}, "loss.aggregation=mean", "one of sequence"),
         ({"downsample": {"_target_": "nowhere.rule"}}, "downsample._target_=nowhere.rule", "module.name"),
         ({"downsample": {"_target_": "grpo_cli.rules.downsample.maxvarr"}}, "downsample.maxvarr", "module.name"),
-        ({"downsample": {"_target_": "user_rules.too_few"}}, "user_rules.too_few", "return exactly 2"),
+        ({"downsample": {"_target_": "user_rules.too_few"}}, "user_rules.too_few", "return 2 different"),
         ({"downsample": {"_target_": "user_rules.needs_too_little"}}, "downsample._target_", "(group, keep, rng)"),
         ({"downsample": {"_target_": "user_rules.last"}}, "downsample._target_", "+downsample.<argument>=..."),
         ({"downsample": {"_target_": "user_rules.crash"}}, "user_rules.crash", "line "),
-        ({"advantage": {"_target_": "user_rules.flat"}}, "advantage", "a tensor of shape (2,)"),
-        ({"advantage": {"_target_": "user_rules.infinite"}}, "advantage", "not finite"),
-        ({"loss": {"_target_": "user_rules.detached"}}, "loss", "do not detach"),
-        ({"loss": {"_target_": "user_rules.broken"}}, "loss._target_=user_rules.broken", "line "),
-        ({"loss": {"_target_": "user_rules.compared", "beta": 0.1}}, "batch.ref_logprobs", "needs_reference = True"),
+        ({"advantage": {"_target_": "user_rules.flat"}}, "advantage user_rules.flat", "a tensor of shape (2,)"),
+        ({"advantage": {"_target_": "user_rules.infinite"}}, "advantage user_rules.infinite", "NaN or infinity"),
+        ({"loss": {"_target_": "user_rules.detached"}}, "loss user_rules.detached", "with a gradient"),
+        ({"loss": {"_target_": "user_rules.broken"}}, "loss user_rules.broken", "line "),
+        ({"loss": {"_target_": "user_rules.compared", "beta": 0.1}}, "loss user_rules.compared", "TypeError"),
     ],
 )
 def test_a_rule_that_cannot_work_is_refused_before_a_run_or_a_sweep_begins(user_module, changed, key, way_out):
@@ -213,10 +184,10 @@ def test_a_loss_that_says_so_gets_its_reference_whatever_its_words(user_module, 
     assert not rules(4, 4, loss={"_target_": f"{user_module}.plain"}).loss.needs_reference
 
 
-def test_the_rehearsal_s_group_is_the_run_s_as_long_as_that_is_small(user_module, small_rehearsal):
-    for n, m in ((4, 2), (64, 63), (100, 7), (10**6, 10**5), (10**6, 10**6)):
+def test_the_made_up_group_is_the_run_s_as_long_as_that_is_small(user_module):
+    for n, m in ((4, 2), (64, 63), (10**6, 10**5), (10**6, 10**6)):
         rules(n, m, downsample={"_target_": f"{user_module}.watched"})
-    assert sys.modules[user_module].sizes == [(4, 2), (64, 63), (64, 7), (64, 63)]
+    assert sys.modules[user_module].sizes == [(4, 2), (64, 63), (4096, 4095)]
 
 
 def checked(m: int = 16, **changed: dict[str, Any]) -> None:
@@ -278,17 +249,6 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, error: B
     assert all("device=auto is cpu: there is a GPU driver, but" in line and "11040" in line for line in told)
 
 
-def test_a_gpu_that_others_fill_is_said_before_the_first_step(monkeypatch: pytest.MonkeyPatch):
-    with_a_gpu(monkeypatch, free=2 * 2**30, reserved=3 * 2**30)
-    (said,) = introduced("cuda")
-    assert said.startswith("other processes hold 18.50 GiB of the GPU's 24.00 GiB, and 2.00 GiB are free")
-    with_a_gpu(monkeypatch, free=20 * 2**30, reserved=3 * 2**30)
-    assert introduced("cuda") == [], "its own half a GiB beside what it allocates"
-    with_a_gpu(monkeypatch, free=2 * 2**30)
-    monkeypatch.setenv("GRPO_GPU_SHARE", "0.5")
-    assert introduced("cuda") == [], "the other job of the sweep"
-
-
 def test_out_of_memory_on_a_gpu_says_who_holds_it(monkeypatch: pytest.MonkeyPatch):
     with_a_gpu(monkeypatch, free=2**30, reserved=3 * 2**30)
     settings = settings_of("device=cuda", "n=2", "train.prompts=1", "eval.every=0", "run_dir=outputs/x")
@@ -318,63 +278,6 @@ def test_an_engine_that_lacks_what_a_run_asks_for_is_refused_before_the_first_st
 
     words = [f"engine._target_={user_module}.Thing", "+engine.own=1", "run_dir=outputs/x"]
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-        settings = parse(hydra.compose("train", words))
+        settings = read_settings(hydra.compose("train", words), RunSettings)
     with pytest.raises(UserError, match="engine: user_rules.Thing has no reads_stop_strings, generate, stats"):
         set_up(prepare(settings), settings.model)
-
-
-def test_slots_that_no_step_can_fill_are_said_before_the_first_step():
-    import hydra
-
-    def said(slots: int) -> list[str]:
-        words = ["sampler=infinite", f"sampler.slots={slots}", "n=4", "train.prompts=2", "run_dir=outputs/x"]
-        with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-            return list(introduction(parse(hydra.compose("train", words)), 360_000, 360_000, torch.device("cpu")))
-
-    threads = torch.get_num_threads()
-    on = f"on cpu ({threads} thread{'s' if threads > 1 else ''})"
-    first = f"0.36 M parameters, float32, {on}; a step is 2 prompts x 4 rollouts = 8, all trained on; "
-    first += "learning rate 0.0005, replies of up to 128 tokens"
-    assert said(8) == [first]
-    spare = "sampler.slots=9 is more than the 8 rollouts of a step (train.prompts=2 x n=4), so 8 slots are allocated"
-    assert said(9) == [first, spare]
-
-
-def twice_as_many(collection):
-    wanted = collection.pick(2 * collection.prompts)
-    yield Round(tuple(GroupRequest(prompt, collection.n) for prompt in wanted[: collection.prompts]))
-
-
-@pytest.mark.parametrize(
-    ("collector", "said"),
-    [
-        (["collector=mixed"], "collector=mixed looks at 24 .*, but the task has 12: .*prompts or collector.pool$"),
-        (
-            [f"collector._target_={__name__}.twice_as_many"],
-            " looks at 16 .*, but the task has 12: lower train.prompts$",
-        ),
-    ],
-)
-def test_a_step_that_wants_more_problems_than_there_are_says_what_to_lower(collector, said):
-    words = ("task.train_problems=12", "train.prompts=8", "device=cpu", "logger=jsonl")
-    settings = settings_of(*words, *collector)
-    run = prepare(settings)
-    with pytest.raises(UserError, match=said):
-        curriculum_of(run, set_up(run, settings.model, print).task, History())
-
-
-@pytest.mark.usefixtures("no_search")
-@pytest.mark.parametrize("command", ["train", "profile"])
-def test_a_start_rehearses_its_collector_once(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    calls: list[int] = []
-
-    def counted(collector: Any, n: int, *others: int) -> CollectionSize:
-        calls.append(n)
-        return rehearsed(collector, n, *others)
-
-    monkeypatch.setattr("grpo_cli.config.rehearsal.rehearsed", counted)
-    words = ["n=4", "train.prompts=2", "train.steps=1", "eval.every=0", "logger=jsonl"]
-    words += ["profile.steps=1", "profile.warmup=0"] * (command == "profile")
-    result = CliRunner().invoke(cli.app, [command, *words, f"hydra.run.dir={tmp_path / 'run'}"], prog_name="grpo")
-    assert result.exit_code == 0, result.output
-    assert calls == [4]

@@ -33,8 +33,8 @@ def test_no_other_module_says_a_name_of_a_run_s_folder() -> None:
 @pytest.mark.parametrize("step", [0, 100, 999_999, 1_000_000])
 def test_a_step_s_folder_tells_its_step_also_while_it_is_written_or_replaced(step: int) -> None:
     name = layout.step_folder(step)
-    for suffix in ("", layout.UNFINISHED, layout.REPLACED):
-        assert layout.step_of(f"{name}{suffix}") == step
+    for whole in (name, f".{name}{layout.UNFINISHED}", f".{name}{layout.REPLACED}"):
+        assert layout.step_of(whole) == step
 
 
 @pytest.mark.parametrize("name", ["best", "step_", "step_1.bak", "a_step_1", "step_1 "])

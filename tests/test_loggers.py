@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import made
 import pytest
 from test_resume import trained
 
+from grpo_cli.support.errors import UserError
 from grpo_cli.tracking.redact import HIDDEN
 from grpo_cli.tracking.tensorboard import TensorBoardTracker
 from grpo_cli.types import Record
@@ -87,32 +88,67 @@ def test_tensorboard_s_texts_hide_secrets_and_a_full_disk_is_a_warning(tmp_path:
 # Trackio
 
 
-@pytest.mark.process
-def test_trackio_has_what_the_files_have_offline(tmp_path: Path) -> None:
-    """In a process of its own: Trackio reads where it keeps things when it is imported."""
-    pytest.importorskip("trackio")
-    run, kept = tmp_path / "runs" / "one", tmp_path / "kept"
-    words = ["n=4", "train.prompts=2", "sampling.max_new_tokens=12", *WORDS, "logger=trackio", f"hydra.run.dir={run}"]
-    environment = {**os.environ, "TRACKIO_DIR": str(kept), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    asked = [sys.executable, "-m", "grpo_cli", "train", "train.steps=2", *words]
-    done = subprocess.run(asked, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "trackio show --project grpo-cli" in done.stdout and "* Trackio" not in done.stdout
-    found = stored(kept, environment)
-    assert found.keys() >= metrics(run).keys()
-    for step, row in metrics(run).items():
-        its = {name: value for name, value in found[step].items() if not name.startswith("summary/")}
-        assert its == {name: pytest.approx(value) for name, value in row.items()}
+def fake(calls: list[Any], fails: type[Exception] | None = None) -> ModuleType:
+    """A `trackio` that notes what it is given, and prints."""
+
+    class Run:
+        def log(self, values: dict[str, Any], step: int) -> None:
+            calls.append((step, values))
+            if fails is not None and step:
+                raise fails("no\nroom")
+
+        def finish(self) -> None:
+            calls.append("finished")
+
+    def init(**about: Any) -> Run:
+        print("* Trackio")
+        if fails is ConnectionError:
+            raise fails("no such space")
+        calls.append(about)
+        return Run()
+
+    module = ModuleType("trackio")
+    module.init, module.__spec__ = init, SimpleNamespace()  # type: ignore[attr-defined, assignment]
+    return module
 
 
-def stored(kept: Path, environment: dict[str, str]) -> dict[int, dict[str, float]]:
-    code = (
-        "import json; from trackio.sqlite_storage import SQLiteStorage as S; "
-        "print('\\n' + json.dumps(S.get_logs('grpo-cli', 'one')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    rows: dict[int, dict[str, float]] = {}
-    for row in json.loads(done.stdout.splitlines()[-1]):
-        step = row.pop("step")
-        rows.setdefault(step, {}).update({name: float(v) for name, v in row.items() if name != "timestamp"})
-    return rows
+def trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, **words: Any) -> Any:
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    offered = {"run_dir": tmp_path / "one", "config": {"n": 4, "api_key": "s3cr3t"}, **words}
+    return made.ready("logger", "trackio", offered)
+
+
+def test_trackio_gets_the_metrics_by_step_and_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls, said = list[Any](), list[str]()
+    tracker = trackio(tmp_path, monkeypatch, fake(calls), say=said.append)
+    tracker.log(Record(0, {"eval/accuracy": 0.5}))
+    tracker.log(Record(1, {"reward/mean": 0.25}))
+    tracker.close({"status": "completed", "final_accuracy": 0.75})
+    about, *rest = calls
+    assert (about["project"], about["name"], about["resume"]) == ("grpo-cli", "one", "allow")
+    assert (about["config"]["n"], about["config"]["api_key"]) == (4, HIDDEN)
+    assert rest == [
+        (0, {"eval/accuracy": 0.5}),
+        (1, {"reward/mean": 0.25}),
+        (1, {"summary/final_accuracy": 0.75}),
+        "finished",
+    ]
+    assert "trackio show --project grpo-cli" in said[0] and capsys.readouterr().out == ""
+
+
+def test_a_trackio_that_does_not_start_is_an_error_and_one_that_fails_later_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="trackio did not start: no such space"):
+        trackio(tmp_path, monkeypatch, fake([], ConnectionError))
+    calls, warned = list[Any](), list[str]()
+    tracker = trackio(tmp_path, monkeypatch, fake(calls, OSError), say=str, warn=warned.append)
+    for step in (1, 2):
+        tracker.log(Record(step, {}))
+    tracker.close({})
+    assert len(warned) == 1 and "(no)" in warned[0] and len(calls) == 2
+    bug = trackio(tmp_path, monkeypatch, fake([], TypeError), say=str)
+    with pytest.raises(TypeError):
+        bug.log(Record(1, {}))

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from judging import Server, said, serving
 
-from grpo_cli.config.compose import settings_of
-from grpo_cli.config.trust import not_taken
+from grpo_cli.config.read import settings_of
 from grpo_cli.experiment import build
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import model_judge
@@ -219,22 +218,6 @@ def test_a_key_goes_to_the_server_and_nowhere_else(
     judge(completions("a"))
     assert "secret" not in lines[0] and "<hidden>" in lines[0]
     assert all("secret" not in file.read_text() for file in tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("word", "taken"),
-    [
-        ("task.judge.base_url=http://127.0.0.1:8000/v1", True),
-        ("task.judge.base_url=http://elsewhere.example/v1", False),
-        ("task.judge.base_url=http://localhost.example/v1", False),
-        ("task.judge.base_url=http://127.0.0.1@elsewhere.example/v1", False),
-        ("task.judge.key=HOME", False),
-        ("task.judge={base_url: x}", False),
-        ("task.judge.of=group", True),
-    ],
-)
-def test_a_recorded_run_sends_nothing_elsewhere_by_itself(word: str, taken: bool, tmp_path: Path) -> None:
-    assert not_taken([word], tmp_path) == ([] if taken else [word])
 
 
 def run_of(folder: Path, server: Server, *words: str) -> Any:

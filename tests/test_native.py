@@ -1,33 +1,27 @@
-"""A decode step's small operations in C: each is its definition, a row's bits depend on nothing else, and where they
-cannot be made steps run without."""
+"""A decode step's operations in C: each is its definition, a row's bits depend on nothing else, and without a working
+compiler steps run in PyTorch's."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from small import contents, make_engine, small_model, some_requests
+from test_attention import Case, in_c
 from torch import Tensor
 
-from grpo_cli.engine.kv.cache import KvArena, KvLayout, Region
-from grpo_cli.engine.kv.keeper import KeepAll
-from grpo_cli.engine.kv.rows import Rows
-from grpo_cli.engine.kv.tiles import PromptPages, own_pieces, prompt_pieces
-from grpo_cli.engine.step import native
-from grpo_cli.engine.step.block import Norm
-from grpo_cli.engine.step.native import NativeAttention
-from grpo_cli.support import c_library
-from grpo_cli.support.c_library import NoNative
+from grpo_cli.native import library as loader
+from grpo_cli.native.library import WRONG, NoNative, library
+from grpo_cli.native.ops import draw, norm, rotate, silu
 from grpo_cli.support.threads import computing_with
 
 CPU = torch.device("cpu")
@@ -38,7 +32,7 @@ CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 @pytest.fixture(autouse=True)
 def compiled() -> None:
     try:
-        native.library()
+        library("decode")
     except NoNative as error:
         pytest.skip(str(error))
 
@@ -51,146 +45,21 @@ def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
     return bool((found.double() - wanted.double()).abs().max() <= CLOSE[dtype] * max(1.0, wanted.abs().max().item()))
 
 
-# ---- attention
-
-
-class Case:
-    """Rows over pages in disorder, of which only the first `held` numbers mean anything."""
-
-    def __init__(
-        self, rows: int, heads: int, group: int, dim: int, dtype: torch.dtype, page: int, prompt_page: int, seed: int
-    ) -> None:
-        random = np.random.default_rng(seed)
-        self.group, self.dim, self.heads, self.dtype = group, dim, heads, dtype
-        self.lengths = random.integers(0, 3 * page - 1, rows)
-        self.entries = random.integers(0, 3, rows)
-        self.of_prompts = random.integers(1, 3 * prompt_page, 3)
-        self.sees = random.random(rows) < 0.8
-        own, prompts = Region(rows, 3, page), Region(3, 3, prompt_page)
-        for row in random.permutation(rows).tolist():
-            own.take(row, own.pages_for(int(self.lengths[row]) + 1))
-        for entry in random.permutation(3).tolist():
-            prompts.take(entry, prompts.pages_for(int(self.of_prompts[entry])))
-        self.kv = KvArena(KvLayout(1, heads, dim, dtype), own, prompts, 1 << 30, None, CPU)
-        self.kv.make_room(0, 0)
-        views = (self.kv.row_keys, self.kv.row_values, self.kv.prompt_keys, self.kv.prompt_values)
-        for index, (view,) in enumerate(views):
-            view.copy_(numbers(*view.shape, seed=seed + index))
-        places = np.where(prompts.pages < 0, -1, self.kv.prompt_place(prompts.pages))
-        looked_at = PromptPages(places, prompts.used, self.of_prompts, prompt_page)
-        write_to = torch.from_numpy(own.pages[np.arange(rows), self.lengths // page])
-        self.rows = Rows(
-            torch.zeros(rows, dtype=torch.long),
-            torch.zeros(rows, dtype=torch.long),
-            torch.from_numpy(self.lengths),
-            write_to,
-            page,
-            own_pieces(own.pages[:, : own.count.max()], page, CPU),
-            prompt_pieces(self.entries, self.sees, looked_at, 4, None, CPU),
-        )
-        self.q = numbers(rows, heads * group, dim, seed=seed + 9, dtype=dtype)
-        self.k, self.v = (numbers(rows, heads, dim, seed=seed + i, dtype=dtype) for i in (10, 11))
-
-    def found(self) -> Tensor:
-        return NativeAttention(self.rows, self.kv, self.group, 0.3, KeepAll())(0, self.q, self.k, self.v)
-
-    def wanted(self) -> Tensor:
-        """From the definition, row by row, in float64."""
-        kv, out = self.kv, []
-        for row, length in enumerate(self.lengths):
-            own = kv.rows.pages[row, : kv.rows.count[row]]
-            keys, values = (
-                view[0][own].double().transpose(0, 1).flatten(1, 2)[:, :length] for view in (kv.row_keys, kv.row_values)
-            )
-            keys = torch.cat([keys, self.k[row, :, None].double()], 1)
-            values = torch.cat([values, self.v[row, :, None].double()], 1)
-            if self.sees[row]:
-                entry = int(self.entries[row])
-                pages = kv.prompt_pages([entry], int(self.of_prompts[entry]))[0]
-                before = (
-                    view[0][pages].double().transpose(0, 1).flatten(1, 2)[:, : self.of_prompts[entry]]
-                    for view in (kv.prompt_keys, kv.prompt_values)
-                )
-                keys, values = (torch.cat([one, other], 1) for one, other in zip(before, (keys, values), strict=True))
-            q = self.q[row].double().view(self.heads, self.group, self.dim)
-            out.append(((q @ keys.mT * 0.3).softmax(-1) @ values).flatten())
-        return torch.stack(out)
-
-
-@given(
-    st.integers(1, 9),
-    st.integers(1, 3),
-    st.integers(1, 9),
-    st.sampled_from([2, 24, 40, 64, 96, 128, 256]),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.sampled_from([16, 32, 48]),
-    st.integers(0, 99),
-)
-@settings(max_examples=60, deadline=None)
-def test_attention_over_pages_is_its_definition(
-    rows: int, heads: int, group: int, dim: int, dtype: torch.dtype, page: int, seed: int
-) -> None:
-    case = Case(rows, heads, group, dim, dtype, page, 32, seed)
-    wanted = case.wanted()
-    assert close(case.found(), wanted, dtype)
-
-
-def test_more_keys_than_are_weighted_at_a_time() -> None:
-    """256 at a time, and the largest score among the last ones, so that what came before is made smaller."""
-    for dtype in (torch.float32, torch.bfloat16):
-        case = Case(3, 2, 3, 64, dtype, 320, 512, 3)
-        case.k.mul_(4)
-        wanted = case.wanted()
-        assert max(case.lengths) > 512 and max(case.of_prompts) > 1024
-        assert close(case.found(), wanted, dtype)
-
-
-def test_keys_and_values_are_written_where_the_row_will_look_for_them() -> None:
-    case = Case(5, 2, 2, 64, torch.float32, 16, 16, 0)
-    case.found()
-    for row, length in enumerate(case.lengths):
-        keys, values = case.kv.read(row, int(length) + 1)
-        assert torch.equal(keys[0, :, -1], case.k[row]) and torch.equal(values[0, :, -1], case.v[row])
-
-
-def test_what_pages_hold_beyond_their_rows_is_never_read() -> None:
-    case = Case(6, 2, 3, 64, torch.bfloat16, 32, 32, 4)
-    before = case.found()
-    kv, places = case.kv, case.kv.prompt_place(case.kv.prompts.pages)
-    for views, pages, held in (
-        ((kv.row_keys[0], kv.row_values[0]), kv.rows.pages, case.lengths + 1),
-        ((kv.prompt_keys[0], kv.prompt_values[0]), places, case.of_prompts),
-    ):
-        for owner, tokens in enumerate(held):
-            page, at = pages[owner, tokens // 32 if tokens % 32 else 0], tokens % 32
-            for view in views:
-                view[page, :, at if tokens % 32 else 32 :] = torch.nan
-    assert torch.equal(case.found(), before)
-
-
-def test_scores_that_no_exponential_can_hold() -> None:
-    """Scores of up to several thousand: all weight is on the largest one."""
-    case = Case(4, 1, 2, 64, torch.float32, 16, 16, 7)
-    case.q.mul_(1000)
-    assert close(case.found(), case.wanted(), torch.float32)
-
-
 # ---- the other functions
 
 
 @pytest.mark.parametrize("width", [8, 96, 100, 576])
-@pytest.mark.parametrize("dtypes", ["ffff", "bbbb", "fbfb", "ffff, first"])
-def test_norms_add_what_came_and_round_as_the_modules_do(width: int, dtypes: str) -> None:
+@pytest.mark.parametrize(("dtypes", "scale"), [("ffff", 1e-3), ("bbbb", 1.0), ("fbfb", 1.0), ("ffff, first", 1e-3)])
+def test_norms_add_what_came_and_round_as_the_modules_do(width: int, dtypes: str, scale: float) -> None:
     of = {"f": torch.float32, "b": torch.bfloat16}
     hidden, delta, weight, out = (of[letter] for letter in dtypes[:4])
-    x, more = numbers(5, width, dtype=hidden), numbers(5, width, seed=1, dtype=delta)
-    by = Norm(1 + numbers(width, seed=2, dtype=weight) / 4, 1e-5)
-    first = dtypes.endswith("first")
+    x, more = numbers(5, width, dtype=hidden) * scale, numbers(5, width, seed=1, dtype=delta) * scale
+    by, first = 1 + numbers(width, seed=2, dtype=weight) / 4, dtypes.endswith("first")
     added = x.clone() if first else x + more
-    found = native.norm(x, None if first else more, by, out)
+    found = norm(x, None if first else more, by, 1e-5, out)
     assert torch.equal(x, added)
     scaled = added.double() * (added.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    assert close(found, scaled.to(hidden).double() * by.weight.double(), out)
+    assert close(found, scaled.to(hidden).double() * by.double(), out)
 
 
 def test_a_norm_of_bfloat16_is_rounded_twice_as_in_the_modules() -> None:
@@ -199,40 +68,25 @@ def test_a_norm_of_bfloat16_is_rounded_twice_as_in_the_modules() -> None:
     added = x + more
     root = added.float().square().mean(-1, keepdim=True).add(1e-5).rsqrt()
     wanted = (added.float() * root).bfloat16() * weight[0]
-    found = native.norm(x, more, Norm(weight[0], 1e-5), torch.bfloat16)
-    assert (found == wanted).float().mean() > 0.99
-
-
-def test_epsilon_counts_where_numbers_are_small() -> None:
-    x = numbers(5, 96) * 1e-3
-    wanted = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    assert close(native.norm(x, None, Norm(torch.ones(96), 1e-5), torch.float32), wanted, torch.float32)
+    assert (norm(x, more, weight[0], 1e-5, torch.bfloat16) == wanted).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("dim", [2, 24, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotation_is_that_of_pairs_of_numbers(dim: int, dtype: torch.dtype) -> None:
-    """As of complex numbers, over rows that lie apart."""
+def test_rotation_is_that_of_complex_numbers_over_rows_that_lie_apart(dim: int, dtype: torch.dtype) -> None:
     all_heads = numbers(5, 7, dim, dtype=dtype)
-    x, angle = all_heads[:, 1:4], numbers(5, dim // 2, seed=1)
+    x, angle, before = all_heads[:, 1:4], numbers(5, dim // 2, seed=1), all_heads.clone()
     turn = torch.polar(torch.ones(5, 1, dim // 2).double(), angle[:, None].double())
     pairs = torch.complex(*x.double().chunk(2, -1)) * turn
-    others = all_heads[:, 4:].clone()
-    cos = torch.cat([angle.cos(), angle.cos()], -1)[:, None]
-    sin = torch.cat([-angle.sin(), angle.sin()], -1)[:, None]
-    before = all_heads[:, :1].clone()
-    native.rotate(x, cos, sin)
+    rotate(x, torch.cat([angle.cos()] * 2, -1)[:, None], torch.cat([-angle.sin(), angle.sin()], -1)[:, None])
     assert close(x, torch.cat([pairs.real, pairs.imag], -1), dtype)
-    assert torch.equal(all_heads[:, 4:], others) and torch.equal(all_heads[:, :1], before)
+    assert torch.equal(all_heads[:, 4:], before[:, 4:]) and torch.equal(all_heads[:, :1], before[:, :1])
 
 
 def test_the_exponential_over_all_of_its_range() -> None:
     """Seen through SiLU: from where it is -0 to where it is the number itself, and where it is none."""
     gate = torch.cat([torch.linspace(-120, 120, 100_001), torch.tensor([torch.inf, torch.nan, 0.0])])[None]
-    out = torch.empty_like(gate)
-    up = torch.ones_like(gate)
-    native.library().silu(*gate.shape, gate.data_ptr(), up.data_ptr(), gate.shape[1], 0, out.data_ptr())
-    wanted = F.silu(gate.double())
+    out, wanted = silu(gate, torch.ones_like(gate)), F.silu(gate.double())
     assert out[0, -2].isnan() and out[0, -3] == torch.inf
     error = (out[0, :-3] - wanted[0, :-3]).abs() / wanted[0, :-3].abs().clamp(min=1e-30)
     assert error[gate[0, :-3] > -80].max() < 4e-7
@@ -242,8 +96,7 @@ def test_the_exponential_over_all_of_its_range() -> None:
 def test_logits_that_are_all_far_below_zero_are_drawn_from_as_any() -> None:
     """23 of them, which is not a multiple of what is read at a time."""
     logits = numbers(50, 23) * 3
-    uniform = torch.rand(50, dtype=torch.float64)
-    tokens, logprobs = native.draw(logits - 300, uniform, torch.ones(50))
+    tokens, logprobs = draw(logits - 300, torch.rand(50, dtype=torch.float64), torch.ones(50))
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-4, rtol=0)
 
 
@@ -251,7 +104,7 @@ def test_logits_that_are_all_far_below_zero_are_drawn_from_as_any() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draw_from_what_is_no_distribution_ends_and_says_so(numbers_of: Any, temperature: float) -> None:
     logits = torch.tensor([numbers_of, (0.0, 3.0, 1.0)])
-    tokens, logprobs = native.draw(logits, torch.tensor([0.5, 0.1], dtype=torch.float64), torch.full((2,), temperature))
+    tokens, logprobs = draw(logits, torch.tensor([0.5, 0.1], dtype=torch.float64), torch.full((2,), temperature))
     assert 0 <= int(tokens[0]) < 3 and not logprobs[0].isfinite()
     assert temperature or (int(tokens[1]), float(logprobs[1])) == (1, 0.0)
 
@@ -260,20 +113,20 @@ def test_a_draw_from_what_is_no_distribution_ends_and_says_so(numbers_of: Any, t
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others_and_with_any_number_of_threads() -> None:
-    case = Case(9, 2, 3, 64, torch.float32, 32, 32, 1)
-    together = case.found()
-    hidden, delta, by = numbers(300, 576), numbers(300, 576, seed=1), Norm(numbers(576, seed=2), 1e-5)
+    case = Case([5, 31, 16, 90, 0, 40], [20, 48, 1], (2, 3, 64), torch.float32, 1)
+    together = case.found(in_c)
+    hidden, delta, by = numbers(300, 576), numbers(300, 576, seed=1), (numbers(576, seed=2), 1e-5)
     logits, uniform = numbers(9, 1000) * 3, torch.rand(9, dtype=torch.float64)
-    normed = native.norm(hidden.clone(), delta, by, torch.float32)
-    drawn = native.draw(logits, uniform, torch.ones(9))
+    normed = norm(hidden.clone(), delta, *by, torch.float32)
+    drawn = draw(logits, uniform, torch.ones(9))
     for threads in (1, 2, 3):
         with computing_with(threads):
-            assert torch.equal(case.found(), together)
-            assert torch.equal(native.norm(hidden.clone(), delta, by, torch.float32), normed)
+            assert torch.equal(case.found(in_c), together)
+            assert torch.equal(norm(hidden.clone(), delta, *by, torch.float32), normed)
             for row in (0, 4, 8):
                 one = hidden[row : row + 1].clone()
-                assert torch.equal(native.norm(one, delta[row : row + 1], by, torch.float32)[0], normed[row])
-                alone = native.draw(logits[row : row + 1], uniform[row : row + 1], torch.ones(1))
+                assert torch.equal(norm(one, delta[row : row + 1], *by, torch.float32)[0], normed[row])
+                alone = draw(logits[row : row + 1], uniform[row : row + 1], torch.ones(1))
                 assert [x[0] for x in alone] == [x[row] for x in drawn]
 
 
@@ -290,24 +143,44 @@ def test_rollouts_are_those_of_pytorchs_operations_but_for_rounding() -> None:
 
 # ---- where it cannot be made
 
+NATIVE_FLAGS = loader.FLAGS
+
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache, and after the test the library as it was."""
-    before = native.library()
+    """An empty cache and a copy of the sources, and after the test the library as it was."""
+    before = library("decode")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    c_library.library.cache_clear()
+    monkeypatch.setattr(loader, "FLAGS", ("-O0", *NATIVE_FLAGS[1:]))  # a second in place of ten
+    monkeypatch.setattr(loader, "SOURCES", Path(shutil.copytree(loader.SOURCES, tmp_path / "sources")))
+    library.cache_clear()
     yield tmp_path
-    c_library.library.cache_clear()
+    library.cache_clear()
     del before
 
 
-def compiler(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def change(name: str, right: str, wrong: str) -> None:
+    """Replace a place of a source, which is in it once."""
+    source = loader.SOURCES / f"{name}.c"
+    text = source.read_text()
+    assert text.count(right) == 1
+    source.write_text(text.replace(right, wrong))
+    library.cache_clear()
+
+
+def march(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    has, needs = torch.cpu.get_capabilities(), {"x86-64-v3": "avx2", "x86-64-v4": "avx512_f"}.get(name, "architecture")
+    if has["architecture"] != "x86_64" or not has.get(needs):
+        pytest.skip(f"this processor is not {name}")
+    monkeypatch.setattr(loader, "FLAGS", ("-O1", f"-march={name}", *NATIVE_FLAGS[2:]))
+
+
+def compiler(script: str, anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The only one on the path."""
-    folder.mkdir(exist_ok=True)
-    (folder / "cc").write_text(f"#!/bin/sh\n{script}\n")
-    (folder / "cc").chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder))
+    (anew / "bin").mkdir()
+    (anew / "bin" / "cc").write_text(f"#!/bin/sh\n{script}\n")
+    (anew / "bin" / "cc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(anew / "bin"))
 
 
 def engine_says(warned: list[str]) -> Any:
@@ -316,89 +189,67 @@ def engine_says(warned: list[str]) -> Any:
     return engine.facts()["native"]
 
 
-@pytest.mark.parametrize(("march", "needs"), [("x86-64", ()), ("x86-64-v3", ("avx2",)), ("x86-64-v4", ("avx512_f",))])
-def test_other_instructions_compute_the_same(
-    anew: Path, monkeypatch: pytest.MonkeyPatch, march: str, needs: tuple[str, ...]
-) -> None:
-    has = torch.cpu.get_capabilities()
-    if has["architecture"] != "x86_64" or not all(has.get(name) for name in needs):
-        pytest.skip(f"this processor is not {march}")
-    monkeypatch.setattr(
-        c_library, "FLAGS", tuple(flag.replace("march=native", f"march={march}") for flag in c_library.FLAGS)
-    )
+@pytest.mark.parametrize("name", ["x86-64", "x86-64-v3", "x86-64-v4"])
+@pytest.mark.usefixtures("anew")
+def test_other_instructions_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    march(name, monkeypatch)
     for dtype in (torch.float32, torch.bfloat16):
         for dim, group in ((24, 2), (64, 3), (64, 7), (128, 4), (96, 1)):
-            case = Case(5, 2, group, dim, dtype, 32, 48, dim + group)
+            case = Case([5, 31, 16, 90, 0], [20, 48, 1], (2, group, dim), dtype, dim + group)
             wanted = case.wanted()
-            assert close(case.found(), wanted, dtype)
-        x, by = numbers(3, 100, dtype=dtype), Norm(1 + numbers(100, seed=2, dtype=dtype) / 4, 1e-5)
+            assert case.close(case.found(in_c), wanted)
+        x, by = numbers(3, 100, dtype=dtype), 1 + numbers(100, seed=2, dtype=dtype) / 4
         scaled = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-        assert close(native.norm(x, None, by, dtype), scaled.to(dtype).double() * by.weight.double(), dtype)
+        assert close(norm(x, None, by, 1e-5, dtype), scaled.to(dtype).double() * by.double(), dtype)
     logits = numbers(9, 1000) * 3
-    tokens, logprobs = native.draw(logits, torch.rand(9, dtype=torch.float64), torch.ones(9))
+    tokens, logprobs = draw(logits, torch.rand(9, dtype=torch.float64), torch.ones(9))
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=0)
 
 
-def symbols() -> bytes:
-    return Path(native.library()._name).read_bytes()
+REFUSE = 'for word; do test "$word" = -fopenmp && echo "error: unsupported option" >&2 && exit 1; done'
 
 
-def serves_with_one_thread() -> None:
+@pytest.mark.parametrize("fault", ["no OpenMP", "another OpenMP"])
+def test_threads_other_than_pytorchs_are_not_used(fault: str, anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine with two threads uses what was made, which starts none of its own."""
+    symbols = lambda: Path(library("decode")._name).read_bytes()  # noqa: E731
+    if fault == "no OpenMP":
+        compiler(f'{REFUSE}\nPATH="{os.environ["PATH"]}" exec {shutil.which("cc")} "$@"', anew, monkeypatch)
+    else:
+        change("decode", "#define CHUNK", "int omp_get_max_threads(void) { return 7; }\n#define CHUNK")
+    library.cache_clear()
     warned: list[str] = []
     with computing_with(2):
         assert engine_says(warned) is True and not warned
     assert b"GOMP_parallel" not in symbols()
 
 
-def test_other_threads_than_pytorchs_are_not_used(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second OpenMP, which knows nothing of `torch.set_num_threads`."""
-    assert b"GOMP_parallel" in symbols()
-    source = anew / "other.c"
-    source.write_text(native.SOURCE.read_text() + "\nint omp_get_max_threads(void) { return 7; }\n")
-    monkeypatch.setattr(native, "SOURCE", source)
-    c_library.library.cache_clear()
-    serves_with_one_thread()
-
-
-def test_a_compiler_without_openmp_makes_it_for_one_thread(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse = 'for word; do test "$word" = -fopenmp && echo "error: unsupported option" >&2 && exit 1; done'
-    real = f'PATH="{os.environ["PATH"]}" exec {shutil.which("cc")} "$@"'
-    compiler(anew / "bin", f"{refuse}\n{real}", monkeypatch)
-    serves_with_one_thread()
-
-
-def test_it_is_compiled_once(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    native.library()
-    (made,) = (anew / "cache" / "grpo-cli").iterdir()
-    assert stat.S_IMODE(made.stat().st_mode) == 0o700
-    monkeypatch.setattr(c_library, "_keep", lambda *_: pytest.fail("it was there"))
-    c_library.library.cache_clear()
-    native.library()
-
-
 @pytest.mark.parametrize(
-    ("damage", "mode"),
+    ("cut", "added", "mode"),
     [
-        (lambda whole: whole, 0o722),  # others could have written it
-        (lambda whole: b"anything", 0o700),
-        (lambda whole: b"", 0o700),
-        (lambda whole: whole[: len(whole) // 2], 0o700),  # a bus error if it is loaded
-        (lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]), 0o700),
+        (None, b"", 0o700),  # as it was made: loaded, and not made again
+        (None, b"", 0o722),  # others could have written it
+        (0, b"anything", 0o700),
+        (0, b"", 0o700),
+        (9000, b"", 0o700),  # a bus error if it is loaded
+        (-1, b"\0", 0o700),
     ],
 )
-def test_a_library_that_is_not_as_it_was_made_is_made_anew(
-    anew: Path, damage: Callable[[bytes], bytes], mode: int
+def test_a_library_that_is_not_as_it_was_made_is_made_again(
+    anew: Path, cut: int | None, added: bytes, mode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    native.library()
+    library("decode")
     (made,) = (anew / "cache" / "grpo-cli").iterdir()
-    whole = made.read_bytes()
-    made.unlink()  # what is loaded stays what it is
-    made.write_bytes(damage(whole))
-    made.chmod(mode)
-    c_library.library.cache_clear()
-    native.library()
+    whole, number = made.read_bytes(), made.stat().st_ino
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    if (cut, mode) != (None, 0o700):
+        made.unlink()  # what is loaded stays what it is
+        made.write_bytes(whole[:cut] + added)
+        made.chmod(mode)
+    library.cache_clear()
+    library("decode")
     assert made.read_bytes() == whole and stat.S_IMODE(made.stat().st_mode) == 0o700
+    assert (made.stat().st_ino == number) == ((cut, mode) == (None, 0o700))
 
 
 def test_no_library_is_kept_in_the_current_folder_or_below_another_users(
@@ -407,50 +258,65 @@ def test_no_library_is_kept_in_the_current_folder_or_below_another_users(
     monkeypatch.chdir(anew)
     with monkeypatch.context() as relative:
         relative.setenv("XDG_CACHE_HOME", "cache")
-        native.library()
-    c_library.library.cache_clear()
-    monkeypatch.setattr(c_library.os, "getuid", lambda: os.stat(anew).st_uid + 1)
-    native.library()
-    assert [*anew.iterdir()] == []
+        library("decode")
+    library.cache_clear()
+    monkeypatch.setattr(loader.os, "getuid", lambda: os.stat(anew).st_uid + 1)
+    library("decode")
+    assert not (anew / "cache").exists()
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(anew: Path) -> None:
     (anew / "cache").write_text("not a folder")
-    native.library()
+    library("decode")
 
 
-def test_without_a_compiler_steps_run_in_pytorchs_operations(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(anew))
-    warned: list[str] = []
-    assert engine_says(warned) == "there is no C compiler" and warned == []
+def test_two_processes_compile_at_once_and_an_interrupted_one_leaves_nothing_that_is_loaded(anew: Path) -> None:
+    compiling = "from grpo_cli.native.library import library; print(library('tree')._name)"
+    (anew / "cache" / "grpo-cli" / "tmp_of_one_that_was_killed").mkdir(parents=True, mode=0o700)
+    (anew / "cache" / "grpo-cli").chmod(0o700)
+    start = lambda: subprocess.Popen([sys.executable, "-c", compiling], stdout=subprocess.PIPE, text=True)  # noqa: E731
+    both = [start(), start()]
+    names = {process.communicate()[0].strip() for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    assert names == set(map(str, (anew / "cache" / "grpo-cli").glob("*.so")))
 
 
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (
-            "echo 'native.c:1: error: no such machine' >&2; exit 1",
-            "cannot compile it: native.c:1: error: no such machine",
-        ),
-        ("exit 0", "made cannot be loaded"),
+        (None, "there is no C compiler"),
+        ("echo 'decode.c:1: error: no such machine' >&2; exit 1", "cannot compile it: decode.c:1: error: no such m"),
+        ("kill -9 $$", "cannot compile it"),
+        ("exit 0", "cannot be loaded"),
+        ("noexec", "cannot be loaded: failed to map segment"),
     ],
 )
-def test_a_compiler_that_fails_is_said(anew: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str) -> None:
-    compiler(anew / "bin", script, monkeypatch)
+def test_a_compiler_that_fails_is_said_once(
+    script: str | None, said: str, anew: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for one that is not there."""
+    if script == "noexec":
+
+        def refuse(name: str) -> Any:
+            raise OSError(f"{name}: failed to map segment from shared object".rpartition(": ")[2])
+
+        monkeypatch.setattr(loader.ctypes, "CDLL", refuse)
+    elif script is None:
+        monkeypatch.setenv("PATH", str(anew))
+    else:
+        compiler(script, anew, monkeypatch)
     warned: list[str] = []
     assert said in engine_says(warned)
-    assert len(warned) == 1 and said in warned[0] and "engine.native=false" in warned[0]
+    assert len(warned) == (script is not None) and all(said in w and "engine.native=false" in w for w in warned)
 
 
-def test_functions_that_compute_something_else_are_not_used(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = native.SOURCE.read_text()
-    wrongs = {"sums(parts[g]) * scale": "sums(parts[g])", "1.0f / sqrtf": "1.1f / sqrtf", "log(total)": "total"}
-    for index, (right, wrong) in enumerate(wrongs.items()):
-        assert text.count(right) == 1
-        changed = anew / f"{index}.c"
-        changed.write_text(text.replace(right, wrong))
-        monkeypatch.setattr(native, "SOURCE", changed)
-        c_library.library.cache_clear()
-        warned: list[str] = []
-        assert engine_says(warned) == "what the C compiler made computes something else than PyTorch"
-        assert len(warned) == 1 and "slower" in warned[0]
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("sums(parts[g]) * scale", "sums(parts[g])"), ("1.0f / sqrtf", "1.1f / sqrtf"), ("log(total)", "total")],
+)
+@pytest.mark.usefixtures("anew")
+def test_functions_that_compute_something_else_are_not_used(right: str, wrong: str) -> None:
+    change("decode", right, wrong)
+    warned: list[str] = []
+    assert engine_says(warned) == WRONG
+    assert len(warned) == 1 and "engine.native=false" in warned[0]

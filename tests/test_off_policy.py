@@ -24,8 +24,7 @@ from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices
-from grpo_cli.config.compose import settings_of
-from grpo_cli.config.rehearsal import try_rules
+from grpo_cli.config.read import settings_of
 from grpo_cli.experiment import build
 from grpo_cli.learner.batch import collate, corrected, verdict_on
 from grpo_cli.learner.sample_size import effective_share, rate_factor
@@ -105,8 +104,8 @@ def aged(monkeypatch: pytest.MonkeyPatch, change: Callable[[Rollout, int], Rollo
     """Every rollout of a run as `change` makes it, which is told of the version that drew it."""
     run = StepCollection.run
 
-    def changed(self: StepCollection, collector: Any, engine: Any) -> list[ScoredGroup]:
-        scored = run(self, collector, engine)
+    def changed(self: StepCollection, collector: Any) -> list[ScoredGroup]:
+        scored = run(self, collector)
         groups = [replace(g, rollouts=tuple(change(r, self.version) for r in g.rollouts)) for g in scored]
         self.changed = {g.prompt.id: g for g in groups}
         return groups
@@ -412,37 +411,19 @@ def test_drawn_is_taken_where_the_sampler_is_the_policy() -> None:
     check(settings_of("correction.prox=drawn", "engine=ray"))
 
 
-class Rejects:
-    """A correction of one's own that asks for what nobody knows yet."""
-
-    needs_policy_logprobs = rejects = count_rejected = True
-    prox, prox_window = "now", 0
-
-    def __call__(self, sampler: Any, policy: Any, mask: Any, advantages: Any) -> Verdict:
-        raise AssertionError("it is not asked")
-
-
 class Silent:
-    """One that does not say all that it has to."""
+    """A correction that lacks what its protocol has."""
 
     needs_policy_logprobs = rejects = False
 
-    def __call__(self, sampler: Any, policy: Any, mask: Any) -> Verdict:
-        raise AssertionError("it is not asked")
+    def __call__(self, sampler: Any, policy: Any, mask: Any, advantages: Any) -> Verdict:
+        raise AssertionError("it is not called")
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("Rejects", "correction: .*leave out the parameter advantages, or say rejects = False"),
-        ("Silent", "correction: test_off_policy.Silent has no count_rejected, prox, prox_window"),
-    ],
-)
-def test_a_correction_of_one_s_own_that_cannot_be_asked_is_refused(kind: str, message: str) -> None:
-    settings = made.settings()
-    parts = {**settings.parts, "correction": {"_target_": f"test_off_policy.{kind}"}}
-    with pytest.raises(UserError, match=message):
-        try_rules(replace(settings, parts=parts))
+def test_a_correction_of_one_s_own_that_lacks_a_member_is_refused() -> None:
+    parts = {**made.settings().parts, "correction": {"_target_": "test_off_policy.Silent"}}
+    with pytest.raises(UserError, match="correction: test_off_policy.Silent has no count_rejected, prox, prox_window"):
+        check(replace(made.settings(), parts=parts))
 
 
 def stored(name: str, rewards: Sequence[float] = (1.0, 0.0), version: int = 0, logprob: float = -1.0) -> ScoredGroup:

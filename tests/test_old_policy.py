@@ -198,9 +198,9 @@ def test_drawn_is_refused_where_tokens_were_given(tmp_path: Path, monkeypatch: p
 class Weightless(Counted):
     """Notes the policy that a correction is told of."""
 
-    def __call__(self, sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor) -> Any:
+    def __call__(self, sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor, advantages: Any) -> Any:
         self.told = policy
-        return super().__call__(sampler, policy, mask)
+        return super().__call__(sampler, policy, mask, advantages)
 
 
 def test_the_average_is_what_the_clip_measures_from_and_what_the_correction_is_told_of(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from test_stop import engine as reading_engine
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
-from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
 from grpo_cli.collect.resuming import begun, first_seed, joined, rest_of
 from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.instantiate import ready
@@ -31,7 +30,7 @@ from grpo_cli.engine.ray.engine import RayEngine
 from grpo_cli.engine.step.sample import uniforms
 from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.experimental.dps import DynamicsPredictive
-from grpo_cli.interfaces import Collection, Collector, Rounds
+from grpo_cli.interfaces import StepRollouts
 from grpo_cli.methods.april import Partial
 from grpo_cli.profile.forced_lengths import ProfiledEngine
 from grpo_cli.runs.checkpoint import load_state
@@ -41,12 +40,11 @@ from grpo_cli.types import (
     EngineStats,
     Finish,
     Group,
-    GroupRequest,
     Prompt,
     Request,
     Reward,
     Rollout,
-    Round,
+    ScoredGroup,
     Span,
 )
 
@@ -317,7 +315,7 @@ def test_in_fifty_steps_every_rollout_ends_once_and_as_it_would_have_by_itself(
     for step in range(50):
         engine.calls.clear()
         collection = step_of(engine, step, curriculum=curriculum)
-        groups = collection.run(rule, engine)
+        groups = collection.run(rule)
         begun_ones |= {first_seed(request) for call in engine.calls for request in call}
         drawn += collection.stats.generated_tokens
         assert len(groups) >= 4
@@ -347,13 +345,13 @@ def test_in_fifty_steps_every_rollout_ends_once_and_as_it_would_have_by_itself(
 
 def test_a_group_that_is_too_old_is_brought_to_its_end_in_a_round_of_its_own() -> None:
     engine, rule, curriculum = Slotted(6), Partial(surplus=1.0, max_lag=1), Epochs(PROBLEMS, 4, 0)
-    step_of(engine, 0, curriculum=curriculum).run(rule, engine)
+    step_of(engine, 0, curriculum=curriculum).run(rule)
     held = held_of(rule)
     young = {group.prompt.id for group in held if not any(len(rollout) for rollout in group.rollouts)}
     old = {group.prompt.id for group in held} - young
     assert old and len(old) < 4
     engine.calls.clear()
-    groups = step_of(engine, 1, curriculum=curriculum).run(rule, engine)
+    groups = step_of(engine, 1, curriculum=curriculum).run(rule)
     first, second = engine.calls
     assert {request.prompt.id.partition("+")[0] for request in first} == old
     rest = {request.prompt.id.partition("+")[0] for request in second}
@@ -364,10 +362,10 @@ def test_a_group_that_is_too_old_is_brought_to_its_end_in_a_round_of_its_own() -
 
 def test_a_step_with_enough_old_groups_begins_no_other() -> None:
     engine, rule, curriculum = Slotted(100), Partial(surplus=3.0, max_lag=1), Epochs(PROBLEMS, 4, 0)
-    step_of(engine, 0, curriculum=curriculum).run(rule, engine)
+    step_of(engine, 0, curriculum=curriculum).run(rule)
     held = {group.prompt.id for group in held_of(rule)}
     engine.calls.clear()
-    groups = step_of(engine, 1, curriculum=curriculum).run(rule, engine)
+    groups = step_of(engine, 1, curriculum=curriculum).run(rule)
     assert len(held) >= 4 and len(engine.calls) == 1
     assert {group.prompt.id for group in groups} == held and held_of(rule) == []
 
@@ -375,38 +373,26 @@ def test_a_step_with_enough_old_groups_begins_no_other() -> None:
 def test_without_a_surplus_it_is_the_plain_collector() -> None:
     for step in range(3):
         plain, other = Slotted(), Slotted()
-        expected = step_of(plain, step).run(equal, plain)
-        assert step_of(other, step).run(Partial(surplus=0.0, max_lag=4), other) == expected
+        expected = step_of(plain, step).run(equal)
+        assert step_of(other, step).run(Partial(surplus=0.0, max_lag=4)) == expected
         assert plain.calls == other.calls
 
 
 def test_another_surplus_goes_on_with_what_is_held() -> None:
     engine, rule, curriculum = Slotted(100), Partial(surplus=2.0, max_lag=9), Epochs(PROBLEMS, 4, 0)
-    step_of(engine, 0, curriculum=curriculum).run(rule, engine)
+    step_of(engine, 0, curriculum=curriculum).run(rule)
     held = {group.prompt.id for group in held_of(rule)}
     plain = Partial(surplus=0.0, max_lag=9)
     plain.load_state_dict(rule.state_dict())
-    steps = [step_of(engine, step, curriculum=curriculum).run(plain, engine) for step in (1, 2, 3)]
+    steps = [step_of(engine, step, curriculum=curriculum).run(plain) for step in (1, 2, 3)]
     assert len(held) > 4 and held <= {group.prompt.id for groups in steps for group in groups}
     assert held_of(plain) == []
-
-
-def test_a_surplus_counts_in_decimals() -> None:
-    """In floating point 1.1 times 50 is more than 55."""
-    assert rehearsed(Partial(surplus=0.1, max_lag=4), n=2, prompts=50).picked == 55
-
-
-def test_a_rehearsal_knows_what_is_under_way_and_that_it_goes_on() -> None:
-    assert rehearsed(Partial(surplus=0.0, max_lag=4), n=4, prompts=6) == CollectionSize.equal(4, 6)
-    size = rehearsed(Partial(surplus=0.5, max_lag=4), n=4, prompts=6)
-    assert (size.picked, size.problems, size.at_once, size.rollouts, size.rounds) == (9, 9, 36, 36, 1)
-    assert size.partial
 
 
 def test_what_is_carried_on_is_told() -> None:
     engine, rule = Slotted(6), Partial(surplus=1.0, max_lag=4)
     collection = step_of(engine, 0)
-    collection.run(rule, engine)
+    collection.run(rule)
     partial = [r for group in held_of(rule) for r in group.rollouts if r.finish is Finish.PARTIAL]
     metrics = collection.metrics()
     assert metrics["collect/carried_rollouts"] == len(partial) > 0
@@ -414,82 +400,78 @@ def test_what_is_carried_on_is_told() -> None:
     assert metrics["collect/rollouts_max"] == 3 and metrics["collect/problems"] == 8
 
 
-# What collectors may not do with partial rollouts
-
-
-def in_two_rounds(second: Callable[[Sequence[Group]], Round | None], enough: int | None = 1) -> Collector:
-    """A collector whose second round, if any, is made of the groups of the first."""
-
-    def collector(collection: Collection) -> Rounds:
-        groups = yield Round(tuple(GroupRequest(prompt, 2) for prompt in collection.pick(3)), enough=enough)
-        if (then := second(groups)) is not None:
-            yield then
-        return None
-
-    return collector
-
-
-def stopped(groups: Sequence[Group]) -> tuple[Group, ...]:
-    return tuple(group for group in groups if not group.whole)
-
-
-WRONG: dict[str, Collector] = {
-    "returned problem 'rehearsal-1', .* partial: resume them": in_two_rounds(lambda groups: None),
-    "'rehearsal-0', of which no rollout is partial": in_two_rounds(lambda groups: Round(resumed=tuple(groups)), None),
-    "resumes a group twice": in_two_rounds(lambda groups: Round(resumed=stopped(groups)[:1] * 2)),
-    "ends at enough=1 whole groups": in_two_rounds(lambda groups: Round(resumed=stopped(groups), enough=1)),
-}
-
-
-@pytest.mark.parametrize("said", WRONG)
-def test_what_cannot_be_resumed_is_found_in_the_rehearsal(said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        rehearsed(WRONG[said], n=4, prompts=3)
-
-
-def later(collection: Collection) -> Rounds:
-    """Resumes what it has stopped, in the same step."""
-    groups = yield Round(tuple(GroupRequest(prompt, 3) for prompt in collection.pick(4)), enough=2)
-    scored = collection.score(groups)
-    assert [len(group.rollouts) for group in scored] == [sum(map(bool, map(ended, g.rollouts))) for g in groups]
-    yield Round(resumed=tuple(group for group in groups if not group.whole))
-    return None
+# What a collector may do with partial rollouts
 
 
 def ended(rollout: Rollout) -> bool:
     return rollout.finish is not Finish.PARTIAL
 
 
+def later(step: StepRollouts) -> list[ScoredGroup]:
+    """Scores what has ended once two of four are whole, and goes on with the rest in the same step, twice named."""
+    groups = step.generate(((prompt, 3) for prompt in step.pick(4)), enough=2)
+    assert sum(group.whole for group in groups) >= 2
+    assert [len(group.rollouts) for group in step.score(groups)] == [sum(map(ended, g.rollouts)) for g in groups]
+    left = [group for group in groups if not group.whole]
+    whole = [group for group in groups if group.whole]
+    assert step.generate([*whole, *left], enough=len(whole)) == [*whole, *left], "there are as many before it"
+    step.generate([*left, *left])
+    return step.score(step.groups)
+
+
 def test_a_step_may_judge_what_has_ended_and_go_on_with_the_rest() -> None:
     engine, plain = Slotted(), Slotted()
-    groups = step_of(engine, 0).run(later, engine)
-    expected = step_of(plain, 0).run(equal, plain)
-    assert [(g.prompt, g.rollouts, g.rewards) for g in groups] == [(g.prompt, g.rollouts, g.rewards) for g in expected]
+    assert step_of(engine, 0).run(later) == step_of(plain, 0).run(equal)
     assert len(engine.judged) == 12, "each is judged once"
+
+
+def test_a_group_is_scored_as_it_is_now_and_returned_whole() -> None:
+    def stale(step: StepRollouts) -> list[ScoredGroup]:
+        groups = step.generate(((prompt, 3) for prompt in step.pick(4)), enough=2)
+        step.generate(group for group in groups if not group.whole)
+        return step.score(groups)
+
+    engine, plain = Slotted(), Slotted()
+    assert step_of(engine, 0).run(stale) == step_of(plain, 0).run(equal)
+
+    def half(step: StepRollouts) -> list[ScoredGroup]:
+        return [one for one in step.score(step.generate(((p, 3) for p in step.pick(4)), enough=2)) if one.rollouts]
+
+    with pytest.raises(UserError, match="returned problem 'q.*' with unfinished rollouts: generate them first"):
+        step_of(engine, 0).run(half)
+
+
+def test_a_limit_makes_rollouts_partial_and_what_is_not_resumed_is_left_out() -> None:
+    def some(step: StepRollouts) -> list[ScoredGroup]:
+        groups = step.generate(((prompt, 3) for prompt in step.pick(4)), limit=5)
+        assert all(len(r) == 5 for g in groups for r in g.rollouts if not ended(r)) and not all(g.whole for g in groups)
+        step.generate(group.partial for group in groups[:2])
+        return [group for group in step.score(step.groups) if group.rollouts]
+
+    engine, plain = Slotted(), Slotted()
+    groups, whole = step_of(engine, 0).run(some), {g.prompt: g for g in step_of(plain, 0).run(equal)}
+    assert [group.rollouts for group in groups[:2]] == [whole[group.prompt].rollouts for group in groups[:2]]
+    assert all(len(rollout) <= 5 for group in groups[2:] for rollout in group.rollouts)
 
 
 def test_a_problem_that_is_held_and_made_anew_is_not_mixed_up() -> None:
     engine, rule = Slotted(6), Partial(surplus=1.0, max_lag=4)
-    step_of(engine, 0).run(rule, engine)
+    step_of(engine, 0).run(rule)
     held = held_of(rule)
 
-    def forgets(collection: Collection) -> Rounds:
-        yield Round((GroupRequest(held[0].prompt, 3),))
-        yield Round(resumed=(held[0],))
-        return None
+    def forgets(step: StepRollouts) -> Any:
+        return step.generate([(held[0].prompt, 3), held[0]])
 
-    collection = step_of(engine, 1)
-    collection._picked[held[0].prompt.id] = held[0].prompt
-    with pytest.raises(UserError, match="of which this step has made another group: pick no problem of which one is"):
-        collection.run(forgets, engine)
+    with pytest.raises(UserError, match="of which this step has another group: pass its id to step.pick"):
+        step_of(engine, 1).run(forgets)
 
 
 def test_a_rollout_goes_on_with_the_sampling_that_it_was_begun_with() -> None:
     engine, rule = Slotted(6), Partial(surplus=1.0, max_lag=4)
-    step_of(engine, 0).run(rule, engine)
-    said = "begun with sampling.max_new_tokens=40, and this run has sampling.max_new_tokens=2: resume with what they"
+    step_of(engine, 0).run(rule)
+    said = "begun with sampling.max_new_tokens=40, and this run has sampling.max_new_tokens=2: resume with the former"
     with pytest.raises(UserError, match=said):
-        step_of(engine, 1, tokens=2).run(rule, engine)
+        step_of(engine, 1, tokens=2).run(rule)
 
 
 # A profile's forced lengths

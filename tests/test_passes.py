@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,15 @@ from small import VOCABULARY, small_model
 from tiny_hf import FAMILIES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from grpo_cli.learner import learner
 from grpo_cli.learner.batch import rows_of
-from grpo_cli.learner.forward import Padded, PaddingFree, RowShape, pack
+from grpo_cli.learner.forward import PackedTrees, Padded, RowShape, pack
 from grpo_cli.learner.learner import Learner
-from grpo_cli.model import packed, varlen
+from grpo_cli.model import flash
 from grpo_cli.model.load import load_model
 from grpo_cli.model.packed import Tree
-from grpo_cli.model.tree_attention import Forest
-from grpo_cli.model.varlen import Flash, Kernel, OnProcessor, Spans
+from grpo_cli.native.library import NoNative, library
 from grpo_cli.settings import Sampling
-from grpo_cli.support.errors import UserError
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import Batch
 
@@ -69,100 +66,25 @@ def computed(way: Any, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Te
     return values, torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
 
-class WrittenOut(Kernel):
-    """What the flash kernel says of itself, span by span, in plain float32."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def takes(self, q: torch.Tensor) -> bool:
-        return True
-
-    def _spans(self, at: Spans, *run: torch.Tensor) -> Any:
-        self.calls += 1
-        ends = list(zip(at.queries.tolist(), at.keys.tolist(), strict=True))
-        for (q0, k0), (q1, k1) in pairwise(ends):
-            assert 0 < q1 - q0 <= at.most_queries and 0 < k1 - k0 <= at.most_keys
-            yield slice(q0, q1), slice(k0, k1)
-
-    def _scores(self, q: torch.Tensor, k: torch.Tensor, at: Spans, scale: float) -> torch.Tensor:
-        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
-        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + scores.shape[2] - scores.shape[1])
-        return scores.masked_fill(later, -torch.inf) if at.causal else scores
-
-    def forward(self, q: Any, k: Any, v: Any, at: Spans, scale: float) -> Any:
-        out, lse = torch.zeros_like(q), torch.zeros(q.shape[1], len(q))
-        for qs, ks in self._spans(at):
-            scores = self._scores(q[qs], k[ks], at, scale)
-            lse[:, qs] = scores.logsumexp(-1)
-            values = v[ks].repeat_interleave(q.shape[1] // v.shape[1], 1)
-            out[qs] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
-        return out, lse, (torch.tensor(len(q)),)
-
-    def backward(self, grad: Any, qkv: Any, out: Any, lse: Any, at: Spans, scale: float, besides: Any) -> Any:
-        (q, k, v), group = qkv, qkv[0].shape[1] // qkv[1].shape[1]
-        assert int(besides[0]) == len(q), "what forward said comes back"
-        dq, dk, dv = (torch.zeros_like(x) for x in qkv)
-        for qs, ks in self._spans(at):
-            share = (self._scores(q[qs], k[ks], at, scale) - lse[:, qs, None]).exp()
-            over = torch.einsum("qhd,khd->hqk", grad[qs], v[ks].repeat_interleave(group, 1))
-            ds = share * (over - (grad[qs] * out[qs]).sum(-1).t()[..., None]) * scale
-            dq[qs] = torch.einsum("hqk,khd->qhd", ds, k[ks].repeat_interleave(group, 1))
-            dk[ks] = torch.einsum("hqk,qhd->khd", ds, q[qs]).unflatten(1, (-1, group)).sum(2)
-            dv[ks] = torch.einsum("hqk,qhd->khd", share, grad[qs]).unflatten(1, (-1, group)).sum(2)
-        return dq, dk, dv
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("by", ["processor", "kernel", "parts"])
-def test_every_way_gives_the_same_logprobs_and_gradient(
-    family: str, share: bool, by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a processor's kernel tree by tree, as by another one; and part by part where no kernel takes the type."""
-    model, batch, kernel = small_model(family), make_batch(UNEVEN), WrittenOut()
+@pytest.mark.parametrize("natively", [False, True])
+def test_every_way_gives_the_same_logprobs_and_gradient(family: str, natively: bool) -> None:
+    if natively:
+        compiled()
+    model, batch = small_model(family), make_batch(UNEVEN)
     plain = computed(Padded(10_000, 64, 0.7), model, batch)
-    if by != "processor":
-        monkeypatch.setattr(packed, "KERNELS", [kernel] if by == "kernel" else [])
     for tokens in (10_000, 30, 1):  # one micro-batch, groups cut between rows, every row by itself
-        kernel.calls = 0
-        values, gradient = computed(PaddingFree(tokens, 5, 0.7, share=share), model, batch)
+        way = PackedTrees(tokens, 5, 0.7, natively=natively)
+        values, gradient = computed(way, model, batch)
         torch.testing.assert_close(values, plain[0], atol=1e-5, rtol=0)
         assert (gradient - plain[1]).norm() < 1e-5 * plain[1].norm()
-        if tokens == 10_000 and by == "kernel":  # one call a sequence, or two a tree with branches; and back
-            sequences, trees, alone = sum(len(replies) for _, replies in UNEVEN), len(UNEVEN), 1
-            calls = 2 * trees - alone if share else sequences
-            assert kernel.calls == 2 * calls * model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("short", [0, 2**18])
-def test_the_kernel_of_a_processor_is_right_in_both_precisions_of_its_backward_pass(
-    dtype: torch.dtype, short: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two trees and a sequence, with grouped heads, against the same in float64 from the definition."""
-    monkeypatch.setattr(varlen, "SHORT", short)
-    layout = packed.Layout([Tree(6, (9, 5)), Tree(10), Tree(1, (3,))], torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    runs = [torch.randn(34, heads, 16, generator=generator).to(dtype).requires_grad_() for heads in (6, 2, 2)]
-    exact = [run.detach().double().requires_grad_() for run in runs]
-    weights = torch.randn(34, 6, 16, generator=generator)
-    kernel: Kernel = OnProcessor()
-    out = varlen.attention(*runs, layout.parts, 0.25, kernel)
-    (out * weights).sum().backward()
-    seen = torch.zeros(34, 34, dtype=torch.bool)
-    for start, stop, trunk in ((0, 6, 0), (6, 15, 6), (15, 20, 6), (20, 30, 0), (30, 31, 0), (31, 34, 1)):
-        seen[start:stop, start:stop] = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
-        first = 0 if start < 20 else 30
-        seen[start:stop, first : first + trunk] = True
-    q, k, v = (run.repeat_interleave(6 // run.shape[1], 1) for run in exact)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * 0.25
-    expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
-    (expected * weights).sum().backward()
-    near = 1e-6 if dtype == torch.float32 else 6e-3
-    for found, right in ((out, expected), *((run.grad, one.grad) for run, one in zip(runs, exact, strict=True))):
-        assert found is not None and right is not None
-        assert (found.double() - right).norm() < near * right.norm()
+def compiled() -> None:
+    try:
+        library("tree")
+    except NoNative as error:
+        pytest.skip(str(error))
 
 
 def test_the_kernel_of_a_gpu_takes_what_it_can_compute() -> None:
@@ -172,30 +94,30 @@ def test_the_kernel_of_a_gpu_takes_what_it_can_compute() -> None:
             (torch.float32, 64, False),
             (torch.bfloat16, 36, False),
         ):
-            assert Flash().takes(torch.empty(5, 2, size, device="cuda", dtype=dtype)) == expected
-        assert not Flash().takes(torch.empty(5, 2, 64, dtype=torch.bfloat16))
+            assert flash.serves(torch.empty(5, 2, size, device="cuda", dtype=dtype)) == expected
+        assert not flash.serves(torch.empty(5, 2, 64, dtype=torch.bfloat16))
 
 
 def test_rows_of_a_group_may_lie_anywhere() -> None:
     model, batch = small_model(), make_batch(UNEVEN)
     order = torch.tensor([4, 0, 9, 7, 2, 8, 5, 1, 3, 6])
     plain, _ = computed(Padded(10_000, 64, 0.7), model, batch)
-    values, _ = computed(PaddingFree(10_000, 64, 0.7, share=True), model, rows_of(batch, order))
+    values, _ = computed(PackedTrees(10_000, 64, 0.7), model, rows_of(batch, order))
     torch.testing.assert_close(values, plain[order], atol=1e-5, rtol=0)
 
 
 def test_gradient_checkpointing_goes_with_it() -> None:
     model, batch = small_model(), make_batch(UNEVEN)
-    _, plain = computed(PaddingFree(10_000, 64, 0.7, share=True), model, batch)
+    _, plain = computed(PackedTrees(10_000, 64, 0.7), model, batch)
     model.activation_checkpointing_enable({"use_reentrant": False})
     model.train()
-    _, recomputed = computed(PaddingFree(10_000, 64, 0.7, share=True), model, batch)
+    _, recomputed = computed(PackedTrees(10_000, 64, 0.7), model, batch)
     torch.testing.assert_close(recomputed, plain)
 
 
 def test_a_shared_prompt_stands_in_the_run_once() -> None:
     """Prompt a b with replies c and d e, and prompt f with reply g: the run is a b c d e f g."""
-    run = pack(make_batch([(2, [1, 2]), (1, [1])]), share=True)
+    run = pack(make_batch([(2, [1, 2]), (1, [1])]))
     assert run.trees == (Tree(2, (1, 2)), Tree(2))
     assert list(zip(run.rows.tolist(), run.columns.tolist(), strict=True)) == [
         (0, 0), (0, 1), (0, 2), (1, 2), (1, 3), (2, 0), (2, 1),
@@ -208,14 +130,13 @@ def test_a_shared_prompt_stands_in_the_run_once() -> None:
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5)), min_size=1, max_size=4),
     st.integers(1, 60),
-    st.booleans(),
 )
-def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, tokens: int, share: bool) -> None:
+def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, tokens: int) -> None:
     batch = make_batch(groups)
-    parts = PaddingFree(tokens, 64, 0.7, share=share).micro_batches(batch)
+    parts = PackedTrees(tokens, 64, 0.7).micro_batches(batch)
     assert sorted(row for rows in parts for row in rows.tolist()) == list(range(len(batch)))
     for rows in parts:
-        cost = sum(len(tree) for tree in pack(rows_of(batch, rows), share).trees)
+        cost = sum(len(tree) for tree in pack(rows_of(batch, rows)).trees)
         assert cost <= tokens or len(rows) == 1
 
 
@@ -223,10 +144,10 @@ def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, to
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5)), min_size=1, max_size=4),
     st.integers(1, 60),
-    st.sampled_from(["padded", "padding_free", "shared_prefix"]),
+    st.booleans(),
 )
-def test_lengths_alone_tell_how_a_batch_is_cut_and_how_large_the_parts_are(groups: Any, tokens: int, kind: str) -> None:
-    way = Padded(tokens, 64, 0.7) if kind == "padded" else PaddingFree(tokens, 64, 0.7, share=kind == "shared_prefix")
+def test_lengths_alone_tell_how_a_batch_is_cut_and_how_large_parts_are(groups: Any, tokens: int, packs: bool) -> None:
+    way = PackedTrees(tokens, 64, 0.7) if packs else Padded(tokens, 64, 0.7)
     batch = make_batch(groups)
     # Prompts that are alike by chance are one group to a batch.
     prompts = [tuple(ids[: int(n)].tolist()) for ids, n in zip(batch.input_ids, _prompt_lengths(batch), strict=True)]
@@ -235,16 +156,15 @@ def test_lengths_alone_tell_how_a_batch_is_cut_and_how_large_the_parts_are(group
     assert way.cut(rows) == parts
     for part in parts:
         some = rows_of(batch, torch.tensor(part))
-        through = some.input_ids.numel() if kind == "padded" else len(pack(some, kind == "shared_prefix").rows)
+        through = len(pack(some).rows) if packs else some.input_ids.numel()
         assert way.size([rows[i] for i in part]) == through
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_a_pass_is_filled_to_its_last_token(share: bool) -> None:
-    """Rows of 2 + 3 and 2 + 5 tokens: 12, or 10 with their prompt in common."""
-    rows, whole = [RowShape(2, 3, "a"), RowShape(2, 5, "a")], 10 if share else 12
-    assert PaddingFree(whole, 64, 0.7, share=share).cut(rows) == [[0, 1]]
-    assert PaddingFree(whole - 1, 64, 0.7, share=share).cut(rows) == [[0], [1]]
+def test_a_pass_is_filled_to_its_last_token() -> None:
+    """Rows of 2 + 3 and 2 + 5 tokens: 10 with their prompt in common."""
+    rows = [RowShape(2, 3, "a"), RowShape(2, 5, "a")]
+    assert PackedTrees(10, 64, 0.7).cut(rows) == [[0, 1]]
+    assert PackedTrees(9, 64, 0.7).cut(rows) == [[0], [1]]
     assert Padded(14, 64, 0.7).size(rows) == 14 and sorted(map(sorted, Padded(14, 64, 0.7).cut(rows))) == [[0, 1]]
     assert sorted(map(sorted, Padded(13, 64, 0.7).cut(rows))) == [[0], [1]]
 
@@ -258,52 +178,19 @@ def make_learner(model: Any, **train: Any) -> Learner:
     return Learner(model, made.loss(), MODEL, SAMPLING, some, OPTIM, METER)
 
 
-@pytest.mark.parametrize("train", [{"padding_free": True}, {"shared_prefix": True}], ids=str)
-def test_an_update_is_the_same_whatever_the_way(train: dict[str, bool]) -> None:
+def test_an_update_of_packed_rows_is_that_of_padded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch(UNEVEN)
-    plain, other = small_model(), small_model()
-    expected = make_learner(plain).update(batch, 0)
-    found = make_learner(other, **train).update(batch, 0)
+    packed_rows, padded_rows = make_learner(small_model()), small_model()
+    monkeypatch.setattr(learner, "packs_rows", lambda *_: False)
+    expected = make_learner(padded_rows).update(batch, 0)
+    found = packed_rows.update(batch, 0)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
-@pytest.mark.parametrize("native", [False, True])
-def test_a_way_that_differs_is_found_before_the_first_update(
-    monkeypatch: pytest.MonkeyPatch, native: bool, autocast: str
-) -> None:
-    """Here replies that do not see their prompt."""
-
-    class Blind(packed.Layout):
-        def __init__(self, *words: Any) -> None:
-            super().__init__(*words)
-            self.parts = tuple(replace(part, trunks=None) for part in self.parts)
-            self.in_c = Forest([(size,) for size in self.sizes]) if self.in_c else None
-
-    monkeypatch.setattr(packed, "Layout", Blind)
-    model = small_model()
-    before = [weight.clone() for weight in model.parameters()]
-    with pytest.raises(UserError, match="does not give what padded rows give .* set both to false"):
-        train = made.train(micro_batch_tokens=10_000, logprob_chunk=64, shared_prefix=True, native=native)
-        words = replace(MODEL, autocast=autocast), SAMPLING, train, OPTIM, METER
-        Learner(model, made.loss(), *words).update(make_batch(UNEVEN), 0)
-    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-
-
-def test_rounding_of_the_old_policy_is_no_difference_between_the_ways() -> None:
-    """GSPO clips a sequence whole where it is 3e-4 from the old policy, and bfloat16 takes padded rows that far."""
-    model, batch = small_model(), make_batch(UNEVEN)
-    half = replace(MODEL, autocast="bfloat16")
-    train = made.train(micro_batch_tokens=10_000, logprob_chunk=64, shared_prefix=True)
-    learner = Learner(model, made.loss("gspo"), half, SAMPLING, train, OPTIM, METER)
-    old = learner.logprobs(model, batch)
-    assert learner.update(replace(batch, policy_logprobs=old), 0).fault is None
-
-
 def test_what_is_saved_does_not_know_of_it(tmp_path: Path) -> None:
     model = small_model()
-    make_learner(model, shared_prefix=True)
+    make_learner(model)
     model.save_pretrained(tmp_path)
     assert "grpo" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
 
@@ -313,7 +200,7 @@ def test_the_gradient_of_shared_prompts_has_the_same_bits_each_time(threads: int
     """A prompt's last state predicts the first token of all its replies, whose gradients are added up."""
     model = load_model(made.model(), torch.device("cpu")).train()
     batch = make_batch([(20, [40, 37, 25, 30, 33, 21, 40, 40]), (17, [40, 12, 39, 30] * 3)])
-    way = PaddingFree(16_384, 64, 1.0, share=True)
+    way = PackedTrees(16_384, 64, 1.0)
     way.prepare(model)
     found = set()
     for _ in range(30):

@@ -19,8 +19,6 @@ from grpo_cli.profile.forced_lengths import NEVER, ProfiledEngine, forced, logno
 from grpo_cli.profile.gpus import MEMORY
 from grpo_cli.report.profiles import (
     SCHEMA,
-    ProfileRow,
-    profile_picture,
     profile_row,
     profile_table,
     read_profile,
@@ -183,13 +181,6 @@ def test_a_sweep_of_profiles_is_run_as_any_other_and_compared_at_its_end():
     again = grpo("profile", "-m", "resume=sweep", "hydra.sweep.dir=s")
     assert again.stdout.count("running") == 1
     assert [row["name"] for row in json.loads(Path("s/comparison.json").read_text())] == ["n=5"]
-
-
-@pytest.mark.parametrize("speed", [9.0, None], ids=["measured", "planned"])
-def test_a_picture_of_a_sweep_is_drawn_without_a_display(speed: float | None):
-    pytest.importorskip("matplotlib")
-    rows = {f"n={n}": ProfileRow("", 1.0, 5.0, speed, 0.5, 7, 2**20 * n, "decode", {"kv": 2**20 * n}) for n in (1, 2)}
-    assert profile_picture(rows).startswith(b"\x89PNG")
 
 
 def test_another_schema_is_refused(tmp_path: Path):

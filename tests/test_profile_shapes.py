@@ -13,20 +13,18 @@ from hypothesis import strategies as st
 from made import full, infinite, micro, prefix_head
 from small import VOCABULARY, make_engine, one_and_the_rest, small_model, some_requests
 from test_passes import make_batch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.order.schedule import Lpt
 from grpo_cli.engine.torch import peak
 from grpo_cli.engine.torch.peak import course
-from grpo_cli.learner.forward import Padded, PaddingFree, RowShape
+from grpo_cli.learner.forward import PackedTrees, Padded, RowShape
 from grpo_cli.learner.logprobs import PLAIN
 from grpo_cli.learner.optimizer import make_optimizer, state_bytes
 from grpo_cli.methods.snapkv import SnapKv
 from grpo_cli.model.adapters import with_adapters
-from grpo_cli.model.packed import Layout, Tree
 from grpo_cli.model.recompute import recompute_layers
-from grpo_cli.model.varlen import OnProcessor
+from grpo_cli.native.ops import no_tree_attention
 from grpo_cli.profile import shapes
 from grpo_cli.profile.allocations import ACTIVATIONS, LOGITS, Allocations
 from grpo_cli.profile.estimate import GRADIENTS as HELD
@@ -169,15 +167,15 @@ def test_offloaded_inputs_of_layers_take_nothing_between_the_passes():
         assert kept[ACTIVATIONS] - gone[ACTIVATIONS] == pytest.approx(2 * 400 * 32 * 4, rel=0.001)
 
 
-WAYS = [Padded(10_000, 32, 1.0), PaddingFree(10_000, 32, 1.0, share=False), PaddingFree(10_000, 32, 1.0, share=True)]
+PACKED = [PackedTrees(10_000, 32, 1.0, natively=no_tree_attention(2, 2, 8) is None)]
+WAYS = [Padded(10_000, 32, 1.0), *PACKED]
 
 
 SEVERAL, LONG = [(30, [25, 10, 40, 40]), (12, [20])], [(100, [300, 200, 300])]
 IN_TURN = [
     (WAYS[0], SEVERAL, "none"),
-    (WAYS[1], LONG, "bfloat16"),
-    (WAYS[2], SEVERAL, "bfloat16"),
-    (WAYS[2], LONG, "none"),
+    (WAYS[1], SEVERAL, "bfloat16"),
+    (WAYS[1], LONG, "none"),
 ]
 
 
@@ -296,48 +294,6 @@ def test_one_part_of_a_step_stands_for_all_that_are_drawn_from(autocast: str, mo
     assert [gpu - cpu for gpu, cpu in zip(on_gpu, few, strict=True)] == pytest.approx([more, more], rel=0.02, abs=64)
 
 
-@pytest.mark.parametrize("tree", [Tree(30, (25, 10)), Tree(700, (600,)), Tree(50)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention_found_once_takes_what_it_takes_every_time(tree: Tree, dtype: torch.dtype):
-    kernel, found = shapes._OfShapes(), list[Any]()
-    with FakeTensorMode(), Allocations(shapes._NOTHING) as seen:
-        (part,) = Layout([tree], torch.device("cpu")).parts
-        q, out, grad = (torch.empty(len(tree), 4, 16, dtype=dtype) for _ in range(3))
-        k, v = (torch.empty(len(tree), 2, 16, dtype=dtype) for _ in range(2))
-        lse = torch.empty(4, len(tree))
-        seen.take_peak()  # of the layout, which is gone
-        held = seen.take_peak()
-        assert kernel.takes(q)
-        for one in (OnProcessor(), kernel, kernel):
-            calls = [lambda one=one: one.part_forward(part, 0.25, (q, k, v))[:2]]
-            calls += [lambda one=one: one.part_backward(part, 0.25, (grad, q, k, v, out), lse, ())]
-            for call in calls:
-                results = call()
-                found.append((seen.take_peak(), [(x.shape, x.dtype) for x in results]))
-                del results
-                seen.take_peak()
-    assert found[:2] == found[2:4] == found[4:]
-    assert all(sum(peak.values()) > sum(held.values()) for peak, _ in found)
-
-
-def test_attention_found_for_a_tree_serves_those_of_about_its_size():
-    with FakeTensorMode(), Allocations(shapes._NOTHING) as seen:
-        kernel, beside = shapes._OfShapes(), list[list[int]]()
-        for prompt in (35, 60):
-            (part,) = Layout([Tree(prompt, (250, 240))], torch.device("cpu")).parts
-            q, k, v = (torch.empty(part.tokens, heads, 16) for heads in (4, 2, 2))
-            beside.append([])
-            for one in (kernel, OnProcessor()):
-                seen.take_peak()
-                held = sum(seen.take_peak().values())
-                results = one.part_forward(part, 0.25, (q, k, v))[:2]
-                beside[-1].append(sum(seen.take_peak().values()) - held)
-                del results
-                seen.take_peak()
-        assert len(kernel._found) == 1 and beside[0][0] == beside[0][1] and beside[1][0] != beside[0][0]
-        assert beside[1][0] == pytest.approx(beside[1][1], rel=0.02)
-
-
 def plan(requests: Any, n: int, m: int, *, slots: int | None = None, tokens: int = 400) -> StepShape:
     sampler = full() if slots is None else infinite(slots=slots)
     passes = Passes(policy_over_all=False, policy_over_kept=False, reference=False)
@@ -405,9 +361,7 @@ def test_an_evaluation_takes_the_more_of_its_beginning_and_its_going_on(tokens: 
 def test_the_largest_micro_batch_counts_and_the_first_alone_has_no_gradients_beside_it():
     requests = some_requests(prompts=1, n=6)
     work = work_of(requests, 6, 30, (5, 5, 30, 20, 10, 5))
-    way = PaddingFree(
-        len(requests[0].prompt.token_ids) + 30, 64, 1.0, share=False
-    )  # two rows at most, or the longest by itself
+    way = PackedTrees(len(requests[0].prompt.token_ids) + 30, 64, 1.0)  # two rows at most, or the longest by itself
     given = replace(plan(requests, 6, 6), rollouts=work, forward=way)
     rows = [RowShape(len(requests[0].prompt.token_ids), length, 0) for length in work.lengths]
     model, parts = fake_model(), [tuple(rows[i] for i in part) for part in way.cut(rows)]

@@ -1,13 +1,11 @@
-"""What `grpo report` shows and leaves: the table, the page, the pictures; from made-up runs and from real ones."""
+"""What `grpo report` shows and leaves: the table and the pictures; from made-up runs and from real ones."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
-import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -47,24 +45,6 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
-class Page(HTMLParser):
-    """The tags of a page with what they ask for, and its text."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.addresses: list[str] = []
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_the_terminal_shows_arms_and_apart_what_is_not_averaged(runs, without_matplotlib):
     screen, _ = reported(runs)
     lines = [line.split() for line in screen.splitlines()]
@@ -79,17 +59,9 @@ def test_the_terminal_shows_arms_and_apart_what_is_not_averaged(runs, without_ma
     assert "Means over the 3 completed of 5 runs" in screen
 
 
-def test_without_matplotlib_all_but_the_pictures_is_there_and_it_is_said(runs, without_matplotlib):
-    screen, out = reported(runs)
-    page = Page((out / "report.html").read_text())
-    for text in (screen, page.text):
-        assert "pip install 'grpo-cli[plot]'" in text
-    assert "0.800" in page.text and "img" not in page.tags
-    assert {path.name for path in out.iterdir()} == {"report.html", "report.json"}
-
-
 def test_numbers_are_in_the_json_with_every_run_in_its_place(runs, without_matplotlib):
-    _, out = reported(runs, target=0.7)
+    screen, out = reported(runs, target=0.7)
+    assert "pip install 'grpo-cli[plot]'" in screen
     told = json.loads((out / "report.json").read_text())
     first, second = told["arms"]
     assert (told["columns"], told["target_accuracy"], first["settings"]) == (["n"], 0.7, {"n": 8})
@@ -101,32 +73,14 @@ def test_numbers_are_in_the_json_with_every_run_in_its_place(runs, without_matpl
     assert first["runs"][1]["curve"]["accuracy"] == [0.5, 0.6, 0.9]
 
 
-def test_what_files_say_is_neither_markup_nor_escape_codes(tmp_path):
-    pytest.importorskip("matplotlib")
+def test_what_files_say_is_neither_markup_nor_escape_codes(tmp_path, without_matplotlib):
     for i in range(2):
         run = leave(tmp_path / "runs" / f"{i}<b>", settings={"_x<i>": HOSTILE + str(i)}, status=None)
         launched(run, "failed", HOSTILE)
-    leave(tmp_path / "runs" / "2", settings={"_x<i>": HOSTILE})
     leave(tmp_path / "runs" / "3", settings={"_\x1b[2Jy": 1}, words=["\x1b[2Jz=1"])
-    screen, out = reported(tmp_path / "runs", terminal=True)
+    screen, _ = reported(tmp_path / "runs", terminal=True)
     assert "\x1b[31m\n" not in screen and "\x1b[2J" not in screen
     assert all(shown in screen for shown in ("[2Jy", "[31m", "[red]"))
-    html = (out / "report.html").read_text()
-    page = Page(html)
-    assert {"script", "b", "i"} & set(page.tags) == set()
-    assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
-    assert "<script>alert(1)</script>" in page.text and "\x1b" not in html
-    assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in html
-
-
-def test_a_narrow_screen_hides_columns_and_says_which(runs, without_matplotlib):
-    wide, _ = reported(runs, width=400, terminal=True)
-    narrow, _ = reported(runs, width=60, terminal=True)
-    assert "trained tokens" in wide.splitlines()[1] and "only in the files" not in wide
-    narrow = re.sub(r"\x1b\[[0-9;]*m", "", narrow)
-    assert max(map(len, narrow.partition("The screen is narrow")[0].splitlines())) <= 60
-    assert "only in the files: trained tokens, generated tokens" in " ".join(narrow.split())
-    assert "0.800" in narrow and "(0.000–1.000)" in narrow
 
 
 def test_arms_of_which_too_much_differs_are_called_by_number(tmp_path, without_matplotlib):
@@ -138,33 +92,6 @@ def test_arms_of_which_too_much_differs_are_called_by_number(tmp_path, without_m
     screen, out = reported(tmp_path / "runs", width=80, terminal=True)
     text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", screen).split())
     assert "arm 2: group.a_setting_with_a_long_name_0=0 group.a_setting_with_a_long_name_1=9" in text
-    page = Page((out / "report.html").read_text())
-    assert "Settings of the arms" in page.text and page.tags.count("table") == 4
-
-
-def test_a_file_gets_rows_in_one_line_and_no_escape_codes(runs, without_matplotlib):
-    screen, _ = reported(runs, width=40)
-    assert "\x1b" not in screen
-    (row,) = [line for line in screen.splitlines() if "0.800" in line]
-    assert "500" in row and "▁▃▆" in row
-
-
-def test_a_terminal_without_unicode_gets_no_sparkline(runs, without_matplotlib):
-    class Ascii(io.StringIO):
-        encoding = "ascii"
-
-    screen = Ascii()
-    make([runs], runs.parent / "out", console=Console(file=screen, width=200))
-    assert "accuracy by step" not in screen.getvalue() and "0.800" in screen.getvalue()
-
-
-def test_pictures_are_files_and_in_the_page(runs):
-    pytest.importorskip("matplotlib")
-    screen, out = reported(runs)
-    names = ["accuracy.png", "memory.png", "step_time.png"]
-    assert f"pictures: {', '.join(names)} beside it" in screen
-    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in names)
-    assert len(Page((out / "report.html").read_text()).addresses) == 3
 
 
 @pytest.mark.parametrize("status", ["completed", "failed"])
@@ -175,7 +102,9 @@ def test_more_arms_than_colours_and_runs_without_numbers_can_be_drawn(tmp_path, 
     leave(tmp_path / "runs" / "12", {}, settings={"n": 12})
     leave(tmp_path / "runs" / "13", {7: 0.5}, settings={"n": 13})
     _, out = reported(tmp_path / "runs")
-    assert (out / "accuracy.png").stat().st_size > 10_000
+    assert all(
+        (out / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in ("accuracy", "memory", "step_time")
+    )
 
 
 def test_the_legend_names_the_highest_and_counts_the_rest():
@@ -190,18 +119,6 @@ def test_the_legend_names_the_highest_and_counts_the_rest():
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     # A dollar would begin a formula, a leading underscore would hide the label.
     assert labels == [*(rf" _n=\${i}" for i in range(4, 12)), "target accuracy", "4 more, which end lower"]
-
-
-def test_bars_are_drawn_for_as_many_arms_as_can_be_read():
-    pytest.importorskip("matplotlib")
-    from grpo_cli.report.plots import MOST_BARS, step_time_figure
-
-    def labels(num_arms: int) -> tuple[int, str]:
-        panel = step_time_figure({f"n={i}": {"rollout": 1.0, "other": 0.5} for i in range(num_arms)}).axes[0]
-        return len(panel.get_yticks()), panel.get_xlabel().partition("\n")[2]
-
-    assert labels(MOST_BARS) == (MOST_BARS, "")
-    assert labels(MOST_BARS + 1) == (MOST_BARS, f"the first {MOST_BARS} of {MOST_BARS + 1} arms")
 
 
 def test_a_folder_that_cannot_be_written_is_named(runs, without_matplotlib):
@@ -248,40 +165,3 @@ def test_the_command_reports_real_runs_as_their_summaries_say(tmp_path, monkeypa
         assert [run["generated_tokens"], run["trained_tokens"]] == totals
         assert run["curve"]["steps"] == [0, 1, 2]
     assert [len(arm["runs"]) for arm in told["arms"]] == [2, 1]
-
-
-def test_the_report_needs_neither_torch_nor_hydra(runs):
-    """That is why it answers in a second."""
-    program = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from grpo_cli.report.make import make\n"
-        f"make([Path({str(runs)!r})], Path({str(runs.parent / 'out')!r}))\n"
-        "print([name for name in ('torch', 'transformers', 'hydra', 'wandb') if name in sys.modules])"
-    )
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert shown.stdout.splitlines()[-1] == "[]"
-
-
-def test_the_page_has_the_best_and_the_worst_rollouts_of_each_run_s_last_step(tmp_path, without_matplotlib):
-    run = leave(tmp_path / "runs" / "0")
-    long = "y" * 5000
-    named = {"prompt_id": HOSTILE, "prompt": HOSTILE, "answer": "4", "parts": {}, "length": 9, "finish": "eos"}
-    texts = ["of another step", HOSTILE, "second", "neither good nor bad", "fourth", long]
-    rows = [
-        {"step": min(i, 1), "sample": i, "reply": text, "reward": -float(i), "kept": i == 1, **named}
-        for i, text in enumerate(texts)
-    ]
-    (run / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
-    leave(tmp_path / "runs" / "1")
-    _, out = reported(tmp_path / "runs")
-    html = (out / "report.html").read_text()
-    page = Page(html)
-    assert "0: 4 of the 5 recorded of step 1" in page.text and page.tags.count("details") == 1
-    assert {"script", "img"} & set(page.tags) == set() and "\x1b" not in html
-    readable = "<script>alert(1)</script><img src=http://example.org/x> [red]$a_b$ \\x1b[31m"
-    assert page.text.count(readable) == 5, "the prompt of four rollouts, and a reply"
-    assert "second" in page.text and "fourth" in page.text
-    assert "of another step" not in page.text and "neither good nor bad" not in page.text
-    assert "y" * 4000 + " [and 1000 more characters]" in page.text
-    assert "rollouts.jsonl: line 7 cannot be read" in page.text

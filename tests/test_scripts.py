@@ -8,31 +8,20 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 
 import common
 import pytest
 import study
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-TINY = Path(str(files("grpo_cli.model") / "tiny"))
 BENCHES = [path.stem for path in (SCRIPTS / "bench").glob("*.py") if path.stem not in ("arms", "common", "step")]
 STUDIES = ["infinite_real", *study.STUDIES]
 # What a small run of each bench is asked with besides --quick; the others have tests of their own.
 SMALL = {
-    "checkpoints": [("tiny",)],
-    "gym": [("--model", "tiny")],
-    "judge": [()],
     "memory": [()],
     "real": [("--parts", "floor", "train", "kv")],
-    "overhead": [("downsample",), ("meter",)],
-    "update": [("prefix",), ("entropy",)],
-    "soak": [()],
 }
 
 
@@ -63,7 +52,7 @@ def test_the_studies_are_named_by_their_script():
 
 
 def test_no_bench_goes_untried():
-    assert {*SMALL, "rollout", "schedules", "ray_engine", "turns", "served", *BY_HAND} == set(BENCHES)
+    assert {*SMALL, "rollout", "schedules", *BY_HAND} == set(BENCHES)
 
 
 @pytest.mark.study
@@ -73,65 +62,12 @@ def test_no_bench_goes_untried():
     [(name, words) for name, cases in SMALL.items() for words in cases],
 )
 def test_a_bench_works_at_a_small_size_and_leaves_its_figures(name: str, words: tuple[str, ...], tmp_path: Path):
-    if name == "gym":
-        pytest.importorskip("reasoning_gym", reason="the extra gym is not installed")
     out = tmp_path / "figures" / "out.json"
     assert load(name).main([*words, "--quick", "--json", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["settings"]["quick"] is True
     assert {"torch", "machine", "load"} <= found["environment"].keys()
     assert len(found.keys() - {"settings", "environment", "checks"}) >= 1
-
-
-@pytest.mark.study
-def test_answers_of_a_server_are_counted_and_where_they_part_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """The embedded model by `transformers`, asked over HTTP; once with a wrong answer to the third problem."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(TINY), AutoTokenizer.from_pretrained(TINY)
-    wrong = dict[int, str]()
-
-    class Handler(BaseHTTPRequestHandler):
-        asked = 0
-
-        def do_GET(self) -> None:
-            self.send({"data": [{"id": "out"}]})
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert body["model"] == "out" and body["temperature"] == 0
-            Handler.asked += 1
-            ids = tokenizer(body["prompt"], return_tensors="pt")
-            made = model.generate(**ids, do_sample=False, max_new_tokens=body["max_tokens"])[
-                0, ids["input_ids"].numel() :
-            ]
-            text = tokenizer.decode(made, skip_special_tokens=True)
-            self.send({"choices": [{"text": wrong.get(Handler.asked, text)}]})
-
-        def send(self, answer: object) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    out, url = tmp_path / "served.json", f"http://127.0.0.1:{server.server_port}/v1"
-    try:
-        assert load("served").main([url, "--quick", "--json", str(out)]) == 0
-        assert json.loads(out.read_text())["equal"] == 4
-        wrong[7] = "#"  # no digit, with which every answer of the embedded model begins
-        assert load("served").main([url, "--quick", "--json", str(out)]) == 0
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-    found = json.loads(out.read_text())
-    assert found["equal"] == 3 and found["differ"][0]["theirs"] == "#" and found["differ"][0]["gap"] > 0
-    assert "3 of 4 answers are equal" in capsys.readouterr().out
 
 
 def test_every_arm_takes_every_turn():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from bank import group_of
 from small import FakeEngine, make_engine, small_model
 from test_train import GRPO, SPARSE_RL, CountTask, Recorder, make_trainer, settings_for, with_sampler_off_by
 
-from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.interfaces import StepRollouts
 from grpo_cli.methods import pods
 from grpo_cli.rules import downsample
 from grpo_cli.rules.correction import Correct
@@ -25,13 +25,11 @@ from grpo_cli.select import Selection, row_weights
 from grpo_cli.settings import EvalSettings, RunSettings, Sampling
 from grpo_cli.types import (
     Batch,
-    GroupRequest,
     LossOutput,
     Prompt,
     Request,
     Reward,
     Rollout,
-    Round,
     ScoredGroup,
     Totals,
     Verdict,
@@ -150,9 +148,9 @@ def test_a_loss_is_told_of_the_whole_update_whatever_its_part(tmp_path: Path, mi
     assert (len(told) == 1) == (micro_batch_tokens == 10_000)
 
 
-def sample_numbers(kept_rewards: torch.Tensor, group_rewards: torch.Tensor) -> torch.Tensor:
+def sample_numbers(group: ScoredGroup, kept: Sequence[int]) -> torch.Tensor:
     """Advantages that tell the rows of a batch: 1, 2, 3, ... within each group."""
-    return torch.arange(1.0, 1 + len(kept_rewards), dtype=kept_rewards.dtype)
+    return torch.arange(1.0, 1 + len(kept))
 
 
 def test_the_weights_and_the_mask_of_a_correction_reach_the_loss(tmp_path: Path) -> None:
@@ -183,9 +181,9 @@ class Counted:
         self.prox, self.prox_window = inner.prox, inner.prox_window
         self.asked: list[int] = []
 
-    def __call__(self, sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor) -> Verdict:
+    def __call__(self, sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor, advantages: Any) -> Verdict:
         self.asked.append(len(mask))
-        return self._inner(sampler, policy, mask)
+        return self._inner(sampler, policy, mask, advantages)
 
 
 @pytest.mark.parametrize(
@@ -429,10 +427,8 @@ def per_problem(spy: Spy) -> list[list[float]]:
     return list(of.values())
 
 
-def two_four_and_six(collection: Collection) -> Rounds:
-    prompts = collection.pick(3)
-    yield Round(tuple(GroupRequest(prompt, count) for prompt, count in zip(prompts, (2, 4, 6), strict=True)))
-    return None
+def two_four_and_six(step: StepRollouts) -> list[ScoredGroup]:
+    return step.score(step.generate(zip(step.pick(3), (2, 4, 6), strict=True)))
 
 
 @pytest.mark.parametrize(("count_by", "rows"), [("rollout", (1.0, 1.0, 1.0)), ("prompt", (2.0, 1.0, 2 / 3))])

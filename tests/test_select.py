@@ -14,9 +14,9 @@ from torch import Tensor
 
 from grpo_cli.experimental import lightning_rl
 from grpo_cli.methods import dr_grpo, pods
-from grpo_cli.select import NOT_CHOSEN, Selection, batch_rows, select
+from grpo_cli.select import NOT_CHOSEN, Selection, batch_advantages, batch_rows, select
 from grpo_cli.tracking.examples import examples
-from grpo_cli.types import AdvantageInputs, Prompt, Reward, Rollout
+from grpo_cli.types import Prompt, Reward, Rollout, ScoredGroup
 
 GRPO = partial(dr_grpo.dr_grpo, stats_over="kept")
 
@@ -107,17 +107,24 @@ def test_recorded_rollouts_are_spread_over_the_step_and_have_their_own_advantage
 
 
 @pytest.mark.parametrize("count_rejected", [True, False])
-def test_an_advantage_with_a_parameter_for_them_is_told_of_the_group_and_its_rollouts(count_rejected: bool) -> None:
-    told: list[AdvantageInputs] = []
+def test_an_advantage_sees_the_group_that_counts_and_where_the_kept_are_in_it(count_rejected: bool) -> None:
+    seen: list[tuple[list[float], list[int]]] = []
 
-    def curious(kept_rewards: Tensor, group_rewards: Tensor, inputs: AdvantageInputs, *, factor: float) -> Tensor:
-        told.append(inputs)
-        assert kept_rewards.tolist() == [inputs.group.totals[place] for place in inputs.kept]
-        assert group_rewards.tolist() == [inputs.group.totals[place] for place in inputs.baseline]
-        return factor * kept_rewards
+    def curious(counted: ScoredGroup, kept: Sequence[int], *, factor: float) -> Tensor:
+        seen.append((counted.totals.tolist(), list(kept)))
+        return torch.tensor([factor * counted.totals[place] for place in kept])
 
-    asked, why = group(0.0, 1.0, 2.0, 9.0), ["", "", "", "veto"]
     rule, rng = partial(curious, factor=2.0), np.random.default_rng(0)
-    selection = select(asked, why, 2, pods.maxvar, rule, rng, count_rejected)
-    assert selection.advantages.tolist() == [0.0, 4.0]
-    assert told == [AdvantageInputs(asked, (0, 2), (0, 1, 2, 3) if count_rejected else (0, 1, 2))]
+    selection = select(group(9.0, 0.0, 1.0, 2.0), ["veto", "", "", ""], 2, pods.maxvar, rule, rng, count_rejected)
+    assert selection.indices == (1, 3) and selection.advantages.tolist() == [0.0, 4.0]
+    assert seen == [([9.0, 0.0, 1.0, 2.0], [1, 3]) if count_rejected else ([0.0, 1.0, 2.0], [0, 2])]
+
+
+def test_advantages_of_tokens_stand_at_their_tokens_beside_those_of_whole_rollouts() -> None:
+    """Prompts of 2 and 1 tokens; the first group's replies have 2 and 1, the second's 3 and 1."""
+    first = group(1.0, 0.0, prompt=(7, 7), replies=[(1, 1), (1,)])
+    second = group(1.0, 0.0, name="q", prompt=(7,), replies=[(1, 1, 1), (1,)])
+    each = Selection(first, (0, 1), torch.tensor([[0.5, 1.0], [2.0, 99.0]]), ("", ""))
+    whole = Selection(second, (0,), torch.tensor([3.0]), ("", NOT_CHOSEN))
+    assert batch_advantages([each, whole], 4).tolist() == [[0, 0, 0.5, 1], [0, 0, 2, 0], [0, 3, 3, 3]]
+    assert batch_advantages([whole, whole], 4).tolist() == [3, 3]

@@ -30,17 +30,17 @@ SMALL = (
     "train.prompts=1 n=2,4 m=2,4 sampling.max_new_tokens=4 eval.every=0 train.steps=6 train.checkpoint_every=1".split()
 )
 SMALL += "advantage._target_=held.advantage logger=jsonl device=cpu hydra.sweep.dir=sweep hydra.launcher.jobs=2".split()
-# The job with n=2 waits in its third step (the first call is the rehearsal's) for as long as there is a file `hold`.
+# The job with n=2 waits in its third step (the first call is the trial's) for as long as there is a file `hold`.
 HELD = """
 import itertools, pathlib, time
 from grpo_cli.rules.advantage import grpo
 
 calls = itertools.count(1)
 
-def advantage(kept_rewards, group_rewards, **settings):
-    while len(group_rewards) == 2 and next(calls) > 3 and pathlib.Path("hold").exists():
+def advantage(group, kept, **settings):
+    while len(group.rollouts) == 2 and next(calls) > 3 and pathlib.Path("hold").exists():
         time.sleep(0.05)
-    return grpo(kept_rewards, group_rewards, **settings)
+    return grpo(group, kept, **settings)
 """
 
 
@@ -115,7 +115,7 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: 
     reported = grpo("report", str(sweep), "--out", str(tmp_path / "report"))
     assert reported.exit_code == 0, reported.output
     assert "Means over the 3 completed of 4 runs" in " ".join(reported.output.split())
-    assert (tmp_path / "report" / "report.html").is_file()
+    assert (tmp_path / "report" / "report.json").is_file()
 
 
 def test_the_process_that_starts_the_jobs_loads_no_torch() -> None:
@@ -209,22 +209,6 @@ def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, preten
     assert grpo("eval", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 2
 
 
-def test_a_sweep_is_resumed_in_the_folder_that_was_named_however_it_is_written(
-    tmp_path: Path, pretended: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`~` was read as the home folder, and then written to as a folder of that name; so were quotes."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    words = ["seed=13,1", "hydra.sweep.subdir=job_${seed}", "hydra.sweep.dir='home/it\\'s'"]
-    assert grpo("train", "-m", *words).exit_code == 1
-    pretended.clear()
-    for number in (1, 2):  # what is noted of a sweep is the same after it was resumed
-        result = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir='~/it\\'s'")
-        assert (result.exit_code, len(pretended)) == (1, number), result.output
-    assert not (tmp_path / "~").exists()
-    sweep = tmp_path / "home" / "it's"
-    assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == ["job_1", "job_13"]
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -243,22 +227,11 @@ def test_a_sweep_goes_on_with_the_words_that_it_began_with(
     assert pretended[2:] == pretended[:2] and len(pretended) == 4
 
 
-def test_a_sweep_that_was_killed_before_it_was_listed_is_started_again_in_its_folder(
-    tmp_path: Path, pretended: list[list[str]]
-) -> None:
-    (tmp_path / "s" / "0").mkdir(parents=True)
-    (tmp_path / "s" / "multirun.yaml").touch()
-    refused = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
-    assert refused.exit_code == 2 and "start it there again" in refused.stderr
-    assert grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s").exit_code == 0
-
-
 def test_a_refused_sweep_leaves_the_one_that_is_there_as_it_was(tmp_path: Path, pretended: list[list[str]]) -> None:
     """Hydra wrote `multirun.yaml` anew before our refusal."""
     assert grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s").exit_code == 0
     files = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
-    for words in (["seed=3,4"], ["seed=3,4", "hydra/launcher=basic"]):
-        assert "s already holds a sweep" in grpo("train", "-m", *words, "hydra.sweep.dir=s").stderr
+    assert "s already holds a sweep" in grpo("train", "-m", "seed=3,4", "hydra.sweep.dir=s").stderr
     assert files == {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
 
 
@@ -272,29 +245,7 @@ def test_a_sweep_whose_job_still_runs_is_not_resumed_and_says_which_process_it_i
         assert try_lock(log)
         result = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
     assert result.exit_code == 2
-    assert "job 1 of s is still running (process 12 on node7), see " in result.stderr
-
-
-def test_jobs_that_would_share_a_folder_are_refused(pretended: list[list[str]]) -> None:
-    result = grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s", "hydra.sweep.subdir=x")
-    assert result.exit_code == 2 and pretended == []
-    assert "jobs 0 and 1 would share" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"flags": []}', r"sweep\.json lists no sweep"),
-        ('{"command": "train", "flags": [], "hydra": 3, "overrides": []}', r"sweep\.json lists no sweep"),
-        ('{"command": "eval"}', "grpo eval"),
-    ],
-)
-def test_a_file_that_lists_no_sweep_or_that_of_another_command_is_named(
-    tmp_path: Path, text: str, message: str
-) -> None:
-    (tmp_path / "sweep.json").write_text(text)
-    with pytest.raises(UserError, match=message):
-        resume.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
+    assert "job 1 of s is still running (process 12 on node7)" in result.stderr
 
 
 def test_a_sweep_that_would_be_another_is_not_resumed(tmp_path: Path, pretended: list[list[str]]) -> None:
@@ -313,8 +264,7 @@ def test_a_sweep_that_would_be_another_is_not_resumed(tmp_path: Path, pretended:
         ("hydra.launcher.jobs=two", "a whole number"),
         ("hydra.launcher.gpus=[]", "such as [0,1]"),
         ("hydra.launcher.gpus=1", "such as [0,1]"),
-        ("seed=range(0)", "at least one value"),
-        ("loss=glob(zzz)", "at least one value"),
+        ("hydra.sweep.subdir=x", "would share"),
         ("hydra/launcher=slurm", "extras joblib, submitit, ray and optuna"),
     ],
 )
@@ -322,8 +272,8 @@ def test_a_sweep_that_cannot_be_run_is_refused_before_it_writes_anything(
     pretended: list[list[str]], word: str, way_out: str
 ) -> None:
     result = grpo("train", "-m", "seed=1,2", word, "hydra.sweep.dir=s")
-    assert result.exit_code == 2 and not Path("s").exists() and pretended == []
-    assert word in result.stderr and way_out in result.stderr
+    assert result.exit_code == 2 and not list(Path().glob("s/*.json")) and pretended == []
+    assert word.partition("=")[0] in result.stderr and way_out in result.stderr
 
 
 def test_what_w_and_b_s_agent_starts_can_be_run() -> None:
@@ -341,16 +291,6 @@ def test_what_w_and_b_s_agent_starts_can_be_run() -> None:
     assert result.exit_code == 0, result.output
     cfg = yaml.safe_load(result.stdout)
     assert (cfg["n"], cfg["m"], cfg["optim"]["lr"], cfg["train"]["steps"]) == (16, 4, 1e-5, 40)
-
-
-@pytest.mark.parametrize("sweeper", ["optuna", "basic"])
-@pytest.mark.parametrize(("command", "direction"), [("train", "maximize"), ("profile", "minimize")])
-def test_optuna_looks_for_accuracy_or_for_a_low_peak_unless_told_otherwise(
-    sweeper: str, command: str, direction: str
-) -> None:
-    words = resume.for_the_sweeper(command, [f"hydra/sweeper={sweeper}", "hydra.sweeper.direction=mine"])
-    assert words[-1] == "hydra.sweeper.direction=mine", "the last one counts"
-    assert (f"hydra.sweeper.direction={direction}" in words) == (sweeper == "optuna")
 
 
 @pytest.mark.filterwarnings("ignore")  # of Optuna's own imports
@@ -415,3 +355,19 @@ def test_jobs_at_a_time_split_the_threads_unless_they_are_set(monkeypatch: pytes
     assert places(20, [], {})[0]["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in places(1, [], {})[0]
     assert "OMP_NUM_THREADS" not in places(3, [], {"OMP_NUM_THREADS": "4"})[0]
+
+
+def test_a_setting_without_values_is_refused(pretended: list[list[str]]) -> None:
+    for word in ("seed=range(0)", "loss=glob(zzz)"):
+        result = grpo("train", "-m", "n=2,4", word, "hydra.sweep.dir=s")
+        assert result.exit_code == 2 and "at least one value" in result.stderr and pretended == []
+
+
+def test_another_launcher_runs_jobs_as_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["train.steps=1", "train.prompts=1", "sampling.max_new_tokens=4", "eval.every=0", "logger=jsonl"]
+    result = grpo("train", "-m", *small, "n=2,4", "hydra/launcher=basic", "hydra.sweep.dir=s")
+    assert result.exit_code == 0, result.output
+    assert [steps(tmp_path / "s" / str(job)) for job in (0, 1)] == [[0, 1], [0, 1]]
+    refused = grpo("train", "-m", *small, "n=2", "m=4", "hydra/launcher=basic", "hydra.sweep.dir=t")
+    assert refused.exit_code == 2 and "error: m=4 must not be more than n=2" in refused.stderr

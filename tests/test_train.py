@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,6 @@ from small import FakeEngine, make_engine, small_model
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.config.instantiate import OwnLoss, rules_of
-from grpo_cli.history import History
 from grpo_cli.interfaces import Bench, Loss, Parts
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.methods import pods
@@ -115,7 +113,7 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
     prompts = bench.task.prompts("train")
     curriculum = Epochs(prompts, settings.train.prompts, settings.seed)
     plain = Parts(
-        *(bench, curriculum, History(), rules, None, model.save_pretrained, (Recorder(),), NullMeter()),
+        *(bench, curriculum, rules, None, model.save_pretrained, (Recorder(),), NullMeter()),
         *(ignored, ignored),
     )
     if "loss" in parts and not isinstance(parts["loss"], Loss):
@@ -509,7 +507,7 @@ def test_what_kills_have_left_is_cleared_when_a_run_is_resumed_and_when_it_ends(
     def leave() -> None:
         for name in (".metrics.jsonl.tmp", ".rollouts.jsonl.tmp", ".summary.json.tmp"):
             (tmp_path / name).touch()
-        (tmp_path / "checkpoints" / "step_000001.tmp").mkdir()
+        (tmp_path / "checkpoints" / ".step_000001.tmp").mkdir()
 
     def names() -> set[str]:
         return {path.name for path in tmp_path.rglob("*") if path.name.endswith(".tmp")}
@@ -526,24 +524,6 @@ def test_what_kills_have_left_is_cleared_when_a_run_is_resumed_and_when_it_ends(
     assert seen == [set()] and names() == set()
 
 
-def test_the_summary_says_which_records_a_full_disk_did_not_take(tmp_path: Path) -> None:
-    """And the run is resumed all the same: what was not written is not missed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    files = JsonlTracker(tmp_path, warn=ignored)
-
-    class Fills(Recorder):
-        def log(self, record: Record) -> None:
-            room = (tmp_path / "metrics.jsonl").stat().st_size + 10 if record.step == 1 else soft
-            resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-
-    make_trainer(settings_for(tmp_path, steps=3), trackers=(Fills(), files)).fit()
-    assert json.loads((tmp_path / "summary.json").read_text())["missing_records"] == [1]
-    again = JsonlTracker(tmp_path, 4, pytest.fail, newest(tmp_path))
-    settings = settings_for(tmp_path, steps=4)
-    summary = make_trainer(settings, checkpoint=newest(tmp_path), trackers=(again,)).fit()
-    assert (summary["status"], summary["missing_records"]) == ("completed", [1])
-
-
 def test_records_are_on_the_disk_before_the_checkpoint_that_counts_on_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -556,10 +536,10 @@ def test_records_are_on_the_disk_before_the_checkpoint_that_counts_on_them(
 
     monkeypatch.setattr("grpo_cli.runs.files.os.fsync", watch)
     make_trainer(replace(settings_for(tmp_path, steps=1), eval=NO_EXAM), trackers=(JsonlTracker(tmp_path),)).fit()
-    saves = [place for place, name in enumerate(events) if name == ".COMPLETE.tmp"]
+    saves = [place for place, name in enumerate(events) if name == "COMPLETE"]
     assert len(saves) == 2
     for begin, end in zip([0, saves[0]], saves, strict=True):
-        assert {"metrics.jsonl", "rollouts.jsonl", "ledger.npz"} <= {*events[begin:end]}
+        assert {"metrics.jsonl", "rollouts.jsonl", "trainer_state.pt"} <= {*events[begin:end]}
 
 
 def test_a_step_that_dies_half_way_through_the_weights_is_not_saved(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Attention of packed trees in C is its definition, with its gradients; bits depend on no thread and no other tree."""
+"""Attention of packed trees is its definition, with its gradients; bits depend on no thread and no other tree."""
 
 from __future__ import annotations
 
@@ -13,30 +13,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import small_model
 from test_learner import make_batch
-from test_native import anew  # noqa: F401
-from test_passes import UNEVEN, computed
-from test_passes import make_batch as uneven
+from test_native import anew, change, march  # noqa: F401
 from torch import Tensor
 
-from grpo_cli.learner.forward import Padded, PaddingFree
 from grpo_cli.learner.learner import Learner
-from grpo_cli.model import packed, tree_attention
-from grpo_cli.model.tree_attention import Forest, attention
+from grpo_cli.model import flash
+from grpo_cli.native import ops
+from grpo_cli.native.library import WRONG, NoNative, library
+from grpo_cli.native.ops import Trees, flat, no_tree_attention, reference, tree_attention
 from grpo_cli.settings import Sampling
-from grpo_cli.support import c_library
-from grpo_cli.support.c_library import NoNative
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.support.threads import computing_with
 
-Trees = Sequence[Sequence[int]]
 # Of the largest number: what is lost by computing in another order, and by rounding once to bfloat16.
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+UNEVEN = ((40, 30, 7), (33, 64), (5,))
 
 
 @pytest.fixture(autouse=True)
 def compiled() -> None:
     try:
-        c_library.library(tree_attention.SOURCE)
+        library("tree")
     except NoNative as error:
         pytest.skip(str(error))
 
@@ -50,7 +47,7 @@ def runs_of(trees: Trees, heads: int, group: int, dim: int, dtype: torch.dtype =
 def in_c(trees: Trees, runs: Sequence[Tensor], scale: float) -> list[Tensor]:
     """The output, and gradients of queries, keys and values."""
     inputs = [x.clone().requires_grad_() for x in runs[:3]]
-    out = attention(inputs[0], inputs[1], inputs[2], Forest(trees), scale)
+    out = tree_attention(*inputs, flat(trees), scale)[0]
     return [out.detach(), *torch.autograd.grad(out, inputs, runs[3])]
 
 
@@ -90,11 +87,11 @@ def test_a_token_that_sees_two_keys_weighs_them_by_hand() -> None:
     q = torch.tensor([0.0, 1.0, 1.0]).view(3, 1, 1)
     k = torch.stack([torch.tensor(0.0), ln3, ln3]).view(3, 1, 1)
     v = torch.tensor([4.0, 8.0, 12.0]).view(3, 1, 1)
-    out = attention(q, k, v, Forest([(1, 1, 1)]), 1.0)
+    out, _ = tree_attention(q, k, v, flat([(1, 1, 1)]), 1.0)
     torch.testing.assert_close(out.flatten(), torch.tensor([4.0, 7.0, 10.0]))
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     trees=st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=4), min_size=1, max_size=4),
     heads=st.integers(1, 3),
@@ -102,9 +99,60 @@ def test_a_token_that_sees_two_keys_weighs_them_by_hand() -> None:
     dim=st.sampled_from([1, 8, 24, 64, 80, 128, 256]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_it_is_its_definition(trees: Trees, heads: int, group: int, dim: int, dtype: torch.dtype) -> None:
-    runs = runs_of(trees, heads, group, dim, dtype)
-    assert close(in_c(trees, runs, dim**-0.5), by_hand(trees, runs, dim**-0.5), dtype)
+def test_c_and_the_reference_are_the_definition(
+    trees: Trees, heads: int, group: int, dim: int, dtype: torch.dtype
+) -> None:
+    runs, scale = runs_of(trees, heads, group, dim, dtype), dim**-0.5
+    wanted = by_hand(trees, runs, scale)
+    assert close(in_c(trees, runs, scale), wanted, dtype)
+    inputs = [x.clone().requires_grad_() for x in runs[:3]]
+    out = reference(*inputs, trees, scale)
+    assert close([out.detach(), *torch.autograd.grad(out, inputs, runs[3])], wanted, dtype)
+
+
+def written_out(q: Tensor, k: Tensor, at: flash.Spans, scale: float) -> Iterator[tuple[slice, slice, Tensor]]:
+    """The scores of each span, as the flash kernel takes them."""
+    ends = list(zip(at.queries.tolist(), at.keys.tolist(), strict=True))
+    for (q0, k0), (q1, k1) in zip(ends, ends[1:], strict=False):
+        assert 0 < q1 - q0 <= at.most_queries and 0 < k1 - k0 <= at.most_keys
+        scores = torch.einsum("qhd,khd->hqk", q[q0:q1], k[k0:k1].repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
+        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + k1 - k0 - q1 + q0)
+        yield slice(q0, q1), slice(k0, k1), scores.masked_fill(later, -torch.inf) if at.causal else scores
+
+
+def kernel_forward(q: Tensor, k: Tensor, v: Tensor, at: flash.Spans, scale: float) -> Any:
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[1], len(q))
+    for qs, ks, scores in written_out(q, k, at, scale):
+        lse[:, qs] = scores.logsumexp(-1)
+        out[qs] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[ks].repeat_interleave(q.shape[1] // v.shape[1], 1))
+    return out, lse
+
+
+def kernel_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: flash.Spans, scale: float
+) -> Any:
+    assert lse.is_contiguous(), "kernels read it as if it were"
+    group, found = q.shape[1] // k.shape[1], [torch.zeros_like(x) for x in (q, k, v)]
+    for qs, ks, scores in written_out(q, k, at, scale):
+        share = (scores - lse[:, qs, None]).exp()
+        over = torch.einsum("qhd,khd->hqk", grad[qs], v[ks].repeat_interleave(group, 1))
+        ds = share * (over - (grad[qs] * out[qs]).sum(-1).t()[..., None]) * scale
+        found[0][qs] = torch.einsum("hqk,khd->qhd", ds, k[ks].repeat_interleave(group, 1))
+        found[1][ks] = torch.einsum("hqk,qhd->khd", ds, q[qs]).unflatten(1, (-1, group)).sum(2)
+        found[2][ks] = torch.einsum("hqk,qhd->khd", share, grad[qs]).unflatten(1, (-1, group)).sum(2)
+    return found
+
+
+@pytest.mark.parametrize("trees", [UNEVEN, ((7,), (3,)), ((6, 14, 10),)], ids=["trees", "sequences", "one tree"])
+def test_two_calls_of_a_flash_kernel_are_merged_to_the_definition(
+    trees: Trees, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "_forward", kernel_forward)
+    monkeypatch.setattr(flash, "_backward", kernel_backward)
+    q, k, v, grad = runs = runs_of(trees, 2, 3, 16)
+    out, logs = flash.forward(q, k, v, flat(trees), 0.25)
+    found = [out, *flash.backward(grad, q, k, v, out, logs, flat(trees), 0.25)]
+    assert close(found, by_hand(trees, runs, 0.25), torch.float32)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 17, 31, 33])
@@ -113,13 +161,19 @@ def test_what_fills_up_a_block_of_queries_reaches_nothing(size: int, monkeypatch
     trees, heads, group, dim = [(size, 2)], 2, 2, 8
     runs = runs_of(trees, heads, group, dim)
     wanted = by_hand(trees, runs, 1.0)
-    monkeypatch.setattr(torch, "empty", lambda *shape: torch.full(shape, torch.nan))
+    room = ops._scratch
+
+    def dirty(*shapes: Any) -> Any:
+        (scratch, *others) = room(*shapes)
+        return scratch.fill_(torch.nan), *others
+
+    monkeypatch.setattr(ops, "_scratch", dirty)
     q, k, v, grad = runs
-    forest, out, logs = Forest(trees), torch.zeros_like(q), torch.full((heads * group + 1, len(q)), -5.0)
-    forest.call("forward", 1.0, q, k, q, k, v, out, logs)
+    out, logs = torch.zeros_like(q), torch.full((heads * group + 1, len(q)), -5.0)
+    ops._call("forward", flat(trees), 1.0, q, k, q, k, v, out, logs)
     assert (logs[-1] == -5.0).all()
     made_of = [torch.zeros_like(x) for x in (q, k, v)]
-    forest.call("backward", 1.0, q, k, grad, q, k, v, out, logs, *made_of)
+    ops._call("backward", flat(trees), 1.0, q, k, grad, q, k, v, out, logs, *made_of)
     assert close([out, *made_of], wanted, torch.float32)
 
 
@@ -135,7 +189,7 @@ def test_long_sequences_and_large_scores_are_right_too() -> None:
 
 
 def test_no_bit_depends_on_threads_or_on_other_trees() -> None:
-    trees = ((40, 30, 7), (33, 64), (5,))
+    trees = UNEVEN
     runs = runs_of(trees, 3, 3, 64)
     together = in_c(trees, runs, 0.125)
     for threads in (1, 2, 3, 8):
@@ -154,38 +208,21 @@ def test_what_is_not_a_number_stays_so() -> None:
     assert bool(dq[4].isnan().any()) and bool(dk[0].isnan().any()) and not bool(dk[5:].isnan().any())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("share", [False, True])
-def test_passes_with_it_give_what_padded_ones_give(family: str, share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = small_model(family), uneven(UNEVEN)
-    values, gradient = computed(Padded(10_000, 64, 0.7), model, batch)
-    monkeypatch.setattr(packed, "KERNELS", [])
-    monkeypatch.setattr(packed, "repeat_kv", lambda *_: pytest.fail("it was computed part by part"))
-    for tokens in (10_000, 30, 1):
-        found = computed(PaddingFree(tokens, 5, 0.7, share=share, natively=True), model, batch)
-        torch.testing.assert_close(found[0], values, atol=1e-5, rtol=0)
-        assert (found[1] - gradient).norm() < 1e-5 * gradient.norm()
-
-
 def learner(warned: list[str], **train: Any) -> Learner:
     settings = made.model(""), Sampling.plain(4), made.train(**train), made.optim()
     return Learner(small_model(), made.loss(), *settings, NullMeter(), warned.append)
 
 
 def test_it_is_for_packed_rows_on_a_processor_unless_the_user_does_without() -> None:
-    assert learner([], shared_prefix=True).native is True and learner([], padding_free=True).native is True
-    assert learner([], shared_prefix=True, native=False).native is False and learner([]).native is False
-    half = [x.half() for x in runs_of([(3,)], 1, 1, 8)[:3]]
-    assert not tree_attention.serves(half[0], half[1], half[2])
-    assert not tree_attention.serves(half[0].float(), half[1].float(), half[2])
+    assert learner([]).native is True and learner([], native=False).native is False
 
 
 @pytest.fixture
 def retried(anew: Path) -> Iterator[Path]:  # noqa: F811
-    """As `anew`, and whether it serves is found out anew too."""
-    tree_attention.why_not.cache_clear()
+    """As `anew`, and whether it serves is found out again too."""
+    no_tree_attention.cache_clear()
     yield anew
-    tree_attention.why_not.cache_clear()
+    no_tree_attention.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -196,16 +233,11 @@ def retried(anew: Path) -> Iterator[Path]:  # noqa: F811
         ("+= y * x", "-= y * x"),
     ],
 )
-def test_a_compiler_whose_work_is_wrong_is_told_of_and_not_used(
-    right: str, wrong: str, retried: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = tree_attention.SOURCE.read_text()
-    assert text.count(right) == 1
-    (retried / "wrong.c").write_text(text.replace(right, wrong))
-    monkeypatch.setattr(tree_attention, "SOURCE", retried / "wrong.c")
+@pytest.mark.usefixtures("retried")
+def test_a_compiler_whose_work_is_wrong_is_named_and_not_used(right: str, wrong: str) -> None:
+    change("tree", right, wrong)
     warned: list[str] = []
-    found = learner(warned, shared_prefix=True).native
-    assert found == "what the C compiler made computes something else than PyTorch"
+    assert learner(warned).native == WRONG
     assert len(warned) == 1 and "train.native=false" in warned[0]
 
 
@@ -214,23 +246,16 @@ def test_without_a_compiler_nothing_is_said_and_updates_do_without(
 ) -> None:
     monkeypatch.setenv("PATH", str(retried / "nothing"))
     warned: list[str] = []
-    without = learner(warned, shared_prefix=True)
+    without = learner(warned)
     assert without.native == "there is no C compiler" and not warned
     assert without.update(make_batch(), 0).moved
 
 
-@pytest.mark.parametrize(("march", "needs"), [("x86-64", ()), ("x86-64-v3", ("avx2",)), ("x86-64-v4", ("avx512_f",))])
+@pytest.mark.parametrize("name", ["x86-64", "x86-64-v3", "x86-64-v4"])
 @pytest.mark.usefixtures("retried")
-def test_other_instructions_compute_the_same(
-    march: str, needs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    has = torch.cpu.get_capabilities()
-    if has["architecture"] != "x86_64" or not all(has.get(name) for name in needs):
-        pytest.skip(f"this processor is not {march}")
-    flags = tuple(flag.replace("march=native", f"march={march}") for flag in c_library.FLAGS)
-    monkeypatch.setattr(c_library, "FLAGS", flags)
-    trees = ((40, 30, 7), (33, 64), (5,))
+def test_other_instructions_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    march(name, monkeypatch)
     for dtype in (torch.float32, torch.bfloat16):
         for group, dim in ((2, 24), (3, 64), (1, 80)):
-            runs = runs_of(trees, 2, group, dim, dtype)
-            assert close(in_c(trees, runs, 0.125), by_hand(trees, runs, 0.125), dtype)
+            runs = runs_of(UNEVEN, 2, group, dim, dtype)
+            assert close(in_c(UNEVEN, runs, 0.125), by_hand(UNEVEN, runs, 0.125), dtype)

@@ -15,7 +15,7 @@ import made
 import numpy as np
 import pytest
 import torch
-from small import advantages_of, kept_by, small_model
+from small import kept_by, small_model
 from typer.testing import CliRunner
 
 from grpo_cli import metrics, select
@@ -26,7 +26,7 @@ from grpo_cli.learner import batch, logprobs
 from grpo_cli.methods import pods
 from grpo_cli.rules import loss
 from grpo_cli.settings import Sampling
-from grpo_cli.types import AdvantageInputs, Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Verdict
+from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Verdict
 
 
 def a_group() -> ScoredGroup:
@@ -56,11 +56,6 @@ def contents(value: Any) -> Any:
 
 
 RNG = np.random.default_rng(0)
-ADVANTAGES = [
-    torch.tensor([0.0, 1.0]),
-    torch.tensor([0.0, 1.0, 0.0, 1.0]),
-    AdvantageInputs(a_group(), (0, 1), (0, 1, 2, 3)),
-]
 KEEP_TWO: dict[str, Any] = dict(keep=2, rng=RNG)
 GRPO = made.advantage("grpo")
 
@@ -76,7 +71,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         if name not in ("all", "median")  # which do not keep two of four
     },
     **{
-        f"advantage.{rule}.{over}": (partial(advantages_of, made.advantage(rule, stats_over=over)), ADVANTAGES)
+        f"advantage.{rule}.{over}": (made.advantage(rule, stats_over=over), [a_group(), [0, 1]])
         for rule in choices("advantage")
         if "stats_over" in shipped("advantage", rule)  # else it has a test of its own
         for over in ("kept", "group")
@@ -92,7 +87,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     },
     "correction": (
         made.correction(importance="token", is_threshold=1.2, rejection="veto", mask_low=0.5, mask_high=1.5),
-        [a_batch().sampler_logprobs, new_logprobs(), a_batch().response_mask],
+        [a_batch().sampler_logprobs, new_logprobs(), a_batch().response_mask, a_batch().advantages],
     ),
     "select": (
         lambda group, why: select.select(group, why, 2, pods.maxvar, GRPO, RNG, True),

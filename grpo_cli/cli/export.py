@@ -9,16 +9,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from grpo_cli.cli.card import card_text, facts_of, recipe_of
-from grpo_cli.config.compose import model_of
-from grpo_cli.model.adapters import base_of, has_adapters
+from grpo_cli.config.read import model_of
+from grpo_cli.model.adapters import BASE, base_of, has_adapters
 from grpo_cli.model.export import check_repository, is_export, licence_of, upload, write_card, write_model
-from grpo_cli.model.load import DTYPES, TINY, at_checkpoint
+from grpo_cli.model.load import DTYPES, TINY, at_checkpoint, source_of
 from grpo_cli.report.asked import asked_by
 from grpo_cli.report.read import read_rows, read_run
 from grpo_cli.runs.files import folder_written_atomically
-from grpo_cli.runs.find import find_checkpoint
+from grpo_cli.runs.find import candidates, find_checkpoint
 from grpo_cli.runs.layout import METRICS, step_of
-from grpo_cli.runs.record import RunRecord, check_chain, read_record
+from grpo_cli.runs.record import RunRecord, read_record
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
 from grpo_cli.support.terminal import to_stderr
@@ -39,6 +39,12 @@ def export(
     """
     if dtype not in (None, *DTYPES):
         raise UserError(f"--dtype={dtype} must be one of {', '.join(DTYPES)}")
+    newest = next(iter(candidates(place.expanduser())), place.expanduser())
+    record = _record(newest)
+    given = {key: value for key, value in (("path", base), ("dtype", dtype)) if value is not None}
+    settings = model_of("hf", **_of_the_model(record, newest) | given, autocast="none")
+    if has_adapters(newest) and not (newest / BASE).is_dir():
+        source_of(settings.path)  # a base that is gone is named before gigabytes are verified
     checkpoint = _checkpoint(place)
     repo = target.removeprefix(_HUB) if target.startswith(_HUB) else None
     folder = Path(target).expanduser().resolve()
@@ -46,9 +52,6 @@ def export(
         _check_folder(folder, overwrite)
     else:
         check_repository(repo, overwrite)
-    record = _record(checkpoint)
-    given = {key: value for key, value in (("path", base), ("dtype", dtype)) if value is not None}
-    settings = model_of("hf", **_of_the_model(record, checkpoint) | given, autocast="none")
     at = at_checkpoint(settings, checkpoint) if base is None else replace(settings, adapter=str(checkpoint))
     with TemporaryDirectory() as aside:
         home = folder if repo is None else Path(aside) / "model"
@@ -86,7 +89,6 @@ def _record(checkpoint: Path) -> RunRecord | None:
     """Of the checkpoint's run; None for adapters without one."""
     if step_of(checkpoint.name) is None:
         return None
-    check_chain(checkpoint.resolve())
     return read_record(checkpoint.resolve().parent.parent)
 
 

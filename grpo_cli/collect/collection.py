@@ -1,120 +1,168 @@
-"""One step's rollouts: the collector's requests are numbered, seeded, made, grouped, and judged once."""
+"""One step's rollouts: problems are picked, requests numbered, seeded and completed, answers judged once."""
 
 from __future__ import annotations
 
 import math
+import operator
 import time
-from collections.abc import Callable, Generator, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from grpo_cli.collect.episodes import Spent, has_turns, play
-from grpo_cli.collect.requests import Goal, check_sampling, score_all, seed_of, with_rewards
+from grpo_cli.collect.requests import Goal, check_rewards, check_sampling, score_all, seed_of, with_rewards
 from grpo_cli.collect.resuming import begun, limited, unlimited
 from grpo_cli.engine.costs import together
 from grpo_cli.history import History
 from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, Task
 from grpo_cli.metrics import turn_metrics
 from grpo_cli.settings import Sampling
-from grpo_cli.support.errors import UserError
-from grpo_cli.types import (
-    EngineStats,
-    Finish,
-    Group,
-    Prompt,
-    Request,
-    Reward,
-    Rollout,
-    Round,
-    ScoredGroup,
-)
+from grpo_cli.support.errors import UserError, own_code_unless_ours
+from grpo_cli.support.facts import name_of
+from grpo_cli.types import EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, ScoredGroup
 
-MOST_ROUNDS = 1000  # a collector that asks for more is considered endless
+MOST_CALLS = 4000  # of a step's methods; a collector that makes more is considered endless
 MOST_ROLLOUTS = 2**22  # and problems, of a step: each is a Python object
 
 
+@dataclass
 class StepCollection:
-    """What a collector is given (see `interfaces.Collection`), and what has come of its rounds.
+    """A step's rollouts: what a collector makes them with (see `interfaces.StepRollouts`), and what became of them.
 
-    `version` is the number of updates that the weights have seen, of which every token that is drawn here is.
-    `tokens_left` is how many the run is to generate yet; with `zero_truncated` what is cut off earns nothing.
-    `has_advantage` says whether the step would give some rollout of a group an advantage.
+    `problems` is how many the task has, and `tokens_left` how many tokens the run is to generate yet.
     """
 
-    def __init__(
-        self,
-        *,
-        n: int,
-        prompts: int,
-        sampling: Sampling,
-        seed: int,
-        step: int,
-        curriculum: Curriculum,
-        task: Task,
-        history: History,
-        version: int = 0,
-        span: Callable[[str], AbstractContextManager[None]],
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        most: int = MOST_ROLLOUTS,
-        tokens_left: float = math.inf,
-        zero_truncated: bool = False,
-        has_advantage: Callable[[ScoredGroup], bool] = lambda group: True,
-    ) -> None:
-        self._most, self._tokens_left, self._zero_truncated = most, tokens_left, zero_truncated
-        self._has_advantage = has_advantage
-        self.max_new_tokens = sampling.max_new_tokens
-        self.n, self.prompts, self.step, self.version = n, prompts, step, version
-        self._sampling, self._seed = sampling, seed
-        self._curriculum, self._task, self.history = curriculum, task, history
-        self._span, self._autocast = span, autocast
-        self.rng = np.random.default_rng(seed_of(seed, step, "collector"))
-        self._picked: dict[str, Prompt] = {}
+    n: int
+    prompts: int
+    sampling: Sampling
+    seed: int
+    step: int
+    curriculum: Curriculum
+    engine: Engine
+    task: Task
+    history: History
+    version: int = 0
+    problems: float = math.inf
+    tokens_left: float = math.inf
+    truncated: str = "train"
+    span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(seed_of(self.seed, self.step, "collector"))
+        self.rollout_seconds = 0.0
+        self._prompts: dict[str, Prompt] = {}  # picked, requested or resumed, by problem
         self._rollouts: dict[str, dict[int, Rollout]] = {}  # by problem and sample, in order of the requests
         self._rewards: dict[str, dict[int, Reward]] = {}  # of those that were judged
-        self._limited, self._dropped = False, 0  # whether a round had a limit; rollouts that ended there
-        self._held: set[str] = set()  # problems of groups that an earlier step has made
+        self._trained: dict[str, ScoredGroup] = {}  # what the collector returned
         self._notes: dict[str, float] = {}
-        self._rounds, self._spent = 0, Spent()
-        self.rollout_seconds = 0.0
+        self._calls, self._rounds, self._spent, self._limited = 0, 0, Spent(), False
 
     @property
     def at_limit(self) -> bool:
-        return self._generated >= self._tokens_left
+        return sum(cost.generated_tokens for cost in self._spent.costs) >= self.tokens_left
+
+    @property
+    def groups(self) -> list[Group]:
+        return [self._group(name) for name in self._rollouts]
+
+    def _group(self, name: str) -> Group:
+        own = self._rollouts[name]
+        return Group(self._prompts[name], tuple(own[sample] for sample in sorted(own)))
 
     def pick(self, count: int, without: Set[str] = frozenset()) -> Sequence[Prompt]:
-        self._refuse_too_many("problems", len(self._picked) + count)
-        found = self._curriculum.pick(self.step, count, self._picked.keys() | without)
-        self._picked |= {prompt.id: prompt for prompt in found}
+        self._called()
+        self._refuse_many("problems", len(self._prompts) + count)
+        known = self._prompts.keys() | without
+        count = int(min(count, self.problems - len(known)))
+        found = self.curriculum.pick(self.step, count, known) if count > 0 else ()
+        self._prompts |= {prompt.id: prompt for prompt in found}
         return found
 
-    def _refuse_too_many(self, what: str, count: int) -> None:
-        if count > self._most:
-            raise UserError(
-                f"the collector asks for {count} {what} in a step of n={self.n} rollouts of train.prompts="
-                f"{self.prompts} problems, and {self._most} are the most: lower its settings, n or train.prompts"
-            )
+    def _called(self) -> None:
+        self._calls += 1
+        if self._calls > MOST_CALLS:
+            raise UserError(f"the collector has no end: it made {MOST_CALLS} calls in one step; let it return groups")
 
-    def score(self, groups: Sequence[Group]) -> Sequence[ScoredGroup]:
+    def _refuse_many(self, what: str, count: int) -> None:
+        if count > MOST_ROLLOUTS:
+            raise UserError(f"the collector requests {count} {what} in a step: lower its settings, n or train.prompts")
+
+    def generate(
+        self, requests: Iterable[tuple[Prompt, int] | Group], *, enough: int | None = None, limit: int | None = None
+    ) -> list[Group]:
+        self._called()
+        made, names = sum(map(len, self._rollouts.values())), dict[str, None]()
+        partial: dict[tuple[str, int], Rollout] = {}
+        for request in requests:
+            added = request.rollouts if isinstance(request, Group) else ()
+            prompt, count = (request.prompt, 0) if isinstance(request, Group) else _pair(request)
+            made += count
+            self._refuse_many("rollouts", made)
+            if self._prompts.setdefault(prompt.id, prompt) != prompt:
+                raise UserError(f"the collector requests two problems with the id {prompt.id!r}: give each its own")
+            own = self._rollouts.setdefault(prompt.id, {})
+            for rollout in added or self._new(prompt, len(own), count):
+                known = own.setdefault(rollout.request.sample, rollout)
+                if known.request != rollout.request:
+                    raise UserError(
+                        f"the collector resumes problem {prompt.id!r}, of which this step has another group: pass its "
+                        "id to step.pick(count, without=...)"
+                    )
+                if known.finish is Finish.PARTIAL:
+                    check_sampling(known.request, self.sampling)
+                    partial[prompt.id, rollout.request.sample] = known
+            if own:
+                names[prompt.id] = None
+            else:
+                del self._rollouts[prompt.id]
+        whole = len(names) - len({name for name, _ in partial})
+        if enough is None or whole < enough:
+            self._make([*partial.values()], None if enough is None else Goal(enough - whole, partial.values()), limit)
+        return [self._group(name) for name in names]
+
+    def _new(self, prompt: Prompt, first: int, count: int) -> list[Rollout]:
+        """Return rollouts without a token yet."""
+        seeds = {sample: seed_of(self.seed, self.step, prompt.id, sample) for sample in range(first, first + count)}
+        return [begun(Request(prompt, sample, seed, self.sampling)) for sample, seed in seeds.items()]
+
+    def _make(self, partial: Sequence[Rollout], goal: Goal | None, limit: int | None) -> None:
+        if limit is not None:
+            self._limited, partial = True, [limited(one, limit) for one in partial if len(one) < limit]
+        if not partial:
+            return
+        start = time.perf_counter()
+        with self.span("rollout"), self.autocast():
+            for rollout in play(self.engine, self.task, partial, self.version, goal, self._spent):
+                own, sample = self._rollouts[rollout.request.prompt.id], rollout.request.sample
+                own[sample] = rollout if limit is None else unlimited(rollout, own[sample])
+        self.rollout_seconds += time.perf_counter() - start
+        self._rounds += 1
+
+    def score(self, groups: Iterable[Group]) -> list[ScoredGroup]:
+        self._called()
+        groups = [self._now(group) for group in groups]
         lacking = [unjudged for group in groups if (unjudged := self._unjudged(group)).rollouts]
         if lacking:
-            with self._span("reward"):
-                fresh = score_all(self._task, lacking)
+            with self.span("reward"):
+                fresh = score_all(self.task, lacking)
             for group in fresh:
                 samples = [rollout.request.sample for rollout in group.rollouts]
                 rewards = [self._earned(*each) for each in zip(group.rollouts, group.rewards, strict=True)]
                 self._rewards.setdefault(group.prompt.id, {}).update(zip(samples, rewards, strict=True))
         return [self._judged(group) for group in groups]
 
-    def teaches(self, group: ScoredGroup) -> bool:
-        return len({reward.answer for reward in group.rewards}) > 1 and self._has_advantage(group)
+    def _now(self, group: Group) -> Group:
+        """Return the group with its rollouts as far as they have come."""
+        own = self._rollouts.get(group.prompt.id, {})
+        return Group(group.prompt, tuple(own.get(one.request.sample, one) for one in group.rollouts))
 
     def _earned(self, rollout: Rollout, reward: Reward) -> Reward:
-        if not (self._zero_truncated and rollout.finish is Finish.LENGTH):
-            return reward
-        return replace(reward, total=0.0, parts=dict.fromkeys(reward.parts, 0.0))
+        is_zero = self.truncated == "zero" and rollout.finish is Finish.LENGTH
+        return replace(reward, total=0.0, parts=dict.fromkeys(reward.parts, 0.0)) if is_zero else reward
 
     def _unjudged(self, group: Group) -> Group:
         known = self._rewards.get(group.prompt.id, {})
@@ -124,215 +172,92 @@ class StepCollection:
         rollouts, rewards = _ended(group), self._rewards.get(group.prompt.id, {})
         return ScoredGroup(group.prompt, rollouts, tuple(rewards[r.request.sample] for r in rollouts))
 
+    def differs(self, group: ScoredGroup) -> bool:
+        left_out = Finish.LENGTH if self.truncated == "leave_out" else None
+        pairs = zip(group.rollouts, group.rewards, strict=True)
+        return len({reward.answer for rollout, reward in pairs if rollout.finish is not left_out}) > 1
+
     def note(self, figure: str, value: int | float) -> None:
         self._notes[f"collect/{figure}"] = float(value)
 
-    @property
-    def groups(self) -> list[Group]:
-        """All groups so far, in order of their first request, each sorted by sample."""
-        return [
-            Group(self._picked[name], tuple(of[sample] for sample in sorted(of)))
-            for name, of in self._rollouts.items()
-            if of
-        ]
+    def run(self, collector: Collector) -> list[ScoredGroup]:
+        """Run the collector; return the groups to train on, without rollouts whose judge has failed. UserError for what
+        is no list of different scored groups."""
+        with own_code_unless_ours(f"collector {name_of(collector)}", getattr(collector, "func", collector)):
+            groups = self._checked(collector)
+        self._trained = {group.prompt.id: group for group in with_rewards(groups)}
+        if not self._trained:
+            raise UserError("the judge scored no rollout of the step (see above): fix it, then grpo train resume=auto")
+        if len(self._trained) < len(groups):
+            self.note("unjudged_groups", len(groups) - len(self._trained))
+        return [*self._trained.values()]
+
+    def _checked(self, collector: Collector) -> list[ScoredGroup]:
+        returned: Any = collector(self)
+        fault = f"collector {name_of(collector)}"
+        if not isinstance(returned, Sequence) or not returned:
+            raise UserError(f"{fault} returned {returned!r:.40}: return a list of what step.score(...) returns")
+        names = set[str]()
+        for group in returned:
+            sizes = (
+                {len(group.rewards), len(group.rollouts), len(_ended(group))} if isinstance(group, ScoredGroup) else {0}
+            )
+            if len(sizes) > 1 or 0 in sizes:
+                named = f"problem {group.prompt.id!r}" if isinstance(group, Group | ScoredGroup) else f"{group!r:.40}"
+                raise UserError(f"{fault} returned {named} unscored: return what step.score(...) returns")
+            if group.prompt.id in names:
+                raise UserError(f"{fault} returned problem {group.prompt.id!r} twice: return each group once")
+            own = self._rollouts.get(group.prompt.id, {}).values()
+            if not self._limited and any(one.finish is Finish.PARTIAL for one in own):
+                raise UserError(
+                    f"{fault} returned problem {group.prompt.id!r} with unfinished rollouts: generate them first"
+                )
+            names.add(group.prompt.id)
+            check_rewards(group)
+            check_sampling(group.rollouts[0].request, self.sampling)
+        return [*returned]
 
     @property
     def made(self) -> list[ScoredGroup]:
-        """All groups that have become whole in this step and were judged, whether they are trained on or not."""
-        new = (group for group in self.groups if group.whole and group.prompt.id not in self._held)
-        return with_rewards([self._judged(group) for group in new if not self._unjudged(group).rollouts])
-
-    def run(self, collector: Collector, engine: Engine) -> list[ScoredGroup]:
-        """Run the collector to its end; returns the groups to train on. UserError for impossible requests."""
-        rounds: Any = collector(self)
-        if not isinstance(rounds, Generator):
-            raise UserError(f"the collector is no generator, but a {type(rounds).__name__}: yield its rounds")
-        answer = None
-        for number in range(MOST_ROUNDS + 1):
-            try:
-                wanted = rounds.send(answer)
-            except StopIteration as end:
-                return self._trained_on(self.score(self._chosen(end.value)))
-            partial = self._begun(wanted, number)
-            self._make(partial, self._goal(wanted.enough, partial, number), engine, wanted.limit)
-            answer = self.groups
-        raise UserError(f"the collector has no end: it asked for more than {MOST_ROUNDS} rounds in one step")
-
-    def _trained_on(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """The groups without what their judge has failed on. UserError where nothing is left."""
-        left = with_rewards(groups)
-        if not left:
-            raise UserError(
-                "the judge scored no rollout of the step (the warnings above say why); fix the judge, then continue "
-                "with grpo train resume=auto"
-            )
-        if len(left) < len(groups):
-            self.note("unjudged_groups", len(groups) - len(left))
-        return left
-
-    def _begun(self, wanted: Any, number: int) -> list[Rollout]:
-        """The partial rollouts that a round completes, most of them without a token yet."""
-        if not isinstance(wanted, Round):
-            kind = type(wanted).__name__
-            raise UserError(f"round {number + 1} of the collector is a {kind}: yield Round((GroupRequest(...), ...))")
-        if not wanted.requests and not wanted.resumed and not wanted.held:
-            raise UserError(f"round {number + 1} of the collector is empty: leave it out")
-        if (limit := wanted.limit) is not None and (wanted.enough is not None or not 0 < limit < self.max_new_tokens):
-            raise UserError(
-                f"round {number + 1} of the collector has limit={limit}: use 1 to less than sampling.max_new_tokens="
-                f"{self.max_new_tokens}, and no enough beside it"
-            )
-        self._limited |= limit is not None
-        for held in wanted.held:
-            self._join(held, number)
-        found = [rollout for group in wanted.resumed for rollout in self._resumed(group, number)]
-        if len({_key(rollout.request) for rollout in found}) < len(found):
-            raise UserError(f"round {number + 1} of the collector resumes a group twice: name it once")
-        found += self._requests(wanted, number)
-        for rollout in found:
-            self._rollouts.setdefault(rollout.request.prompt.id, {})[rollout.request.sample] = rollout
-        return found
-
-    def _resumed(self, group: Group, number: int) -> list[Rollout]:
-        """Return the partial rollouts of a resumed group, which becomes one of this step."""
-        name, own = group.prompt.id, self._rollouts.setdefault(group.prompt.id, {})
-        known = [own.setdefault(rollout.request.sample, rollout) for rollout in group.rollouts]
-        if self._picked.setdefault(name, group.prompt) != group.prompt or any(
-            one.request != rollout.request for one, rollout in zip(known, group.rollouts, strict=True)
-        ):
-            raise UserError(
-                f"round {number + 1} of the collector resumes problem {name!r}, of which this step has made another "
-                "group: pick no problem of which one is held (collection.pick(count, without=...))"
-            )
-        partial = [rollout for rollout in known if rollout.finish is Finish.PARTIAL]
-        if not partial:
-            raise UserError(
-                f"round {number + 1} of the collector resumes problem {name!r}, of which no rollout is partial: leave "
-                "it out"
-            )
-        for rollout in partial:
-            check_sampling(rollout.request, self._sampling)
-        return partial
-
-    def _join(self, group: ScoredGroup, number: int) -> None:
-        """A whole group of an earlier step becomes one of this step."""
-        name = group.prompt.id
-        if name in self._picked or name in self._rollouts:
-            raise UserError(
-                f"round {number + 1} of the collector brings a held group of problem {name!r}, which this step has "
-                "already: pick no problem of which one is held (collection.pick(count, without=...))"
-            )
-        samples = [rollout.request.sample for rollout in group.rollouts]
-        for rollout in group.rollouts:
-            check_sampling(rollout.request, self._sampling)
-        self._held.add(name)
-        self._picked[name] = group.prompt
-        self._rollouts[name] = dict(zip(samples, group.rollouts, strict=True))
-        self._rewards[name] = dict(zip(samples, group.rewards, strict=True))
-
-    def _requests(self, wanted: Round, number: int) -> list[Rollout]:
-        """New rollouts, without any tokens but those that are given."""
-        made: list[Rollout] = []
-        before = sum(map(len, self._rollouts.values()))
-        self._refuse_too_many("rollouts", before + sum(group.count for group in wanted.requests))
-        for group in wanted.requests:
-            name = group.prompt.id
-            if self._picked.get(name) != group.prompt:
-                raise UserError(
-                    f"round {number + 1} of the collector names problem {name!r}, which this step has not picked: take "
-                    "problems from collection.pick(...)"
-                )
-            if group.count < 1:
-                raise UserError(
-                    f"round {number + 1} of the collector asks for {group.count} rollouts of problem {name!r}: 1 is "
-                    "the least, and a problem that is to have none is left out"
-                )
-            before = len(self._rollouts.get(name, {}))
-            first = before + sum(one.request.prompt.id == name for one in made)
-            for sample in range(first, first + group.count):
-                seed = seed_of(self._seed, self.step, name, sample)
-                made.append(begun(Request(group.prompt, sample, seed, self._sampling)))
-        return made
-
-    def _goal(self, enough: int | None, partial: Sequence[Rollout], number: int) -> Goal | None:
-        whole = sum(group.whole for group in self.groups)
-        if enough is not None and enough <= whole:
-            raise UserError(
-                f"round {number + 1} of the collector ends at enough={enough} whole groups, and there are {whole} "
-                "before it: ask for more, or leave the round out"
-            )
-        return None if enough is None else Goal(enough, whole, partial)
-
-    def _make(self, partial: Sequence[Rollout], goal: Goal | None, engine: Engine, limit: int | None) -> None:
-        if limit is not None:
-            partial = [limited(one, limit) for one in partial if len(one) < limit]
-        if not partial:  # all that the round asks for is there
-            return
-        start = time.perf_counter()
-        with self._span("rollout"), self._autocast():
-            for rollout in play(engine, self._task, partial, self.version, goal, self._spent):
-                own = self._rollouts[rollout.request.prompt.id]
-                before = own[rollout.request.sample]
-                own[rollout.request.sample] = rollout if limit is None else unlimited(rollout, before)
-        self.rollout_seconds += time.perf_counter() - start
-        self._rounds += 1
-
-    def _chosen(self, names: Sequence[str] | None) -> list[Group]:
-        if not self._rollouts:
-            raise UserError("the collector ended without a round: it has to yield at least one")
-        unfinished = [g.prompt.id for g in self.groups if not g.whole and (names is None or g.prompt.id in names)]
-        if self._limited:
-            self._drop(unfinished)
-        elif unfinished:
-            raise UserError(
-                f"the collector returned problem {unfinished[0]!r}, of which some rollouts are partial: resume them "
-                "before it is trained on, in a later round or step"
-            )
-        if names is None:
-            return self.groups
-        unknown = [name for name in names if name not in self._rollouts]
-        if unknown or not names:
-            found = f"problem {unknown[0]!r}, of which it has requested nothing" if unknown else "no problem"
-            raise UserError(f"the collector returned {found}: return the ids of what to train on, or None for all")
-        return [group for group in self.groups if group.prompt.id in set(names)]
-
-    def _drop(self, problems: Sequence[str]) -> None:
-        """Leave out the rollouts of these problems that ended at a limit."""
-        for name in problems:
-            whole = {s: one for s, one in self._rollouts[name].items() if one.finish is not Finish.PARTIAL}
-            self._dropped += len(self._rollouts[name]) - len(whole)
-            self._rollouts |= {name: whole}
+        """The judged groups that have become whole in this step, trained on or not."""
+        left = [group for group in self.groups if group.whole and not self._unjudged(group).rollouts]
+        judged = {group.prompt.id: self._judged(group) for group in left} | self._trained
+        return with_rewards([judged[name] for name in self._rollouts if name in judged])
 
     @property
     def stats(self) -> EngineStats:
         """The total cost of all rounds."""
         return together(self._spent.costs) if self._spent.costs else EngineStats()
 
-    @property
-    def _generated(self) -> int:
-        return sum(cost.generated_tokens for cost in self._spent.costs)
-
     def metrics(self) -> dict[str, float]:
-        """Counts of requests, and the collector's notes."""
-        groups = [group for group in self.groups if group.prompt.id not in self._held]
+        """Return counts of rollouts, and the collector's notes."""
+        groups = self.groups
         sizes = [len(group.rollouts) for group in groups]
-        with_turns = has_turns(self._task)
+        dropped = [group for group in groups if group.whole and group.prompt.id not in self._trained]
+        lost = [one for group in dropped for one in group.rollouts]
+        lost += [one for group in groups if group.prompt.id in self._trained for one in group.partial.rollouts]
+        with_turns = has_turns(self.task)
         return {
             **(turn_metrics(groups) | {"time/environment": self._spent.environment_seconds} if with_turns else {}),
             "collect/rounds": float(self._rounds),
             "collect/problems": float(len(sizes)),
             "collect/rollouts_min": float(min(sizes, default=0)),
             "collect/rollouts_max": float(max(sizes, default=0)),
-            **({"collect/dropped": float(self._dropped)} if self._limited else {}),
+            "collect/dropped_groups": float(len(dropped)),
+            "collect/tokens_dropped": float(sum(one.num_drawn for one in lost)),
             **self._notes,
-            **(self._task.counted() if isinstance(self._task, Counts) else {}),
+            **(self.task.counted() if isinstance(self.task, Counts) else {}),
         }
 
 
-def _key(request: Request) -> tuple[str, int]:
-    """Identifies a rollout; a request that resumes one has a different prompt."""
-    return request.prompt.id, request.sample
+def _pair(request: Any) -> tuple[Prompt, int]:
+    """Return a request for new rollouts. UserError for anything else."""
+    with suppress(TypeError, ValueError):
+        prompt, count = request
+        if isinstance(prompt, Prompt) and operator.index(count) >= 0:
+            return prompt, operator.index(count)
+    raise UserError(f"the collector requests {request!r:.40}: give step.generate(...) groups, or (problem, number)")
 
 
-def _ended(group: Group) -> tuple[Rollout, ...]:
+def _ended(group: Group | ScoredGroup) -> tuple[Rollout, ...]:
     return tuple(rollout for rollout in group.rollouts if rollout.finish is not Finish.PARTIAL)

@@ -1,4 +1,4 @@
-"""Every problem once per epoch: the plain curriculum, and the order of candidates for the others."""
+"""Every problem once per epoch: the plain curriculum, and the order of candidates for others, which learn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from grpo_cli.collect.requests import check_ids, seed_of
-from grpo_cli.history import of_kind
+from grpo_cli.history import History, of_kind
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt, ScoredGroup
 
@@ -16,17 +16,13 @@ from grpo_cli.types import Prompt, ScoredGroup
 class Epochs:
     """A new order every epoch, a function of (seed, epoch), and a position in it.
 
-    An epoch ends if fewer problems are left than asked for, so that none comes twice in a step. Ids of prompts in a
-    list or tuple are checked now; other sequences may compute their prompts, which are checked step by step (in
-    `requests_for`).
+    An epoch ends if fewer problems are left than are picked, so that none comes twice in a step. Ids of a list or tuple
+    are checked now; other sequences may compute their prompts.
     """
 
     def __init__(self, prompts: Sequence[Prompt], per_step: int, seed: int) -> None:
         if len(prompts) < per_step:
-            raise UserError(
-                f"train.prompts={per_step} different prompts a step were asked for, but the task has {len(prompts)}: "
-                "lower train.prompts"
-            )
+            raise UserError(f"train.prompts={per_step} is more than the task's {len(prompts)} problems: lower it")
         if isinstance(prompts, (list, tuple)):
             check_ids(prompts, "prompts to train on")
         self._prompts, self._per_step, self._seed = prompts, per_step, seed
@@ -40,10 +36,10 @@ class Epochs:
         """Indices of the next `count` problems in the task's sequence."""
         if count + len(without) > len(self._prompts):
             raise UserError(
-                f"step {step + 1} asks for {count + len(without)} different problems, but the task has "
+                f"step {step + 1} picks {count + len(without)} different problems, but the task has "
                 f"{len(self._prompts)}: lower train.prompts or the rule's pool"
             )
-        if self._epoch < 0:  # fresh, or resumed from an old checkpoint without a position
+        if self._epoch < 0:
             epoch, steps = divmod(step, len(self._prompts) // self._per_step)
             self._turn_to(epoch, steps * self._per_step)
         if self._place + count > len(self._order):
@@ -71,3 +67,30 @@ class Epochs:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         if state is not None and (state := of_kind(state, "curriculum", "epochs"))["epoch"] >= 0:
             self._turn_to(state["epoch"], state["place"])
+
+
+class CandidateOrder(Epochs):
+    """The next `pool` times as many problems as needed, in the order of epochs; all if there are fewer."""
+
+    def __init__(self, prompts: Sequence[Prompt], per_step: int, seed: int, pool: int) -> None:
+        super().__init__(prompts, per_step, seed)
+        self._pool = pool
+
+    def places(self, step: int, count: int, without: Set[str]) -> list[int]:
+        """Their indices in the task's sequence. UserError if fewer than `count` are left."""
+        left, wanted = len(self._prompts) - len(without), self._pool * count
+        if not count <= left <= wanted:
+            return super().places(step, min(wanted, max(left, count)), without)
+        every = range(len(self._prompts))
+        return [place for place in every if not (without and self._prompts[place].id in without)]
+
+
+def require_revisits(name: str, prompts: int, per_step: int, steps: int, history: History) -> None:
+    """UserError if the task's problems are visited less than once on average."""
+    visits = steps * per_step
+    if visits < prompts:
+        fitting = max(per_step, visits // 4)
+        raise UserError(
+            f"curriculum={name} learns from earlier visits, but train.steps={steps} of train.prompts={per_step} visit "
+            f"{prompts} problems {visits} times: take task.train_problems={fitting}, or curriculum=epochs"
+        )

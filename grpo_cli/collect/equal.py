@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from grpo_cli.interfaces import Collection, Rounds
-from grpo_cli.types import GroupRequest, Round
+from grpo_cli.interfaces import StepRollouts
+from grpo_cli.types import ScoredGroup
 
 
-def equal(collection: Collection) -> Rounds:
-    """`n` rollouts of each of `train.prompts` problems, in one round (GRPO, arXiv 2402.03300)."""
-    yield Round(tuple(GroupRequest(prompt, collection.n) for prompt in collection.pick(collection.prompts)))
-    return None
+def equal(step: StepRollouts) -> list[ScoredGroup]:
+    """Return `n` rollouts of each of `train.prompts` problems (GRPO, arXiv 2402.03300)."""
+    return step.score(step.generate((prompt, step.n) for prompt in step.pick(step.prompts)))
+
+
+def at_once(collector: object, n: int, prompts: int) -> int:
+    """Return the most rollouts that a collector requests at a time: by its own `at_once`, else a plain step's."""
+    own = getattr(collector, "at_once", None)
+    return int(own(n, prompts)) if own is not None else n * prompts

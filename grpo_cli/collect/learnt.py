@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_cli.interfaces import Parts, Remembers
+from grpo_cli.interfaces import Observes, Parts
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import ScoredGroup
 
 
-def remembering(parts: Parts) -> Iterator[tuple[str, Remembers]]:
-    """The rules that learn, by their groups."""
+def observing(parts: Parts) -> dict[str, Observes]:
+    """Return the rules that learn, by their groups."""
     named = {"curriculum": parts.curriculum, **vars(parts.rules)}
-    yield from ((name, rule) for name, rule in named.items() if isinstance(rule, Remembers))
+    return {name: rule for name, rule in named.items() if isinstance(rule, Observes)}
 
 
 def observe(parts: Parts, step: int, trained: Sequence[ScoredGroup], made: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Show a step's groups to every rule that learns from them; returns the rules' metrics."""
-    parts.history.observe(step, made)
-    told = [(rule, made if name == "curriculum" else trained) for name, rule in remembering(parts)]
-    return {name: value for rule, groups in told for name, value in rule.observe(step, groups).items()}
+    """Pass a step's groups to every rule that learns from them; return the rules' metrics."""
+    parts.bench.history.observe(step, made)
+    metrics = dict[str, float]()
+    for name, rule in observing(parts).items():
+        metrics |= rule.observe(step, made if name == "curriculum" else trained)
+    return metrics
 
 
 def state_of(parts: Parts) -> dict[str, Any]:
     """Return what a checkpoint keeps: the history, each rule's state, and which problems these are of."""
-    learnt = {"history": parts.history.state_dict(), "task": _task_of(parts)}
-    return learnt | {name: rule.state_dict() for name, rule in remembering(parts)}
+    learnt = {"history": parts.bench.history.state_dict(), "task": _task_of(parts)}
+    return learnt | {name: rule.state_dict() for name, rule in observing(parts).items()}
 
 
 def _task_of(parts: Parts) -> str:
@@ -40,11 +42,11 @@ def _task_of(parts: Parts) -> str:
 
 def put_back(parts: Parts, state: Mapping[str, Any]) -> None:
     """Restore what `state_of` returned. UserError if it is of another task or of other rules."""
-    rules = dict(remembering(parts))
+    rules = observing(parts)
     if state["task"] != _task_of(parts):
         raise UserError(
-            "the checkpoint's problems are not those of this run's task: resume with the task as it was, or start a "
-            "new run with model.path=<checkpoint>"
+            "the checkpoint's problems are not this task's: resume with the task as it was, or start a new run with "
+            "model.path=<checkpoint>"
         )
     for name in state.keys() - rules.keys() - {"history", "task"}:
         kind = state[name].get("kind")
@@ -52,6 +54,6 @@ def put_back(parts: Parts, state: Mapping[str, Any]) -> None:
             f"the checkpoint holds what {name}={kind} has learnt, and this run's {name} learns nothing; resume "
             f"with {name}={kind}, or start a new run"
         )
-    parts.history.load_state_dict(state["history"])
+    parts.bench.history.load_state_dict(state["history"])
     for name, rule in rules.items():
         rule.load_state_dict(state.get(name))

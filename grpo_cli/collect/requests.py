@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 
 import numpy as np
 
@@ -27,8 +29,8 @@ def check_ids(prompts: Iterable[Prompt], which: str) -> None:
         first = numbers.setdefault(prompt.id, number)
         if first != number:
             raise UserError(
-                f"{prompt.id!r} is the id of two of the {which} (numbers {first} and {number}), and rollouts are "
-                "grouped by it: let the task give each prompt of a split an id of its own"
+                f"{prompt.id!r} is the id of two of the {which} (numbers {first} and {number}): let the task give each "
+                "prompt of a split its own"
             )
 
 
@@ -74,8 +76,7 @@ def check_rewards(group: ScoredGroup) -> None:
         first = int(bad[0])
         raise UserError(
             f"the task gave reward {group.totals[first]} to sample {group.rollouts[first].request.sample} of prompt "
-            f"{group.prompt.id} ({len(bad)} of {len(group.totals)} rewards of this group are so): rewards must be "
-            "finite numbers from -2^53 to 2^53, so repair the task's reward; training stopped before using it"
+            f"{group.prompt.id}: let it return finite numbers from -2^53 to 2^53"
         )
 
 
@@ -92,19 +93,28 @@ def check_sampling(request: Request, now: Sampling) -> None:
         before, here = (" ".join(f"sampling.{key}={of[key]}" for key in changed) for of in (begun, vars(now)))
         raise UserError(
             f"rollouts of problem {request.prompt.id!r} were begun with {before}, and this run has {here}: resume with "
-            "what they were begun with, or start a new run"
+            "the former, or start a new run"
         )
 
 
 class Goal:
-    """Whether `enough` groups are whole, as the rollouts `under_way` end."""
+    """Whether `enough` more groups are whole, as the rollouts `under_way` end."""
 
-    def __init__(self, enough: int, whole: int, under_way: Sequence[Rollout]) -> None:
-        self._enough, self._whole = enough, whole
+    def __init__(self, enough: int, under_way: Iterable[Rollout]) -> None:
+        self._lacking = enough
         self._left = Counter(rollout.request.prompt.id for rollout in under_way)
 
     def __call__(self, rollout: Rollout) -> bool:
         problem = rollout.request.prompt.id
         self._left[problem] -= 1
-        self._whole += not self._left[problem]
-        return self._whole >= self._enough
+        self._lacking -= not self._left[problem]
+        return self._lacking <= 0
+
+
+def with_surplus(count: int, surplus: float) -> int:
+    """Return `1 + surplus` times a number, rounded up.
+
+    >>> with_surplus(50, 0.1)  # in floating point 1.1 * 50 is more than 55
+    55
+    """
+    return math.ceil((1 + Fraction(str(surplus))) * count)

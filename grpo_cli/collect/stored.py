@@ -14,8 +14,8 @@ from grpo_cli.types import Finish, Group, Prompt, Request, Reward, Rollout, Scor
 
 
 def to_plain(group: Group | ScoredGroup) -> dict[str, Any]:
-    """The group with all its rollouts' tokens concatenated. Log-probabilities of a scored one are in float32, in which
-    they were drawn."""
+    """Return the group with all its rollouts' tokens concatenated. Log-probabilities of a scored one are in float32, in
+    which they were drawn."""
     tokens = [token for rollout in group.rollouts for token in rollout.token_ids]
     logprobs = [logprob for rollout in group.rollouts for logprob in rollout.sampler_logprobs]
     rewards = {"rewards": [_earned(reward) for reward in group.rewards]} if isinstance(group, ScoredGroup) else {}
@@ -29,11 +29,8 @@ def to_plain(group: Group | ScoredGroup) -> dict[str, Any]:
 
 
 def _earned(reward: Reward) -> tuple[float, dict[str, float], str, dict[str, float]]:
-    return float(reward.total), _floats(reward.parts), reward.answer_part, _floats(reward.weights)
-
-
-def _floats(named: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in named.items()}
+    parts, weights = ({name: float(one) for name, one in of.items()} for of in (reward.parts, reward.weights))
+    return float(reward.total), parts, reward.answer_part, weights
 
 
 def _fate(rollout: Rollout) -> dict[str, Any]:
@@ -49,16 +46,10 @@ def _fate(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def request_of(problem: Prompt, state: Mapping[str, Any]) -> Request:
-    """The request of a stored rollout."""
-    said = dict(state["sampling"])
-    sampling = Sampling(**said | {"stop": tuple(said["stop"])})
-    return Request(problem, state["sample"], int(state["seed"]), sampling)
-
-
 def from_plain(state: Mapping[str, Any]) -> Any:
-    """The inverse of `to_plain`."""
-    prompt, fates = prompt_of(state), state["rollouts"]
+    """Return the group that `to_plain` was called with."""
+    name, ids, answer = state["prompt"]
+    prompt, fates = Prompt(name, tuple(ids), answer), state["rollouts"]
     tokens = [state[name].split([fate["length"] for fate in fates]) for name in ("token_ids", "logprobs")]
     rollouts = tuple(
         _rollout(prompt, fate, tuple(ids.tolist()), tuple(said.tolist()))
@@ -69,17 +60,13 @@ def from_plain(state: Mapping[str, Any]) -> Any:
     return ScoredGroup(prompt, rollouts, tuple(Reward(*reward) for reward in state["rewards"]))
 
 
-def prompt_of(state: Mapping[str, Any]) -> Prompt:
-    """The problem of a stored group."""
-    name, token_ids, answer = state["prompt"]
-    return Prompt(name, tuple(token_ids), answer)
-
-
 def _rollout(
     prompt: Prompt, fate: Mapping[str, Any], token_ids: tuple[int, ...], logprobs: tuple[float, ...]
 ) -> Rollout:
+    sampling = Sampling(**fate["sampling"] | {"stop": tuple(fate["sampling"]["stop"])})
+    request = Request(prompt, fate["sample"], int(fate["seed"]), sampling)
     spans = tuple(Span(*span) for span in fate["spans"])
-    return Rollout(request_of(prompt, fate), token_ids, logprobs, Finish(fate["finish"]), fate["kept_kv"], spans)
+    return Rollout(request, token_ids, logprobs, Finish(fate["finish"]), fate["kept_kv"], spans)
 
 
 class HoldsGroups:

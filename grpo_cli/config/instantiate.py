@@ -1,26 +1,28 @@
 """Instantiates the parts of a configuration.
 
 A part gets the arguments of its YAML and those offered objects (model, tokenizer, seed, ...) that its signature names.
-A misspelt argument is a UserError. Parts declare themselves what they refuse; rules are tried in `config.rehearsal`.
+A misspelt argument is a UserError. Parts declare themselves what they refuse; rules are tried in `config.trial`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import pkgutil
+import typing
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import hydra.utils
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
 from grpo_cli.config.kinds import KINDS, RULES, is_function
-from grpo_cli.config.read import named_words, read_kwargs
+from grpo_cli.config.read import read_argument
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.support.errors import UserError, closest, gathered, hidden, own_code, own_code_unless_ours, refuse
@@ -29,8 +31,6 @@ from grpo_cli.types import Batch, LossOutput, Totals
 RECIPE = "recipe"  # a task's values for other groups (`config.auto`)
 _NO_ARGUMENTS = ("_target_", "_partial_", RECIPE)
 INNER = "inner"  # the key by which an engine names its workers' engine
-# Keyword arguments for rules that have such a parameter.
-_BY_NAME = {"advantage": ("inputs", "history")}
 
 
 def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
@@ -55,44 +55,54 @@ def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, /, *
 
 
 def drop_inherited(cfg: DictConfig, groups: Sequence[str]) -> None:
-    """Remove the settings that a part's own `_target_` does not take, and that it has from the choice it replaces.
-
-    Beside a typed `_target_` these are all that were not typed; else those with the value of a shipped choice.
-    """
+    """Remove from a user's own parts the settings of the choices that they replace, unless typed or taken."""
     words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task) if HydraConfig.initialized() else ()
-    typed = {".".join(word.lstrip("+").partition("=")[0].split(".")[:2]) for word in words}
+    typed = {word.lstrip("+").partition("=")[0] for word in words}
     for name in groups:
-        part, files = cfg.get(name), [shipped(name, choice) for choice in choices(name)]
-        own = f"{name}._target_" in typed
-        if not isinstance(part, DictConfig) or not (
-            own or part.get("_target_") not in (None, *(file.get("_target_") for file in files))
-        ):
-            continue
-        takes: Container[str] = ()
-        with suppress(UserError):  # what cannot be had is refused where it is made
-            takes = _takes(_code(name, str(part["_target_"])))
-        values: Any = OmegaConf.to_container(part)
-        for word in [word for word in values if word not in takes and word not in _NO_ARGUMENTS]:
-            known = [file[word] for file in files if word in file]
-            if known and (f"{name}.{word}" not in typed if own else values[word] in known):
-                with open_dict(part):
-                    del part[word]
+        part = cfg.get(name)
+        known = {word for choice in choices(name) for word in shipped(name, choice)} - {*_NO_ARGUMENTS}
+        if isinstance(part, DictConfig) and isinstance(part.get("_target_"), str):
+            takes: Container[str] = ()
+            with suppress(UserError):  # a target that cannot be imported is refused where it is built
+                takes = _takes(_code(name, str(part["_target_"])))
+            with open_dict(part):
+                for word in [word for word in part if word in known and word not in takes]:
+                    if f"{name}.{word}" not in typed:
+                        del part[word]
 
 
-class _Anything(frozenset[str]):
-    """The names that `**kwargs` take."""
+def settings_problems(parts: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the settings of each part, before any is built."""
+    problems: list[str] = []
+    for name, part in parts.items():
+        if isinstance(part, dict) and "_target_" in part:
+            with gathered(problems):
+                _factory(name, part)
+    return problems
 
+
+def _takes(code: Any) -> Container[str]:
+    """Return the names of the settings that a class or function takes; all names where it takes any."""
+    parameters = inspect.signature(code).parameters
+    unpacked = {*_hints(code)} if _is_ours(code) else set()
+    if unpacked <= {*parameters} and any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return _Anything()
+    return {*parameters, *unpacked}
+
+
+class _Anything:
     def __contains__(self, name: object) -> bool:
         return True
 
 
-def _takes(code: Any) -> frozenset[str]:
-    """Return the names of the settings that a class or function takes."""
-    parameters = inspect.signature(code).parameters
-    named = named_words(code) if _is_ours(code) else set()  # others may annotate as they like
-    if not named and any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return _Anything(parameters)
-    return frozenset([*parameters, *named])
+def _hints(code: Any) -> dict[str, Any]:
+    """Return the types of the arguments of a class or function, those of `**words: Unpack[...]` included."""
+    constructor = isinstance(code, type) and not dataclasses.is_dataclass(code)
+    hints = typing.get_type_hints(code.__init__ if constructor else code, include_extras=True)
+    for name in [name for name, hint in hints.items() if typing.get_origin(hint) is typing.Unpack]:
+        hints |= typing.get_type_hints(typing.get_args(hints.pop(name))[0], include_extras=True)
+    hints.pop("return", None)
+    return hints
 
 
 def _is_ours(code: Any) -> bool:
@@ -103,11 +113,11 @@ def _code(name: str, target: str) -> Any:
     """Return the class or function that a part's `_target_` names. UserError if it cannot be had."""
     with own_code(f"{name}._target_={target}"):
         try:
-            code: Any = hydra.utils.get_object(target)
+            code: Any = pkgutil.resolve_name(target)
             inspect.signature(code)
             if reason := hidden(target):
                 raise ImportError(reason)
-        except (ImportError, TypeError, ValueError) as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
             reason = hidden(target) or " ".join(str(error.__cause__ or error).splitlines()[:2])
             raise UserError(
                 f"{name}._target_={target} cannot be had: {reason}; "
@@ -116,18 +126,19 @@ def _code(name: str, target: str) -> Any:
     return code
 
 
-def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> partial[Any]:
-    """The class or function with its settings bound, after checking that it takes them."""
+def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any] | None = None) -> partial[Any]:
+    """Return the class or function with its settings bound. UserError if it takes others."""
     target = str(part["_target_"])
     code = _code(name, target)
     kwargs = {key: value for key, value in part.items() if key not in _NO_ARGUMENTS}
-    takes = _takes(code)
-    known = [key for key in takes if key not in offered]
-    problems = [
-        f"{name}.{word}: {target} takes no {word}{closest(word, known)}" for word in kwargs if word not in takes
-    ]
-    if _is_ours(code):
-        kwargs = read_kwargs(code, name, kwargs, problems)
+    takes, problems = _takes(code), list[str]()
+    hints = _hints(code) if _is_ours(code) else {}  # others may annotate as they like
+    known = [word for word in (*inspect.signature(code).parameters, *hints) if word not in (offered or ())]
+    for word, value in kwargs.items():
+        if word not in takes:
+            problems.append(f"{name}.{word}: {target} takes no {word}{closest(word, known)}")
+        elif word in hints:
+            kwargs[word] = read_argument(hints[word], value, f"{name}.{word}", problems)
     refuse(problems)
     return partial(code, **kwargs)
 
@@ -146,12 +157,11 @@ def _fits(factory: Any, offered: Mapping[str, Any]) -> tuple[str, dict[str, Any]
 def function(name: str, part: Mapping[str, Any]) -> Any:
     """A callable rule: an instance, or a function with its settings bound. UserError if it does not take the arguments
     of its kind."""
-    called_with, factory = KINDS[name].called_with, _factory(name, part, {})
+    called_with, factory = KINDS[name].called_with, _factory(name, part)
     rule = make(name, part, {}) if isinstance(factory.func, type) else factory
     signature = inspect.signature(rule)
-    named = {word: word for word in _BY_NAME.get(name, ()) if word in signature.parameters}
     try:
-        signature.bind(*called_with, **named)
+        signature.bind(*called_with)
     except TypeError as error:
         raise UserError(
             f"{name}._target_={part['_target_']} cannot be called as {name}({', '.join(called_with)}): {error}; "
@@ -161,11 +171,8 @@ def function(name: str, part: Mapping[str, Any]) -> Any:
 
 
 def fact_of(name: str, part: Mapping[str, Any], fact: str) -> Any:
-    """A fact of a part's class or function (`facts.facts`). None if it has no such fact or cannot be made, which
-    is refused elsewhere."""
-    with suppress(UserError):
-        return getattr(_factory(name, part, {}).func, fact, None)
-    return None
+    """Return a fact of a part's class or function (`facts.facts`); None if it has no such fact."""
+    return getattr(_code(name, str(part["_target_"])), fact, None)
 
 
 def engine_parts(parts: Mapping[str, Any], offered: Mapping[str, Any], early: bool = False) -> dict[str, Any]:
@@ -193,20 +200,13 @@ def _not_together(parts: Mapping[str, Any], built: Mapping[str, Any]) -> Iterato
         yield (
             f"scheduler={scheduler} orders by predicted length, but predictor={predictor}; choose predictor={others}"
         )
-    yield from refused_by("engine", parts["engine"], built)
-    if INNER in parts["engine"]:
-        yield from refused_by("engine", inner_engine(parts["engine"]), built)
-
-
-def refused_by(name: str, part: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
-    """Problems that a part's own `refuses`, if it has one, finds in its settings before it is made."""
-    factory = _factory(name, part, {})
-    if hasattr(factory.func, "refuses"):
-        asked = inspect.signature(factory.func.refuses).parameters
-        known = {**factory.keywords, **built}
-        if asked.keys() <= known.keys():
-            with own_code_unless_ours(f"{name}._target_={part['_target_']}: refuses", factory.func):
-                found = [*factory.func.refuses(**{word: known[word] for word in asked})]
+    inner = [inner_engine(parts["engine"])] if INNER in parts["engine"] else []
+    for engine in (parts["engine"], *inner):
+        refuses = fact_of("engine", engine, "refuses")
+        taken = inspect.signature(refuses).parameters if callable(refuses) else {"none": None}
+        if taken.keys() <= built.keys():
+            with own_code_unless_ours(f"engine._target_={engine['_target_']}: refuses", refuses):
+                found = [*refuses(**{word: built[word] for word in taken})]
             yield from found
 
 

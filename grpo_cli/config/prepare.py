@@ -1,7 +1,4 @@
-"""Prepares a run once: settings checked, `auto` resolved, rules made and tried, the collector rehearsed, a device.
-
-Training and profiles get the result; nothing after this makes rules or rehearses a collector again.
-"""
+"""Prepares a run once: settings checked, `auto` resolved, rules made and tried, a device picked."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from typing import Generic, TypeVar
 
 import torch
 
-from grpo_cli.collect.rehearsal import CollectionSize
+from grpo_cli.collect.equal import at_once
 from grpo_cli.config.auto import decided
-from grpo_cli.config.check import check, check_eval, check_profile
+from grpo_cli.config.check import check, check_eval
 from grpo_cli.interfaces import Rules
 from grpo_cli.learner.optimizer import check_optimizer
-from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
+from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.support.memory import SHARE, keep_freed, part_of_gpu
@@ -30,12 +27,16 @@ Settings = TypeVar("Settings", bound=RunSettings)
 
 @dataclass(frozen=True)
 class Prepared(Generic[Settings]):
-    """A run before its model is loaded. `size`: what a step asks for, according to the rehearsal."""
+    """A run before its model is loaded."""
 
     settings: Settings
     rules: Rules
-    size: CollectionSize
     device: torch.device
+
+    @property
+    def at_once(self) -> int:
+        """The most rollouts that a step requests at a time."""
+        return at_once(self.rules.collector, self.settings.n, self.settings.train.prompts)
 
 
 def prepare(settings: Settings, say: Callable[[str], None] = print, fast: bool | None = None) -> Prepared[Settings]:
@@ -43,10 +44,10 @@ def prepare(settings: Settings, say: Callable[[str], None] = print, fast: bool |
     `config.auto`."""
     is_a_size = re.match(r"[\d.]*[1-9]", str(settings.fit))
     keep_freed(parse_bytes(settings.fit, "fit") if is_a_size else None)
-    tried = check_profile(settings) if isinstance(settings, ProfileRunSettings) else check(settings)
+    rules = check(settings)
     device = pick_device(settings.device)
     check_optimizer(settings.optim, device)
-    return Prepared(decided(settings, say, fast), tried.rules, tried.size, device)
+    return Prepared(decided(settings, say, fast), rules, device)
 
 
 def prepare_eval(settings: EvalRunSettings, say: Callable[[str], None] = print) -> EvalRunSettings:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,16 +25,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo_cli.interfaces import Bench
 from grpo_cli.rules.loss import masked_float
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Range
-from grpo_cli.types import AdvantageInputs, Batch, LossOutput, Totals
+from grpo_cli.types import Batch, LossOutput, ScoredGroup, Totals
 
 Beta = Annotated[float, Range(0, 1e3, "it is the weight of a KL to the model as it was", above=True)]
 
 
-REHEARSED = "rehearsal"  # the problem of a made-up group
 WRITE_IT = "grpo eval eval.split=train eval.problems=-1 eval.k=8"
 
 
@@ -57,14 +57,17 @@ class Optimal:
             raise UserError(f"advantage=a2po needs advantage.answers=<samples.jsonl>: write it with {WRITE_IT}")
         self._beta, self._file, self._shares = beta, answers, _shares_in(Path(answers).expanduser())
 
-    def __call__(
-        self, kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], inputs: AdvantageInputs
-    ) -> Float[Tensor, " K"]:
+    def setup(self, runtime: Bench) -> None:
         """UserError for a problem that the file does not know."""
-        prompt, solved = inputs.group.prompt.id, [float(inputs.group.rewards[index].solved) for index in inputs.kept]
-        if prompt not in self._shares and prompt != REHEARSED:
-            raise UserError(f"advantage.answers={self._file} has no answer to {prompt}: write it with {WRITE_IT}")
-        return torch.tensor(solved, dtype=kept_rewards.dtype) - value(self._shares.get(prompt, 0.0), self._beta)
+        for prompt in runtime.task.prompts("train"):
+            if prompt.id not in self._shares:
+                raise UserError(
+                    f"advantage.answers={self._file} has no answer to {prompt.id}: write it with {WRITE_IT}"
+                )
+
+    def __call__(self, group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, " K"]:
+        solved = torch.tensor([float(group.rewards[index].solved) for index in kept])
+        return solved - value(self._shares[group.prompt.id], self._beta)
 
 
 def _shares_in(file: Path) -> dict[str, float]:

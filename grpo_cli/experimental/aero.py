@@ -20,7 +20,7 @@ of rounds and baseline; embedded model).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -28,44 +28,44 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_cli.interfaces import Collection, Rounds
-from grpo_cli.rules.advantage import StatsOver, compared_rewards
+from grpo_cli.interfaces import StepRollouts
+from grpo_cli.rules.advantage import StatsOver, compared
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Range
-from grpo_cli.types import GroupRequest, Round, ScoredGroup
+from grpo_cli.types import ScoredGroup
 
 Prior = Annotated[float, Range(0, because="a group of equal rewards would have no advantage with none", above=True)]
 MOST_FURTHER = 200  # rounds, one after the other
 ROUNDING = 1e-6  # of a sum of weighted parts
 
 
-def aero(collection: Collection, *, more: Annotated[int, Range(1)], most: int | None) -> Rounds:
+@facts(unequal=True)
+def aero(step: StepRollouts, *, more: Annotated[int, Range(1)], most: int | None) -> list[ScoredGroup]:
     """`n` rollouts of each problem, then `more` at a time of those that none has solved, until one does or there are
     `most` (None: 2n). Each further round waits for its slowest rollout. UserError if `most` is less than `n` or takes
     too many rounds."""
-    most = 2 * collection.n if most is None else most
-    if most < collection.n:
+    most = 2 * step.n if most is None else most
+    if most < step.n:
         raise UserError(
-            f"collector.most={most} is less than n={collection.n}, with which every problem begins: take "
-            f"collector.most of {collection.n} or more, or a smaller n"
+            f"collector.most={most} is less than n={step.n}, with which every problem begins: take "
+            f"collector.most of {step.n} or more, or a smaller n"
         )
-    if (rounds := -((collection.n - most) // more)) > MOST_FURTHER:
+    if (rounds := -((step.n - most) // more)) > MOST_FURTHER:
         raise UserError(
             f"collector.most={most} comes to {rounds} further rounds of collector.more={more} rollouts each, and "
             f"{MOST_FURTHER} are the most: raise collector.more, or lower collector.most"
         )
-    left, size, made = list(collection.pick(collection.prompts)), 0, 0
-    first = len(left) * collection.n
-    while left and size < most and not (size and collection.at_limit):
-        count = min(more, most - size) if size else collection.n
-        groups = yield Round(tuple(GroupRequest(prompt, count) for prompt in left))
-        asked, size, made = {prompt.id for prompt in left}, size + count, made + count * len(left)
-        scored = collection.score([group for group in groups if group.prompt.id in asked])
+    left, size, made = list(step.pick(step.prompts)), 0, 0
+    first = len(left) * step.n
+    while left and size < most and not (size and step.at_limit):
+        count = min(more, most - size) if size else step.n
+        size, made = size + count, made + count * len(left)
+        scored = step.score(step.generate((prompt, count) for prompt in left))
         left = [group.prompt for group in scored if not _right(group, "collector").any()]
-    collection.note("later_rounds", 1 - first / made)
-    collection.note("unsolved", len(left))
-    return None
+    step.note("later_rounds", 1 - first / made)
+    step.note("unsolved", len(left))
+    return step.score(step.groups)
 
 
 @facts(keeps_fewer=True)
@@ -106,17 +106,12 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
 
 @facts(divides=False, goes_with=_goes_with)
 def beta(
-    kept_rewards: Float[Tensor, " K"],
-    group_rewards: Float[Tensor, " G"],
-    *,
-    prior_right: Prior,
-    prior_wrong: Prior,
-    stats_over: StatsOver,
+    group: ScoredGroup, kept: Sequence[int], *, prior_right: Prior, prior_wrong: Prior, stats_over: StatsOver
 ) -> Float[Tensor, " K"]:
     """r - (a + c) / (a + b + N), undivided; never 0 for a reward of 0 or 1. UserError for one below 0 or above 1; one
     between counts as such a part of a right answer."""
-    reference = compared_rewards(kept_rewards, group_rewards, stats_over)
-    outside = torch.cat([reference, kept_rewards.double()])
+    rewards, reference = compared(group, kept, stats_over)
+    outside = torch.cat([reference, rewards])
     outside = outside[(outside < -ROUNDING) | (outside > 1 + ROUNDING)]
     if len(outside):
         raise UserError(
@@ -124,7 +119,7 @@ def beta(
             "let the reward be so (task.weights), or use advantage=dr_grpo"
         )
     solved = (prior_right + reference.sum()) / (prior_right + prior_wrong + len(reference))
-    return (kept_rewards.double() - solved).to(kept_rewards.dtype)
+    return rewards - solved
 
 
 def _right(group: ScoredGroup, asked_by: str) -> Bool[np.ndarray, " G"]:

@@ -20,19 +20,19 @@ Measured: scripts/reproduce/frontier_c.md.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float
 
 from grpo_cli.experimental.reading import read
 from grpo_cli.experimental.ridge_probe import ProbeRows, Probing, RidgeProbe, never_enough
-from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.interfaces import StepRollouts
 from grpo_cli.rules.ridge import narrowed
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Count, OneOf, Range, Share
-from grpo_cli.types import Group, GroupRequest, Round, ScoredGroup
+from grpo_cli.types import Group, ScoredGroup
 
 LEAST = 2  # rollouts of a problem; one has nothing to be compared with
 BINS = 10  # of scores, in each of which the share of right ones is counted
@@ -58,6 +58,8 @@ class Arrol(Probing):
     2603.24840)."""
 
     group, kind = "collector", "arrol"
+    resumes: ClassVar[bool] = True
+    unequal: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -78,35 +80,29 @@ class Arrol(Probing):
         self._now: dict[tuple[str, int], tuple[Float[np.ndarray, " F"], float]] = {}  # of what passed `at` in this step
         self._begun = self._dropped = self._stopped_at = 0
 
-    def __call__(self, collection: Collection) -> Rounds:
-        at = self._stopped_at = look_at("collector.at", self._at, collection.max_new_tokens)
-        prompts = collection.pick(collection.prompts)
-        groups = yield Round(tuple(GroupRequest(prompt, collection.n) for prompt in prompts), limit=at)
+    def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
+        at = self._stopped_at = look_at("collector.at", self._at, step.sampling.max_new_tokens)
+        groups = step.generate(((prompt, step.n) for prompt in step.pick(step.prompts)), limit=at)
         begun = [some for group in groups if (some := group.partial).rollouts]
         whole = {group.prompt.id: len(group.rollouts) for group in groups}
         self._begun, self._dropped, self._now = sum(len(group.rollouts) for group in begun), 0, {}
-        if not begun:
-            return None
-        scores = self._read(begun) if self._rule == "probe" else np.full(self._begun, np.nan)
+        scores = self._read(begun) if begun and self._rule == "probe" else np.full(self._begun, np.nan)
         left, start = [], 0
         for group in begun:
             size = len(group.rollouts)
             own, start = scores[start : start + size], start + size
             kept = np.ones(size, dtype=bool)
-            if collection.step >= self._warmup and (self._rule == "random" or not np.isnan(own).any()):
+            if step.step >= self._warmup and (self._rule == "random" or not np.isnan(own).any()):
                 chances = np.full(size, self._keep) if self._rule == "random" else self._chances(self._calibrated(own))
-                kept = drawn(chances, collection.rng.random(size), LEAST - (whole[group.prompt.id] - size))
+                kept = drawn(chances, step.rng.random(size), LEAST - (whole[group.prompt.id] - size))
             self._dropped += int((~kept).sum())
             left += [_those(group, kept)] * bool(kept.any())
-        if left:
-            yield Round(resumed=tuple(left))
-        return None
+        step.generate(left)
+        return [group for group in step.score(step.groups) if group.rollouts]
 
     def _read(self, begun: Sequence[Group]) -> Float[np.ndarray, " N"]:
         """Return what the head predicts of each, NaN if nothing yet, and remember the features."""
         rollouts = [rollout for group in begun for rollout in group.rollouts]
-        if self._bench is None:
-            return np.full(len(rollouts), np.nan)
         features = narrowed(read(self._bench, rollouts, layer=self.layer, last=1).features).astype(np.float32)
         scores = self._probe.predict(features)
         names = [(rollout.request.prompt.id, rollout.request.sample) for rollout in rollouts]

@@ -9,18 +9,19 @@ Measured: scripts/reproduce/frontier_a.md (lower on average, and confounded: few
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, isqrt
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from grpo_cli.experimental.apportion import in_proportion
-from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.interfaces import StepRollouts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import OneOf
-from grpo_cli.types import GroupRequest, Round
+from grpo_cli.types import ScoredGroup
 
 
 def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
@@ -36,32 +37,34 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
 
 
 @facts(goes_with=_goes_with)
-def dars(
-    collection: Collection,
-    *,
-    most: int,
-    weighting: Annotated[str, OneOf(("equal", "hard"))],
-    divided: bool,
-    cap_rollouts: int | None,
-) -> Rounds:
+@dataclass(frozen=True)
+class Dars:
     """`n` rollouts of each problem, then more of those that fewer than half of them solved (DARS, arXiv 2508.13755).
 
     A group's advantages add up, without their signs, to less the rarer its right answers are; more rollouts make up
     for that (see `missing`). Of what the second round would be, `cap_rollouts` leaves as much as keeps a step at so
     many rollouts. A problem that stays unsolved, or was solved by all, still teaches nothing.
     """
-    first = collection.n * collection.prompts
-    _check(most, cap_rollouts, collection.n, first)
-    groups = yield Round(tuple(GroupRequest(prompt, collection.n) for prompt in collection.pick(collection.prompts)))
-    more = [
-        missing(scored.solved, len(scored.rollouts), most, weighting, divided) for scored in collection.score(groups)
-    ]
-    if cap_rollouts is not None:
-        more = _within(more, cap_rollouts - first, collection.rng)
-    collection.note("second_round", sum(more) / (first + sum(more)))
-    if any(more):
-        yield Round(tuple(GroupRequest(g.prompt, count) for g, count in zip(groups, more, strict=True) if count))
-    return None
+
+    most: int
+    weighting: Annotated[str, OneOf(("equal", "hard"))]
+    divided: bool
+    cap_rollouts: int | None
+
+    unequal: ClassVar[bool] = True
+
+    def at_once(self, n: int, prompts: int) -> int:
+        return max(n, self.most - n) * prompts
+
+    def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
+        first = step.n * step.prompts
+        _check(self.most, self.cap_rollouts, step.n, first)
+        groups = step.score(step.generate((prompt, step.n) for prompt in step.pick(step.prompts)))
+        more = [missing(group.solved, step.n, self.most, self.weighting, self.divided) for group in groups]
+        if self.cap_rollouts is not None:
+            more = _within(more, self.cap_rollouts - first, step.rng)
+        step.note("second_round", sum(more) / (first + sum(more)))
+        return step.score(step.generate((group.prompt, count) for group, count in zip(groups, more, strict=True)))
 
 
 def missing(solved: int, size: int, most: int, weighting: str, divided: bool) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from grpo_cli.collect.candidates import CandidateOrder, require_revisits
+from grpo_cli.collect.epochs import CandidateOrder, require_revisits
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.history import History, Solved, Visit, of_kind
 from grpo_cli.support.ranges import Count, Range, Share

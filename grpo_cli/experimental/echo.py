@@ -41,7 +41,7 @@ class Echo(Clipped):
 
     def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
         ratio, away = bounded_ratio(log_policy_ratio(logprobs, batch)), self._away(logprobs, batch)
-        advantage = batch.advantages.float()[:, None]
+        advantage = batch.token_advantages.float()
         terms = -torch.minimum(ratio * advantage, ratio.clamp(1 - away, 1 + away) * advantage)
         above, below = ratio > 1 + away, ratio < 1 - away
         return Terms(terms, ratio, (above & (advantage > 0)) | (below & (advantage < 0)))

@@ -51,7 +51,7 @@ class Gated:
         sampler_logprobs: Float[Tensor, "B T"],
         policy_logprobs: Float[Tensor, "B T"],
         mask: Bool[Tensor, "B T"],
-        advantages: Float[Tensor, " B"],
+        advantages: Float[Tensor, "B *each"],
     ) -> Verdict:
         """As `Correct`, with `mismatch/gated`: the share of the answered rows that are left out."""
         check_sampler(sampler_logprobs, mask)
@@ -59,7 +59,7 @@ class Gated:
         distance = kl_of_rows(log_ratio)
         most = math.inf if self.gate is None else self.gate
         # A NaN is not left out: the trainer's guard against bad steps is to see it.
-        gated = (advantages <= 0) & (distance >= most)
+        gated = (advantages.reshape(len(mask), -1).sum(dim=1) <= 0) & (distance >= most)
         weights = bounded_exp(log_ratio).clamp(max=math.inf if self.is_threshold is None else self.is_threshold)
         weights = weights.masked_fill(~mask | gated[:, None], 0.0)
         metrics = {**mismatch_metrics(log_ratio, weights, mask, mask)}

@@ -18,21 +18,20 @@ Measured: scripts/reproduce/frontier_d.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from grpo_cli.collect.requests import seed_of
 from grpo_cli.experimental.arrol import look_at
+from grpo_cli.experimental.given import begun_with
 from grpo_cli.experimental.reading import read
-from grpo_cli.interfaces import Bench, Collection, Rounds
+from grpo_cli.interfaces import Bench, StepRollouts
 from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Count, Share
-from grpo_cli.types import GIVEN, Finish, Group, GroupRequest, Rollout, Round, Span
+from grpo_cli.types import Finish, Group, Rollout, ScoredGroup
 
 Name = tuple[str, int]  # a problem's id and a sample
 
@@ -87,6 +86,9 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
 class Lookahead:
     """A share of each group branches off one rollout of the problem; the others are plain (LATR, arXiv 2510.24302)."""
 
+    resumes: ClassVar[bool] = True
+    _bench: Bench
+
     def __init__(
         self,
         *,
@@ -102,37 +104,34 @@ class Lookahead:
         self._tau_abs, self._tau_rel, self._tau_edit = tau_abs, tau_rel, tau_edit
         self._chunk, self._prune_after, self._hand_over = chunk, prune_after, hand_over
         self._shares = list(zip(since, share, strict=False))  # as many: see `_goes_with`
-        self._bench: Bench | None = None  # while it is tried before a model is loaded, and begins no branch
 
-    def setup(self, bench: Bench) -> None:
-        self._bench = bench
+    def setup(self, runtime: Bench) -> None:
+        self._bench = runtime
 
-    def __call__(self, collection: Collection) -> Rounds:
-        until = look_at("collector.hand_over", self._hand_over, collection.max_new_tokens)
-        leaves = round([part for step, part in self._shares if step <= collection.step][-1] * collection.n)
-        prompts, tree, length = collection.pick(collection.prompts), _Tree(), min(self._chunk, until)
-        groups: Sequence[Group] = ()
+    def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
+        until = look_at("collector.hand_over", self._hand_over, step.sampling.max_new_tokens)
+        leaves = round([part for first, part in self._shares if first <= step.step][-1] * step.n)
+        prompts, tree, length = step.pick(step.prompts), _Tree(), min(self._chunk, until)
         if leaves:
-            groups = yield Round(tuple(GroupRequest(prompt, 1) for prompt in prompts), limit=length)
+            step.generate(((prompt, 1) for prompt in prompts), limit=length)
         while leaves and length < until:
-            self._prune(groups, tree)
-            asked = self._branches(tree.left(groups), tree, leaves)
-            live = _live(tree.left(groups))
-            if not asked and (not live or self._is_settled(tree.left(groups), tree, leaves)):
+            self._prune(step.groups, tree)
+            begun = self._branches(tree.left(step.groups), tree, leaves)
+            live = _live(tree.left(step.groups))
+            if not begun and (not live or self._is_settled(tree.left(step.groups), tree, leaves)):
                 break
             length = min(length + self._chunk, until)
-            born = _born(groups, tree, asked)
-            groups = yield Round(resumed=_with(live, born), limit=length)
+            born = _born(step.groups, tree, begun)
+            step.generate(_with(live, born), limit=length)
             fresh = {_name(one) for one in born}  # what comes up with a branch is passed over
-            tree.read |= {_name(one): len(one) for group in groups for one in group.rollouts if _name(one) in fresh}
-        left = tree.left(groups)
+            grown = [one for group in step.groups for one in group.rollouts]
+            tree.read |= {_name(one): len(one) for one in grown if _name(one) in fresh}
+        left = tree.left(step.groups)
         counts = {group.prompt.id: len(group.rollouts) for group in left}
-        rest = tuple(GroupRequest(p, lacking) for p in prompts if (lacking := collection.n - counts.get(p.id, 0)))
-        if rest or _live(left):
-            yield Round(rest, _live(left))
-        collection.note("branches", len(tree.branches))
-        collection.note("pruned", len(tree.pruned))
-        return None
+        step.generate([*_live(left), *((p, step.n - counts.get(p.id, 0)) for p in prompts)])
+        step.note("branches", len(tree.branches))
+        step.note("pruned", len(tree.pruned))
+        return step.score(step.groups)
 
     def _prune(self, groups: Sequence[Group], tree: _Tree) -> None:
         """Give up the branches that have stayed too close to what they left."""
@@ -146,7 +145,7 @@ class Lookahead:
         found: list[tuple[Rollout, int, int]] = []
         for group in groups:
             grown = [one for one in group.rollouts if len(one) > tree.read.get(_name(one), 0)]
-            if self._bench is None or not grown or len(group.rollouts) >= leaves:
+            if not grown or len(group.rollouts) >= leaves:
                 continue
             reading = read(self._bench, grown, tokens=True)
             own = [
@@ -183,9 +182,7 @@ def _born(groups: Sequence[Group], tree: _Tree, asked: Sequence[tuple[Rollout, i
     for parent, place, other in asked:
         name, given = _name(parent)[0], (*parent.token_ids[:place], other)
         sample, sizes[name] = sizes[name], sizes[name] + 1
-        request = replace(parent.request, sample=sample, seed=seed_of(parent.request.seed, "branch", place, sample))
-        spans = (Span(GIVEN, len(given)),)
-        born.append(Rollout(request, given, (math.nan,) * len(given), Finish.PARTIAL, 0, spans))
+        born.append(begun_with(parent.request, given, sample, "branch", place))
         tree.branches[name, sample] = _Branch(_name(parent), place)
     return born
 

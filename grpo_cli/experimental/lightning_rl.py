@@ -15,17 +15,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.rules.advantage import Epsilon, StatsOver, grpo
+from grpo_cli.rules.advantage import Epsilon, StatsOver, grpo, standardised
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import facts
-from grpo_cli.types import AdvantageInputs, Reward
+from grpo_cli.types import Reward, ScoredGroup
 
 
 @facts(divides=True)
 def per_part(
-    kept_rewards: Float[Tensor, " K"],
-    group_rewards: Float[Tensor, " G"],
-    inputs: AdvantageInputs,
+    group: ScoredGroup,
+    kept: Sequence[int],
     *,
     weights: Mapping[str, Any],
     stats_over: StatsOver,
@@ -41,17 +40,17 @@ def per_part(
     for part, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise UserError(f"advantage.weights.{part}={weight} must be a number")
-    rewards = inputs.group.rewards
+    rewards = group.rewards
     of_total = _weights_in_total(rewards)
     counted = {**of_total, **weights}
     if not counted or not any(reward.parts for reward in rewards):
-        return grpo(kept_rewards, group_rewards, stats_over=stats_over, eps=eps)
-    advantages = torch.zeros(len(kept_rewards), dtype=torch.float64)
+        return grpo(group, kept, stats_over=stats_over, eps=eps)
+    advantages = torch.zeros(len(kept), dtype=torch.float64)
     for part in sorted(counted):
         values = torch.tensor([_counted(reward, part, of_total) for reward in rewards], dtype=torch.float64)
-        kept, baseline = values[list(inputs.kept)], values[list(inputs.baseline)]
-        advantages += counted[part] * grpo(kept, baseline, stats_over=stats_over, eps=eps)
-    return advantages.to(kept_rewards.dtype)
+        own = values[list(kept)]
+        advantages += counted[part] * standardised(own, own if stats_over == "kept" else values, eps)
+    return advantages
 
 
 def _weights_in_total(rewards: Sequence[Reward]) -> dict[str, float]:

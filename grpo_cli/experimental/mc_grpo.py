@@ -8,7 +8,7 @@ Measured: scripts/reproduce/frontier_a.md (n = 3 and 9, divided by the deviation
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.rules.advantage import StatsOver, compared_rewards, varies
+from grpo_cli.rules.advantage import StatsOver, compared, varies
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import OneOf, Range
@@ -28,7 +28,7 @@ Floor = Annotated[float, Range(0, because="a median distance of 0 is divided by 
 
 def _any_size(others: Others, rule: str) -> Iterator[str]:
     """Refuses groups whose size, and so whose middle, is not known beforehand."""
-    if others.unequal:
+    if others.says("collector", "unequal"):
         yield (
             f"{others.named('collector')} makes groups of any size, in which {rule} cannot know the middle rollout; "
             "use collector=equal"
@@ -40,9 +40,6 @@ def _advantage_goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str
     if n % 2 == 0 and (own.get("stats_over") != "kept" or others.m == n):
         yield f"n={n} has no middle rollout for {rule}; take n={n + 1} (downsample=median m={n} then trains on {n})"
     yield from _any_size(others, rule)
-
-
-def _advantage_undone_by(own: Mapping[str, Any], others: Others) -> Iterator[str]:
     m = others.m
     if own.get("stats_over") == "kept" and m != others.n and m % 2 == 0:
         yield (
@@ -58,7 +55,7 @@ def _downsample_goes_with(own: Mapping[str, Any], others: Others) -> Iterator[st
     yield from _any_size(others, rule)
 
 
-@facts(needs_middle=True, goes_with=_downsample_goes_with)
+@facts(goes_with=_downsample_goes_with)
 def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
     """All but one in the middle of the rewards, drawn among equal ones (MC-GRPO, arXiv 2601.22582).
 
@@ -73,14 +70,9 @@ def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) 
     return [index for index in range(size) if index != left_out]
 
 
-@facts(needs_middle=True, goes_with=_advantage_goes_with, undone_by=_advantage_undone_by)
+@facts(goes_with=_advantage_goes_with)
 def median(
-    kept_rewards: Float[Tensor, " K"],
-    group_rewards: Float[Tensor, " G"],
-    *,
-    scale: Scale,
-    floor: Floor,
-    stats_over: StatsOver,
+    group: ScoredGroup, kept: Sequence[int], *, scale: Scale, floor: Floor, stats_over: StatsOver
 ) -> Float[Tensor, " K"]:
     """(r - median) / (scale + floor), for groups of odd size (MC-GRPO, arXiv 2601.22582).
 
@@ -88,15 +80,15 @@ def median(
     or `mad`, the median distance from the median; `none` does not divide. Where rejections leave an even number, the
     median is the mean of the two in the middle.
     """
-    reference = compared_rewards(kept_rewards, group_rewards, stats_over)
+    rewards, reference = compared(group, kept, stats_over)
     if not varies(reference):
-        return torch.zeros_like(kept_rewards)
+        return torch.zeros_like(rewards)
     middle = _median(reference)
-    distances = kept_rewards.double() - middle
+    distances = rewards - middle
     if scale != "none":
         spread = reference.std(correction=1) if scale == "std" else _median((reference - middle).abs())
         distances = distances / (spread + floor)
-    return distances.to(kept_rewards.dtype)
+    return distances
 
 
 def _median(values: Float[Tensor, " G"]) -> Float[Tensor, ""]:

@@ -35,7 +35,7 @@ class MuGrpo(Clipped):
 
     def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
         log_ratio = log_policy_ratio(logprobs, batch)
-        said = self.pessimistic(bounded_ratio(log_ratio), batch.advantages)
+        said = self.pessimistic(bounded_ratio(log_ratio), batch)
         beyond = (log_ratio.detach().abs() > math.log(self.veto)).int()
-        vetoed = (beyond.cumsum(dim=1) > beyond) & (batch.advantages < 0)[:, None]
+        vetoed = (beyond.cumsum(dim=1) > beyond) & (batch.token_advantages < 0)
         return Terms(said.terms.masked_fill(vetoed, 0.0), said.ratio, said.clipped | vetoed)

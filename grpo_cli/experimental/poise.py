@@ -33,7 +33,7 @@ from grpo_cli.rules.ridge import narrowed
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Count, Range, Share
-from grpo_cli.types import AdvantageInputs, ScoredGroup
+from grpo_cli.types import ScoredGroup
 
 ROUNDING = 1e-6  # of a sum of weighted parts
 
@@ -63,24 +63,20 @@ class Poise(Probing):
         self._probe = RidgeProbe(window=window, least=min_rollouts, ridge=ridge, layer=layer)
         self._now: dict[str, ProbeRows] = {}  # of the step that is under way, by problem
 
-    def __call__(
-        self, kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], inputs: AdvantageInputs
-    ) -> Float[Tensor, " K"]:
+    def __call__(self, group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, " K"]:
         """UserError for rewards outside [0, 1], unless predictions may be, too."""
-        self._require_shares(inputs.group.totals)
-        rewards, own = group_rewards.double().numpy(), np.searchsorted(inputs.baseline, inputs.kept)
-        if len(rewards) < 2:
-            return torch.zeros_like(kept_rewards)
-        others = _of_others(rewards)
-        if self._bench is not None:
-            features = described(read(self._bench, inputs.group.rollouts, layer=self.layer, tokens=True))
-            found = self._probe.predict(features)
-            self._now[inputs.group.prompt.id] = ProbeRows(features, inputs.group.totals.copy(), found)
-            if not np.isnan(found).any():
-                predicted = _of_others(found[list(inputs.baseline)])
-                predicted = predicted.clip(0.0, 1.0) if self._clip else predicted
-                others = (1 - self._mix) * predicted + self._mix * others
-        return (kept_rewards.double() - torch.from_numpy(others[own])).to(kept_rewards.dtype)
+        self._require_shares(group.totals)
+        if len(group.totals) < 2:
+            return torch.zeros(len(kept))
+        others = _of_others(group.totals)
+        features = described(read(self._bench, group.rollouts, layer=self.layer, tokens=True))
+        found = self._probe.predict(features)
+        self._now[group.prompt.id] = ProbeRows(features, group.totals.copy(), found)
+        if not np.isnan(found).any():
+            predicted = _of_others(found)
+            predicted = predicted.clip(0.0, 1.0) if self._clip else predicted
+            others = (1 - self._mix) * predicted + self._mix * others
+        return torch.from_numpy((group.totals - others)[list(kept)])
 
     def _require_shares(self, rewards: Float[np.ndarray, " G"]) -> None:
         outside = rewards[(rewards < -ROUNDING) | (rewards > 1 + ROUNDING)]

@@ -81,16 +81,15 @@ class RidgeProbe:
 
 
 class Probing:
-    """A rule that learns a probe, of which its state is made; `kind` is its choice in `group`. It has no `_bench` while
-    it is tried before a model is loaded, and then reads nothing."""
+    """A rule that learns a probe, of which its state is made; `kind` is its choice in `group`."""
 
     group: ClassVar[str]
     kind: ClassVar[str]
     _probe: RidgeProbe
-    _bench: Bench | None = None
+    _bench: Bench
 
-    def setup(self, bench: Bench) -> None:
-        self._bench = bench
+    def setup(self, runtime: Bench) -> None:
+        self._bench = runtime
 
     def state_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, **self._probe.state()}

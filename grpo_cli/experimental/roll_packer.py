@@ -17,17 +17,16 @@ Measured: scripts/reproduce/rivals.md (no difference in accuracy seen, fewer dec
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
+from grpo_cli.collect.requests import with_surplus
 from grpo_cli.collect.resuming import begun
 from grpo_cli.collect.stored import HoldsGroups
-from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.interfaces import StepRollouts
 from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Range
-from grpo_cli.types import Group, GroupRequest, Round
+from grpo_cli.types import Group, ScoredGroup
 
 
 def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
@@ -47,26 +46,29 @@ class Tail(HoldsGroups):
     """
 
     kind, held = "tail", "aside"
+    stops: ClassVar[bool] = True
 
     def __init__(
         self, *, surplus: Annotated[float, Range(0, 1, "with more, long steps would be as many as short ones")]
     ) -> None:
-        self._share = 1 + Fraction(str(surplus))  # in floating point 1.1 * 50 is more than 55
+        self._surplus = surplus
 
-    def __call__(self, collection: Collection) -> Rounds:
-        aside, prompts, dropped = self._held, collection.prompts, 0
-        is_long = len(aside) >= prompts
+    def at_once(self, n: int, prompts: int) -> int:
+        return n * with_surplus(prompts, self._surplus)
+
+    def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
+        aside, late = self._held, list[Group]()
+        is_long = len(aside) >= step.prompts
         if is_long:
-            groups = yield Round(resumed=aside[:prompts])
-            self._held = aside[prompts:]
+            groups = step.generate(aside[: step.prompts])
+            self._held = aside[step.prompts :]
         else:
-            picked = collection.pick(math.ceil(self._share * prompts), {group.prompt.id for group in aside})
-            groups = yield Round(tuple(GroupRequest(prompt, collection.n) for prompt in picked), enough=prompts)
+            picked = step.pick(with_surplus(step.prompts, self._surplus), {group.prompt.id for group in aside})
+            groups = step.generate(((prompt, step.n) for prompt in picked), enough=step.prompts)
             late = [group for group in groups if not group.whole]
             # From their first token on: the random streams are those that they had.
             self._held = (*aside, *(Group(g.prompt, tuple(begun(r.request) for r in g.rollouts)) for g in late))
-            dropped = sum(rollout.num_drawn for group in late for rollout in group.rollouts)
-        collection.note("long_step", is_long)
-        collection.note("set_aside", len(self._held))
-        collection.note("tokens_dropped", dropped)
-        return [group.prompt.id for group in groups if group.whole]
+        step.note("long_step", is_long)
+        step.note("set_aside", len(self._held))
+        step.note("tokens_dropped", sum(rollout.num_drawn for group in late for rollout in group.rollouts))
+        return step.score(group for group in groups if group.whole)

@@ -14,40 +14,40 @@ import numpy as np
 from jaxtyping import Float
 
 from grpo_cli.experimental.apportion import hand_out
-from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.interfaces import StepRollouts
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Range
-from grpo_cli.types import GroupRequest, Round
+from grpo_cli.types import ScoredGroup
 
 
+@facts(unequal=True)
 def mixed(
-    collection: Collection,
+    step: StepRollouts,
     *,
     pool: Annotated[int, Range(1, because="it is how many problems there are to choose from")],
     most: Annotated[int | None, Range(3, because="groups of 2 alone cannot share out an odd number")],
     prior: Annotated[float, Range(0, because="it stands for what is not known of a problem", above=True)],
     decay: Annotated[float, Range(0, 1, "with 0 the last visit alone counts, with 1 all count alike")],
-) -> Rounds:
+) -> list[ScoredGroup]:
     """As many rollouts as a plain step has, shared among `pool` times its problems so that as many groups as possible
     have right and wrong answers (TRACE, arXiv 2606.11119, its allocation at the root).
 
     A problem's chance to be solved is taken to be of a Beta distribution, `prior` and the decayed counts of its earlier
     rollouts. A problem gets none or at least two, at most `most` (null: 2n).
     """
-    room = 2 * collection.n if most is None else most
-    if pool * room < collection.n:
+    room = 2 * step.n if most is None else most
+    prompts = step.pick(pool * step.prompts)
+    if len(prompts) * room < step.n * step.prompts:
         raise UserError(
-            f"collector.most={room} with collector.pool={pool} has room for {pool * room} of n={collection.n} "
-            "rollouts: raise one of them"
+            f"collector.most={room} has no room for n={step.n} rollouts of train.prompts={step.prompts} among "
+            f"{len(prompts)} problems: raise it, or collector.pool"
         )
-    prompts = collection.pick(pool * collection.prompts)
-    known = np.array([collection.history.beta(prompt.id, decay, prior) for prompt in prompts])
+    known = np.array([step.history.beta(prompt.id, decay, prior) for prompt in prompts])
     gains = mixed_gains(known[:, 0], known[:, 1], room)
-    counts = hand_out(gains.tolist(), [0] * len(prompts), collection.n * collection.prompts, collection.rng)
-    collection.note("expected_mixed", sum(gains[place, : count + 1].sum() for place, count in enumerate(counts)))
-    asked = zip(prompts, counts, strict=True)
-    yield Round(tuple(GroupRequest(prompt, count) for prompt, count in asked if count))
-    return None
+    counts = hand_out(gains.tolist(), [0] * len(prompts), step.n * step.prompts, step.rng)
+    step.note("expected_mixed", sum(gains[place, : count + 1].sum() for place, count in enumerate(counts)))
+    return step.score(step.generate(zip(prompts, counts, strict=True)))
 
 
 def mixed_gains(

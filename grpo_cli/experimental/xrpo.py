@@ -11,6 +11,7 @@ Not measured.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Annotated
 
@@ -20,22 +21,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.experimental.apportion import hand_out, in_proportion
-from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.interfaces import StepRollouts
 from grpo_cli.rules.advantage import Epsilon, StatsOver, grpo
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import facts
 from grpo_cli.support.intervals import student_95
 from grpo_cli.support.ranges import Count, Range
-from grpo_cli.types import AdvantageInputs, GroupRequest, Rollout, Round
+from grpo_cli.types import Rollout, ScoredGroup
 
 NotNegative = Range(0, because="a right answer is not to lose by being rare")
 
 
 @facts(divides=True)
 def novelty(
-    kept_rewards: Float[Tensor, " K"],
-    group_rewards: Float[Tensor, " G"],
-    inputs: AdvantageInputs,
+    group: ScoredGroup,
+    kept: Sequence[int],
     *,
     stats_over: StatsOver,
     eps: Epsilon,
@@ -45,14 +45,14 @@ def novelty(
     """That of `grpo`, and more for right answers that were unlikely in their group, by the log-probabilities of the
     tokens as they were drawn; the mean is over the compared rollouts. That the cap is relative to A is ours.
     """
-    advantages = grpo(kept_rewards, group_rewards, stats_over=stats_over, eps=eps).double()
-    likely = torch.tensor([_mean_logprob(rollout) for rollout in inputs.group.rollouts]).double()
-    solved = torch.tensor([reward.solved for reward in inputs.group.rewards])
-    kept = list(inputs.kept)
-    compared = likely[kept if stats_over == "kept" else list(inputs.baseline)]
-    relative = likely[kept] - compared[~compared.isnan()].mean()
+    advantages = grpo(group, kept, stats_over=stats_over, eps=eps)
+    likely = torch.tensor([_mean_logprob(rollout) for rollout in group.rollouts]).double()
+    solved = torch.tensor([reward.solved for reward in group.rewards])[list(kept)]
+    own = likely[list(kept)]
+    compared = own if stats_over == "kept" else likely
+    relative = own - compared[~compared.isnan()].mean()
     more = rarity_bonus(advantages, relative, bonus, cap).nan_to_num(0.0)  # one that was given whole is not rare
-    return torch.where(solved[kept], advantages + more, advantages).to(kept_rewards.dtype)
+    return torch.where(solved, advantages + more, advantages)
 
 
 def rarity_bonus(
@@ -70,39 +70,33 @@ def _mean_logprob(rollout: Rollout) -> float:
     return sum(drawn) / len(drawn) if drawn else math.nan
 
 
+@facts(unequal=True)
 def ci(
-    collection: Collection,
+    step: StepRollouts,
     *,
     rounds: Count,
     most: int | None,
     explore: Annotated[float, Range(0, because="it favours problems that were tried little")],
-) -> Rounds:
+) -> list[ScoredGroup]:
     """As many rollouts as a plain step has, in `rounds` parts; after the first, which all problems share alike, each
     goes to where it narrows the interval of the solved share most. The deviation is that of (solved + 1) of (tried +
     2), since one answer says nothing of it."""
-    n, prompts = collection.n, collection.prompts
+    n, prompts = step.n, step.prompts
     room = 2 * n if most is None else most
     if room < n:
         raise UserError(
             f"collector.most={room} is less than n={n}, the mean size of a group: take collector.most of {n} or more"
         )
-    budget, rng = n * prompts, collection.rng
-    first = min(budget, max(2 * prompts, budget // rounds))
-    begun = in_proportion(np.ones(prompts), first, 2, rng)
-    picked = collection.pick(prompts)
-    groups = yield Round(tuple(GroupRequest(prompt, count) for prompt, count in zip(picked, begun, strict=True)))
+    first = min(n * prompts, max(2 * prompts, n * prompts // rounds))
+    groups = step.generate(zip(step.pick(prompts), in_proportion(np.ones(prompts), first, 2, step.rng), strict=True))
     for left in range(rounds - 1, 0, -1):
-        made = sum(len(group.rollouts) for group in groups)
-        part = (budget - made) // left
-        if not part:
-            continue
         have = [len(group.rollouts) for group in groups]
-        solved = [scored.solved for scored in collection.score(groups)]
-        gains = [_gains(right, tried, made, room, explore) for right, tried in zip(solved, have, strict=True)]
-        counts = hand_out(gains, have, part, rng)
-        more = zip(groups, counts, have, strict=True)
-        groups = yield Round(tuple(GroupRequest(g.prompt, new - old) for g, new, old in more if new > old))
-    return None
+        if part := (n * prompts - sum(have)) // left:
+            solved = [group.solved for group in step.score(groups)]
+            gains = [_gains(right, tried, sum(have), room, explore) for right, tried in zip(solved, have, strict=True)]
+            counts = hand_out(gains, have, part, step.rng)
+            groups = step.generate((g.prompt, new - old) for g, new, old in zip(groups, counts, have, strict=True))
+    return step.score(groups)
 
 
 def _gains(solved: int, tried: int, made: int, most: int, explore: float) -> list[float]:

@@ -1,14 +1,13 @@
 """The interface of each part that the trainer uses, and the parts of a run together.
 
-A part is one function or one small class, chosen by a YAML file.
+A part is a function or a small class, chosen by a YAML file. A rule may also be `SetUp` and `Observes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,10 +17,9 @@ from torch import Tensor
 
 from grpo_cli.history import History
 
-# Said again, since parts of users have them by these names.
-from grpo_cli.interfaces.collecting import Collection as Collection
+# Exported, since parts of users have them by these names.
 from grpo_cli.interfaces.collecting import Collector as Collector
-from grpo_cli.interfaces.collecting import Rounds as Rounds
+from grpo_cli.interfaces.collecting import StepRollouts as StepRollouts
 from grpo_cli.interfaces.collecting import Warmup as Warmup
 from grpo_cli.settings import Sampling
 from grpo_cli.support.facts import Others as Others
@@ -46,7 +44,7 @@ class Task(Protocol):
     """Problems and their judge. A task holds the tokenizer; nothing else turns text into tokens or back."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """The prompts of `train` or `eval`, each with its own id. The two are disjoint, always in the same order."""
+        """Return the prompts of `train` or `eval`, disjoint, each with its own id, always in the same order."""
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         """Judge one rollout. Must not execute anything that the model wrote."""
@@ -68,7 +66,7 @@ class BatchTask(Task, Protocol):
     """A task that judges many rollouts at once more cheaply than one by one; see `collect.requests.score_all`."""
 
     def rewards(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Sequence[Reward]:
-        """One reward for each prompt and rollout, in their order."""
+        """Return one reward for each prompt and rollout, in their order."""
 
 
 @runtime_checkable
@@ -76,7 +74,7 @@ class Shows(Task, Protocol):
     """A task that knows whole replies which are right, to imitate."""
 
     def shown(self, prompt: Prompt) -> Sequence[int]:
-        """One of them, without an end."""
+        """Return one of them, without an end."""
 
 
 @runtime_checkable
@@ -84,45 +82,45 @@ class Counts(Task, Protocol):
     """A task that counts what judging takes."""
 
     def counted(self) -> Mapping[str, float]:
-        """Metrics by their full names, since this was last asked."""
+        """Return metrics by their full names, since the last call."""
 
 
 @runtime_checkable
 class Dialogue(Task, Protocol):
-    """A task whose problems are episodes: the model says something, its environment answers, until one of them ends it.
+    """A task whose problems are episodes: the model and its environment take turns, until one of them ends it.
 
-    What the environment says is a pure function of the prompt and of what the model has said. So an episode that is cut
-    off, made twice, or taken up again by another process comes out the same, and no environment is ever stored.
+    What the environment answers is a pure function of the prompt and the model's turns. So an episode that is cut off,
+    made twice, or resumed by another process comes out the same, and no environment is ever stored.
     """
 
     @property
     def turns(self) -> int:
-        """Most turns of the model; with 1 nobody answers it, and the task is one like any other."""
+        """Most turns of the model; with 1 the task is one like any other."""
 
     @property
     def turn_ends(self) -> Sequence[str]:
         """Strings that end a turn besides `sampling.stop`."""
 
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
-        """The messages that the environment says after these turns, None if the episode is over. Each turn is token ids
-        as they were drawn, with the token or the stop string that ended it. The future has an end, be it an error."""
+        """Return the environment's messages after these turns, None if the episode is over. Each turn is token ids as
+        they were drawn, with the token or stop string that ended it. The future has an end, be it an error."""
 
     def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
-        """The tokens that tell the model so, from the end of the last turn to the beginning of the next: at least one,
-        and none that was there before is told again."""
+        """Return the tokens of these messages, from the end of the last turn to the beginning of the next: at least
+        one, and none that was there before."""
 
 
 @runtime_checkable
 class Replies(Protocol):
-    """What environments answer to the turns of one `generate`, for an engine that keeps rows waiting in their slots
+    """The environments' answers to the turns of one `generate`, for an engine that keeps rows waiting in their slots
     (`facts`: answers_in_place)."""
 
     def ask(self, rollout: Rollout) -> int:
-        """A turn of the rollout is over. The number by which its answer is known."""
+        """Request the answer to the rollout's turn, which is over; return the answer's number."""
 
     def answers(self, wait: bool) -> Sequence[tuple[int, tuple[int, ...] | None]]:
-        """What has been answered since: numbers, and tokens or None where the episode is over. With `wait` at least one
-        of those that are open."""
+        """Return the new answers: numbers, and tokens or None where the episode is over. With `wait` at least one of
+        those that are open."""
 
 
 @runtime_checkable
@@ -131,28 +129,28 @@ class Engine(Protocol):
 
     @property
     def reads_stop_strings(self) -> bool:
-        """Whether a rollout ends at one of `sampling.stop`; if not, stop strings are refused."""
+        """True if a rollout ends at one of `sampling.stop`; if not, stop strings are refused."""
 
     def generate(
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
     ) -> Iterator[Rollout]:
-        """One rollout per request. `enough` is asked once of each that ends, until it says yes: then the others come
-        back with `Finish.PARTIAL` and the tokens that they have, if any."""
+        """Yield one rollout per request. `enough` is called once with each that ends, until it returns True: then the
+        others come back with `Finish.PARTIAL` and the tokens that they have."""
 
     def stats(self) -> EngineStats:
-        """What the last `generate` cost; complete once its iterator is exhausted."""
+        """Return the cost of the last `generate`; complete once its iterator is exhausted."""
 
     def update_weights(self) -> None:
-        """Called after a step whose updates moved the weights; a no-op where the modules are the trainer's."""
+        """Take the weights of a step whose updates moved them; a no-op where the modules are the trainer's."""
 
     def facts(self) -> Mapping[str, Any]:
-        """What `summary.json` says of the engine."""
+        """Return what `summary.json` records of the engine."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint must keep so that a resumed run goes on as this one would: plain values and tensors."""
+        """Return what a checkpoint must keep so that a resumed run equals this one: plain values and tensors."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
 
 
 @runtime_checkable
@@ -160,28 +158,35 @@ class Curriculum(Protocol):
     """Which problems come next."""
 
     def pick(self, step: int, count: int, without: Set[str]) -> Sequence[Prompt]:
-        """`count` different problems for step `step` (from 0), none whose id is in `without`."""
+        """Return `count` different problems for step `step` (from 0), none whose id is in `without`."""
 
 
 @runtime_checkable
-class Remembers(Protocol):
-    """A curriculum or a rule (`Rules`) that learns from each step. Its state is part of the checkpoint."""
+class SetUp(Protocol):
+    """A rule that uses the model, the task, the engine or the history of its run."""
+
+    def setup(self, runtime: Bench) -> None:
+        """Take what it needs, once, before the first step."""
+
+
+@runtime_checkable
+class Observes(Protocol):
+    """A curriculum or a rule that learns from each step. Its state is part of the checkpoint."""
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """Learn from a step; called once per step. Returns metrics by their full names. A curriculum is told of all
-        groups that the step has made, the others of those that it trains on."""
+        """Learn from a step's groups, once: a curriculum from all that were made, a rule from those that are trained
+        on. Return metrics by their full names."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Plain values and tensors, none of which changes later; `kind` names the rule they belong to."""
+        """Return plain values and tensors, none of which changes later; `kind` names the rule they belong to."""
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Put back what `state_dict` gave; None if the checkpoint has no state for it. UserError if it cannot go
-        on from that."""
+        """Restore what `state_dict` returned; None if the checkpoint has nothing. UserError if it cannot go on."""
 
 
 @runtime_checkable
-class DownsampleRule(Protocol):
-    """Which rollouts of a group are trained on: `keep` distinct indices into the group (see `facts`: keeps_fewer).
+class Downsample(Protocol):
+    """Returns `keep` distinct indices into the group: the rollouts that are trained on; fewer with `keeps_fewer`.
 
     Called only when `keep` is less than the group's size. `rng` is the group's own stream (seed, step, prompt).
     """
@@ -190,42 +195,39 @@ class DownsampleRule(Protocol):
 
 
 @runtime_checkable
-class AdvantageFn(Protocol):
-    """Rewards to advantages. Both come along so that the baseline is the function's choice.
+class Advantage(Protocol):
+    """Returns the advantages of a group's kept rollouts (indices into it): [K], or [K, T] to weigh tokens.
 
-    One that has a parameter `inputs` is given an `AdvantageInputs` by that name, too, and with a parameter `history`
-    what the run knows of its problems.
+    T is the length of the longest kept rollout; what lies behind the end of a shorter one is not read. The group has
+    the rollouts that count in its statistics.
     """
 
-    def __call__(self, kept_rewards: Float[Tensor, "K"], group_rewards: Float[Tensor, "G"]) -> Float[Tensor, "K"]: ...
+    def __call__(self, group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, "K *T"]: ...
 
 
 @runtime_checkable
 class Correction(Protocol):
     """Sampler/policy mismatch: importance weights and the tokens left to train on, from xi = policy / sampler.
 
-    Asked once in a step: about all rollouts if it `rejects`, else about those that are trained on. The mismatch is
-    measured whatever is applied. `mask` holds the tokens that were drawn; given ones are never shown to it. One that
-    has a parameter `advantages` is given those of the rows by that name, and must not reject: rollouts are rejected
-    before their advantages are known.
+    Called once in a step: on all rollouts if it `rejects`, with advantages of 0, as none is known yet; else on those
+    that are trained on. The mismatch is measured whatever is applied. `mask` holds the tokens that were drawn.
     """
 
     @property
     def needs_policy_logprobs(self) -> bool:
-        """Whether weights or mask depend on xi; if not, it can be asked after the learner's own forward pass."""
+        """True if weights or mask depend on xi; if not, it can be called after the learner's own forward pass."""
 
     @property
     def rejects(self) -> bool:
-        """Whether it can take whole rollouts out, so that it must be asked before rollouts are chosen."""
+        """True if it can take whole rollouts out, so that it must be called before rollouts are chosen."""
 
     @property
     def count_rejected(self) -> bool:
-        """Whether rejected rollouts count in their group's reward statistics."""
+        """True if rejected rollouts count in their group's reward statistics."""
 
     @property
     def prox(self) -> str:
-        """now, drawn or ewma: whose log-probabilities it gets as the policy's, and the clip of the loss measures from
-        (see `learner.old_policy`)."""
+        """now, drawn or ewma: whose log-probabilities are the policy's, and the clip's (`learner.old_policy`)."""
 
     @property
     def prox_window(self) -> float | int:
@@ -236,26 +238,26 @@ class Correction(Protocol):
         sampler_logprobs: Float[Tensor, "B T"],
         policy_logprobs: Float[Tensor, "B T"],
         mask: Bool[Tensor, "B T"],
+        advantages: Float[Tensor, "B *T"],
     ) -> Verdict: ...
 
 
 @runtime_checkable
-class LossFn(Protocol):
+class Loss(Protocol):
     """Log-probabilities to a scalar. Divisors come from `totals`, so micro-batching cannot change the sum.
 
-    Asked of an update in which `batch.loss_mask` leaves a token at all. If the gradient is zero, nothing moves.
+    Called on an update in which `batch.loss_mask` leaves a token at all. If the gradient is zero, nothing moves. A
+    plain function may have `needs_reference` as an attribute (`config.instantiate.OwnLoss`).
     """
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if it reads `batch.ref_logprobs`, for which the run keeps the model as it was at the start."""
 
     def __call__(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput: ...
 
 
-@runtime_checkable
-class Loss(LossFn, Protocol):
-    """A loss that declares what a run must provide; see `config.instantiate.OwnLoss` for a plain function."""
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether it reads `batch.ref_logprobs`, for which the run keeps the model as it was at the start."""
+LossFn = Callable[[Tensor, Batch, Totals], LossOutput]  # of a step: a `Loss`, or that of a warm-up
 
 
 @runtime_checkable
@@ -265,20 +267,18 @@ class Tracker(Protocol):
     def log(self, record: Record) -> None: ...
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Called once, however the run ended; `summary` is the content of `summary.json`."""
+        """End, once, however the run ended; `summary` is the content of `summary.json`."""
 
 
 @runtime_checkable
 class RecordFiles(Tracker, Protocol):
-    """A tracker whose records a checkpoint relies on. A step that it already has is not logged again."""
+    """A tracker whose files are part of a checkpoint."""
 
-    @property
-    def missing(self) -> list[int]:
-        """The steps whose records could not be written or are missing."""
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what identifies everything logged by now, once it is on disk."""
 
-    def keep(self) -> Callable[[Path], None]:
-        """A function that waits until everything logged by now is on disk, and saves what is needed to restore that in
-        a checkpoint's folder; more may be logged before it is called, by another thread."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Cut off what was logged later. UserError if the files began with something else."""
 
 
 @runtime_checkable
@@ -286,34 +286,10 @@ class Meter(Protocol):
     """Named spans of time (and memory) inside a step."""
 
     def span(self, name: str) -> Any:
-        """A context manager; spans with the same name add up, and spans may be nested."""
+        """Return a context manager; spans with the same name add up, and spans may be nested."""
 
     def take(self) -> Mapping[str, float]:
-        """Metrics `time/<name>` in seconds since the last `take`; then it starts over."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """The functions of a step, from the first request to the loss."""
-
-    collector: Collector
-    downsample: DownsampleRule
-    advantage: AdvantageFn
-    correction: Correction
-    loss: Loss
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What training and evaluation both need: a model, its task, and the engine that generates with it."""
-
-    device: torch.device
-    model: Any
-    tokenizer: Any
-    pad_token_id: int
-    task: Task
-    engine: Engine
-    ends: tuple[int, ...] = ()  # tokens that end a reply
+        """Return metrics `time/<name>` in seconds since the last `take`, and start over."""
 
 
 @runtime_checkable
@@ -326,12 +302,29 @@ class Search(Protocol):
         """Return one whole rollout for each prompt, in their order, and metrics of what they cost; None: no search."""
 
 
-@runtime_checkable
-class SetUp(Protocol):
-    """A rule that uses the model, the task or the engine of its run."""
+@dataclass(frozen=True)
+class Rules:
+    """The functions of a step, from the first request to the loss."""
 
-    def setup(self, bench: Bench) -> None:
-        """Take what it needs, once, before the first step."""
+    collector: Collector
+    downsample: Downsample
+    advantage: Advantage
+    correction: Correction
+    loss: Loss
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What training and evaluation both need."""
+
+    device: torch.device
+    model: Any
+    tokenizer: Any
+    pad_token_id: int
+    task: Task
+    engine: Engine
+    ends: tuple[int, ...] = ()  # tokens that end a reply
+    history: History = field(default_factory=History)
 
 
 @dataclass(frozen=True)
@@ -340,7 +333,6 @@ class Parts:
 
     bench: Bench
     curriculum: Curriculum
-    history: History
     rules: Rules
     reference: Any | None
     save_model: Callable[..., None]  # into a folder; with `state_dict` that in place of the model's own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -10,21 +10,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.history import History
-from grpo_cli.types import Batch, Group, LossOutput, Prompt, Round, ScoredGroup, Totals
+from grpo_cli.settings import Sampling
+from grpo_cli.types import Batch, Group, LossOutput, Prompt, ScoredGroup, Totals
 
 
 @runtime_checkable
-class Collection(Protocol):
-    """What a collector may use while it collects one step's rollouts.
+class StepRollouts(Protocol):
+    """What a collector makes one step's groups with.
 
-    `n` is the size of a plain group and `prompts` how many problems a plain step has; `rng` is the step's own stream.
-    `max_new_tokens` are the most that a rollout has.
-    `version` is how many updates the weights have seen, which is what a `Span` says of the tokens drawn now.
+    `n` is the size of a plain group, `prompts` the number of problems of a plain step, `rng` the step's own stream, and
+    `version` how many updates the weights have seen, which a `Span` names.
     """
 
     n: int
     prompts: int
-    max_new_tokens: int
+    sampling: Sampling
     step: int
     version: int
     rng: np.random.Generator
@@ -32,34 +32,42 @@ class Collection(Protocol):
 
     @property
     def at_limit(self) -> bool:
-        """Whether the run has generated `train.max_generated` tokens and ends with this step: no further round is
-        worth its tokens."""
+        """True if the run has generated `train.max_generated` tokens and ends with this step."""
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """All groups so far, in order of their first request, each sorted by sample."""
 
     def pick(self, count: int, without: Set[str] = frozenset()) -> Sequence[Prompt]:
-        """`count` problems of the curriculum, none of which this step has picked or resumed before, nor one whose id is
-        in `without`."""
+        """Return `count` problems of the curriculum that are new to this step and whose ids are not in `without`; fewer
+        if the task has no more."""
 
-    def score(self, groups: Sequence[Group]) -> Sequence[ScoredGroup]:
-        """Judge the finished rollouts; each is judged only once, however often this is called."""
+    def generate(
+        self, requests: Iterable[tuple[Prompt, int] | Group], *, enough: int | None = None, limit: int | None = None
+    ) -> Sequence[Group]:
+        """Return the requested groups, with all that the step has of them: of a problem and a number so many more
+        rollouts, of a group (also of an earlier step) the rest of its partial ones. Once `enough` of them are whole, or
+        a rollout has `limit` tokens, rollouts come back partial."""
 
-    def teaches(self, group: ScoredGroup) -> bool:
-        """True if the group's answers are not all as good, whatever format or length add, and some rollout that
-        `train.truncated` does not leave out would have an advantage. What a correction will reject is not known yet."""
+    def score(self, groups: Iterable[Group]) -> list[ScoredGroup]:
+        """Return the groups' finished rollouts with their rewards; each is judged once."""
+
+    def differs(self, group: ScoredGroup) -> bool:
+        """True if the answers that `train.truncated` leaves to train on are not all as good, whatever format adds."""
 
     def note(self, figure: str, value: int | float) -> None:
-        """A number for the record, as `collect/<figure>`."""
-
-
-# A collector yields rounds, and is sent all groups so far, in the order in which they were first requested. It returns
-# the ids of the problems that the step trains on, whose rollouts are all at their end by then; None: all.
-Rounds = Generator[Round, Sequence[Group], Sequence[str] | None]
+        """Record a number as `collect/<figure>`."""
 
 
 @runtime_checkable
 class Collector(Protocol):
-    """How a step's rollouts are collected: how many of which problem, in how many rounds."""
+    """Returns the groups that a step trains on.
 
-    def __call__(self, collection: Collection) -> Rounds: ...
+    One that requests more than n * prompts rollouts at a time has a method `at_once(n, prompts)` that returns the most;
+    what else it can do is in `support.facts` (unequal, stops, resumes).
+    """
+
+    def __call__(self, step: StepRollouts) -> Sequence[ScoredGroup]: ...
 
 
 @runtime_checkable
@@ -75,7 +83,7 @@ class Warmup(Protocol):
         """Their learning rate; None: that of other steps."""
 
     def groups(self, step: int) -> Sequence[ScoredGroup]:
-        """What step `step` (from 0) is trained on, whose tokens are given."""
+        """Return what step `step` (from 0) is trained on, whose tokens are given."""
 
     def loss(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput:
-        """As `interfaces.LossFn`."""
+        """As `interfaces.Loss`."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from grpo_cli.interfaces import Correction
-from grpo_cli.support.facts import taken
 from grpo_cli.types import ENVIRONMENT, GIVEN, Batch, Group, Rollout, ScoredGroup, Totals, Verdict
 
 # What a forward and backward pass costs beyond its tokens, in tokens (measured with the embedded model on a CPU, where
@@ -85,8 +84,7 @@ def verdict_on(correction: Correction, batch: Batch, old_logprobs: Tensor) -> Ve
     drawn token is not subject to the correction.
     """
     drawn = batch.drawn_mask
-    named = taken(correction, advantages=batch.advantages)
-    verdict = correction(batch.sampler_logprobs, old_logprobs, drawn, **named)
+    verdict = correction(batch.sampler_logprobs, old_logprobs, drawn, batch.advantages)
     given = batch.response_mask & ~drawn
     if not given.any():
         return verdict

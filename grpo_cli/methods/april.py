@@ -8,14 +8,13 @@ Measured: scripts/reproduce/frontier_b.md (no difference in accuracy seen, fewer
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
-from typing import Annotated
+from typing import Annotated, ClassVar
 
+from grpo_cli.collect.requests import with_surplus
 from grpo_cli.collect.stored import HoldsGroups
-from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.interfaces import StepRollouts
 from grpo_cli.support.ranges import Range
-from grpo_cli.types import GIVEN, Group, GroupRequest, Round
+from grpo_cli.types import GIVEN, Group, ScoredGroup
 
 
 class Partial(HoldsGroups):
@@ -24,11 +23,13 @@ class Partial(HoldsGroups):
     and go on first in the next step.
 
     Groups that are whole at the same moment are all trained on: nothing is lost, and nothing comes twice. One whose
-    oldest token is of weights `max_lag` updates ago or more is brought to its end at once, in a round of its own; where
-    a step makes several updates it may be older by those of one step, less one.
+    oldest token is of weights `max_lag` updates ago or more is finished first; where a step makes several updates it
+    may be older by those of one step, less one.
     """
 
     kind = "partial"
+    stops: ClassVar[bool] = True
+    resumes: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -36,30 +37,30 @@ class Partial(HoldsGroups):
         surplus: Annotated[float, Range(0, because="how many more problems than train.prompts are under way")],
         max_lag: Annotated[int, Range(1, because="a rollout goes on as many updates later as a step makes")],
     ) -> None:
-        self._share = 1 + Fraction(str(surplus))  # in floating point 1.1 * 50 is more than 55
-        self._max_lag = max_lag
+        self._surplus, self._max_lag = surplus, max_lag
 
-    def __call__(self, collection: Collection) -> Rounds:
-        held, prompts, groups = self._held, collection.prompts, tuple[Group, ...]()
-        old = tuple(group for group in held if _lag(group, collection.version) >= self._max_lag)
-        if old:
-            groups = tuple((yield Round(resumed=old)))
-        rest = tuple(group for group in held if group not in old)
-        waiting = rest
-        if len(old) < prompts:
-            fresh = self._fresh(math.ceil(self._share * prompts), len(held))
-            picked = collection.pick(fresh, {group.prompt.id for group in held}) if fresh else ()
-            requests = tuple(GroupRequest(prompt, collection.n) for prompt in picked)
-            groups = tuple((yield Round(requests, rest, enough=prompts)))
-            waiting = tuple(group for group in groups if not group.whole)
-        self._held = waiting
+    def at_once(self, n: int, prompts: int) -> int:
+        return n * with_surplus(prompts, self._surplus)
+
+    def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
+        old = [group for group in self._held if _lag(group, step.version) >= self._max_lag]
+        waiting = [group for group in self._held if group not in old]
+        whole = [*step.generate(old)]
+        if len(old) < step.prompts:
+            fresh = self._fresh(with_surplus(step.prompts, self._surplus), len(self._held))
+            picked = step.pick(fresh, {group.prompt.id for group in self._held})
+            requests = [*waiting, *((prompt, step.n) for prompt in picked)]
+            groups = step.generate(requests, enough=step.prompts - len(old))
+            whole += [group for group in groups if group.whole]
+            waiting = [group for group in groups if not group.whole]
+        self._held = tuple(waiting)
         partial = [rollout for group in waiting for rollout in group.partial.rollouts]
-        collection.note("carried_rollouts", len(partial))
-        collection.note("carried_tokens", sum(map(len, partial)))
-        return [group.prompt.id for group in groups if group.whole]
+        step.note("carried_rollouts", len(partial))
+        step.note("carried_tokens", sum(map(len, partial)))
+        return step.score(whole)
 
     def _fresh(self, under_way: int, held: int) -> int:
-        """How many problems begin, where `under_way` are wanted and `held` go on."""
+        """Return how many problems begin, where `under_way` are wanted and `held` go on."""
         return max(0, under_way - held)
 
 

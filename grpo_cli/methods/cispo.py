@@ -22,5 +22,5 @@ class Cispo(Clipped):
     def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
         ratio = bounded_ratio(log_policy_ratio(logprobs, batch)).detach()
         weight = self.bounded(ratio)
-        terms = -weight * batch.advantages.float()[:, None] * masked_float(logprobs, batch.loss_mask)
+        terms = -weight * batch.token_advantages.float() * masked_float(logprobs, batch.loss_mask)
         return Terms(terms, ratio, weight != ratio)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from grpo_cli.collect.candidates import CandidateOrder, require_revisits
+from grpo_cli.collect.epochs import CandidateOrder, require_revisits
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.history import History, of_kind
 from grpo_cli.support.ranges import Count, Range, Share

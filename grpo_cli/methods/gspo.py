@@ -25,4 +25,4 @@ class Gspo(Clipped):
         num_tokens = batch.loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
         sequence_log_ratio = log_ratio.detach().sum(dim=1, keepdim=True) / num_tokens
         ratio = bounded_ratio(sequence_log_ratio + (log_ratio - log_ratio.detach()))
-        return self.pessimistic(ratio, batch.advantages)
+        return self.pessimistic(ratio, batch)

@@ -7,21 +7,21 @@ Not measured on its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.rules.advantage import StatsOver, centred, compared_rewards, varies
+from grpo_cli.rules.advantage import StatsOver, compared, varies
 from grpo_cli.support.facts import facts
+from grpo_cli.types import ScoredGroup
 
 
 @facts(divides=False)
-def rloo(
-    kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: StatsOver
-) -> Float[Tensor, " K"]:
+def rloo(group: ScoredGroup, kept: Sequence[int], *, stats_over: StatsOver) -> Float[Tensor, " K"]:
     """The baseline is independent of the sample. Over `group` the others are the G - 1 of the whole group."""
-    reference = compared_rewards(kept_rewards, group_rewards, stats_over)
+    rewards, reference = compared(group, kept, stats_over)
     if not varies(reference):
-        return torch.zeros_like(kept_rewards)
-    count = len(reference)
-    return (centred(kept_rewards, reference) * (count / (count - 1))).to(kept_rewards.dtype)
+        return torch.zeros_like(rewards)
+    return (rewards - reference.mean()) * (len(reference) / (len(reference) - 1))

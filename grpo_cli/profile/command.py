@@ -18,8 +18,7 @@ from grpo_cli import __version__, experiment
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.order.lengths import read_trace
-from grpo_cli.history import History
-from grpo_cli.interfaces import AdvantageFn
+from grpo_cli.interfaces import Advantage
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile import advice, fit, gpus
 from grpo_cli.profile.findings import Findings, metrics, versions, write
@@ -37,9 +36,8 @@ from grpo_cli.profile.shapes import ShapeModel
 from grpo_cli.settings import ProfileRunSettings, ProfileSettings
 from grpo_cli.step import Step
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.facts import taken
 from grpo_cli.support.formatting import gib, parse_bytes
-from grpo_cli.types import AdvantageInputs, Record
+from grpo_cli.types import Record, ScoredGroup
 
 Say = Callable[[str], None]
 
@@ -136,16 +134,10 @@ def _measured(
     return measured
 
 
-def _never_all_equal(
-    rule: AdvantageFn,
-    kept_rewards: torch.Tensor,
-    group_rewards: torch.Tensor,
-    inputs: AdvantageInputs,
-    history: History,
-) -> torch.Tensor:
+def _never_all_equal(rule: Advantage, group: ScoredGroup, kept: Sequence[int]) -> torch.Tensor:
     """A group's advantages, replaced by ones where all are 0. Completions of forced length often all earn nothing, and
     without a gradient the optimizer would neither step nor allocate its state."""
-    advantages = rule(kept_rewards, group_rewards, **taken(rule, inputs=inputs, history=history))
+    advantages = rule(group, kept)
     return advantages if advantages.any() else torch.ones_like(advantages)
 
 

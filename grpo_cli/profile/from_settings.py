@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.config.compose import model_of
+from grpo_cli.collect.equal import equal
 from grpo_cli.config.instantiate import engine_parts, make
 from grpo_cli.config.prepare import Prepared
+from grpo_cli.config.read import model_of
 from grpo_cli.engine.batching import Sampler
 from grpo_cli.experiment import is_ours
-from grpo_cli.learner.forward import make_forward, shares_prefix
+from grpo_cli.learner.forward import make_forward, packs_rows
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.old_policy import average_bytes, pass_before
 from grpo_cli.learner.optimizer import state_bytes
@@ -26,6 +27,7 @@ from grpo_cli.profile.forced_lengths import Lengths
 from grpo_cli.profile.shapes import NF4_BITS, EngineShape, ShapeModel, Workload
 from grpo_cli.settings import ModelSettings, RunSettings
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import fact
 from grpo_cli.support.memory import resident_bytes
 
 
@@ -80,7 +82,7 @@ def process_alone(device: torch.device) -> int:
 
 def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
     """Memory of the run that cannot be predicted from shapes."""
-    settings, size, notes = run.settings, run.size, []
+    settings, notes = run.settings, list[str]()
     if not is_ours(settings):
         name = str(settings.parts["engine"]["_target_"]).rsplit(".", 1)[-1]
         notes.append(
@@ -88,16 +90,13 @@ def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
             "this machine count in what is measured): prefill, decode and eval are not predicted, and what fits is "
             "said of the update alone"
         )
-    if size.partial:
+    if fact(run.rules.collector, "resumes"):
         notes.append(
             "the collector leaves rollouts partial: steps are predicted as if all of them ended in the step, "
             "without the tokens that are prefilled again when they are resumed"
         )
-    elif (rounds := size.rounds) > 1:
-        notes.append(
-            f"the collector asks for rollouts in up to {rounds} rounds, as many as their rewards suggest: prefill and "
-            "decode are predicted for the largest of them, or as if all that is trained on were made in one"
-        )
+    elif getattr(run.rules.collector, "func", None) is not equal:
+        notes.append("rollouts are predicted for the most that the collector requests at a time, in one round")
     if settings.model.quantize != "none":
         notes.append(
             f"model.quantize={settings.model.quantize}: passes are those of plain layers whose weights are made whole "
@@ -136,7 +135,7 @@ def step_of(
         forward=make_forward(
             settings.train,
             settings.sampling.temperature,
-            shares_prefix(settings.train, settings.model, run.device, packs),
+            packs_rows(settings.model, run.device, packs),
         ),
         minibatches=settings.train.minibatches,
         passes=Passes(
@@ -151,7 +150,7 @@ def step_of(
 
 def _workloads(run: Prepared[Any], lengths: Lengths | None) -> tuple[Workload, Workload | None]:
     """A step's rollouts and an evaluation's, on the first prompts of the task."""
-    settings, size = run.settings, run.size
+    settings, problems = run.settings, -(-run.at_once // run.settings.n)
     tokenizer = load_tokenizer(_without_weights(settings.model))
     # The run itself gives the warnings when it makes the task.
     quiet: Callable[[str], None] = lambda line: None  # noqa: E731
@@ -164,12 +163,11 @@ def _workloads(run: Prepared[Any], lengths: Lengths | None) -> tuple[Workload, W
         forced_to = (longest,) * count if lengths is None else tuple(lengths(count, longest))
         return Workload.equal(prompts, n, longest, forced_to)
 
-    step = Epochs(task.prompts("train"), settings.train.prompts, settings.seed).pick(0, size.problems, frozenset())
+    step = Epochs(task.prompts("train"), settings.train.prompts, settings.seed).pick(0, problems, frozenset())
     held_out = task.prompts("eval")
-    problems = [held_out[i] for i in range(min(settings.eval.problems, len(held_out)))]
+    examined = [held_out[i] for i in range(min(settings.eval.problems, len(held_out)))]
     wanted = getattr(getattr(settings, "profile", None), "eval", True) and settings.eval.every > 0
-    together = size.rollouts if size.partial else max(size.at_once, size.trained)
-    return work(step, -(-together // size.problems)), work(problems, 1 + settings.eval.k) if wanted else None
+    return work(step, settings.n), work(examined, 1 + settings.eval.k) if wanted else None
 
 
 def _without_weights(model: ModelSettings) -> ModelSettings:

@@ -16,25 +16,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from grpo_cli.engine.batching import Capped, Sampler
-from grpo_cli.engine.kv.eviction import Budget, Dense, watches
+from grpo_cli.engine.kv.eviction import Budget, Dense
 from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.torch.generation import Generation
 from grpo_cli.engine.torch.peak import fullest_moments, parked_bytes
 from grpo_cli.engine.torch.sizes import Sizes as EngineSizes
-from grpo_cli.engine.torch.stop import NeverStop
-from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.learner.forward import Forward, RowShape
 from grpo_cli.learner.logprobs import _AT_ONCE as AT_ONCE
 from grpo_cli.learner.logprobs import PLAIN, ByRow
 from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.mlp_recompute import always_sparing
-from grpo_cli.model.packed import KERNELS, allow_packing
+from grpo_cli.model.packed import allow_packing
 from grpo_cli.model.recompute import keep_inputs
-from grpo_cli.model.varlen import OnProcessor, Part, Spans, is_short
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
 from grpo_cli.settings import Sampling
 from grpo_cli.support.memory import storage_bytes
@@ -151,73 +148,6 @@ def _scratch(compute: Callable[..., Any]) -> Callable[..., Any]:
         logits.new_empty(found[key] // 4 // vocabulary, vocabulary, dtype=torch.float32)
 
     return allocate
-
-
-class _OfShapes(OnProcessor):
-    """Attention of fake tensors: allocates what PyTorch's on a processor holds at its fullest, and its results. The
-    first is found once for trees of about the same size, since it takes dozens of operations, in every layer."""
-
-    def __init__(self) -> None:
-        self._found: dict[Any, float] = {}  # bytes for each token
-
-    def takes(self, q: Tensor) -> bool:
-        return isinstance(q, FakeTensor) and super().takes(q)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Spans, scale: float) -> tuple[Tensor, Tensor, Any]:
-        return super().forward(q, k, v, _as_one(at), scale)
-
-    def backward(
-        self, grad: Tensor, qkv: tuple[Tensor, ...], out: Tensor, lse: Tensor, at: Spans, scale: float,
-        besides: tuple[Tensor, ...],
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return super().backward(grad, qkv, out, lse, _as_one(at), scale, besides)
-
-    def part_forward(self, part: Part, scale: float, runs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
-        inherited, q = super().part_forward, runs[0]
-        shapes = (q.shape, q.dtype), (q.shape[1::-1], torch.float32)
-        out, lse = self._results(part, lambda *runs: inherited(part, scale, runs)[:2], runs, shapes)
-        return out, lse, ()
-
-    def part_backward(
-        self, part: Part, scale: float, runs: Sequence[Tensor], lse: Tensor, besides: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        inherited, shapes = super().part_backward, [(x.shape, x.dtype) for x in runs[1:4]]
-        compute = lambda *of: inherited(part, scale, of[:-1], of[-1], besides)  # noqa: E731
-        dq, dk, dv = self._results(part, compute, (*runs, lse), shapes)
-        return dq, dk, dv
-
-    def _results(
-        self,
-        part: Part,
-        compute: Callable[..., Any],
-        given: Sequence[Tensor],
-        shapes: Sequence[tuple[Any, torch.dtype]],
-    ) -> Sequence[Tensor]:
-        spans = [part.own, *([part.trunks.spans] if part.trunks else [])]
-        about = *(_about(*_as_one(at).sizes[0]) for at in spans), *map(is_short, spans)
-        key = about, *((x.shape[1:], x.dtype) for x in given[:-1]), len(given)
-        if key not in self._found:
-            with Allocations(_NOTHING) as seen:
-                seen.leave_out(given)
-                made = compute(*given)
-                self._found[key] = (sum(seen.take_peak().values()) - storage_bytes(made)) / part.tokens
-            return made
-        made = [given[0].new_empty(shape, dtype=dtype) for shape, dtype in shapes]
-        given[0].new_empty(int(self._found[key] * part.tokens), 1, dtype=torch.uint8)  # and given back
-        return made
-
-
-def _about(*tokens: int) -> tuple[int, ...]:
-    return tuple(-(-count // 64) for count in tokens)
-
-
-def _as_one(at: Spans) -> Spans:
-    """The same numbers of queries and keys, which take the same bytes, in one call."""
-    return replace(at, sizes=((sum(queries for queries, _ in at.sizes), sum(keys for _, keys in at.sizes)),))
-
-
-_NOTHING = SimpleNamespace(config=SimpleNamespace(vocab_size=0), parameters=list, buffers=list)
-KERNELS.insert(0, _OfShapes())
 
 
 def _chosen(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
@@ -365,20 +295,16 @@ class ShapeModel:
             requests = [replace(request, sampling=drawn) for request in requests]
         with self.watched(training=False) as allocations, self.precision():
             decoder, sampler = self._decoder(engine.packed, allocations), Capped(engine.sampler, engine.rollouts)
-            workspace = Workspace.of(decoder, sampler, engine.sparsity, requests, None, engine.prefix)
-            generation = Generation(workspace, (0,), requests, NeverStop(), NullMeter(), sampler.refills)
-
-            def grown(blocks: Sequence[Tensor]) -> None:
-                for block in blocks:
-                    allocations.mark(block, KV)
-
+            parts = (decoder, sampler, engine.sparsity, requests, (0,), NullMeter())
+            generation = Generation(*parts, prefix=engine.prefix)
+            for block in generation.cache.memory:
+                allocations.mark(block, KV)
             found: dict[str, list[Sizes]] = {"prefill": [], "decode": []}
             allocations.take_peak()
-            for moment in fullest_moments(generation, work.lengths, grown, self._on_cpu):
-                found[moment].append(allocations.take_peak())
+            for moment, kv in fullest_moments(generation, work.lengths, self._on_cpu):
+                found[moment].append({**allocations.take_peak(), KV: kv})
         parked = parked_bytes(generation, work.lengths)
         prefill, decode = (max(sizes, key=lambda one: sum(one.values())) for sizes in found.values())
-        decode = {**decode, KV: generation.kv.peak}
         return _with(prefill, parked), _with(decode, parked)
 
     def _fixed_slots(self, work: Workload, engine: EngineShape) -> Sizes:
@@ -386,9 +312,9 @@ class ShapeModel:
         if not engine.graphs:
             return {}
         with self.watched(training=False), self.precision():
-            decoder = Decoder(self.model).in_its_precision().for_steps(watches(engine.sparsity))
+            decoder = Decoder(self.model).for_steps(engine.sparsity)
             sampler, others = Capped(engine.sampler, engine.rollouts), (engine.sparsity, work.requests, engine.prefix)
-            return {KV: EngineSizes.of(decoder, sampler, *others, one_page=True).fixed_bytes}
+            return {KV: EngineSizes.of(decoder, sampler, *others, fills=True).fixed_bytes}
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -12,9 +11,7 @@ from grpo_cli.report import plots
 from grpo_cli.report.compare import Comparison, compare
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.evaluations import named, show_evaluations
-from grpo_cli.report.html import page
 from grpo_cli.report.read import of_training, read_all
-from grpo_cli.report.rollouts import read_recording
 from grpo_cli.report.show import show
 from grpo_cli.report.tables import as_json
 from grpo_cli.runs import layout
@@ -33,12 +30,10 @@ def make(
 ) -> Comparison | None:
     """Report on every run in or below `folders`, into `out` or a new folder below outputs/report.
 
-    The folder gets a self-contained `report.html`, its pictures, and `report.json` with every number; of evaluations
-    alone a table is shown and nothing written (None). UserError if
-    there are no runs or `out` cannot be written.
+    The folder gets pictures, and `report.json` with every number; of evaluations alone a table is shown and nothing
+    written (None). UserError if there are no runs or `out` cannot be written.
     """
     console = console or terminal.console()
-    now = datetime.now()
     if out is not None and (has_record(out) or any((out / name).exists() for name in (layout.METRICS, layout.SUMMARY))):
         raise UserError(f"--out={out} is the folder of a run, and a report would write into it: choose another")
     out = out or layout.new_folder("report")
@@ -52,9 +47,7 @@ def make(
     if found.others:
         notes.append(f"Left out, not being training runs: {', '.join(run.name for run in found.others)}.")
     drawn = plots.pictures(comparison) if plots.can_draw() else {}
-    recorded = [(run.name, told) for run in comparison.runs if (told := read_recording(run.folder)) and told.rollouts]
-    html = page(comparison, drawn, notes, f"{now:%Y-%m-%d %H:%M}", recorded)
-    files = {"report.html": html.encode(), **drawn, "report.json": json_line(as_json(comparison), indent=1).encode()}
+    files = {**drawn, "report.json": json_line(as_json(comparison), indent=1).encode()}
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():
@@ -64,7 +57,5 @@ def make(
     show(comparison, console)
     for note in notes:
         console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"report: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
-    if drawn:
-        console.print(f"pictures: {', '.join(drawn)} beside it", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{', '.join(files)}: {out}", markup=False, highlight=False, soft_wrap=True)
     return comparison

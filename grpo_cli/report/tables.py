@@ -1,4 +1,4 @@
-"""Compared runs as tables of text, shared by terminal and HTML; and as JSON, with every digit."""
+"""Compared runs as tables of text; and as JSON, with every digit."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ MEANS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 SOMETIMES = ("last entropy", "last turns")  # runs of older versions lack the one, runs of one turn the other
 
 
-def arm_table(comparison: Comparison, intervals: bool = False, settings: bool = True) -> Table:
-    """One row per arm: its settings (or its number), then means over its completed runs.
+def arm_table(comparison: Comparison, settings: bool = True) -> Table:
+    """Return one row per arm: its settings (or its number), then means over its completed runs.
 
-    Accuracies come with their intervals (a star marks one over problems), the rest only with `intervals`.
+    Accuracies come with their intervals (a star marks one over problems).
     """
     target, arms = comparison.target, comparison.arms
     columns = comparison.columns if settings else ("arm",)
@@ -75,9 +75,9 @@ def arm_table(comparison: Comparison, intervals: bool = False, settings: bool = 
             (
                 *(_settings(arm.settings, columns) if settings else [str(place)]),
                 str(len(arm.runs)),
-                *(with_interval(found, _share) for found in (arm.final_accuracy, arm.best_accuracy)),
+                *(_with_interval(found) for found in (arm.final_accuracy, arm.best_accuracy)),
                 NOTHING if target is None else _reached(arm, target),
-                *(with_interval(arm.mean(figure), form, intervals) for figure, form in MEANS.values()),
+                *(form(mean.mean) if (mean := arm.mean(name)) else NOTHING for name, form in MEANS.values()),
                 spark,
                 ", ".join(f"{number} {state}" for state, number in counts.items()),
             )
@@ -90,7 +90,7 @@ def arm_table(comparison: Comparison, intervals: bool = False, settings: bool = 
 
 
 def run_table(comparison: Comparison, runs: Sequence[Run], settings: bool = True) -> Table:
-    """One row per run: how it ended, its settings (or its arm), how far it got, and remarks."""
+    """Return one row per run: how it ended, its settings (or its arm), how far it got, and remarks."""
     columns = comparison.columns if settings else ("arm",)
     places = {id(run): i for i, arm in enumerate(comparison.arms, start=1) for run in (*arm.runs, *arm.others)}
     rows = [
@@ -110,21 +110,12 @@ def run_table(comparison: Comparison, runs: Sequence[Run], settings: bool = True
     return Table(("run", "state", *columns, *names, REMARKS), tuple(rows), frozenset(names))
 
 
-def settings_table(comparison: Comparison) -> Table:
-    """The settings behind the numbers of arms."""
-    rows = [
-        (str(number), *_settings(arm.settings, comparison.columns))
-        for number, arm in enumerate(comparison.arms, start=1)
-    ]
-    return Table(("arm", *comparison.columns), tuple(rows))
-
-
 def _settings(settings: Mapping[str, Setting], columns: Sequence[str]) -> list[str]:
     return [shown(settings[column]) if column in settings else NOTHING for column in columns]
 
 
 def footnotes(comparison: Comparison) -> list[str]:
-    """Notes below the tables."""
+    """Return notes below the tables."""
     arms = comparison.arms
     notes = [
         f"Means over the {sum(len(arm.runs) for arm in arms)} completed of {len(comparison.runs)} runs, with Student's "
@@ -156,7 +147,7 @@ def footnotes(comparison: Comparison) -> list[str]:
 
 
 def _code_differences(codes: Sequence[Mapping[str, str]]) -> list[str]:
-    """Packages whose versions differ between the runs, with the number of runs per version."""
+    """Return packages whose versions differ between the runs, with the number of runs per version."""
     differing = []
     for name in dict.fromkeys(name for code in codes for name in code):
         counts = Counter(code.get(name, "not recorded") for code in codes)
@@ -167,7 +158,7 @@ def _code_differences(codes: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """All numbers of the report, and every run's curve."""
+    """Return all numbers of the report, and every run's curve."""
     return {
         "metric": comparison.metric,
         "columns": comparison.columns,
@@ -204,13 +195,11 @@ def _run_json(run: Run, averaged: bool) -> dict[str, Any]:
     }
 
 
-def with_interval(estimate: Estimate | None, form: Callable[[float], str], intervals: bool = True) -> str:
-    if estimate is None:
+def _with_interval(found: Estimate | None) -> str:
+    if found is None:
         return NOTHING
-    if not estimate.over or not intervals:
-        return form(estimate.mean)
-    star = "*" if estimate.over == "problems" else ""
-    return f"{form(estimate.mean)} ({form(estimate.low)}–{form(estimate.high)}){star}"
+    interval = f" ({_share(found.low)}–{_share(found.high)})" + "*" * (found.over == "problems")
+    return _share(found.mean) + (interval if found.over else "")
 
 
 def _reached(arm: Arm, target: float) -> str:
@@ -222,7 +211,7 @@ def _reached(arm: Arm, target: float) -> str:
 
 
 def _sparks(arms: Sequence[Arm]) -> list[str]:
-    """Each arm's mean accuracy over its steps, on a scale shared by all arms."""
+    """Return each arm's mean accuracy over its steps, on a scale shared by all arms."""
     curves = [arm.mean_curve for arm in arms]
     everything = [value for curve in curves for value in curve.accuracy]
     low, high = min(everything, default=0.0), max(everything, default=1.0)

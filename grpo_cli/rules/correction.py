@@ -94,6 +94,7 @@ class Correct:
         sampler_logprobs: Float[Tensor, "B T"],
         policy_logprobs: Float[Tensor, "B T"],
         mask: Bool[Tensor, "B T"],
+        advantages: Float[Tensor, "B *each"],
     ) -> Verdict:
         """All rows are judged at once: batch normalisation and quantiles are over all of them.
 

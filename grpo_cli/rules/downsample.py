@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from functools import partial
 
 import numpy as np
 
-from grpo_cli.interfaces import DownsampleRule
+from grpo_cli.interfaces import Downsample
 from grpo_cli.support.errors import UserError, own_code_unless_ours
+from grpo_cli.support.facts import fact, name_of
 from grpo_cli.types import ScoredGroup
 
 
@@ -30,40 +30,25 @@ def all_rollouts(group: ScoredGroup, keep: int, rng: np.random.Generator) -> lis
     return list(range(size))
 
 
-def choose(rule: DownsampleRule, group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
+def choose(rule: Downsample, group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
     """The indices that `rule` keeps, ascending, once they are known to be `keep` distinct ones of this group.
 
-    A group of `keep` rollouts or fewer is kept whole without asking the rule: n = m is plain GRPO under any rule. One
-    that says `keeps_fewer` may keep any number from 1 to `keep`.
+    A group of `keep` rollouts or fewer is kept whole without the rule: n = m is plain GRPO under any rule.
     """
     size = len(group.rollouts)
     if keep >= size:
         return list(range(size))
-    asked = f"{keep} distinct indices below {size} for prompt {group.prompt.id}"
-    fault = f"downsample rule {_name(rule)} was asked for {asked}"
-    with own_code_unless_ours(f"{fault} and", getattr(rule, "func", rule)):
+    with own_code_unless_ours(f"downsample {name_of(rule)}", getattr(rule, "func", rule)):
         answer = rule(group, keep, rng)
-        if not isinstance(answer, Iterable):
-            raise UserError(f"{fault} but returned {answer!r}: return a list of {keep} integers")
-        answer = list(answer)
+        answer = list(answer) if isinstance(answer, Iterable) else answer
     try:
         indices = [operator.index(index) for index in answer]
-    except TypeError as error:
-        raise UserError(f"{fault} but returned something that is not an integer ({error})") from error
-    outside = [index for index in indices if not 0 <= index < size]
-    if outside:
-        raise UserError(f"{fault} but returned {outside[0]}: indices run from 0 to {size - 1}")
-    if len(set(indices)) != len(indices):
-        twice = next(index for index in indices if indices.count(index) > 1)
-        raise UserError(f"{fault} but returned {twice} more than once: each rollout may be kept once")
-    fewer = getattr(getattr(rule, "func", rule), "keeps_fewer", False)
-    if len(indices) != keep and not (fewer and 0 < len(indices) < keep):
-        raise UserError(f"{fault} but returned {len(indices)} of them: return {'1 to' if fewer else 'exactly'} {keep}")
+    except TypeError:
+        indices = []
+    least = 1 if fact(rule, "keeps_fewer") else keep
+    if not (least <= len(set(indices)) == len(indices) <= keep and 0 <= min(indices) <= max(indices) < size):
+        raise UserError(
+            f"downsample {name_of(rule)} returned {indices or answer!r:.40} for prompt {group.prompt.id}: return "
+            f"{'1 to ' if least < keep else ''}{keep} different indices from 0 to {size - 1}"
+        )
     return sorted(indices)
-
-
-def _name(rule: DownsampleRule) -> str:
-    """What a person would look for: the function's dotted name, also behind `functools.partial`."""
-    target = rule.func if isinstance(rule, partial) else rule
-    named = target if hasattr(target, "__qualname__") else type(target)
-    return f"{named.__module__}.{named.__qualname__}"

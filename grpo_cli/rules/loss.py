@@ -89,9 +89,9 @@ class Clipped(ABC):
     def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
         """What a variant says of each token; read only where `batch.loss_mask` is true."""
 
-    def pessimistic(self, ratio: Float[Tensor, "B T"], advantages: Float[Tensor, " B"]) -> Terms:
+    def pessimistic(self, ratio: Float[Tensor, "B T"], batch: Batch) -> Terms:
         """PPO's terms, and where the clip takes the gradient away."""
-        advantage = advantages.float()[:, None]
+        advantage = batch.token_advantages.float()
         terms = -torch.minimum(ratio * advantage, self.bounded(ratio) * advantage)
         above, below = ratio > 1 + self.clip_high, ratio < 1 - self.clip_low
         return Terms(terms, ratio, (above & (advantage > 0)) | (below & (advantage < 0)))
@@ -108,7 +108,7 @@ class Grpo(Clipped):
     """
 
     def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
-        return self.pessimistic(bounded_ratio(log_policy_ratio(logprobs, batch)), batch.advantages)
+        return self.pessimistic(bounded_ratio(log_policy_ratio(logprobs, batch)), batch)
 
 
 def aggregate(

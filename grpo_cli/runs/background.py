@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from threading import Event, Thread
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Place = tuple[int, int]  # where a storage begins, and its bytes
+_Pairs = list[tuple[Tensor, Tensor]]  # bytes to copy, from where to where
 
 
 class Saver:
@@ -42,7 +42,11 @@ class Saver:
             return
         self.join()
         pairs, snapshot = self._snapshot(moving, {_place(tensor) for tensor in frozen})
-        ready = _mark(source for source, _ in pairs)
+        # on a GPU, sources are right behind this place in its queue
+        gpu = next((source.device for source, _ in pairs if source.is_cuda), None)
+        ready = (
+            None if gpu is None else torch.cuda.current_stream(gpu).record_event()
+        )  # behind it the sources are right
         self._copied.clear()
         self._thread = Thread(target=self._work, args=(pairs, ready, snapshot, write), name="checkpoint")
         self._thread.start()
@@ -64,11 +68,11 @@ class Saver:
             raise error
 
     def take(self) -> Mapping[str, float]:
-        """The seconds that the thread has taken for what was written since the last `take`, as a metric."""
+        """Return the seconds that the thread has taken since the last `take`, as a metric."""
         seconds, self._seconds = self._seconds, None
         return {} if seconds is None else {"time/checkpoint_write": seconds}
 
-    def _work(self, pairs: list[tuple[Tensor, Tensor]], ready: Any, snapshot: Any, write: Callable[[Any], Any]) -> None:
+    def _work(self, pairs: _Pairs, ready: Any, snapshot: Any, write: Callable[[Any], Any]) -> None:
         start = time.perf_counter()
         try:
             try:
@@ -81,11 +85,11 @@ class Saver:
             self._error = error
         self._seconds = (self._seconds or 0.0) + time.perf_counter() - start
 
-    def _snapshot(self, moving: Any, frozen: set[Place]) -> tuple[list[tuple[Tensor, Tensor]], Any]:
-        """The bytes to copy, from where to where; and `moving` with tensors that lie there, which share memory where
-        the originals do, so that it is pickled to the same bytes."""
+    def _snapshot(self, moving: Any, frozen: set[tuple[int, int]]) -> tuple[_Pairs, Any]:
+        """Return the bytes to copy; and `moving` with tensors that lie where they go, which share memory where the
+        originals do, so that it is pickled to the same bytes."""
         free, self._buffers = self._buffers, {}
-        pairs: dict[Place, tuple[Tensor, Tensor]] = {}
+        pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         same: dict[int, Any] = {}
         for tensor in _tensors(moving):
             storage, place = tensor.untyped_storage(), _place(tensor)
@@ -93,21 +97,18 @@ class Saver:
                 same[id(tensor)] = tensor
                 continue
             if place not in pairs:
+                size, known = storage.nbytes(), free.get(storage.nbytes())
                 source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                pairs[place] = source, self._buffer(storage.nbytes(), tensor.is_cuda, free)
-            buffer = pairs[place][1].untyped_storage()
+                buffer = known.pop() if known else torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+                self._buffers.setdefault(size, []).append(buffer)
+                pairs[place] = source, buffer
+            copied = pairs[place][1].untyped_storage()
             empty = torch.empty(0, dtype=tensor.dtype)
-            same[id(tensor)] = empty.set_(buffer, tensor.storage_offset(), tensor.size(), tensor.stride())
+            same[id(tensor)] = empty.set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
         return list(pairs.values()), copy.deepcopy(moving, same)
 
-    def _buffer(self, size: int, pinned: bool, free: dict[int, list[Tensor]]) -> Tensor:
-        known = free.get(size)
-        buffer = known.pop() if known else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        self._buffers.setdefault(size, []).append(buffer)
-        return buffer
 
-
-def _copy(pairs: list[tuple[Tensor, Tensor]], ready: Any) -> None:
+def _copy(pairs: _Pairs, ready: Any) -> None:
     if ready is None:
         for source, buffer in pairs:
             buffer.copy_(source)
@@ -120,21 +121,14 @@ def _copy(pairs: list[tuple[Tensor, Tensor]], ready: Any) -> None:
     stream.synchronize()
 
 
-def _mark(sources: Iterable[Tensor]) -> Any:
-    """The place in a GPU's queue behind which the sources are as they are to be saved; None if all are on the host."""
-    device = next((source.device for source in sources if source.is_cuda), None)
-    return None if device is None else torch.cuda.current_stream(device).record_event()
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor's storage begins, and its bytes."""
+    return tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
 
 
-def _place(tensor: Tensor) -> Place:
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
+def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        yield from (tensor for item in value.values() for tensor in _tensors(item))
-    elif isinstance(value, list | tuple):
-        yield from (tensor for item in value for tensor in _tensors(item))
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)

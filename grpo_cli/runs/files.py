@@ -1,4 +1,4 @@
-"""Atomic file writes, and JSON that every parser accepts. Independent of runs."""
+"""Atomic writes, and JSON that every parser accepts. Independent of runs."""
 
 from __future__ import annotations
 
@@ -13,27 +13,24 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
-
-from grpo_cli.runs.layout import REPLACED
+from grpo_cli.runs.layout import REPLACED, UNFINISHED
 from grpo_cli.support.errors import UserError
 
 
 def json_line(value: Any, indent: int | None = None) -> str:
-    """`value` as JSON, without a line break unless `indent` asks for them.
+    """Return `value` as JSON, without a line break unless `indent` is given.
 
-    JSON has no NaN and no infinity: they become the strings "NaN", "Infinity" and "-Infinity", all of which Python's
-    `float` reads back (`null` would lose which of the three it was). Numpy scalars become numbers, paths strings. A
-    lone surrogate, which UTF-8 cannot encode, is escaped. Raises TypeError for anything else that JSON cannot hold.
+    NaN and the infinities become the strings "NaN", "Infinity" and "-Infinity", which Python's `float` reads back.
+    Numpy scalars become numbers, paths strings; a lone surrogate is escaped. TypeError for anything else.
     """
     text = json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
     return text.encode("utf-8", "backslashreplace").decode()  # the same backslash escape as JSON's
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
+    if type(value).__module__ == "numpy":  # which refusals do without
         return _plain(value.item())
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -41,79 +38,72 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-@contextmanager
-def written_atomically(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to: after a crash, even of the machine, `path` holds its old content or all of the new.
-
-    A kill may leave `unfinished(path)` behind.
-    """
-    temporary = unfinished(path)
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file: after a crash, even of the machine, it holds its old content or all of the new."""
+    temporary = path.with_name(f".{path.name}{UNFINISHED}")
     try:
         temporary.unlink(missing_ok=True)  # left by a kill, or a link that would be followed
         with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+            file.write(data)
+        sync(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 @contextmanager
 def folder_written_atomically(target: Path) -> Iterator[Path]:
-    """A new folder to fill, which takes the place of `target` once all of it is on disk.
+    """Yield a new folder to fill, which replaces `target` once all of it is on disk.
 
-    After an exception (UserError if the disk refuses) `target` is as it was; what a kill leaves is cleared next time.
+    After an exception (UserError if the disk refuses) `target` is as it was. A kill may leave the new folder or the
+    replaced one under hidden names.
     """
-    temporary, replaced = unfinished(target), target.with_name(f".{target.name}{REPLACED}")
+    new, replaced = (target.with_name(f".{target.name}{suffix}") for suffix in (UNFINISHED, REPLACED))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        yield temporary
-        for path in (*temporary.rglob("*"), temporary):
-            sync_folder(path)  # a file just as well
-        if target.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            os.replace(target, replaced)
-        os.replace(temporary, target)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if replaced.exists() and not target.exists():
+        if replaced.exists() and not target.exists():  # a kill came between the two renames
             os.replace(replaced, target)
-        if (reason := disk_error(error)) is None:
+        for path in (new, replaced):
+            shutil.rmtree(path, ignore_errors=True)
+        new.mkdir()
+        yield new
+        for path in (*new.rglob("*"), new):
+            sync(path)
+        if target.exists():
+            os.replace(target, replaced)
+        os.replace(new, target)
+        sync(target.parent)
+    except BaseException as error:
+        shutil.rmtree(new, ignore_errors=True)
+        if replaced.exists():
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(replaced, target)
+        if (reason := _disk_error(error)) is None:
             raise
         raise UserError(
-            f"{target} could not be written ({reason}); what was there before is unharmed. Make room, or name a folder "
-            "elsewhere"
+            f"{target} could not be written ({reason}); what was saved before is unharmed. Make room, or choose "
+            "another folder"
         ) from error
-    sync_folder(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def disk_error(error: BaseException) -> str | None:
-    """Why the disk refused the write, or None if the error is about something else.
-
-    safetensors and other compiled writers raise their own errors, whose texts carry the system's error number.
-    """
-    if isinstance(error, UserError):
-        return None
+def _disk_error(error: BaseException) -> str | None:
+    """Return why the disk refused the write; None if the error is about something else."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    number = re.search(r"\(os error (\d+)\)", str(error))
+    # compiled writers such as safetensors raise their own errors, with the system's number in the text
+    number = None if isinstance(error, UserError) else re.search(r"\(os error (\d+)\)", str(error))
     return os.strerror(int(number[1])) if number else None
 
 
 @contextmanager
 def must_be_writable(path: Path) -> Iterator[None]:
-    """Turns an OSError into a UserError that names the path and the ways out."""
+    """Turn an OSError into a UserError that names the path and the ways out."""
     try:
         yield
     except OSError as error:
@@ -123,22 +113,10 @@ def must_be_writable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def unfinished(path: Path) -> Path:
-    """The temporary name under which a file is written."""
-    return path.with_name(f".{path.name}.tmp")
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data`, all of it or nothing: see `written_atomically`."""
-    with written_atomically(path) as file:
-        file.write(data)
-
-
 def regular(path: str, flags: int) -> int:
-    """An `opener` for `open` that raises OSError for a pipe or a device, which may block or never end, and for a link
-    that would be written through; for reading, links are followed."""
+    """Open a regular file, as an `opener` of `open`. OSError for a pipe or a device, which may block, and for a link
+    that would be written through."""
     writes = flags & (os.O_WRONLY | os.O_RDWR)
-    # O_NONBLOCK: otherwise opening a pipe without a writer blocks
     file = os.open(path, flags | os.O_NONBLOCK | (os.O_NOFOLLOW if writes else 0), 0o644)
     mode = os.fstat(file).st_mode
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # `open` itself refuses a folder
@@ -148,26 +126,20 @@ def regular(path: str, flags: int) -> int:
 
 
 def content(path: Path) -> bytes:
-    """All of a file. OSError also for a pipe or a device."""
+    """Return all of a file. OSError also for a pipe or a device."""
     with open(path, "rb", opener=regular) as file:
         return file.read()
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content, in hexadecimal."""
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync_file(path: Path) -> None:
-    """Wait until the content of `path` is on disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on disk: only then is a rename durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -24,7 +24,7 @@ class FoundCheckpoint:
 
 
 def find_checkpoint(folder: Path) -> FoundCheckpoint:
-    """The newest checkpoint whose files are all as they were saved.
+    """Return the newest checkpoint whose files are all as they were saved.
 
     `folder` is a run folder, its `checkpoints` folder, or one checkpoint. Every file of the result has been read and
     verified, about a second per gigabyte; older checkpoints are not checked.
@@ -39,38 +39,32 @@ def find_checkpoint(folder: Path) -> FoundCheckpoint:
 
 
 def never_saved(run_dir: Path) -> bool:
-    """Whether a run ended before it had a checkpoint, possibly during its first save, that of step 0."""
+    """True if a run ended before it had a checkpoint, possibly during its first save, that of step 0."""
     metrics = run_dir / METRICS
-    try:
-        rows = content(metrics).count(b"\n") if metrics.exists() else 0
-    except OSError:  # reported where it is read
-        return False
+    rows = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
     return rows <= 1 and all(step_of(p.name) == 0 and not (p / COMPLETE).exists() for p in candidates(run_dir))
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Checkpoint folders, newest first; one that is being replaced comes after its successor."""
+    """Return checkpoint folders, newest first, half-written and replaced ones of a step after its own."""
     if step_of(folder.name) is not None:
         return [folder]
     root = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    steps = [(step, not path.suffix, path) for path in folders if (step := step_of(path.name)) is not None]
+    steps = [(step, path.name[0] != ".", path) for path in folders if (step := step_of(path.name)) is not None]
     return [path for _, _, path in sorted(steps, reverse=True)]
 
 
 def _damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None."""
+    """Return what is wrong with a checkpoint folder, or None."""
     try:
         files = _read_marker(folder)["files"]
         for name, expected in files.items():
             path = folder / name
             if not path.is_file():
                 return f"{name} is missing"
-            size = path.stat().st_size
-            if size != expected["bytes"]:
-                return f"{name} has {size} bytes instead of {expected['bytes']}"
-            if sha256(path) != expected["sha256"]:
-                return f"{name} has changed since it was saved (its SHA-256 differs)"
+            if path.stat().st_size != expected["bytes"] or sha256(path) != expected["sha256"]:
+                return f"{name} has changed since it was saved"
         return None if TRAINER_STATE in files else f"{COMPLETE} does not list {TRAINER_STATE}"
     except FileNotFoundError:
         return f"the save was interrupted (no {COMPLETE} file)"
@@ -87,8 +81,8 @@ def _read_marker(folder: Path) -> dict[str, Any]:
 def resolve_run(resume: str, outputs: Path = OUTPUTS, key: str = "resume") -> Path:
     """Resolve `resume=`: a run folder, or one checkpoint folder if one was named. `find_checkpoint` takes either.
 
-    `auto` is the run below `outputs`/train that saved a checkpoint last; a finished one only if all are. Raises
-    UserError if there is none, and for a folder that is not a run; `key` is the setting that was typed.
+    `auto` is the run below `outputs`/train that saved a checkpoint last; a finished one only if all are. UserError if
+    there is none, and for a folder that is not a run; `key` is the setting that was typed.
     """
     if resume == "auto":
         return _newest_run(outputs / "train", key)
@@ -108,11 +102,8 @@ def resolve_run(resume: str, outputs: Path = OUTPUTS, key: str = "resume") -> Pa
 
 
 def completed_steps(resume: str | None) -> int | None:
-    """The number of steps of the run that `resume` names, if it is completed; None otherwise. If one checkpoint is
-    named, its step, from which the run may be repeated.
-
-    A summary that says so is believed only if the checkpoint of its step exists.
-    """
+    """Return the number of steps of the run that `resume` names, if it is completed and its last checkpoint exists;
+    None otherwise. If one checkpoint is named, its step, from which the run may be repeated."""
     if resume is None:
         return None
     named = step_of(Path(resume).name)
@@ -134,14 +125,11 @@ def _newest_run(train: Path, key: str) -> Path:
     for run in sorted(runs, key=lambda run: (unfinished[run], _last_saved(run), run), reverse=True):
         if find_checkpoint(run).path is not None:
             return run
-    raise UserError(
-        f"{key}=auto found no run with a complete checkpoint in {train}. Name a run folder, {key}=<run folder>, or "
-        "start a new run."
-    )
+    raise UserError(f"{key}=auto found no run with a complete checkpoint in {train}. Name a folder: {key}=<run folder>")
 
 
 def _last_saved(run: Path) -> float:
-    """When the run's newest checkpoint was saved, from its marker: a copy has other file times."""
+    """Return when the run's newest checkpoint was saved, from its marker: a copy has other file times."""
     times = [0.0]
     for path in candidates(run):
         try:

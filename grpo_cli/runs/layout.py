@@ -26,35 +26,33 @@ METRICS, ROLLOUTS, SUMMARY = "metrics.jsonl", "rollouts.jsonl", "summary.json"
 SAMPLES = "samples.jsonl"  # of an evaluation: every answer
 JUDGEMENTS = "judgements.jsonl"  # of task.reward=judge: what the judge has said, by a hash of the question
 PROFILE = "profile.json"  # of a profile: everything measured and predicted
-COMPARISON, COMPARISON_PICTURE = "comparison.json", "comparison.png"  # of a sweep of profiles
+COMPARISON = "comparison.json"  # of a sweep of profiles
 STATUS, LOG, SWEEP = "status.json", "log.txt", "sweep.json"
 HYDRAS_SWEEP = "multirun.yaml"  # written by Hydra into a sweep's folder, whatever the launcher
 WANDB, WANDB_ID, TENSORBOARD = "wandb", "wandb_id.txt", "events"
 BAD_BATCHES = "bad_batches"
 
 CHECKPOINTS, TRAINER_STATE, COMPLETE = "checkpoints", "trainer_state.pt", "COMPLETE"
-LEDGER = "ledger.npz"  # of a checkpoint: the sizes and checksums of the record files
-CHAIN = "settings.json"  # of a checkpoint: its run's files of settings, with their checksums
-# A checkpoint that is being written or removed, and a good one that is being replaced.
+# Suffixes of hidden names: what is being written or removed, and a good folder that is being replaced.
 UNFINISHED, REPLACED = ".tmp", ".replaced"
-_STEP = re.compile(r"step_(\d+)(\.tmp|\.replaced)?")
+_STEP = re.compile(r"step_(\d+)|\.step_(\d+)(\.tmp|\.replaced)")
 
 
 def step_folder(step: int) -> str:
-    """The name of a step's checkpoint."""
+    """Return the name of a step's checkpoint."""
     return f"step_{step:06d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step in a checkpoint's name, finished or not; None for any other name.
+    """Return the step in a checkpoint's name, finished or not; None for any other name.
 
-    >>> step_of("step_000100"), step_of("step_000100.tmp"), step_of("best")
+    >>> step_of("step_000100"), step_of(".step_000100.tmp"), step_of("best")
     (100, 100, None)
     """
     found = _STEP.fullmatch(name)
-    return int(found[1]) if found else None
+    return int(found[1] or found[2]) if found else None
 
 
 def new_folder(command: str) -> Path:
-    """A new folder for the output of `command`, named as Hydra names those of runs; not created."""
+    """Return a new folder for the output of `command`, named as Hydra names those of runs; not created."""
     return OUTPUTS / command / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"

@@ -1,9 +1,8 @@
 """One process per run folder: a lock that is released when its holder dies.
 
 `flock` on `<folder>/.lock`, which meanwhile names the holder; the kernel releases it however the process ends. On NFS
-(Linux 2.6.12 and later) it works across machines; on a file system without it (Lustre mounted without `-o flock`, some
-FUSE ones) there is no protection, which is reported. Not the package `filelock`: without `flock` it falls back to a
-marker file that outlives its process, and its older versions erase the holder's name.
+(Linux 2.6.12 and later) it works across machines; a file system without it (Lustre mounted without `-o flock`, some
+FUSE ones) gives no protection, which is reported. The package `filelock` leaves a marker file behind there instead.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from grpo_cli.support.forks import undone_in_children
 from grpo_cli.support.formatting import plain
 
 POLL_SECONDS = 0.5
-NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @contextmanager
@@ -38,35 +37,30 @@ def sole_use(folder: Path, wait: float, say: Callable[[str], None]) -> Iterator[
     """
     with must_be_writable(folder / LOCK):
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = regular(str(folder / LOCK), os.O_RDWR | os.O_CREAT)
+        file = regular(str(folder / LOCK), os.O_RDWR | os.O_CREAT)
     try:
-        _acquire(descriptor, folder, wait, say)
+        deadline, said = time.monotonic() + wait, False
+        while (locked := try_lock(file)) is False:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise UserError(
+                    f"{folder} is in use by {holder(folder)}; wait for it (resume_wait=60 waits up to a minute), or "
+                    "stop it first"
+                )
+            if not said:
+                say(f"waiting up to {wait:g} s for {folder}, which is in use by {holder(folder)}")
+            said = True
+            time.sleep(min(POLL_SECONDS, left))
+        if locked is None:
+            say(f"{folder} is on a file system without locks: make sure that no other process writes there")
         who = {"pid": os.getpid(), "host": platform.node(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
-        _write(descriptor, f"{json_line(who)}\n".encode())
+        _write(file, f"{json_line(who)}\n".encode())
         try:
-            with undone_in_children(lambda: os.close(descriptor)):
+            with undone_in_children(lambda: os.close(file)):
                 yield
         finally:
-            _write(descriptor, b"")
+            _write(file, b"")
     finally:
-        os.close(descriptor)
-
-
-def _acquire(descriptor: int, folder: Path, wait: float, say: Callable[[str], None]) -> None:
-    deadline = time.monotonic() + wait
-    waiting = False
-    while (locked := try_lock(descriptor)) is False:
-        if time.monotonic() >= deadline:
-            raise UserError(
-                f"{folder} is in use by {holder(folder)}; wait for it (resume_wait=60 waits up to a minute), or "
-                "stop it first"
-            )
-        if not waiting:
-            say(f"waiting up to {wait:g} s for {folder}, which is in use by {holder(folder)}")
-        waiting = True
-        time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
-    if locked is None:
-        say(f"{folder} is on a file system without locks: make sure that no other process writes there")
+        os.close(file)
 
 
 def try_lock(file: Any, how: int = fcntl.LOCK_EX) -> bool | None:
@@ -77,21 +71,21 @@ def try_lock(file: Any, how: int = fcntl.LOCK_EX) -> bool | None:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in NO_LOCKS_HERE:
+        if error.errno not in _NO_LOCKS_HERE:
             raise
         return None
     return True
 
 
-def _write(descriptor: int, content: bytes) -> None:
+def _write(file: int, data: bytes) -> None:
     """Name the holder, or no one. The lock is held even if the disk is full."""
     with suppress(OSError):
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, content, 0)
+        os.ftruncate(file, 0)
+        os.pwrite(file, data, 0)
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process, on any machine that shares the file system, has a lock on the file."""
+    """True if a process, on any machine that shares the file system, has a lock on the file."""
     try:
         with open(path, "rb", opener=regular) as file:
             return try_lock(file, fcntl.LOCK_SH) is False
@@ -100,7 +94,7 @@ def is_held(path: Path) -> bool:
 
 
 def holder(folder: Path) -> str:
-    """The process that has the folder's lock, or was killed holding it."""
+    """Return the process that has the folder's lock, or was killed holding it."""
     try:
         who = json.loads(content(folder / LOCK))
         return plain(f"process {who['pid']} on {who['host']} (since {who['since']})")

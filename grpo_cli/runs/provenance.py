@@ -9,6 +9,7 @@ import subprocess
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,35 +34,28 @@ class CodeVersion:
 
 @functools.cache
 def code_version() -> CodeVersion:
-    """Cached at the first call: later edits of the checkout do not change what runs."""
-    commit, modified = checkout_state(SOURCE)
+    """Return the versions at the first call: later edits of the checkout do not change what runs."""
     try:
         transformers = version("transformers")
     except PackageNotFoundError:  # a bare source tree
         transformers = None
-    python = platform.python_version()
-    return CodeVersion(__version__, commit, modified, python, str(torch.__version__), transformers)
+    state = checkout_state(SOURCE)
+    return CodeVersion(__version__, *state, platform.python_version(), str(torch.__version__), transformers)
 
 
 def checkout_state(folder: Path) -> tuple[str | None, bool | None]:
-    """The commit of the git checkout at this folder, and whether it was modified; (None, None) if there is none.
+    """Return the commit of the git checkout at this folder, and whether it was modified; (None, None) without one.
 
     Neither the current directory, the environment nor a parent folder can make git report another repository.
     """
     if not (folder / ".git").exists():
         return None, None
     where = [f"--git-dir={folder / '.git'}", f"--work-tree={folder}", "-c", "core.fsmonitor=false"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", *where, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": GIT_SECONDS}
     try:
-        found = subprocess.run(
-            ["git", *where, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=folder,
-            env=environment | {"GIT_OPTIONAL_LOCKS": "0"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=GIT_SECONDS,
-        )
+        found = subprocess.run(command, cwd=folder, env=clean | {"GIT_OPTIONAL_LOCKS": "0"}, text=True, **quiet)
     except (OSError, subprocess.TimeoutExpired):
         return None, None
     commit, _, dirty = found.stdout.strip().partition("-")

@@ -1,5 +1,4 @@
-"""Signals that ask a run to stop gracefully: to finish its step, save, and end as interrupted. After a SIGTERM a user's
-own code that hangs is interrupted.
+"""Signals that end a run gracefully: it finishes its step, saves, and ends as interrupted.
 
 SIGTERM and SIGINT (ctrl-C), SIGHUP (the terminal is gone) and SIGUSR1 (a cluster's warning before the time limit).
 """
@@ -18,16 +17,15 @@ from typing import Any
 from grpo_cli.support.errors import seconds_in_own_code
 from grpo_cli.support.forks import undone_in_children
 
-NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
-TOGETHER_SECONDS = 2.0  # within which signals count as one
+TOGETHER_SECONDS = 2.0  # within which signals count as one: a scheduler sends it to a run and to its launcher
 PATIENCE_SECONDS = 20.0  # for own code after a SIGTERM; clusters kill after 30 s
-INTERRUPTS = 2  # before own code that survives them is killed, with the run
-SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))  # Windows has the first two
+_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))  # Windows has the first two
 
 
 class Stop:
-    """Remembers which signal asked to stop; true once one has. A second SIGINT interrupts at once, and so does a second
-    SIGTERM, unless it follows so soon that a scheduler sent it to the run and its launcher together.
+    """Remembers which signal came; true once one has. A second SIGINT, and a second SIGTERM after TOGETHER_SECONDS,
+    interrupt at once; own code that hangs after a SIGTERM is interrupted twice, then killed with the run.
 
     Handles signals inside a `with` on it, in the main thread only. An ignored SIGHUP (`nohup`) stays ignored.
     """
@@ -46,7 +44,7 @@ class Stop:
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
             heard = (n for n in SIGNALS if n.name != "SIGHUP" or signal.getsignal(n) is not signal.SIG_IGN)
-            self._before = {number: signal.signal(number, self._ask) for number in heard}
+            self._before = {number: signal.signal(number, self._note) for number in heard}
             self._in_children.enter_context(undone_in_children(self._put_back))
         return self
 
@@ -63,23 +61,20 @@ class Stop:
             signal.signal(number, handler)
         self._before = {}
 
-    def _ask(self, number: int, frame: Any) -> None:
-        if self and number == signal.SIGINT:
+    def _note(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if number == signal.SIGTERM and self._terminated is None:
+            self._terminated = now
+            threading.Thread(target=self._interrupt_own_code, name="stop", daemon=True).start()
+        late = self._terminated is not None and now - self._terminated > TOGETHER_SECONDS
+        if (self and number == signal.SIGINT) or (number == signal.SIGTERM and late):
             raise KeyboardInterrupt
-        if number == signal.SIGTERM:
-            now = time.monotonic()
-            if self._terminated is None:
-                threading.Thread(target=self._interrupt_own_code, name="stop", daemon=True).start()
-            self._terminated = now if self._terminated is None else self._terminated
-            if now - self._terminated > TOGETHER_SECONDS:
-                raise KeyboardInterrupt
         self.asked_by = self.asked_by or signal.Signals(number).name
         with suppress(OSError, RuntimeError):  # the terminal is gone, or busy with another line
             self._say(f"{self.asked_by}: stopping after this step; a second ctrl-C or SIGTERM stops at once")
 
     def _interrupt_own_code(self) -> None:
-        """Interrupt own code that runs for too long; kill the run if that does not help."""
-        for number in (*[signal.SIGINT] * INTERRUPTS, signal.SIGKILL):
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
             while not self._over.wait(PATIENCE_SECONDS) and seconds_in_own_code() < PATIENCE_SECONDS:
                 pass
             if self._over.is_set():

@@ -22,11 +22,8 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 @contextmanager
 def failure_noted(run_dir: Path, is_new: bool) -> Iterator[None]:
-    """Write `summary.json` also for a failure before the run has begun, such as in loading its model. If it is refused
-    then, a new folder is emptied instead.
-
-    A folder with a summary or records belongs to a run that did begin, and is left alone.
-    """
+    """Write `summary.json` also for a failure before the run has begun, such as in loading its model. After a refusal
+    a new folder is emptied instead; the folder of a run that did begin is left alone."""
     try:
         yield
     except BaseException as error:
@@ -42,7 +39,7 @@ def failure_noted(run_dir: Path, is_new: bool) -> Iterator[None]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object; empty if there is no file. UserError if it holds something else."""
+    """Return a file's JSON object; empty if there is no file. UserError if it holds something else."""
     try:
         value = json.loads(content(path).decode())
     except FileNotFoundError:

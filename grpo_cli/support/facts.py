@@ -1,61 +1,70 @@
-"""What a part says of itself before it is made, and what its call takes."""
+"""What a part can do, known before it is made: attributes of its function or class."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
 
 
 @runtime_checkable
 class Others(Protocol):
-    """The parts of a run as their settings describe them, before any is made: what a part may ask of the others in its
-    `goes_with` or `undone_by`. `n`, `m` and `prompts` (of a step) are the run's."""
+    """The parts of a run as their settings describe them, before any is made, for `goes_with`."""
 
     n: int
     m: int
     prompts: int
-    unequal: bool  # whether the collector makes groups of other sizes than n; False before its rehearsal
 
     def says(self, group: str, fact: str) -> Any:
-        """What the part chosen of this group says of itself (see `facts`), None where it says nothing."""
+        """Return a fact of the part chosen of this group, None where it has none of this name."""
 
     def named(self, group: str) -> str:
-        """`group=choice`, as a person types it."""
+        """Return `group=choice`, as a person types it."""
 
     def setting(self, group: str, key: str) -> Any:
-        """A setting of the part, None where it has none of this name."""
+        """Return a setting of the part, None where it has none of this name."""
+
+
+Conflicts = Callable[[Mapping[str, Any], Others], Iterator[str]]
+
+
+class Facts(TypedDict, total=False):
+    """The attributes of parts; one that is left out is not known, which is as good as False."""
+
+    goes_with: Conflicts  # any part: yields why its settings cannot work beside the others
+    divides: bool  # an advantage divides by the deviation of the group
+    keeps_fewer: bool  # a down-sample rule may keep fewer than `keep`
+    unequal: bool  # a collector's groups may have another size than n
+    stops: bool  # a collector stops rollouts before their end (`enough`)
+    resumes: bool  # a collector goes on with partial rollouts, or with tokens that are given
+    of_whole_rollouts: bool  # a predictor knows nothing of a rollout that goes on
+    evicts: bool  # a sparsity drops KV entries
+    is_policy: bool  # an engine draws from the trainer's own policy (left to `engine.inner` where there is one)
+    stops_early: bool  # an engine can stop rollouts before their end
+    any_family: bool  # an engine takes causal models of any family, not only Llama-shaped ones
+    answers_in_place: bool  # an engine's `generate` takes `replies`, and goes on with a row once its turn is answered
 
 
 Part = TypeVar("Part")
 
 
-def facts(**said: Any) -> Callable[[Part], Part]:
-    """A decorator: what a part, a function or a class, says of itself before it is made, as attributes.
-
-    | of | fact | says |
-    |---|---|---|
-    | any | goes_with | a function `(own settings, Others)` that yields why it cannot work beside the others |
-    | any | undone_by | the same, of what the others undo: refused, but a run that began so goes on, with a warning |
-    | advantage | divides | whether it divides by the deviation of the group |
-    | downsample | keeps_fewer | whether it may keep fewer than it is asked for |
-    | predictor | of_whole_rollouts | whether it knows nothing of a rollout that goes on |
-    | sparsity | evicts | whether KV entries are dropped |
-    | engine | is_policy | whether it draws from the trainer's own policy (left to `engine.inner` where there is one) |
-    | engine | stops_early | whether it can stop rollouts before their end |
-    | engine | any_family | whether it takes causal models of any family, not only Llama-shaped ones |
-    | engine | answers_in_place | whether `generate` takes `replies`, and goes on with a row once its turn is answered |
-    """
+def facts(**attributes: Unpack[Facts]) -> Callable[[Part], Part]:
+    """Return a decorator that sets the attributes of a function or class."""
 
     def with_facts(part: Part) -> Part:
-        for name, value in said.items():
+        for name, value in attributes.items():
             setattr(part, name, value)
         return part
 
     return with_facts
 
 
-def taken(rule: Callable[..., Any], **offered: Any) -> dict[str, Any]:
-    """Those of the offered arguments for which the rule has a parameter."""
-    parameters = inspect.signature(rule).parameters
-    return {name: value for name, value in offered.items() if name in parameters}
+def fact(part: Any, name: str) -> Any:
+    """Return a fact of a part, also of a function whose settings are bound; None if it has no such fact."""
+    return getattr(getattr(part, "func", part), name, None)
+
+
+def name_of(part: Any) -> str:
+    """Return what a person would look for: the dotted name of a function or class."""
+    target = getattr(part, "func", part)
+    named = target if hasattr(target, "__qualname__") else type(target)
+    return f"{named.__module__}.{named.__qualname__}"

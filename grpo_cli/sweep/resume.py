@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.status import Job, Status
 
 RESUME = "resume=sweep"
+# By default Optuna's sweeper minimises, stops at the first failure and draws two jobs at a time.
+_FOR_OPTUNA = {"max_failure_rate": "1.0", "n_jobs": "${oc.select:hydra.launcher.jobs,1}"}
 
 
 @dataclass
@@ -28,7 +30,6 @@ class Sweep:
     """A command's sweep: what the launcher must know, and the outcomes of its jobs by number.
 
     `check` raises UserError for a job's config that cannot be run. `flags` and `of_hydra` are Hydra's, for every job.
-    It is pickled and sent to where the jobs run.
     """
 
     command: str
@@ -42,11 +43,11 @@ class Sweep:
 
     @property
     def objective(self) -> str:
-        """The value in a job's `summary.json` that a sweeper optimises."""
+        """Return the value in a job's `summary.json` that a sweeper optimises."""
         return {"train": "final_accuracy", "eval": "eval/accuracy", "profile": "peak_bytes"}[self.command]
 
     def command_of(self, job: Job) -> list[str]:
-        """The command that runs the job, or continues it."""
+        """Return the command that runs the job, or continues it."""
         of_hydra = [*self.of_hydra, f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
         if self.command == "train" and (has_record(job.folder) or (job.folder / CHECKPOINTS).exists()):
             # Its settings come from its own record; those never taken from a record were typed for the sweep.
@@ -57,13 +58,15 @@ class Sweep:
         return [sys.executable, "-P", "-m", "grpo_cli", self.command, *self.flags, *of_hydra, *arguments]
 
     def counts(self) -> Counter[str]:
+        """Return how many jobs are in each state."""
         return Counter(status.state for status in self.outcomes.values())
 
     def done(self) -> list[Job]:
+        """Return the jobs that are done."""
         return [job for number, job in self.jobs.items() if self.outcomes[number].state == "done"]
 
     def summary(self) -> str:
-        """How it ended, and how to go on with it."""
+        """Return how it ended, and how to continue it."""
         counts = self.counts()
         states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
         lines = [f"{len(self.outcomes)} jobs: {states}"]
@@ -76,7 +79,7 @@ class Sweep:
 def sweep_of(
     command: str, flags: Sequence[str], given: Sequence[str], check: Callable[[DictConfig], Any]
 ) -> tuple[list[str], Sweep]:
-    """The arguments to compose, and what the launcher has to know if this is a sweep.
+    """Return the arguments to compose, and what the launcher has to know if this is a sweep.
 
     With `resume=sweep` the arguments are those that the sweep began with, UserError if they cannot be found.
     """
@@ -86,75 +89,46 @@ def sweep_of(
         return [*flags, *for_the_sweeper(command, given)], Sweep(command, check, others)
     if not multirun:
         raise UserError(f"{RESUME} continues a sweep: add -m, or name the folder of one run")
-    own = [word for word in given if word != RESUME]
-    began = started_with(command, own, others)
-    sweep = Sweep(command, check, others, resume=True)
-    return [*flags, *began], sweep
+    began = started_with(command, [word for word in given if word != RESUME], others)
+    return [*flags, *began], Sweep(command, check, others, resume=True)
 
 
 def started_with(command: str, own: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
-    """The overrides of the sweep in `hydra.sweep.dir`, or of the newest one, then `own`, those of this command line.
-    Those that an untrusted folder may not set have to be among `own` (`config.trust`)."""
+    """Return the overrides of the sweep in `hydra.sweep.dir`, or of the newest one, then `own`, those of this command
+    line. Those that an untrusted folder may not set have to be among `own` (`config.trust`)."""
     named = value_of("hydra.sweep.dir", own)
-    folder = Path(named) if named else _last_sweep(MULTIRUN)
-    if folder is not None and not folder.exists():
-        folder = folder.expanduser()  # the shell leaves `~` alone after a key with dots
-    asked = {} if folder is None else read_object(folder / SWEEP)
-    new = [word for word in own if not is_of(word, ("sweep.dir",)) and word not in _listed(asked)]
-    changed = [word for word in new if not is_of(word, ("launcher",))]
-    if changed:
+    newest = max(MULTIRUN.glob(f"*/{SWEEP}"), key=lambda path: path.stat().st_mtime, default=MULTIRUN / SWEEP).parent
+    folder = Path(named) if named and Path(named).exists() else Path(named).expanduser() if named else newest
+    listed = read_object(folder / SWEEP)
+    if not listed:
+        raise UserError(f"{folder} holds no sweep ({SWEEP}); name one with hydra.sweep.dir=<folder>, or start it there")
+    try:
+        if listed["command"] != command:
+            raise UserError(f"{folder} is a sweep of grpo {listed['command']}: continue it with that command")
+        recorded = taken([*listed["hydra"], *listed["overrides"]], own, folder)
+        lacking = [word for word in listed["flags"] if word not in flags]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / SWEEP} lists no sweep ({error}); start a new sweep") from error
+    new = [word for word in own if not is_of(word, ("sweep.dir",)) and word not in recorded]
+    if changed := [word for word in new if not is_of(word, ("launcher",))]:
         raise UserError(
             f"resume=sweep continues the jobs unchanged: leave out {' '.join(changed)}, or start a new sweep"
         )
-    if folder is None:
-        raise UserError(f"resume=sweep found no sweep below {MULTIRUN}; name one with hydra.sweep.dir=<folder>")
-    if not asked:
-        raise UserError(
-            f"hydra.sweep.dir={folder} holds no sweep: it has no {SWEEP}. If the sweep was killed before it began, "
-            "start it there again"
-        )
-    try:
-        if asked["command"] != command:
-            raise UserError(f"{folder} is a sweep of grpo {asked['command']}: continue it with that command")
-        of_hydra, jobs = asked["hydra"], asked["overrides"]
-        if any(word.startswith("hydra/launcher=") for word in new):  # which has its own settings
-            of_hydra = [word for word in of_hydra if not is_of(word, ("launcher",))]
-        lacking = [word for word in asked["flags"] if word not in flags]
-        recorded = taken([*of_hydra, *jobs], own, folder)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / SWEEP} lists no sweep ({error}); start a new sweep") from error
     if lacking:
-        raise UserError(
-            f"{folder} was started with {' '.join(map(str, lacking))}, which is not taken from its {SWEEP}: type it on "
-            "this command line too"
-        )
+        raise UserError(f"{folder} was started with {' '.join(map(str, lacking))}: type it on this command line too")
     return [*recorded, *new, *overrides({"hydra.sweep.dir": str(folder)})]
 
 
-def _listed(asked: Mapping[str, Any]) -> list[Any]:
-    """The overrides that a sweep's file lists."""
-    return [word for key in ("hydra", "overrides") if isinstance(asked.get(key), list) for word in asked[key]]
-
-
-# By default Optuna's sweeper minimises, stops at the first failure and draws two jobs at a time.
-_FOR_OPTUNA = {"max_failure_rate": "1.0", "n_jobs": "${oc.select:hydra.launcher.jobs,1}"}
-
-
 def for_the_sweeper(command: str, given: Sequence[str]) -> list[str]:
-    """The overrides, preceded by what `hydra/sweeper=optuna` needs to find the best run: the one with the highest
-    accuracy or, for profiles, the lowest peak memory."""
+    """Return the overrides, preceded by what `hydra/sweeper=optuna` needs to find the best run: the one with the
+    highest accuracy or, for profiles, the lowest peak memory."""
     if "hydra/sweeper=optuna" not in given:
         return list(given)
     ours = {"direction": "minimize" if command == "profile" else "maximize", **_FOR_OPTUNA}
     return [*(f"hydra.sweeper.{key}={value}" for key, value in ours.items()), *given]
 
 
-def _last_sweep(below: Path) -> Path | None:
-    last = max(below.glob(f"*/{SWEEP}"), key=lambda path: path.stat().st_mtime, default=None)
-    return None if last is None else last.parent
-
-
 def is_of(word: str, parts: Sequence[str]) -> bool:
-    """Whether an override is of a Hydra setting in or below one of `parts`."""
+    """True if an override is of a Hydra setting in or below one of `parts`."""
     key = word.lstrip("+~").partition("=")[0].replace("/", ".").partition("@")[0]
     return any(key == f"hydra.{part}" or key.startswith(f"hydra.{part}.") for part in parts)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.runs import layout
-from grpo_cli.runs.files import json_line, regular, write_atomically
+from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.lock import is_held
 from grpo_cli.runs.summary import read_object
 from grpo_cli.support.errors import UserError
@@ -53,12 +53,13 @@ class Status:
 
 
 def write_status(folder: Path, status: Status) -> None:
+    """Write a job's status."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / layout.STATUS, f"{json_line(asdict(status), indent=2)}\n".encode())
 
 
 def read_status(folder: Path) -> Status | None:
-    """None if the job was never listed. UserError if the file is damaged."""
+    """Return a job's status; None if it was never listed. UserError if the file is damaged."""
     kept = read_object(folder / layout.STATUS)
     if not kept:
         return None
@@ -72,25 +73,19 @@ def read_status(folder: Path) -> Status | None:
 
 
 def is_done(folder: Path) -> bool:
-    """Whether `status.json` says done, or `summary.json` completed."""
+    """True if `status.json` says done, or `summary.json` completed."""
     status = read_status(folder)
     done = status is not None and status.state == "done"
     return done or read_object(folder / layout.SUMMARY).get("status") == "completed"
 
 
 def is_running(folder: Path) -> bool:
-    """Whether its launcher holds the job's log or the job its folder, even if its launcher is gone."""
+    """True if its launcher holds the job's log or the job its folder, even if its launcher is gone."""
     return is_held(folder / layout.LOG) or is_held(folder / layout.LOCK)
 
 
-def runner(folder: Path) -> str:
-    """The process that runs the job, according to `status.json`."""
-    status = read_status(folder)
-    return f"process {status.pid} on {status.host}" if status and status.pid else "a process that has not said which"
-
-
 def last_record(folder: Path) -> dict[str, Any]:
-    """The last whole line of `metrics.jsonl`, empty if there is none yet."""
+    """Return the last whole line of `metrics.jsonl`, empty if there is none yet."""
     lines = _tail(folder / layout.METRICS)[:-1]
     try:
         record = json.loads(lines[-1]) if lines else {}
@@ -100,18 +95,18 @@ def last_record(folder: Path) -> dict[str, Any]:
 
 
 def _tail(path: Path) -> list[str]:
-    """The last lines; what follows the last line break, usually nothing, is the last one."""
+    """Return the last lines; what follows the last line break, usually nothing, is the last one."""
     try:
-        with open(path, "rb", opener=regular) as file:
+        with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             return file.read().decode("utf-8", "replace").split("\n")
-    except OSError:  # missing, or not a file: only for display
+    except OSError:  # missing: only for display
         return []
 
 
 def failure(code: int, folder: Path) -> str | None:
-    """Why a process that ended with this code did not complete its run: from its summary, a signal, or its last line.
-    None if it did."""
+    """Return why a process that ended with this code did not complete its run: from its summary, a signal, or its last
+    line. None if it did."""
     if code == 0:
         try:
             ended = read_object(folder / layout.SUMMARY).get("status", "completed")

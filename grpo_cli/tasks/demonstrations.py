@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from grpo_cli.interfaces import Shows
-from grpo_cli.settings import Sampling
+from grpo_cli.interfaces import Bench, Shows
+from grpo_cli.model.checks import context_of
+from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.problems import records, value_of, where
-from grpo_cli.tasks.prompting import PLACEHOLDER, Prompting, Tokenizer, going_on
+from grpo_cli.tasks.prompting import PLACEHOLDER, Prompting, Tokenizer, going_on, turn_end
 from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, Prompt, Request, Rollout, Span
 
 Parts = Sequence[tuple[bool, Sequence[int]]]  # whether others say it, and its tokens
@@ -27,6 +28,26 @@ def demonstration(prompt: Prompt, parts: Parts) -> Rollout:
     spans = tuple(Span(ENVIRONMENT if others else GIVEN, len(said)) for others, said in parts)
     request = Request(prompt, 0, 0, Sampling.plain(len(tokens)))
     return Rollout(request, tokens, (math.nan,) * len(tokens), Finish.EOS, 0, spans)
+
+
+def demonstrations(settings: RunSettings, bench: Bench, warn: Callable[[str], None]) -> tuple[Rollout, ...]:
+    """Return what `train.warmup=sft` imitates. UserError where there is nothing of the kind."""
+    train, tokenizer = settings.train, bench.tokenizer
+    chat = tokenizer.chat_template and (train.warmup_path or settings.parts["task"].get("use_chat_template"))
+    usual = (turn_end(tokenizer)[1] if chat else None, tokenizer.eos_token_id, bench.ends[0])
+    eos = next(token for token in usual if token in bench.ends)
+    if train.warmup_path is None:
+        most = train.warmup_steps * train.prompts * settings.m
+        found = solutions(bench.task, train.warmup_field, tokenizer, eos, warn, most)
+    else:
+        found = conversations(train.warmup_path, tokenizer, settings.model.chat_template_kwargs or {}, eos)
+    room = context_of(bench.model.config)
+    shown = tuple(one for one in found if len(one.request.prompt.token_ids) + len(one) <= room)
+    if len(shown) < len(found):
+        warn(f"train.warmup=sft: {len(found) - len(shown)} of {len(found)} are left out, with more than {room} tokens")
+    if not shown:
+        raise UserError(f"train.warmup=sft: nothing is left to imitate that has at most {room} tokens")
+    return shown
 
 
 def solutions(

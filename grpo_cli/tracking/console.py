@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import math
 import shlex
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,6 @@ from grpo_cli.types import Record
 
 PLAIN_LINES = 100  # about how many step lines a plain run prints
 PLAIN_SECONDS = 10.0  # but at least one this long after the last
-STILL_SECONDS = 60.0  # a plain run says what it is waiting for after this long, then at doubling intervals
 HISTORY = 40  # steps in the sparkline, and in the estimate of the time left
 GAP = 2  # columns between parts of a line
 BAR = 30  # most columns of the progress bar
@@ -81,7 +79,7 @@ class RunView:
             self._eval_step = record.step
 
     def interval(self, summary: Mapping[str, Any]) -> str:
-        """The interval of the last evaluation, if the summary has its accuracy."""
+        """Return the interval of the last evaluation, if the summary has its accuracy."""
         is_last = "eval/accuracy" in self._metrics and self._metrics["eval/accuracy"] == summary.get("final_accuracy")
         return _certainty(self._metrics) if is_last else ""
 
@@ -97,9 +95,6 @@ class RunView:
         (then, first), (now, last) = self._finished[0], self._finished[-1]
         return (now - then) / (last - first) * (self.total - last) if last > first else None
 
-    def seconds_in_phase(self) -> float:
-        return self._clock() - self._phase_start
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         room, fancy = options.max_width - LABEL, console.encoding.startswith("utf")
         yield self._progress(options.max_width, "━" if fancy else "-")
@@ -111,7 +106,7 @@ class RunView:
             yield Text(f"! step {step}: {warning}", style="yellow", overflow="ellipsis", no_wrap=True)
 
     def _progress(self, width: int, line: str) -> Text:
-        """The step, a progress bar drawn with `line` if there is room, the time left, and the current phase."""
+        """Return the step, a progress bar drawn with `line` if there is room, the time left, and the current phase."""
         left, step = self.seconds_left(), "starting" if self.step is None else f"step {self.step}/{self.total}"
         parts = fitting([step, *([f"{duration(left)} left"] if left else []), *self._doing()], width)
         text = Text(no_wrap=True, overflow="ellipsis").append(step, "bold")
@@ -121,11 +116,11 @@ class RunView:
         return text.append(parts[len(step) :], "dim")
 
     def _doing(self) -> list[str]:
-        waited = self.seconds_in_phase()
+        waited = self._clock() - self._phase_start
         return [phase + f" {duration(waited)}" * (waited >= 2) for phase in self.phases[-1:]]
 
     def _rows(self, room: int, bars: bool) -> dict[str, list[str]]:
-        """The parts beside each label, the most important first."""
+        """Return the parts beside each label, the most important first."""
         seen, rows = self._metrics, {}
         if self._rewards:
             reward = f"{self._rewards[-1]:.3f}"
@@ -144,7 +139,7 @@ class RunView:
 
 
 def fitting(parts: Sequence[str], width: int) -> str:
-    """As many of the first parts as fit into a line, at least one.
+    """Return as many of the first parts as fit into a line, at least one.
 
     >>> fitting(["update 0.70 s", "rollout 0.60 s", "eval 0.10 s"], 30)
     'update 0.70 s  rollout 0.60 s'
@@ -158,7 +153,7 @@ def fitting(parts: Sequence[str], width: int) -> str:
 
 
 def picture(records: Sequence[Record], total_steps: int, width: int = 100, title: str = "grpo train") -> str:
-    """The view after these records as an SVG, timed by the records' own `clock/train_seconds`."""
+    """Return the view after these records as an SVG, timed by the records' own `clock/train_seconds`."""
     now = 0.0
     view = RunView(total_steps, clock=lambda: now)
     for record in records:
@@ -174,8 +169,7 @@ class ConsoleTracker:
 
     In a terminal: a view redrawn twice a second, with progress, reward, evaluation, speed, the time of each phase,
     memory and the last warning. Otherwise (a file, a pipe, a CI log): a line for about every hundredth of the run, for
-    every step that ends ten seconds after the last line, and for every step with an evaluation; and a line that names
-    a phase that takes long.
+    every step that ends ten seconds after the last line, and for every step with an evaluation.
     """
 
     def __init__(
@@ -185,7 +179,7 @@ class ConsoleTracker:
         clock: Callable[[], float] = time.monotonic,
         folder: Path | None = None,
     ) -> None:
-        """`folder`: of the run, named at the end."""
+        """Set up; the run's `folder` is named at the end."""
         self.view = RunView(total_steps, clock)
         self._folder = folder
         self._console = console or screen.console()
@@ -193,8 +187,6 @@ class ConsoleTracker:
         self._live: Live | None = None
         self._started = False
         self._last_line = clock()
-        self._reminders = 0
-        self._closed = threading.Event()
 
     def start(self) -> None:
         """Begin to show the run, at its first phase or record at the latest. Earlier lines stay above the view."""
@@ -205,8 +197,6 @@ class ConsoleTracker:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(self.view, console=self._console, refresh_per_second=2)
             self._live.start()
-        else:
-            threading.Thread(target=self._keep_reminding, daemon=True).start()
 
     def log(self, record: Record) -> None:
         self.start()
@@ -216,10 +206,9 @@ class ConsoleTracker:
             self.say(step_line(record, self.view.total, self.view.seconds_left()))
 
     def phase(self, names: tuple[str, ...]) -> None:
-        """The currently open spans, outermost first (`WallMeter(on_phase=...)`)."""
+        """Note the currently open spans, outermost first (`WallMeter(on_phase=...)`)."""
         self.start()
         self.view.phase(names)
-        self._reminders = 0
 
     def say(self, text: str) -> None:
         """Print a line, above the live view if there is one."""
@@ -232,7 +221,6 @@ class ConsoleTracker:
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Leave the view's last frame on the screen, and print how the run ended below it."""
-        self._closed.set()
         if self._live is not None:
             self.view.phase(())
             self._live.stop()
@@ -245,23 +233,9 @@ class ConsoleTracker:
         ends = step <= 1 or step >= self.view.total
         return ends or step % every == 0 or self._clock() - self._last_line >= PLAIN_SECONDS
 
-    def _keep_reminding(self) -> None:
-        while not self._closed.wait(1.0):
-            reminder = self._reminder()
-            if reminder:
-                self.say(reminder)
-
-    def _reminder(self) -> str | None:
-        view, waited = self.view, self.view.seconds_in_phase()
-        if not view.phases or waited < STILL_SECONDS * 2**self._reminders:
-            return None
-        self._reminders += 1
-        where = "" if view.step is None else f"after step {view.step}: "
-        return f"{where}still in {view.phases[-1]}, for {duration(waited)}"
-
 
 def step_line(record: Record, total: int, left: float | None) -> str:
-    """A record in one line: reward, evaluation, completions, entropy, speed, memory and time, as available."""
+    """Return a record in one line: reward, evaluation, completions, entropy, speed, memory and time, as available."""
     seen = record.metrics
     parts = [f"step {record.step:>{len(str(total))}}/{total}"]
     parts += [f"reward {seen['reward/mean']:.3f}"] if "reward/mean" in seen else []
@@ -277,7 +251,7 @@ def _accuracy(seen: Mapping[str, float]) -> list[str]:
 
 
 def _certainty(seen: Mapping[str, float]) -> str:
-    """The accuracy's interval and the number of problems solved, as far as known."""
+    """Return the accuracy's interval and the number of problems solved, as far as known."""
     parts = []
     if "eval/accuracy_low" in seen and "eval/accuracy_high" in seen:
         parts.append(f"{seen['eval/accuracy_low']:.3f} to {seen['eval/accuracy_high']:.3f}")
@@ -287,7 +261,8 @@ def _certainty(seen: Mapping[str, float]) -> str:
 
 
 def ending(summary: Mapping[str, Any], total: int, folder: Path | None = None, interval: str = "") -> Iterator[str]:
-    """How a run ended and where it is; for an unfinished run, how to resume it. The rest is in its `summary.json`."""
+    """Return how a run ended and where it is; for an unfinished run, how to resume it. The rest is in its
+    `summary.json`."""
     status, step, accuracy = summary.get("status", "ended"), summary.get("step"), summary.get("final_accuracy")
     parts = [str(status) if step is None else f"{status} at step {step} of {total}"]
     if summary.get("stopped_by"):

@@ -14,38 +14,25 @@ _SECRET_KEY = re.compile(
 _SECRET_VALUE = re.compile(r"(hf_|sk-|ghp_|wandb_v1_)[A-Za-z0-9_-]{20,}|://[^/\s:@]+:[^/\s@]+@")
 
 
-def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `config` with everything that looks like a secret replaced by "<hidden>".
-
-    Hidden are strings under a key named like a secret (`api_key`, `hf_token`, `password`), strings that contain the
-    value of an environment variable named like one, and strings that look like an access token or a URL with a
-    password. Numbers are kept, whatever their key (`max_token=5`).
-    """
-    known = _known_secrets()
-    return {str(key): _clean(str(key), value, known) for key, value in config.items()}
+def without_secrets(value: Any, key: str = "") -> Any:
+    """Return a copy of a config with "<hidden>" in place of strings under a key named like a secret (`hf_token`), that
+    contain the value of an environment variable named like one, or that look like a token or a URL with a password."""
+    if isinstance(value, Mapping):
+        return {str(name): without_secrets(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(item, key) for item in value]
+    if not isinstance(value, str):
+        return value
+    known = (text for name, text in os.environ.items() if _SECRET_KEY.search(name) and len(text) >= 8)
+    secret = _SECRET_KEY.search(key) or _SECRET_VALUE.search(value) or any(text in value for text in known)
+    return HIDDEN if secret else value
 
 
 def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
-    """The same for a command line: in `key=value` the value is hidden, any other argument as a whole."""
-    known, cleaned = _known_secrets(), []
+    """Return a command line likewise: in `key=value` the value is hidden, any other argument as a whole."""
+    cleaned = []
     for word in arguments:
         key, equals, value = word.partition("=")
         name = key.rpartition(".")[2].lstrip("+")
-        cleaned.append(f"{key}={_clean(name, value, known)}" if equals else _clean("", word, known))
+        cleaned.append(f"{key}={without_secrets(value, name)}" if equals else without_secrets(word))
     return cleaned
-
-
-def _known_secrets() -> list[str]:
-    return [value for name, value in os.environ.items() if _SECRET_KEY.search(name) and len(value) >= 8]
-
-
-def _clean(key: str, value: Any, known: Sequence[str]) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _clean(str(name), item, known) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_clean(key, item, known) for item in value]
-    if isinstance(value, str) and (
-        _SECRET_KEY.search(key) or _SECRET_VALUE.search(value) or any(secret in value for secret in known)
-    ):
-        return HIDDEN
-    return value

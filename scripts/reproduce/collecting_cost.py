@@ -13,7 +13,6 @@ import multiprocessing
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -95,12 +94,12 @@ def measured(sampler: str, collector: str, steps: int) -> Figures:
             seed=settings.seed,
             step=step,
             curriculum=curriculum,
+            engine=engine,
             task=made.task,
             history=history,
             version=step,
-            span=lambda name: nullcontext(),
         )
-        groups = collection.run(rule, engine)
+        groups = collection.run(rule)
         found.append((collection.stats, groups, collection.metrics().get("collect/carried_tokens", 0.0)))
     return figures(found[BEFORE:], first=BEFORE)
 

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 WORDS = (
-    *("n=8", "m=4", "train.prompts=4", "train.steps=8", "train.checkpoint_every=1", "record.rollouts=-1"),
+    *("n=8", "m=4", "train.prompts=4", "train.steps=5", "train.checkpoint_every=1", "record.rollouts=-1"),
     *("logger=jsonl", "eval.every=100", "eval.problems=4", "eval.k=1", "sampler=infinite", "sampler.slots=8"),
 )
 RAY = ("engine=ray", "engine.workers=2", "engine.threads=1")
@@ -78,21 +78,14 @@ def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_a_killed_worker_changes_no_record(tmp_path, left_alone):
-    run = tmp_path / "run"
-    said, _ = killed_at(run, 3, lambda process: process.name().startswith("ray::RolloutWorker"))
-    assert told(run) == told(left_alone)
-    assert "died: Ray restarts it" in said and "completed at step 8" in said
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["engine"]["invariant"] and summary["engine"]["workers"].keys() & {"0", "1"}
-
-
 def test_a_killed_worker_changes_no_episode(tmp_path):
     """Workers draw one turn of everybody in a round; the engine of one process answers in place."""
-    words = ("task=guess", "sampling.max_turn_tokens=4", "train.steps=5")
+    words = ("task=guess", "sampling.max_turn_tokens=4")
     said, _ = killed_at(tmp_path / "ray", 2, lambda one: one.name().startswith("ray::RolloutWorker"), words=words)
     ended(tmp_path / "alone", *WORDS, *words)
     assert "died: Ray restarts it" in said and "completed at step 5" in said
+    summary = json.loads((tmp_path / "ray" / "summary.json").read_text())
+    assert summary["engine"]["invariant"] and summary["engine"]["workers"].keys() & {"0", "1"}
     assert told(tmp_path / "ray")[1] == told(tmp_path / "alone")[1]
     assert [row["turns/mean"] for row in rows(tmp_path / "ray")[1:]][0] > 1
 
@@ -100,7 +93,7 @@ def test_a_killed_worker_changes_no_episode(tmp_path):
 def test_workers_run_what_transformers_alone_can_run(tmp_path):
     """A worker's rounds have other rows, whose products may round in another way: tokens are the same, not the bits."""
     words = ("model=hf", f"model.path={foreign_folder(tmp_path / 'mamba', 'mamba')}", "model.autocast=none", *WORDS)
-    words += ("sampler=micro", "sampling.max_new_tokens=12", "train.steps=2")
+    words += ("sampler=micro", "sampling.max_new_tokens=12", "train.steps=1")
     ended(tmp_path / "ray", *words, *RAY, "engine.inner=generate")
     ended(tmp_path / "alone", *words, "engine=generate")
     ray, alone = (
@@ -112,11 +105,11 @@ def test_workers_run_what_transformers_alone_can_run(tmp_path):
 
 def test_when_ray_is_gone_the_run_fails_truthfully_and_goes_on_later(tmp_path, left_alone):
     run = tmp_path / "run"
-    said, _ = killed_at(run, 3, lambda process: "raylet" in process.name())
+    said, _ = killed_at(run, 2, lambda process: "raylet" in process.name())
     assert "Ray itself has ended" in said and "grpo train resume=auto" in said
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "failed" and "Ray itself has ended" in summary["error"]
-    assert "completed at step 8" in ended(run, *WORDS, *RAY, "engine.workers=1", f"resume={run}")
+    assert "completed at step 5" in ended(run, *WORDS, *RAY, "engine.workers=1", f"resume={run}")
     assert told(run) == told(left_alone)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import made
@@ -18,8 +17,9 @@ from test_rollouts_on_fake_cuda import SMALL, adapted
 from grpo_cli.learner.learner import Learner
 from grpo_cli.learner.logprobs import chosen_logprobs, logprobs_at
 from grpo_cli.learner.optimizer import make_optimizer
-from grpo_cli.model import packed, varlen
-from grpo_cli.model.packed import Layout, Tree, allow_packing, packed_hidden
+from grpo_cli.model import flash, packed
+from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
+from grpo_cli.native.ops import flat
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import Batch, Totals
@@ -101,14 +101,13 @@ def some_batch() -> Batch:
 
 
 @pytest.mark.parametrize(
-    ("way", "autocast", "tokens"),
+    ("packs", "autocast", "tokens"),
     some_and_the_rest(
-        [*product(("", "padding_free", "shared_prefix"), ("none", "bfloat16"), (7, 28))],
-        [("", "bfloat16", 7), ("padding_free", "none", 28), ("shared_prefix", "bfloat16", 7), ("", "none", 28)],
+        [*product((False, True), ("none", "bfloat16"), (7, 28))], [(False, "none", 28), (True, "bfloat16", 7)]
     ),
 )
 def test_the_host_waits_twice_in_an_update_whatever_it_is_cut_into(
-    way: str, autocast: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+    packs: bool, autocast: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four micro-batches and one: for all that was found, the gradient's norm with it, and for whether the weights are
     finite. What other passes find is waited for once."""
@@ -123,10 +122,10 @@ def test_the_host_waits_twice_in_an_update_whatever_it_is_cut_into(
                 weight.grad = torch.zeros_like(weight)
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
-        train = made.train(micro_batch_tokens=tokens, **({way: True} if way else {}))
+        train = made.train(micro_batch_tokens=tokens)
+        monkeypatch.setattr("grpo_cli.learner.learner.packs_rows", lambda *_: packs)
         parts = made.model("", autocast=autocast), Sampling.plain(3), train, made.optim(), NullMeter(), pytest.fail
         learner = Learner(model, made.loss(), *parts)
-        learner._compared = True  # which is done once
         watched.waits.clear()
         assert learner.logprobs(model, batch).shape == (4, 7)
         assert watched.waits == ["_to_copy"]
@@ -136,22 +135,15 @@ def test_the_host_waits_twice_in_an_update_whatever_it_is_cut_into(
             assert watched.waits == ["_to_copy", "_local_scalar_dense"]
 
 
-@pytest.mark.parametrize("trees", [(Tree(6, (9, 5)), Tree(10)), (Tree(6, (14, 10)),)], ids=["two", "one"])
-def test_the_kernel_of_a_gpu_is_asked_as_it_is_declared(trees: Sequence[Tree], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("trees", [((6, 9, 5), (10,)), ((6, 14, 10),)], ids=["two", "one"])
+def test_the_kernel_of_a_gpu_is_called_as_it_is_declared(
+    trees: Sequence[Sequence[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Trees and plain sequences through PyTorch's own operators, and back, without a wait. (Autograd itself wants a
-    driver.) What the kernels read as if it were contiguous is."""
-    backward = varlen.Flash.backward
-
-    def asked(self: Any, grad: Any, qkv: Any, out: Any, lse: Any, *more: Any) -> Any:
-        assert all(tensor.is_contiguous() for tensor in (grad, *qkv, out, lse))
-        return backward(self, grad, qkv, out, lse, *more)
-
-    monkeypatch.setattr(varlen.Flash, "backward", asked)
-    ctx = SimpleNamespace(save_for_backward=lambda *tensors: setattr(ctx, "saved_tensors", tensors))
+    driver.)"""
     with gpu(monkeypatch) as watched, torch.no_grad():
         q, k, v = (torch.empty(30, heads, 64, device=CUDA, dtype=torch.bfloat16) for heads in (6, 2, 2))
-        layout = Layout(trees, q.device)
-        out = varlen._Attention.forward(ctx, q, k, v, layout.parts, 0.125, varlen.Flash())
-        gradients = varlen._Attention.backward(ctx, out)
-    assert out.shape == q.shape and [g.shape for g in gradients[:3]] == [q.shape, k.shape, v.shape]
+        out, logs = flash.forward(q, k, v, flat(trees), 0.125)
+        gradients = flash.backward(out, q, k, v, out, logs, flat(trees), 0.125)
+    assert out.shape == q.shape and [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
     assert not watched.waits

@@ -9,15 +9,14 @@ from functools import partial
 import made
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import kept_by, scored
+from small import advantages_of, kept_by, scored
 
 from grpo_cli.experimental import lightning_rl, mc_grpo, xrpo
 from grpo_cli.rules import advantage
 from grpo_cli.select import select
-from grpo_cli.types import AdvantageInputs, Reward, ScoredGroup
+from grpo_cli.types import Reward, ScoredGroup
 
 
 def close(values: list[float]):
@@ -26,11 +25,11 @@ def close(values: list[float]):
 
 def test_the_median_is_subtracted_and_the_spread_divided_by():
     # median .2, distances .2 .1 0 .3 .8, of which .2 is in the middle
-    rewards = torch.tensor([0.0, 0.1, 0.2, 0.5, 1.0], dtype=torch.float64)
-    mad = mc_grpo.median(rewards, rewards, scale="mad", floor=1e-3, stats_over="group")
-    assert mad.tolist() == pytest.approx([-0.9950, -0.4975, 0.0, 1.4925, 3.9801], abs=5e-5)
-    plain = mc_grpo.median(rewards, rewards, scale="none", floor=1e-3, stats_over="group")
-    assert plain.tolist() == pytest.approx([-0.2, -0.1, 0.0, 0.3, 0.8])
+    rewards = [0.0, 0.1, 0.2, 0.5, 1.0]
+    mad = advantages_of(mc_grpo.median, rewards, scale="mad", floor=1e-3, stats_over="group")
+    assert mad == pytest.approx([-0.9950, -0.4975, 0.0, 1.4925, 3.9801], abs=5e-5)
+    plain = advantages_of(mc_grpo.median, rewards, scale="none", floor=1e-3, stats_over="group")
+    assert plain == pytest.approx([-0.2, -0.1, 0.0, 0.3, 0.8])
 
 
 def test_the_release_divides_by_the_median_distance_and_leaves_the_middle_rollout_out():
@@ -65,12 +64,8 @@ def test_median_leaves_out_one_in_the_middle(rewards, left):
 
 
 def asked(function, group: ScoredGroup, kept: list[int] | None = None, **words) -> list[float]:
-    """Of the kept rollouts; all are the baseline."""
-    everything = list(range(len(group.rollouts)))
-    kept = everything if kept is None else kept
-    totals = torch.tensor(group.totals)
-    inputs = AdvantageInputs(group, tuple(kept), tuple(everything))
-    return function(totals[kept], totals, inputs, **words).tolist()
+    """Of the kept rollouts; all count."""
+    return function(group, range(len(group.rollouts)) if kept is None else kept, **words).tolist()
 
 
 NOVELTY = partial(xrpo.novelty, stats_over="kept", eps=0.0, bonus=2.5, cap=0.5)
@@ -80,7 +75,7 @@ def test_novelty_is_grpo_but_for_the_rare_among_the_right():
     """Means of tokens: -.2 and -.9 right, -.5 and -.4 wrong, -.5 in the mean. Their number does not count."""
     rewards = [Reward(1.0), Reward(1.0), Reward(0.0), Reward(0.0)]
     group = scored(*rewards, logprobs=[(-0.2,), (-0.4, -1.4), (-0.5, -0.5, -0.5), (-0.4,)])
-    plain = advantage.grpo(torch.tensor(group.totals), torch.tensor(group.totals), stats_over="kept", eps=0.0).tolist()
+    plain = asked(advantage.grpo, group, stats_over="kept", eps=0.0)
     high = plain[0]
     assert asked(NOVELTY, group) == close([high, 1.5 * high, -high, -high])
     small = partial(xrpo.novelty, stats_over="kept", eps=0.0, bonus=0.1, cap=0.5)
@@ -131,13 +126,10 @@ def test_each_part_is_whitened_among_the_rewards_that_are_compared(parts, weight
         Reward(weights[0] * a + weights[1] * b, {"a": a, "b": b, "c": c}, weights={"a": weights[0], "b": weights[1]})
         for a, b, c in parts
     ]
-    group = scored(*rewards)
-    totals = torch.tensor(group.totals)
-    inputs = AdvantageInputs(group, tuple(kept), tuple(baseline))
+    group = scored(*[rewards[index] for index in baseline])
     for stats_over, compared in (("kept", kept), ("group", baseline)):
-        found = lightning_rl.per_part(
-            totals[kept], totals[baseline], inputs, weights=typed, stats_over=stats_over, eps=0.5
-        )
+        places = [baseline.index(index) for index in kept]
+        found = lightning_rl.per_part(group, places, weights=typed, stats_over=stats_over, eps=0.5)
         expected = [0.0] * len(kept)
         for place, part in enumerate("ab"):
             column = [one[place] for one in parts]

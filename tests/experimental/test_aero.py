@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from bank import InOrder, Scripted, collection_of
-from small import kept_by, scored
+from small import advantages_of, kept_by, scored
 from test_collectors import collector, one_step, problems
 
 from grpo_cli.config.instantiate import function
@@ -88,11 +88,11 @@ def test_all_right_answers_and_some_wrong_ones_are_kept_of_32_at_most_8(right, w
 
 def test_the_baseline_is_the_posterior_mean() -> None:
     """2 of 8 right, Beta(1, 1): 3/10. Of the 3 kept, 1 right: 2/5. Beta(1/2, 3/2) and 8: 2.5/10."""
-    rewards, group = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1.0, 1.0] + [0.0] * 6)
-    assert made.advantage("beta")(rewards, group).tolist() == close([0.7, -0.3, -0.3])
-    assert made.advantage("beta", stats_over="kept")(rewards, group).tolist() == close([0.6, -0.4, -0.4])
+    rewards, kept = [1.0, 1.0, *[0.0] * 6], [0, 6, 7]
+    assert advantages_of(made.advantage("beta"), rewards, kept) == close([0.7, -0.3, -0.3])
+    assert advantages_of(made.advantage("beta", stats_over="kept"), rewards, kept) == close([0.6, -0.4, -0.4])
     prior = made.advantage("beta", prior_right=0.5, prior_wrong=1.5)
-    assert prior(rewards, group).tolist() == close([0.75, -0.25, -0.25])
+    assert advantages_of(prior, rewards, kept) == close([0.75, -0.25, -0.25])
 
 
 # The gradient, of a policy that is a table of four answers to one problem, two of them right
@@ -130,7 +130,7 @@ def test_all_three_together_keep_the_direction_of_the_policy_gradient() -> None:
             return right[request.sample]
 
         bank = Scripted(solves)
-        (made_,) = collection_of(bank, InOrder(problems(1)), n=2, prompts=1).run(MORE, bank)
+        (made_,) = collection_of(bank, InOrder(problems(1)), n=2, prompts=1).run(MORE)
         assert len(made_.rollouts) == (2 if any(right[:2]) else 3 if right[2] else 4)
         yield from trained(made_, 2, aero())
 

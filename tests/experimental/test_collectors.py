@@ -42,7 +42,7 @@ def one_step(
     """How many rollouts each problem got, in the order of the groups."""
     bank, curriculum = Scripted(solves), InOrder(problems(8 * prompts))
     collection = collection_of(bank, curriculum, n=n, prompts=prompts, history=history, seed=seed)
-    groups = collection.run(rule, bank)
+    groups = collection.run(rule)
     return {group.prompt.id: len(group.rollouts) for group in groups}, bank, collection.metrics()
 
 

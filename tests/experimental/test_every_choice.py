@@ -14,7 +14,7 @@ from test_architecture import modules, own_imports
 
 from grpo_cli.config.check import check_eval
 from grpo_cli.config.choices import EXPERIMENTAL, config_dir
-from grpo_cli.config.compose import settings_of
+from grpo_cli.config.read import settings_of
 from grpo_cli.experiment import build, evaluate_model
 from grpo_cli.runs.layout import METRICS
 
@@ -43,6 +43,9 @@ WITH = {
     "advantage=median_release": ["n=5"],
     "curriculum=dps": ["task.train_problems=4"],
     "collector=ci": ["n=6", "m=6"],
+    "advantage=arms": ["collector=hint"],
+    "advantage=fresh": ["collector=partial"],
+    "collector=fifo": ["correction=decoupled", "task.train_problems=8"],
     "downsample=aero": ["advantage=beta", "m=2"],
     "downsample=median": ["advantage=median", "n=5"],
     "downsample=shortest": ["m=2"],
@@ -58,7 +61,12 @@ def test_no_choice_hides_one_of_the_core() -> None:
 
 @pytest.mark.parametrize("choice", [one for one in CHOICES if not one.startswith("search=") and "a2po" not in one])
 def test_a_choice_takes_two_steps(choice: str, tmp_path: Path) -> None:
-    words = [choice, *WITH.get(choice, []), "device=cpu", "logger=jsonl", f"run_dir={tmp_path}"]
+    folder = []
+    if choice == "collector=folder":
+        recorded = ["record.rollouts=-1", "record.tokens=true", f"run_dir={tmp_path / 'before'}", "logger=jsonl"]
+        build(settings_of(*SMALL, *recorded, "device=cpu")).fit()
+        folder, tmp_path = [f"collector.path={tmp_path / 'before'}"], tmp_path / "run"
+    words = [*folder, choice, *WITH.get(choice, []), "device=cpu", "logger=jsonl", f"run_dir={tmp_path}"]
     assert build(settings_of(*SMALL, *words)).fit()["step"] == 2
     rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert all(math.isfinite(value) for row in rows for value in row.values())
@@ -87,7 +95,7 @@ def test_answers_from_before_training_are_what_a2po_learns_by(tmp_path: Path) ->
 
 # Choices that are ordinary words, or values of other settings (optim.ess=sqrt, model.lora.dora): no choice there.
 OTHERWISE = {"sorted", "mixed", "median", "best", "shortest", "probe", "particle", "majority", "beta", "tail"}
-OTHERWISE |= {"sqrt", "dora"}
+OTHERWISE |= {"arms", "sqrt", "dora", "entropy", "folder", "fresh", "hint", "repair"}
 
 
 def core() -> dict[str, Path]:

@@ -63,7 +63,7 @@ def test_long_problems_are_set_aside_and_come_together_worked_by_hand() -> None:
     told = []
     for step in range(4):
         collection = collection_of(engine, curriculum, n=1, prompts=2, step=step, version=step)
-        groups = collection.run(rule, engine)
+        groups = collection.run(rule)
         told.append(([g.prompt.id for g in groups], aside_of(rule), collection.metrics()["collect/tokens_dropped"]))
         assert all(rollout.spans == (Span(step, len(rollout)),) for group in groups for rollout in group.rollouts)
         assert collection.metrics()["collect/long_step"] == (step == 2)
@@ -110,7 +110,7 @@ def test_a_load_is_trained_on_from_its_shortest_to_its_longest_before_the_next_b
     engine, rule, curriculum = Continued(lengths), Sorted(loads=3), OnceInOrder(12)
     trained = []
     for step in range(4):
-        groups = collection_of(engine, curriculum, n=1, prompts=2, step=step, version=step).run(rule, engine)
+        groups = collection_of(engine, curriculum, n=1, prompts=2, step=step, version=step).run(rule)
         trained.append({group.prompt.id for group in groups})
         assert len(curriculum.seen) == (6 if step < 3 else 12)
         assert max(step % 3 - span.version % 3 for g in groups for r in g.rollouts for span in r.spans) == step % 3

@@ -12,12 +12,14 @@ from typing import Any
 import made
 import pytest
 import torch
-from small import advantages_of, plain_batch, scored
+from bank import Scripted
+from small import advantages_of, plain_batch
 
 from grpo_cli.experimental import f_tis
 from grpo_cli.experimental.a2po import value
+from grpo_cli.interfaces import Bench
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import AdvantageInputs, Reward, Totals
+from grpo_cli.types import Prompt, Reward, Totals
 
 
 def answers_in(folder: Path, rows: Any) -> str:
@@ -41,12 +43,13 @@ def test_a_value_by_hand() -> None:
 def test_an_advantage_is_solved_or_not_less_the_value_whatever_the_reward_says(tmp_path: Path) -> None:
     """Half of the sampled answers were right: at beta 0.5 the value is 0.5 log((1 + e^2) / 2)."""
     file = answers_in(tmp_path, [answer(True), answer(False), answer(True, "greedy")])
-    rewards, totals = [Reward(0.3, {"correct": 1.0}), Reward(0.9, {"correct": 0.0})], torch.tensor([0.3, 0.9])
+    rewards = [Reward(0.3, {"correct": 1.0}), Reward(0.9, {"correct": 0.0})]
     rule, wanted = made.advantage("a2po", answers=file), 0.5 * math.log((1 + math.e**2) / 2)
-    found = advantages_of(rule, totals, totals, AdvantageInputs(scored(*rewards), (0, 1), (0, 1)))
-    torch.testing.assert_close(found, torch.tensor([1 - wanted, -wanted]))
+    assert advantages_of(rule, rewards) == pytest.approx([1 - wanted, -wanted])
+    other = Scripted()
+    other.prompts = lambda split: [Prompt("q", (0,), "")]  # type: ignore[method-assign]
     with pytest.raises(UserError, match=r"advantage.answers=.* has no answer to q"):
-        advantages_of(rule, totals, totals, AdvantageInputs(scored(*rewards, name="q"), (0, 1), (0, 1)))
+        rule.setup(Bench(torch.device("cpu"), None, None, 0, other, other))
 
 
 @pytest.mark.parametrize(

@@ -1,57 +1,22 @@
-"""A decode step on a CPU around its products, in C (`native.c`): a few calls for each layer in place of some forty.
-
-Without a compiler, or where the functions compute anything else than PyTorch does, steps run in PyTorch's operations.
-"""
+"""A decode step on a CPU around its products, in C (`native/decode.c`): a few calls a layer in place of some forty."""
 
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.engine.gpu.compiled import Functions
-from grpo_cli.engine.kv.cache import KvArena
-from grpo_cli.engine.kv.rows import Rows, Watch
-from grpo_cli.engine.kv.tiles import Pieces
+from grpo_cli.engine.kv.cache import BLOCK, PagedCache
+from grpo_cli.engine.step.attention import Attention
 from grpo_cli.engine.step.block import Block, Norm, is_silu
+from grpo_cli.engine.step.rows import Rows
 from grpo_cli.engine.step.weights import Split
-from grpo_cli.support import c_library
-
-SOURCE = Path(__file__).with_name("native.c")
-MOST_DIM = 256  # numbers of a head, as in native.c
-PRECISIONS = (torch.float32, torch.bfloat16)
-
-
-def library() -> ctypes.CDLL:
-    """The functions of native.c."""
-    return c_library.library(SOURCE)
-
-
-def _half(x: Tensor) -> int:
-    assert x.dtype in PRECISIONS, "float32 or bfloat16"
-    return x.dtype == torch.bfloat16
-
-
-def norm(
-    hidden: Float[Tensor, "N H"], delta: Float[Tensor, "N H"] | None, by: Norm, dtype: torch.dtype
-) -> Float[Tensor, "N H"]:
-    """Add `delta` to `hidden`, in place, and return its norm."""
-    out = torch.empty(hidden.shape, dtype=dtype)
-    added = (0, 0) if delta is None else (delta.data_ptr(), _half(delta))
-    weight = by.weight.data_ptr(), _half(by.weight), by.epsilon
-    library().norm(*hidden.shape, hidden.data_ptr(), _half(hidden), *added, *weight, out.data_ptr(), _half(out))
-    return out
-
-
-def rotate(x: Float[Tensor, "N heads D"], cos: Float[Tensor, "N 1 D"], sin: Float[Tensor, "N 1 D"]) -> None:
-    """Rotary position embedding in place, as `block.rotate`."""
-    of = x.data_ptr(), x.stride(0), _half(x), cos.data_ptr(), sin.data_ptr(), _half(cos)
-    library().rotate(*x.shape, *of)
-
+from grpo_cli.native.library import library
+from grpo_cli.native.ops import norm, rotate, silu
 
 # A layer's input, and what is still to be added to it.
 Sum = tuple[Float[Tensor, "N H"], Float[Tensor, "N H"] | None]
@@ -60,9 +25,9 @@ Sum = tuple[Float[Tensor, "N H"], Float[Tensor, "N H"] | None]
 def before(
     block: Block, hidden: Tensor | Sum, cos: Tensor, sin: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `before_attention`; adds up the sum in place."""
+    """Compute `before_attention`, and add up the sum in place."""
     hidden, delta = _parts(hidden)
-    x, dim = norm(hidden, delta, block.input_norm, dtype), cos.shape[-1]
+    x, dim = _normed(hidden, delta, block.input_norm, dtype), cos.shape[-1]
     if type(block.qkv) is Split and block.q_norm is None:
         together = block.qkv.product(x).view(len(x), -1, dim)
         q, k, v = together.split([size // dim for size in block.qkv.sizes], 1)
@@ -77,18 +42,19 @@ def before(
 
 
 def after(block: Block, hidden: Tensor | Sum, attended: Tensor, dtype: torch.dtype) -> Sum:
-    """As `after_attention`, over the memory of `hidden`."""
+    """Compute `after_attention` over the memory of `hidden`."""
     hidden, _ = _parts(hidden)
-    gate, up = block.gate_up(norm(hidden, block.o_proj(attended), block.post_norm, dtype))
-    gated = torch.empty(gate.shape, dtype=gate.dtype)
-    where = gate.data_ptr(), up.data_ptr(), gate.stride(0), _half(gate), gated.data_ptr()
-    library().silu(*gate.shape, *where)
-    return hidden, block.down_proj(gated)
+    gate, up = block.gate_up(_normed(hidden, block.o_proj(attended), block.post_norm, dtype))
+    return hidden, block.down_proj(silu(gate, up))
 
 
 def last(by: Norm, hidden: Tensor | Sum) -> Float[Tensor, "N H"]:
     x, delta = _parts(hidden)
-    return norm(x, delta, by, x.dtype)
+    return _normed(x, delta, by, x.dtype)
+
+
+def _normed(hidden: Tensor, delta: Tensor | None, by: Norm, dtype: torch.dtype) -> Float[Tensor, "N H"]:
+    return norm(hidden, delta, by.weight, by.epsilon, dtype)
 
 
 def _parts(hidden: Tensor | Sum) -> Sum:
@@ -96,7 +62,7 @@ def _parts(hidden: Tensor | Sum) -> Sum:
 
 
 def serves(block: Block, last: Any) -> bool:
-    """Whether all of a model with such blocks can run here."""
+    """True if all of a model with such blocks can run here."""
     norms = [block.input_norm, block.post_norm, last]
     return all(type(norm) is Norm for norm in norms) and is_silu(block.activation)
 
@@ -104,46 +70,23 @@ def serves(block: Block, last: Any) -> bool:
 FUNCTIONS = Functions(before, after, last)
 
 
-class NativeAttention:
-    """As `StepAttention`, for a step of whose attention only the queries are watched."""
+def attention(rows: Rows, cache: PagedCache, scale: float) -> Attention:
+    """Attention in one call for each layer."""
+    layout, dtype = cache.layout, cache.layout.dtype
+    tables = [x.contiguous() for x in (rows.own, rows.held, rows.write_to, rows.prompt, rows.seen)]
+    own, held, write_to, prompt, seen = (x.data_ptr() for x in tables)
+    of = [len(rows.tokens), layout.heads, layout.group, layout.dim, dtype == torch.bfloat16]
+    of += [own, held, write_to, tables[0].shape[1], BLOCK, prompt, seen, tables[3].shape[1], BLOCK]
+    step = (ctypes.c_int64 * len(of))(*of)
+    memory = [memory.data_ptr() for memory in cache.memory]
 
-    def __init__(self, rows: Rows, kv: KvArena, group: int, scale: float, watch: Watch) -> None:
-        own, prompt, layout = rows.own, rows.prompt, kv.layout
-        assert isinstance(own, Pieces) and isinstance(prompt, Pieces), "the layout is not by token"
-        count, self._dtype, self._scale = len(rows.tokens), layout.dtype, scale
-        self._shape = count, layout.heads * group * layout.dim
-        pages, of_prompt = own.pages, prompt.pages
-        held, seen = (pages, rows.lengths, rows.write_to.contiguous()), (of_prompt, prompt.seen)
-        of = [count, layout.heads, group, layout.dim, layout.dtype == torch.bfloat16]
-        of += [*(x.data_ptr() for x in held), pages.shape[1], kv.rows.tokens]
-        of += [*(x.data_ptr() for x in seen), of_prompt.shape[1], kv.prompts.tokens]
-        self._kept = held, seen  # for as long as their addresses are used
-        self._see = watch.see
-        self._step = (ctypes.c_int64 * len(of))(*of)
-        by_layer = zip(kv.row_keys, kv.row_values, kv.prompt_keys, kv.prompt_values, strict=True)
-        self._pages = [[views.data_ptr() for views in layer] for layer in by_layer]
-        watch.prepare(rows)
-
-    def __call__(
-        self, layer: int, q: Float[Tensor, "R HG D"], k: Float[Tensor, "R H D"], v: Float[Tensor, "R H D"]
-    ) -> Float[Tensor, "R HGD"]:
-        dtype = self._dtype
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype:
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        out = torch.empty(self._shape, dtype=dtype)
-        asked = q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)
-        library().attend(self._step, self._scale, *asked, *self._pages[layer], out.data_ptr())
-        self._see(layer, q, None)
-        return out
+        out = torch.empty((len(tables[0]), q.shape[1] * q.shape[2]), dtype=dtype)
+        given = q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)
+        both = memory[layer], memory[layer + layout.layers]
+        library("decode").attend(step, scale, *given, *both, *both, out.data_ptr())
+        return out, None
 
-
-def draw(
-    logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], temperature: Float[Tensor, "R"]
-) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
-    """As `SamplingTable.draw`, without truncation."""
-    logits, uniform = logits.contiguous(), uniform.contiguous()
-    assert uniform.dtype == torch.float64 and temperature.dtype == torch.float32, "as they are drawn and kept"
-    tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
-    of = logits.data_ptr(), _half(logits), temperature.data_ptr(), uniform.data_ptr()
-    library().draw(*logits.shape, *of, tokens.data_ptr(), logprobs.data_ptr())
-    return tokens, logprobs
+    return attend

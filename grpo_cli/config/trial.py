@@ -1,0 +1,84 @@
+"""Tries the rules of a run on one made-up group before its model is loaded, to find what they return wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo_cli.collect.collection import StepCollection
+from grpo_cli.collect.equal import equal
+from grpo_cli.history import History
+from grpo_cli.interfaces import Rules, SetUp
+from grpo_cli.learner.batch import collate, corrected, rows_of, totals, verdict_on
+from grpo_cli.rules.advantage import advantages
+from grpo_cli.rules.downsample import choose
+from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError, own_code_unless_ours
+from grpo_cli.support.facts import name_of
+from grpo_cli.types import EngineStats, Finish, LossOutput, Prompt, Request, Reward, Rollout, Verdict
+
+MOST_TRIED, ENOUGH = 4096, 1024  # rollouts of a problem; of a made-up step, if its groups are not larger
+
+
+def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
+    """UserError for a rule that cannot be used. One that has `setup` waits for its run."""
+    size = min(n, MOST_TRIED)
+    rules = copy.deepcopy(rules)
+    if not isinstance(rules.collector, SetUp):
+        _step(size, max(1, min(prompts, ENOUGH // size))).run(rules.collector)
+    [group] = _step(size, 1).run(equal)
+    kept, keep = list(range(size))[-m:], size if m == n else min(m, size - 1)
+    if not isinstance(rules.downsample, SetUp):
+        kept = choose(rules.downsample, group, keep, np.random.default_rng(0))
+    batch = rows_of(collate([group], 0), torch.tensor(kept))
+    if not isinstance(rules.advantage, SetUp):
+        found = advantages(rules.advantage, group, kept)
+        batch = replace(batch, advantages=found.new_zeros(len(kept)) if found.dim() > 1 else found)
+    if not isinstance(rules.correction, SetUp):
+        with own_code_unless_ours(f"correction {name_of(rules.correction)}", rules.correction):
+            verdict: Any = verdict_on(rules.correction, batch, batch.sampler_logprobs)
+        if not isinstance(verdict, Verdict) or verdict.weights.shape != batch.weights.shape:
+            raise UserError(f"correction {name_of(rules.correction)} returned {verdict!r:.60}: return a Verdict")
+        batch = corrected(batch, verdict)
+    if not isinstance(rules.loss, SetUp):
+        _try_loss(
+            rules.loss, replace(batch, ref_logprobs=batch.sampler_logprobs if rules.loss.needs_reference else None)
+        )
+
+
+def _try_loss(loss: Any, batch: Any) -> None:
+    name, code = f"loss {name_of(getattr(loss, 'inner', loss))}", getattr(loss, "inner", loss)
+    logprobs = batch.sampler_logprobs.clone().requires_grad_()
+    with own_code_unless_ours(name, getattr(code, "func", code)):
+        output: Any = loss(logprobs, batch, totals(batch, 1))
+    if not isinstance(output, LossOutput) or output.loss.dim():
+        raise UserError(f"{name} returned {output!r:.60}: return a LossOutput with a scalar")
+    if not output.loss.isfinite() or not output.loss.requires_grad:
+        raise UserError(f"{name} is {output.loss.item()} for a made-up batch: return a finite loss with a gradient")
+
+
+def _step(n: int, prompts: int) -> StepCollection:
+    made_up: Any = _MadeUp()
+    words = {"engine": made_up, "task": made_up, "curriculum": made_up, "history": History()}
+    return StepCollection(n=n, prompts=prompts, sampling=Sampling.plain(8), seed=0, step=0, **words)
+
+
+class _MadeUp:
+    """Engine, task and curriculum of a made-up step, whose every second answer is right."""
+
+    def pick(self, step: int, count: int, without: Set[str]) -> Sequence[Prompt]:
+        return [Prompt(f"made-up-{len(without) + place}", (0,), "0") for place in range(count)]
+
+    def generate(self, requests: Sequence[Request], enough: Any = None) -> Sequence[Rollout]:
+        return [Rollout(request, (0,), (-1.0,), Finish.EOS, 0) for request in requests]
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        return Reward(float(rollout.request.sample % 2))
+
+    def stats(self) -> EngineStats:
+        return EngineStats()

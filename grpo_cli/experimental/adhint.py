@@ -1,0 +1,89 @@
+"""ADHint (arXiv 2512.13095): the harder a problem is, the more of a worked solution its later replies begin with.
+
+    d = 1 - solved share of a first round, without hints
+    w = clip(least + (most - least) d + noise N(0, 1), 0, most)
+    second round: replies that begin with the first floor(w L) tokens of the problem's solution of L tokens, given
+    advantage: r - mean of its own arm, which are the plain replies and those with a hint; given tokens have 0 where
+    that is negative, so that a correct hint is never trained against
+
+Read from the paper's text. Ours: one w for all of a problem's second round, how many replies are in the first, and all
+numbers in the YAML. Left out: how the paper weighs its arms, and its modulation of given tokens by entropy.
+
+Measured: scripts/reproduce/frontier_c.md (no difference from equal groups seen; worse than imitating the solutions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.experimental.given import begun_with, num_given
+from grpo_cli.experimental.token_credit import weighed
+from grpo_cli.interfaces import Bench, Shows, StepRollouts
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import facts
+from grpo_cli.support.ranges import Count, Range, Share
+from grpo_cli.types import Group, ScoredGroup
+
+
+@dataclass
+class Hint:
+    """`plain` rollouts of each problem (None: half of n), then the others with a hint at the beginning of the reply.
+    With nothing of a solution they are plain as well. UserError for a task without solutions."""
+
+    plain: Count | None
+    least: Share
+    most: Annotated[float, Range(0, 1, "it is a share of a worked solution", above=True)]
+    noise: Annotated[float, Range(0, 1)]
+    only_unsolved: bool
+
+    resumes: ClassVar[bool] = True
+
+    def setup(self, runtime: Bench) -> None:
+        if not isinstance(runtime.task, Shows):
+            raise UserError("collector=hint needs worked solutions, and this task shows none: use collector=equal")
+        self._task = runtime.task
+
+    def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
+        first = step.n // 2 if self.plain is None else self.plain
+        if not 1 <= first < step.n:
+            raise UserError(f"collector.plain={first} must be from 1 to n - 1={step.n - 1}: lower it, or raise n")
+        requests: list[Group | tuple] = []
+        shares = []
+        for group in step.score(step.generate((prompt, first) for prompt in step.pick(step.prompts))):
+            solution, drawn = self._task.shown(group.prompt), self.noise * step.rng.normal()
+            wanted = share(1 - group.solved / first, self.least, self.most, drawn)
+            hint = solution[: int(wanted * len(solution))] if not (self.only_unsolved and group.solved) else ()
+            shares.append(len(hint) / max(1, len(solution)))
+            request = group.rollouts[0].request
+            hinted = tuple(begun_with(request, hint, sample, "hint") for sample in range(first, step.n))
+            requests.append(Group(group.prompt, hinted) if hint else (group.prompt, step.n - first))
+        step.note("hint_share", float(np.mean(shares)))
+        return step.score(step.generate(requests))
+
+
+def share(difficulty: float, least: float, most: float, noise: float = 0.0) -> float:
+    """Return how much of a solution is given.
+
+    >>> [share(d, 0.0, 0.8) for d in (0.0, 0.25, 0.5, 1.0)]
+    [0.0, 0.2, 0.4, 0.8]
+    """
+    return min(max(least + (most - least) * difficulty + noise, 0.0), most)
+
+
+@facts(divides=False)
+def arms(group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, "K T"]:
+    """Reward minus the mean of its own arm; given tokens have none that is negative."""
+    given = np.array([num_given(rollout) for rollout in group.rollouts])
+    means = {arm: group.totals[(given > 0) == arm].mean() for arm in {bool(count) for count in given}}
+    found = [group.totals[index] - means[bool(given[index])] for index in kept]
+    weights = [np.ones(len(group.rollouts[index])) for index in kept]
+    for own, index, advantage in zip(weights, kept, found, strict=True):
+        own[: given[index]] = advantage >= 0
+    return weighed(torch.tensor(found), weights)

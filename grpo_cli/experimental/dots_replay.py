@@ -1,0 +1,59 @@
+"""DOTS' replay: groups of earlier steps take the place of some new ones (`collector=fifo`; arXiv 2506.05316).
+
+    new problems = max(ceil(fresh * prompts), prompts - stored groups);  the others are stored groups, drawn uniformly
+
+Left out: the adaptive choice of problems, which is `curriculum=target`, and DART-GUI's rescue of failed groups. The
+paper's loss is correction=decoupled; optim.ess=sqrt is the companion where updates are large.
+
+Measured: scripts/reproduce/frontier_b.md (accuracy was lower).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil
+from typing import Annotated
+
+from grpo_cli.collect.stored import HoldsGroups
+from grpo_cli.interfaces import StepRollouts
+from grpo_cli.support.ranges import Count, Range
+from grpo_cli.types import ScoredGroup
+
+
+class GroupStore(HoldsGroups):
+    """A share of the step's problems is new, and stored groups take the place of the others; too few are filled up.
+
+    A group is stored unless all its rewards are equal: the newest of each problem, and the oldest go beyond `capacity`.
+    It keeps its log-probabilities and rewards. One whose oldest token is of weights more than `max_lag` updates ago is
+    dropped.
+    """
+
+    kind, held = "fifo", "stored"
+    _held: tuple[ScoredGroup, ...] = ()  # the oldest first
+
+    def __init__(
+        self,
+        *,
+        fresh: Annotated[float, Range(0, 1, "the share of new problems in a step", above=True)],
+        capacity: Count,
+        max_lag: Annotated[int | None, Range(1, because="a group is a step's updates old; null is no bound")],
+    ) -> None:
+        self._share, self._capacity, self._max_lag = Fraction(str(fresh)), capacity, max_lag
+
+    def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
+        most = step.version if self._max_lag is None else self._max_lag
+        stored = [group for group in self._held if step.version - oldest(group) <= most]
+        count = max(ceil(self._share * step.prompts), step.prompts - len(stored))
+        groups = step.score(step.generate((prompt, step.n) for prompt in step.pick(count)))
+        new = {group.prompt.id for group in groups}
+        others = [group for group in stored if group.prompt.id not in new]
+        places = step.rng.permutation(len(others))[: max(step.prompts - len(groups), 0)]
+        self._held = tuple([*others, *(group for group in groups if group.mixed)][-self._capacity :])
+        return [*groups, *(others[place] for place in sorted(places))]
+
+
+def oldest(group: ScoredGroup) -> int:
+    """Return which weights drew the group's oldest token."""
+    drawn: Sequence[int] = [span.version for one in group.rollouts for span in one.spans if span.version >= 0]
+    return min(drawn, default=0)

@@ -1,0 +1,102 @@
+"""SAPO: groups that other runs have recorded, trained on here (`collector=folder`; arXiv 2509.08721).
+
+    own problems = max(ceil((1 - foreign) * prompts), prompts - recorded groups);  the others are recorded groups, drawn
+    uniformly without replacement
+
+A record is JSON, of which every line is checked before any of it is used. Its tokens count as drawn by the weights at
+the start (version 0), with the log-probabilities that are recorded.
+
+Not measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+from grpo_cli.collect.requests import check_rewards
+from grpo_cli.interfaces import Bench, StepRollouts
+from grpo_cli.runs.layout import ROLLOUTS
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import Range
+from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
+
+WRITE_IT = "record.rollouts=-1 record.tokens=true"
+
+
+@dataclass
+class RunFolder:
+    """Whole groups of another run take the place of `foreign` of a step's problems; with fewer groups than that, more
+    problems are new. Used are the groups whose rewards differ, of problems that this task has with the same id and
+    prompt. The record is read once, when the run starts."""
+
+    path: str | None
+    foreign: Annotated[float, Range(0, 1, "at least one problem of a step is new", below=True)]
+
+    def setup(self, runtime: Bench) -> None:
+        """UserError for a file that is no record, or holds nothing to train on."""
+        file = Path(self.path or "").expanduser() / ROLLOUTS
+        prompts = {prompt.id: prompt for prompt in runtime.task.prompts("train")}
+        self._rows = list[tuple[Prompt, list[dict[str, Any]]]]()
+        try:
+            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            for (_, name), some in groupby(rows, lambda row: (row["step"], row["prompt_id"])):
+                group = [_checked(row, runtime.task.text, runtime.ends) for row in some]
+                prompt = prompts.get(name)
+                if prompt is not None and len({row["reward"] for row in group}) > 1:
+                    self._rows += [(prompt, group)] * (group[0]["prompt"] in _texts(runtime.task, prompt))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"collector.path={self.path}: {file} is no record ({error}); write it with {WRITE_IT}"
+            ) from error
+        if not self._rows:
+            raise UserError(
+                f"collector.path={self.path} holds no group of this task to train on; record with {WRITE_IT}"
+            )
+
+    def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
+        count = max(math.ceil((1 - self.foreign) * step.prompts), step.prompts - len(self._rows))
+        groups = step.score(step.generate((prompt, step.n) for prompt in step.pick(count)))
+        found = {group.prompt.id: group for group in groups}
+        for place in step.rng.permutation(len(self._rows)).tolist():
+            prompt, rows = self._rows[place]
+            if len(found) < step.prompts and prompt.id not in found:
+                found[prompt.id] = _group(prompt, rows, step)
+        return [*found.values()]
+
+
+def _checked(row: Any, text: Any, ends: Sequence[int]) -> dict[str, Any]:
+    """Return the row. ValueError unless its tokens read as its reply, each with a log-probability or None."""
+    ids, logprobs = row["token_ids"], row["logprobs"]
+    if not ids or not all(type(one) is int and one >= 0 for one in ids) or len(logprobs) != len(ids):
+        raise ValueError("token ids and log-probabilities are not whole numbers and as many numbers")
+    if not all(one is None or (type(one) in (int, float) and one <= 1e-3) for one in logprobs):
+        raise ValueError("a log-probability is above 0")
+    if text(ids) != row["reply"] or (row["finish"] == Finish.EOS and ids[-1] not in ends):
+        raise ValueError("its tokens are another tokenizer's")
+    return {**row, "finish": Finish(row["finish"]), "reward": float(row["reward"])}
+
+
+def _texts(task: Any, prompt: Prompt) -> list[str]:
+    return [write(prompt.token_ids) for write in (getattr(task, "written", task.text), task.text)]
+
+
+def _group(prompt: Prompt, rows: Sequence[dict[str, Any]], step: StepRollouts) -> ScoredGroup:
+    rollouts, rewards = [], []
+    for row in rows:
+        versions = [GIVEN if one is None else 0 for one in row["logprobs"]]
+        for start, end in row.get("environment") or ():
+            versions[start:end] = [ENVIRONMENT] * (end - start)
+        spans = tuple(Span(version, len([*some])) for version, some in groupby(versions))
+        logprobs = tuple(math.nan if one is None else float(one) for one in row["logprobs"])
+        request = Request(prompt, row["sample"], 0, step.sampling)
+        rollouts.append(Rollout(request, tuple(row["token_ids"]), logprobs, row["finish"], 0, spans))
+        rewards.append(Reward(row["reward"], row["parts"]))
+    group = ScoredGroup(prompt, tuple(rollouts), tuple(rewards))
+    check_rewards(group)
+    return group

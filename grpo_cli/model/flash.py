@@ -1,0 +1,114 @@
+"""Attention of trees by PyTorch's flash kernels on a GPU: one or two calls for any number of sequences.
+
+In the first call each span attends to itself causally. The second is for branches and their trunk: all branches of a
+tree are one sequence of queries, so that the trunk's keys are read once; the two are merged by their log-sum-exps.
+The backward kernel is given the merged output and log-sum-exp: probabilities are exp(score - log-sum-exp), so each call
+gives the gradients of its own keys (as in ring attention, arXiv 2310.01889).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_cli.model.transfer import send
+from grpo_cli.native.ops import tree_attention, tree_attention_backward, unflat
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Consecutive sequences of queries and of the keys that each sees: their starts and the last end (int32), and the
+    longest lengths. `causal`: each token sees only itself and those before it."""
+
+    queries: Tensor
+    keys: Tensor
+    most_queries: int
+    most_keys: int
+    causal: bool
+
+    @classmethod
+    def of(cls, queries: Sequence[int], keys: Sequence[int], causal: bool, device: torch.device) -> Spans:
+        q, k = send(device, *(np.array([0, *accumulate(sizes)]) for sizes in (queries, keys)))
+        return cls(q.int(), k.int(), max(queries), max(keys), causal)
+
+
+@dataclass(frozen=True)
+class Trunks:
+    """The places of all branches' tokens in the run and of the trunks that they see, and which sees which."""
+
+    branches: Tensor
+    trunks: Tensor
+    spans: Spans
+
+
+@lru_cache(maxsize=1)  # every layer of a pass has the same
+def layout(numbers: tuple[int, ...], device: torch.device) -> tuple[Spans, Trunks | None]:
+    """Return the spans that attend to themselves, and the trunks that branches attend to; None without branches."""
+    trees = unflat(numbers)
+    sizes = [size for tree in trees for size in tree]
+    own = Spans.of(sizes, sizes, True, device)
+    starts = accumulate(map(sum, trees), initial=0)
+    split = [(tree, start) for tree, start in zip(trees, starts, strict=False) if len(tree) > 1]
+    if not split:
+        return own, None
+    branches = np.concatenate([np.arange(start + tree[0], start + sum(tree)) for tree, start in split])
+    trunks = np.concatenate([np.arange(start, start + tree[0]) for tree, start in split])
+    spans = Spans.of([sum(tree[1:]) for tree, _ in split], [tree[0] for tree, _ in split], False, device)
+    return own, Trunks(*send(device, branches, trunks), spans)
+
+
+def serves(q: Tensor) -> bool:
+    """True if the kernels compute on queries of this type, shape and device."""
+    halves = (torch.bfloat16, torch.float16)
+    return q.device.type == "cuda" and q.dtype in halves and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+@tree_attention.register_kernel("cuda")
+def forward(q: Tensor, k: Tensor, v: Tensor, trees: list[int], scale: float) -> tuple[Tensor, Tensor]:
+    own, above = layout(tuple(trees), q.device)
+    out, lse = _forward(q, k, v, own, scale)
+    if above is not None:
+        at, of = above.branches, above.trunks
+        out_above, lse_above = _forward(q[at], k[of], v[of], above.spans, scale)
+        lse_own = lse[:, at]
+        share = torch.sigmoid(lse_above - lse_own).t().unsqueeze(-1)
+        out[at] = out[at].float().lerp_(out_above.float(), share).to(out.dtype)
+        lse[:, at] = torch.logaddexp(lse_own, lse_above)
+    return out, lse
+
+
+@tree_attention_backward.register_kernel("cuda")
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, trees: list[int], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    own, above = layout(tuple(trees), q.device)
+    found = _backward(grad, q, k, v, out, logs, own, scale)
+    if above is not None:
+        at, of = above.branches, above.trunks
+        # The kernels read log-sum-exps as if they were contiguous, which those of a slice are not.
+        some = grad[at], q[at], k[of], v[of], out[at], logs[:, at].contiguous()
+        for whole, place, one in zip(found, (at, of, of), _backward(*some, above.spans, scale), strict=True):
+            whole[place] += one
+    return found
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, at: Spans, scale: float) -> tuple[Tensor, Tensor]:
+    sees = at.queries, at.keys, at.most_queries, at.most_keys, 0.0, at.causal
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *sees, False, scale=scale)
+    return out, lse
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Spans, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    sees = at.queries, at.keys, at.most_queries, at.most_keys, 0.0, at.causal
+    # The state of a random generator, which is for dropout alone, and nothing.
+    unread = q.new_zeros(2, dtype=torch.uint64), q.new_zeros(0)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(grad, q, k, v, out, lse, *sees, *unread, scale=scale)
+    return dq, dk, dv

@@ -1,0 +1,389 @@
+/* A decode step on a CPU around its matrix products: attention over pages, norms, rotation, activation, the draw.
+
+   Compiled by library.py; its callers check shapes and pass only memory that they own. Numbers are float32, or
+   bfloat16 where a flag `..._half` says so, and are computed in float32. A row is computed by the same instructions in the
+   same order wherever it lies in a batch and whichever thread computes it, so its bits depend on nothing else. */
+
+#include "vectors.h"
+
+#define MOST_VECTORS 16 /* of a head: 256 numbers */
+#define CHUNK 256       /* keys whose scores are kept */
+#define MUCH (1 << 16)  /* numbers that are worth waking other threads for */
+
+/* Lane i of the result is the sum of vector i. Vectors are joined in pairs, each time with half as many lanes of each. */
+INLINE Vec sums(Vec x[LANES]) {
+    for (int i = 0; i < 8; i++)
+        x[i] = PAIR(x[i], x[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+             + PAIR(x[i], x[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int i = 0; i < 4; i++)
+        x[i] = PAIR(x[i], x[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
+             + PAIR(x[i], x[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int i = 0; i < 2; i++)
+        x[i] = PAIR(x[i], x[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+             + PAIR(x[i], x[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    return PAIR(x[0], x[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
+         + PAIR(x[0], x[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+
+/* Pages of one layer, [pages, heads, tokens, dim], and those that each row reads, [rows, most]. */
+typedef struct {
+    const void *keys, *values;
+    const int64_t *pages;
+    int64_t tokens, most;
+} Side;
+
+/* Whether products of bfloat16 are taken two at a time. */
+#ifdef __AVX512BF16__
+#define IN_PAIRS(half, dim) ((half) && (dim) % (2 * LANES) == 0)
+#else
+#define IN_PAIRS(half, dim) 0
+#endif
+
+/* Some queries of one head: in float32, and in memory. */
+typedef struct {
+    Vec numbers[4][MOST_VECTORS];
+    const char *as_given;
+} Queries;
+
+/* The products of some queries and one key, by lane. */
+INLINE void multiply(Vec found[4], const char *key, const Queries *queries, int group, int dim, int half) {
+    const int vectors = (dim + LANES - 1) / LANES;
+#pragma GCC unroll 4
+    for (int g = 0; g < group; g++) found[g] = (Vec){};
+#ifdef __AVX512BF16__
+    if (IN_PAIRS(half, dim)) {
+#pragma GCC unroll 8
+        for (int i = 0; i < dim; i += 2 * LANES) {
+            const __m512bh x = (__m512bh)_mm512_loadu_si512(key + 2 * i);
+#pragma GCC unroll 4
+            for (int g = 0; g < group; g++) {
+                const __m512bh y = (__m512bh)_mm512_loadu_si512(queries->as_given + 2 * (g * dim + i));
+                found[g] = (Vec)_mm512_dpbf16_ps((__m512)found[g], y, x);
+            }
+        }
+        return;
+    }
+#endif
+#pragma GCC unroll 16
+    for (int i = 0; i < vectors; i++) {
+        const Vec x = load(key, i * LANES, half, dim - i * LANES);
+#pragma GCC unroll 4
+        for (int g = 0; g < group; g++) found[g] += x * queries->numbers[g][i];
+    }
+}
+
+/* Add `count` weighted values, `few` vectors of each from vector `begin` on; `weights` of a query are CHUNK apart. In pairs,
+   two vectors hold numbers 0 to 3, 8 to 11, 16 to 19, 24 to 27 and the others, and weights are rounded as values are. */
+INLINE void add_values(
+    Vec into[4][MOST_VECTORS], const char *values, int count, const float *weights, int begin, int few, int group, int dim,
+    int half
+) {
+    const size_t bytes = dim * (half ? 2 : 4);
+    values += begin * LANES * (half ? 2 : 4);
+#ifdef __AVX512BF16__
+    if (IN_PAIRS(half, dim)) {
+        uint32_t pairs[4][LANES / 2];
+        for (int g = 0; g < group; g++) {
+            const __m256i near = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(weights + g * CHUNK));
+            _mm256_storeu_si256((__m256i *)pairs[g], near);
+        }
+        for (int j = 0; j < count; j += 2) {
+            const char *one = values + j * bytes, *other = j + 1 < count ? one + bytes : one; /* whose weight is 0 */
+#pragma GCC unroll 8
+            for (int i = 0; i < few; i += 2) {
+                const __m512i a = _mm512_loadu_si512(one + i * 32), b = _mm512_loadu_si512(other + i * 32);
+                const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(a, b), high = (__m512bh)_mm512_unpackhi_epi16(a, b);
+#pragma GCC unroll 4
+                for (int g = 0; g < group; g++) {
+                    const __m512bh weight = (__m512bh)_mm512_set1_epi32(pairs[g][j / 2]);
+                    into[g][i] = (Vec)_mm512_dpbf16_ps((__m512)into[g][i], weight, low);
+                    into[g][i + 1] = (Vec)_mm512_dpbf16_ps((__m512)into[g][i + 1], weight, high);
+                }
+            }
+        }
+        return;
+    }
+#endif
+    for (int j = 0; j < count; j++)
+#pragma GCC unroll 16
+        for (int i = 0; i < few; i++) {
+            const Vec value = load(values + j * bytes, i * LANES, half, dim - (begin + i) * LANES);
+#pragma GCC unroll 4
+            for (int g = 0; g < group; g++) into[g][i] += weights[g * CHUNK + j] * value;
+        }
+}
+
+/* Up to four queries of one row that share a head of keys. Weights are relative to the largest score so far, as in
+   FlashAttention (Dao et al. 2022), of CHUNK keys at a time. */
+INLINE void attend_some(
+    const Side *sides, const int64_t *held, int64_t row, int64_t head, int64_t heads, const void *query, void *out,
+    int group, int dim, float scale, int half
+) {
+    const int vectors = (dim + LANES - 1) / LANES, bytes = dim * (half ? 2 : 4);
+    /* So many of a value's vectors at a time that their sums stay in registers. */
+    const int most = group * vectors > 16 ? 4 : vectors;
+    Queries queries;
+    Vec total[4], into[4][MOST_VECTORS];
+    float top[4], weights[4][CHUNK] __attribute__((aligned(64)));
+    queries.as_given = query;
+    for (int g = 0; g < group; g++) {
+        total[g] = (Vec){}, top[g] = -INFINITY;
+        for (int i = 0; i < vectors; i++) {
+            into[g][i] = (Vec){};
+            if (!IN_PAIRS(half, dim)) queries.numbers[g][i] = load(query, g * dim + i * LANES, half, dim - i * LANES);
+        }
+    }
+    for (int s = 0; s < 2; s++) {
+        const Side *side = &sides[s];
+        int64_t index = 0, inside = 0; /* of the next tile of keys: which of the row's pages, and where in it */
+        for (int64_t first = 0; first < held[s]; first += CHUNK) {
+            const int count = held[s] - first < CHUNK ? (int)(held[s] - first) : CHUNK;
+            size_t tiles[CHUNK / LANES];
+            Vec best[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
+            for (int from = 0; from < count; from += LANES) {
+                const int64_t page = side->pages[row * side->most + index];
+                const size_t at = ((page * heads + head) * side->tokens + inside) * bytes;
+                const char *keys = (const char *)side->keys + at;
+                tiles[from / LANES] = at;
+                if ((inside += LANES) == side->tokens) inside = 0, index++;
+                const int some = count - from < LANES ? count - from : LANES;
+                Vec parts[4][LANES];
+                for (int j = 0; j < some; j++) {
+                    Vec found[4];
+                    multiply(found, keys + (size_t)j * bytes, &queries, group, dim, half);
+#pragma GCC unroll 4
+                    for (int g = 0; g < group; g++) parts[g][j] = found[g];
+                }
+                for (int j = some; j < LANES; j++) /* there a page may hold anything */
+                    for (int g = 0; g < group; g++) parts[g][j] = (Vec){};
+#pragma GCC unroll 4
+                for (int g = 0; g < group; g++) {
+                    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+                    const Vec score = choose(lane < some, sums(parts[g]) * scale, all(-INFINITY));
+                    *(Vec *)(weights[g] + from) = score;
+                    best[g] = choose(score > best[g], score, best[g]);
+                }
+            }
+            for (int g = 0; g < group; g++) {
+                const float now = largest(best[g]), before = top[g];
+                if (!(now <= before)) {
+                    const float less = before == -INFINITY ? 0.0f : exponential(all(before - now))[0];
+                    total[g] *= less, top[g] = now;
+                    for (int i = 0; i < vectors; i++) into[g][i] *= less;
+                }
+                for (int from = 0; from < count; from += LANES) {
+                    const Vec weight = exponential(*(Vec *)(weights[g] + from) - top[g]);
+                    *(Vec *)(weights[g] + from) = weight, total[g] += weight;
+                }
+            }
+            for (int begin = 0; begin < vectors; begin += most) {
+                const int few = vectors - begin < most ? vectors - begin : most;
+                Vec sums_of[4][MOST_VECTORS];
+#pragma GCC unroll 4
+                for (int g = 0; g < group; g++)
+#pragma GCC unroll 16
+                    for (int i = 0; i < few; i++) sums_of[g][i] = into[g][begin + i];
+                for (int from = 0; from < count; from += LANES) {
+                    const char *values = (const char *)side->values + tiles[from / LANES];
+                    const int some = count - from < LANES ? count - from : LANES;
+                    add_values(sums_of, values, some, weights[0] + from, begin, few, group, dim, half);
+                }
+#pragma GCC unroll 4
+                for (int g = 0; g < group; g++)
+#pragma GCC unroll 16
+                    for (int i = 0; i < few; i++) into[g][begin + i] = sums_of[g][i];
+            }
+        }
+    }
+    for (int g = 0; g < group; g++) {
+        const float whole = sum(total[g]);
+        for (int i = 0; IN_PAIRS(half, dim) && i < vectors; i += 2) {
+            const Vec low = into[g][i], high = into[g][i + 1];
+            into[g][i] = PAIR(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+            into[g][i + 1] = PAIR(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+        }
+        for (int i = 0; i < vectors; i++)
+            store(out, g * dim + i * LANES, into[g][i] / whole, half, dim - i * LANES);
+    }
+}
+
+/* What the layers of a step have in common: engine/step/native.py lays it out. */
+typedef struct {
+    int64_t rows, heads, group, dim, half;
+    const int64_t *pages, *held, *page; /* each row's own pages, how many keys they hold, and which page takes the next */
+    int64_t most, tokens;
+    const int64_t *prompt_pages, *seen; /* those of its prompt, and how many of its keys the row reads */
+    int64_t prompt_most, prompt_tokens;
+} Step;
+
+/* Write each row's key and value, and attend to its prompt's keys and then to its own. q, k, v are [rows, heads * group or
+   heads, dim] with rows `..._step` numbers apart; out is [rows, heads * group * dim]. */
+void attend(
+    const Step *of, float scale, const void *q, int64_t q_step, const void *k, int64_t k_step, const void *v,
+    int64_t v_step, void *keys, void *values, const void *prompt_keys, const void *prompt_values, void *out
+) {
+    const int64_t rows = of->rows, heads = of->heads, group = of->group, dim = of->dim, half = of->half;
+    const int64_t *pages = of->pages, *held = of->held, *page = of->page, *seen = of->seen;
+    const int64_t most = of->most, tokens = of->tokens;
+    const size_t size = half ? 2 : 4, bytes = dim * size;
+    const Side sides[2] = {{prompt_keys, prompt_values, of->prompt_pages, of->prompt_tokens, of->prompt_most},
+                           {keys, values, pages, tokens, most}};
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t head = 0; head < heads; head++) {
+            size_t at = ((page[row] * heads + head) * tokens + held[row] % tokens) * bytes;
+            memcpy((char *)keys + at, (const char *)k + (row * k_step + head * dim) * size, bytes);
+            memcpy((char *)values + at, (const char *)v + (row * v_step + head * dim) * size, bytes);
+        }
+#pragma omp parallel for collapse(2) schedule(static) if (rows * heads > 1)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t head = 0; head < heads; head++) {
+            if (row + 1 < rows) { /* the first keys and values of the next row */
+                size_t at = (pages[(row + 1) * most] * heads + head) * tokens * bytes;
+                for (size_t i = 0; i < tokens * bytes && i < (size_t)(held[row + 1] + 1) * bytes; i += 64) {
+                    __builtin_prefetch((const char *)keys + at + i);
+                    __builtin_prefetch((const char *)values + at + i);
+                }
+            }
+            const int64_t reads[2] = {seen[row], held[row] + 1};
+            for (int64_t g = 0; g < group; g += 4) {
+                const int some = group - g < 4 ? (int)(group - g) : 4;
+                const void *query = (const char *)q + (row * q_step + (head * group + g) * dim) * size;
+                void *to = (char *)out + ((row * heads + head) * group + g) * bytes;
+#define SOME(G, D, H) attend_some(sides, reads, row, head, heads, query, to, G, D, scale, H)
+#define FOR(G, D) if (some == G && dim == D) { if (half) SOME(G, D, 1); else SOME(G, D, 0); continue; }
+                FOR(1, 64) FOR(2, 64) FOR(3, 64) FOR(4, 64) FOR(1, 128) FOR(2, 128) FOR(3, 128) FOR(4, 128) FOR(2, 24)
+                SOME(some, (int)dim, (int)half);
+            }
+        }
+}
+
+/* hidden += delta (where there is one); out = hidden / root mean square * weight, rounded as the modules round it. */
+void norm(
+    int64_t rows, int64_t width, void *hidden, int64_t half, const void *delta, int64_t delta_half, const void *weight,
+    int64_t weight_half, float epsilon, void *out, int64_t out_half
+) {
+#pragma omp parallel for schedule(static) if (rows * width > MUCH)
+    for (int64_t row = 0; row < rows; row++) {
+        const size_t first = row * width;
+        Vec squares[2] = {{}, {}};
+        for (int64_t i = 0; i < width; i += LANES) {
+            Vec x = load(hidden, first + i, half, width - i);
+            if (delta) {
+                x += load(delta, first + i, delta_half, width - i);
+                if (half) x = rounded(x);
+                store(hidden, first + i, x, half, width - i);
+            }
+            squares[i / LANES % 2] += x * x;
+        }
+        const float root = 1.0f / sqrtf(sum(squares[0] + squares[1]) / width + epsilon);
+        for (int64_t i = 0; i < width; i += LANES) {
+            Vec x = load(hidden, first + i, half, width - i) * root;
+            if (half) x = rounded(x);
+            store(out, first + i, x * load(weight, i, weight_half, width - i), out_half, width - i);
+        }
+    }
+}
+
+/* x <- x * cos + (its halves exchanged) * sin, in place; the first half's sin has its sign. [rows, heads, dim]. */
+void rotate(
+    int64_t rows, int64_t heads, int64_t dim, void *x, int64_t step, int64_t half, const void *cosine, const void *sine,
+    int64_t of_half
+) {
+    const int64_t middle = dim / 2;
+#pragma omp parallel for schedule(static) if (rows * heads * dim > MUCH)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t head = 0; head < heads; head++) {
+            const size_t at = row * step + head * dim, angle = row * dim;
+            for (int64_t i = 0; i < middle; i += LANES) {
+                const int64_t n = middle - i, later = middle + i;
+                Vec a = load(x, at + i, half, n), b = load(x, at + later, half, n);
+                Vec low = a * load(cosine, angle + i, of_half, n) + b * load(sine, angle + i, of_half, n);
+                Vec high = b * load(cosine, angle + later, of_half, n) + a * load(sine, angle + later, of_half, n);
+                store(x, at + i, low, half, n);
+                store(x, at + later, high, half, n);
+            }
+        }
+}
+
+/* out = gate / (1 + e^-gate) * up; [rows, width] with rows `step` numbers apart, those of `out` being `width` apart. */
+void silu(int64_t rows, int64_t width, const void *gate, const void *up, int64_t step, int64_t half, void *out) {
+#pragma omp parallel for schedule(static) if (rows * width > MUCH)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < width; i += LANES) {
+            Vec x = load(gate, row * step + i, half, width - i);
+            Vec below = choose(x < -87.0f, all(-87.0f), x); /* where e^-x would be infinite */
+            x /= 1.0f + exponential(-below);
+            if (half) x = rounded(x);
+            store(out, row * width + i, x * load(up, row * step + i, half, width - i), half, width - i);
+        }
+}
+
+#define BLOCK 256 /* tokens that are summed before the float64 sums begin, as in sample.py */
+
+INLINE float number(const void *from, size_t at, int half) {
+    uint32_t bits = half ? (uint32_t)((const uint16_t *)from)[at] << 16 : ((const uint32_t *)from)[at];
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* What tokens `i` to `end`, at most LANES, weigh in the draw: 1 for the most probable one. */
+INLINE Vec weight_of(const void *logits, size_t first, int64_t i, int64_t end, int half, float top, float cold) {
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Vec weight = exponential((load(logits, first + i, half, end - i) - top) / cold);
+    return end - i < LANES ? choose(lane < (int32_t)(end - i), weight, (Vec){}) : weight;
+}
+
+/* Draw the token in whose part of the unit interval each row's `uniform` lies, as sample.py's `inverse` does: first the
+   block of tokens, then the token. A row of temperature 0 takes the most probable token, with log-probability 0. Numbers
+   that are not finite give a log-probability that is not either. */
+void draw(
+    int64_t rows, int64_t vocabulary, const void *logits, int64_t half, const float *temperature, const double *uniform,
+    int64_t *tokens, float *logprobs
+) {
+    const int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK;
+#pragma omp parallel for schedule(static) if (rows > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const size_t first = row * vocabulary;
+        const float cold = temperature[row] > 0 ? temperature[row] : 1;
+        Vec most = all(-INFINITY);
+        for (int64_t i = 0; i < vocabulary; i += LANES) {
+            const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+            Vec x = load(logits, first + i, half, vocabulary - i);
+            most = choose((x > most) & (lane < (int32_t)(vocabulary - i)), x, most);
+        }
+        const float top = largest(most);
+        double sums[blocks], weights[BLOCK], total = 0;
+        int64_t block = 0, token, found = -1;
+        for (int64_t b = 0; b < blocks; b++) {
+            Vec part = {};
+            const int64_t end = (b + 1) * BLOCK < vocabulary ? (b + 1) * BLOCK : vocabulary;
+            for (int64_t i = b * BLOCK; i < end; i += LANES) part += weight_of(logits, first, i, end, half, top, cold);
+            sums[b] = total += sum(part);
+        }
+        if (temperature[row] == 0 && total == total) {
+            for (token = 0; number(logits, first + token, half) != top;) token++;
+            tokens[row] = token, logprobs[row] = 0;
+            continue;
+        }
+        const double threshold = uniform[row] * total;
+        while (block < blocks - 1 && !(sums[block] > threshold)) block++;
+        const double below = block ? sums[block - 1] : 0, share = (threshold - below) / (sums[block] - below);
+        const int64_t begin = block * BLOCK, end = begin + BLOCK < vocabulary ? begin + BLOCK : vocabulary;
+        double inside = 0, so_far = 0;
+        for (int64_t i = begin; i < end; i += LANES) {
+            float some[LANES];
+            Vec x = weight_of(logits, first, i, end, half, top, cold);
+            memcpy(some, &x, sizeof some);
+            for (int64_t j = 0; j < LANES; j++) inside += weights[i - begin + j] = some[j];
+        }
+        for (token = begin; token < end; token++) {
+            so_far += weights[token - begin];
+            if (weights[token - begin] > 0) found = token; /* the last such one where a share is rounded to 1 */
+            if (so_far > share * inside) break;
+        }
+        token = found < 0 ? vocabulary - 1 : found;
+        tokens[row] = token;
+        logprobs[row] = (float)((number(logits, first + token, half) - top) / cold - log(total));
+    }
+}

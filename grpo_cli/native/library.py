@@ -1,0 +1,140 @@
+"""Compile a C file with the machine's own compiler when it is first needed, which takes seconds.
+
+The library is kept in the user's cache under a name made from source, compiler, processor and its own checksum.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
+THREADS = "-fopenmp"
+WRONG = "the C compiler's code computes something else than PyTorch"
+
+
+class NoNative(Exception):
+    """The reason for using PyTorch's operations; `is_fault`: although there is a C compiler."""
+
+    def __init__(self, reason: str, is_fault: bool = True) -> None:
+        super().__init__(reason)
+        self.is_fault = is_fault
+
+
+@cache
+def library(name: str) -> ctypes.CDLL:
+    """Return the functions of a C file, from the first compiler that works. A compiler without OpenMP, or with another
+    than PyTorch's, makes them for one thread. Raises NoNative if none works."""
+    reason = NoNative("there is no C compiler", is_fault=False)
+    compilers = [*filter(None, map(shutil.which, COMPILERS))] if os.name == "posix" else []
+    for threads, compiler in product((True, False), compilers):
+        try:
+            return _compiled(compiler, threads, SOURCES / f"{name}.c")
+        except NoNative as error:
+            reason = error
+    raise reason
+
+
+def _compiled(compiler: str, threads: bool, source: Path) -> ctypes.CDLL:
+    flags = (*FLAGS, *([THREADS] * threads))
+    texts = [file.read_text(encoding="utf-8") for file in (source, SOURCES / "vectors.h")]
+    # What the compiler predefines says which compiler it is, and which instructions this processor has.
+    defined = _run(compiler, *FLAGS[:2], "-dM", "-E", "-x", "c", os.devnull)
+    made_from = hashlib.sha256("\0".join([*texts, *flags, defined]).encode()).hexdigest()
+    name, folder = f"{source.stem}-{made_from[:32]}", _cache()
+    try:
+        kept = None if folder is None else _kept(folder, name)
+        if kept is not None:
+            made = ctypes.CDLL(str(kept))
+        else:
+            with tempfile.TemporaryDirectory() as place:
+                new = Path(place) / f"{name}.so"
+                _run(compiler, *flags, "-I", str(SOURCES), "-o", str(new), str(source), "-lm")
+                made = ctypes.CDLL(str(new if folder is None else _keep(new, folder)))
+    except OSError as error:  # also of a folder from which nothing may be executed
+        raise NoNative(f"the library made by {compiler} cannot be loaded: {error}") from error
+    if threads and not _has_our_threads(made):
+        raise NoNative(f"the OpenMP of {compiler} is not PyTorch's, whose number of threads would not hold")
+    kinds = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
+    for name, arguments in re.findall(r"^void (\w+)\(([^)]*)\) \{", texts[0], re.MULTILINE):
+        function, words = getattr(made, name), [argument.split() for argument in arguments.split(",")]
+        function.argtypes = [ctypes.c_void_p if "*" in " ".join(word) else kinds[word[0]] for word in words]
+        function.restype = None
+    return made
+
+
+def _has_our_threads(made: ctypes.CDLL) -> bool:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        return bool(made.omp_get_max_threads() == threads + 1)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _cache() -> Path | None:
+    """Return the folder of libraries; None unless it lies below a folder of the user's and nobody else can write it."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "grpo-cli"
+    there = next((path for path in folder.parents if path.exists()), folder)
+    if not folder.is_absolute() or there.stat().st_uid != os.getuid():  # a relative one belongs to another program
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return None
+    return folder if _is_ours(folder) else None
+
+
+def _kept(folder: Path, name: str) -> Path | None:
+    """Return a library made before whose bytes have the checksum in its name."""
+    found = [path for path in folder.glob(f"{name}-*.so") if _is_ours(path)]
+    return next((path for path in found if path.name == _with_checksum(path.read_bytes(), name)), None)
+
+
+def _keep(new: Path, folder: Path) -> Path:
+    """Return a copy in the folder, written whole or not at all; `new` itself if it cannot be written."""
+    kept = folder / _with_checksum(new.read_bytes(), new.stem)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            shutil.copyfile(new, here := Path(place) / kept.name)
+            here.chmod(0o700)
+            here.replace(kept)
+    except OSError:
+        return new
+    return kept
+
+
+def _with_checksum(content: bytes, name: str) -> str:
+    return f"{name}-{hashlib.sha256(content).hexdigest()[:32]}.so"
+
+
+def _is_ours(path: Path) -> bool:
+    """True if the path exists and nobody else could have written it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _run(*command: str) -> str:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=120).stdout
+    except subprocess.CalledProcessError as error:
+        reason = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip())
+        raise NoNative(f"{command[0]} cannot compile it: {reason}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoNative(f"{command[0]} cannot compile it: {error}") from error

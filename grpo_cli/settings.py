@@ -131,8 +131,6 @@ class TrainSettings(Strict):
     checkpoint_every: Count
     keep_checkpoints: Count
     checkpoint: Literal["now", "lazy"]
-    padding_free: bool
-    shared_prefix: bool | Literal["auto"]  # `learner.forward.shares_prefix`
     native: bool
     compile: bool | None
     threads: Count | Literal["auto"]

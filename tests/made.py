@@ -17,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.config.auto import decided
 from grpo_cli.config.choices import config_dir, shipped
+from grpo_cli.config.compose import COMMANDS, model_of, settings_of
 from grpo_cli.config.instantiate import function, ready
-from grpo_cli.config.read import COMMANDS, model_of, settings_of
 from grpo_cli.runs.record import RunRecord, read_record, write_record
 from grpo_cli.settings import (
     LoraSettings,
@@ -99,8 +99,7 @@ def settings(**changed: Any) -> RunSettings:
 
 
 def train(**changed: Any) -> TrainSettings:
-    """Padded unless asked for: one pass for each update, and none that compares ways or threads."""
-    return replace(_defaults().train, **{"shared_prefix": False, "threads": torch.get_num_threads()} | changed)
+    return replace(_defaults().train, **{"threads": torch.get_num_threads()} | changed)
 
 
 def optim(**changed: Any) -> OptimSettings:

@@ -15,7 +15,7 @@ from small import VOCABULARY, make_engine, small_model, some_requests
 from tiny_hf import FAMILIES, make_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_cli.learner.forward import PaddingFree
+from grpo_cli.learner.forward import PackedTrees
 from grpo_cli.learner.logprobs import token_logprobs
 from grpo_cli.model.adapters import base_of, with_adapters
 from grpo_cli.model.anatomy import AdapterOff
@@ -90,7 +90,7 @@ def test_the_reference_is_the_model_with_its_adapters_off(packed: bool) -> None:
         expected = token_logprobs(plain, ids(), mask, 1.0, 64)
     model = moved(with_adapters(small_model(), settings()))
     reference = AdapterOff(model)
-    way = PaddingFree(1000, 64, 1.0, share=True)
+    way = PackedTrees(1000, 64, 1.0)
     if packed:
         zeros = torch.zeros(2, 12)
         batch = Batch(ids(), mask, mask, zeros, zeros, None, None, torch.ones(2), torch.tensor([12, 12]))

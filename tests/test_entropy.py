@@ -14,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from small import VOCABULARY, plain_batch, small_model
 
-from grpo_cli.learner.forward import Padded, PaddingFree
+from grpo_cli.learner.forward import PackedTrees, Padded
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.logprobs import PLAIN, Entropy, _Chosen, few_rows, log_softmax
 from grpo_cli.settings import Sampling
@@ -24,8 +24,7 @@ from grpo_cli.types import Batch, EngineStats
 
 FORWARDS = {
     "padded": lambda chunk, temperature: Padded(10_000, chunk, temperature),
-    "padding_free": lambda chunk, temperature: PaddingFree(10_000, chunk, temperature, share=False),
-    "shared_prefix": lambda chunk, temperature: PaddingFree(10_000, chunk, temperature, share=True),
+    "packed": lambda chunk, temperature: PackedTrees(10_000, chunk, temperature),
 }
 
 

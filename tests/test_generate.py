@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 
 from grpo_cli.collect.resuming import begun, joined, rest_of
 from grpo_cli.config.check import check
-from grpo_cli.config.read import settings_of
+from grpo_cli.config.compose import settings_of
 from grpo_cli.engine.generate.engine import GenerateEngine
 from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.order.predict import NoPredictor
@@ -107,33 +107,22 @@ TRAINED = [
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 1} | SHORT),
     ("qwen3", {"use_sliding_window": True, "max_window_layers": 1} | SHORT),
 ]
-WAYS = {
-    "padded": {"shared_prefix": False},
-    "auto": {},
-    "shared": {"shared_prefix": True},
-    "free": {"padding_free": True},
-}
 
 
-def learner_of(model: Any, way: str) -> Learner:
-    train = made.train(**{"micro_batch_tokens": 100, "shared_prefix": "auto"} | WAYS[way])
+def learner_of(model: Any) -> Learner:
+    train = made.train(micro_batch_tokens=100)
     plain = made.model(autocast="none"), Sampling.plain(3), train, made.optim(), NullMeter(), pytest.fail
     return Learner(model, made.loss(), *plain)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("family", "config"), TRAINED, ids=str)
 def test_once_a_learner_is_built_sampler_and_learner_are_the_model(
-    family: str, config: dict[str, Any], way: str, monkeypatch: pytest.MonkeyPatch
+    family: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of prompts of several lengths, longer than a sliding window; with the attention that a GPU has in float32 too."""
     model = foreign_model(family) if family in CONFIGS else small_model(family, **config)
     untouched = deepcopy(model)
-    if (config or family in CONFIGS) and way in ("shared", "free"):
-        with pytest.raises(UserError, match=f"{type(model).__name__} .*set both to false"):
-            learner_of(model, way)
-        return
-    learner, requests = learner_of(model, way), some_requests(3, 2, tokens=12)
+    learner, requests = learner_of(model), some_requests(3, 2, tokens=12)
     assert len({len(one.prompt.token_ids) for one in requests}) == 3
     for each_head_alone, sampler in ((False, made.full()), (True, made.full()), (True, micro(slots=1))):
         monkeypatch.setattr(packed, "_wants_a_head_each", lambda query, answer=each_head_alone: answer)
@@ -290,8 +279,6 @@ def test_without_a_tokenizer_or_with_another_engine_the_way_out_is_named(tmp_pat
     folder = foreign_folder(tmp_path / "model", "opt")
     with pytest.raises(UserError, match="OPTForCausalLM is not supported.*engine=generate"):
         run_of(tmp_path / "run", folder, "engine=torch")
-    with pytest.raises(UserError, match="padding_free.*OPTForCausalLM"):
-        run_of(tmp_path / "run", folder, "train.padding_free=true")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "t5", "architectures": ["T5Model"]}))
     with pytest.raises(UserError, match="T5Model .* is no causal language model"):

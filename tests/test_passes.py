@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,15 @@ from small import VOCABULARY, small_model
 from tiny_hf import FAMILIES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from grpo_cli.learner import learner
 from grpo_cli.learner.batch import rows_of
-from grpo_cli.learner.forward import Padded, PaddingFree, RowShape, pack
+from grpo_cli.learner.forward import PackedTrees, Padded, RowShape, pack
 from grpo_cli.learner.learner import Learner
-from grpo_cli.model import flash, packed
+from grpo_cli.model import flash
 from grpo_cli.model.load import load_model
 from grpo_cli.model.packed import Tree
 from grpo_cli.native.library import NoNative, library
 from grpo_cli.settings import Sampling
-from grpo_cli.support.errors import UserError
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import Batch
 
@@ -68,15 +67,14 @@ def computed(way: Any, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Te
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("natively", [False, True])
-def test_every_way_gives_the_same_logprobs_and_gradient(family: str, share: bool, natively: bool) -> None:
+def test_every_way_gives_the_same_logprobs_and_gradient(family: str, natively: bool) -> None:
     if natively:
         compiled()
     model, batch = small_model(family), make_batch(UNEVEN)
     plain = computed(Padded(10_000, 64, 0.7), model, batch)
     for tokens in (10_000, 30, 1):  # one micro-batch, groups cut between rows, every row by itself
-        way = PaddingFree(tokens, 5, 0.7, share=share, natively=natively)
+        way = PackedTrees(tokens, 5, 0.7, natively=natively)
         values, gradient = computed(way, model, batch)
         torch.testing.assert_close(values, plain[0], atol=1e-5, rtol=0)
         assert (gradient - plain[1]).norm() < 1e-5 * plain[1].norm()
@@ -104,22 +102,22 @@ def test_rows_of_a_group_may_lie_anywhere() -> None:
     model, batch = small_model(), make_batch(UNEVEN)
     order = torch.tensor([4, 0, 9, 7, 2, 8, 5, 1, 3, 6])
     plain, _ = computed(Padded(10_000, 64, 0.7), model, batch)
-    values, _ = computed(PaddingFree(10_000, 64, 0.7, share=True), model, rows_of(batch, order))
+    values, _ = computed(PackedTrees(10_000, 64, 0.7), model, rows_of(batch, order))
     torch.testing.assert_close(values, plain[order], atol=1e-5, rtol=0)
 
 
 def test_gradient_checkpointing_goes_with_it() -> None:
     model, batch = small_model(), make_batch(UNEVEN)
-    _, plain = computed(PaddingFree(10_000, 64, 0.7, share=True), model, batch)
+    _, plain = computed(PackedTrees(10_000, 64, 0.7), model, batch)
     model.activation_checkpointing_enable({"use_reentrant": False})
     model.train()
-    _, recomputed = computed(PaddingFree(10_000, 64, 0.7, share=True), model, batch)
+    _, recomputed = computed(PackedTrees(10_000, 64, 0.7), model, batch)
     torch.testing.assert_close(recomputed, plain)
 
 
 def test_a_shared_prompt_stands_in_the_run_once() -> None:
     """Prompt a b with replies c and d e, and prompt f with reply g: the run is a b c d e f g."""
-    run = pack(make_batch([(2, [1, 2]), (1, [1])]), share=True)
+    run = pack(make_batch([(2, [1, 2]), (1, [1])]))
     assert run.trees == (Tree(2, (1, 2)), Tree(2))
     assert list(zip(run.rows.tolist(), run.columns.tolist(), strict=True)) == [
         (0, 0), (0, 1), (0, 2), (1, 2), (1, 3), (2, 0), (2, 1),
@@ -132,14 +130,13 @@ def test_a_shared_prompt_stands_in_the_run_once() -> None:
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5)), min_size=1, max_size=4),
     st.integers(1, 60),
-    st.booleans(),
 )
-def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, tokens: int, share: bool) -> None:
+def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, tokens: int) -> None:
     batch = make_batch(groups)
-    parts = PaddingFree(tokens, 64, 0.7, share=share).micro_batches(batch)
+    parts = PackedTrees(tokens, 64, 0.7).micro_batches(batch)
     assert sorted(row for rows in parts for row in rows.tolist()) == list(range(len(batch)))
     for rows in parts:
-        cost = sum(len(tree) for tree in pack(rows_of(batch, rows), share).trees)
+        cost = sum(len(tree) for tree in pack(rows_of(batch, rows)).trees)
         assert cost <= tokens or len(rows) == 1
 
 
@@ -147,10 +144,10 @@ def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, to
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5)), min_size=1, max_size=4),
     st.integers(1, 60),
-    st.sampled_from(["padded", "padding_free", "shared_prefix"]),
+    st.booleans(),
 )
-def test_lengths_alone_tell_how_a_batch_is_cut_and_how_large_the_parts_are(groups: Any, tokens: int, kind: str) -> None:
-    way = Padded(tokens, 64, 0.7) if kind == "padded" else PaddingFree(tokens, 64, 0.7, share=kind == "shared_prefix")
+def test_lengths_alone_tell_how_a_batch_is_cut_and_how_large_parts_are(groups: Any, tokens: int, packs: bool) -> None:
+    way = PackedTrees(tokens, 64, 0.7) if packs else Padded(tokens, 64, 0.7)
     batch = make_batch(groups)
     # Prompts that are alike by chance are one group to a batch.
     prompts = [tuple(ids[: int(n)].tolist()) for ids, n in zip(batch.input_ids, _prompt_lengths(batch), strict=True)]
@@ -159,16 +156,15 @@ def test_lengths_alone_tell_how_a_batch_is_cut_and_how_large_the_parts_are(group
     assert way.cut(rows) == parts
     for part in parts:
         some = rows_of(batch, torch.tensor(part))
-        through = some.input_ids.numel() if kind == "padded" else len(pack(some, kind == "shared_prefix").rows)
+        through = len(pack(some).rows) if packs else some.input_ids.numel()
         assert way.size([rows[i] for i in part]) == through
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_a_pass_is_filled_to_its_last_token(share: bool) -> None:
-    """Rows of 2 + 3 and 2 + 5 tokens: 12, or 10 with their prompt in common."""
-    rows, whole = [RowShape(2, 3, "a"), RowShape(2, 5, "a")], 10 if share else 12
-    assert PaddingFree(whole, 64, 0.7, share=share).cut(rows) == [[0, 1]]
-    assert PaddingFree(whole - 1, 64, 0.7, share=share).cut(rows) == [[0], [1]]
+def test_a_pass_is_filled_to_its_last_token() -> None:
+    """Rows of 2 + 3 and 2 + 5 tokens: 10 with their prompt in common."""
+    rows = [RowShape(2, 3, "a"), RowShape(2, 5, "a")]
+    assert PackedTrees(10, 64, 0.7).cut(rows) == [[0, 1]]
+    assert PackedTrees(9, 64, 0.7).cut(rows) == [[0], [1]]
     assert Padded(14, 64, 0.7).size(rows) == 14 and sorted(map(sorted, Padded(14, 64, 0.7).cut(rows))) == [[0, 1]]
     assert sorted(map(sorted, Padded(13, 64, 0.7).cut(rows))) == [[0], [1]]
 
@@ -182,48 +178,19 @@ def make_learner(model: Any, **train: Any) -> Learner:
     return Learner(model, made.loss(), MODEL, SAMPLING, some, OPTIM, METER)
 
 
-@pytest.mark.parametrize("train", [{"padding_free": True}, {"shared_prefix": True}], ids=str)
-def test_an_update_is_the_same_whatever_the_way(train: dict[str, bool]) -> None:
+def test_an_update_of_packed_rows_is_that_of_padded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch(UNEVEN)
-    plain, other = small_model(), small_model()
-    expected = make_learner(plain).update(batch, 0)
-    found = make_learner(other, **train).update(batch, 0)
+    packed_rows, padded_rows = make_learner(small_model()), small_model()
+    monkeypatch.setattr(learner, "packs_rows", lambda *_: False)
+    expected = make_learner(padded_rows).update(batch, 0)
+    found = packed_rows.update(batch, 0)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
-@pytest.mark.parametrize("native", [False, True])
-def test_a_way_that_differs_is_found_before_the_first_update(
-    monkeypatch: pytest.MonkeyPatch, native: bool, autocast: str
-) -> None:
-    """Here replies that do not see their prompt."""
-
-    whole = packed.Layout
-    blind = lambda trees, *how: whole(tuple(Tree(size) for tree in trees for size in tree.sizes), *how)  # noqa: E731
-    monkeypatch.setattr(packed, "Layout", blind)
-    model = small_model()
-    before = [weight.clone() for weight in model.parameters()]
-    with pytest.raises(UserError, match="does not give what padded rows give .* set both to false"):
-        train = made.train(micro_batch_tokens=10_000, logprob_chunk=64, shared_prefix=True, native=native)
-        words = replace(MODEL, autocast=autocast), SAMPLING, train, OPTIM, METER
-        Learner(model, made.loss(), *words).update(make_batch(UNEVEN), 0)
-    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-
-
-def test_rounding_of_the_old_policy_is_no_difference_between_the_ways() -> None:
-    """GSPO clips a sequence whole where it is 3e-4 from the old policy, and bfloat16 takes padded rows that far."""
-    model, batch = small_model(), make_batch(UNEVEN)
-    half = replace(MODEL, autocast="bfloat16")
-    train = made.train(micro_batch_tokens=10_000, logprob_chunk=64, shared_prefix=True)
-    learner = Learner(model, made.loss("gspo"), half, SAMPLING, train, OPTIM, METER)
-    old = learner.logprobs(model, batch)
-    assert learner.update(replace(batch, policy_logprobs=old), 0).fault is None
-
-
 def test_what_is_saved_does_not_know_of_it(tmp_path: Path) -> None:
     model = small_model()
-    make_learner(model, shared_prefix=True)
+    make_learner(model)
     model.save_pretrained(tmp_path)
     assert "grpo" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
 
@@ -233,7 +200,7 @@ def test_the_gradient_of_shared_prompts_has_the_same_bits_each_time(threads: int
     """A prompt's last state predicts the first token of all its replies, whose gradients are added up."""
     model = load_model(made.model(), torch.device("cpu")).train()
     batch = make_batch([(20, [40, 37, 25, 30, 33, 21, 40, 40]), (17, [40, 12, 39, 30] * 3)])
-    way = PaddingFree(16_384, 64, 1.0, share=True)
+    way = PackedTrees(16_384, 64, 1.0)
     way.prepare(model)
     found = set()
     for _ in range(30):

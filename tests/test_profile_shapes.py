@@ -18,7 +18,7 @@ from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.order.schedule import Lpt
 from grpo_cli.engine.torch import peak
 from grpo_cli.engine.torch.peak import course
-from grpo_cli.learner.forward import Padded, PaddingFree, RowShape
+from grpo_cli.learner.forward import PackedTrees, Padded, RowShape
 from grpo_cli.learner.logprobs import PLAIN
 from grpo_cli.learner.optimizer import make_optimizer, state_bytes
 from grpo_cli.methods.snapkv import SnapKv
@@ -167,18 +167,15 @@ def test_offloaded_inputs_of_layers_take_nothing_between_the_passes():
         assert kept[ACTIVATIONS] - gone[ACTIVATIONS] == pytest.approx(2 * 400 * 32 * 4, rel=0.001)
 
 
-PACKED = [
-    PaddingFree(10_000, 32, 1.0, share=share, natively=no_tree_attention(2, 2, 8) is None) for share in (False, True)
-]
+PACKED = [PackedTrees(10_000, 32, 1.0, natively=no_tree_attention(2, 2, 8) is None)]
 WAYS = [Padded(10_000, 32, 1.0), *PACKED]
 
 
 SEVERAL, LONG = [(30, [25, 10, 40, 40]), (12, [20])], [(100, [300, 200, 300])]
 IN_TURN = [
     (WAYS[0], SEVERAL, "none"),
-    (WAYS[1], LONG, "bfloat16"),
-    (WAYS[2], SEVERAL, "bfloat16"),
-    (WAYS[2], LONG, "none"),
+    (WAYS[1], SEVERAL, "bfloat16"),
+    (WAYS[1], LONG, "none"),
 ]
 
 
@@ -364,9 +361,7 @@ def test_an_evaluation_takes_the_more_of_its_beginning_and_its_going_on(tokens: 
 def test_the_largest_micro_batch_counts_and_the_first_alone_has_no_gradients_beside_it():
     requests = some_requests(prompts=1, n=6)
     work = work_of(requests, 6, 30, (5, 5, 30, 20, 10, 5))
-    way = PaddingFree(
-        len(requests[0].prompt.token_ids) + 30, 64, 1.0, share=False
-    )  # two rows at most, or the longest by itself
+    way = PackedTrees(len(requests[0].prompt.token_ids) + 30, 64, 1.0)  # two rows at most, or the longest by itself
     given = replace(plan(requests, 6, 6), rollouts=work, forward=way)
     rows = [RowShape(len(requests[0].prompt.token_ids), length, 0) for length in work.lengths]
     model, parts = fake_model(), [tuple(rows[i] for i in part) for part in way.cut(rows)]

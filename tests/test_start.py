@@ -15,7 +15,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-import made
 import pytest
 import torch
 from typer.testing import CliRunner, Result

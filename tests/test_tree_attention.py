@@ -214,8 +214,7 @@ def learner(warned: list[str], **train: Any) -> Learner:
 
 
 def test_it_is_for_packed_rows_on_a_processor_unless_the_user_does_without() -> None:
-    assert learner([], shared_prefix=True).native is True and learner([], padding_free=True).native is True
-    assert learner([], shared_prefix=True, native=False).native is False and learner([]).native is False
+    assert learner([]).native is True and learner([], native=False).native is False
 
 
 @pytest.fixture
@@ -238,7 +237,7 @@ def retried(anew: Path) -> Iterator[Path]:  # noqa: F811
 def test_a_compiler_whose_work_is_wrong_is_named_and_not_used(right: str, wrong: str) -> None:
     change("tree", right, wrong)
     warned: list[str] = []
-    assert learner(warned, shared_prefix=True).native == WRONG
+    assert learner(warned).native == WRONG
     assert len(warned) == 1 and "train.native=false" in warned[0]
 
 
@@ -247,7 +246,7 @@ def test_without_a_compiler_nothing_is_said_and_updates_do_without(
 ) -> None:
     monkeypatch.setenv("PATH", str(retried / "nothing"))
     warned: list[str] = []
-    without = learner(warned, shared_prefix=True)
+    without = learner(warned)
     assert without.native == "there is no C compiler" and not warned
     assert without.update(make_batch(), 0).moved
 

@@ -20,9 +20,9 @@ from grpo_cli.collect import episodes
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.resuming import begun
 from grpo_cli.collect.stored import from_plain, to_plain
+from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import ready
 from grpo_cli.config.prepare import prepare
-from grpo_cli.config.read import settings_of
 from grpo_cli.engine.kv import cache
 from grpo_cli.evaluate import evaluate_with
 from grpo_cli.experiment import set_up
@@ -263,15 +263,14 @@ def test_no_number_at_a_place_of_the_environment_moves_the_loss_or_the_gradient(
         assert found == value and all(map(torch.equal, slopes, others))
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_packed_rows_ask_for_the_tokens_that_padded_rows_do(share):
+def test_packed_rows_ask_for_the_tokens_that_padded_rows_do():
     batch = collate([two_turns(float("nan"))], pad_token_id=0)
-    packed = pack(batch, share)
+    packed = pack(batch)
     asked = sorted(zip(packed.rows[packed.targets].tolist(), packed.columns[packed.targets].tolist(), strict=True))
     assert asked == [(0, 2), (0, 3), (0, 4), (0, 7), (1, 2), (1, 3)]
     before = packed.columns[packed.predicting].tolist()
     assert sorted(before) == sorted(column - 1 for _, column in asked)
-    assert len(packed.rows) == (8 + 4 - 2 * share), "what the environment says goes through the model"
+    assert len(packed.rows) == 8 + 4 - 2, "what the environment says goes through the model"
 
 
 def test_a_group_of_several_turns_comes_back_from_a_checkpoint():

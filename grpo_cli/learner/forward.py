@@ -1,6 +1,7 @@
-"""How a batch goes through the model: as padded rows, or packed into one row without padding, each prompt once.
+"""How a batch goes through the model: packed into one row without padding, each prompt once, where a model's layers are
+known; else as padded rows.
 
-Both give the same log-probabilities and gradients to rounding; they differ in time and memory.
+Both give the same log-probabilities and gradients to rounding (`tests/test_passes.py`); they differ in time and memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from grpo_cli.learner.logprobs import (
     logprobs_at,
     token_logprobs,
 )
-from grpo_cli.model.anatomy import backbone, can_pack, is_llama_shaped, place_of, unwrapped
+from grpo_cli.model.anatomy import backbone, is_llama_shaped, place_of
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
 from grpo_cli.model.transfer import send
 from grpo_cli.native.ops import no_tree_attention
@@ -51,7 +52,6 @@ class Forward(ABC):
     chunk: int
     temperature: float
     by_row: ByRow = PLAIN
-    share: bool = field(default=False, kw_only=True)  # whether rows with the same prompt compute it only once
 
     @abstractmethod
     def prepare(self, model: Any) -> None:
@@ -59,7 +59,7 @@ class Forward(ABC):
 
     def micro_batches(self, batch: Batch) -> list[Tensor]:
         """The rows of each micro-batch."""
-        return [torch.tensor(rows) for rows in self.cut(row_shapes(batch, self.share))]
+        return [torch.tensor(rows) for rows in self.cut(row_shapes(batch))]
 
     @abstractmethod
     def cut(self, rows: Sequence[RowShape]) -> list[list[int]]:
@@ -80,26 +80,27 @@ class Forward(ABC):
 
 
 def make_forward(
-    train: TrainSettings, temperature: float, share: bool, by_row: ByRow = PLAIN, natively: bool = False
+    train: TrainSettings, temperature: float, packs: bool, by_row: ByRow = PLAIN, natively: bool = False
 ) -> Forward:
-    """The forward that `train` asks for; `share` as `shares_prefix` has it. UserError if it does not say how many
-    tokens go through at once."""
-    plain = make_padded(train, temperature, by_row)
-    if share or train.padding_free:
-        return PaddingFree(plain.tokens, plain.chunk, temperature, by_row, share=share, natively=natively)
-    return plain
+    """Return the forward of a model that `packs_rows` or does not. UserError if `train` does not say how many tokens go
+    through at once."""
+    if train.micro_batch_tokens == "auto":
+        raise UserError(
+            "train.micro_batch_tokens=auto is decided by the command line, before anything is built: give a number, or "
+            "the settings that grpo_cli.profile.micro_batch.decided makes of these"
+        )
+    words = train.micro_batch_tokens, train.logprob_chunk, temperature, by_row
+    return PackedTrees(*words, natively=natively) if packs else Padded(*words)
 
 
-def shares_prefix(train: TrainSettings, model: ModelSettings, device: torch.device, packs: bool) -> bool:
-    """Return `train.shared_prefix`, with `auto` decided for a model that packs rows or does not: a GPU has kernels for
-    packed rows in 16 bits only."""
-    fast = device.type == "cpu" or "bfloat16" in (model.dtype, model.autocast)
-    return train.shared_prefix is True or (train.shared_prefix == "auto" and fast and packs)
+def packs_rows(model: ModelSettings, device: torch.device, can_pack: bool) -> bool:
+    """Return whether updates pack rows: a GPU has kernels for packed rows in 16 bits only."""
+    return can_pack and (device.type == "cpu" or "bfloat16" in (model.dtype, model.autocast))
 
 
-def attends_natively(train: TrainSettings, model: Any, share: bool) -> tuple[bool | str, bool]:
-    """Whether packed rows are attended to in C, or why not; and whether that is a fault of what the machine has."""
-    packs = (share or train.padding_free) and can_pack(model)
+def attends_natively(train: TrainSettings, model: Any, packs: bool) -> tuple[bool | str, bool]:
+    """Return whether packed rows are attended to in C, or why not; and whether that is a fault of what the machine
+    has."""
     if not train.native or place_of(model).type != "cpu" or not packs:
         return False, False
     config = backbone(model).config
@@ -107,16 +108,6 @@ def attends_natively(train: TrainSettings, model: Any, share: bool) -> tuple[boo
     dim = getattr(config, "head_dim", None) or config.hidden_size // queries
     found = no_tree_attention(heads, queries // heads, dim)
     return (True, False) if found is None else (str(found), found.is_fault)
-
-
-def make_padded(train: TrainSettings, temperature: float, by_row: ByRow = PLAIN) -> Padded:
-    """The same in the plain way."""
-    if train.micro_batch_tokens == "auto":
-        raise UserError(
-            "train.micro_batch_tokens=auto is decided by the command line, before anything is built: give a number, or "
-            "the settings that grpo_cli.profile.micro_batch.decided makes of these"
-        )
-    return Padded(train.micro_batch_tokens, train.logprob_chunk, temperature, by_row)
 
 
 @dataclass(frozen=True)
@@ -145,31 +136,26 @@ class Padded(Forward):
 
 
 @dataclass(frozen=True)
-class PaddingFree(Forward):
-    """Rows packed one after the other. With `share`, rows with the same prompt are one tree: the prompt goes through
-    the model once, and a group of m rows costs P + R_1 + ... + R_m tokens in place of m P + R_1 + ... + R_m. With
-    `natively` attention is computed in C (`native/tree.c`).
+class PackedTrees(Forward):
+    """Rows packed one after the other, those with the same prompt as one tree: the prompt goes through the model once,
+    and a group of m rows costs P + R_1 + ... + R_m tokens in place of m P + R_1 + ... + R_m. With `natively` attention
+    is computed in C (`native/tree.c`).
     """
 
     natively: bool = field(default=False, kw_only=True)
 
     def prepare(self, model: Any) -> None:
-        if not can_pack(model):
-            raise UserError(
-                "train.padding_free and train.shared_prefix pack rows, which "
-                f"{type(unwrapped(model)).__name__} with its attention or sliding window cannot do; set both to false"
-            )
         allow_packing(model)
 
     def cut(self, rows: Sequence[RowShape]) -> list[list[int]]:
         """At most `tokens` tokens each, but at least one row. A group that is too large is split between its rows."""
         parts: list[list[int]] = []
         used = 0
-        for group in prompt_groups(rows, self.share):
+        for group in prompt_groups(rows):
             opened = False  # whether the group's prompt is in the last part
             for row in group:
                 whole = rows[row].prompt + rows[row].completion
-                cost = whole - (rows[row].prompt if opened and self.share else 0)
+                cost = whole - (rows[row].prompt if opened else 0)
                 if parts and used + cost <= self.tokens:
                     parts[-1].append(row)
                     used += cost
@@ -180,17 +166,17 @@ class PaddingFree(Forward):
         return parts
 
     def size(self, rows: Sequence[RowShape]) -> int:
-        return sum(map(len, _trees(rows, prompt_groups(rows, self.share))))
+        return sum(map(len, _trees(rows, prompt_groups(rows))))
 
     def blank(self, model: Any, rows: Sequence[RowShape]) -> Float[Tensor, "N"]:
-        trees = _trees(rows, prompt_groups(rows, self.share))
+        trees = _trees(rows, prompt_groups(rows))
         ids = torch.zeros(sum(map(len, trees)), dtype=torch.long)
         places = torch.zeros(sum(row.completion for row in rows), dtype=torch.long)
         states = packed_hidden(model, ids, trees, self.natively).index_select(0, places)
         return chosen_logprobs(model, states, places, self.temperature, self.chunk, self.by_row)
 
     def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
-        device, packed = place_of(model), pack(part, self.share)
+        device, packed = place_of(model), pack(part)
         tables = part.input_ids[packed.rows, packed.columns], packed.rows, packed.columns
         targeted = [table[packed.targets] for table in tables]
         ids, predicting, labels, *places = send(
@@ -219,10 +205,10 @@ class Packed:
     predicting: Int[Tensor, "M"]
 
 
-def pack(batch: Batch, share: bool) -> Packed:
+def pack(batch: Batch) -> Packed:
     """The rows of a batch as trees, in the order in which their prompts come."""
-    lengths = row_shapes(batch, share)
-    groups = prompt_groups(lengths, share)
+    lengths = row_shapes(batch)
+    groups = prompt_groups(lengths)
     rows, columns, targets, predicting = [], [], [], []
     end = 0
     for group in groups:
@@ -245,22 +231,18 @@ def pack(batch: Batch, share: bool) -> Packed:
     return Packed(all_rows, all_columns, tuple(_trees(lengths, groups)), all_targets[asked], all_predicting[asked])
 
 
-def row_shapes(batch: Batch, share: bool) -> list[RowShape]:
-    """The rows' lengths; with `share` also which have the same prompt."""
+def row_shapes(batch: Batch) -> list[RowShape]:
+    """Return the rows' lengths, and their prompts' tokens."""
     prompts = torch.where(batch.response_mask.any(dim=1), batch.response_mask.int().argmax(dim=1), batch.lengths)
     lengths = zip(prompts.tolist(), (batch.lengths - prompts).tolist(), strict=True)
-    if not share:
-        return [RowShape(prompt, completion) for prompt, completion in lengths]
     return [
         RowShape(prompt, completion, tuple(batch.input_ids[row, :prompt].tolist()))
         for row, (prompt, completion) in enumerate(lengths)
     ]
 
 
-def prompt_groups(rows: Sequence[RowShape], share: bool) -> list[list[int]]:
-    """Rows with the same prompt, in the order in which prompts first come; without `share` each row by itself."""
-    if not share:
-        return [[row] for row in range(len(rows))]
+def prompt_groups(rows: Sequence[RowShape]) -> list[list[int]]:
+    """Return the rows with the same prompt, in the order in which prompts first come."""
     groups: dict[Hashable, list[int]] = {}
     for number, row in enumerate(rows):
         groups.setdefault(row.group, []).append(number)

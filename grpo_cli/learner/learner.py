@@ -15,16 +15,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.interfaces import LossFn, Meter
-from grpo_cli.learner.agreement import require_agreement, rows_to_compare
 from grpo_cli.learner.batch import rows_of, to_device, totals
-from grpo_cli.learner.forward import Forward, attends_natively, make_forward, make_padded, shares_prefix
+from grpo_cli.learner.forward import Forward, attends_natively, make_forward, packs_rows
 from grpo_cli.learner.logprobs import PLAIN, Entropy, compiled_by_row
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights, state_by_name
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.model.anatomy import can_pack, has_dropout, is_of_a_known_family
 from grpo_cli.model.transfer import fetched
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
-from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.threads import computing_with, threads_for
 from grpo_cli.types import Batch, Totals
@@ -70,12 +68,10 @@ class Learner:
         self._device = self._parameters[0].device
         compiles = self._device.type == "cuda" if train.compile is None else train.compile
         by_row = compiled_by_row(warn) if compiles else PLAIN
-        self._plain = make_padded(train, sampling.temperature, by_row)
-        share = shares_prefix(train, model_settings, self._device, is_of_a_known_family(model) and can_pack(model))
-        self.native, is_fault = attends_natively(train, model, share)
-        self._forward: Forward = make_forward(train, sampling.temperature, share, by_row, self.native is True)
+        packs = packs_rows(model_settings, self._device, is_of_a_known_family(model) and can_pack(model))
+        self.native, is_fault = attends_natively(train, model, packs)
+        self._forward: Forward = make_forward(train, sampling.temperature, packs, by_row, self.native is True)
         self._forward.prepare(model)
-        self._compared = self._forward == self._plain
         self._span, self._warn = meter.span, warn
         if is_fault:
             warn(
@@ -116,10 +112,6 @@ class Learner:
         Raises UserError if the step leaves a weight that is not finite; none of them is to be saved then."""
         self._optimizer.zero_grad(set_to_none=True)
         divisors = totals(batch, self._max_new_tokens)
-        if not self._compared:
-            some = rows_of(batch, rows_to_compare(batch, self._plain.tokens))
-            with self._span("forward"):
-                self._compare(some, divisors)
         with computing_with(self.threads):
             return self._update(batch, step, loss, rate, divisors)
 
@@ -162,18 +154,6 @@ class Learner:
             output.loss.backward()
         shares = {"loss/total": output.loss.detach(), **output.metrics}
         return values.detach(), shares | ({"policy/entropy": entropy.share()} if trained else {})
-
-    def _compare(self, some: Batch, divisors: Totals) -> None:
-        """Raises UserError if the forward that was asked for is not right for this model; what nobody asked for is then
-        left alone."""
-        try:
-            require_agreement(self._plain, self._forward, self._model, self._loss, some, divisors, self.autocast)
-        except UserError as error:
-            if self._train.padding_free or self._train.shared_prefix is True:
-                raise
-            self._warn(f"train.shared_prefix=auto is false: {error}")
-            self._forward = self._plain
-        self._compared = True
 
     def _move(self, metrics: dict[str, float], rate: float, step: int) -> tuple[str | None, bool]:
         """One optimizer step, if the gradient is finite and there is any: without one, the moments of earlier ones and

@@ -11,12 +11,12 @@ import torch
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
+from grpo_cli.config.compose import model_of
 from grpo_cli.config.instantiate import engine_parts, make
 from grpo_cli.config.prepare import Prepared
-from grpo_cli.config.read import model_of
 from grpo_cli.engine.batching import Sampler
 from grpo_cli.experiment import is_ours
-from grpo_cli.learner.forward import make_forward, shares_prefix
+from grpo_cli.learner.forward import make_forward, packs_rows
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.old_policy import average_bytes, pass_before
 from grpo_cli.learner.optimizer import state_bytes
@@ -135,7 +135,7 @@ def step_of(
         forward=make_forward(
             settings.train,
             settings.sampling.temperature,
-            shares_prefix(settings.train, settings.model, run.device, packs),
+            packs_rows(settings.model, run.device, packs),
         ),
         minibatches=settings.train.minibatches,
         passes=Passes(

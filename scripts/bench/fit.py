@@ -47,7 +47,6 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "embedded, n=64 m=16": (*TINY, "n=64", "m=16"),
     "embedded, n=64": (*TINY, "n=64"),
     "embedded, with a reference": (*TINY, "n=32", "loss.kl_coef=0.05"),
-    "embedded, padded": (*TINY, "n=32", "train.shared_prefix=false"),
     "50 M": (*FIFTY, "n=8"),
     "50 M, n=32 m=4": (*FIFTY, "n=32", "m=4"),
     "50 M, adapters": (*FIFTY, "n=8", "model.lora.rank=8"),

@@ -1,7 +1,7 @@
 """What `grpo profile` predicts of memory, against what it measures: one profile per case, each in a process of its own.
 
     OMP_NUM_THREADS=1 python scripts/bench/memory.py --json scripts/baselines/bench_memory.json
-    OMP_NUM_THREADS=1 python scripts/bench/memory.py --cases default padding_free
+    OMP_NUM_THREADS=1 python scripts/bench/memory.py --cases default 'full length'
 
 On a CPU the peak is the resident memory of the process. What is exact (weights, gradients, optimizer state, KV
 cache) is counted from shapes on one side and from the tensors that are there on the other. A profile of the same
@@ -29,10 +29,7 @@ SHAPE = {
 LARGER = ("model=qwen3_1_7b", "model.random_init=true", *(f"model.architecture.{k}={v}" for k, v in SHAPE.items()))
 CASES: dict[str, tuple[str, ...]] = {
     "default": (),
-    "padding_free": (*SMALL, "train.padding_free=true"),
-    "shared_prefix": (*SMALL, "train.shared_prefix=true"),
     "50 M": (*SMALL, *LARGER),
-    "50 M, shared_prefix": (*SMALL, *LARGER, "train.shared_prefix=true"),
 }
 
 
@@ -60,7 +57,7 @@ def ratios(words: Sequence[str], threads: int) -> Figures:
 def main(words: Sequence[str] | None = None) -> int:
     made = parser(__doc__, threads=1)
     made.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    args: argparse.Namespace = parsed(made, words, cases=["padding_free"])
+    args: argparse.Namespace = parsed(made, words, cases=["default"])
     quick = ("profile.steps=1", "profile.warmup=0", "eval.every=0") if args.quick else ()
     found = {case: ratios((*CASES[case], *quick), args.threads) for case in args.cases}
     names = dict.fromkeys(name for figures in found.values() for name in figures if name.endswith("_ratio"))

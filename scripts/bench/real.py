@@ -14,8 +14,8 @@ rollout   64 completions of 48 tokens, in 16 slots and in 64: ours, vLLM (--vllm
 floor     our decode step beside the product floor: the linear layers of a step alone, joined and packed as the step's
           are, at as many rows as it pads to, in the precision that is multiplied in
 train     rounds of 2 problems x 8 completions of up to 96 tokens (of the embedded model 16 x 16 of up to 128, on
-          its own task), every weight trained; in float32 and autocast beside TRL's (the extra `bench`), also with
-          train.shared_prefix=false; the peaks of all processes
+          its own task), every weight trained; in float32 and autocast beside TRL's (the extra `bench`); peaks of all
+          processes
 kv        128 completions of log-normal lengths, mean a quarter of the limit, with room (sampler.kv_budget) for 8 that
           reserve the limit: ours by that budget, and in 8 slots
 """
@@ -27,7 +27,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.resources import files
 from importlib.util import find_spec
@@ -57,7 +57,6 @@ OVER_FLOOR = "step_over_floor"
 # Prompts, completions of each, tokens: of rollouts, of training, of the KV part.
 SIZES = {"rollout": (8, 8, 48), "train": (2, 8, 96), "kv": (8, 16, 256)}
 QUICK = {"rollout": (2, 2, 8), "train": (1, 2, 8), "kv": (1, 4, 32)}
-PADDED = "padded"
 RATE = "rate"  # what ratios are of: tokens, or rounds of training, a second
 _MEMORY = {"KV MiB": (f"{KV}_mib", ",.0f"), "peak MiB": (f"{PEAK}_mib", ",.0f")}
 _SPEED = {"tokens/s": (SPEED, ",.0f"), "/CPU-s": (PROCESSOR, ",.0f")}
@@ -155,8 +154,7 @@ def groups_of(args: argparse.Namespace, scratch: Path) -> Groups:
         if precision != "bfloat16":  # which trains adapters only
             wanted = case("train", precision, repeats=args.steps)
             lines = {"ours": Line("train grpo-cli", wanted)}
-            padded = replace(wanted, words=(*wanted.words, "train.shared_prefix=false"))
-            lines |= {PADDED: Line("train grpo-cli", padded), "TRL": Line("train trl", wanted)}
+            lines["TRL"] = Line("train trl", wanted)
             found[f"train: {precision}"] = lines
         if precision != "autocast":
             wanted = case("kv", precision, lengths="forced", slots=2 if args.quick else 8)

@@ -43,7 +43,6 @@ APART = 100  # the seed by which rates are chosen
 BASE = ("model=smollm2_135m", "model.autocast=bfloat16", "train.prompts=4", "train.steps=100000")
 LEAN = ("logger=jsonl", "record.rollouts=0", "train.checkpoint_every=100000", "train.keep_checkpoints=1")
 RECIPE = {
-    "shared prefix": ("train.shared_prefix=true", "train.shared_prefix=false"),
     "m of n": ("n=32 m=8 downsample=maxvar", "n=16 m=16"),
     "slots": ("sampler=infinite sampler.slots=64", "sampler=full"),
     "two problems": ("train.prompts=2", "train.prompts=4"),  # a step
@@ -93,7 +92,7 @@ def recipe(without: str = "") -> Arm:
 ARMS: Mapping[str, Arm] = {
     "TRL, n=16": Arm(trl=16),
     "TRL, n=64": Arm(trl=64),
-    "plain GRPO": Arm((*BASE, "n=16", "train.shared_prefix=false")),
+    "plain GRPO": Arm((*BASE, "n=16")),
     "recipe": recipe(),
     **{f"without {part}": recipe(part) for part in RECIPE},
 }

@@ -80,8 +80,6 @@ def sparse(found: Found) -> Checks:
 def update(found: Found) -> Checks:
     for name in found:
         yield Check(f"floor over the update, {name}", _utilisation(found[name]), least=0.35)
-    padded, free = (_seconds(found[name], "forward", "backward") for name in ("padded", "no padding"))
-    yield Check("no padding over padded, seconds", free / padded if padded else inf, most=1.05)
     yield from _predictions(found)
 
 

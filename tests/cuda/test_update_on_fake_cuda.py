@@ -101,14 +101,13 @@ def some_batch() -> Batch:
 
 
 @pytest.mark.parametrize(
-    ("way", "autocast", "tokens"),
+    ("packs", "autocast", "tokens"),
     some_and_the_rest(
-        [*product(("", "padding_free", "shared_prefix"), ("none", "bfloat16"), (7, 28))],
-        [("", "bfloat16", 7), ("padding_free", "none", 28), ("shared_prefix", "bfloat16", 7), ("", "none", 28)],
+        [*product((False, True), ("none", "bfloat16"), (7, 28))], [(False, "none", 28), (True, "bfloat16", 7)]
     ),
 )
 def test_the_host_waits_twice_in_an_update_whatever_it_is_cut_into(
-    way: str, autocast: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+    packs: bool, autocast: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four micro-batches and one: for all that was found, the gradient's norm with it, and for whether the weights are
     finite. What other passes find is waited for once."""
@@ -123,10 +122,10 @@ def test_the_host_waits_twice_in_an_update_whatever_it_is_cut_into(
                 weight.grad = torch.zeros_like(weight)
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
-        train = made.train(micro_batch_tokens=tokens, **({way: True} if way else {}))
+        train = made.train(micro_batch_tokens=tokens)
+        monkeypatch.setattr("grpo_cli.learner.learner.packs_rows", lambda *_: packs)
         parts = made.model("", autocast=autocast), Sampling.plain(3), train, made.optim(), NullMeter(), pytest.fail
         learner = Learner(model, made.loss(), *parts)
-        learner._compared = True  # which is done once
         watched.waits.clear()
         assert learner.logprobs(model, batch).shape == (4, 7)
         assert watched.waits == ["_to_copy"]

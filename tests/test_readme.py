@@ -19,8 +19,10 @@ from test_architecture import ROWS
 from grpo_cli.cli.main import app
 from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, is_experimental, parts_of
 from grpo_cli.config.comments import read_choice, read_conf
+from grpo_cli.config.compose import read_settings
 from grpo_cli.config.elsewhere import meant_by
 from grpo_cli.config.elsewhere import rows as other_words
+from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 
 ROOT = Path(__file__).parent.parent

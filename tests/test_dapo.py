@@ -24,7 +24,7 @@ from words import task_of
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
 from grpo_cli.config.check import check
-from grpo_cli.config.read import settings_of
+from grpo_cli.config.compose import settings_of
 from grpo_cli.learner.batch import corrected, totals, without_rows
 from grpo_cli.methods import pods
 from grpo_cli.methods.dapo import Dynamic

@@ -166,18 +166,18 @@ import numpy as np
 def ends(group, keep, rng, first=0):
     return [first, len(group.rollouts) - 1]
 
-def only_in_rehearsal(answer):
+def only_in_trial(answer):
     # right on the group that a rule is tried on before the run, wrong in the run
     return lambda group, keep: [0, 1] if group.prompt.id.startswith("made-up") else answer
 
 def twice(group, keep, rng):
-    return only_in_rehearsal([3, 3])(group, keep)
+    return only_in_trial([3, 3])(group, keep)
 
 def too_few(group, keep, rng):
-    return only_in_rehearsal(np.array([2]))(group, keep)
+    return only_in_trial(np.array([2]))(group, keep)
 
 def beyond(group, keep, rng):
-    return only_in_rehearsal([0, 4])(group, keep)
+    return only_in_trial([0, 4])(group, keep)
 """
 
 

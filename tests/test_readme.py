@@ -113,9 +113,9 @@ def first_of(override: Override) -> str:
     return f"{override.key_or_group}={first}"
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", KINDS)
 def test_the_settings_of_every_command_can_be_read(name, tmp_path, monkeypatch):
-    """All are composed. A check rehearses the run, so that of each set of choices only the longest is checked."""
+    """All are composed. A check tries its rules, so that of each set of choices only the longest is checked."""
     (rule,) = re.findall(r"^    # my_rules\.py.*?\n(.*?)\n\n", FRONT.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "my_rules.py").write_text(textwrap.dedent(rule))
     (tmp_path / "somewhere").mkdir()

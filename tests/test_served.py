@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from grpo_cli.engine.vllm.admission import Work
 from made import infinite
 from small import small_model, some_requests, vllm_engine
 
 import grpo_cli.engine.vllm.engine as engine_module
 from grpo_cli.engine.order.schedule import Fifo
-from grpo_cli.engine.vllm.admission import Work
 from grpo_cli.engine.vllm.engine import VllmEngine
 from grpo_cli.engine.vllm.process import guest
 from grpo_cli.engine.vllm.served import Served

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import CUDA, Watched, gpu, model_of
+from grpo_cli.engine.torch.stop import StopStrings
 from made import full, infinite
 from small import make_generation, some_and_the_rest, some_requests
 from talk import Talk
@@ -25,7 +26,6 @@ from grpo_cli.engine.gpu.graph import FixedTurns, TurnOutput
 from grpo_cli.engine.kv.eviction import Budget, Dense
 from grpo_cli.engine.order.schedule import Fifo
 from grpo_cli.engine.torch.generation import Generation
-from grpo_cli.engine.torch.stop import StopStrings
 from grpo_cli.methods.h2o import H2o
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.snapkv import SnapKv

@@ -33,8 +33,8 @@ from grpo_cli.memory.plan import (
 from grpo_cli.memory.planner import Planner
 from grpo_cli.memory.shapes import ShapeModel
 from grpo_cli.model.anatomy import backbone
+from grpo_cli.model.checkpointing import last_states, sparing
 from grpo_cli.model.load import load_model
-from grpo_cli.model.mlp_recompute import last_states, sparing
 from grpo_cli.support.errors import UserError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -69,10 +69,11 @@ def test_what_shapes_alone_decide_has_the_bytes_that_one_counts_by_hand() -> Non
         assert abs(sizes[WEIGHTS] - each) <= 16 and sizes[REFERENCE] == sizes[WEIGHTS]
         assert (sizes[OPTIMIZER], sizes[WORKSPACE]) == (9, 7)
     assert found["optimizer"][GRADIENTS] == each
-    # Four rows of 16 keys (the last token is never fed back) in pages of 16, two prompts in a page of 16 each.
+    # Four rows of 16 keys (the last token is never fed back) in blocks of 16, two prompts in one each; on a GPU, where
+    # all is allocated at once, both prompts' also for one slot.
     token = 2 * 4 * 1 * 4 * 4
     assert found["decode"][KV] == (4 * 16 + 2 * 16) * token
-    assert planned(slots=1).phases["decode"][KV] == (16 + 16) * token
+    assert [planned(device, slots=1).phases["decode"][KV] for device in (CPU, GPU)] == [32 * token, 48 * token]
     # Of 4 rows, or of all rows of a step: logits, and two numbers for each in float32 (three for drawing).
     assert found["ref_logprobs"][LOGITS] == 4 * 20 * (4 + 8) and found["decode"][LOGITS] == 4 * 20 * (4 + 12)
 
@@ -101,7 +102,7 @@ KINDS = {
     "float32": (),
     "bfloat16": ("model.autocast=bfloat16",),
     "adapters": ("model.lora.rank=2",),
-    "recomputed": ("model.gradient_checkpointing=true",),
+    "recomputed": ("model.gradient_checkpointing=full",),
 }
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from grpo_cli.cli import main as cli
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices, config_dir
-from grpo_cli.config.compose import parse
+from grpo_cli.config.compose import read_settings
 from grpo_cli.learner.batch import collate, micro_batch_rows, rows_of, totals
 from grpo_cli.learner.logprobs import token_logprobs
 from grpo_cli.select import Selection, select
@@ -130,7 +130,7 @@ def composed(*overrides: str) -> RunSettings:
     import hydra
 
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return parse(hydra.compose("train", [*overrides, "run_dir=outputs/x"]))
+        return read_settings(hydra.compose("train", [*overrides, "run_dir=outputs/x"]), RunSettings)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -166,18 +166,18 @@ import numpy as np
 def ends(group, keep, rng, first=0):
     return [first, len(group.rollouts) - 1]
 
-def only_in_rehearsal(answer):
+def only_in_trial(answer):
     # right on the group that a rule is tried on before the run, wrong in the run
     return lambda group, keep: [0, 1] if group.prompt.id.startswith("made-up") else answer
 
 def twice(group, keep, rng):
-    return only_in_rehearsal([3, 3])(group, keep)
+    return only_in_trial([3, 3])(group, keep)
 
 def too_few(group, keep, rng):
-    return only_in_rehearsal(np.array([2]))(group, keep)
+    return only_in_trial(np.array([2]))(group, keep)
 
 def beyond(group, keep, rng):
-    return only_in_rehearsal([0, 4])(group, keep)
+    return only_in_trial([0, 4])(group, keep)
 """
 
 

@@ -83,16 +83,6 @@ def test_what_files_say_is_neither_markup_nor_escape_codes(tmp_path, without_mat
     assert all(shown in screen for shown in ("[2Jy", "[31m", "[red]"))
 
 
-def test_a_narrow_screen_hides_columns_and_says_which(runs, without_matplotlib):
-    wide, _ = reported(runs, width=400, terminal=True)
-    narrow, _ = reported(runs, width=60, terminal=True)
-    assert "trained tokens" in wide.splitlines()[1] and "only in the files" not in wide
-    narrow = re.sub(r"\x1b\[[0-9;]*m", "", narrow)
-    assert max(map(len, narrow.partition("The screen is narrow")[0].splitlines())) <= 60
-    assert "only in the files: trained tokens, generated tokens" in " ".join(narrow.split())
-    assert "0.800" in narrow and "(0.000–1.000)" in narrow
-
-
 def test_arms_of_which_too_much_differs_are_called_by_number(tmp_path, without_matplotlib):
     usual = {f"group.a_setting_with_a_long_name_{i}": i for i in range(4)}
     for i in range(3):

@@ -26,7 +26,7 @@ _KEYS = {
     GRADIENTS: "a smaller model, or model.lora.rank=16",
     KV: f"{_ROLLOUTS}, or sparsity=rkv",
     LOGITS: "lower train.logprob_chunk",
-    ACTIVATIONS: "lower train.micro_batch_tokens, or model.gradient_checkpointing=true",
+    ACTIVATIONS: "lower train.micro_batch_tokens, or model.gradient_checkpointing=full",
     WORKSPACE: "no setting: the program and what its allocator keeps",
 }
 _IN_ROLLOUTS = {LOGITS: _ROLLOUTS, ACTIVATIONS: _ROLLOUTS}

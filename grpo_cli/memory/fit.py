@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from grpo_cli.config.auto import AUTO, as_begun
+from grpo_cli.config.auto import AUTO
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.batching import DEFAULT_SLOTS
 from grpo_cli.memory.explain import NOTHING_FITS, breakdown
@@ -29,8 +29,8 @@ from grpo_cli.support.memory import free_bytes, resident_bytes
 
 # What updates may do, the cheapest first; the micro-batch is the largest with which each of them fits.
 _CHUNKED = {CHUNK: 128}
-_WAYS: tuple[Values, ...] = ({}, _CHUNKED, {RECOMPUTE: True}, {RECOMPUTE: True, **_CHUNKED})
-_ON_A_GPU: tuple[Values, ...] = ({RECOMPUTE: True, OFFLOAD: True}, {RECOMPUTE: True, OFFLOAD: True, **_CHUNKED})
+_WAYS: tuple[Values, ...] = ({}, _CHUNKED, {RECOMPUTE: "full"}, {RECOMPUTE: "full", **_CHUNKED})
+_ON_A_GPU: tuple[Values, ...] = ({RECOMPUTE: "full", OFFLOAD: True}, {RECOMPUTE: "full", OFFLOAD: True, **_CHUNKED})
 SHARE = 0.9  # of free memory: plans are meant to be within a tenth of what a run takes
 # Of the given memory, and on a CPU at least so many bytes, by which runs of the same settings differ.
 MARGIN, BESIDE = 0.95, 32 * 2**20
@@ -151,7 +151,7 @@ def _of_updates(planner: Planner, room: int, typed: Set[str]) -> dict[str, Any]:
     given = planner.run.settings.train.micro_batch_tokens != AUTO
     if given and planner.plan({}, step).peak <= room:
         return {}
-    has = {CHUNK: step.chunk <= _CHUNKED[CHUNK], RECOMPUTE: model.gradient_checkpointing}
+    has = {CHUNK: step.chunk <= _CHUNKED[CHUNK], RECOMPUTE: model.gradient_checkpointing == "full"}
     has[OFFLOAD] = model.offload_activations
     every = (*_WAYS, *(_ON_A_GPU if planner.device.type == "cuda" else ()))
     ways = [way for way in every if not typed & way.keys() and not any(has[key] for key in way)]
@@ -216,8 +216,6 @@ def with_tokens(run: Prepared[Settings], device: torch.device, say: Say, room: i
     bytes, by default what is free. UserError if not even one sequence fits."""
     if run.settings.train.micro_batch_tokens != AUTO:
         return run
-    if begun := as_begun(run.settings, "train"):
-        return _with(run, begun["micro_batch_tokens"])
     workspace = process_alone(device)  # already allocated, so not part of what is free
     room = int(SHARE * free_bytes(device)) + workspace if room is None else room
     planner = Planner(run, device, workspace)

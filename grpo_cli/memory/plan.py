@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from grpo_cli.engine.batching import Capped, KvShape, Sampler
-from grpo_cli.engine.kv.cache import SLACK, KvLayout
+from grpo_cli.engine.kv.cache import BLOCK, KvLayout, blocks_for, round_up
 from grpo_cli.engine.kv.eviction import Budget, Dense
-from grpo_cli.engine.kv.padding import TILE, round_up
 from grpo_cli.engine.torch.generation import PREFILL_TOKENS
 from grpo_cli.memory.allocations import ACTIVATIONS, GRADIENTS, LOGITS
 from grpo_cli.memory.shapes import ShapeModel, Sizes
-from grpo_cli.model.mlp_recompute import stored_bytes
+from grpo_cli.model.checkpointing import stored_bytes
 from grpo_cli.support.memory import is_little
 
 WEIGHTS, REFERENCE, OPTIMIZER, KV, WORKSPACE = "weights", "reference", "optimizer", "kv", "workspace"
@@ -77,13 +76,12 @@ class Workload:
 @dataclass(frozen=True)
 class EngineShape:
     """What decides how much a rollout engine allocates. Every rollout makes `prefix` tokens before the rest is ordered
-    by predicted length; `packed` weights matter on a CPU only; with `graphs` all keys and values are there at once."""
+    by predicted length; `packed` weights matter on a CPU only."""
 
     sampler: Sampler
     sparsity: Dense | Budget
     prefix: int = 0
     packed: bool = False
-    graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,7 +188,7 @@ def _update(model: ShapeModel, step: StepShape) -> dict[str, Sizes]:
     """In a first pass gradients appear as the backward pass goes down; later ones find all of them."""
     every = step.tokens_of_update
     tokens = step.in_a_pass(every)
-    spares = not model.on_cpu or not is_little(stored_bytes(model.config, tokens))
+    spares = not model.on_cpu or not is_little(model.layers * stored_bytes(model.config, tokens))
     lines = model.train_lines(step.chunk, spares)
     moments: list[dict[str, int]] = [line(model.layers, tokens) for line in lines]
     whole = {GRADIENTS: model.gradients}
@@ -214,33 +212,31 @@ def _quiet(model: ShapeModel, step: StepShape, of: int) -> Sizes:
 def _rollouts(model: ShapeModel, engine: EngineShape, work: Workload, of_a_step: int) -> dict[str, Sizes]:
     """Prefill and decode of one `generate`."""
     layout = KvLayout(model.layers, model.kv_heads, model.head_dim, model.dtype)
-    each, longest_prompt = layout.bytes_per_token, max(work.prompts)
-    capacity = round_up(engine.sparsity.capacity(work.longest, longest_prompt + work.longest), TILE)
-    fixed = engine.graphs or isinstance(engine.sparsity, Budget)
-    page = capacity if fixed else layout.page(TILE, capacity)
-    prompt_page = layout.page(TILE, longest_prompt)
-    parked = engine.sparsity.capacity(engine.prefix + 1, longest_prompt + engine.prefix + 1) if engine.prefix else 0
-    in_tokens = (round_up(longest_prompt, prompt_page), page, round_up(capacity, page), parked)
-    shape = KvShape(len(work.lengths), len(work.prompts), *(each * tokens for tokens in in_tokens))
+    each, longest = layout.block_bytes, max(work.prompts)
+    keys = engine.sparsity.capacity(work.longest, longest + work.longest)
+    parked = engine.sparsity.capacity(engine.prefix + 1, longest + engine.prefix + 1) if engine.prefix else 0
+    first = keys if isinstance(engine.sparsity, Budget) else 1
+    shape = KvShape(
+        len(work.lengths), len(work.prompts), *(each * blocks_for(tokens) for tokens in (longest, first, keys, parked))
+    )
     room = Capped(engine.sampler, of_a_step).fit(shape)
-    refills = engine.sampler.refills or engine.sampler.all_at_once
-    rows, together = room.slots, min(len(work.prompts), room.slots)
-    prompts = sorted((round_up(tokens, prompt_page) for tokens in work.prompts), reverse=True)[:together]
-    first = rows * page + sum(prompts)
-    most = rows * in_tokens[2] + sum(prompts)
-    if engine.graphs:
-        held = first = rows * capacity + len(work.prompts) * in_tokens[0]
-    else:  # a cache grows by a little more than is needed
-        held = sum(prompts) + most_keys([min(length, capacity) for length in work.lengths], rows, refills, page)
-        held = min(held + held // (2 * SLACK), most)
-    kv = each * held if room.budget is None else min(each * held, room.budget)
-    kv += shape.parked_bytes * len(work.lengths) if room.probes else 0
+    rows, refills = room.slots, engine.sampler.refills or engine.sampler.all_at_once
+    prompts = sorted((BLOCK * blocks_for(tokens) for tokens in work.prompts), reverse=True)[:rows]
+    waits = shape.parked_bytes * len(work.lengths) if room.probes else 0
+    if model.on_cpu:  # where memory counts once it is written
+        lengths = [min(length, keys) for length in work.lengths]
+        kv = layout.bytes_per_token * (sum(prompts) + most_keys(lengths, rows, refills, BLOCK)) + waits
+        begun = min(kv, layout.bytes_per_token * sum(prompts) + shape.page_bytes * rows)
+    else:
+        begun = kv = min(shape.most, shape.prompts * shape.prompt_bytes + rows * shape.slot_bytes + waits)
+    if room.budget is not None:
+        begun, kv = min(begun, room.budget), min(kv, room.budget)
     passed = min(max(PREFILL_TOKENS, max(prompts)), sum(prompts))
     copies = model.copied(engine.packed)
     logits = model.logits_bytes(rows) + _drawing(model, rows)
     activations = [copies + model.quiet_line(model.layers, tokens)[ACTIVATIONS] for tokens in (passed, rows)]
     return {
-        "prefill": {KV: each * first, LOGITS: logits, ACTIVATIONS: activations[0] + each * passed},
+        "prefill": {KV: begun, LOGITS: logits, ACTIVATIONS: activations[0] + layout.bytes_per_token * passed},
         "decode": {KV: kv, LOGITS: logits, ACTIVATIONS: activations[1]},
     }
 

@@ -47,7 +47,7 @@ class Planner:
         seen: tuple[Workload, Workload | None] | None = None,
     ) -> None:
         self.run, self.device = run, device
-        self._shapes: dict[tuple[bool, bool], ShapeModel] = {}
+        self._shapes: dict[tuple[str, bool], ShapeModel] = {}
         self._plans: dict[StepShape, MemoryPlan] = {}
         self.step = self._step(workspace, *(seen or _workloads(run, lengths)))
         self.full = self.step.at_full_length
@@ -56,7 +56,7 @@ class Planner:
         """The model's shapes, as these values would have it."""
         model = self.run.settings.model
         recompute = values.get(RECOMPUTE, model.gradient_checkpointing)
-        offload = recompute and values.get(OFFLOAD, model.offload_activations)
+        offload = recompute == "full" and values.get(OFFLOAD, model.offload_activations)
         if (recompute, offload) not in self._shapes:
             changed = replace(model, gradient_checkpointing=recompute, offload_activations=offload)
             self._shapes[recompute, offload] = ShapeModel(changed, self.device)
@@ -105,7 +105,6 @@ class Planner:
             built["sparsity"],
             built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0,
             bool(settings.parts["engine"].get("packed_weights")) and device.type == "cpu",
-            device.type == "cuda" and settings.parts["engine"].get("cuda_graph") is not False,
         )
         correction, several = run.rules.correction, settings.train.epochs * settings.train.minibatches > 1
         m = settings.m if settings.m < settings.n else rollouts.n

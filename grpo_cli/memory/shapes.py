@@ -25,10 +25,9 @@ from grpo_cli.engine.step.weights import linear_layers
 from grpo_cli.learner.logprobs import _AT_ONCE, ByRow, chosen_logprobs
 from grpo_cli.memory.allocations import GRADIENTS, Allocations
 from grpo_cli.model.anatomy import backbone
+from grpo_cli.model.checkpointing import last_states, recompute_layers, sparing
 from grpo_cli.model.checks import ARCHITECTURES
 from grpo_cli.model.load import load_model, model_config
-from grpo_cli.model.mlp_recompute import last_states, sparing
-from grpo_cli.model.recompute import keep_inputs
 from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import storage_bytes
@@ -40,24 +39,12 @@ BITS = {"none": None, "8bit": 8.0, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
 _ATTENTION = "grpo_shapes"
 
 
-class _Attention(torch.autograd.Function):
-    """Attention that allocates what a fused kernel keeps: its result and a number for each query."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q)
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:2], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
-
-
 def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+    """Allocate what a fused kernel keeps: its result and a number for each query."""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype
-    q, k, v = (x.to(dtype)[0].transpose(0, 1).contiguous() for x in (q, k, v))
-    return _Attention.apply(q, k, v)[None], None
+    q, k, v = (x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    return out.transpose(1, 2), None
 
 
 AttentionInterface.register(_ATTENTION, _attend)
@@ -131,12 +118,8 @@ class ShapeModel:
             model = load_model(settings, torch.device("cpu"), any_family=True, layers=layers)
         backbone(model).config._attn_implementation = _ATTENTION
         if self.settings.offload_activations:
-            keep_inputs(
-                model,
-                lambda: saved_tensors_hooks(
-                    lambda x: (x.shape, x.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1])
-                ),
-            )
+            keep = lambda: saved_tensors_hooks(lambda x: (x.shape, x.dtype), lambda x: torch.empty(x[0], dtype=x[1]))  # noqa: E731
+            recompute_layers(model, "full", keep)
         if self.bits is not None:
             for module in _quantised(model):
                 module.__class__ = _Quantised

@@ -44,13 +44,13 @@ class Asked:
 
 
 def asked_of(folder: Path) -> Asked | None:
-    """From a run folder's record; None if there is none. UserError if it is damaged."""
+    """Return those of a run folder's record; None if there is none. UserError if it is damaged."""
     record = read_record(folder)
     return None if record is None else asked_by(record)
 
 
 def asked_by(record: RunRecord) -> Asked:
-    """From a record."""
+    """Return those of a record."""
     settings = {key: value for key, value in _flat(dict(record.config), "") if ".recipe." not in key}
     references = {key: match[1] for key, value in settings.items() if (match := _REFERENCE.fullmatch(str(value)))}
     settings |= {key: settings[other] for key, other in references.items() if other in settings}
@@ -60,7 +60,7 @@ def asked_by(record: RunRecord) -> Asked:
 
 
 def asked_with(overrides: Sequence[str], command: str = "train") -> Asked:
-    """For a run without a config: the overrides that it was to be started with."""
+    """Return those of a run without a config: the overrides that it was to be started with."""
     given = dict(map(_override, overrides))
     return Asked(given, given=tuple(given), command=command)
 
@@ -74,12 +74,12 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Setting]]:
 
 
 def _setting(value: Any) -> Setting:
-    """Text becomes one printable line."""
+    """Return a setting, text as one printable line."""
     return value if value is None or isinstance(value, int | float) else plain(value)
 
 
 def _override(word: Any) -> tuple[str, Setting]:
-    """`+optim.lr=1e-4` to the key and its value; `~optim.lr` to the key and nothing."""
+    """Turn `+optim.lr=1e-4` into the key and its value; `~optim.lr` to the key and nothing."""
     key, _, text = str(word).partition("=")
     key = plain(key.lstrip("+~").partition("@")[0])
     try:

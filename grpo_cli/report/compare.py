@@ -66,7 +66,8 @@ class Arm:
 
     @property
     def final_accuracy(self) -> Estimate | None:
-        """Over seeds; for one seed, or seeds that agree, with the interval over the problems of its evaluation."""
+        """Return the mean over seeds; for one seed, or seeds that agree, with the interval over the problems of its
+        evaluation."""
         evaluated = [run for run in self.runs if run.final_accuracy is not None]
         found = estimate((run.final_accuracy for run in evaluated), 0.0, 1.0)
         if found is None or found.over or evaluated[-1].accuracy_interval is None:
@@ -78,12 +79,12 @@ class Arm:
         return estimate((run.best_accuracy for run in self.runs), 0.0, 1.0)
 
     def mean(self, figure: str) -> Estimate | None:
-        """Over seeds, of a nonnegative figure of the runs such as `peak_bytes`."""
+        """Return the mean over seeds of a nonnegative figure of the runs such as `peak_bytes`."""
         return estimate((getattr(run, figure) for run in self.runs), 0.0)
 
     @property
     def step_seconds(self) -> dict[str, float]:
-        """Mean seconds per step of each phase, in the order of the phases."""
+        """Return mean seconds per step of each phase, in the order of the phases."""
         timed = [run.step_seconds for run in self.runs if run.step_seconds]
         names = [name for name in (*PHASES, "other") if any(name in phases for phases in timed)]
         return {name: statistics.fmean(phases.get(name, 0.0) for phases in timed) for name in names}
@@ -107,12 +108,12 @@ class Comparison:
 
     @property
     def numbered(self) -> bool:
-        """Whether labels are so long that arms are called by their numbers."""
+        """True if labels are so long that arms are called by their numbers."""
         return any(len(arm.label) > LONGEST_LABEL for arm in self.arms)
 
     @property
     def names(self) -> list[str]:
-        """What each arm is called where its settings are not shown."""
+        """Return the name of each arm where its settings are not shown."""
         return [f"arm {number}" if self.numbered else arm.label for number, arm in enumerate(self.arms, start=1)]
 
     @property
@@ -126,7 +127,7 @@ class Comparison:
 
     @property
     def best(self) -> Arm | None:
-        """The arm with the highest mean final accuracy, if several have one."""
+        """Return the arm with the highest mean final accuracy, if several have one."""
         found = [(arm.final_accuracy.mean, arm) for arm in self.arms if arm.final_accuracy]
         return max(found, key=lambda pair: pair[0])[1] if len(found) > 1 else None
 
@@ -149,7 +150,7 @@ def compare(runs: Sequence[Run], target: float | None = None, metric: str = GREE
 
 
 def differences(asked: Sequence[Asked]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The settings in which the runs differ, and those among them that differ only because another setting does.
+    """Return the settings in which the runs differ, and those among them that differ only because another setting does.
 
     The latter belong to a choice (`sampler._target_` to `sampler`), follow another setting (`m: ${n}`), or are set by a
     named experiment; never those that were given on a command line.
@@ -167,7 +168,7 @@ def differences(asked: Sequence[Asked]) -> tuple[tuple[str, ...], dict[str, str]
 
 
 def _source(key: str, differing: Sequence[str], groups: frozenset[str], asked: Sequence[Asked]) -> str | None:
-    """The other differing setting that `key` follows, or that determines it in every run."""
+    """Return the other differing setting that `key` follows, or that determines it in every run."""
     known = [one for one in asked if one.complete]
     referred = {one.references[key] for one in known if key in one.references}
     for source in (key.partition(".")[0], *referred, "experiment"):
@@ -206,14 +207,15 @@ def _arms(runs: Sequence[Run], columns: Sequence[str]) -> tuple[Arm, ...]:
 
 
 def _arm(settings: Mapping[str, Setting], runs: Sequence[Run]) -> Arm:
-    """Two completed runs of one seed are one sample: the later run counts, the earlier ones are set apart."""
+    """Build an arm. Two completed runs of one seed are one sample: the later run counts, the earlier ones are set
+    apart."""
     counted = {run.asked.seed: run for run in runs if run.state == State.COMPLETED and run.asked.complete}
     others = [run for run in runs if counted.get(run.asked.seed) is not run]
     return Arm(settings, tuple(counted.values()), tuple(_set_apart(run, counted.get(run.asked.seed)) for run in others))
 
 
 def _set_apart(run: Run, later: Run | None) -> Run:
-    """A run that is not averaged; if it did complete, with the reason."""
+    """Return a run that is not averaged; if it did complete, with the reason."""
     if run.state != State.COMPLETED:
         return run
     if later is None:
@@ -222,7 +224,7 @@ def _set_apart(run: Run, later: Run | None) -> Run:
 
 
 def estimate(values: Iterable[float | None], least: float = -math.inf, most: float = math.inf) -> Estimate | None:
-    """Mean of the values that are not None, with Student's 95 % interval if they differ; None without values.
+    """Return mean of the values that are not None, with Student's 95 % interval if they differ; None without values.
 
     A few equal values do not justify an interval of width zero, so none is given. The mean must lie between `least` and
     `most`; an interval is clipped there, which does not reduce its coverage.

@@ -23,7 +23,7 @@ AXES = {
 
 
 def spoken(metric: str) -> str:
-    """The label of an accuracy metric."""
+    """Return the label of an accuracy metric."""
     return "greedy accuracy" if metric == GREEDY else f"{metric.removeprefix('eval/')} of samples"
 
 
@@ -36,16 +36,16 @@ class Curve:
     axes: Mapping[str, tuple[float, ...]]
 
     def along(self, axis: str) -> tuple[float, ...]:
-        """The positions of the evaluations on an axis of AXES, or on "step"."""
+        """Return the positions of the evaluations on an axis of AXES, or on "step"."""
         return tuple(map(float, self.steps)) if axis == "step" else self.axes[axis]
 
     def first_reaching(self, accuracy: float, axis: str = CLOCK) -> float | None:
-        """The position of the first evaluation with at least this accuracy, None if there is none."""
+        """Return the position of the first evaluation with at least this accuracy, None if there is none."""
         return next((x for x, y in zip(self.along(axis), self.accuracy, strict=True) if y >= accuracy), None)
 
 
 def curve_of(rows: Rows, metric: str = GREEDY) -> Curve:
-    """The evaluations among the rows; an accuracy that is not finite is skipped."""
+    """Return the evaluations among the rows; an accuracy that is not finite is skipped."""
     evaluated = [row for row in rows if math.isfinite(row.get(metric, math.nan))]
     return Curve(
         steps=tuple(int(row["step"]) for row in evaluated),
@@ -56,7 +56,7 @@ def curve_of(rows: Rows, metric: str = GREEDY) -> Curve:
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """The mean over runs at each step, of accuracy and of the position on each axis.
+    """Return the mean over runs at each step, of accuracy and of the position on each axis.
 
     Runs evaluated at different steps are interpolated linearly between their evaluations; only steps that all of them
     cover are used, so that no run enters or leaves the mean on the way. Empty if there are none.
@@ -73,13 +73,14 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
 
 
 def deviation(curves: Sequence[Curve]) -> Float[np.ndarray, " steps"]:
-    """Standard deviation over runs at each step of `mean_curve`; 0 for a single run."""
+    """Return standard deviation over runs at each step of `mean_curve`; 0 for a single run."""
     _, accuracy = at_common_steps(curves)
     return accuracy.std(axis=0, ddof=1 if len(curves) > 1 else 0)
 
 
 def at_common_steps(curves: Sequence[Curve]) -> tuple[list[int], Float[np.ndarray, "runs steps"]]:
-    """The steps at which any run is evaluated within the range that all cover, and every run's accuracy there."""
+    """Return the steps at which any run is evaluated within the range that all cover, and every run's accuracy
+    there."""
     if not curves or not all(curve.steps for curve in curves):
         return [], np.zeros((len(curves), 0))
     first, last = max(curve.steps[0] for curve in curves), min(curve.steps[-1] for curve in curves)

@@ -23,7 +23,7 @@ _TOKENS = {"tokens": "search/tokens", "one after another": "search/sequential", 
 
 
 def headline(summary: Mapping[str, Any]) -> str:
-    """An evaluation's first accuracy, in a word or two."""
+    """Return an evaluation's first accuracy, in a word or two."""
     return next((f"{word} {summary[name]:.3f}" for word, name in _ACCURACIES.items() if _is_there(summary, name)), "")
 
 
@@ -38,7 +38,7 @@ def show_evaluations(evaluations: Sequence[tuple[str, Path]], console: Console |
 
 
 def named(runs: Sequence[Run]) -> list[tuple[str, Path]]:
-    """Evaluations by what differs in how they were asked for, or by their folders where nothing does."""
+    """Return evaluations by what differs in how they were asked for, or by their folders where nothing does."""
     columns, _ = differences([run.asked for run in runs])
     words = [
         [f"{key}={shown(run.asked.settings[key])}" for key in columns if key in run.asked.settings] for run in runs

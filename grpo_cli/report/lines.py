@@ -14,7 +14,7 @@ MOST_NAMED = 10  # lines, in a note
 
 
 def records(file: Path, parse: Callable[[bytes], Row], notes: list[str]) -> Iterator[Row]:
-    """What `parse` makes of each line; lines for which it raises are named in the notes.
+    """Yield what `parse` makes of each line; lines for which it raises are named in the notes.
 
     A record ends with its newline: a last line that lacks one and cannot be read is half written.
     """

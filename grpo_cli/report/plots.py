@@ -63,7 +63,7 @@ def can_draw() -> bool:
 
 
 def pictures(comparison: Comparison) -> dict[str, bytes]:
-    """PNG files by name; only those for which some run has data."""
+    """Return PNG files by name; only those for which some run has data."""
     arms = dict(zip(comparison.names, comparison.arms, strict=True))
     lines = [
         ArmLine(name, arm.curves, [run.curve for run in arm.others if len(run.curve.steps) > 1])
@@ -98,7 +98,7 @@ def paper_style() -> Iterator[None]:
 
 
 def accuracy_figure(lines: Sequence[ArmLine], target: float | None, metric: str) -> Figure:
-    """One panel per axis: mean accuracy of each line, and a band of one standard deviation.
+    """Return one panel per axis: mean accuracy of each line, and a band of one standard deviation.
 
     With more lines than colours, those that end highest are coloured and named and the rest are grey; curves that are
     not averaged are dotted, the target accuracy is dashed.
@@ -123,7 +123,8 @@ def accuracy_figure(lines: Sequence[ArmLine], target: float | None, metric: str)
 
 
 def _colours(lines: Sequence[ArmLine]) -> dict[str, tuple[str, str]]:
-    """Colour and marker by label, for the labels with the highest last accuracy, as many as there are colours."""
+    """Return colour and marker by label, for the labels with the highest last accuracy, as many as there are
+    colours."""
     ends: dict[str, float] = {}
     for line in lines:
         last = [curve.accuracy[-1] for curve in (*line.curves, *line.unfinished) if curve.accuracy]
@@ -169,7 +170,7 @@ def _legend(figure: Figure, handles: Mapping[str, Any], colours: Mapping[str, An
 
 
 def memory_figure(arms: Mapping[str, Arm]) -> Figure:
-    """Peak memory of each arm: the mean as a bar, every run as a dot."""
+    """Return peak memory of each arm: the mean as a bar, every run as a dot."""
     arms, figure, (panel,) = bars(arms, "peak memory, MiB (dots: single runs)")
     for place, arm in enumerate(arms.values()):
         runs = [run.peak_bytes / 2**20 for run in arm.runs if run.peak_bytes is not None]
@@ -180,7 +181,7 @@ def memory_figure(arms: Mapping[str, Arm]) -> Figure:
 
 
 def step_time_figure(arms: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Mean seconds of a step of each arm, stacked by phase."""
+    """Return mean seconds of a step of each arm, stacked by phase."""
     arms, figure, (panel,) = bars(arms, "mean seconds per step, evaluation and checkpoints left out")
     totals = stacked(figure, panel, list(arms.values()), PHASE_COLOURS)
     for place, total in enumerate(totals):
@@ -203,12 +204,13 @@ def stacked(
 
 
 def write_at_end(panel: Axes, text: str, end: float, place: int) -> None:
-    """At the end of a bar."""
+    """Write text at the end of a bar."""
     panel.annotate(text, (end, place), (5, 0), textcoords="offset points", va="center")
 
 
 def bars(arms: Mapping[str, T], *captions: str) -> tuple[Mapping[str, T], Figure, Sequence[Axes]]:
-    """The first MOST_BARS arms, and a figure for them with a panel per caption and a row per arm, the first on top."""
+    """Return the first MOST_BARS arms, and a figure for them with a panel per caption and a row per arm, the first
+    on top."""
     from matplotlib.figure import Figure
 
     shown = dict(itertools.islice(arms.items(), MOST_BARS))
@@ -227,11 +229,11 @@ def bars(arms: Mapping[str, T], *captions: str) -> tuple[Mapping[str, T], Figure
 
 
 def _broken(label: str) -> str:
-    """A label wrapped to LABEL_WIDTH characters and escaped for matplotlib."""
+    """Return a label wrapped to LABEL_WIDTH characters and escaped for matplotlib."""
     return _safe("\n".join(textwrap.wrap(label, LABEL_WIDTH)))
 
 
 def _safe(text: str) -> str:
-    """Literal text: a dollar would begin a formula, and a leading underscore hides a label from the legend."""
+    """Escape literal text: a dollar would begin a formula, and a leading underscore hides a label from the legend."""
     text = text.replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text

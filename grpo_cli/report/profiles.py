@@ -47,7 +47,7 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def read_profile(path: Path) -> dict[str, Any]:
-    """The content of a `profile.json`. UserError if it is something else or has another schema."""
+    """Return the content of a `profile.json`. UserError if it is something else or has another schema."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -59,7 +59,7 @@ def read_profile(path: Path) -> dict[str, Any]:
 
 
 def profile_row(name: str, found: Mapping[str, Any]) -> ProfileRow:
-    """The figures of a `profile.json` that are compared: measured if there are any, else predicted."""
+    """Return the figures of a `profile.json` that are compared: measured if there are any, else predicted."""
     measured, predicted = found["measured"], found["predicted"]
     if measured is None:
         peak, phases = predicted["peak"], predicted["phases"]
@@ -82,7 +82,7 @@ def compare_profiles(jobs: Sequence[tuple[str, Path]], folder: Path, console: Co
 
 
 def profile_table(rows: Sequence[ProfileRow]) -> Table:
-    """One row per profile, with the ratio to the first one in parentheses."""
+    """Return one row per profile, with the ratio to the first one in parentheses."""
 
     def cell(row: ProfileRow, figure: str, form: Callable[[Any], str]) -> str:
         value, first = getattr(row, figure), getattr(rows[0], figure)

@@ -95,8 +95,8 @@ class FoundRuns:
 
 
 def of_training(read: Sequence[Run], folders: Sequence[Path], metric: str) -> FoundRuns:
-    """Those of `read`, from `folders`, that are training runs. UserError if there is none, or if they have measured
-    other accuracies than `metric`."""
+    """Return those of `read`, from `folders`, that are training runs. UserError if there is none, or if they have
+    measured other accuracies than `metric`."""
     runs = tuple(run for run in read if run.asked.command == "train")
     others = tuple(run for run in read if run.asked.command != "train")
     if not runs:
@@ -114,8 +114,8 @@ def of_training(read: Sequence[Run], folders: Sequence[Path], metric: str) -> Fo
 
 
 def read_all(folders: Sequence[Path], metric: str = GREEDY) -> list[Run]:
-    """Every run in or below the folders, each once, in the order of the folders and of their jobs' numbers; may be
-    empty. `metric` is the accuracy to read. UserError if a folder does not exist."""
+    """Return every run in or below the folders, each once, in the order of the folders and of their jobs' numbers;
+    may be empty. `metric` is the accuracy to read. UserError if a folder does not exist."""
     found: dict[Path, tuple[str, Sequence[str] | None]] = {}
     for folder in folders:
         if not folder.is_dir():
@@ -129,7 +129,7 @@ def read_all(folders: Sequence[Path], metric: str = GREEDY) -> list[Run]:
 
 
 def _short_name(path: Path, given: Path, num_given: int) -> str:
-    """The run's folder relative to the given one; with the latter's own name if several were given."""
+    """Return the run's folder relative to the given one; with the latter's own name if several were given."""
     if path == given or num_given > 1:
         return plain(given.resolve().name / path.relative_to(given))
     return plain(path.relative_to(given))
@@ -153,7 +153,7 @@ def _natural(name: str) -> tuple[int, int, str]:
 
 
 def jobs_of(sweep: Path) -> dict[Path, Sequence[str] | None]:
-    """The jobs that a sweep's launcher listed, folder to overrides; empty for any other folder."""
+    """Return the jobs that a sweep's launcher listed, folder to overrides; empty for any other folder."""
     jobs: dict[Path, Sequence[str] | None] = {}
     listed = _read_object(sweep / layout.SWEEP, []).get("jobs")
     for job in listed if isinstance(listed, list) else []:
@@ -169,7 +169,7 @@ def _words(listed: Any) -> list[str] | None:
 
 
 def read_run(folder: Path, name: str, job: Sequence[str] | None = None, metric: str = GREEDY) -> Run:
-    """One run; `job` are the overrides that a sweep lists for it, used if it has no config."""
+    """Return one run; `job` are the overrides that a sweep lists for it, used if it has no config."""
     notes: list[str] = []
     status = _read_object(folder / layout.STATUS, notes)
     summary = _read_object(folder / layout.SUMMARY, notes)
@@ -217,7 +217,7 @@ def _last(steps: Rows, name: str) -> float | None:
 
 
 def _step_seconds(steps: Rows) -> dict[str, float]:
-    """Mean seconds per step of each phase, and of the rest as `other`."""
+    """Return mean seconds per step of each phase, and of the rest as `other`."""
     measured = [name for name in PHASES if any(f"time/{name}" in row for row in steps)]
     timed = [row for row in steps if math.isfinite(row.get("time/step", math.nan))]
     if not timed:
@@ -228,7 +228,7 @@ def _step_seconds(steps: Rows) -> dict[str, float]:
 
 
 def _state_of(folder: Path, status: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[State, str]:
-    """Running if a process holds its lock; else what the launcher recorded, or the run itself."""
+    """Return running if a process holds its lock; else what the launcher recorded, or the run itself."""
     if is_held(folder / layout.LOCK) or is_held(folder / layout.LOG):
         return State.RUNNING, _last_sign(folder)
     told, ended = status.get("state"), summary.get("status")
@@ -260,7 +260,7 @@ def _number(value: Any) -> float | None:
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    """A JSON object; empty without a file, or with a note if it is unreadable."""
+    """Return a JSON object; empty without a file, or with a note if it is unreadable."""
     try:
         value = _DECODER.decode(content(path).decode())
         if isinstance(value, dict):
@@ -278,7 +278,8 @@ _DECODER = json.JSONDecoder(parse_int=float)
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, float]], list[str]]:
-    """The records of a `metrics.jsonl` in the order of their steps, each step once, and notes on what was left out.
+    """Return the records of a `metrics.jsonl` in the order of their steps, each step once, and notes on what was left
+    out.
 
     A record replaces earlier ones of its own and later steps: a resumed run went back to that point.
     """
@@ -293,7 +294,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[str]]:
 
 
 def _row(line: bytes, no_number: set[str]) -> dict[str, float]:
-    """One record. ValueError if it is not one; names of values that are not numbers are added to `no_number`."""
+    """Return one record. ValueError if it is not one; names of values that are not numbers are added to `no_number`."""
     row = _DECODER.decode(line.decode("utf-8"))
     if not isinstance(row, dict):
         raise ValueError("no JSON object")

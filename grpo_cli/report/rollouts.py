@@ -52,7 +52,7 @@ class Recording:
 
 
 def read_recording(folder: Path, step: int | None = None) -> Recording | None:
-    """The rollouts of a step, by default the last; None if the folder has no file of rollouts."""
+    """Return the rollouts of a step, by default the last; None if the folder has no file of rollouts."""
     file = next((folder / name for name in RECORDS if (folder / name).is_file()), None)
     if file is None:
         return None
@@ -72,18 +72,18 @@ def read_recording(folder: Path, step: int | None = None) -> Recording | None:
 
 
 def ranked(rollouts: Sequence[Recorded]) -> list[Recorded]:
-    """From the highest reward to the lowest, those without a number last."""
+    """Sort from the highest reward to the lowest, those without a number last."""
     return sorted(rollouts, key=lambda row: -math.inf if math.isnan(row.reward) else row.reward, reverse=True)
 
 
 def extremes(rollouts: Sequence[Recorded], best: int, worst: int) -> list[Recorded]:
-    """The `best` highest rewards, then the `worst` lowest, each rollout once."""
+    """Return the `best` highest rewards, then the `worst` lowest, each rollout once."""
     order = ranked(rollouts)
     return order[:best] + order[max(best, len(order) - worst) :]
 
 
 def by_prompt(rollouts: Sequence[Recorded]) -> dict[str, list[Recorded]]:
-    """The rollouts of each prompt, in order of first appearance."""
+    """Return the rollouts of each prompt, in order of first appearance."""
     groups: dict[str, list[Recorded]] = {}
     for row in rollouts:
         groups.setdefault(row.prompt_id, []).append(row)
@@ -91,7 +91,7 @@ def by_prompt(rollouts: Sequence[Recorded]) -> dict[str, list[Recorded]]:
 
 
 def facts(row: Recorded) -> list[str]:
-    """A rollout in words: its reward and its parts, advantage, length, and whether it was kept."""
+    """Return a rollout in words: its reward and its parts, advantage, length, and whether it was kept."""
     parts = ", ".join(f"{plain(name)} {value:g}" for name, value in row.parts.items())
     told = [f"reward {row.reward:g}" + (f" ({parts})" if parts else "")]
     told += [f"advantage {row.advantage:+.3g}"] if row.advantage is not None else []
@@ -101,7 +101,7 @@ def facts(row: Recorded) -> list[str]:
 
 
 def visible(text: str) -> str:
-    r"""Text of several lines that is safe to print: control and invisible characters are escaped.
+    r"""Return text of several lines that is safe to print: control and invisible characters are escaped.
 
     >>> visible("a\x1b[31m\tb\nc")
     'a\\x1b[31m\\tb\nc'
@@ -110,7 +110,7 @@ def visible(text: str) -> str:
 
 
 def _recorded(line: bytes, has_step: bool) -> Recorded:
-    """One row. ValueError, TypeError, KeyError, AttributeError or OverflowError for any other line."""
+    """Return one row. ValueError, TypeError, KeyError, AttributeError or OverflowError for any other line."""
     row: dict[str, Any] = {"answer": "", "finish": "", "reason": "", **json.loads(line)}
     texts = {name: row[name] for name in ("prompt_id", "prompt", "reply", "answer", "finish", "reason")}
     whole = {"sample": row["sample"], "step": row["step"] if has_step else None, "length": row.get("length")}

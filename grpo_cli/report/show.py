@@ -9,20 +9,14 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from grpo_cli.report.compare import Comparison
-from grpo_cli.report.tables import REMARKS, SPARKS, Table, arm_table, footnotes, run_table
+from grpo_cli.report.tables import SPARKS, Table, arm_table, footnotes, run_table
 from grpo_cli.support import terminal
 
 STATE_STYLES = {"completed": "green", "failed": "red", "running": "cyan", "waiting": "dim", "repeated": "dim"}
-# Columns that are hidden on a narrow screen, in this order. The files have all of them.
-DISPENSABLE = (
-    *("trained tokens", "generated tokens", "last entropy", "last turns", "training time", "best accuracy"),
-    *("peak memory", "last accuracy", "seed", "decode steps", "slots busy", "tokens/s", "KV"),
-)
-ROOM_FOR_REMARKS = 24  # a column that wraps anywhere
 
 
 def show(comparison: Comparison, console: Console | None = None) -> None:
-    """Print the report. In a file or a pipe rows are as long as they need to be."""
+    """Print the report."""
     console, settings = console or terminal.console(), not comparison.numbered
     arms = arm_table(comparison, settings=settings)
     print_table(console, arms if console.encoding.startswith("utf") else arms.without(SPARKS))
@@ -39,29 +33,16 @@ def show(comparison: Comparison, console: Console | None = None) -> None:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table; on a narrow screen some columns are hidden and named below."""
-    hidden: list[str] = []
-    for name in (name for name in DISPENSABLE if name in table.columns):
-        if not console.is_terminal or _width(console, table.without(*hidden)) <= console.width:
-            break
-        hidden.append(name)
-    width = _width(console, table)
+    """Print a table. In a file or a pipe rows are as long as they need to be."""
+    made = rich_table(table)
+    width = Measurement.get(console, console.options.update(max_width=10_000), made).maximum
     if not console.is_terminal and width > console.width:
         console = terminal.console(console.file, width=width, force_terminal=False)
-    console.print(rich_table(table.without(*hidden)))
-    if hidden:
-        console.print(Text(f"The screen is narrow; only in the files: {', '.join(hidden)}.", style="dim"))
-
-
-def _width(console: Console, table: Table) -> int:
-    """The width that a table needs on a screen; remarks wrap anywhere."""
-    room = ROOM_FOR_REMARKS if console.is_terminal and REMARKS in table.columns else None
-    made = rich_table(table if room is None else table.without(REMARKS))
-    return Measurement.get(console, console.options.update(max_width=10_000), made).maximum + (room or 0)
+    console.print(made)
 
 
 def rich_table(table: Table) -> RichTable:
-    """Nothing in it is read as markup: it comes from files."""
+    """Build a table in which nothing is read as markup: it comes from files."""
     title = Text(table.title, style="italic") if table.title else None
     made = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for name, *cells in zip(table.columns, *table.rows, strict=True):

@@ -60,7 +60,7 @@ SOMETIMES = ("last entropy", "last turns")  # runs of older versions lack the on
 
 
 def arm_table(comparison: Comparison, settings: bool = True) -> Table:
-    """One row per arm: its settings (or its number), then means over its completed runs.
+    """Return one row per arm: its settings (or its number), then means over its completed runs.
 
     Accuracies come with their intervals (a star marks one over problems).
     """
@@ -90,7 +90,7 @@ def arm_table(comparison: Comparison, settings: bool = True) -> Table:
 
 
 def run_table(comparison: Comparison, runs: Sequence[Run], settings: bool = True) -> Table:
-    """One row per run: how it ended, its settings (or its arm), how far it got, and remarks."""
+    """Return one row per run: how it ended, its settings (or its arm), how far it got, and remarks."""
     columns = comparison.columns if settings else ("arm",)
     places = {id(run): i for i, arm in enumerate(comparison.arms, start=1) for run in (*arm.runs, *arm.others)}
     rows = [
@@ -115,7 +115,7 @@ def _settings(settings: Mapping[str, Setting], columns: Sequence[str]) -> list[s
 
 
 def footnotes(comparison: Comparison) -> list[str]:
-    """Notes below the tables."""
+    """Return notes below the tables."""
     arms = comparison.arms
     notes = [
         f"Means over the {sum(len(arm.runs) for arm in arms)} completed of {len(comparison.runs)} runs, with Student's "
@@ -147,7 +147,7 @@ def footnotes(comparison: Comparison) -> list[str]:
 
 
 def _code_differences(codes: Sequence[Mapping[str, str]]) -> list[str]:
-    """Packages whose versions differ between the runs, with the number of runs per version."""
+    """Return packages whose versions differ between the runs, with the number of runs per version."""
     differing = []
     for name in dict.fromkeys(name for code in codes for name in code):
         counts = Counter(code.get(name, "not recorded") for code in codes)
@@ -158,7 +158,7 @@ def _code_differences(codes: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """All numbers of the report, and every run's curve."""
+    """Return all numbers of the report, and every run's curve."""
     return {
         "metric": comparison.metric,
         "columns": comparison.columns,
@@ -211,7 +211,7 @@ def _reached(arm: Arm, target: float) -> str:
 
 
 def _sparks(arms: Sequence[Arm]) -> list[str]:
-    """Each arm's mean accuracy over its steps, on a scale shared by all arms."""
+    """Return each arm's mean accuracy over its steps, on a scale shared by all arms."""
     curves = [arm.mean_curve for arm in arms]
     everything = [value for curve in curves for value in curve.accuracy]
     low, high = min(everything, default=0.0), max(everything, default=1.0)

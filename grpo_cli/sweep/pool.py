@@ -118,9 +118,16 @@ class Pool:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **place},
                 start_new_session=True,
             )
-        started = (before.started if before else None) or datetime.now(UTC).isoformat(timespec="seconds")
-        about = {"started": started, "seconds": before.seconds if before else None, "command": self._name}
-        status = Status("running", None, job.overrides, **about, pid=process.pid, host=platform.node())
+        status = Status(
+            "running",
+            None,
+            job.overrides,
+            started=(before.started if before else None) or datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds=before.seconds if before else None,
+            command=self._name,
+            pid=process.pid,
+            host=platform.node(),
+        )
         self._running.append(RunningJob(job, place, process, log, status, time.monotonic()))
         self._note(job, status)
 

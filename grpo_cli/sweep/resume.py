@@ -43,7 +43,7 @@ class Sweep:
 
     @property
     def objective(self) -> str:
-        """The value in a job's `summary.json` that a sweeper optimises."""
+        """Return the value in a job's `summary.json` that a sweeper optimises."""
         return {"train": "final_accuracy", "eval": "eval/accuracy", "profile": "peak_bytes"}[self.command]
 
     def command_of(self, job: Job) -> list[str]:

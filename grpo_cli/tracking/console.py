@@ -79,7 +79,7 @@ class RunView:
             self._eval_step = record.step
 
     def interval(self, summary: Mapping[str, Any]) -> str:
-        """The interval of the last evaluation, if the summary has its accuracy."""
+        """Return the interval of the last evaluation, if the summary has its accuracy."""
         is_last = "eval/accuracy" in self._metrics and self._metrics["eval/accuracy"] == summary.get("final_accuracy")
         return _certainty(self._metrics) if is_last else ""
 
@@ -106,7 +106,7 @@ class RunView:
             yield Text(f"! step {step}: {warning}", style="yellow", overflow="ellipsis", no_wrap=True)
 
     def _progress(self, width: int, line: str) -> Text:
-        """The step, a progress bar drawn with `line` if there is room, the time left, and the current phase."""
+        """Return the step, a progress bar drawn with `line` if there is room, the time left, and the current phase."""
         left, step = self.seconds_left(), "starting" if self.step is None else f"step {self.step}/{self.total}"
         parts = fitting([step, *([f"{duration(left)} left"] if left else []), *self._doing()], width)
         text = Text(no_wrap=True, overflow="ellipsis").append(step, "bold")
@@ -120,7 +120,7 @@ class RunView:
         return [phase + f" {duration(waited)}" * (waited >= 2) for phase in self.phases[-1:]]
 
     def _rows(self, room: int, bars: bool) -> dict[str, list[str]]:
-        """The parts beside each label, the most important first."""
+        """Return the parts beside each label, the most important first."""
         seen, rows = self._metrics, {}
         if self._rewards:
             reward = f"{self._rewards[-1]:.3f}"
@@ -139,7 +139,7 @@ class RunView:
 
 
 def fitting(parts: Sequence[str], width: int) -> str:
-    """As many of the first parts as fit into a line, at least one.
+    """Return as many of the first parts as fit into a line, at least one.
 
     >>> fitting(["update 0.70 s", "rollout 0.60 s", "eval 0.10 s"], 30)
     'update 0.70 s  rollout 0.60 s'
@@ -153,7 +153,7 @@ def fitting(parts: Sequence[str], width: int) -> str:
 
 
 def picture(records: Sequence[Record], total_steps: int, width: int = 100, title: str = "grpo train") -> str:
-    """The view after these records as an SVG, timed by the records' own `clock/train_seconds`."""
+    """Return the view after these records as an SVG, timed by the records' own `clock/train_seconds`."""
     now = 0.0
     view = RunView(total_steps, clock=lambda: now)
     for record in records:
@@ -179,7 +179,7 @@ class ConsoleTracker:
         clock: Callable[[], float] = time.monotonic,
         folder: Path | None = None,
     ) -> None:
-        """`folder`: of the run, named at the end."""
+        """Set up; the run's `folder` is named at the end."""
         self.view = RunView(total_steps, clock)
         self._folder = folder
         self._console = console or screen.console()
@@ -206,7 +206,7 @@ class ConsoleTracker:
             self.say(step_line(record, self.view.total, self.view.seconds_left()))
 
     def phase(self, names: tuple[str, ...]) -> None:
-        """The currently open spans, outermost first (`WallMeter(on_phase=...)`)."""
+        """Note the currently open spans, outermost first (`WallMeter(on_phase=...)`)."""
         self.start()
         self.view.phase(names)
 
@@ -235,7 +235,7 @@ class ConsoleTracker:
 
 
 def step_line(record: Record, total: int, left: float | None) -> str:
-    """A record in one line: reward, evaluation, completions, entropy, speed, memory and time, as available."""
+    """Return a record in one line: reward, evaluation, completions, entropy, speed, memory and time, as available."""
     seen = record.metrics
     parts = [f"step {record.step:>{len(str(total))}}/{total}"]
     parts += [f"reward {seen['reward/mean']:.3f}"] if "reward/mean" in seen else []
@@ -251,7 +251,7 @@ def _accuracy(seen: Mapping[str, float]) -> list[str]:
 
 
 def _certainty(seen: Mapping[str, float]) -> str:
-    """The accuracy's interval and the number of problems solved, as far as known."""
+    """Return the accuracy's interval and the number of problems solved, as far as known."""
     parts = []
     if "eval/accuracy_low" in seen and "eval/accuracy_high" in seen:
         parts.append(f"{seen['eval/accuracy_low']:.3f} to {seen['eval/accuracy_high']:.3f}")
@@ -261,7 +261,8 @@ def _certainty(seen: Mapping[str, float]) -> str:
 
 
 def ending(summary: Mapping[str, Any], total: int, folder: Path | None = None, interval: str = "") -> Iterator[str]:
-    """How a run ended and where it is; for an unfinished run, how to resume it. The rest is in its `summary.json`."""
+    """Return how a run ended and where it is; for an unfinished run, how to resume it. The rest is in its
+    `summary.json`."""
     status, step, accuracy = summary.get("status", "ended"), summary.get("step"), summary.get("final_accuracy")
     parts = [str(status) if step is None else f"{status} at step {step} of {total}"]
     if summary.get("stopped_by"):

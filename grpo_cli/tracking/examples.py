@@ -18,7 +18,7 @@ def written(task: Task, token_ids: Sequence[int]) -> str:
 
 
 def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: str, advantage: float | None) -> Example:
-    """One rollout of a scored group as text, and whether it was trained on."""
+    """Return one rollout of a scored group as text, and whether it was trained on."""
     rollout, reward = group.rollouts[index], group.rewards[index]
     return Example(
         prompt_id=group.prompt.id,
@@ -46,7 +46,7 @@ NOT_TAKEN = "the collector left its group out of this step"
 def examples(
     task: Task, made: Sequence[ScoredGroup], selected: Sequence[Selection], count: int, tokens: bool = False
 ) -> tuple[Example, ...]:
-    """Rows for `rollouts.jsonl`: `count` of the step's rollouts, evenly spaced, or all if it is negative.
+    """Return rows for `rollouts.jsonl`: `count` of the step's rollouts, evenly spaced, or all if it is negative.
 
     `selected` are the selections of what the collector has taken, which may be groups of earlier steps, with their rows
     in the records of those. With `tokens`, rows hold token ids and log-probabilities too.

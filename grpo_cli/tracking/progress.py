@@ -47,7 +47,7 @@ class Trained:
 
 
 def warmup_metrics(progress: Progress, updates: Sequence[Update], batch: Batch) -> dict[str, float]:
-    """The same for a step that imitates: nothing was generated."""
+    """Return the metrics of a step that imitates: nothing was generated."""
     progress.trained_tokens += int(batch.trained_mask.sum())
     progress.trained_rollouts += len(batch)
     return {
@@ -60,7 +60,7 @@ def warmup_metrics(progress: Progress, updates: Sequence[Update], batch: Batch) 
 
 
 def _means(updates: Sequence[Update]) -> dict[str, float]:
-    """Of the metrics of updates that were no fault."""
+    """Return the means of the metrics of updates that were no fault."""
     good = [update.metrics for update in updates if update.fault is None]
     names = dict.fromkeys(name for metrics in good for name in metrics)
     return {name: float(np.mean([metrics[name] for metrics in good if name in metrics])) for name in names}

@@ -1,7 +1,7 @@
 """A run's settings: typed, frozen, and free of torch.
 
-A range is declared beside its type; `config/` fills these from Hydra and checks how they relate. The defaults are in
-`conf/`, each with its comment, and are not repeated here.
+Ranges stand beside types, and pydantic checks both (`config.read`); `config.check` refuses settings that do not go
+together. Defaults and comments are in `conf/` alone.
 """
 
 from __future__ import annotations
@@ -9,19 +9,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from grpo_cli.support.ranges import Count, OneOf, Range
+from pydantic import ConfigDict, Field
+
+from grpo_cli.support.ranges import Count
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 MOST_SAMPLES = 2**16
-Seed = Annotated[int, Range(0, 2**64 - 1, "NumPy and PyTorch take no other")]
-Steps = Annotated[int, Range(1, 10**9, "a thousand a second would take eleven days")]
-Device = Annotated[str, OneOf(("auto", "cpu", "cuda"))]
-Temperature = Range(1e-4, 1e4, "logits are divided by it, in float32, and greedy answers to a problem are all the same")
+Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
+Steps = Annotated[int, Field(ge=1, le=10**9)]
+Device = Literal["auto", "cpu", "cuda"]
+Temperature = Field(ge=1e-4, le=1e4)
+
+
+class Strict:
+    """Settings that pydantic reads without conversions, and without keys that it does not know."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleSettings:
+class SampleSettings(Strict):
     """How completions are drawn, except for the temperature. `top_p=1` and `top_k=0` are off.
 
     A completion ends with the token that completes one of the strings of `stop`, if not before. In an episode of
@@ -29,10 +39,10 @@ class SampleSettings:
     of the model.
     """
 
-    top_p: Annotated[float, Range(0, 1, above=True)]
-    top_k: Annotated[int, Range(0)]
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    top_k: Annotated[int, Field(ge=0)]
     max_new_tokens: Count
-    stop: tuple[str, ...]
+    stop: tuple[Annotated[str, Field(min_length=1)], ...]
     max_turn_tokens: Count | None
 
     @property
@@ -64,32 +74,32 @@ class Sampling(SampleSettings):
 
 
 @dataclass(frozen=True)
-class LoraSettings:
+class LoraSettings(Strict):
     """Low-rank adapters. `rank=0` is none: every weight is trained."""
 
-    rank: Annotated[int, Range(0)]
-    alpha: Annotated[float, Range(0, 1e6, "what adapters learn is multiplied by it", above=True)]
-    dropout: Annotated[float, Range(0, 1, below=True)]
+    rank: Annotated[int, Field(ge=0)]
+    alpha: Annotated[float, Field(gt=0, le=1e6)]
+    dropout: Annotated[float, Field(ge=0, lt=1)]
     targets: tuple[str, ...]
     dora: bool
     rslora: bool
 
 
 @dataclass(frozen=True)
-class ModelSettings:
+class ModelSettings(Strict):
     """Which weights, in which precision, and which of them are trained.
 
     `architecture` holds the numbers of a config.json; it is used where no folder is named (see
     `model.load.model_config`)."""
 
     path: str
-    dtype: Annotated[str, OneOf(("auto", "float32", "bfloat16"))]  # of the weights
-    autocast: Annotated[str, OneOf(("auto", "none", "bfloat16"))]  # of the computation
+    dtype: Literal["auto", "float32", "bfloat16"]  # of the weights
+    autocast: Literal["auto", "none", "bfloat16"]  # of the computation
     random_init: bool
     trust_remote_code: bool
-    gradient_checkpointing: Annotated[str, OneOf(("none", "elementwise", "full"))]
+    gradient_checkpointing: Literal["none", "elementwise", "full"]
     offload_activations: bool
-    quantize: Annotated[str, OneOf(("none", "8bit", "4bit"))]  # of the frozen weights
+    quantize: Literal["none", "8bit", "4bit"]  # of the frozen weights
     lora: LoraSettings
     adapter: str | None
     eos_tokens: tuple[str, ...]
@@ -110,7 +120,7 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class TrainSettings:
+class TrainSettings(Strict):
     steps: Steps
     prompts: Count
     micro_batch_tokens: Count | Literal["auto"]  # decided before anything is built (`profile.micro_batch`)
@@ -120,61 +130,61 @@ class TrainSettings:
     max_bad_steps: Count
     checkpoint_every: Count
     keep_checkpoints: Count
-    checkpoint: Annotated[str, OneOf(("now", "lazy"))]
+    checkpoint: Literal["now", "lazy"]
     native: bool
     compile: bool | None
     threads: Count | Literal["auto"]
-    count_by: Annotated[str, OneOf(("rollout", "prompt"))]
-    truncated: Annotated[str, OneOf(("train", "leave_out", "zero"))]
-    max_generated: Annotated[int | float | None, Range(0, because="it counts tokens; null is no bound", above=True)]
-    warmup: Annotated[str, OneOf(("none", "sft"))]
+    count_by: Literal["rollout", "prompt"]
+    truncated: Literal["train", "leave_out", "zero"]
+    max_generated: Annotated[float, Field(gt=0)] | None
+    warmup: Literal["none", "sft"]
     warmup_steps: Count
     warmup_path: str | None
     warmup_field: str
-    warmup_lr: Annotated[float, Range(0, 1, above=True)] | None
+    warmup_lr: Annotated[float, Field(gt=0, le=1)] | None
 
 
 @dataclass(frozen=True)
-class OptimSettings:
-    lr: Annotated[float, Range(0, 1, "an update of AdamW moves every weight by about as much", above=True)]
-    betas: tuple[Annotated[float, Range(0, 1, below=True)], Annotated[float, Range(0, 1, below=True)]]
-    eps: Annotated[float, Range(0, 1, "nothing is learnt with a larger one, which updates are divided by", above=True)]
-    weight_decay: Annotated[float, Range(0)]
-    warmup_steps: Annotated[int, Range(0)]
-    schedule: Annotated[str, OneOf(("constant", "linear", "cosine"))]
-    max_grad_norm: Annotated[float, Range(0, 1e15, "AdamW squares gradients, in float32", above=True)]
-    name: Annotated[str, OneOf(("adamw", "adamw8bit"))]
+class OptimSettings(Strict):
+    lr: Annotated[float, Field(gt=0, le=1)]
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
+    eps: Annotated[float, Field(gt=0, le=1)]
+    weight_decay: Annotated[float, Field(ge=0)]
+    warmup_steps: Annotated[int, Field(ge=0)]
+    schedule: Literal["constant", "linear", "cosine"]
+    max_grad_norm: Annotated[float, Field(gt=0, le=1e15)]
+    name: Literal["adamw", "adamw8bit"]
     offload: bool
     park: bool
-    ess: Annotated[str, OneOf(("none", "sqrt", "linear"))]
-    ess_reference: Annotated[float, Range(0, 1, "it is a share of the rollouts", above=True)]
+    ess: Literal["none", "sqrt", "linear"]
+    ess_reference: Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExamSettings:
+class ExamSettings(Strict):
     """How many problems, how many samples of each, and how those are drawn. `problems=-1` means all."""
 
-    problems: int
-    k: Annotated[int, Range(1, MOST_SAMPLES, "it is how many answers each problem is given")]
+    problems: Count | Literal[-1]
+    k: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
     temperature: Annotated[float, Temperature]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings(ExamSettings):
     problems: Count
-    every: Annotated[int, Range(0)]
+    every: Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitExamSettings(ExamSettings):
     """For `grpo eval`, which can also use the training problems."""
 
-    split: Annotated[str, OneOf(("eval", "train"))]
+    split: Literal["eval", "train"]
 
 
 @dataclass(frozen=True)
-class RecordSettings:
-    rollouts: Annotated[int, Range(-1)]
+class RecordSettings(Strict):
+    rollouts: Annotated[int, Field(ge=-1)]
     tokens: bool
 
 
@@ -183,17 +193,16 @@ GpuWord = Literal["h200", "h100", "a100_80gb", "a100_40gb", "l40s", "l4", "a10",
 
 
 @dataclass(frozen=True)
-class ProfileSettings:
+class ProfileSettings(Strict):
     """What `grpo profile` measures; each setting is explained in `conf/profile.yaml`."""
 
     steps: Steps
-    warmup: Annotated[int, Range(0)]
+    warmup: Annotated[int, Field(ge=0)]
     eval: bool
-    lengths: Annotated[str, OneOf(("natural", "lognormal", "full", "trace"))]
+    lengths: Literal["natural", "lognormal", "full", "trace"]
     mean: float | None
-    cv: Annotated[float, Range(0, 100, "lengths are whole numbers up to sampling.max_new_tokens", above=True)]
+    cv: Annotated[float, Field(gt=0, le=100)]
     trace_file: str | None
-    device: Device
     plan_only: bool
     for_gpu: bool | GpuWord
     fit: str | None
@@ -201,15 +210,15 @@ class ProfileSettings:
 
 
 @dataclass(frozen=True)
-class RunSettings:
+class RunSettings(Strict):
     """A whole training run. `parts` holds the swappable groups (task, engine, loss, ...) as plain mappings, each with
     the `_target_` that builds it."""
 
     n: Count
-    m: int
+    m: Count
     seed: Seed
     resume: str | None
-    resume_wait: Annotated[float, Range(0)]
+    resume_wait: Annotated[float, Field(ge=0)]
     accept_damage: bool
     fit: int | str  # bytes, auto or none (`profile.fit`)
     device: Device
@@ -231,7 +240,7 @@ class ProfileRunSettings(RunSettings):
 
 
 @dataclass(frozen=True)
-class EvalRunSettings:
+class EvalRunSettings(Strict):
     """A whole `grpo eval`: its samples are drawn at the temperature of `eval`. `parts` as in `RunSettings`, without
     what only training needs."""
 

@@ -17,10 +17,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.config.auto import decided
 from grpo_cli.config.choices import config_dir, shipped
-from grpo_cli.config.compose import model_of, parse, parse_eval, parse_profile, settings_of
+from grpo_cli.config.compose import COMMANDS, model_of, settings_of
 from grpo_cli.config.instantiate import function, ready
 from grpo_cli.runs.record import RunRecord, read_record, write_record
-from grpo_cli.settings import LoraSettings, ModelSettings, OptimSettings, RunSettings, TrainSettings
+from grpo_cli.settings import (
+    LoraSettings,
+    ModelSettings,
+    OptimSettings,
+    RunSettings,
+    TrainSettings,
+)
 
 
 def part(group: str, choice: str, **changed: Any) -> dict[str, Any]:
@@ -80,8 +86,8 @@ def configuration(*overrides: str, command: str = "train") -> DictConfig:
 
 def composed(*overrides: str, command: str = "train") -> Any:
     """As `settings_of`, of any command, in a moment."""
-    read = {"train": parse, "eval": parse_eval, "profile": parse_profile}[command]
-    return decided(read(configuration(*overrides, command=command)), lambda line: None)
+    (kind,) = (kind for kind, name in COMMANDS.items() if name == command)
+    return decided(read_settings(configuration(*overrides, command=command), kind), lambda line: None)
 
 
 _defaults = functools.cache(settings_of)

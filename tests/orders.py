@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from grpo_cli.engine.interfaces import Plan, Running, Waiting
+from grpo_cli.engine.interfaces import Running, Waiting
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.engine.order.schedule import Fifo
 from grpo_cli.types import Request, Rollout
 
 
 class Backwards(Fifo):
-    """The last request first, into the last free slot: mixes prompts, and fills slots out of order."""
+    """The last request first: mixes prompts."""
 
     needs_lengths = True
 
     def start(self, waiting: Sequence[Waiting], slots: int) -> None:
         pass
 
-    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
-        return Plan(tuple((w.index, slot) for w, slot in zip(reversed(waiting), reversed(free_slots), strict=False)))
+    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free: int) -> Sequence[int]:
+        return [view.index for view in reversed(waiting)][:free]
 
 
 class PromptsFirst(Backwards):
@@ -32,13 +32,13 @@ class PromptsFirst(Backwards):
         names = [view.prompt_id for view in waiting]
         self._rank = {view.index: names[:place].count(view.prompt_id) for place, view in enumerate(waiting)}
 
-    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
+    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free: int) -> Sequence[int]:
         order = sorted(waiting, key=lambda view: (self._rank[view.index], view.index))
-        return Plan(tuple((w.index, slot) for w, slot in zip(order, free_slots, strict=False)))
+        return [view.index for view in order][:free]
 
 
 class AnyOrder(Backwards):
-    """Any request into any slot, and not always as many as it might; relies on its plans being followed."""
+    """Any request, and not always as many as it might; relies on its plans being followed."""
 
     def __init__(self) -> None:
         self._random = random.Random(0)
@@ -47,13 +47,13 @@ class AnyOrder(Backwards):
     def start(self, waiting: Sequence[Waiting], slots: int) -> None:
         self._left = {view.index for view in waiting}
 
-    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
+    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free: int) -> Sequence[int]:
         assert {view.index for view in waiting} == self._left
         assert not self._left & {view.index for view in running}
-        some = min(len(waiting), self._random.randint(0 if running else 1, len(free_slots)))
-        indices, slots = self._random.sample(sorted(self._left), some), self._random.sample(list(free_slots), some)
+        some = min(len(waiting), self._random.randint(0 if running else 1, free))
+        indices = self._random.sample(sorted(self._left), some)
         self._left -= set(indices)
-        return Plan(tuple(zip(indices, slots, strict=True)))
+        return indices
 
 
 class Forgetful(NoPredictor):

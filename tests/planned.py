@@ -11,7 +11,7 @@ import torch
 
 from grpo_cli.config.auto import decided
 from grpo_cli.config.choices import config_dir
-from grpo_cli.config.compose import parse
+from grpo_cli.config.compose import read_settings
 from grpo_cli.config.prepare import prepare
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile.estimate import total
@@ -34,7 +34,9 @@ def problems(folder: Path) -> Path:
 
 def settings_on_a_gpu(*words: str) -> RunSettings:
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return decided(parse(hydra.compose("train", [*words, "run_dir=."])), lambda line: None, fast=True)
+        return decided(
+            read_settings(hydra.compose("train", [*words, "run_dir=."]), RunSettings), lambda line: None, fast=True
+        )
 
 
 def phases_of(settings: RunSettings) -> dict[str, int]:

@@ -24,8 +24,6 @@ from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.step.invariance import Invariance
 from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.engine.torch.generation import Generation
-from grpo_cli.engine.torch.stop import NeverStop
-from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.engine.vllm.engine import VllmEngine
 from grpo_cli.interfaces import Downsample
 from grpo_cli.metrics import METRICS
@@ -119,14 +117,10 @@ def make_engine(model: Any, **parts: Any) -> TorchEngine:
     return TorchEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
 
 
-def make_generation(
-    decoder: Decoder, requests: Sequence[Request], stop: Any = None, prefix: int = 0, replies: Any = None, **parts: Any
-) -> Generation:
+def make_generation(decoder: Decoder, requests: Sequence[Request], **parts: Any) -> Generation:
     """All at once with everything off, but for what is given."""
-    found: dict[str, Any] = dict(eos=(EOS,), sampler=full(), sparsity=Dense(), capture=None) | parts
-    of_space = (found["sampler"], found["sparsity"], requests, found["capture"], prefix)
-    others = (found["eos"], requests, stop or NeverStop(), NullMeter(), found["sampler"].refills, replies)
-    return Generation(Workspace.of(decoder, *of_space), *others)
+    defaults: dict[str, Any] = dict(sampler=full(), sparsity=Dense(), eos_token_ids=(EOS,), meter=NullMeter())
+    return Generation(decoder, requests=requests, **(defaults | parts))
 
 
 def vllm_engine(model: Any, **parts: Any) -> VllmEngine:

@@ -13,172 +13,73 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from words import GSM8K
 
-from grpo_cli.tasks.answers import MAX_ANSWER, MAX_DIGITS, equal, extract_answer, gold_answer, parse_number
+from grpo_cli.tasks.answers import MAX_ANSWER, MAX_DIGITS, equal, extract_answer, gold_answer
 
+# The ways to write a number are in judge_pairs.txt; these are about where it is looked for.
 STRICT = [
     ("He pays 3 * 6 = 18.\n#### 18", "18"),
-    ("####18", "18"),
     ("##### 18", "18"),
-    ("#### -7", "-7"),
     ("#### - 7", "-7"),
-    ("#### \u22127", "-7"),
-    ("#### \u20137", "-7"),
-    ("#### 1,234,567", "1234567"),
-    ("#### $1,234.00", "1234"),
     ("#### -$5.50", "-11/2"),
-    ("#### $-5", "-5"),
-    ("#### 18.", "18"),
     ("#### 18.00.", "18"),
     ("#### 18, as asked", "18"),
-    ("#### .75", "3/4"),
-    ("#### 50%", "50"),
-    ("#### 5 apples", "5"),
-    ("#### 5kg", "5"),
-    ("#### 5 m^2", "5"),
     ("#### 12 (that is, 3 * 4)", "12"),
     ("#### **12**", "12"),
     ("#### 3 * 4 = 12 dollars", "12"),
-    ("#### x = 12", "12"),
-    ("#### 3/4", "3/4"),
-    ("#### 1 1/2 cups", "3/2"),
-    ("#### 1e3", "1000"),
     ("#### 5\n\nI hope this helps. There are 7 days in a week.", "5"),
     ("#### 4\nNo, I forgot one.\n#### 5", "5"),
     ("#### 4\nSo \\boxed{5}.", "5"),
     ("\\boxed{4}, that is:\n#### 5", "5"),
     ("The answer is 3.\n#### 5", "5"),
     ("#### $\\boxed{72}$", "72"),
-    ("\\boxed{72}", "72"),
-    ("\\boxed {72}", "72"),
-    ("\\boxed{ - 72 }", "-72"),
+    ("\\boxed { - 72 }", "-72"),
     ("\\boxed{\\boxed{72}}", "72"),
-    ("$\\boxed{\\$1{,}234.50}$", "2469/2"),
-    ("\\boxed{10\\,000}", "10000"),
-    ("\\boxed{10\u202f000}", "10000"),
-    ("\\boxed{50\\%}", "50"),
-    ("\\boxed{45^\\circ}", "45"),
-    ("\\boxed{\\frac{3}{4}}", "3/4"),
-    ("\\boxed{-\\dfrac{3}{4}}", "-3/4"),
-    ("\\boxed{\\frac{-3}{4}}", "-3/4"),
-    ("\\boxed{\\frac34}", "3/4"),
-    ("\\boxed{1\\frac{1}{2}}", "3/2"),
-    ("\\boxed{x = 5}", "5"),
-    ("\\boxed{5\\text{ apples}}", "5"),
-    ("\\boxed{\\text{5 apples}}", "5"),
     ("\\boxed{\\text{She has } \\$18}", "18"),
     ("\\boxed{\\left(5\\right)}", "5"),
-    ("#### 1 234", "1234"),
-    ("#### 1\u202f234\u202f567", "1234567"),
-    ("#### 1_000_000", "1000000"),
-    ("#### 1'234.5", "2469/2"),
-    ("#### 3½", "7/2"),
-    ("#### ⅔ cup", "2/3"),
-    ("#### 10²", "100"),
-    ("#### 5 m²", "5"),
-    ("#### 2^10", "1024"),
-    ("#### 2**10", "1024"),
-    ("\\boxed{1.5 \\times 10^{3}}", "1500"),
-    ("#### 3 × 10⁻²", "3/100"),
-    ("#### 5k", "5000"),
-    ("#### $2.5M", "2500000"),
-    ("#### $5m", "5000000"),
-    ("#### 5m", "5"),
-    ("#### 5 million dollars", "5000000"),
-    ("#### 5 months", "5"),
-    ("\\boxed{3\\text{ dozen}}", "36"),
     ("#### 2 hundred thousand", "200000"),
-    ("#### +5", "5"),
-    ("#### --5", "5"),
-    ("#### −½", "-1/2"),
-    ("#### US$5", "5"),
-    ("#### Rs. 5", "5"),
-    ("#### １２３", "123"),
     ("#### ٤٢", "42"),
     ("#### 1010_2", "10"),
-    ("#### 1e-400", "1/1" + "0" * 400),
     ("\\boxed{0.1\\overline{6}}", "1/6"),
 ]
-
 LENIENT = [
-    ("The answer is 5.", "5"),
     ("THE FINAL ANSWER IS: $5.00!", "5"),
     ("the answer is \\(5\\) because 2 + 3 makes it", "5"),
     ("**Answer:** 5 apples, 2 of them green", "5"),
-    ("**Answer**: 5", "5"),
-    ("Answer: \\frac{3}{4} of 8", "3/4"),
     ("The answer is\n\n-5", "-5"),
-    ("The answer is 3 + 4 = 7.", "7"),
     ("The answer is 3 + 4, that is 7.", "7"),
     ("The answer is not 5, it is 6.", "6"),
     ("The answer is 5. I hope this answer is clear.", "5"),
     ("Q: How many?\nA: 5 apples", "5"),
-    ("A: 5", "5"),
     ("A: 5 apples were bought there.\nThen 3 more, so 8.", "8"),
     ("A: First there are 5, then 3 more, so 8.", "8"),
-    ("A: 5 apples were bought. Then 3 more. So 8.", "8"),
     ("So she has 10 - 4 = 6 eggs left", "6"),
     ("10-5", "5"),
     ("it falls from 3 to -5 degrees", "-5"),
-    ("between 3 and 5-", "5"),
-    ("she has $-5 left", "-5"),
     ("the numbers are 1,2,3", "3"),
-    ("It costs 1,234,567.89 dollars.", "123456789/100"),
-    ("It takes him ...5", "5"),
-    ("She ate 3/4", "3/4"),
     ("There are 5. 3/4 of them", "3/4"),
     ("5 molecules of H2O", "5"),
-    ("#### five, so 5", "5"),
     ("#### Step 2\nAdd 3 to get 8", "8"),
     ("\\boxed{}: 5", "5"),
     ("The answer is \\boxed{5", "5"),
-    ("7", "7"),
-    ("The answer is 1 000.", "1000"),
-    ("The answer is ⅔.", "2/3"),
-    ("So she needs 1½", "3/2"),
-    ("The area is 25 m^2.", "25"),
     ("The area is 25 m².", "25"),
-    ("It costs 2 million dollars", "2000000"),
     ("The answer is 5, 2 more than 3.", "5"),
 ]
-
-NO_ANSWER = [
-    "",
-    "I do not know.",
-    "eighteen",
-    "version 3.5.2",
-    "H2O",
-    "1/0",
-    "#### 1/0",
-    "#### 5:30",
-    "#### 5-10",
-    "#### 5 - 10",
-    "#### 1,2",
-    "#### 3 x 4",
-    "#### 1/2/3",
-    "#### 5 20/3",
+NO_ANSWER = ["", "eighteen", "version 3.5.2", "H2O", "1/0", "#### 5:30", "#### 5 - 10", "#### 1,2", "#### 1/2/3"]
+NO_ANSWER += [
     "The answer is 7.\n#### 3 + 4",
     "7 or \\boxed{5, 6}",
-    "7 or \\boxed{5 \\text{ or } 6}",
     "7 or \\boxed{5\\pi}",
-    "7 or \\boxed{\\sqrt{2}}",
-    "7 or \\boxed{5x+2}",
     "9" * (MAX_DIGITS + 1),
     "#### 1e4000",
-    "It is 1e4000",
+]
+NO_ANSWER += [
     "9999999^999",
-    "#### 3 4",
-    "#### 1, 2",
     "#### 5 or 6",
-    "#### 1331 and 1728",
     "#### 12_2",
     "#### 3^{1/2}",
-    "#### (-2)^2",
-    "\\boxed{1\\quad 2}",
     "\\boxed{5!}",
     "\\boxed{5x}",
-    "\\boxed{\\frac{1}{2}3}",
     "#### 5 and a half",
-    "#### 5'10",
     "0x1F",
 ]
 
@@ -201,38 +102,18 @@ def test_what_is_no_plain_number_is_no_answer(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"), [("#### $1,234.00 each.", "$1,234.00"), ("It is -3/4.", "-3/4"), ("#### 5:30", "5:30"), ("", "")]
-)
-def test_the_piece_that_was_read_is_shown(text: str, shown: str) -> None:
-    assert extract_answer(text).text == shown
-
-
-@pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("18", "18"),
         ("$18.50", "37/2"),
         ("5 apples per day.", "5"),
-        ("3/4", "3/4"),
         ("2 + 3 = <<2+3=5>>5\n#### 5", "5"),
-        ("So \\boxed{5}", "5"),
         ("2 + 3 is 5. The answer is 5", "5"),
         ("2 apples and 3 pears", None),
         ("There are 5", None),
         ("7 and \\boxed{5\\pi}", None),
-        ("five", None),
-        ("1 234", "1234"),
-        ("3½", "7/2"),
-        ("5k", "5000"),
-        ("1e400", "1" + "0" * 400),
-        ("x = 5", "5"),
         ("2x = 8", None),
-        ("x^2 + y^2 = 1", None),
         ("x = 1 or x = 2", None),
-        ("14 - i", None),
-        ("2R", None),
         ("3 or 4", None),
-        ("1, 2", None),
         ("5!", None),
     ],
 )
@@ -253,11 +134,11 @@ def test_published_formats_of_numbers_are_told_apart_and_recognised(form: str) -
 
 
 def test_comparison_is_exact_and_of_answers_alone() -> None:
-    tenth = parse_number("0.1")
-    assert tenth is not None and equal(tenth + tenth + tenth, parse_number("0.3"))  # floats: 0.30000000000000004
-    assert not equal(parse_number("0.33"), parse_number("1/3"))
-    assert equal(parse_number("0.50"), parse_number("2/4"))
-    assert not equal(parse_number("9007199254740993"), parse_number("9007199254740992"))  # the same float
+    tenth = gold_answer("0.1")
+    assert tenth is not None and equal(tenth + tenth + tenth, gold_answer("0.3"))  # floats: 0.30000000000000004
+    assert not equal(gold_answer("0.33"), gold_answer("1/3"))
+    assert equal(gold_answer("0.50"), gold_answer("2/4"))
+    assert not equal(gold_answer("9007199254740993"), gold_answer("9007199254740992"))  # the same float
     assert not equal(None, None) and not equal(None, Fraction(0)) and not equal(Fraction(0), None)
 
 
@@ -327,42 +208,21 @@ def test_hostile_texts_take_time_in_proportion_to_their_length() -> None:
     )
 
 
-def gold_solutions() -> list[str]:
+def test_every_gsm8k_solution_gives_its_own_answer_and_no_other_in_every_form() -> None:
     if not GSM8K.is_dir():
         pytest.skip("the GSM8K files are not here")
     lines = [line for name in ("train", "test") for line in (GSM8K / f"{name}.jsonl").read_text("utf-8").splitlines()]
-    return [json.loads(line)["answer"] for line in lines]
-
-
-def test_every_gsm8k_solution_gives_its_own_answer_in_every_form() -> None:
-    solutions = gold_solutions()
-    assert len(solutions) == 7473 + 1319
-    for i, solution in enumerate(solutions):
+    assert len(lines) == 7473 + 1319
+    for i, solution in enumerate(json.loads(line)["answer"] for line in lines):
         worked, _, answer = solution.rpartition("#### ")
         value = Fraction(int(answer.replace(",", "")))
-        assert gold_answer(solution) == value
-        found = extract_answer(solution)
-        assert (found.value, found.strict) == (value, True)
-        endings = [
-            f"$\\boxed{{{answer}}}$",
-            f"The answer is ${answer}.",
-            f"A: {answer}.00",
-            f"So it is {answer} in all.",
-        ]
+        assert gold_answer(solution) == value == extract_answer(solution).value
+        endings = ["$\\boxed{{{}}}$", "The answer is ${}.", "A: {}.00", "So it is {} in all."]
         if "answer" in worked.lower():  # a few say "the answer is" on their way
             endings.pop()
-        found = extract_answer(worked + endings[i % len(endings)])
-        assert (found.value, found.strict) == (value, i % len(endings) == 0)
-
-
-def test_a_gsm8k_solution_with_a_changed_answer_is_wrong() -> None:
-    for i, solution in enumerate(gold_solutions()):
-        worked, _, answer = solution.rpartition("#### ")
-        gold = gold_answer(solution)
-        assert gold is not None
-        changed = [f"{gold + 1}", f"{gold - 10}", f"1{answer.lstrip('-')}", f"{answer}.5"]
-        if gold != 0:
-            changed += [f"{answer}0", f"{answer}/3", f"{-gold}"]
-        text = changed[i % len(changed)]
-        for ending in ("#### {}", ("\\boxed{{{}}}", "The answer is {}")[i % 2]):
-            assert not equal(extract_answer(worked + ending.format(text)).value, gold), (text, ending, answer)
+        ending = endings[i % len(endings)]
+        found = extract_answer(worked + ending.format(answer))
+        assert (found.value, found.strict) == (value, ending is endings[0])
+        for other in (str(value + 1), f"1{answer.lstrip('-')}", f"{answer}5", str(-value) if value else "7"):
+            for form in ("#### {}", endings[i % 2]):
+                assert not equal(extract_answer(worked + form.format(other)).value, value), (other, answer)

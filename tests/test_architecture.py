@@ -169,9 +169,7 @@ OTHER_MEANING = {
     # values of model.quantize, optim.ess, profile.lengths; keys, one of them of adapters
     "config/check": {"none", "sqrt", "full", "epochs", "dora"},
     "config/compose": {"profile"},  # the command
-    "config/elsewhere": {"beta"},  # TRL's word
     "config/instantiate": {"none"},  # a value of engine.quantize
-    "config/together": {"none"},  # a value of model.quantize
     "config/overrides": {"hf"},  # whose YAML lists every setting of a model
     "config/auto": {"hf", "none"},  # none: a value of model.autocast
     "config/removed": {"none"},  # a value of settings that are gone

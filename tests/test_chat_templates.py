@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 from small import small_model
-from tiny_hf import CHAT_TEMPLATE, make_folder, make_tokenizer
+from tiny_hf import CHAT_TEMPLATE, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 from words import task_of
 
-from grpo_cli.cli.main import app
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.compose import settings_of
 from grpo_cli.model.load import eos_token_ids
@@ -146,9 +144,7 @@ def test_qwen3_does_not_think_unless_it_is_asked_to_and_says_so(tmp_path: Path) 
     [
         (THINKS, {"enable_thinkin": False}, "does not read enable_thinkin; it reads enable_thinking; did you mean"),
         (True, {"enable_thinking": False}, "no variable of its own"),
-        (HEADERS, {"dat": "x"}, "it reads date"),
         (THINKS, {"messages": []}, "does not read messages"),
-        (THINKS, {"tokenize": False}, "does not read tokenize"),
         (False, {"enable_thinking": False}, "=.*leave it out"),
     ],
 )
@@ -157,14 +153,6 @@ def test_a_word_that_the_template_does_not_read_is_refused_with_those_it_reads(
 ) -> None:
     with pytest.raises(UserError, match=f"task.chat_template_kwargs.*{named}"):
         made(asks(tmp_path / "p.jsonl", "a", "b"), template, chat_template_kwargs=words)
-
-
-def test_templates_by_name_and_a_template_that_is_wrong(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(chat_template=THINKS)
-    tokenizer.chat_template = {"default": THINKS, "tool_use": HEADERS}
-    assert template_variables(tokenizer) == ["date", "enable_thinking"]
-    with pytest.raises(UserError, match="chat template"):
-        made(asks(tmp_path / "p.jsonl", "a", "b"), "{% if %}", chat_template_kwargs={"enable_thinking": False})
 
 
 def test_the_empty_place_for_reasoning_that_a_template_drops_is_named_and_kept_by_the_setting(tmp_path: Path) -> None:
@@ -179,15 +167,6 @@ def test_the_empty_place_for_reasoning_that_a_template_drops_is_named_and_kept_b
     assert task._prompting.tokenizer.decode(read).endswith(
         f"{begun}2<|im_end|>\n<|im_start|>user\nNo.<|im_end|>\n{begun}"
     )
-
-
-def test_a_chat_of_one_question_is_that_question(tmp_path: Path) -> None:
-    """The same prompts, ids and split, so that a data set in either form is one data set."""
-    texts = [f"q{i}" for i in range(20)]
-    plain = made(asks(tmp_path / "a.jsonl", *texts))
-    chats = made(asks(tmp_path / "b.jsonl", *([{"role": "user", "content": text}] for text in texts)))
-    for split in ("train", "eval"):
-        assert list(plain.prompts(split)) == list(chats.prompts(split))
 
 
 def test_a_chat_comes_back_word_for_word_and_one_question_does_not_split_chats(tmp_path: Path) -> None:
@@ -206,14 +185,10 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
     [
         (CHAT, {"system_prompt": "x"}, "line 1: .*task.system_prompt=null"),
         (CHAT, {"few_shot": 1}, "task.few_shot=0"),
-        (CHAT, {"few_shot": 1, "few_shot_path": "s.jsonl"}, "task.few_shot=0"),
-        (CHAT, {"template": False}, "a chat template"),
         (CHAT, {"use_chat_template": False}, "a chat template"),
         (CHAT, {"template": NO_SYSTEM}, "line 1: .*no system"),
         (CHAT[:3], {}, "line 1: field 'question' ends with an assistant message.*end it with"),
         ([], {}, "an empty list"),
-        (["hello"], {}, "each with a role and a content"),
-        ([{"role": "user"}], {}, "each with a role and a content"),
         ([{"role": "user", "content": ["x"]}], {}, "each with a role and a content"),
         ([{"role": "user", "content": "\ud800"}], {}, "half of a surrogate pair"),
         ({"role": "user"}, {}, "or a list of messages"),
@@ -222,8 +197,6 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
 def test_a_chat_that_cannot_be_put_is_refused_at_once(
     tmp_path: Path, question: Any, settings: dict[str, Any], named: str
 ) -> None:
-    if "few_shot_path" in settings:
-        settings = {**settings, "few_shot_path": asks(tmp_path / "s.jsonl", "shown")}
     with pytest.raises(UserError, match=named):
         made(asks(tmp_path / "p.jsonl", question, "b", "c"), **settings)
 
@@ -235,7 +208,7 @@ def test_a_field_of_a_field_is_read_unless_there_is_one_of_that_very_name(tmp_pa
     both = [*task.prompts("train"), *task.prompts("eval")]
     assert [p.answer for p in sorted(both, key=lambda p: p.id.split("-")[1])] == ["0", "1", "2", "9"]
     with pytest.raises(
-        UserError, match=r"no field 'reward_model.tru'.*found are: prompt, reward_model, reward_model.truth"
+        UserError, match=r"no field 'reward_model.tru'.*fields are: prompt, reward_model, reward_model.truth"
     ):
         made(path, question_field="prompt", answer_field="reward_model.tru")
     with pytest.raises(UserError, match=r"no field 'prompt.x'"):
@@ -264,42 +237,14 @@ def test_a_table_gives_the_same_prompts_as_parquet_and_as_jsonl(tmp_path: Path) 
     assert both[1].row_of(prompt) == rows[int(prompt.id.split("-")[1]) - 1]
 
 
-def test_a_parquet_file_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parquet_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     table = parquet(tmp_path / "r.parquet", [{"q": "a", "answer": "1"}, {"q": "b", "answer": None}])
-    with pytest.raises(UserError, match="r.parquet, row 1 has no field 'question'.*found are: q, answer"):
-        made(table)
     with pytest.raises(UserError, match="r.parquet, row 2: field 'answer'"):
         made(table, question_field="q")
     (tmp_path / "broken.parquet").write_bytes(Path(table).read_bytes()[:-9])
-    for name, reason in (("broken", "cannot be read"), ("absent", "No such file")):
-        with pytest.raises(UserError, match=f"task.path=.*{name}.parquet.*{reason}|{reason}.*Parquet"):
+    for name in ("broken", "absent"):
+        with pytest.raises(UserError, match=f"task.path=.*{name}.parquet cannot be read"):
             made(str(tmp_path / f"{name}.parquet"))
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"grpo-cli\[hub\]"):
-        made(table)
-
-
-def test_a_run_and_its_evaluation_have_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = asks(tmp_path / "p.jsonl", *(f"q{i}" for i in range(8)))
-    folder = make_folder(tmp_path / "model", "qwen3", chat_template=THINKS)
-    run = ["model=qwen3_0_6b", f"model.path={folder}", "model.eos_tokens=[]", "task=jsonl", f"task.path={path}"]
-    run += ["n=2", "train.prompts=2", "sampling.max_new_tokens=4", "eval.every=0", "eval.problems=2", "optim.lr=1e-6"]
-    run += ["record.rollouts=-1", "model.autocast=none"]
-
-    def grpo(*words: str) -> str:
-        result = CliRunner().invoke(app, words)
-        assert result.exit_code == 0, result.output
-        return result.output
-
-    def shown(folder: str, name: str) -> list[bool]:
-        rows = [json.loads(line) for line in (tmp_path / folder / name).read_text().splitlines()]
-        return [EMPTY in row["prompt"] for row in rows]
-
-    assert "enable_thinking=false" in grpo("train", *run, "train.steps=1", "hydra.run.dir=new")
-    assert all(shown("new", "rollouts.jsonl"))
-    grpo("eval", "checkpoint=new", "hydra.run.dir=new_eval")
-    assert all(shown("new_eval", "samples.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -386,16 +331,11 @@ ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     [
         ENDLESS,
         "{{ 'x' * 10**10 }}",
-        "{% set n = 10**10 %}{{ 'x' * n }}",
-        "{{ messages[0].content | center(10**10) }}",
         "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
         "{{ 'x' * 20000000 }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ 1 // (messages | length - 1) }}",
         "{{ 7 % 0 }}",
         "{{ '\\ud800' }}",
-        "{{ messages[9].content }}",
-        "{{ nothing() }}",
     ],
 )
 def test_a_template_that_fails_or_takes_too_much_is_refused(

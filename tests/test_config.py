@@ -1,11 +1,13 @@
-"""Settings: what is composed from conf/, what is refused and in which words, and that every YAML fits its target."""
+"""Settings: what conf/ composes, what is refused by its key, and how a recorded run's settings meet typed ones."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import itertools
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -19,10 +21,11 @@ from omegaconf import OmegaConf
 import grpo_cli.settings
 from grpo_cli.config.check import check, check_eval
 from grpo_cli.config.choices import EXPERIMENTAL, choices, config_dir, groups_of, parts_of, shipped
-from grpo_cli.config.compose import parse, parse_eval
+from grpo_cli.config.compose import read_settings
 from grpo_cli.config.instantiate import RECIPE, drop_inherited
-from grpo_cli.config.overrides import overrides_of_run, overrides_to_resume
-from grpo_cli.settings import RunSettings
+from grpo_cli.config.recorded import merged
+from grpo_cli.runs.record import RunRecord
+from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 
 CONF = config_dir()
@@ -32,7 +35,7 @@ CHOICES = [file for file in GROUP_FILES if file.parent.name != "experiment"]
 
 
 def settings(*overrides: str) -> RunSettings:
-    return parse(compose(*overrides))
+    return read_settings(compose(*overrides), RunSettings)
 
 
 def refusal(*overrides: str) -> str:
@@ -51,7 +54,7 @@ def test_the_defaults_are_accepted_and_typed():
 
 
 def test_the_defaults_of_eval_are_accepted():
-    run = parse_eval(compose(command="eval"))
+    run = read_settings(compose(command="eval"), EvalRunSettings)
     check_eval(run)
     assert set(run.parts) == set(parts_of("eval"))
 
@@ -60,7 +63,7 @@ def test_the_defaults_of_eval_are_accepted():
 def test_every_choice_can_be_composed(file, tmp_path):
     group, words = file.parent.name, shipped(file.parent.name, file.stem)
     if group not in groups_of("train"):
-        check_eval(parse_eval(compose(f"{group}={file.stem}", command="eval")))
+        check_eval(read_settings(compose(f"{group}={file.stem}", command="eval"), EvalRunSettings))
         return
     trace = Path(__file__).parent / "old_run" / "rollouts.jsonl"
     required = [f"{group}.{key}={trace}" for key, value in words.items() if value == "???"]
@@ -112,10 +115,7 @@ BASES = sorted(CONF.glob("*/_*.yaml"))
 def test_what_choices_have_in_common_is_no_choice_itself(file):
     group = file.parent.name
     assert file.stem not in choices(group)
-    with pytest.raises(
-        UserError, match=f"{group} says nowhere what to build: choose one of {', '.join(choices(group))}"
-    ):
-        settings(f"{group}={file.stem}")
+    assert group in refusal(f"{group}={file.stem}")
 
 
 def test_what_is_read_of_a_choice_without_hydra_is_what_hydra_composes():
@@ -146,32 +146,6 @@ def test_every_key_has_a_comment_above_it(file):
         if not above.strip() or above.rstrip().endswith(":"):
             bare.append(line)
     assert bare == []
-
-
-@pytest.mark.parametrize(
-    ("override", "key", "wanted"),
-    [
-        ("n=abc", "n=abc", "a whole number"),
-        ("seed=true", "seed=true", "a whole number"),
-        ("seed=1.0", "seed=1.0", "a whole number"),
-        ("train.steps='3'", "train.steps=3", "a whole number"),
-        ("optim.lr=null", "optim.lr=null", "a number"),
-        ("train.micro_batch_tokens=all", "train.micro_batch_tokens=all", "a whole number, or auto"),
-        ("model.random_init=1", "model.random_init=1", "true or false"),
-        ("model.architecture=3", "model.architecture=3", "a group of settings"),
-        ("optim.betas=[0.9]", "optim.betas=[0.9]", "a list of 2 values"),
-        ("optim.betas=[0.9,x]", "optim.betas[1]=x", "a number"),
-        ("optim=3", "optim=3", "a group of settings"),
-        ("+optim.lrr=3", "optim.lrr", "did you mean lr?"),
-        ("task=jsonl", "task.path", "task.path=..."),
-        ("n=${nowhere}", "n", "nowhere"),
-        ("sampler=null", "sampler", "full, infinite, micro"),
-    ],
-)
-def test_a_value_that_cannot_be_read_is_named(override, key, wanted):
-    with pytest.raises(UserError) as refused:
-        settings(override)
-    assert key in str(refused.value) and wanted in str(refused.value)
 
 
 def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
@@ -209,74 +183,98 @@ def test_a_part_of_ones_own_inherits_only_what_it_takes(group, monkeypatch):
         assert set(cfg[group]) == {*kept, "_target_", "zzz"}, (choice, name)
 
 
-# Every number of every setting is tried by test_bad_commands.py; here is one of each kind of range and of relation.
-@pytest.mark.parametrize(
-    ("words", "key", "way_out"),
-    [
-        ("n=0", "n=0", "at least 1"),
-        ("n=1", "n=1", "take n of 2 or more"),
-        ("train.micro_batch_tokens=0", "train.micro_batch_tokens=0", "at least 1"),
-        ("train.max_generated=-5e6", "train.max_generated=-5000000.0", "more than 0"),
-        ("train.count_by=promt", "train.count_by=promt", "rollout, prompt; did you mean prompt?"),
-        ("sampling.top_p=1.5", "sampling.top_p=1.5", "more than 0 and at most 1"),
-        ("optim.betas=[0.9,1]", "optim.betas[1]=1.0", "at least 0 and less than 1"),
-        ("optim.betas=[0.9,nan]", "optim.betas[1]=nan", "finite"),
-        ("optim.lr=-inf", "optim.lr=-inf", "finite"),
-        ("optim.eps=1e39", "optim.eps=1e+39", "at most 3.4e+38"),
-        (f"seed={2**64}", f"seed={2**64}", "from 0 to 18446744073709551615"),
-        (f"train.steps={10**400}", "train.steps=a number of 401 digits", "at most 1.84e+19"),
-        (f"train.steps={10**12}", f"train.steps={10**12}", "from 1 to 1000000000"),
-        ("model=qwen3_0_6b model.architecture.rms_norm_eps=nan", "model.architecture.rms_norm_eps=nan", "finite"),
-        ("sampler=infinite sampler.kv_budget=lots", "sampler.kv_budget=lots", "512MiB"),
-        ("sampler=infinite sampler.kv_budget=0GB", "sampler.kv_budget=0GB", "from 1 byte"),
-        ("sampler=micro sampler.slots=0", "sampler.slots=0", "at least 1"),
-        ("sampler=micro sampler.slots=2.5", "sampler.slots=2.5", "whole number"),
-        ("loss.clip_low=null", "loss.clip_low=null", "a number"),
-        ("correction=tis correction.is_threshold=inf", "correction.is_threshold=inf", "finite"),
-        ("engine=vllm engine.options=fast", "engine.options=fast", "a group of settings"),
-        ("m=0", "m=0", "at least 1"),
-        ("n=4 m=8", "m=8", "n=4"),
-        ("m=4 downsample=all", "m=4", "downsample=maxvar"),
-        ("m=1 downsample=maxvar advantage.stats_over=group", "m=1", "downsample=maxvar"),
-        ("m=1 downsample=random", "m=1", "advantage.stats_over=group"),
-        ("train.prompts=2 n=2 train.minibatches=5", "train.minibatches=5", "the 4 rollouts"),
-        ("advantage=median n=8", "n=8", "take n=9"),
-        ("advantage=median n=9 collector=mixed", "collector=mixed", "use collector=equal"),
-        ("downsample=median n=9 m=8 collector=ci", "collector=ci", "use collector=equal"),
-        ("downsample=median n=9 m=4", "n=9", "m must be 8"),
-        ("collector=dars", "collector=dars", "advantage=dr_grpo or collector.divided=true"),
-        ("collector=dars collector.divided=true advantage=rloo", "collector=dars", "collector.divided=false"),
-        ("collector=dars collector.divided=true n=40", "collector.most=32", "n=40"),
-        ("collector=partial sparsity=snapkv", "sparsity=snapkv", "sparsity=dense, or collector=equal"),
-        ("collector=partial engine=ray", "engine=ray", "engine=torch or engine=vllm, or collector=equal"),
-        ("collector=partial predictor=oracle predictor.lengths=x.jsonl", "predictor=oracle", "predictor=mean"),
-        ("sampling.top_k=50", "sampling.top_k=50", "sampling.top_k=0"),
-        ("scheduler=lpt predictor=none", "predictor=none", "choose predictor=mean"),
-        ("optim.weight_decay=2000", "optim.weight_decay=2000.0", "less than 1"),
-        ("engine=vllm sparsity=rkv", "sparsity=rkv", "engine=torch"),
-    ],
-)
-def test_a_setting_that_cannot_work_is_refused_by_its_key_and_with_a_way_out(words, key, way_out):
-    said = refusal(*words.split())
-    assert key in said and way_out in said
+# Every number of every setting is tried by test_bad_commands.py; here is one of each kind, range and relation.
+REFUSED = {
+    "n=abc": "n=abc",
+    "n=0": "n=0",
+    "seed=true": "seed=true",
+    "seed=1.0": "seed=1.0",
+    "train.steps='3'": "train.steps=3",
+    "optim.lr=null": "optim.lr=null",
+    "train.micro_batch_tokens=all": "train.micro_batch_tokens=all",
+    "train.micro_batch_tokens=0": "train.micro_batch_tokens=0",
+    "train.max_generated=-5e6": "train.max_generated=-5000000.0",
+    "train.count_by=promt": "did you mean prompt?",
+    "model.random_init=1": "model.random_init=1",
+    "model.architecture=3": "model.architecture=3",
+    "optim.betas=[0.9]": "optim.betas",
+    "optim.betas=[0.9,x]": "optim.betas[1]=x",
+    "optim.betas=[0.9,1]": "optim.betas[1]=1",
+    "optim.betas=[0.9,nan]": "optim.betas[1]=nan",
+    "optim.lr=-inf": "optim.lr=-inf",
+    "optim.eps=1e39": "optim.eps=1e+39",
+    "optim=3": "optim=3",
+    "+optim.lrr=3": "did you mean optim.lr?",
+    "task=jsonl": "task.path=...",
+    "n=${nowhere}": "n",
+    "sampler=null": "sampler",
+    "loss=_clip": "loss",
+    "sampling.top_p=1.5": "sampling.top_p=1.5",
+    'sampling.stop=["a",""]': "sampling.stop[1]",
+    f"seed={2**64}": f"seed={2**64}",
+    f"train.steps={10**400}": "train.steps=a number of 401 digits",
+    "model=qwen3_0_6b model.architecture.rms_norm_eps=1e39": "model.architecture.rms_norm_eps",
+    "sampler=infinite sampler.kv_budget=lots": "sampler.kv_budget=lots",
+    "sampler=infinite sampler.kv_budget=0GB": "sampler.kv_budget=0GB",
+    "sampler=micro sampler.slots=2.5": "sampler.slots=2.5",
+    "loss.clip_low=null": "loss.clip_low=null",
+    "correction=tis correction.is_threshold=inf": "correction.is_threshold=inf",
+    "engine=vllm engine.options=fast": "engine.options=fast",
+    "+loss.clip_hihg=2": "did you mean clip_high?",
+    "n=1": "n=1",
+    "n=4 m=8": "m=8",
+    "m=4 downsample=all": "m=4",
+    "m=1 downsample=maxvar advantage.stats_over=group": "m=1",
+    "m=1 downsample=random": "m=1",
+    "train.prompts=2 n=2 train.minibatches=5": "train.minibatches=5",
+    "train.warmup=sft train.steps=20": "train.warmup_steps=20",
+    "advantage=median n=8": "n=8",
+    "advantage=median n=9 collector=mixed": "collector=mixed",
+    "advantage=median advantage.stats_over=kept n=9 m=4": "m=4",
+    "downsample=median n=9 m=8 collector=ci": "collector=ci",
+    "downsample=median n=9 m=4": "n=9",
+    "collector=dars": "collector=dars",
+    "collector=dars collector.divided=true advantage=rloo": "collector=dars",
+    "collector=partial sparsity=snapkv": "sparsity=snapkv",
+    "collector=partial engine=ray": "engine=ray",
+    "collector=partial predictor=oracle predictor.lengths=x.jsonl": "predictor=oracle",
+    "correction=tis correction.prox=drawn": "correction.prox=now",
+    "correction.prox=drawn sparsity=snapkv": "sparsity=snapkv",
+    "correction.prox=drawn engine=vllm": "engine=vllm",
+    "sampling.top_k=50": "sampling.top_k=50",
+    "scheduler=lpt predictor=none": "predictor=none",
+    "optim.weight_decay=2000": "optim.weight_decay=2000.0",
+    "optim.park=true optim.offload=true": "optim.park",
+    "model.dtype=bfloat16": "model.dtype=bfloat16",
+    "model.quantize=4bit device=cpu": "model.quantize=4bit",
+    "model.lora.dora=true": "model.lora.dora",
+    "engine=vllm sparsity=rkv": "sparsity=rkv",
+}
+
+
+@pytest.mark.parametrize(("words", "key"), REFUSED.items(), ids=[word[:50] for word in REFUSED])
+def test_settings_that_cannot_work_are_refused_by_their_key(words: str, key: str) -> None:
+    assert key in refusal(*words.split())
 
 
 @pytest.mark.parametrize(
     ("words", "keys"),
     [
-        ("n=0 optim.lr=-1 seed=true device=tpu +sead=3", ("n=0", "optim.lr=-1.0", "seed=true", "device=tpu", "sead")),
+        ("n=abc", ("n=abc",)),
+        ("train.steps=0 n=0 m=-1 optim.lr=x", ("train.steps=0", "n=0", "m=-1", "optim.lr=x")),
+        ("n=0 optim.lr=-1 seed=true device=tpu +sead=3", ("n=0", "optim.lr=-1", "seed=true", "device=tpu", "sead")),
+        ("n=0 sampler=micro sampler.slots=0 loss.kl_coef=-1", ("n=0", "sampler.slots=0", "loss.kl_coef=-1")),
         (
-            "n=8 m=1 downsample=maxvar loss.kl_coef=-1 loss.aggregation=mean sampler=micro sampler.slots=0 "
-            "scheduler=lpt predictor=none",
-            ("m=1", "loss.kl_coef", "loss.aggregation", "sampler.slots=0", "scheduler=lpt"),
+            "n=8 m=1 downsample=maxvar optim.weight_decay=9999 scheduler=lpt predictor=none",
+            ("m=1", "optim.weight_decay", "scheduler=lpt", "downsample=maxvar"),
         ),
     ],
-    ids=["values", "relations and parts"],
 )
-def test_all_violations_are_said_at_once(words, keys):
-    text = refusal(*words.split())
-    assert text.startswith(f"{len(keys)} settings cannot be used:")
-    assert all(f"\n  - {key}" in text for key in keys)
+def test_all_errors_are_listed_at_once_and_none_twice(words: str, keys: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as refused:
+        check(settings(*words.split()))
+    assert len(refused.value.problems) == len(keys), refused.value
+    assert all(any(key in line for line in refused.value.problems) for key in keys)
 
 
 def test_the_largest_group_is_checked_at_once():
@@ -298,14 +296,11 @@ def test_the_largest_group_is_checked_at_once():
     ],
 )
 def test_a_stop_string_is_read_as_it_is_meant(typed, meant):
-    for run in (settings(f"sampling.stop={typed}"), parse_eval(compose(f"sampling.stop={typed}", command="eval"))):
+    for run in (
+        settings(f"sampling.stop={typed}"),
+        read_settings(compose(f"sampling.stop={typed}", command="eval"), EvalRunSettings),
+    ):
         assert run.sampling.stop == (meant,)
-
-
-@pytest.mark.parametrize("typed", [r'["\boxed"]', r'["x\ "]', r'["ok", "x\d"]'])
-def test_a_stop_string_that_stands_for_nothing_is_refused(typed):
-    with pytest.raises(UserError, match=r"sampling.stop\[.\]=.* which stands for nothing: write two backslashes"):
-        settings(f"sampling.stop={typed}")
 
 
 @pytest.mark.parametrize(
@@ -329,32 +324,71 @@ def test_rules_that_go_together_do(words):
 
 
 def test_eval_may_truncate_and_takes_all_problems():
-    check_eval(parse_eval(compose("sampling.top_p=0.9", "eval.problems=-1", command="eval")))
+    check_eval(read_settings(compose("sampling.top_p=0.9", "eval.problems=-1", command="eval"), EvalRunSettings))
 
 
-def test_a_run_is_evaluated_with_its_own_choices_and_values(tmp_path: Path):
-    """Also those that come from a named experiment or another default, which the command line does not show."""
-    hostile = r"it's \ C:\new\ ${n} \'"
-    run = compose("task=gsm8k", "model=hf", "model.path=x", "sampling.max_new_tokens=7", "seed=5", "logger=jsonl")
-    run.task.template = hostile.replace("${", "\\${")
-    run.model.random_init, run.model.eos_tokens = True, ["<|end|>"]
-    names = {group: "gsm8k" if group == "task" else "hf" for group in ("task", "model")}
-    names |= {"engine": "torch", "sampler": "full", "scheduler": "fifo", "predictor": "none", "sparsity": "dense"}
-    names["logger"] = "jsonl"
-    run.model.architecture = {"model_type": "llama"}
-    left = made.record(tmp_path, OmegaConf.to_container(run, resolve=False), choices=names)
-
-    again = compose(*overrides_of_run(left), command="eval")
-    assert again.task.template == hostile
-    assert (again.task.path, again.task.use_chat_template, again.task.eval_fraction) == (None, True, 0.05)
-    assert (again.model.path, again.model.random_init, again.model.offload_activations) == ("x", True, False)
-    assert again.model.eos_tokens == [], "random weights of a preset have the ends of no tokenizer"
-    assert (again.sampling.max_new_tokens, again.seed) == (7, 5)
+RUN = ("task=jsonl", "task.path=x.jsonl", "sampling.max_new_tokens=7", "seed=5", "n=4", "logger=jsonl", "optim.lr=3e-4")
+CHOICES_OF_RUN = {"task": "jsonl", "model": "tiny", "loss": "grpo", "logger": "jsonl", "experiment": "none"}
 
 
-def test_a_run_is_resumed_with_what_it_was_started_with_however_often(tmp_path: Path):
-    first = ["n=4", "task.template='a b'", "train.steps=3"]
-    again = overrides_to_resume(made.record(tmp_path, {}, first), tmp_path)
-    assert again == [*first, f"++hydra.run.dir='{tmp_path}'"]
-    later = made.record(tmp_path, {}, [*first, "resume=auto", f"++resume='{tmp_path}'", "++resume_wait=3"])
-    assert overrides_to_resume(later, tmp_path) == again
+def recorded(tmp_path: Path, *changed: str) -> RunRecord:
+    run = OmegaConf.to_container(compose(*RUN, *changed), resolve=False)
+    run["task"]["template"] = r"it's \ C:\ \${n} {question}"
+    return made.record(tmp_path, run, choices=CHOICES_OF_RUN)
+
+
+def continued(tmp_path: Path, *typed: str) -> RunSettings:
+    """What `grpo train resume=... <typed>` runs with: Hydra composes what was chosen, and what is typed."""
+    groups = [word for word in typed if word.partition("=")[0] in CHOICES_OF_RUN]
+    cfg = compose(
+        "task=jsonl", "logger=jsonl", *groups, *(f"++{word.lstrip('+')}" for word in typed if word not in groups)
+    )
+    return read_settings(merged("train", cfg, recorded(tmp_path), typed), RunSettings)
+
+
+def test_a_resumed_run_has_its_recorded_settings_and_what_is_typed(tmp_path: Path) -> None:
+    same, other = (
+        continued(tmp_path),
+        continued(tmp_path, "optim.lr=1e-5", "n=8", "task=jsonl", "+task.weights.short=0.5"),
+    )
+    assert (same.n, same.m, same.seed, same.optim.lr, same.parts["task"]["path"]) == (4, 4, 5, 3e-4, "x.jsonl")
+    assert same.parts["task"]["template"] == r"it's \ C:\ ${n} {question}"
+    assert (other.n, other.m, other.optim.lr, other.seed) == (8, 8, 1e-5, 5), "m follows n as it did"
+    weights = {**same.parts["task"]["weights"], "short": 0.5}
+    assert other.parts["task"] == {**same.parts["task"], "weights": weights}, "the choice is the recorded one"
+    changed = continued(tmp_path, "loss=dapo", "task.template=a")
+    assert changed.parts["loss"] == shipped("loss", "dapo") and changed.parts["task"]["template"] == "a"
+    with pytest.raises(UserError, match="experiment=dapo_arithmetic"):
+        continued(tmp_path, "experiment=dapo_arithmetic")
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ("+loss._target_=no.such", "loss._target_"),
+        ("++loss.clip_low=${oc.env:HOME}", "loss.clip_low"),
+        ("++task.reward=elsewhere:reward", "task.reward"),
+        ("++model.trust_remote_code=true", "model.trust_remote_code"),
+    ],
+)
+def test_a_recorded_setting_that_names_foreign_code_has_to_be_typed(tmp_path: Path, changed: str, key: str) -> None:
+    cfg, record = compose(*RUN), recorded(tmp_path, changed.replace("+", ""))
+    with pytest.raises(UserError, match=re.escape(key)):
+        merged("train", cfg, record, ["n=4"])
+    merged("train", cfg, record, [f"{key}=null"])
+
+
+def test_a_recorded_setting_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    record = recorded(tmp_path)
+    with pytest.raises(UserError, match=r"optim\.zzz"):
+        config = {**record.config, "optim": {**record.config["optim"], "zzz": 1}}
+        read_settings(merged("train", compose(*RUN), replace(record, config=config), []), RunSettings)
+
+
+def test_a_run_is_evaluated_with_its_own_settings_and_the_checkpoint_s_weights(tmp_path: Path) -> None:
+    last = {"model.path": "ckpt", "model.random_init": False}
+    cfg = compose("task=jsonl", "logger=jsonl", "eval.k=9", "model=hf", command="eval")
+    cfg.model.path = "tiny"
+    run = read_settings(merged("eval", cfg, recorded(tmp_path), ["eval.k=9"], last), EvalRunSettings)
+    assert (run.model.path, run.model.random_init, run.seed, run.eval.k) == ("ckpt", False, 5, 9)
+    assert (run.parts["task"]["path"], run.sampling.max_new_tokens, run.eval.split) == ("x.jsonl", 7, "eval")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import made
 import pytest
 from environments import Responding
-from tiny_hf import TURN_END, TURN_START, make_tokenizer
+from tiny_hf import TURN_END, make_tokenizer
 from words import rollout_of, task_of
 
 from grpo_cli.collect.requests import score_all
@@ -21,7 +19,7 @@ from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import turns
 from grpo_cli.tasks.prompting import Prompting
-from grpo_cli.tasks.turns import Reply, environment_of
+from grpo_cli.tasks.turns import Reply
 from grpo_cli.types import ENVIRONMENT, Finish, Group, Request, Rollout, Span
 
 PLAIN, CHAT = make_tokenizer(), make_tokenizer(chat_template=True)
@@ -33,9 +31,6 @@ def rows(tmp_path: Path) -> str:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
     return str(tmp_path / "rows.jsonl")
 
-
-SETTINGS: Any = dict(turns=2, environment="environments:Counter", tools=None, respond_seconds=60.0)
-PROMPTING = Prompting(PLAIN, "{question}", None, use_chat_template=False)
 
 RESPONDING = {"environment": "environments:Responding"}
 
@@ -131,26 +126,20 @@ def test_an_object_is_kept_from_turn_to_turn_and_the_oldest_makes_room(rows, mon
 
 
 def test_so_many_answers_are_made_at_a_time_as_there_are_workers(rows):
-    at_once: list[int] = []
-    lock, busy = threading.Lock(), [0]
-
-    def reply(prompt: Any, row: Any, said: Any, who: str) -> Reply:
-        with lock:
-            busy[0] += 1
-            at_once.append(busy[0])
-        time.sleep(0.02)
-        with lock:
-            busy[0] -= 1
-        return Reply(None)
-
     for workers in (1, 3):
-        task = talking(rows, respond_workers=workers, **RESPONDING)
-        task._environment = replace(task._environment, reply=reply)
-        prompt = task.prompts("train")[0]
-        for pending in [task.respond(prompt, [[5]]) for _ in range(9)]:
+        task, busy, at_once = talking(rows, respond_workers=workers, **RESPONDING), list[int](), list[int]()
+
+        def reply(*asked: Any, busy=busy, at_once=at_once) -> Reply:
+            busy.append(1)
+            at_once.append(len(busy))
+            time.sleep(0.02)
+            busy.pop()
+            return Reply(None)
+
+        task._environment.reply = reply
+        for pending in [task.respond(task.prompts("train")[0], [[5]]) for _ in range(9)]:
             pending.result(60)
         assert max(at_once) == workers
-        at_once.clear()
 
 
 def test_an_episode_is_scored_by_what_the_model_has_read(rows):
@@ -184,36 +173,25 @@ def test_tools_are_called_by_what_the_model_writes_and_faults_are_told_to_it(row
     for bad, why in {
         "<tool_call>{": "no end",
         "<tool_call>not json</tool_call>": "no JSON",
-        "<tool_call>[1]</tool_call>": "none of add",
-        '<tool_call>{"name": "rm", "arguments": {}}</tool_call>': "none of add",
         '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': "an object",
         '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>': "TypeError",
         '<tool_call>{"name": ["add"], "arguments": {}}</tool_call>': "none of add",
-        '<tool_call>{"name": {"add": 1}, "arguments": {}}</tool_call>': "none of add",
-        '<tool_call>"add"</tool_call>': "none of add",
         '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}} and</tool_call>': "no JSON",
         f"<tool_call>{'[' * 99_999}</tool_call>": "no JSON",
-        f'<tool_call>{{"name": {"9" * 9999}}}</tool_call>': "no JSON",
         '{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>': "no beginning",
         f"<tool_call><tool_call>{call[11:]}": "no end",
     }.items():
         assert why in heard(task, bad)[0], bad
-    assert task.counted() == {"turns/errors": 14.0}
+    assert task.counted() == {"turns/errors": 9.0}
     assert heard(task, f"{call}<tool_call>")[0] == "5"
     assert "add" in task.text(task.prompts("train")[0].token_ids), "the model is told of it"
 
 
 TOOLS = (
-    (
-        "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
-        "{% for m in messages %}TURN_START{{ m.role }}\n{{ m.content }}TURN_END\n{% endfor %}"
-        "{% if add_generation_prompt %}TURN_STARTassistant\n{% endif %}"
-    )
-    .replace("TURN_START", TURN_START)
-    .replace("TURN_END", TURN_END)
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
 NO_BEGINNING = "the tool call has no beginning: open it with <tool_call>"
 CALL = '<tool_call>{"name": "now", "arguments": {"how": "a"}}</tool_call>'
 
@@ -281,40 +259,30 @@ def test_no_tool_call_that_a_model_writes_ends_a_run(rows):
     assert len(warned) == len(set(warned)) < 99, "each kind is named once"
 
 
-def test_a_class_hears_its_turns_again_wherever_it_is_asked(rows):
+def test_a_class_answers_as_in_trl_or_in_skyrl_gym(rows):
     chat = make_tokenizer(chat_template=TOOLS)
     task = talking(rows, chat, environment="environments:Counter", turns=4)
     take = '<tool_call>{"name": "take", "arguments": {"count": 2}}</tool_call>'
     left = int(task.prompts("train")[0].answer)
-    assert heard(task, take, take) == [f"{left - 4} left"]
-    assert heard(task, take) == [f"{left - 2} left"] and heard(task, take, take) == [f"{left - 4} left"]
-    stepping = talking(rows, environment="environments:Stepping")
-    assert heard(stepping, "a", "b") == ["a b"] and heard(stepping, "a") == ["a"] and heard(stepping, "end") is None
-    assert heard(stepping, "over") is None and heard(stepping, "silent") == [""]
+    assert heard(task, take, take) == [f"{left - 4} left"] and heard(task, take) == [f"{left - 2} left"]
     warned: list[str] = []
-    wrong = talking(rows, environment="environments:Stepping", warn=warned.append)
-    assert heard(wrong, "none")[0].startswith("error: TypeError") and heard(wrong, "none", "a") == ["none a"]
-    assert len(warned) == 1 and wrong.counted() == {"turns/errors": 1.0}
+    stepping = talking(rows, environment="environments:Stepping", warn=warned.append)
+    assert heard(stepping, "a", "b") == ["a b"] and heard(stepping, "a") == ["a"] and heard(stepping, "end") is None
+    assert heard(stepping, "over") is None and heard(stepping, "silent") == [""] and warned == []
+    assert heard(stepping, "none")[0].startswith("error: TypeError") and heard(stepping, "none", "a") == ["none a"]
+    assert len(warned) == 1 and stepping.counted() == {"turns/errors": 1.0}
 
 
-def test_what_reset_returns_goes_behind_the_question(rows, tmp_path):
+def test_what_reset_returns_goes_behind_the_question(rows):
     chat = make_tokenizer(chat_template=TOOLS)
-    plain = talking(rows, chat, environment="environments:Counter", turns=4).prompts("train")[0]
-    made = [json.loads(line) for line in Path(rows).read_text().splitlines()]
-    opened = tmp_path / "opened.jsonl"
-
-    def first(**more: object) -> str:
-        opened.write_text("".join(json.dumps(row | more) + "\n" for row in made))
-        task = talking(str(opened), chat, environment="environments:Counter", turns=4)
-        return chat.decode(task.prompts("train")[0].token_ids)
-
-    question = made[0]["question"]
-    before = chat.decode(plain.token_ids)
-    assert question in before and first(opening=" 7 left") == before.replace(question, f"{question} 7 left")
-    with pytest.raises(UserError, match="line 1, returned a int: return text"):
-        environment_of(SETTINGS, PROMPTING).opens({"answer": "1", "opening": 7}, "line 1")
-    with pytest.raises(UserError, match="in UTF-8"):
-        environment_of(SETTINGS, PROMPTING).opens({"answer": "1", "opening": "\ud800"}, "line 1")
+    task = talking(rows, chat, environment="environments:Counter", turns=4)
+    plain = task.text(task.prompts("eval")[0].token_ids)
+    question = task.row_of(task.prompts("eval")[0])["question"]
+    task._eval.problems[0].row["opening"] = " 7 left"
+    assert task.text(task.prompts("eval")[0].token_ids) == plain.replace(question, f"{question} 7 left") != plain
+    for opening in (7, "\ud800"):
+        with pytest.raises(UserError, match="line 1, returned a .*in UTF-8"):
+            task._environment.opens({"answer": "1", "opening": opening}, "line 1")
 
 
 def test_a_class_that_says_different_things_is_refused(rows):
@@ -329,18 +297,12 @@ def test_a_class_that_says_different_things_is_refused(rows):
         ({"environment": "environments:Counter", "tools": "environments:add"}, "both"),
         ({"environment": "environments:Counter", "turns": 1}, "task.turns of 2 or more"),
         ({"tools": "environments:nothing"}, "has no function"),
-        ({"environment": "environments"}, "module:name"),
-        ({"environment": "no_such_module:Counter"}, "cannot be imported"),
         ({"environment": "environments:NoReset"}, "reset"),
-        ({"environment": "environments:Silent"}, "typed methods"),
         ({"environment": "environments:score"}, "task.tools"),
         ({"tools": "environments:several", "tokenizer": make_tokenizer(chat_template=TOOLS)}, "yields"),
         ({"tools": "environments:untyped", "tokenizer": make_tokenizer(chat_template=TOOLS)}, "untyped.*type"),
         ({"tools": "environments:add"}, "chat template"),
         ({"tools": "environments:add", "tokenizer": CHAT}, "does not render tools.*task.environment"),
-        ({"environment": "environments:Responding", "respond_seconds": 0.0}, "task.respond_seconds"),
-        ({"environment": "environments:Responding", "respond_workers": 0}, "task.respond_workers"),
-        ({"turns": 0}, "task.turns=0"),
         ({"environment": "environments:Random", "reward": "environment"}, "get_reward"),
     ],
 )
@@ -349,22 +311,9 @@ def test_what_cannot_answer_is_refused_at_the_start(rows, words, named):
         talking(rows, **words)
 
 
-THINKING = (
-    (
-        "{% for m in messages %}TURN_START{{ m.role }}\n"
-        "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}TURN_END\n{% endfor %}"
-        "{% if add_generation_prompt %}TURN_STARTassistant\n{% endif %}"
-    )
-    .replace("TURN_START", TURN_START)
-    .replace("TURN_END", TURN_END)
-)
-NO_ANSWER = (
-    (
-        "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}{{ raise_exception('no more') }}"
-        "{% endif %}TURN_START{{ m.role }}\n{{ m.content }}TURN_END\n{% endfor %}"
-    )
-    .replace("TURN_START", TURN_START)
-    .replace("TURN_END", TURN_END)
+THINKING = TOOLS.replace("m.content }}", "m.content.split('</think>')[-1] if not loop.last else m.content }}")
+NO_ANSWER = TOOLS.replace(
+    "<|im_start|>{{ m", "{{ raise_exception('no more') if m.role == 'assistant' }}<|im_start|>{{ m"
 )
 
 
@@ -427,9 +376,3 @@ def test_a_guess_narrows_the_range_and_a_calculator_adds_up():
     asks = lambda text: calculator.respond(prompt, [encode(text)]).result()  # noqa: E731
     assert asks("12+7-5=") == ["14"] and asks("3+4=7+1=") == ["8"] and asks("__import__('os')=") == ["?"]
     assert asks("14") is None and asks("=") == ["?"] and asks("9" * 50 + "=") == ["?"]
-
-
-@pytest.mark.parametrize("task", ["jsonl", "word_problems", "reasoning_gym"])
-def test_a_word_that_no_task_of_text_has_is_refused_with_the_one_that_was_meant(task: str) -> None:
-    with pytest.raises(UserError, match=r"task\.turn: .* takes no turn; did you mean turns\?"):
-        made.ready("task", task, {}, turn=3)

@@ -13,8 +13,8 @@ from small import EOS, contents, make_engine, small_model, some_requests
 from tiny_hf import FAMILIES, LLAMA3_ROPE
 
 from grpo_cli.engine.batching import KvShape
-from grpo_cli.engine.interfaces import Plan, Running, Waiting
-from grpo_cli.engine.kv.padding import TILE, round_up
+from grpo_cli.engine.interfaces import Running, Waiting
+from grpo_cli.engine.kv.cache import BLOCK, round_up
 from grpo_cli.engine.order.schedule import Fifo, Lpt
 from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.torch import generation
@@ -107,7 +107,7 @@ def test_a_prefill_is_no_larger_than_its_tokens_allow(monkeypatch: pytest.Monkey
     prefill = Decoder.prefill
 
     def watched(decoder: Decoder, prompts: Sequence[Sequence[int]], note_received: bool) -> Any:
-        sizes.append(len(prompts) * round_up(max(map(len, prompts)), TILE))
+        sizes.append(len(prompts) * round_up(max(map(len, prompts)), BLOCK))
         return prefill(decoder, prompts, note_received)
 
     monkeypatch.setattr(Decoder, "prefill", watched)
@@ -140,13 +140,13 @@ def test_greedy_is_the_most_probable_token_and_certain() -> None:
 
 
 def test_the_kv_peak_is_what_the_shapes_say() -> None:
-    """2 layers x 2 heads x 8 dims x (keys and values) x 4 bytes = 256 bytes a token."""
+    """2 layers x 2 heads x 8 dims x (keys and values) x 4 bytes = 256 bytes a token, in blocks of 16."""
     requests = some_requests(prompts=3, n=4, tokens=33)
     widths = [-(-len(r.prompt.token_ids) // 16) * 16 for r in requests[::4]]
-    engine = make_engine(small_model())
+    engine = make_engine(small_model(), eos_token_ids=())
     list(engine.generate(requests))
     assert engine.stats().slots == 12
-    assert engine.stats().kv_peak_bytes == 256 * (12 * 32 + 3 * max(widths))
+    assert engine.stats().kv_peak_bytes == 256 * (12 * 32 + sum(widths))
 
 
 def test_each_prompt_is_computed_once_and_decode_steps_are_the_schedule_s() -> None:
@@ -170,23 +170,19 @@ def test_each_prompt_is_computed_once_and_decode_steps_are_the_schedule_s() -> N
         assert stats.slot_utilisation == pytest.approx(sum(steps) / (stats.decode_steps * stats.slots))
 
 
-def test_a_plan_is_checked_before_anything_moves() -> None:
-    class Greedy(Backwards):
-        def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
-            return Plan(((0, 0), (0, 1)))
+@pytest.mark.parametrize(("plan", "words"), [([0, 0], "waiting sequences, once"), ([], "must admit a request")])
+def test_a_plan_is_checked_before_anything_moves(plan: list[int], words: str) -> None:
+    class Planned(Backwards):
+        def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free: int) -> Sequence[int]:
+            return plan
 
-    class Idle(Backwards):
-        def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
-            return Plan(())
-
-    for scheduler, words in ((Greedy(), "waiting sequences, once"), (Idle(), "must admit a request")):
-        with pytest.raises(AssertionError, match=words):
-            list(make_engine(small_model(), scheduler=scheduler).generate(some_requests()))
+    with pytest.raises(AssertionError, match=words):
+        list(make_engine(small_model(), scheduler=Planned()).generate(some_requests()))
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:
     request = Request(Prompt("long", (3,) * 250, ""), 0, 0, Sampling.plain(7))
-    with pytest.raises(UserError, match=r"prompt long has 250 tokens .* together 257, .* context is 256"):
+    with pytest.raises(UserError, match=r"prompt long has 250 tokens .* together 257, .* 256"):
         list(make_engine(small_model()).generate([request]))
 
 

@@ -16,19 +16,19 @@ from small import advantages_of
 
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import config_dir, defaults_of
-from grpo_cli.config.compose import parse, settings_of
-from grpo_cli.config.instantiate import make, rules_of
-from grpo_cli.config.kinds import KINDS
+from grpo_cli.config.compose import read_settings, settings_of
+from grpo_cli.config.instantiate import PROTOCOLS, make, rules_of
 from grpo_cli.config.prepare import pick_device, prepare
 from grpo_cli.config.trial import try_rules
 from grpo_cli.experiment import set_up
 from grpo_cli.profile.advice import out_of_memory
+from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import expand_segments
 from grpo_cli.tracking.introduction import introduction
 
 GRPO, LOSS = made.part("advantage", "grpo"), made.part("loss", "grpo")
-PARTS = {group: made.part(group, choice) for group, choice in defaults_of("train").items() if group in KINDS} | {
+PARTS = {group: made.part(group, choice) for group, choice in defaults_of("train").items() if group in PROTOCOLS} | {
     "downsample": made.part("downsample", "all")
 }
 
@@ -277,6 +277,6 @@ def test_an_engine_that_lacks_what_a_run_asks_for_is_refused_before_the_first_st
 
     words = [f"engine._target_={user_module}.Thing", "+engine.own=1", "run_dir=outputs/x"]
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-        settings = parse(hydra.compose("train", words))
+        settings = read_settings(hydra.compose("train", words), RunSettings)
     with pytest.raises(UserError, match="engine: user_rules.Thing has no reads_stop_strings, generate, stats"):
         set_up(prepare(settings), settings.model)

@@ -9,11 +9,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from grpo_cli.cli import main as cli
-from grpo_cli.cli.concepts import CONCEPTS
-from grpo_cli.cli.explain import explain
+from grpo_cli.cli.explain import concepts, explain
 from grpo_cli.config.choices import choices, config_dir, parts_of
 from grpo_cli.config.comments import Setting, flow, read_choice, read_conf
-from grpo_cli.config.elsewhere import ROWS
+from grpo_cli.config.elsewhere import rows
 from grpo_cli.metrics import METRICS
 
 GROUPS = sorted({*parts_of("train"), *parts_of("eval")})
@@ -177,7 +176,7 @@ def every_word() -> list[str]:
     words = [choice for group in GROUPS for choice in choices(group)]
     words += [key.rpartition(".")[2] for key in read_conf(config_dir() / "train.yaml").settings]
     words += [part for name in METRICS for part in (name, *name.split("/")) if "<" not in part]
-    return sorted({*words, *CONCEPTS, *(word for row in ROWS for word in (*row.trl, *row.verl))})
+    return sorted({*words, *concepts(), *(word for row in rows() for word in (*row["trl"], *row["verl"]))})
 
 
 def test_every_word_that_a_person_may_meet_is_explained(capsys: pytest.CaptureFixture[str]):
@@ -190,7 +189,7 @@ def test_a_concept_names_settings_and_groups_that_exist():
     keys = [key for group in (*GROUPS, "model") for key in (group, *keys_of(group))]
     keys += read_conf(config_dir() / "train.yaml").settings
     keys += [name for name in METRICS] + ["resume"]
-    for word, text in CONCEPTS.items():
+    for word, text in concepts().items():
         named = re.findall(r"\b(?:[a-z]+\.[a-z_.]+[a-z]|[a-z]+/[a-z_]+|[a-z]+(?==))", text)
         assert [name for name in named if name not in keys] == [], word
 

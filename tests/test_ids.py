@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import made
 import pytest
 from small import FakeEngine, contents, make_engine, small_model, some_requests
 from tiny_hf import make_tokenizer
-from words import task_of
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.requests import group_rollouts, requests_for
@@ -126,50 +122,3 @@ def test_the_engine_takes_equal_prompts_for_one() -> None:
     expected = contents(engine.generate(requests))
     assert contents(engine.generate(copies)) == expected
     assert engine.stats().prefill_tokens == sum(len(r.prompt.token_ids) for r in requests[::2])
-
-
-# Files whose rows have ids of their own
-
-
-def write(path: Path, *ids: Any) -> str:
-    """A file with a question for each id; no field `id` where it is `...`."""
-    rows = [{"question": f"q{i}", "answer": str(i)} | ({} if own is ... else {"id": own}) for i, own in enumerate(ids)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def test_rows_of_one_id_are_counted_once_for_the_file_and_all_served(tmp_path: Path) -> None:
-    said: list[str] = []
-    path = write(tmp_path / "p.jsonl", "x-1", 2, "x-1", "y", 2, "x-1")
-    task = task_of("jsonl", TOKENIZER, path=path, eval_fraction=0.5, warn=said.append)
-    prompts = [*task.prompts("train"), *task.prompts("eval")]
-    assert sorted(prompt.answer for prompt in prompts) == ["0", "1", "2", "3", "4", "5"]
-    assert len({prompt.id for prompt in prompts}) == 6
-    (warning,) = said
-    assert warning.startswith(f'{path}, line 3 has the id "x-1", as line 1 has (and 2 more of 6 rows repeat an id)')
-
-
-def test_a_file_that_is_read_for_its_examples_too_is_warned_of_once(tmp_path: Path) -> None:
-    said: list[str] = []
-    path = write(tmp_path / "p.jsonl", "a", "b", "c", "b", "d")
-    task_of("jsonl", TOKENIZER, path=path, few_shot=1, few_shot_path=path, warn=said.append)
-    assert len(said) == 1 and 'line 4 has the id "b", as line 2 has; ' in said[0]
-
-
-@pytest.mark.parametrize("ids", [(1, "1", 2, 1.0), (None, None, "", "", " "), (..., ..., ...), ([1], [2], {"a": 1})])
-def test_ids_that_differ_or_say_nothing_are_no_copies(tmp_path: Path, ids: tuple[Any, ...]) -> None:
-    task_of("jsonl", TOKENIZER, path=write(tmp_path / "p.jsonl", *ids))  # a warning would be an error
-
-
-def test_ids_may_be_of_any_kind(tmp_path: Path) -> None:
-    said: list[str] = []
-    task_of(
-        "jsonl", TOKENIZER, path=write(tmp_path / "p.jsonl", [1, {"a": 2.5}], "z", [1, {"a": 2.5}]), warn=said.append
-    )
-    assert len(said) == 1 and 'line 3 has the id [1, {"a": "2.5"}], as line 1 has' in said[0]
-
-
-def test_an_id_that_is_the_question_or_the_answer_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps({"question": f"q{i}", "id": 5}) + "\n" for i in range(3)))
-    task_of("jsonl", TOKENIZER, path=str(path), answer_field="id")

@@ -12,7 +12,6 @@ from typing import Any
 
 import made
 import pytest
-from made import unexpected
 from tiny_hf import make_tokenizer
 from typer.testing import CliRunner
 from words import rollout_of, task_of
@@ -20,9 +19,7 @@ from words import rollout_of, task_of
 from grpo_cli.cli.main import app
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.jsonl import Jsonl
-from grpo_cli.tasks.problems import LazyPrompts, Problem
-from grpo_cli.tasks.prompting import Prompting
-from grpo_cli.tasks.rows import read_rows
+from grpo_cli.tasks.problems import read_problems
 from grpo_cli.types import Prompt
 
 TOKENIZER = make_tokenizer()
@@ -66,18 +63,12 @@ def test_every_row_is_in_one_split_known_by_its_line_and_with_its_answer(tmp_pat
             assert (name, prompt.answer) == (split, str(2 * number))
 
 
-def test_the_seed_and_the_order_of_the_file_do_not_move_the_split(tmp_path: Path) -> None:
-    rows = problems(40)
-    forwards, backwards = write(tmp_path / "f.jsonl", *rows), write(tmp_path / "b.jsonl", *rows[::-1])
-    tasks = [made.task("jsonl", TOKENIZER, seed, path=path) for seed in (0, 7) for path in (forwards, backwards)]
-    held_out = [{prompt.token_ids for prompt in task.prompts("eval")} for task in tasks]
-    assert all(held_out[0] == other for other in held_out)
-
-
-def test_the_split_is_the_same_in_every_version_of_this_program(tmp_path: Path) -> None:
+def test_the_split_follows_from_the_questions_alone_and_is_the_same_in_every_version(tmp_path: Path) -> None:
     """Else a checkpoint would be evaluated on what it was trained on."""
-    task = make(write(tmp_path / "p.jsonl", *problems(40)), eval_fraction=0.1)
-    assert [prompt.id for prompt in task.prompts("eval")] == [f"eval-{line:06d}" for line in (4, 14, 16, 39)]
+    for seed, order in ((0, 1), (7, -1)):
+        path = write(tmp_path / "p.jsonl", *problems(40)[::order])
+        task = made.task("jsonl", TOKENIZER, seed, path=path, eval_fraction=0.1)
+        assert {int(prompt.answer) // 2 + 1 for prompt in task.prompts("eval")} == {4, 14, 16, 39}
 
 
 def test_copies_of_a_question_stay_on_one_side(tmp_path: Path) -> None:
@@ -94,8 +85,10 @@ def test_an_eval_file_is_the_eval_split_and_shares_no_question(tmp_path: Path) -
     assert [p.id for p in task.prompts("train")] == ["train-000001", "train-000002", "train-000003"]
     assert [(p.id, p.answer) for p in task.prompts("eval")] == [("eval-000001", "6"), ("eval-000002", "8")]
     other = write(tmp_path / "o.jsonl", *rows[1:4])
-    message = message_of(lambda: make(path, eval_path=other))
-    assert f"2 of the 3 questions of task.eval_path={other}" in message and "t.jsonl, line 2" in message
+    said: list[str] = []
+    task = make(path, eval_path=other, warn=said.append)
+    assert [p.id for p in task.prompts("train")] == ["train-000001"] and len(task.prompts("eval")) == 3
+    assert len(said) == 1 and f"2 of the 3 problems of {path}" in said[0] and other in said[0]
 
 
 @pytest.mark.parametrize(("fraction", "held_out"), [(0.001, 1), (0.999, 1), (1.0, 2)])
@@ -106,13 +99,6 @@ def test_neither_split_is_ever_empty_unless_all_is_held_out(tmp_path: Path, frac
         assert "lower task.eval_fraction" in message_of(lambda: task.prompts("train"))
     else:
         assert len(task.prompts("train")) == 1
-
-
-def test_prompts_can_be_sliced_and_counted_from_the_end(tmp_path: Path) -> None:
-    prompts = make(write(tmp_path / "p.jsonl", *problems(10))).prompts("train")
-    assert list(prompts[2:4]) == [prompts[2], prompts[3]] and prompts[-1] == list(prompts)[-1]
-    with pytest.raises(IndexError):
-        prompts[len(prompts)]
 
 
 def test_fields_have_names_and_answers_may_be_numbers(tmp_path: Path) -> None:
@@ -134,7 +120,7 @@ def test_fields_have_names_and_answers_may_be_numbers(tmp_path: Path) -> None:
 def test_rows_are_read_as_they_were_written(tmp_path: Path, content: bytes, rows: list[tuple[int, str, str]]) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(content)
-    found = read_rows(str(path), "task.path", "question", "answer")
+    found = read_problems(str(path), "task.path", "question", "answer")
     assert [(row.line, row.question, row.answer) for row in found] == rows
 
 
@@ -157,21 +143,6 @@ def test_a_chat_template_is_used_when_there_is_one_unless_it_is_to_be_left_alone
     for settings, begins in (({}, "<|im_start|>user\n"), ({"use_chat_template": False}, "Question: What is")):
         prompt = make(path, CHAT, **settings).prompts("train")[0]
         assert CHAT.decode(list(prompt.token_ids)).startswith(begins)
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{{ raise_exception('no') if messages[0].role == 'system' }}", "a system and a user message: no"),
-        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
-    ],
-)
-def test_a_chat_template_that_refuses_or_is_wrong_is_refused_with_a_way_out(
-    tmp_path: Path, template: str, reason: str
-) -> None:
-    path, tokenizer = write(tmp_path / "p.jsonl", *problems(3)), make_tokenizer(chat_template=template)
-    message = message_of(lambda: make(path, tokenizer, system_prompt="Think."))
-    assert reason in message and "task.system_prompt=null" in message
 
 
 def test_special_tokens_begin_a_prompt_once_and_an_end_is_left_out_of_texts(tmp_path: Path) -> None:
@@ -211,62 +182,15 @@ def test_a_prompt_that_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
     assert "(and 18 more like it)" in message_of(lambda: make(path, max_prompt_tokens=30, eval_fraction=0.05))
 
 
-def test_prompts_that_do_not_fit_are_left_out_or_cut_with_a_warning(tmp_path: Path) -> None:
+def test_prompts_that_do_not_fit_are_left_out_with_a_warning(tmp_path: Path) -> None:
     rows = problems(20)
     rows[7]["question"] = rows[9]["question"] = "word " * 30
     path, said = write(tmp_path / "p.jsonl", *rows), []
-    long = [p for p in all_of(make(path)) if p.id[-2:] in ("08", "10")]
-    limit = len(long[0].token_ids) - 5
-    left = all_of(make(path, max_prompt_tokens=limit, long_prompts="leave_out", warn=said.append))
+    words = {"long_prompts": "leave_out", "warn": said.append}
+    left = all_of(make(path, max_prompt_tokens=len(TOKENIZER("word " * 30)["input_ids"]), **words))
     assert len(left) == 18 and not {p.id[-2:] for p in left} & {"08", "10"}
-    assert len(said) == 1 and "2 of the " in said[0] and "are left out" in said[0] and "p.jsonl, line 8" in said[0]
-    cut = all_of(make(path, max_prompt_tokens=limit, long_prompts="cut", warn=said.append))
-    assert [p.token_ids for p in cut if p.id[-2:] in ("08", "10")] == [p.token_ids[5:] for p in long]
-    assert len(said) == 2 and "lose their beginning" in said[1]
-    message = message_of(lambda: make(path, max_prompt_tokens=3, long_prompts="leave_out", warn=said.append))
-    assert "no prompt to train on is left" in message
-
-
-def test_a_tokenizer_with_more_tokens_than_bytes_is_refused_when_it_gets_there() -> None:
-    class Wasteful:
-        chat_template = None
-        special_tokens_map: Any = {}
-        added_tokens_decoder: Any = {}
-
-        def __call__(self, text: str) -> dict[str, list[int]]:
-            return {"input_ids": [1] * (3 * len(text) if "9 + 9" in text else 2)}
-
-        def get_vocab(self) -> dict[str, int]:
-            return {"What is": 1}
-
-        def encode(self, text: str, **kwargs: Any) -> list[int]:
-            return self(text)["input_ids"]
-
-        def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-            raise AssertionError("there is no chat template")
-
-        def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any:
-            return ""
-
-    prompting = Prompting(Wasteful(), "Question: {question}\nAnswer:", None, use_chat_template=True)
-    lines = range(1, 13)
-    asked = [Problem(line, f"p.jsonl, line {line}", f"What is {line} + {line}?", str(2 * line)) for line in lines]
-    # Not through a task: the type checks of the tests take a prompt out of `task.prompts()` at random.
-    prompts = LazyPrompts("train", asked, prompting, 20, "refuse", unexpected)
-    assert [prompts[i].token_ids for i in (0, 11)] == [(1, 1), (1, 1)]
-    assert message_of(lambda: list(prompts)).startswith("p.jsonl, line 9: the prompt has 96 tokens, but at most 20 fit")
-
-
-def test_of_a_prompt_with_more_characters_than_its_tokens_can_have_only_the_beginning_is_tokenised(monkeypatch) -> None:
-    """All of one of 10 MB took half a minute."""
-    prompting = Prompting(TOKENIZER, "{question}", None, use_chat_template=False)
-    most = 20 * max(map(len, TOKENIZER.get_vocab())) + 1
-    asked = [Problem(1, "p.jsonl, line 1", "a" * 50 * most, "1"), Problem(2, "p.jsonl, line 2", "b", "1")]
-    seen: list[str] = []
-    encode = Prompting.encode
-    monkeypatch.setattr(Prompting, "encode", lambda self, text, *chat: seen.append(text) or encode(self, text))
-    message = message_of(lambda: LazyPrompts("train", asked, prompting, 20, "refuse", unexpected))
-    assert "line 1: the prompt has " in message and seen == ["x", "a" * most]
+    assert len(said) == 1 and "2 of the " in said[0] and "p.jsonl, line 8" in said[0]
+    assert "no prompt to train on is left" in message_of(lambda: make(path, max_prompt_tokens=3, **words))
 
 
 # Mistakes
@@ -287,22 +211,18 @@ GOOD = '{"question": "a", "answer": "1"}'
 FIVE = '{"question": "b", "answer": "five"}'
 BAD_FILES = [
     (["", "  "], "task.path={path} is empty"),
-    ([GOOD, '{"question": "b", "answer": '], "{path}, line 2 is not valid JSON: Expecting value at column 28"),
+    ([GOOD, '{"question": "b", "answer": '], "{path}, line 2 cannot be read as JSON"),
     ([GOOD, "", "[1, 2]"], "{path}, line 3 must be a JSON object with question and answer, but is a list"),
-    ([GOOD, '{"prompt": 1, "answer": 2}'], "{path}, line 2 has no field 'question' (task.question_field)"),
-    (['{"prompt": "b", "c": 1}'], "and no field 'answer' (task.answer_field); the fields found are: prompt, c"),
-    ([GOOD, "{}"], "the fields found are: none"),
-    (['{"question": ["b"], "answer": "2"}'], "{path}, line 1: field 'question' must be text or a number"),
+    (['{"prompt": "b", "c": 1}'], "line 1 has no field 'question' (task.question_field); the fields are: prompt, c"),
+    (['{"question": ["b"], "answer": "2"}'], "{path}, line 1: field 'question' must hold messages"),
     (['{"question": "b", "answer": true}'], "{path}, line 1: field 'answer' must be text or a number, but is true"),
     (['{"question": " ", "answer": "2"}'], "{path}, line 1: field 'question' is blank"),
     (['{"question": "b", "answer": NaN}'], "{path}, line 1 cannot be read as JSON: NaN"),
     (["[" * 100_000], "{path}, line 1 cannot be read as JSON: "),
-    (['{"question": "b", "answer": ' + "9" * 5000 + "}"], "{path}, line 1 cannot be read as JSON: "),
     (['{"question": "\\ud800", "answer": "1"}'], "{path}, line 1: field 'question' has half of a surrogate pair"),
     ([GOOD, FIVE], "{path}, line 2: no answer was understood in the field 'answer': 'five'; end it with '#### 42'"),
-    ([GOOD, *[FIVE.replace("b", str(i)) for i in range(3)]], "{path}, line 2 (and 2 more of 4 rows): no answer"),
-    ([GOOD, GOOD], "task.path={path} holds 1 question, and none is left to hold out for evaluation"),
-    ([GOOD.encode() + b'\n{"question": "caf\xe9"}\n'], "{path}, line 2 is not UTF-8 text: byte 18 is 0xe9"),
+    ([GOOD, GOOD], "task.path={path} holds 1 question"),
+    ([GOOD.encode() + b'\n{"question": "caf\xe9"}\n'], "{path}, line 2 cannot be read as JSON"),
 ]
 
 
@@ -324,13 +244,11 @@ def test_a_few_answers_that_cannot_be_read_are_counted_and_left_out(tmp_path: Pa
 
 def test_bad_settings_are_refused_together(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", *problems(3))
-    bad = {"eval_fraction": 1.5, "max_unreadable": 1.0, "grading": "harsh", "long_prompts": "shorten", "few_shot": -1}
-    message = message_of(lambda: make(path, **bad, judge_seconds=0.0, judge_workers=0, on_crash="go", formats_on="no"))
-    for key in (*bad, "judge_seconds", "judge_workers", "on_crash", "formats_on"):
-        assert f"task.{key}=" in message
-    assert "lenient, strict" in message and "refuse, leave_out, cut" in message
+    bad = {"eval_fraction": 1.5, "max_unreadable": 1.0, "grading": "harsh", "long_prompts": "cut", "few_shot": -1}
+    bad |= {"judge_seconds": 0.0, "judge_workers": 0, "formats_on": "no"}
+    message = message_of(lambda: make(path, **bad))
+    assert all(f"task.{key}=" in message for key in bad)
     assert "write {question}" in message_of(lambda: make(path, template="Question: {problem}"))
-    assert "it has train and eval" in message_of(lambda: make(path).prompts("test"))
 
 
 # The hub
@@ -385,11 +303,6 @@ def test_a_hub_that_cannot_be_read_says_how_to_give_a_path(
     assert ("no route" if error else "grpo-cli[hub]") in message and "task.path=<file.jsonl>" in message
 
 
-@pytest.mark.parametrize("source", ["hub:", "hub:sums", "hub:a:b:c:d", "hub::train", "hub:a:"])
-def test_a_hub_name_without_a_split_is_refused(source: str) -> None:
-    assert f"task.path={source} must read hub:NAME:SPLIT" in message_of(lambda: make(source))
-
-
 # Examples
 
 
@@ -412,6 +325,6 @@ def test_examples_may_have_a_file_of_their_own(tmp_path: Path) -> None:
     for count, left in ((1, 6), (2, 5)):
         assert len(all_of(make(path, few_shot=count, few_shot_path=shown))) == left
     assert "task.few_shot=3" in message_of(lambda: make(path, few_shot=3, few_shot_path=shown))
-    evaluated = write(tmp_path / "e.jsonl", example)
-    message = message_of(lambda: make(path, few_shot=1, few_shot_path=shown, eval_path=evaluated))
-    assert "are also in the examples of task.few_shot" in message
+    evaluated = write(tmp_path / "e.jsonl", example, {"question": "two?", "answer": "2"})
+    task = make(path, few_shot=1, few_shot_path=shown, eval_path=evaluated)
+    assert [prompt.answer for prompt in task.prompts("eval")] == ["2"]

@@ -16,12 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from grpo_cli.cli.arguments import checkpoint_overrides
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import config_dir
-from grpo_cli.config.compose import parse
+from grpo_cli.config.compose import read_settings
+from grpo_cli.config.recorded import _of_the_weights
 from grpo_cli.experiment import build
 from grpo_cli.model.anatomy import AdapterOff
+from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 
 # With this seed the rewards of every step differ, so that there is something to learn in each.
@@ -38,7 +39,7 @@ def defaults() -> DictConfig:
 
 def trainer(folder: Path, words: Sequence[str]) -> Any:
     given = OmegaConf.from_dotlist([*COMMON, *SHORT, *words, f"run_dir={folder}"])
-    settings = parse(OmegaConf.unsafe_merge(copy.deepcopy(defaults()), given))
+    settings = read_settings(OmegaConf.unsafe_merge(copy.deepcopy(defaults()), given), RunSettings)
     check(settings)
     return build(settings)
 
@@ -106,9 +107,8 @@ def test_evaluation_finds_the_base_of_saved_adapters(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     trainer(tmp_path / "run", LORA).fit()
     saved = tmp_path / "run" / "checkpoints" / "step_000002"
-    words = checkpoint_overrides(str(tmp_path / "run"), task_is_named=True)
-    assert f"++model.adapter='{saved}'" in words
-    assert any(word.startswith("++model.path='") and word.endswith("tiny'") for word in words)
+    values = _of_the_weights(saved, None)
+    assert values["model.adapter"] == str(saved) and values["model.path"].endswith("tiny")
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from small import contents, make_engine, small_model, some_requests
+from test_attention import Case, in_c
 from torch import Tensor
 
-from grpo_cli.engine.kv.cache import KvArena, KvLayout, Region
-from grpo_cli.engine.kv.keeper import KeepAll
-from grpo_cli.engine.kv.rows import Rows
-from grpo_cli.engine.kv.tiles import PromptPages, own_pieces, prompt_pieces
-from grpo_cli.engine.step.native import NativeAttention
 from grpo_cli.native import library as loader
 from grpo_cli.native.library import WRONG, NoNative, library
 from grpo_cli.native.ops import draw, norm, rotate, silu
@@ -50,130 +43,6 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> T
 
 def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
     return bool((found.double() - wanted.double()).abs().max() <= CLOSE[dtype] * max(1.0, wanted.abs().max().item()))
-
-
-# ---- attention
-
-
-class Case:
-    """Rows over pages in disorder, of which only the first `held` numbers mean anything."""
-
-    def __init__(
-        self, rows: int, heads: int, group: int, dim: int, dtype: torch.dtype, page: int, prompt_page: int, seed: int
-    ) -> None:
-        random = np.random.default_rng(seed)
-        self.group, self.dim, self.heads, self.dtype = group, dim, heads, dtype
-        self.lengths = random.integers(0, 3 * page - 1, rows)
-        self.entries = random.integers(0, 3, rows)
-        self.of_prompts = random.integers(1, 3 * prompt_page, 3)
-        self.sees = random.random(rows) < 0.8
-        own, prompts = Region(rows, 3, page), Region(3, 3, prompt_page)
-        for row in random.permutation(rows).tolist():
-            own.take(row, own.pages_for(int(self.lengths[row]) + 1))
-        for entry in random.permutation(3).tolist():
-            prompts.take(entry, prompts.pages_for(int(self.of_prompts[entry])))
-        self.kv = KvArena(KvLayout(1, heads, dim, dtype), own, prompts, 1 << 30, None, CPU)
-        self.kv.make_room(0, 0)
-        views = (self.kv.row_keys, self.kv.row_values, self.kv.prompt_keys, self.kv.prompt_values)
-        for index, (view,) in enumerate(views):
-            view.copy_(numbers(*view.shape, seed=seed + index))
-        places = np.where(prompts.pages < 0, -1, self.kv.prompt_place(prompts.pages))
-        looked_at = PromptPages(places, prompts.used, self.of_prompts, prompt_page)
-        write_to = torch.from_numpy(own.pages[np.arange(rows), self.lengths // page])
-        self.rows = Rows(
-            torch.zeros(rows, dtype=torch.long),
-            torch.zeros(rows, dtype=torch.long),
-            torch.from_numpy(self.lengths),
-            write_to,
-            page,
-            own_pieces(own.pages[:, : own.count.max()], page, CPU),
-            prompt_pieces(self.entries, self.sees, looked_at, 4, None, CPU),
-        )
-        self.q = numbers(rows, heads * group, dim, seed=seed + 9, dtype=dtype)
-        self.k, self.v = (numbers(rows, heads, dim, seed=seed + i, dtype=dtype) for i in (10, 11))
-
-    def found(self) -> Tensor:
-        return NativeAttention(self.rows, self.kv, self.group, 0.3, KeepAll())(0, self.q, self.k, self.v)
-
-    def wanted(self) -> Tensor:
-        """From the definition, row by row, in float64."""
-        kv, out = self.kv, []
-        for row, length in enumerate(self.lengths):
-            own = kv.rows.pages[row, : kv.rows.count[row]]
-            keys, values = (
-                view[0][own].double().transpose(0, 1).flatten(1, 2)[:, :length] for view in (kv.row_keys, kv.row_values)
-            )
-            keys = torch.cat([keys, self.k[row, :, None].double()], 1)
-            values = torch.cat([values, self.v[row, :, None].double()], 1)
-            if self.sees[row]:
-                entry = int(self.entries[row])
-                pages = kv.prompt_pages([entry], int(self.of_prompts[entry]))[0]
-                before = (
-                    view[0][pages].double().transpose(0, 1).flatten(1, 2)[:, : self.of_prompts[entry]]
-                    for view in (kv.prompt_keys, kv.prompt_values)
-                )
-                keys, values = (torch.cat([one, other], 1) for one, other in zip(before, (keys, values), strict=True))
-            q = self.q[row].double().view(self.heads, self.group, self.dim)
-            out.append(((q @ keys.mT * 0.3).softmax(-1) @ values).flatten())
-        return torch.stack(out)
-
-
-@given(
-    st.integers(1, 9),
-    st.integers(1, 3),
-    st.integers(1, 9),
-    st.sampled_from([2, 24, 40, 64, 96, 128, 256]),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.sampled_from([16, 32, 48]),
-    st.integers(0, 99),
-)
-@settings(max_examples=60, deadline=None)
-def test_attention_over_pages_is_its_definition(
-    rows: int, heads: int, group: int, dim: int, dtype: torch.dtype, page: int, seed: int
-) -> None:
-    case = Case(rows, heads, group, dim, dtype, page, 32, seed)
-    wanted = case.wanted()
-    assert close(case.found(), wanted, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_more_keys_than_are_weighted_at_a_time(dtype: torch.dtype) -> None:
-    """256 at a time, and the largest score among the last ones, so that what came before is made smaller."""
-    case = Case(3, 2, 3, 64, dtype, 320, 512, 3)
-    case.k.mul_(4)
-    wanted = case.wanted()
-    assert max(case.lengths) > 512 and max(case.of_prompts) > 1024
-    assert close(case.found(), wanted, dtype)
-
-
-def test_keys_and_values_are_written_where_the_row_will_look_for_them() -> None:
-    case = Case(5, 2, 2, 64, torch.float32, 16, 16, 0)
-    case.found()
-    for row, length in enumerate(case.lengths):
-        keys, values = case.kv.read(row, int(length) + 1)
-        assert torch.equal(keys[0, :, -1], case.k[row]) and torch.equal(values[0, :, -1], case.v[row])
-
-
-def test_what_pages_hold_beyond_their_rows_is_never_read() -> None:
-    case = Case(6, 2, 3, 64, torch.bfloat16, 32, 32, 4)
-    before = case.found()
-    kv, places = case.kv, case.kv.prompt_place(case.kv.prompts.pages)
-    for views, pages, held in (
-        ((kv.row_keys[0], kv.row_values[0]), kv.rows.pages, case.lengths + 1),
-        ((kv.prompt_keys[0], kv.prompt_values[0]), places, case.of_prompts),
-    ):
-        for owner, tokens in enumerate(held):
-            page, at = pages[owner, tokens // 32 if tokens % 32 else 0], tokens % 32
-            for view in views:
-                view[page, :, at if tokens % 32 else 32 :] = torch.nan
-    assert torch.equal(case.found(), before)
-
-
-def test_scores_that_no_exponential_can_hold() -> None:
-    """Scores of up to several thousand: all weight is on the largest one."""
-    case = Case(4, 1, 2, 64, torch.float32, 16, 16, 7)
-    case.q.mul_(1000)
-    assert close(case.found(), case.wanted(), torch.float32)
 
 
 # ---- the other functions
@@ -244,15 +113,15 @@ def test_a_draw_from_what_is_no_distribution_ends_and_says_so(numbers_of: Any, t
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others_and_with_any_number_of_threads() -> None:
-    case = Case(9, 2, 3, 64, torch.float32, 32, 32, 1)
-    together = case.found()
+    case = Case([5, 31, 16, 90, 0, 40], [20, 48, 1], (2, 3, 64), torch.float32, 1)
+    together = case.found(in_c)
     hidden, delta, by = numbers(300, 576), numbers(300, 576, seed=1), (numbers(576, seed=2), 1e-5)
     logits, uniform = numbers(9, 1000) * 3, torch.rand(9, dtype=torch.float64)
     normed = norm(hidden.clone(), delta, *by, torch.float32)
     drawn = draw(logits, uniform, torch.ones(9))
     for threads in (1, 2, 3):
         with computing_with(threads):
-            assert torch.equal(case.found(), together)
+            assert torch.equal(case.found(in_c), together)
             assert torch.equal(norm(hidden.clone(), delta, *by, torch.float32), normed)
             for row in (0, 4, 8):
                 one = hidden[row : row + 1].clone()
@@ -326,9 +195,9 @@ def test_other_instructions_compute_the_same(name: str, monkeypatch: pytest.Monk
     march(name, monkeypatch)
     for dtype in (torch.float32, torch.bfloat16):
         for dim, group in ((24, 2), (64, 3), (64, 7), (128, 4), (96, 1)):
-            case = Case(5, 2, group, dim, dtype, 32, 48, dim + group)
+            case = Case([5, 31, 16, 90, 0], [20, 48, 1], (2, group, dim), dtype, dim + group)
             wanted = case.wanted()
-            assert close(case.found(), wanted, dtype)
+            assert case.close(case.found(in_c), wanted)
         x, by = numbers(3, 100, dtype=dtype), 1 + numbers(100, seed=2, dtype=dtype) / 4
         scaled = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         assert close(norm(x, None, by, 1e-5, dtype), scaled.to(dtype).double() * by.double(), dtype)

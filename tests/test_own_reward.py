@@ -236,7 +236,7 @@ def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:
         ("short", ["a", "b", "c"], "returned 2 rewards for the 3 rollouts from sample 0 of prompt train-"),
         ("named", ["a/b"], "called a part 'a/b' for sample 0"),
         ("named", ["mean"], "reward/mean"),
-        ("wants", ["a"], "asks for temperature; by name it can have reply, turns, answer, question"),
+        ("wants", ["a"], "takes temperature, but by name it can get reply, turns, answer, question"),
         ("huge", ["400"], f"returned 1{199 * '0'}... as huge for sample 0"),
         ("huge", ["5000"], "returned a number of 16610 bits as huge for sample 0"),
         ("far", ["above"], "returned 1.3510798882111488e.16 as far.*from -2.53 to 2.53"),

@@ -146,9 +146,7 @@ def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, to
     st.integers(1, 60),
     st.booleans(),
 )
-def test_lengths_alone_tell_how_a_batch_is_cut_and_how_large_parts_are(
-    groups: Any, tokens: int, packs: bool
-) -> None:
+def test_lengths_alone_tell_how_a_batch_is_cut_and_how_large_parts_are(groups: Any, tokens: int, packs: bool) -> None:
     way = PackedTrees(tokens, 64, 0.7) if packs else Padded(tokens, 64, 0.7)
     batch = make_batch(groups)
     # Prompts that are alike by chance are one group to a batch.

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from grpo_cli.cli import main as cli
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices, config_dir
-from grpo_cli.config.compose import parse
+from grpo_cli.config.compose import read_settings
 from grpo_cli.learner.batch import collate, micro_batch_rows, rows_of, totals
 from grpo_cli.learner.logprobs import token_logprobs
 from grpo_cli.select import Selection, select
@@ -130,7 +130,7 @@ def composed(*overrides: str) -> RunSettings:
     import hydra
 
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return parse(hydra.compose("train", [*overrides, "run_dir=outputs/x"]))
+        return read_settings(hydra.compose("train", [*overrides, "run_dir=outputs/x"]), RunSettings)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

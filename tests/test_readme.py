@@ -17,12 +17,12 @@ from hydra.errors import HydraException
 from test_architecture import ROWS
 
 from grpo_cli.cli.main import app
-from grpo_cli.config.check import check, check_eval, check_profile
 from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, is_experimental, parts_of
 from grpo_cli.config.comments import read_choice, read_conf
-from grpo_cli.config.compose import parse, parse_eval, parse_profile
-from grpo_cli.config.elsewhere import ROWS as OTHER_WORDS
+from grpo_cli.config.compose import read_settings
 from grpo_cli.config.elsewhere import meant_by
+from grpo_cli.config.elsewhere import rows as other_words
+from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -30,7 +30,7 @@ FRONT = ROOT / "README.md"
 READMES = [FRONT, ROOT / "grpo_cli" / "README.md", *(ROOT / "conf").glob("*.md"), *(ROOT / "scripts").rglob("*.md")]
 FOR_BASH = [FRONT, ROOT / "conf/README.md", ROOT / "scripts/README.md", ROOT / "scripts/examples/first_run.ipynb"]
 PICTURES = ("train", "pods", "slots")
-READ = {"train": (parse, check), "eval": (parse_eval, check_eval), "profile": (parse_profile, check_profile)}
+KINDS = {"train": RunSettings, "eval": EvalRunSettings, "profile": ProfileRunSettings}
 # Where they stand they need a file or a folder that is not here.
 ELSEWHERE = ("resume=", "checkpoint=", "hydra.", "hydra/")
 
@@ -113,7 +113,7 @@ def first_of(override: Override) -> str:
     return f"{override.key_or_group}={first}"
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", KINDS)
 def test_the_settings_of_every_command_can_be_read(name, tmp_path, monkeypatch):
     """All are composed. A check tries its rules, so that of each set of choices only the longest is checked."""
     (rule,) = re.findall(r"^    # my_rules\.py.*?\n(.*?)\n\n", FRONT.read_text(), re.MULTILINE | re.DOTALL)
@@ -122,23 +122,26 @@ def test_the_settings_of_every_command_can_be_read(name, tmp_path, monkeypatch):
     (tmp_path / "somewhere" / "samples.jsonl").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    (read, refuse), checked = READ[name], set()
+    checked: set[frozenset[str]] = set()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         for words in sorted((words for command, *words in commands() if command == name), key=len, reverse=True):
             here = [word for word in words if "=" in word and not word.startswith(ELSEWHERE)]
             given = [first_of(override) for override in OverridesParser.create().parse_overrides(here)]
             chosen = frozenset(word for word in given if word.partition("=")[0] in groups_of(name))
             try:
-                settings = read(compose(name, [*given, "run_dir=somewhere"]))
+                settings = read_settings(compose(name, [*given, "run_dir=somewhere"]), KINDS[name])
                 if chosen not in checked:
-                    refuse(settings)
+                    check_eval(settings) if name == "eval" else check(settings)
             except (UserError, HydraException) as error:
                 pytest.fail(f"grpo {name} {shlex.join(words)}: {error}")
             checked.add(chosen)
 
 
 def test_the_words_of_trl_and_verl_stand_in_the_settings_page():
-    cells = [[", ".join(f"`{w}`" for w in words) for words in (row.trl, row.verl, (row.ours,))] for row in OTHER_WORDS]
+    cells = [
+        [", ".join(f"`{w}`" for w in words) for words in (row["trl"], row["verl"], (row["ours"],))]
+        for row in other_words()
+    ]
     table = "\n".join(["| TRL | verl | here |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)])
     assert f"\n\n{table}\n\n" in (ROOT / "conf" / "README.md").read_text()
 
@@ -153,7 +156,7 @@ def test_each_word_of_their_scripts_is_translated_on_its_page(name, words):
         known, (*_, last) = meant_by(word), word.split(".")
         (row,) = [row for row in rows.splitlines() if re.search(rf"[`.]{last}`", row.split("|")[1])] or [""]
         assert row, f"{word} stands in no row"
-        assert known is None or known.ours.partition("=")[0] in row.split("|", 2)[2], f"{word} is {known.ours}"
+        assert known is None or known.partition("=")[0] in row.split("|", 2)[2], f"{word} is {known}"
 
 
 def test_what_the_words_of_trl_and_verl_come_to_is_there():
@@ -161,10 +164,10 @@ def test_what_the_words_of_trl_and_verl_come_to_is_there():
         key for group in ("model", *parts_of("train")) for choice in choices(group) for key in keys_of(group, choice)
     }
     keys |= {*read_conf(config_dir() / "train.yaml").settings, "hydra.run.dir"}
-    for row in OTHER_WORDS:
-        group, _, choice = row.ours.partition("=")
-        assert choice in choices(group) if choice else row.ours in keys, row
-    theirs = [word for row in OTHER_WORDS for word in {*row.trl, *row.verl}]
+    for row in other_words():
+        group, _, choice = row["ours"].partition("=")
+        assert choice in choices(group) if choice else row["ours"] in keys, row
+    theirs = [word for row in other_words() for word in {*row["trl"], *row["verl"]}]
     assert len(theirs) == len(set(theirs)), "each word is of one row"
 
 

@@ -17,7 +17,7 @@ from grpo_cli.cli.main import app
 from grpo_cli.config.instantiate import ready
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import reasoning_gym as gym
-from grpo_cli.tasks.workers import DoesNotStart, Workers
+from grpo_cli.tasks.workers import Workers
 
 needs_library = pytest.mark.skipif(
     find_spec("reasoning_gym") is None,
@@ -46,7 +46,7 @@ def two_processes() -> Any:
         made = []
         for seed in ("1", "2"):
             patch.setenv("PYTHONHASHSEED", seed)
-            workers = gym._workers(1, 120.0)
+            workers = Workers("gym", 1, 120.0)
             workers.ask([{"check": "", "config": {}}])  # so that it starts with this seed
             made.append(workers)
     yield made
@@ -184,7 +184,7 @@ def test_an_environment_is_given_the_answer():
     [
         ({"name": None}, "task.name=.*task.mix="),
         ({"mix": {"gcd": 1}}, "task.name=chain_sum, or a mix: task.mix="),
-        ({"name": None, "mix": {}}, "empty"),
+        ({"name": None, "mix": {}}, "task.mix="),
         ({"name": None, "mix": {"gcd": 0}}, "task.mix.gcd=0"),
         ({"name": None, "mix": {"gcd": float("nan")}}, "task.mix.gcd=nan"),
         ({"name": None, "mix": {"gcd": "two"}}, "task.mix.gcd=two"),
@@ -231,10 +231,10 @@ def test_problems_that_do_not_fit_are_left_out_and_few_are_said():
 def test_a_process_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch):
     class Broken:
         def ask(self, questions: Any) -> Any:
-            raise DoesNotStart("no library")
+            raise UserError("did not start: no library")
 
     monkeypatch.setattr(gym, "require", lambda *words: None)
-    monkeypatch.setattr(gym, "_workers", lambda count, seconds: Broken())
+    monkeypatch.setattr(gym, "Workers", lambda *words: Broken())
     with pytest.raises(UserError, match="did not start: no library"):
         task()
 

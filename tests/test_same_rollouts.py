@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +25,6 @@ from made import fptas, infinite, micro, prefix_head
 from orders import AnyOrder, Backwards, Forgetful, PromptsFirst
 from small import adapted_model, contents, make_engine, require_bits, small_model, some_requests
 
-from grpo_cli.engine.kv import cache
 from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.order.schedule import Lpt, Sjf
 from grpo_cli.engine.step import decoder as decoders
@@ -49,16 +48,11 @@ class Policy:
     requests: Callable[[], list[Request]] = functools.partial(some_requests, prompts=3, n=6)
     sparsity: Any = field(default_factory=Dense)
     packed: bool = False  # whether weights as small as these are multiplied by packed copies
-    page: int | None = None  # tokens of a page of keys, where not as many as there may be
 
     @contextmanager
     def constants(self) -> Iterator[None]:
         """Those of the engine that decide about the order of sums."""
-        with ExitStack() as stack:
-            if self.packed:
-                stack.enter_context(patch.object(decoders, "PACKED_FROM", 0))
-            if self.page:
-                stack.enter_context(patch.multiple(cache, PAGE_BYTES=1, PAGE_TOKENS=self.page))
+        with patch.object(decoders, "PACKED_FROM", 0) if self.packed else nullcontext():
             yield
 
 
@@ -108,7 +102,6 @@ POLICIES = {
     "packed": Policy(packed=True),
     "adapted, packed": Policy(adapted_model, packed=True),
     "all kinds of requests": Policy(requests=some_of_each),
-    "all kinds, in pages of 16 tokens": Policy(requests=some_of_each, page=16),
     "streaming": evicting(Streaming, True),
     "h2o": evicting(H2o, True),
     "h2o, prompt too": evicting(H2o, False),
@@ -177,14 +170,6 @@ def without_copies_of_weights(make: Make, requests: Sequence[Request]) -> Iterab
     return make(packed_weights=False).generate(requests)
 
 
-def by_page_tables(**parts: Callable[[], Any]) -> Way:
-    def way(make: Make, requests: Sequence[Request]) -> Iterator[Rollout]:
-        with patch.object(decoders, "reason_against", lambda device, dim: ""):
-            yield from by(**parts)(make, requests)
-
-    return way
-
-
 def compiled(make: Make, requests: Sequence[Request]) -> Iterator[Rollout]:
     """By a compiler that gives back what it is given. Annotations would be compiled too, so they are not checked."""
     torch._dynamo.reset()
@@ -216,11 +201,10 @@ WAYS: dict[str, Way] = {
     "captured, by lengths": by_steps_of_fixed_shape(**PREFIX),
     "no copies of weights": without_copies_of_weights,
     "in PyTorch's operations": in_pytorchs_operations,
-    "tables": by_page_tables(sampler=lambda: infinite(slots=7)),
     "compiled": compiled,
 }
 # Products in another order, with rounding of its own.
-ROUNDED = {"no copies of weights", "in PyTorch's operations", "tables", "compiled"}
+ROUNDED = {"no copies of weights", "in PyTorch's operations", "compiled"}
 
 # ---- the table
 
@@ -302,7 +286,7 @@ def test_so_they_are_with_any_number_of_threads(threads: int, policy: str, way: 
 @pytest.mark.smollm2
 @pytest.mark.parametrize(
     "way",
-    ["continuous", *(pytest.param(way, marks=pytest.mark.matrix) for way in ("rounds", "captured", "tables"))],
+    ["continuous", *(pytest.param(way, marks=pytest.mark.matrix) for way in ("rounds", "captured"))],
 )
 def test_so_are_those_of_a_real_model(way: str) -> None:
     same("smollm2", way)

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import some_requests
 
-from grpo_cli.engine.step.sample import SamplingTable, _truncated, inverse, truncate, uniforms
+from grpo_cli.engine.step import sample
+from grpo_cli.engine.step.rows import Drawing
+from grpo_cli.engine.step.sample import _truncated, draw, drawing_of, inverse, truncate, uniforms
 from grpo_cli.native.library import NoNative, library
 from grpo_cli.settings import Sampling
 
@@ -31,17 +33,15 @@ def how(request: pytest.FixtureRequest) -> Iterator[None]:
     NATIVELY[0] = False
 
 
-def table(*words: Sampling) -> SamplingTable:
-    made = SamplingTable(len(words), CPU, NATIVELY[0])
-    made.put(range(len(words)), words)
-    return made
+def table(*words: Sampling) -> Drawing:
+    return drawing_of(words, CPU, NATIVELY[0])
 
 
 def test_each_token_comes_out_for_its_own_share_of_the_unit_interval() -> None:
     """Probabilities 0.5, 0.25, 0, 0.25: the borders are at 0.5 and 0.75, and the third token never comes."""
     logits = torch.tensor([0.5, 0.25, 0.0, 0.25]).log().expand(6, 4)
     uniform = torch.tensor([0.0, 0.49, 0.51, 0.74, 0.76, 1 - 2**-53], dtype=torch.float64)
-    tokens, logprobs = table(*[Sampling.plain(128)] * 6).draw(logits, uniform, slice(0, 6))
+    tokens, logprobs = draw(logits, uniform, table(*[Sampling.plain(128)] * 6))
     assert tokens.tolist() == [0, 0, 1, 1, 3, 3]
     torch.testing.assert_close(logprobs.exp(), torch.tensor([0.5, 0.5, 0.25, 0.25, 0.25, 0.25]))
 
@@ -51,7 +51,7 @@ def test_a_number_on_a_border_belongs_to_the_token_above_it_and_none_to_a_token_
     nor is 0.5 one of token 1 or 2."""
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]).expand(4, 5)
     uniform = torch.tensor([0.0, 0.5 - 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
-    tokens, logprobs = table(*[Sampling.plain(128)] * 4).draw(logits, uniform, slice(0, 4))
+    tokens, logprobs = draw(logits, uniform, table(*[Sampling.plain(128)] * 4))
     assert tokens.tolist() == [1, 1, 3, 3]
     torch.testing.assert_close(logprobs.exp(), torch.full((4,), 0.5))
 
@@ -63,7 +63,7 @@ def test_a_token_is_found_in_its_block() -> None:
     logits[0, [100, 255, 256, 590]] = 0.0
     borders = [0.0, 0.25 - 2**-53, 0.25, 0.5 - 2**-53, 0.5, 0.75 - 2**-53, 0.75, 1 - 2**-53]
     uniform = torch.tensor(borders, dtype=torch.float64)
-    tokens, logprobs = table(*[Sampling.plain(128)] * 8).draw(logits.expand(8, 600), uniform, slice(0, 8))
+    tokens, logprobs = draw(logits.expand(8, 600), uniform, table(*[Sampling.plain(128)] * 8))
     assert tokens.tolist() == [100, 100, 255, 255, 256, 256, 590, 590]
     torch.testing.assert_close(logprobs.exp(), torch.full((8,), 0.25))
 
@@ -72,18 +72,16 @@ def test_logits_of_less_than_float32_are_drawn_from_a_few_rows_at_a_time(monkeyp
     """Same tokens and log-probabilities, whatever settings the rows have, and never as many in float32 as there are."""
     logits = torch.randn(70, 600, generator=torch.Generator().manual_seed(0)).mul_(3).bfloat16()
     words = [replace(Sampling.plain(128, temperature=t), top_p=p) for t in (1.0, 0.0, 0.7) for p in (1.0, 0.8)]
-    drawing = table(*[words[row % 6] for row in range(80)])
-    rows, uniform = torch.arange(79, 9, -1), torch.from_numpy(uniforms([5], 70)[0])
-    expected = drawing.draw(logits.float(), uniform, rows)
-    monkeypatch.setattr("grpo_cli.engine.step.sample._AT_ONCE", 8 * 600 + 599)
+    by = table(*[words[row % 6] for row in range(70)])
+    uniform = torch.from_numpy(uniforms([5], 70)[0])
+    expected = draw(logits.float(), uniform, by)
+    monkeypatch.setattr(sample, "_AT_ONCE", 8 * 600 + 599)
     seen: list[int] = []
-    whole = SamplingTable._draw
-    monkeypatch.setattr(SamplingTable, "_draw", lambda self, x, u, r: (seen.append(len(x)), whole(self, x, u, r))[1])
-    for found, wanted in zip(drawing.draw(logits, uniform, rows), expected, strict=True):
+    whole = sample._draw
+    monkeypatch.setattr(sample, "_draw", lambda x, u, by: (seen.append(len(x)), whole(x, u, by))[1])
+    for found, wanted in zip(draw(logits, uniform, by), expected, strict=True):
         assert torch.equal(found, wanted)
     assert seen == [8] * 8 + [6]
-    tokens, _ = drawing.draw(logits, uniform, slice(0, 70))
-    assert torch.equal(tokens, drawing.draw(logits.float(), uniform, slice(0, 70))[0])
 
 
 def test_what_is_rounded_up_to_a_whole_block_does_not_fall_to_a_token_without_probability() -> None:
@@ -98,12 +96,12 @@ def test_a_row_draws_the_same_in_any_company() -> None:
     logits = 3.0 * torch.randn(70, 5000, generator=torch.Generator().manual_seed(0))
     uniform = torch.rand(70, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     words = table(*[Sampling.plain(128)] * 70)
-    tokens, logprobs = words.draw(logits, uniform, slice(0, 70))
+    tokens, logprobs = draw(logits, uniform, words)
     # The same by a sum over every token in float64.
     sums = logits.double().softmax(-1).cumsum(-1)
     assert torch.equal(tokens, torch.searchsorted(sums, uniform[:, None], right=True).squeeze(-1))
     for count in (*range(1, 40), 64, 69):
-        few = words.draw(logits[:count], uniform[:count], slice(0, count))
+        few = draw(logits[:count], uniform[:count], words.of(slice(count)))
         assert torch.equal(few[0], tokens[:count]) and torch.equal(few[1], logprobs[:count])
 
 
@@ -111,18 +109,14 @@ def test_greedy_rows_alone_are_as_among_others() -> None:
     logits = torch.randn(3, 600, generator=torch.Generator().manual_seed(0))
     uniform = torch.full((3,), 0.9, dtype=torch.float64)
     greedy, other = Sampling.plain(128, temperature=0.0), Sampling.plain(128)
-    alone, mixed = (
-        table(*words).draw(logits, uniform, slice(0, 3)) for words in ([greedy] * 3, [greedy, greedy, other])
-    )
+    alone, mixed = (draw(logits, uniform, table(*words)) for words in ([greedy] * 3, [greedy, greedy, other]))
     assert alone[0].tolist() == logits.argmax(-1).tolist() and alone[1].tolist() == [0.0, 0.0, 0.0]
     assert mixed[0][:2].tolist() == alone[0][:2].tolist() and float(mixed[1][2]) < 0.0
 
 
 def test_temperature_divides_the_logits_and_the_logprob_says_so() -> None:
     logits = torch.tensor([[0.0, 2.0]])
-    _, logprob = table(Sampling.plain(128, temperature=2.0)).draw(
-        logits, torch.tensor([0.9], dtype=torch.float64), slice(0, 1)
-    )
+    _, logprob = draw(logits, torch.tensor([0.9], dtype=torch.float64), table(Sampling.plain(128, temperature=2.0)))
     assert float(logprob) == pytest.approx(-np.log1p(np.exp(-1.0)))
 
 
@@ -130,7 +124,7 @@ def test_top_k_and_top_p_renormalise_what_is_left() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(3, 4)
     words = [replace(Sampling.plain(128), **cut) for cut in ({"top_k": 2}, {"top_p": 0.6}, {"top_p": 0.8, "top_k": 3})]
     uniform = torch.tensor([0.99, 0.99, 0.99], dtype=torch.float64)
-    tokens, logprobs = table(*words).draw(logits, uniform, slice(0, 3))
+    tokens, logprobs = draw(logits, uniform, table(*words))
     # top-k 2: {0, 1}; top-p 0.6: the smallest set that reaches it, {0, 1}; both: 3 left, then 0.4 + 0.3 of 0.9 < 0.8
     assert tokens.tolist() == [1, 1, 2]
     torch.testing.assert_close(logprobs.exp(), torch.tensor([3 / 7, 3 / 7, 2 / 9]))
@@ -185,7 +179,7 @@ def test_what_is_drawn_has_the_probabilities_that_are_said() -> None:
     logits = torch.randn(8, generator=torch.Generator().manual_seed(0))
     uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     words = table(*[Sampling.plain(128, temperature=0.7)] * 20_000)
-    tokens, logprobs = words.draw(logits.expand(20_000, 8), uniform, slice(0, 20_000))
+    tokens, logprobs = draw(logits.expand(20_000, 8), uniform, words)
     expected = (logits / 0.7).softmax(-1) * 20_000
     found = torch.bincount(tokens, minlength=8)
     assert float(((found - expected) ** 2 / expected).sum()) < 24.3

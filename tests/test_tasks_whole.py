@@ -10,7 +10,6 @@ from tiny_hf import make_folder
 from typer.testing import CliRunner, Result
 
 from grpo_cli.cli import main as cli
-from grpo_cli.cli.arguments import all_of_a_named_file
 
 SMALL = ["n=2", "m=2", "train.steps=1", "train.prompts=2", "eval.problems=2", "eval.k=1", "logger=jsonl", "device=cpu"]
 FUNCTION = """
@@ -67,20 +66,3 @@ def test_eval_takes_all_of_a_file_that_is_named_to_it(elsewhere: Path) -> None:
     words = ("task.eval_fraction=0.25", "hydra.run.dir=share")
     result = grpo("eval", "eval.problems=-1", "eval.k=1", "device=cpu", *words)
     assert json.loads((elsewhere / "share" / "summary.json").read_text())["problems"] == 2
-
-
-def test_but_of_the_file_that_a_run_was_trained_on_only_what_was_held_out() -> None:
-    run = ["++task.path='mine.jsonl'", "++task.eval_path=null"]
-    whole = ["++task.eval_path=null", "++task.eval_fraction=1.0"]
-    chosen = ["task=jsonl", "task.path=mine.jsonl"]
-    assert all_of_a_named_file([*run, *chosen]) == [*run, *chosen]
-    assert all_of_a_named_file([*run, "task=jsonl"]) == [*run, "task=jsonl"]
-    other = [*run, "task=jsonl", "task.path=other.jsonl"]
-    assert all_of_a_named_file(other) == [*other, *whole]
-    assert all_of_a_named_file([*chosen, "task.eval_path=e"]) == [*chosen, "task.eval_path=e"]
-    assert all_of_a_named_file(["task=mine_own", "task.path=x"]) == ["task=mine_own", "task.path=x"]
-
-
-def test_an_empty_stop_string_is_refused() -> None:
-    result = grpo("train", *SMALL, "sampling.stop=['']")
-    assert result.exit_code == 2 and "sampling.stop holds an empty string" in result.stderr

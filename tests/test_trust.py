@@ -9,12 +9,12 @@ from typing import Any
 
 import made
 import pytest
+from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
-from grpo_cli.cli.arguments import after_those_of_the_run
 from grpo_cli.cli.main import app
 from grpo_cli.config.compose import model_of
-from grpo_cli.config.trust import is_foreign, not_taken
+from grpo_cli.config.trust import is_foreign, not_taken, taken
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.resume import started_with
@@ -46,8 +46,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def resumed(folder: Path, recorded: list[str], *typed: str) -> list[str]:
-    made.record(folder, {}, recorded)
-    return after_those_of_the_run("resume", [f"resume={folder}", *typed])
+    return taken(recorded, typed, folder)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_code_of_others_is_not_run_for_a_recorded_run_unless_it_is_typed_again(h
     with pytest.raises(UserError) as refused:
         resumed(here / "stranger", ["n=4", word])
     assert word.lstrip("+")[:15] in str(refused.value) and "n=4" not in str(refused.value)
-    assert word in after_those_of_the_run("resume", [f"resume={here / 'stranger'}", word])
+    assert word in resumed(here / "stranger", [word], word)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +94,7 @@ def test_values_choices_of_ours_and_code_of_one_s_own_are_taken_as_they_are(here
 
 def test_a_typed_value_or_choice_replaces_what_is_not_taken(here: Path) -> None:
     for typed in ("logger._target_=mine_and_trusted.Tracker", "logger=jsonl"):
-        made.record(here / typed, {}, [COPY])
-        words = after_those_of_the_run("resume", [f"resume={here / typed}", typed])
-        assert COPY not in words and typed in words
+        assert resumed(here / typed, [COPY], typed) == []
 
 
 def test_a_recorded_configuration_is_judged_by_its_leaves(here: Path) -> None:
@@ -109,8 +106,9 @@ def test_a_recorded_configuration_is_judged_by_its_leaves(here: Path) -> None:
 def test_a_file_is_not_overwritten_by_resuming_a_folder(here: Path) -> None:
     Path("harmless").write_text("harmless")
     Path("precious").write_text("precious")
-    words = ["logger=jsonl", COPY, "++logger.src=harmless", "++logger.dst=precious", "train.steps=1"]
-    made.record(here / "stranger", {}, words)
+    cfg: Any = OmegaConf.to_container(made.configuration())
+    cfg["logger"] = {"_target_": "shutil.copyfile", "src": "harmless", "dst": "precious"}
+    made.record(here / "stranger", cfg)
     (here / "stranger" / "checkpoints").mkdir()
     ended = CliRunner().invoke(app, ["train", "resume=stranger", "accept_damage=true"])
     assert (ended.exit_code, Path("precious").read_text()) == (2, "precious") and "shutil.copyfile" in ended.output

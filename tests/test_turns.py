@@ -23,7 +23,6 @@ from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import ready
 from grpo_cli.config.prepare import prepare
-from grpo_cli.engine.kv import cache
 from grpo_cli.evaluate import evaluate_with
 from grpo_cli.experiment import set_up
 from grpo_cli.learner.batch import collate, corrected, totals, verdict_on
@@ -106,18 +105,16 @@ def test_log_probabilities_are_those_of_rounds_and_none_of_the_environment_s(mod
 
 
 @pytest.mark.parametrize("looks", [0, 7])
-def test_a_row_that_begins_anew_for_room_says_the_same(model, expected, monkeypatch, looks):
+def test_a_row_that_begins_anew_for_room_says_the_same(model, expected, looks):
     """With room for about two of twelve rows. One whose environment is slow keeps no keys either, and begins anew."""
     unbounded, talk = Talk(), Talk(looks=looks)
     played(make_engine(model), unbounded)
-    monkeypatch.setattr(cache, "PAGE_BYTES", 0)  # pages are as small as they may be, so that rows grow
-    monkeypatch.setattr(cache, "PAGE_TOKENS", 1)
     ledger = Ledger()
     with ledger.open():
-        engine = make_engine(model, sampler=infinite(slots=6, kv_budget="44KB"), warn=lambda text: None)
+        engine = make_engine(model, sampler=infinite(slots=6, kv_budget="32KB"), warn=lambda text: None)
         assert said(played(engine, talk)) == expected
     assert engine.stats().details["engine/restarts"] > 0
-    assert ledger.peak <= 44_000
+    assert ledger.peak <= 32_000
     assert talk.asked == unbounded.asked, "what has been answered is known"
 
 

@@ -1,4 +1,4 @@
-"""`grpo explain`: looks a word up in `conf/`, `metrics.py` and `concepts`.
+"""`grpo explain`: looks a word up in `conf/`, `metrics.py` and `concepts.yaml`.
 
 The sentences of `metrics.py` are read from its source, since importing it loads PyTorch.
 """
@@ -9,26 +9,18 @@ import ast
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+
+import yaml
 
 import grpo_cli
-from grpo_cli.cli.concepts import CONCEPTS
 from grpo_cli.cli.help import Row, say, say_rows
+from grpo_cli.cli.mistakes import no_choice
 from grpo_cli.config.choices import choices, config_dir, defaults_of, is_experimental, marked
 from grpo_cli.config.comments import Setting, read_choice, read_conf
 from grpo_cli.config.elsewhere import meant_by
 from grpo_cli.config.removed import removed
 from grpo_cli.support.errors import UserError, closest
-
-
-class Known(NamedTuple):
-    """A setting, and where it exists: in `grpo train`, or in a choice such as `loss=grpo`."""
-
-    key: str
-    having: str
-    said: Setting
 
 
 def explain_each(words: Sequence[str]) -> None:
@@ -41,32 +33,39 @@ def explain_each(words: Sequence[str]) -> None:
 def explain(word: str) -> None:
     """Explain a word. UserError, with the nearest known one, if it is unknown."""
     name, _, choice = word.partition("=")
-    settings = [one for one in _known() if f".{name}." in f".{one.key}."]
+    settings = {key: found for key, found in _settings().items() if f".{name}." in f".{key}."}
     having = [group for group in _groups() if name in choices(group)]
-    metrics, theirs = _metrics_of(name), meant_by(name)
-    if not choice and name in CONCEPTS:
-        say(f"{name}: {CONCEPTS[name]}")
+    metrics, ours = _metrics_of(name), meant_by(name)
+    if not choice and name in concepts():
+        say(f"{name}: {concepts()[name]}")
     if name in _groups():
         _say_choice(name, choice) if choice else _say_group(name)
     elif settings:
-        _say_settings(settings)
+        for key, found in settings.items():
+            _say_setting(key, found)
     else:
         for group in having:
             _say_choice(group, name)
         say_rows(metrics)
-    if theirs is not None and theirs.ours.rpartition(".")[2] != name:
-        say(f"{name} of TRL or verl is {theirs.ours} here: grpo explain {theirs.ours.partition('=')[0]}")
-    elif not (name in CONCEPTS or name in _groups() or settings or having or metrics):
+    if ours is not None and ours.rpartition(".")[2] != name:
+        say(f"{name} of TRL or verl is {ours} here: grpo explain {ours.partition('=')[0]}")
+    elif not (name in concepts() or name in _groups() or settings or having or metrics):
         for _, why in removed([word]):
             raise UserError(why)
         every = [choice for group in _groups() for choice in choices(group)]
-        near = closest(name, [*_groups(), *(one.key for one in _known()), *_metrics(), *every, *CONCEPTS])
+        near = closest(name, [*_groups(), *_settings(), *_metrics(), *every, *concepts()])
         raise UserError(f"{word} is no group, choice, setting or metric{near}")
 
 
 @functools.cache
+def concepts() -> Mapping[str, str]:
+    """Return technical terms that are not settings, with a sentence each."""
+    return dict(yaml.safe_load(Path(__file__).with_name("concepts.yaml").read_text(encoding="utf-8")))
+
+
+@functools.cache
 def _metrics() -> Mapping[str, str]:
-    """Names and sentences of `metrics.METRICS`."""
+    """Return names and sentences of `metrics.METRICS`."""
     source = (Path(grpo_cli.__file__).parent / "metrics.py").read_text(encoding="utf-8")
     found = [node for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)]
     (value,) = (node.value for node in found if isinstance(node.target, ast.Name) and node.target.id == "METRICS")
@@ -75,7 +74,7 @@ def _metrics() -> Mapping[str, str]:
 
 
 def _metrics_of(word: str) -> list[Row]:
-    """The metric with this name (placeholders such as `<k>` filled in), or those with the word in their names."""
+    """Return the metric with this name (placeholders such as `<k>` filled in), or those whose names hold the word."""
     for name, sentence in _metrics().items():
         pattern = re.sub(r"<[a-z]+>", "[^/]+", re.escape(name).replace("<k>", "[1-9][0-9]*"))
         if re.fullmatch(pattern, word):
@@ -86,37 +85,38 @@ def _metrics_of(word: str) -> list[Row]:
 
 @functools.cache
 def _groups() -> list[str]:
-    """The groups that have choices, such as `loss` and `hydra/launcher`."""
+    """Return the groups that have choices, such as `loss` and `hydra/launcher`."""
     folders = {file.parent.relative_to(config_dir()).as_posix() for file in config_dir().rglob("*/*.yaml")}
     return sorted(folders - {"."})
 
 
 @functools.cache
-def _known() -> tuple[Known, ...]:
-    """All settings of the commands, then those of each choice. What a named experiment sets is explained there."""
-    return tuple(_all_known())
+def _settings() -> Mapping[str, Mapping[Setting, list[str]]]:
+    """Return each setting's values and comments, with the commands or choices that have them."""
+    found: dict[str, dict[Setting, list[str]]] = {}
+    for key, having, setting in _all_settings():
+        found.setdefault(key, {}).setdefault(setting, []).append(having)
+    return found
 
 
-def _all_known() -> Iterator[Known]:
+def _all_settings() -> Iterator[tuple[str, str, Setting]]:
+    """Yield those of the commands, then those of each choice. What a named experiment sets is explained there."""
     for command in ("train", "eval", "profile"):
-        for key, said in read_conf(config_dir() / f"{command}.yaml").settings.items():
-            if not said.place.startswith("conf/train.yaml") or command == "train":  # a profile includes all of these
-                yield Known(key, f"grpo {command}", said)
+        for key, setting in read_conf(config_dir() / f"{command}.yaml").settings.items():
+            if not setting.place.startswith("conf/train.yaml") or command == "train":  # a profile includes all of these
+                yield key, f"grpo {command}", setting
     for group in _groups():
         for choice in choices(group) if group != "experiment" else ():
-            for key, said in read_choice(group, choice).settings.items():
-                yield Known(f"{group.replace('/', '.')}.{key}", f"{group}={choice}", said)
+            for key, setting in read_choice(group, choice).settings.items():
+                yield f"{group.replace('/', '.')}.{key}", f"{group}={choice}", setting
 
 
-def _say_settings(settings: Sequence[Known]) -> None:
-    """Print each setting once per comment, then its values, each with the choices that have it and its place."""
-    comments: dict[tuple[str, str], dict[Setting, list[str]]] = {}
-    for one in settings:
-        comments.setdefault((one.key, one.said.comment), {}).setdefault(one.said, []).append(one.having)
-    for (key, comment), values in comments.items():
+def _say_setting(key: str, found: Mapping[Setting, list[str]]) -> None:
+    """Print a setting once per comment, then its values, each with the choices that have it and its place."""
+    for comment in dict.fromkeys(setting.comment for setting in found):
         say(f"{key}: {comment}" if comment else key)
-        rows = ((f"  {said.value}", f"{_all_of(having)}: {said.place}") for said, having in values.items())
-        say_rows(row for row in rows if row[0].strip())
+        rows = [(one, _all_of(having)) for one, having in found.items() if one.comment == comment and one.value]
+        say_rows((f"  {one.value}", f"{having}: {one.place}") for one, having in rows)
 
 
 def _all_of(having: Sequence[str]) -> str:
@@ -128,18 +128,14 @@ def _say_group(group: str) -> None:
     default = defaults_of("train").get(group)
     say(f"{group}: a group of settings, of which one choice is made")
     about = {choice: read_choice(group, choice).about for choice in choices(group)}
-    say_rows(
-        (f"  {group}={marked(group, one)}", f"{'(the default) ' * (one == default)}{text}")
-        for one, text in about.items()
-    )
+    rows = [(f"  {group}={marked(group, one)}", f"{'(the default) ' * (one == default)}{about[one]}") for one in about]
+    say_rows(rows)
     say(f"They stand in conf/{group}/. grpo explain {group}={next(iter(about))} lists the settings of one.")
 
 
 def _say_choice(group: str, choice: str) -> None:
     if choice not in choices(group):
-        show = partial(marked, group)
-        near = closest(choice, choices(group), show)
-        raise UserError(f"{group}={choice} is not one of the choices {', '.join(map(show, choices(group)))}{near}")
+        raise UserError(no_choice(group, choice, choices(group)))
     file = read_choice(group, choice)
     prefix = "" if group == "experiment" else f"{group.replace('/', '.')}."
     say(f"{group}={choice}: {file.about}")

@@ -1,11 +1,12 @@
-"""Hands a command's arguments to Hydra: the result is a run, a sweep, or one message about a mistake.
+"""Runs a command's job with the settings that Hydra composes: a run, a sweep, or one message about a mistake.
 
-Hydra is imported lazily, so that help and completion are immediate.
+Hydra is imported in functions, so that help and completion are immediate.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from grpo_cli.cli.arguments import sorted_out
-from grpo_cli.cli.mistakes import explained, fail, refusals, unusable
+from grpo_cli.cli.mistakes import FLAGS_WITH_VALUE, explained, fail, refusals, unusable
 from grpo_cli.runs.layout import OUTPUTS
 from grpo_cli.support.errors import UserError, refuse
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from grpo_cli.sweep.resume import Sweep
 
 MOST_FAILED = 100  # exit codes above 125 have other meanings to the shell
+SWEEP = {"-m", "--multirun"}
 
 
 def hand_over(command: str, arguments: Sequence[str]) -> None:
@@ -35,10 +36,13 @@ def hand_over(command: str, arguments: Sequence[str]) -> None:
     from grpo_cli.sweep.resume import sweep_of
 
     with refusals():
-        refuse([*unusable(command, *sorted_out(arguments))])
-        arguments, sweep = sweep_of(command, *sorted_out(arguments), partial(_check, command))
-        called = _Called(sweep, arguments)
-    with _said_in_our_words(command, arguments, called), _command_line(command, arguments):
+        flags, words = sorted_out(arguments)
+        refuse([*unusable(command, flags, words)])
+        if "--help" not in flags:
+            words = _with_those_of_a_run(command, flags, words)
+        words, sweep = sweep_of(command, flags, words, partial(_check, command))
+        called = _Called(sweep, words)
+    with _explained(command, words, called), _command_line(command, words):
         _hydra(command, called)
     if called.refused:
         fail(called.refused)
@@ -48,22 +52,51 @@ def hand_over(command: str, arguments: Sequence[str]) -> None:
         _end(sweep, code)
 
 
+def _with_those_of_a_run(command: str, flags: Sequence[str], words: list[str]) -> list[str]:
+    """Return the words after those of the run that `resume=` or `checkpoint=` names."""
+    from grpo_cli.config.recorded import words_to_evaluate, words_to_resume
+
+    if command == "train":
+        return words_to_resume(words, bool(SWEEP & {*flags}))
+    return words_to_evaluate(words) if command == "eval" else words
+
+
+def with_checkpoint(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of `grpo eval` with a folder among them as `checkpoint=<folder>`. UserError for more than
+    one."""
+    from grpo_cli.config.overrides import overrides, value_of
+
+    words = list(arguments)
+    for place, word in enumerate(words):
+        key, equals, _ = word.partition("=")
+        is_place = re.match(r"[^-~=+]|~/", word) and (not equals or ("/" in key and not key.startswith("hydra/")))
+        if is_place and not (place and words[place - 1] in FLAGS_WITH_VALUE):
+            (words[place],) = (given.lstrip("+") for given in overrides({"checkpoint": word}))
+    named = [str(value_of("checkpoint", [word])) for word in words if word.startswith("checkpoint=")]
+    if len(named) > 1:
+        raise UserError(f"{' and '.join(named)}: grpo eval takes one of them; evaluate each by a command of its own")
+    return words
+
+
+def sorted_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return flags (with their values) and overrides, since Hydra's parser wants all overrides together. UserError for
+    an override without a key, which Hydra would ignore."""
+    for word in arguments:
+        if word.startswith("="):
+            raise UserError(f"{word} cannot be read: write key=value or group=choice")
+    words = [word for word in arguments if not word.startswith("-") and ("=" in word or word.startswith("~"))]
+    return [word for word in arguments if word not in words], words
+
+
 def _check(command: str, cfg: DictConfig) -> None:
-    """UserError for settings that the command's job would refuse."""
-    from grpo_cli.cli.jobs import CHECKS
+    from grpo_cli.cli.jobs import check
 
-    CHECKS[command](cfg)
-
-
-def _run(command: str, cfg: DictConfig) -> Any:
-    from grpo_cli.cli import jobs
-
-    return {"train": jobs.train, "eval": jobs.evaluate, "profile": jobs.profile}[command](cfg)
+    check(command, cfg)
 
 
 def _conclude(sweep: Sweep) -> int:
-    """The exit code of a finished sweep: the number of failed jobs; for profiles 2 if one is missing. These and
-    evaluations are compared here."""
+    """Compare the jobs of a finished sweep. Returns its exit code: the number of failed jobs; for profiles 2 if one is
+    missing."""
     done = sweep.done()
     if sweep.command == "eval" and done:
         from grpo_cli.report.evaluations import show_evaluations
@@ -82,9 +115,13 @@ def _conclude(sweep: Sweep) -> int:
 def _hydra(command: str, task: _Called) -> None:
     """Let Hydra read the command line, and compose a run or a sweep of it."""
     import hydra
+    from hydra._internal.hydra import Hydra
     from omegaconf import OmegaConf
 
     from grpo_cli.config.choices import config_dir
+
+    # It composes everything, once more than needed, for a mode that -m says.
+    Hydra.get_mode = lambda self, config_name, overrides: None  # type: ignore[method-assign]
 
     # Cached, so that a run's folder stays the same each time its config is read, and a sweep's jobs share theirs.
     OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(2), use_cache=True, replace=True)
@@ -97,19 +134,21 @@ class _Called:
     Our launcher starts processes and needs only the `sweep`. Other launchers call it where a job is to run.
     """
 
-    def __init__(self, sweep: Sweep, arguments: Sequence[str]) -> None:
+    def __init__(self, sweep: Sweep, words: Sequence[str]) -> None:
         self.sweep = sweep
         self.started = False
-        self.there_before = _folders_before(OUTPUTS / sweep.command, arguments)
+        self.there_before = _folders_before(OUTPUTS / sweep.command, words)
         self.refused: UserError | None = None
 
     def __call__(self, cfg: DictConfig) -> Any:
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 
+        from grpo_cli.cli.jobs import JOBS
+
         self.started = True
         try:
-            return _run(self.sweep.command, cfg)
+            return JOBS[self.sweep.command](cfg)
         except UserError as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 raise  # the launcher may be in another process
@@ -118,22 +157,22 @@ class _Called:
         except SystemExit as error:  # from code in a custom part
             raise RuntimeError(f"the run was ended by sys.exit({error.code}) in code that it called") from error
         finally:
-            _leave_no_empty_folder(Path(HydraConfig.get().runtime.output_dir), self.there_before)
+            _remove_if_empty(Path(HydraConfig.get().runtime.output_dir), self.there_before)
 
 
-def _folders_before(usual: Path, arguments: Sequence[str]) -> set[Path]:
-    """The folders above the run's that already exist, and its own if so. UserError if `hydra.run.dir` names none."""
+def _folders_before(usual: Path, words: Sequence[str]) -> set[Path]:
+    """Return the run's folder and those above that already exist. UserError if `hydra.run.dir` names none."""
     from grpo_cli.config.overrides import value_of
 
-    named = value_of("hydra.run.dir", arguments)
+    named = value_of("hydra.run.dir", words)
     if named is not None and not named.strip():
         raise UserError("hydra.run.dir is empty: name the folder that the run is to write into (. is the current one)")
     folder = Path(named or usual).absolute()
     return {path for path in (folder, *folder.parents) if path.exists()}
 
 
-def _leave_no_empty_folder(folder: Path, there_before: set[Path]) -> None:
-    """Hydra creates a run's folder before the run can be refused: remove those that are empty."""
+def _remove_if_empty(folder: Path, there_before: set[Path]) -> None:
+    """Remove the empty folders that Hydra made for a run that was refused."""
     for made in (folder, *folder.parents):
         if made in there_before or not made.is_dir() or any(made.iterdir()):
             return
@@ -141,8 +180,8 @@ def _leave_no_empty_folder(folder: Path, there_before: set[Path]) -> None:
 
 
 @contextmanager
-def _said_in_our_words(command: str, arguments: Sequence[str], called: _Called) -> Iterator[None]:
-    """Turns mistakes into messages, and says how to resume a sweep that was stopped. Bugs keep their traceback."""
+def _explained(command: str, words: Sequence[str], called: _Called) -> Iterator[None]:
+    """End the program with one message for a mistake; bugs keep their traceback."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -154,7 +193,7 @@ def _said_in_our_words(command: str, arguments: Sequence[str], called: _Called) 
     except (HydraException, OmegaConfBaseException, OSError) as error:
         if called.started or sweep.outcomes:
             raise
-        fail(explained(error, command, arguments))
+        fail(explained(error, command, words))
     except KeyboardInterrupt:
         if not sweep.outcomes:
             raise
@@ -175,10 +214,10 @@ def _end(sweep: Sweep, code: int) -> NoReturn:
 
 @contextmanager
 def _command_line(command: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Sets up the process for Hydra: `sys.argv`, the current directory on the path, and full errors."""
+    """Set up the process for Hydra: `sys.argv`, the current directory on the path, and full errors."""
     argv, path, full_error = sys.argv, list(sys.path), os.environ.get("HYDRA_FULL_ERROR")
-    flags, overrides = sorted_out(arguments)
-    sys.argv = [f"grpo {command}", *flags, *overrides]
+    flags, words = sorted_out(arguments)
+    sys.argv = [f"grpo {command}", *flags, *words]
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last, so that no file there shadows an installed module
     os.environ["HYDRA_FULL_ERROR"] = "1"

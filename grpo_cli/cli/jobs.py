@@ -1,49 +1,52 @@
-"""What `grpo train`, `grpo eval` and `grpo profile` do with a configuration that Hydra composed. Loads PyTorch."""
+"""What `grpo train`, `grpo eval` and `grpo profile` do with composed settings. Loads PyTorch once they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-from grpo_cli.cli.start import started
-from grpo_cli.config.check import check, check_eval, check_profile
-from grpo_cli.config.compose import parse, parse_eval, parse_profile
-from grpo_cli.config.overrides import apply, chosen_of
-from grpo_cli.config.prepare import Prepared, prepare, prepare_eval
+from grpo_cli.config.choices import shipped
+from grpo_cli.config.compose import COMMANDS, read_settings
+from grpo_cli.config.recorded import with_recorded
 from grpo_cli.runs.find import completed_steps
 from grpo_cli.runs.layout import PROFILE, SAMPLES
-from grpo_cli.runs.record import read_record
-from grpo_cli.runs.stop import Stop
-from grpo_cli.runs.summary import write_summary
-from grpo_cli.settings import RunSettings
+from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.terminal import console, to_stderr
 
-# Checks that can refuse a sweep's job before it starts.
-CHECKS: Mapping[str, Callable[[DictConfig], Any]] = {
-    "train": lambda cfg: check(parse(cfg)),
-    "eval": lambda cfg: check_eval(parse_eval(cfg)),
-    "profile": lambda cfg: check_profile(parse_profile(cfg)),
-}
+
+def check(command: str, cfg: DictConfig) -> None:
+    """UserError for settings that the command would refuse: a sweep's job is checked before it starts."""
+    (kind,) = (kind for kind, name in COMMANDS.items() if name == command)
+    settings = read_settings(with_recorded(command, cfg), kind)
+    from grpo_cli.config import check as checks
+
+    checks.check_eval(settings) if isinstance(settings, EvalRunSettings) else checks.check(settings)
 
 
 def train(cfg: DictConfig) -> Any:
     """Train, and return the value that a sweeper optimizes."""
+    cfg = with_recorded("train", cfg)
+    settings = read_settings(cfg, RunSettings)
     from grpo_cli import experiment
+    from grpo_cli.cli.start import started
+    from grpo_cli.config.prepare import prepare
     from grpo_cli.profile import advice, micro_batch
+    from grpo_cli.runs.stop import Stop
 
-    run = prepare(parse(cfg), to_stderr)
-    if _is_done(run.settings):
+    run = prepare(settings, to_stderr)
+    if _is_done(settings):
         return None
     run, chosen = _fitted(run, cfg)
     run = micro_batch.decided(run, run.device, to_stderr)
     micro_batch.foresee(run, to_stderr)
-    settings = run.settings
     with (
-        started("train", cfg, settings, settings.resume, settings.resume_wait, chosen) as go_on,
+        started("train", cfg, run.settings, settings.resume, settings.resume_wait, chosen) as go_on,
         advice.memory_explained(run),
         Stop(to_stderr) as stop,
     ):
@@ -54,31 +57,24 @@ def train(cfg: DictConfig) -> Any:
         return trainer.fit(stop)["final_accuracy"]
 
 
-def _fitted(run: Prepared[RunSettings], cfg: DictConfig) -> tuple[Prepared[RunSettings], tuple[str, ...]]:
-    """The run with what `fit` chooses, in `cfg` too, and that as words. A resumed run keeps the words of its record,
-    which it was composed with."""
+def _fitted(run: Any, cfg: DictConfig) -> tuple[Any, tuple[str, ...]]:
+    """Return the run with what `fit` chooses, which goes into `cfg` too, and that as words. A resumed run computes as
+    it began."""
+    from grpo_cli.config.auto import decided
     from grpo_cli.profile import fit
 
-    settings = run.settings
-    if settings.resume is not None:
-        record = read_record(Path(settings.run_dir))
-        chosen = () if record is None else chosen_of(record)
-        if record is not None and record.config.get("fit", "none") != settings.fit:
-            to_stderr(
-                f"warning: fit={settings.fit} chooses nothing for a resumed run, which computes as it began "
-                f"({' '.join(chosen) or 'nothing was chosen'}); settings typed beside resume= do change it"
-            )
-        return run, chosen
-    if settings.fit == "none":
+    if run.settings.fit == "none" or run.settings.resume is not None:
         return run, ()
     plan = fit.decided(run, fit.typed_keys(HydraConfig.get().overrides.task), to_stderr)
     chosen = fit.words(run.settings, plan.values)
-    apply(cfg, chosen)
-    return (prepare(parse(cfg), lambda line: None) if chosen else run), chosen
+    with open_dict(cfg):
+        for key, _, value in (word.partition("=") for word in chosen):
+            OmegaConf.update(cfg, key, yaml.safe_load(value) if "." in key else shipped(key, value), merge=False)
+    return replace(run, settings=decided(read_settings(cfg, RunSettings), lambda line: None)), chosen
 
 
 def _is_done(settings: RunSettings) -> bool:
-    """Whether the resumed run has nothing left to do; if so, says it."""
+    """True if the resumed run has nothing left to do, which is printed."""
     done = completed_steps(settings.resume)
     if done != settings.train.steps:
         return False
@@ -87,9 +83,14 @@ def _is_done(settings: RunSettings) -> bool:
 
 
 def evaluate(cfg: DictConfig) -> Any:
+    """Evaluate, print a table, and return the accuracy."""
+    cfg = with_recorded("eval", cfg)
+    settings = read_settings(cfg, EvalRunSettings)
     from grpo_cli import experiment
+    from grpo_cli.cli.start import started
+    from grpo_cli.config.prepare import prepare_eval
 
-    settings = prepare_eval(parse_eval(cfg), to_stderr)
+    settings = prepare_eval(settings, to_stderr)
     with started("eval", cfg, settings):
         result = experiment.evaluate_model(settings)
     _print_table(result.metrics)
@@ -105,18 +106,22 @@ def _print_table(metrics: Mapping[str, float]) -> None:
         low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
         if not name.endswith(("_low", "_high")):
             interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
-            said = f"{value:.0f}" if name in ("eval/problems", "search/tokens", "search/sequential") else f"{value:.3f}"
-            table.add_row(name.removeprefix("eval/"), said, interval)
+            is_count = name in ("eval/problems", "search/tokens", "search/sequential")
+            table.add_row(name.removeprefix("eval/"), f"{value:.0f}" if is_count else f"{value:.3f}", interval)
     console().print(table)
 
 
 def profile(cfg: DictConfig) -> Any:
+    """Profile, print what was found, and return the peak memory."""
+    settings = read_settings(cfg, ProfileRunSettings)
     from grpo_cli import experiment
+    from grpo_cli.cli.start import started
+    from grpo_cli.config.prepare import prepare
     from grpo_cli.profile import command as profiling
     from grpo_cli.profile.gpus import fast_when_planned
     from grpo_cli.profile.show import show
+    from grpo_cli.runs.summary import write_summary
 
-    settings = parse_profile(cfg)
     run = prepare(settings, to_stderr, fast_when_planned(settings.profile.for_gpu))
     command = ["grpo", "profile", *HydraConfig.get().overrides.task]
     with started("profile", cfg, run.settings):
@@ -126,3 +131,6 @@ def profile(cfg: DictConfig) -> Any:
         peak = found.predicted.peak if found.measured is None else found.measured.peak_bytes
         write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})
     return peak
+
+
+JOBS = {"train": train, "eval": evaluate, "profile": profile}

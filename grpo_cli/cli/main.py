@@ -17,9 +17,8 @@ import typer
 from typer.core import TyperGroup
 
 from grpo_cli import __version__
-from grpo_cli.cli.arguments import after_those_of_the_run, all_of_a_named_file, with_checkpoint
 from grpo_cli.cli.completion import offered
-from grpo_cli.cli.hydra_run import hand_over
+from grpo_cli.cli.hydra_run import hand_over, with_checkpoint
 from grpo_cli.cli.mistakes import fail, named, refusals
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.processor import settle
@@ -119,16 +118,14 @@ def grpo(
 @app.command(**_HANDS_OVER)
 def train(overrides: Overrides = None) -> None:
     """Train a model with groups of rollouts."""
-    with refusals():
-        arguments = after_those_of_the_run("resume", overrides or [])
-    hand_over("train", arguments)
+    hand_over("train", overrides or [])
 
 
 @app.command("eval", **_HANDS_OVER)
 def evaluate(overrides: Overrides = None) -> None:
     """Measure a checkpoint's accuracy and pass@k."""
     with refusals():
-        arguments = all_of_a_named_file(after_those_of_the_run("checkpoint", with_checkpoint(overrides or [])))
+        arguments = with_checkpoint(overrides or [])
     hand_over("eval", arguments)
 
 

@@ -1,6 +1,6 @@
 """Messages about unusable command lines: what was typed, and what it should have been.
 
-Hydra is imported lazily, so that help is immediate.
+Hydra is imported in functions, so that help is immediate.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 
-from grpo_cli.support.errors import UserError, closest
+from grpo_cli.support.errors import UserError, closest, refuse
 from grpo_cli.support.extras import EXTRAS, absent, installed
 from grpo_cli.support.formatting import legible
 
@@ -27,54 +28,15 @@ _FLAGS = FLAGS_WITH_VALUE | {
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
     *("--shell-completion", "-sc"),
 }
-_QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Ends the program with a UserError's message."""
+    """End the program with a UserError's message."""
     try:
         yield
     except UserError as error:
         fail(error)
-
-
-def named(text: str | Path) -> Path:
-    """A folder as typed. An empty word is refused: it would mean the current directory."""
-    if not str(text).strip():
-        raise typer.BadParameter("it is empty: name a folder (. is the current directory)")
-    return Path(text)
-
-
-def unusable(command: str, flags: Sequence[str], overrides: Sequence[str]) -> Iterator[str]:
-    """Problems that Hydra would answer with a traceback, or misunderstand."""
-    from grpo_cli.config.choices import choices, config_dir, groups_of, marked
-    from grpo_cli.config.removed import removed
-
-    yield from (sentence for _, sentence in removed(overrides))
-    for place, flag in enumerate(flags):
-        value = flags[place + 1] if flags[place + 1 : place + 2] and not flags[place + 1].startswith("-") else None
-        if flag.startswith("-") and flag.partition("=")[0] not in _FLAGS:
-            yield _without_dashes(command, flag, value)
-        elif flag in FLAGS_WITH_VALUE - {"--info", "-i"} and value is None:
-            yield f"{flag} lacks its value"
-    for word in overrides:
-        group, _, choice = word.lstrip("+").partition("=")
-        yield from _misread_numbers(group, choice)
-        if group in groups_of(command) and not word.startswith("~") and choice in ("null", "true", "false", ""):
-            yield f"{word} is none of the choices of {group}: {', '.join(marked(group, one) for one in choices(group))}"
-        if group in groups_of("eval") and group not in groups_of(command):
-            yield f"{word} is for grpo eval alone: leave it out"
-        if group == "hydra.sweeper.max_batch_size" and not (choice == "null" or choice.isdecimal() and int(choice)):
-            yield f"{word} must be a whole number of at least 1, or null"
-        if group == "hydra.job.chdir" and choice.lower() == "true":
-            yield f"{word} would turn every relative path into one in the run's folder: leave it out"
-    if "--resolve" in flags and not {"--cfg", "-c", "--help"} & {flag.partition("=")[0] for flag in flags}:
-        yield "--resolve says how settings are printed: add --cfg job"
-    names = [flags[i + 1] for i, flag in enumerate(flags[:-1]) if flag in ("--config-name", "-cn")]
-    for name in [*names, *(flag.partition("=")[2] for flag in flags if flag.startswith("--config-name="))]:
-        if name != command and (config_dir() / f"{name.removesuffix('.yaml')}.yaml").is_file():
-            yield f"--config-name={name} is not what grpo {command} reads: leave it out, or type grpo {name} ..."
 
 
 def fail(error: UserError | str) -> NoReturn:
@@ -83,97 +45,103 @@ def fail(error: UserError | str) -> NoReturn:
     raise typer.Exit(2)
 
 
-def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
-    """The message for an error while Hydra composes the configuration."""
+def named(text: str | Path) -> Path:
+    """Return a folder as typed. An empty word is refused: it would mean the current directory."""
+    if not str(text).strip():
+        raise typer.BadParameter("it is empty: name a folder (. is the current directory)")
+    return Path(text)
+
+
+def unusable(command: str, flags: Sequence[str], words: Sequence[str]) -> Iterator[str]:
+    """Yield problems that Hydra would answer with a traceback, or misunderstand."""
+    from grpo_cli.config.choices import choices, config_dir, groups_of
+    from grpo_cli.config.removed import removed
+
+    yield from (sentence for _, sentence in removed(words))
+    for flag, value in pairwise([*flags, "-"]):
+        if flag.startswith("-") and flag.partition("=")[0] not in _FLAGS:
+            yield _without_dashes(command, flag, "" if value.startswith("-") else value)
+        elif flag in FLAGS_WITH_VALUE - {"--info", "-i"} and value.startswith("-"):
+            yield f"{flag} lacks its value"
+        elif flag in ("--config-name", "-cn") and value != command and (config_dir() / f"{value}.yaml").is_file():
+            yield f"{flag} {value} is not what grpo {command} reads: type grpo {value} ..."
+    if "--resolve" in flags and not {"--cfg", "-c", "--help"} & {flag.partition("=")[0] for flag in flags}:
+        yield "--resolve says how settings are printed: add --cfg job"
+    for word in words:
+        key, _, value = word.lstrip("+").partition("=")
+        if re.search(r"\d{1000}", value):
+            yield f"{key} has a number of more than 1000 digits: give a shorter one"
+        elif key in groups_of(command) and value in ("null", "true", "false", ""):
+            yield no_choice(key, value, choices(key))
+        elif key in groups_of("eval") and key not in groups_of(command):
+            yield f"{word} is for grpo eval alone: leave it out"
+        elif key == "hydra.sweeper.max_batch_size" and not re.fullmatch("null|0*[1-9][0-9]*", value):
+            yield f"{word} must be a whole number of at least 1, or null"
+        elif key == "hydra.job.chdir" and value.lower() == "true":
+            yield f"{word} would turn every relative path into one in the run's folder: leave it out"
+
+
+def explained(error: Exception, command: str, words: Sequence[str]) -> str:
+    """Return the message for an error while Hydra composes the configuration: every unknown key and choice, or else
+    what Hydra found."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
-    problems = _problems(command, arguments)
-    if len(problems) > 1:
-        return "\n".join([f"{len(problems)} settings cannot be used:", *(f"  - {line}" for line in problems)])
+    try:
+        refuse([*_unknown(command, words)])
+    except UserError as unknown:
+        return str(unknown)
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file is not None:
-        *groups, choice = error.missing_cfg_file.split("/", 2 if error.missing_cfg_file.startswith("hydra/") else 1)
-        group = "/".join(groups)
-        lost = _of_the_resumed_run(f"{group}={choice}", arguments)
-        return _no_choice(group, choice, [option for option in error.options if not option.startswith("_")]) + lost
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        return no_choice(group, choice, [option for option in error.options if not option.startswith("_")])
     if isinstance(error, OverrideParseException):
         return f"{error.override} cannot be read: {_as_text(str(error.override)) or 'write key=value or group=choice'}"
-    sweep = re.match(
-        r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?:\n| requires)", str(error), re.DOTALL
-    )
-    if sweep:
+    ambiguous = r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?:\n| requires)"
+    if sweep := re.match(ambiguous, str(error), re.S):
         key, _, value = sweep[1].partition("=")
         a_list = f"a list is typed {shlex.quote(f'{key}=[{value}]')}; " if "(" not in value else ""
         return f"{sweep[1]} is a sweep: add -m; {a_list}{_as_text(sweep[1])}"
     if isinstance(error, OSError):
-        key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(arguments) else "hydra.run.dir"
+        key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(words) else "hydra.run.dir"
         where = error.filename or "the run's folder"  # a full disk names no file
         return f"cannot write {where}: {error.strerror or error}; choose another folder with {key}=<folder>"
-    unknown = re.match(r"Could not override '([^']+)'", str(error))
-    if unknown:
-        return _no_setting(unknown[1], _known_keys(command, arguments))
     return str(error).split("\n\n")[0].strip()
 
 
-def _of_the_resumed_run(word: str, arguments: Sequence[str]) -> str:
-    """What to do if the resumed run was started with a choice that no longer exists."""
-    from grpo_cli.config.overrides import value_of
-    from grpo_cli.runs.record import read_record
-
-    run = value_of("hydra.run.dir", [found for found in arguments if found.startswith("++")])
-    record = read_record(Path(run)) if run else None
-    if record is None or word not in record.overrides:
-        return ""
-    return (
-        f"; the run in {run} was started with it, and this version has no such choice: start a new run from "
-        "its weights with model.path=<checkpoint> and another choice"
-    )
-
-
-def _problems(command: str, arguments: Sequence[str]) -> list[str]:
-    """Every unknown key and every unknown choice: Hydra names only the first."""
+def _unknown(command: str, words: Sequence[str]) -> Iterator[str]:
     from grpo_cli.config.choices import choices, config_dir
 
-    given = [word.partition("=") for word in arguments if "=" in word and not word.startswith(("-", "+", "~", "="))]
     groups = {folder.name for folder in config_dir().iterdir() if folder.is_dir()}
-    known, problems = _known_keys(command, arguments), []
-    for key, _, value in given:
+    has_own = any(word.startswith(("--config-dir", "-cd", "hydra.searchpath")) for word in words)
+    known = _known_keys(command, [word for word in words if word.partition("=")[0] in groups])
+    for word in (word for word in words if re.match(r"[^-+~=][^=]*=", word)):
+        key, _, value = word.partition("=")
         if key in groups & set(known):
-            wrong = re.fullmatch(r"\w+", value) and value not in (*choices(key), "null") and not _own(arguments)
-            problems += [_no_choice(key, value, choices(key))] if wrong else []
+            if re.fullmatch(r"[\w./\\-]+", value) and value not in (*choices(key), "null") and not has_own:
+                yield no_choice(key, value, choices(key))
         elif key not in known and not key.startswith(("hydra.", "hydra/")) and "@" not in key:
-            problems.append(_no_setting(key, known))
-    return problems
+            yield _no_setting(key, known)
 
 
-def _without_dashes(command: str, flag: str, value: str | None) -> str:
-    """The answer to a setting that is typed as a flag."""
-    key, equals, inside = flag.lstrip("-").replace("-", "_").partition("=")
+def _without_dashes(command: str, flag: str, value: str) -> str:
+    """Return the answer to a setting that is typed as a flag."""
     from grpo_cli.config.elsewhere import meant_by
 
     if any(one.startswith(flag) for one in _FLAGS) and len(flag) > 3:
         return f"{flag} is no flag{closest(flag, _FLAGS)}"
-    known, row = _known_keys(command, ()), meant_by(key)
+    key, _, inside = flag.lstrip("-").replace("-", "_").partition("=")
+    known, ours = _known_keys(command, ()), meant_by(key)
     below = [name for name in known if name.endswith(f".{key}")]
-    ours = key if key in known else row.ours if row is not None else below[0] if len(below) == 1 else key
-    name = ours.partition("=")[0]
+    meant = key if key in known else ours or (below[0] if len(below) == 1 else key)
+    name, _, example = meant.partition("=")
     if name not in known and name != "hydra.run.dir":
         return f"{flag} is no flag, and {_no_setting(key, known)}; settings are written without dashes, as n=32"
-    said = inside if equals else value
-    typed = f": {shlex.quote(f'{name}={said}')}" if said else f": {ours}" if "=" in ours else f": grpo explain {name}"
-    return f"{flag} is no flag; settings are written without dashes{typed}"
-
-
-def _misread_numbers(key: str, value: str) -> Iterator[str]:
-    """Numbers that Hydra cannot read, or reads as others than they seem to be."""
-    for word in re.split(r"[\s,:()\[\]{}]+", _QUOTED.sub(" ", value)):
-        if re.search(r"\d{1000}", word):
-            yield f"{key} has a number of {len(word)} digits: give a shorter one"
-        elif "_" in word and re.fullmatch(r"[+-]?\d[\d_]*(\.[\d_]*)?(e[+-]?[\d_]+)?", word, re.IGNORECASE):
-            yield f"{key}={value}: write {word.replace('_', '')} for {word}; {_as_text(f'{key}={value}')}"
+    typed = inside or example or value
+    how = shlex.quote(f"{name}={typed}") if typed else f"{name}=..."
+    return f"{flag} is no flag; settings are written without dashes: {how}"
 
 
 def _as_text(word: str) -> str:
-    """How to type an override whose value is text; nothing if it cannot be typed."""
+    """Return how to type an override whose value is text; nothing if it cannot be typed."""
     from grpo_cli.config.overrides import quoted, unquoted
 
     key, equals, value = word.partition("=")
@@ -183,66 +151,45 @@ def _as_text(word: str) -> str:
     return f"as text it is typed {shlex.quote(f'{key}={text}')}"
 
 
-def _own(arguments: Sequence[str]) -> bool:
-    """Whether the user's own config folder may add choices."""
-    return any(word.startswith(("--config-dir", "-cd", "hydra.searchpath")) for word in arguments)
-
-
-def _no_choice(group: str, choice: str, options: Sequence[str]) -> str:
-    from grpo_cli.config.choices import is_experimental, marked
+def no_choice(group: str, choice: str, options: Sequence[str]) -> str:
+    """Return that a group has no such choice, with those that it has."""
+    from grpo_cli.config.choices import marked, shipped
 
     for module in EXTRAS:
         if module.startswith(f"hydra_plugins.hydra_{choice.partition('_')[0]}_") and not installed(module):
             return absent(module, f"{group}={choice}")
-    extras = "; more come with the extras joblib, submitit, ray and optuna" if group.startswith("hydra/") else ""
-    show, options = partial(marked, group), sorted(options, key=partial(is_experimental, group))
-    hint = _as_a_path(group, choice, options) or closest(choice, options, show)
-    return f"{group}={choice} is not one of the choices {', '.join(map(show, options))}{hint}{extras}"
-
-
-def _as_a_path(group: str, choice: str, options: Sequence[str]) -> str:
-    """What to type where a file or folder was named in place of a choice."""
-    from grpo_cli.config.choices import shipped
-
-    if not re.search(r"[/.\\]", choice):
-        return ""
-    parts = {option: shipped(group, option) for option in options}
-    open_to_any = [
-        name for name, of in parts.items() if of.get("path", "") in (None, "???") and not of.get("default_path")
-    ]
-    return f"; a path is given as {group}={open_to_any[0]} {group}.path={choice}" if open_to_any else ""
+    show = partial(marked, group)
+    hint = closest(choice, options, show)
+    if re.search(r"[/.\\]", choice) and "path" in shipped(group, options[0]):
+        hint = f"; a path is given as {group}.path={choice}, beside {group}=<choice>"
+    return f"{group}={choice} is not one of the choices {', '.join(map(show, options))}{hint}"
 
 
 def _no_setting(key: str, known: Sequence[str]) -> str:
-    return f"{key} is no setting{_elsewhere(key, known)}"
-
-
-def _elsewhere(key: str, known: Sequence[str]) -> str:
-    """What the key may have meant: a setting of another choice of its group, a name of TRL or verl, a misspelling."""
+    """Return what an unknown key may have meant: a setting of another choice of its group, a name of TRL or verl, a
+    misspelling."""
     from grpo_cli.config.choices import choices, shipped
     from grpo_cli.config.elsewhere import meant_by
 
     group, _, word = key.partition(".")
-    having = [choice for choice in choices(group) if group and word in _keys(shipped(group, choice), "")]
+    having = [f"{group}={one}" for one in choices(group) if group and word in _keys(shipped(group, one), "")]
     if having:
-        return f" of this {group}; it is one of {', '.join(f'{group}={choice}' for choice in having)}"
-    row = meant_by(key)
-    return f"; did you mean {row.ours}?" if row is not None else closest(key, known)
+        return f"{key} is no setting of this {group}; it is one of {', '.join(having)}"
+    ours = meant_by(key)
+    return f"{key} is no setting{f'; did you mean {ours}?' if ours else closest(key, known)}"
 
 
-def _known_keys(command: str, arguments: Sequence[str]) -> list[str]:
-    """Every key of the configuration, with the groups that the arguments choose."""
+def _known_keys(command: str, chosen: Sequence[str]) -> list[str]:
+    """Return every key of the configuration with these choices."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
     from grpo_cli.config.choices import config_dir
 
-    groups = {folder.name for folder in config_dir().iterdir() if folder.is_dir()}
-    chosen = [argument for argument in arguments if argument.split("=", 1)[0] in groups]
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         try:
-            cfg = hydra.compose(command, chosen)
+            cfg = hydra.compose(command, list(chosen))
         except HydraException:  # a choice is wrong too, or is a sweep's list
             cfg = hydra.compose(command)
     return list(_keys(OmegaConf.to_container(cfg), ""))

@@ -14,9 +14,9 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_cli.config.auto import as_decided
-from grpo_cli.config.compose import TEXTS
-from grpo_cli.config.overrides import OF_A_RESUME, is_of_a_resume, is_ours, leaves
+from grpo_cli.config.auto import resolved
+from grpo_cli.config.overrides import is_ours, key_of, leaves
+from grpo_cli.config.recorded import OF_A_RESUME
 from grpo_cli.runs.files import json_line
 from grpo_cli.runs.layout import CHECKPOINTS, METRICS, PROFILE, ROLLOUTS, RUN, SAMPLES, SUMMARY
 from grpo_cli.runs.lock import sole_use
@@ -35,23 +35,22 @@ _LEFT_BY_A_RUN = (METRICS, ROLLOUTS, SAMPLES, PROFILE, SUMMARY)
 def started(
     command: str,
     cfg: DictConfig,
-    decided: RunSettings | EvalRunSettings,
+    settings: RunSettings | EvalRunSettings,
     resume: str | None = None,
     wait: float = 0.0,
     chosen: Sequence[str] = (),
 ) -> Iterator[Callable[[], None]]:
     """Lock the command's folder; a failure in the body is recorded in its `summary.json`, a refusal leaves none.
 
-    `auto` in `cfg` is recorded as the value that was `decided`; `chosen` are the overrides that `fit` has added to
-    those typed.
-
-    Yields a function to call when a resumed run is about to continue: it records and prints the settings that changed.
-    UserError if another process or another run has the folder; then nothing in it is touched.
+    `auto` in `cfg` is recorded as in `settings`; `chosen` are the words that `fit` has added. Yields a function to call
+    when a resumed run is about to continue: it records and prints the settings that changed. UserError if another
+    process or another run has the folder; then nothing in it is touched.
     """
     folder = Path(cfg.run_dir)
     _before(command, folder, resume)  # once before the lock: a refusal leaves the folder untouched
     with sole_use(folder, wait, to_stderr):
-        record, before = _record(command, cfg, decided, chosen), _before(command, folder, resume)
+        before = _before(command, folder, resume)
+        record = _record(command, cfg, settings, chosen, before if resume is not None else None)
         if before is None:
             write_record(folder, record)
         elif resume is not None:
@@ -62,29 +61,37 @@ def started(
             yield lambda: None if before is None else _go_on(folder, before, record)
 
 
-def _record(command: str, cfg: DictConfig, decided: RunSettings | EvalRunSettings, chosen: Sequence[str]) -> RunRecord:
+def _record(
+    command: str,
+    cfg: DictConfig,
+    settings: RunSettings | EvalRunSettings,
+    chosen: Sequence[str],
+    resumed: RunRecord | None,
+) -> RunRecord:
     hydra = HydraConfig.get()
     config = json.loads(json_line(OmegaConf.to_container(cfg, resolve=False)))  # in the form in which it is read back
-    for group, values in as_decided(decided).items():
+    for group, values in resolved(settings).items():
         config[group] |= values
-    config["sampling"]["stop"] = list(decided.sampling.stop)
-    config["task"] |= {word: text for word, text in decided.parts["task"].items() if word in TEXTS}
     choices = {str(group): str(choice) for group, choice in hydra.runtime.choices.items()}
     choices |= {group: choice for group, _, choice in (word.partition("=") for word in chosen) if group in choices}
+    typed = [word for word in hydra.overrides.task if key_of(word) not in OF_A_RESUME]
+    if resumed is not None:  # its choices are among the words that were composed
+        new = [word for word in typed if resumed.choices.get(key_of(word)) != word.partition("=")[2]]
+        typed = [*resumed.overrides, *(word for word in new if word.lstrip("+") not in resumed.overrides)]
     about = {"began": datetime.now(UTC).isoformat(timespec="seconds"), "host": platform.node()}
-    parts, train = decided.parts, getattr(decided, "train", None)
-    data = digests([*leaves("task", dict(parts["task"])).values(), train and train.warmup_path])
+    files = [*leaves("task", settings.parts["task"]).values()]
+    files += [settings.train.warmup_path] if isinstance(settings, RunSettings) else []
     return RunRecord(
         command,
-        tuple(word for word in hydra.overrides.task if not is_of_a_resume(word) and word not in chosen),
+        tuple(typed),
         {group: choice for group, choice in choices.items() if not group.startswith("hydra/")},
         {key: value for key, value in config.items() if key not in OF_A_RESUME},
-        about | {"code": asdict(code_version()), "data": data} | ({"fit": list(chosen)} if chosen else {}),
+        about | {"code": asdict(code_version()), "data": digests(files)} | ({"fit": list(chosen)} if chosen else {}),
     )
 
 
 def _before(command: str, folder: Path, resume: str | None) -> RunRecord | None:
-    """The record of the run that the command may continue; None if the folder is free."""
+    """Return the record of the run that the command may continue; None if the folder is free."""
     before = read_record(folder)
     if resume is not None:
         return before
@@ -107,17 +114,17 @@ def _taken(folder: Path, before: RunRecord | None) -> UserError:
 
 def _go_on(folder: Path, before: RunRecord, record: RunRecord) -> None:
     """Record the settings of a resumed run if they have changed, and print the differences."""
-    if (before.overrides, dict(before.config)) == (record.overrides, record.config):
+    if dict(before.config) == record.config:
         return
     exchanged = _differences(before.choices, record.choices)
-    changed = _differences(leaves("", dict(before.config)), leaves("", dict(record.config)))
+    changed = _differences(leaves("", before.config), leaves("", record.config))
     for line in (*exchanged, *changed):
         to_stderr(f"changed since this run was started: {line}")
     write_record(folder, record)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each choice or setting that exists in both and differs."""
+    """Yield a line for each choice or setting that exists in both and differs."""
     for key in [key for key in before if key in now and before[key] != now[key]]:
         if not (key.endswith("_target_") and is_ours(before[key]) and is_ours(now[key])):
             yield f"{key}={plain(shown(before[key]))} is {plain(shown(now[key]))}"

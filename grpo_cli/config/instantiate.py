@@ -1,31 +1,42 @@
-"""Instantiates the parts of a configuration.
+"""Builds the parts of a configuration.
 
 A part gets the arguments of its YAML and those offered objects (model, tokenizer, seed, ...) that its signature names.
-A misspelt argument is a UserError. Parts declare themselves what they refuse; rules are tried in `config.trial`.
+The protocol of each group says what else a part must have: a new kind of rule is a protocol and a field of
+`interfaces.Rules`, its module, its YAML, and its call in `step.py`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import pkgutil
+import typing
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import hydra.utils
 import torch
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
+from grpo_cli import interfaces
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
-from grpo_cli.config.kinds import KINDS, RULES, is_function
-from grpo_cli.config.read import named_words, read_kwargs
+from grpo_cli.config.overrides import is_ours, key_of
+from grpo_cli.config.read import read_argument
+from grpo_cli.engine.batching import Sampler
+from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.support.errors import UserError, closest, gathered, hidden, own_code, own_code_unless_ours, refuse
 from grpo_cli.types import Batch, LossOutput, Totals
 
+RULES: Mapping[str, Any] = typing.get_type_hints(Rules)
+PROTOCOLS: Mapping[str, Any] = {
+    **{"task": interfaces.Task, "engine": interfaces.Engine, "sampler": Sampler, "scheduler": Scheduler},
+    **{"predictor": Predictor, "curriculum": interfaces.Curriculum, "logger": interfaces.Tracker},
+    **{"search": interfaces.Search, **RULES},
+}
 RECIPE = "recipe"  # a task's values for other groups (`config.auto`)
 _NO_ARGUMENTS = ("_target_", "_partial_", RECIPE)
 INNER = "inner"  # the key by which an engine names its workers' engine
@@ -40,11 +51,20 @@ def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
         raise UserError(f"{name}: {part['_target_']} cannot be made: {missing}; give it as +{name}.<argument>=...")
     with own_code_unless_ours(f"{name}._target_={part['_target_']}", factory.func):
         made = factory(**given)
-    members = () if name not in KINDS or is_function(name) else KINDS[name].members
-    if lacking := [asked for asked in members if not hasattr(made, asked)]:
-        protocol = f"{KINDS[name].protocol.__module__}.{KINDS[name].protocol.__name__}"
-        raise UserError(f"{name}: {part['_target_']} has no {', '.join(lacking)}; see {protocol}")
+    if lacking := [] if is_function(name) else [word for word in _members(name) if not hasattr(made, word)]:
+        kind = PROTOCOLS[name]
+        raise UserError(f"{name}: {part['_target_']} lacks {', '.join(lacking)} of {kind.__module__}.{kind.__name__}")
     return made
+
+
+def _members(name: str) -> list[str]:
+    return [word for word in vars(PROTOCOLS.get(name, object)) if not word.startswith("_")]
+
+
+def is_function(name: str) -> bool:
+    """True if a plain function can be a part of this group."""
+    called = inspect.isfunction(getattr(PROTOCOLS.get(name), "__call__", None))  # noqa: B004
+    return called and (name == "loss" or not _members(name))
 
 
 def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, /, **changed: Any) -> Any:
@@ -53,59 +73,64 @@ def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, /, *
 
 
 def drop_inherited(cfg: DictConfig, groups: Sequence[str]) -> None:
-    """Remove the settings that a part's own `_target_` does not take, and that it has from the choice it replaces.
-
-    Beside a typed `_target_` these are all that were not typed; else those with the value of a shipped choice.
-    """
-    words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task) if HydraConfig.initialized() else ()
-    typed = {".".join(word.lstrip("+").partition("=")[0].split(".")[:2]) for word in words}
+    """Remove from a user's own parts the settings of the choices that they replace, unless typed or taken."""
+    typed = {key_of(word) for word in (HydraConfig.get().overrides.task if HydraConfig.initialized() else ())}
     for name in groups:
-        part, files = cfg.get(name), [shipped(name, choice) for choice in choices(name)]
-        own = f"{name}._target_" in typed
-        if not isinstance(part, DictConfig) or not (
-            own or part.get("_target_") not in (None, *(file.get("_target_") for file in files))
-        ):
-            continue
-        takes: Container[str] = ()
-        with suppress(UserError):  # what cannot be had is refused where it is made
-            takes = _takes(_code(name, str(part["_target_"])))
-        values: Any = OmegaConf.to_container(part)
-        for word in [word for word in values if word not in takes and word not in _NO_ARGUMENTS]:
-            known = [file[word] for file in files if word in file]
-            if known and (f"{name}.{word}" not in typed if own else values[word] in known):
-                with open_dict(part):
-                    del part[word]
+        part = cfg.get(name)
+        known = {word for choice in choices(name) for word in shipped(name, choice)} - {*_NO_ARGUMENTS}
+        if isinstance(part, DictConfig) and isinstance(part.get("_target_"), str):
+            takes: Container[str] = ()
+            with suppress(UserError):  # a target that cannot be imported is refused where it is built
+                takes = _takes(_code(name, str(part["_target_"])))
+            with open_dict(part):
+                for word in [word for word in part if word in known and word not in takes]:
+                    if f"{name}.{word}" not in typed:
+                        del part[word]
 
 
-class _Anything(frozenset[str]):
-    """The names that `**kwargs` take."""
+def settings_problems(parts: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the settings of each part, before any is built."""
+    problems: list[str] = []
+    for name, part in parts.items():
+        if isinstance(part, dict) and "_target_" in part:
+            with gathered(problems):
+                _factory(name, part)
+    return problems
 
+
+def _takes(code: Any) -> Container[str]:
+    """Return the names of the settings that a class or function takes; all names where it takes any."""
+    parameters = inspect.signature(code).parameters
+    unpacked = {*_hints(code)} if is_ours(code.__module__) else set()
+    if unpacked <= {*parameters} and any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return _Anything()
+    return {*parameters, *unpacked}
+
+
+class _Anything:
     def __contains__(self, name: object) -> bool:
         return True
 
 
-def _takes(code: Any) -> frozenset[str]:
-    """Return the names of the settings that a class or function takes."""
-    parameters = inspect.signature(code).parameters
-    named = named_words(code) if _is_ours(code) else set()  # others may annotate as they like
-    if not named and any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return _Anything(parameters)
-    return frozenset([*parameters, *named])
-
-
-def _is_ours(code: Any) -> bool:
-    return str(code.__module__).startswith("grpo_cli.")
+def _hints(code: Any) -> dict[str, Any]:
+    """Return the types of the arguments of a class or function, those of `**words: Unpack[...]` included."""
+    constructor = isinstance(code, type) and not dataclasses.is_dataclass(code)
+    hints = typing.get_type_hints(code.__init__ if constructor else code, include_extras=True)
+    for name in [name for name, hint in hints.items() if typing.get_origin(hint) is typing.Unpack]:
+        hints |= typing.get_type_hints(typing.get_args(hints.pop(name))[0], include_extras=True)
+    hints.pop("return", None)
+    return hints
 
 
 def _code(name: str, target: str) -> Any:
     """Return the class or function that a part's `_target_` names. UserError if it cannot be had."""
     with own_code(f"{name}._target_={target}"):
         try:
-            code: Any = hydra.utils.get_object(target)
+            code: Any = pkgutil.resolve_name(target)
             inspect.signature(code)
             if reason := hidden(target):
                 raise ImportError(reason)
-        except (ImportError, TypeError, ValueError) as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
             reason = hidden(target) or " ".join(str(error.__cause__ or error).splitlines()[:2])
             raise UserError(
                 f"{name}._target_={target} cannot be had: {reason}; "
@@ -114,24 +139,25 @@ def _code(name: str, target: str) -> Any:
     return code
 
 
-def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> partial[Any]:
-    """The class or function with its settings bound, after checking that it takes them."""
+def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any] | None = None) -> partial[Any]:
+    """Return the class or function with its settings bound. UserError if it takes others."""
     target = str(part["_target_"])
     code = _code(name, target)
     kwargs = {key: value for key, value in part.items() if key not in _NO_ARGUMENTS}
-    takes = _takes(code)
-    known = [key for key in takes if key not in offered]
-    problems = [
-        f"{name}.{word}: {target} takes no {word}{closest(word, known)}" for word in kwargs if word not in takes
-    ]
-    if _is_ours(code):
-        kwargs = read_kwargs(code, name, kwargs, problems)
+    takes, problems = _takes(code), list[str]()
+    hints = _hints(code) if is_ours(code.__module__) else {}  # others may annotate as they like
+    known = [word for word in (*inspect.signature(code).parameters, *hints) if word not in (offered or ())]
+    for word, value in kwargs.items():
+        if word not in takes:
+            problems.append(f"{name}.{word}: {target} takes no {word}{closest(word, known)}")
+        elif word in hints:
+            kwargs[word] = read_argument(hints[word], value, f"{name}.{word}", problems)
     refuse(problems)
     return partial(code, **kwargs)
 
 
 def _fits(factory: Any, offered: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Python's message about missing arguments, and the offered objects that it takes."""
+    """Return Python's message about missing arguments, and the offered objects that it takes."""
     signature = inspect.signature(factory.func)
     given = {key: offered[key] for key in signature.parameters if key in offered and key not in factory.keywords}
     try:
@@ -142,31 +168,28 @@ def _fits(factory: Any, offered: Mapping[str, Any]) -> tuple[str, dict[str, Any]
 
 
 def function(name: str, part: Mapping[str, Any]) -> Any:
-    """A callable rule: an instance, or a function with its settings bound. UserError if it does not take the arguments
-    of its kind."""
-    called_with, factory = KINDS[name].called_with, _factory(name, part, {})
+    """Return a callable rule: an instance, or a function with its settings bound. UserError if it does not take the
+    arguments of its kind."""
+    factory = _factory(name, part)
     rule = make(name, part, {}) if isinstance(factory.func, type) else factory
-    signature = inspect.signature(rule)
+    called_with = [*inspect.signature(PROTOCOLS[name].__call__).parameters][1:]
     try:
-        signature.bind(*called_with)
+        inspect.signature(rule).bind(*called_with)
     except TypeError as error:
         raise UserError(
-            f"{name}._target_={part['_target_']} cannot be called as {name}({', '.join(called_with)}): {error}; "
-            f"what else it needs is given as +{name}.<argument>=..."
+            f"{name}._target_={part['_target_']} cannot be called as {name}({', '.join(called_with)}): {error}; give "
+            f"what else it needs as +{name}.<argument>=..."
         ) from error
     return rule
 
 
 def fact_of(name: str, part: Mapping[str, Any], fact: str) -> Any:
-    """A fact of a part's class or function (`facts.facts`). None if it has no such fact or cannot be made, which
-    is refused elsewhere."""
-    with suppress(UserError):
-        return getattr(_factory(name, part, {}).func, fact, None)
-    return None
+    """Return a fact of a part's class or function (`facts.facts`); None if it has no such fact."""
+    return getattr(_code(name, str(part["_target_"])), fact, None)
 
 
 def engine_parts(parts: Mapping[str, Any], offered: Mapping[str, Any], early: bool = False) -> dict[str, Any]:
-    """Sampler, scheduler, predictor and sparsity. UserError if they do not work together or with the engine.
+    """Build sampler, scheduler, predictor and sparsity. UserError if they do not work together or with the engine.
 
     `early`: before a model is loaded; parts that need an object that is not offered yet are left out.
     """
@@ -183,32 +206,22 @@ def engine_parts(parts: Mapping[str, Any], offered: Mapping[str, Any], early: bo
 
 
 def _not_together(parts: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
-    """Conflicts among the parts that could be built."""
+    """Yield conflicts among the parts that could be built."""
     if isinstance(built.get("predictor"), NoPredictor) and "scheduler" in built and built["scheduler"].needs_lengths:
-        scheduler, predictor = (choice_of(name, parts[name]) for name in ("scheduler", "predictor"))
-        others = ", ".join(name for name in choices("predictor") if name != predictor)
-        yield (
-            f"scheduler={scheduler} orders by predicted length, but predictor={predictor}; choose predictor={others}"
-        )
-    yield from refused_by("engine", parts["engine"], built)
-    if INNER in parts["engine"]:
-        yield from refused_by("engine", inner_engine(parts["engine"]), built)
-
-
-def refused_by(name: str, part: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
-    """Problems that a part's own `refuses`, if it has one, finds in its settings before it is made."""
-    factory = _factory(name, part, {})
-    if hasattr(factory.func, "refuses"):
-        asked = inspect.signature(factory.func.refuses).parameters
-        known = {**factory.keywords, **built}
-        if asked.keys() <= known.keys():
-            with own_code_unless_ours(f"{name}._target_={part['_target_']}: refuses", factory.func):
-                found = [*factory.func.refuses(**{word: known[word] for word in asked})]
+        scheduler, predictor = (f"{name}={choice_of(name, parts[name])}" for name in ("scheduler", "predictor"))
+        yield f"{scheduler} orders by predicted length, which {predictor} has not: use predictor=prefix or mean"
+    inner = [inner_engine(parts["engine"])] if INNER in parts["engine"] else []
+    for engine in (parts["engine"], *inner):
+        refuses = fact_of("engine", engine, "refuses")
+        taken = inspect.signature(refuses).parameters if callable(refuses) else {"none": None}
+        if taken.keys() <= built.keys():
+            with own_code_unless_ours(f"engine._target_={engine['_target_']}: refuses", refuses):
+                found = [*refuses(**{word: built[word] for word in taken})]
             yield from found
 
 
 def inner_engine(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the engine of an engine's workers. UserError for an unknown one."""
+    """Return the settings of the engine of an engine's workers. UserError for an unknown one."""
     inner, known = part[INNER], [name for name in choices("engine") if INNER not in shipped("engine", name)]
     if inner not in known:
         raise UserError(f"engine.{INNER}={inner} must be one of {', '.join(known)}{closest(str(inner), known)}")
@@ -216,15 +229,15 @@ def inner_engine(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def says(parts: Mapping[str, Mapping[str, Any]], group: str, fact: str) -> Any:
-    """As `facts.Others.says`; of an engine of workers what these say where it says nothing."""
+    """Return a fact as `facts.Others.says`; of an engine of workers what these say where it says nothing."""
     part = parts[group]
     said = fact_of(group, part, fact)
     return fact_of(group, inner_engine(part), fact) if said is None and INNER in part else said
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class OwnLoss:
-    """Makes a plain function a `Loss`: whether it needs a reference is an attribute of the function or class, by
+    """A plain function as a `Loss`: whether it needs a reference is an attribute of the function or class, by
     default False."""
 
     inner: Callable[..., LossOutput]
@@ -239,7 +252,7 @@ class OwnLoss:
 
 
 def rules_of(parts: Mapping[str, Mapping[str, Any]]) -> Rules:
-    """The rules of a run, untried. UserError lists all that cannot be made."""
+    """Return the rules of a run, untried. UserError lists all that cannot be made."""
     made: dict[str, Any] = {}
     problems: list[str] = []
     for name in RULES:
@@ -250,8 +263,8 @@ def rules_of(parts: Mapping[str, Mapping[str, Any]]) -> Rules:
 
 
 def rule_of(name: str, part: Mapping[str, Any]) -> Any:
-    """A rule, untried. UserError if it cannot be made."""
+    """Return a rule, untried. UserError if it cannot be made."""
     if not is_function(name):
         return make(name, part, {})
     rule = function(name, part)
-    return OwnLoss(rule) if KINDS[name].protocol is Loss and not isinstance(rule, Loss) else rule
+    return OwnLoss(rule) if PROTOCOLS[name] is Loss and not isinstance(rule, Loss) else rule

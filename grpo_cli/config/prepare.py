@@ -13,10 +13,10 @@ import torch
 
 from grpo_cli.collect.equal import at_once
 from grpo_cli.config.auto import decided
-from grpo_cli.config.check import check, check_eval, check_profile
+from grpo_cli.config.check import check, check_eval
 from grpo_cli.interfaces import Rules
 from grpo_cli.learner.optimizer import check_optimizer
-from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
+from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.support.memory import SHARE, keep_freed, part_of_gpu
@@ -44,7 +44,7 @@ def prepare(settings: Settings, say: Callable[[str], None] = print, fast: bool |
     `config.auto`."""
     is_a_size = re.match(r"[\d.]*[1-9]", str(settings.fit))
     keep_freed(parse_bytes(settings.fit, "fit") if is_a_size else None)
-    rules = check_profile(settings) if isinstance(settings, ProfileRunSettings) else check(settings)
+    rules = check(settings)
     device = pick_device(settings.device)
     check_optimizer(settings.optim, device)
     return Prepared(decided(settings, say, fast), rules, device)

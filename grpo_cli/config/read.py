@@ -1,131 +1,116 @@
-"""Parses plain values (from YAML and the command line) into typed settings, strictly, and reports all errors at once:
-types, missing and unknown keys, and ranges declared beside the types (`support.ranges`).
-
-The only conversion is from a whole number to a float: `true` is not a number, `2.0` not a whole one, `"3"` neither.
-"""
+"""Reads plain values with pydantic: strictly, all errors at once, each with its dotted key."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import types
+import json
+import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
+from pydantic_core import ErrorDetails
+
+from grpo_cli.config.overrides import leaves
+from grpo_cli.settings import STRICT
 from grpo_cli.support.errors import closest
-from grpo_cli.support.formatting import is_a, shown
+from grpo_cli.support.formatting import shown
 
-T = TypeVar("T")
-
-_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-_CONTAINERS: Mapping[Any, tuple[type, str]] = {Mapping: (dict, "a group of settings"), Sequence: (list, "a list")}
 _LARGEST = {int: 2**64, float: 3.4e38}  # the largest seed and float32
-_MISSING = "???"
+_KINDS = {
+    **{"int_type": "a whole number", "float_type": "a number", "bool_type": "true or false", "string_type": "text"},
+    **{"dict_type": "a group of settings", "dataclass_type": "a group of settings", "tuple_type": "a list"},
+    **{"list_type": "a list", "is_sequence_of": "a list", "none_required": "null", "finite_number": "finite"},
+    **{"greater_than_equal": "at least {ge}", "greater_than": "more than {gt}"},
+    **{"less_than_equal": "at most {le}", "less_than": "less than {lt}", "string_too_short": "other than empty"},
+    **{"literal_error": "one of {expected}", "one_of": "{listed}", "too_short": "longer", "too_long": "shorter"},
+}
 
 
-def read(kind: type[T], values: Any, problems: list[str]) -> T | None:
-    """`values` as the dataclass `kind`, or None and at least one new line in `problems`."""
-    found: list[str] = []
-    result = _read(kind, values, "", found)
-    problems += found
-    return None if found else typing.cast(T, result)
+def read(kind: Any, values: Any, problems: list[str], cfg: DictConfig | None = None, key: str = "") -> Any:
+    """Return the values as this type; None, and new lines in `problems`, if they are wrong.
+
+    A setting that only follows a wrong one, such as `m=${n}` in `cfg`, gets no line of its own."""
+    found = {line.partition(" ")[0]: line for line in _too_large(values, key)}
+    try:
+        result = TypeAdapter(kind, config=None if dataclasses.is_dataclass(kind) else STRICT).validate_json(
+            json.dumps(values, default=str)
+        )
+    except ValidationError as error:
+        wrong: dict[str, list[ErrorDetails]] = {}
+        for one in error.errors(include_url=False):
+            wrong.setdefault(_key(one["loc"], values, key), []).append(one)
+        for name, errors in wrong.items():
+            if not any(line.startswith(f"{name}=") for line in found):
+                found[name] = _line(name, errors, kind)
+    follow = [name for name in found if cfg is not None and _follows(cfg, name.partition("=")[0])]
+    problems += [line for name, line in found.items() if name not in follow or len(follow) == len(found)]
+    return None if found else result
 
 
-def read_kwargs(target: Any, group: str, kwargs: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """A part's settings, parsed by its constructor's annotations (also `**words: Unpack[...]`); those without a plain
-    type are unchanged."""
-    hints = _hints(target)
-    hints |= {name: hint for words in _unpacked(hints) for name, hint in words.items()}
-    return {name: _read(hints.get(name), value, f"{group}.{name}", problems) for name, value in kwargs.items()}
-
-
-def named_words(target: Any) -> set[str]:
-    """The names in the `**words: Unpack[...]` of a class's constructor or a function."""
-    return {name for words in _unpacked(_hints(target)) for name in words}
-
-
-def _hints(target: Any) -> dict[str, Any]:
-    constructor = isinstance(target, type) and not dataclasses.is_dataclass(target)
-    return typing.get_type_hints(target.__init__ if constructor else target, include_extras=True)
-
-
-def _unpacked(hints: Mapping[str, Any]) -> list[dict[str, Any]]:
-    unpacked = [typing.get_args(hint)[0] for hint in hints.values() if typing.get_origin(hint) is typing.Unpack]
-    return [typing.get_type_hints(words, include_extras=True) for words in unpacked]
-
-
-def missing(key: str, value: Any) -> Iterator[str]:
-    """A line for each missing value under `key`."""
-    if value == _MISSING:
-        yield f"{key} has no value; give {key}=..."
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from missing(f"{key}.{name}", item)
-
-
-def _read(kind: Any, value: Any, key: str, problems: list[str]) -> Any:
-    """The value parsed as `kind`; None if it is wrong. Types that are not plain take any value."""
-    origin, of = typing.get_origin(kind), typing.get_args(kind)
-    if value == _MISSING:
-        problems.extend(missing(key, value))
-    elif dataclasses.is_dataclass(kind):
-        return _read_fields(kind, value, key, problems)
-    elif origin is typing.Annotated:
-        found = _read(of[0], value, key, problems)
-        problems.extend(f"{key}={found} {wrong}" for rule in kind.__metadata__ if (wrong := rule.problem(found)))
-        return found
-    elif origin in (typing.Union, types.UnionType):
-        return _read_union(of, value, key, problems)
-    elif origin is tuple:
-        return _read_tuple(of, value, key, problems)
-    elif origin in _CONTAINERS and not isinstance(value, _CONTAINERS[origin][0]):
-        problems.append(f"{key}={shown(value)} must be {_CONTAINERS[origin][1]}")
-    elif kind not in _NAMES:
+def read_argument(hint: Any, value: Any, key: str, problems: list[str]) -> Any:
+    """Return a part's setting as the type of its constructor; as it is where pydantic knows no such type."""
+    try:
+        return read(hint, value, problems, key=key)
+    except PydanticSchemaGenerationError:
         return value
-    elif not is_a(kind, value):
-        problems.append(f"{key}={shown(value)} must be {_NAMES[kind]}")
-    elif kind in _LARGEST and not abs(value) <= _LARGEST[kind]:
-        endless = isinstance(value, float) and not math.isfinite(value)
-        found = f"a number of {len(str(abs(value)))} digits" if isinstance(value, int) else str(value)
-        problems.append(f"{key}={found} must be {'finite' if endless else f'at most {_LARGEST[kind]:.3g}'}")
-    else:
-        return float(value) if kind is float else value
-    return None
 
 
-def _read_fields(kind: Any, value: Any, key: str, problems: list[str]) -> Any:
-    if not isinstance(value, dict):
-        problems.append(f"{key}={shown(value)} must be a group of settings")
-        return None
-    prefix = f"{key}." if key else ""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    problems.extend(f"{prefix}{name} is no setting{closest(name, hints)}" for name in value if name not in hints)
-    problems.extend(f"{prefix}{name} is missing from the configuration" for name in hints if name not in value)
-    fields = {name: _read(hints[name], value[name], prefix + name, problems) for name in hints if name in value}
-    return None if problems else kind(**fields)
+def _follows(cfg: DictConfig, key: str) -> bool:
+    parent = OmegaConf.select(cfg, key.rpartition(".")[0]) if "." in key else cfg
+    name = key.rpartition(".")[2]
+    return isinstance(parent, DictConfig) and name in parent and OmegaConf.is_interpolation(parent, name)
 
 
-def _read_union(kinds: Sequence[Any], value: Any, key: str, problems: list[str]) -> Any:
-    """A union of a type, null and literal words. `int | float` is a number."""
-    if value is None and types.NoneType in kinds:
-        return None
-    words = [word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)]
-    others = {kind for kind in kinds if kind is not types.NoneType and typing.get_origin(kind) is not typing.Literal}
-    kind: Any = float if others == {int, float} else others.pop() if len(others) == 1 else None
-    if not words or not isinstance(value, str):
-        return _read(kind, value, key, problems)
-    if value not in words:
-        plain = typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
-        problems.append(f"{key}={value} must be {_NAMES[plain]}, or {' or '.join(words)}{closest(value, words)}")
-    return value
+def _too_large(values: Any, key: str) -> Iterator[str]:
+    """Yield a line for each number that neither a seed nor float32 can be."""
+    for name, value in leaves(key, values).items():
+        for one in value if isinstance(value, list) else [value]:
+            most = _LARGEST.get(type(one))
+            if most is not None and abs(one) > most and abs(one) != float("inf"):
+                digits = f"a number of {len(str(abs(one)))} digits" if isinstance(one, int) else str(one)
+                yield f"{name}={digits} must be at most {most:.3g}"
 
 
-def _read_tuple(kinds: tuple[Any, ...], value: Any, key: str, problems: list[str]) -> Any:
-    any_number = kinds[-1] is Ellipsis
-    if not isinstance(value, list) or not (any_number or len(value) == len(kinds)):
-        problems.append(f"{key}={shown(value)} must be a list{'' if any_number else f' of {len(kinds)} values'}")
-        return None
-    kinds = kinds[:1] * len(value) if any_number else kinds
-    items = zip(kinds, value, strict=True)
-    return tuple(_read(item_kind, item, f"{key}[{i}]", problems) for i, (item_kind, item) in enumerate(items))
+def _key(place: Sequence[str | int], values: Any, key: str) -> str:
+    """Return the dotted key of a place in the values, without pydantic's names of the members of a union."""
+    for word in place:
+        if isinstance(values, dict) and (word in values or word == place[-1]):
+            key, values = (f"{key}.{word}" if key else str(word)), values.get(word)
+        elif isinstance(values, list) and isinstance(word, int):
+            key, values = f"{key}[{word}]", values[word] if word < len(values) else None
+    return key.removeprefix("parts.")
+
+
+def _line(key: str, errors: Sequence[ErrorDetails], kind: Any) -> str:
+    """Return one sentence about a wrong value, whatever number of types it could have."""
+    value, types = errors[0]["input"], [error["type"] for error in errors]
+    if "unexpected_keyword_argument" in types:
+        return f"{key} is no setting{closest(key, _fields(kind, ''))}"
+    if "missing" in types:
+        return f"{key} is missing from the configuration"
+    if value == "???":
+        return f"{key} has no value; give {key}=..."
+    ranged = [error for error in errors if set(error.get("ctx", ())) & {"ge", "gt", "le", "lt"}]
+    said = []
+    for error in ranged or errors:
+        context: dict[str, Any] = {word: _number(end) for word, end in error.get("ctx", {}).items()}
+        if error["type"] == "literal_error":
+            words = re.findall(r"'([^']*)'", context["expected"]) or [context["expected"]]
+            context["expected"] = f"{', '.join(words)}{closest(str(value), words)}"
+        said.append(_KINDS.get(error["type"], error["msg"]).format(**context))
+    return f"{key}={shown(value)} must be {' or '.join(dict.fromkeys(said))}"
+
+
+def _number(value: Any) -> Any:
+    return f"{value:.12g}" if isinstance(value, float) else value
+
+
+def _fields(kind: Any, prefix: str) -> Iterator[str]:
+    """Yield the dotted names of a dataclass's settings."""
+    for name, hint in typing.get_type_hints(kind).items() if dataclasses.is_dataclass(kind) else ():
+        yield f"{prefix}{name}"
+        yield from _fields(hint, f"{prefix}{name}.")

@@ -25,19 +25,11 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Running:
-    """A request that holds a slot."""
+    """A request that runs."""
 
     index: int
-    slot: int
     generated: int
     predicted: float | None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which waiting requests enter which free slots now: pairs (request index, slot), each slot and request once."""
-
-    admit: tuple[tuple[int, int], ...]
 
 
 @runtime_checkable
@@ -56,8 +48,9 @@ class Scheduler(Protocol):
     def start(self, waiting: Sequence[Waiting], slots: int) -> None:
         """A new `generate` begins: forget the previous one and plan ahead if the scheduler does."""
 
-    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
-        """Admit at most `len(free_slots)` of the waiting requests; must admit some when nothing is running.
+    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free: int) -> Sequence[int]:
+        """Return the indices of at most `free` waiting requests, each once, that begin now; at least one when nothing
+        is running.
 
         An admitted request is not shown again. Under a tight `sampler.kv_budget` it may start later than it was
         admitted, but never after a request that was admitted later and needs as much memory.

@@ -14,16 +14,17 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.rules.advantage import StatsOver, compared, varies
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import Others, facts
-from grpo_cli.support.ranges import OneOf, Range
+from grpo_cli.support.ranges import OneOf
 from grpo_cli.types import ScoredGroup
 
 Scale = Annotated[str, OneOf(("mad", "std", "none"))]
-Floor = Annotated[float, Range(0, because="a median distance of 0 is divided by otherwise", above=True)]
+Floor = Annotated[float, Field(gt=0)]
 
 
 def _any_size(others: Others, rule: str) -> Iterator[str]:
@@ -40,9 +41,6 @@ def _advantage_goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str
     if n % 2 == 0 and (own.get("stats_over") != "kept" or others.m == n):
         yield f"n={n} has no middle rollout for {rule}; take n={n + 1} (downsample=median m={n} then trains on {n})"
     yield from _any_size(others, rule)
-
-
-def _advantage_undone_by(own: Mapping[str, Any], others: Others) -> Iterator[str]:
     m = others.m
     if own.get("stats_over") == "kept" and m != others.n and m % 2 == 0:
         yield (
@@ -73,7 +71,7 @@ def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) 
     return [index for index in range(size) if index != left_out]
 
 
-@facts(goes_with=_advantage_goes_with, undone_by=_advantage_undone_by)
+@facts(goes_with=_advantage_goes_with)
 def median(
     group: ScoredGroup, kept: Sequence[int], *, scale: Scale, floor: Floor, stats_over: StatsOver
 ) -> Float[Tensor, " K"]:

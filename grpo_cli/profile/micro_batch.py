@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from grpo_cli.config.auto import AUTO, as_begun
+from grpo_cli.config.auto import AUTO
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.batching import Sampler
 from grpo_cli.model.anatomy import has_dropout
@@ -36,9 +36,6 @@ def decided(
     """
     if run.settings.train.micro_batch_tokens != AUTO:
         return run
-    begun = as_begun(run.settings, "train")
-    if begun:
-        return _with(run, begun["micro_batch_tokens"])
     other = process_alone(device)  # already allocated, so not part of what is free
     room = int(SHARE * free_bytes(device)) + other if room is None else room
     sampler, estimator, step = _updates(_with(run, 1), device, other)

@@ -20,13 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from grpo_cli.engine.batching import Capped, Sampler
-from grpo_cli.engine.kv.eviction import Budget, Dense, watches
+from grpo_cli.engine.kv.eviction import Budget, Dense
 from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.torch.generation import Generation
 from grpo_cli.engine.torch.peak import fullest_moments, parked_bytes
 from grpo_cli.engine.torch.sizes import Sizes as EngineSizes
-from grpo_cli.engine.torch.stop import NeverStop
-from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.learner.forward import Forward, RowShape
 from grpo_cli.learner.logprobs import _AT_ONCE as AT_ONCE
 from grpo_cli.learner.logprobs import PLAIN, ByRow
@@ -298,20 +296,16 @@ class ShapeModel:
             requests = [replace(request, sampling=drawn) for request in requests]
         with self.watched(training=False) as allocations, self.precision():
             decoder, sampler = self._decoder(engine.packed, allocations), Capped(engine.sampler, engine.rollouts)
-            workspace = Workspace.of(decoder, sampler, engine.sparsity, requests, None, engine.prefix)
-            generation = Generation(workspace, (0,), requests, NeverStop(), NullMeter(), sampler.refills)
-
-            def grown(blocks: Sequence[Tensor]) -> None:
-                for block in blocks:
-                    allocations.mark(block, KV)
-
+            parts = (decoder, sampler, engine.sparsity, requests, (0,), NullMeter())
+            generation = Generation(*parts, prefix=engine.prefix)
+            for block in generation.cache.memory:
+                allocations.mark(block, KV)
             found: dict[str, list[Sizes]] = {"prefill": [], "decode": []}
             allocations.take_peak()
-            for moment in fullest_moments(generation, work.lengths, grown, self._on_cpu):
-                found[moment].append(allocations.take_peak())
+            for moment, kv in fullest_moments(generation, work.lengths, self._on_cpu):
+                found[moment].append({**allocations.take_peak(), KV: kv})
         parked = parked_bytes(generation, work.lengths)
         prefill, decode = (max(sizes, key=lambda one: sum(one.values())) for sizes in found.values())
-        decode = {**decode, KV: generation.kv.peak}
         return _with(prefill, parked), _with(decode, parked)
 
     def _fixed_slots(self, work: Workload, engine: EngineShape) -> Sizes:
@@ -319,9 +313,9 @@ class ShapeModel:
         if not engine.graphs:
             return {}
         with self.watched(training=False), self.precision():
-            decoder = Decoder(self.model).in_its_precision().for_steps(watches(engine.sparsity))
+            decoder = Decoder(self.model).for_steps(engine.sparsity)
             sampler, others = Capped(engine.sampler, engine.rollouts), (engine.sparsity, work.requests, engine.prefix)
-            return {KV: EngineSizes.of(decoder, sampler, *others, one_page=True).fixed_bytes}
+            return {KV: EngineSizes.of(decoder, sampler, *others, fills=True).fixed_bytes}
 
 
 @contextmanager

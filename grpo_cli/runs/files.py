@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from grpo_cli.runs.layout import REPLACED, UNFINISHED
 from grpo_cli.support.errors import UserError
 
@@ -32,7 +30,7 @@ def json_line(value: Any, indent: int | None = None) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
+    if type(value).__module__ == "numpy":  # which refusals do without
         return _plain(value.item())
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -8,8 +8,7 @@ from typing import Any, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
 
 @runtime_checkable
 class Others(Protocol):
-    """The parts of a run as their settings describe them, before any is made, for `goes_with` and `undone_by`. `n`, `m`
-    and `prompts` (of a step) are the run's."""
+    """The parts of a run as their settings describe them, before any is made, for `goes_with`."""
 
     n: int
     m: int
@@ -32,7 +31,6 @@ class Facts(TypedDict, total=False):
     """The attributes of parts; one that is left out is not known, which is as good as False."""
 
     goes_with: Conflicts  # any part: yields why its settings cannot work beside the others
-    undone_by: Conflicts  # the same of what others undo: refused, but a run that began so goes on, with a warning
     divides: bool  # an advantage divides by the deviation of the group
     keeps_fewer: bool  # a down-sample rule may keep fewer than `keep`
     unequal: bool  # a collector's groups may have another size than n

@@ -66,6 +66,7 @@ _GOES_ON = re.compile(
     r"|\s(?:third|fourth|fifth|sixth|eighth|ninth|tenth|hundredth|thousandth)s\b"
 )
 _POWERED = re.compile(_OPERATED)
+_DECIMAL = re.compile(r"(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)?(?:\.[0-9]+)?")
 _ANOTHER_NUMBER = re.compile(r"(?<![A-Za-z^0-9])(?<!\^\{)[0-9]")
 # Left of an equals sign, a name or a calculation is no part of the answer; `2x = 8` and `x + 1 = 8` are equations.
 _VARIABLE = re.compile(r"(?<![A-Za-z])(?:[a-fi-kn-rt-z]|[A-Z])(?![A-Za-z])")
@@ -90,46 +91,35 @@ class Extracted:
     strict: bool
 
 
-NOTHING = Extracted(None, "", False)
-
-
 def extract_answer(text: str) -> Extracted:
-    """The final answer of a completion: marked, else stated, else its last number.
+    """Return the final answer of a completion: marked, else stated, else its last number.
 
     >>> extract_answer("He pays 3 * $6 = $18.\\n#### $18.00")
     Extracted(value=Fraction(18, 1), text='$18.00', strict=True)
     """
     text = in_ascii(text)
-    return _marked(text) or _stated(text) or _last_number(text) or NOTHING
+    return _marked(text) or _stated(text) or _last_number(text) or Extracted(None, "", False)
 
 
 def gold_answer(text: str) -> Fraction | None:
-    """The answer in a data set's answer field: marked, stated, or a field that is one number and at most a unit.
+    """Return the answer in a data set's answer field: marked, stated, or a field that is one number, besides a
+    currency, a percent sign (50% is 50) or a unit. It is never guessed from a text with several numbers.
 
-    Unlike a completion it is never guessed from a text with several numbers.
-    """
-    text = in_ascii(text)
-    found = _marked(text) or _stated(text)
-    return found.value if found else parse_number(text)
-
-
-def parse_number(text: str) -> Fraction | None:
-    """The number that `text` consists of, besides a currency, a percent sign (50% is 50) or a unit; else None.
-
-    >>> parse_number("-$1,234.50 per day"), parse_number("1 1/2"), parse_number("3 or 4")
+    >>> gold_answer("-$1,234.50 per day"), gold_answer("1 1/2"), gold_answer("3 or 4")
     (Fraction(-2469, 2), Fraction(3, 2), None)
     """
-    found = _only(in_ascii(text))
+    text = in_ascii(text)
+    found = _marked(text) or _stated(text) or _only(text)
     return found.value if found else None
 
 
 def equal(a: Fraction | None, b: Fraction | None) -> bool:
-    """Whether both are answers, and the same one. Exact: 0.33 is not 1/3."""
+    """Return whether both are answers, and the same one. Exact: 0.33 is not 1/3."""
     return a is not None and a == b
 
 
 def _marked(text: str) -> Extracted | None:
-    """The last `#### x` or `\\boxed{x}`, whichever is later, or a later `<answer>x</answer>`.
+    """Return the last `#### x` or `\\boxed{x}`, whichever is later, or a later `<answer>x</answer>`.
 
     An answer such as `\\boxed{5\\pi}` is one, without a value; a heading `#### Step 2` or an empty box is none.
     """
@@ -144,23 +134,23 @@ def _marked(text: str) -> Extracted | None:
         given = braced(text[start : start + MAX_ANSWER].lstrip())
         found, is_answer = _only(given, strict=True), _ANOTHER_NUMBER.search(given)
     else:
-        given = _line(text, hashes + 4)
+        given = _window(text, hashes + 4).partition("\n")[0]
         found, is_answer = _leading(given, strict=True), _BEGINS_WITH_NUMBER.match(given)
     return found or (Extracted(None, given.strip(), True) if is_answer else None)
 
 
 def _stated(text: str) -> Extracted | None:
-    """The last "the answer is x", or the last line "A: x" when x is all there is on it."""
+    """Return the last "the answer is x", or the last line "A: x" when x is all there is on it."""
     last = last_match(_STATED, text)
     if last is None:
         return None
     if last["a"]:
-        return _only(_line(text, last.end()), max_words=3)
+        return _only(_window(text, last.end()).partition("\n")[0], max_words=3)
     return _leading(_window(text, last.end()).lstrip().partition("\n")[0])
 
 
 def _last_number(text: str) -> Extracted | None:
-    """The last number of the text. A run such as `1,2,3` that is no number is a list, and its end is meant."""
+    """Return the last number of the text. A run such as `1,2,3` that is no number is a list, and its end is meant."""
     last = last_match(_ANYWHERE, _plain(text))
     if last is None or _POWERED.match(last.string, last.end()):
         return None
@@ -172,23 +162,18 @@ def _last_number(text: str) -> Extracted | None:
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """The last of all matches from the left."""
-    matches = deque(pattern.finditer(text), maxlen=1)
-    return matches[0] if matches else None
+    """Return the last of all matches from the left."""
+    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
 
 
 def _window(text: str, start: int) -> str:
-    """The next `MAX_ANSWER` characters, without a number that they cut short."""
+    """Return the next `MAX_ANSWER` characters, without a number that they cut short."""
     window = text[start : start + MAX_ANSWER]
     return window if len(text) <= start + MAX_ANSWER else window.rstrip("0123456789.,/")
 
 
-def _line(text: str, start: int) -> str:
-    return _window(text, start).partition("\n")[0]
-
-
 def braced(window: str) -> str:
-    """What is between the brace that the text begins with and the one that closes it; nothing if either is missing."""
+    """Return what is between the brace that the text begins with and the one that closes it, if both are there."""
     depth = 0
     for i, character in enumerate(window):
         depth += (character == "{") - (character == "}")
@@ -240,8 +225,8 @@ def _unrolled(match: re.Match[str]) -> str:
 
 
 def _leading(text: str, strict: bool = False, max_words: int | None = None) -> Extracted | None:
-    """The number that `text` begins with, else the one after its last equals sign (`3 * 4 = 12`); None where it begins
-    an expression. With `max_words`, at most so many words, and no other number, may follow it."""
+    """Return the number that `text` begins with, else the one after its last equals sign (`3 * 4 = 12`); None where it
+    begins an expression. With `max_words`, at most so many words, and no other number, may follow it."""
     text = _plain(text)
     *working, last = text.split("=")
     for piece in (text,) if any(_VARIABLE.search(it) and _WORKED.search(it) for it in working) else (text, last):
@@ -257,7 +242,6 @@ def _leading(text: str, strict: bool = False, max_words: int | None = None) -> E
 
 
 def _only(text: str, strict: bool = False, max_words: int = MAX_ANSWER) -> Extracted | None:
-    """As `_leading`, of a short text in which there is no other number."""
     return _leading(text, strict, max_words) if len(text) <= MAX_ANSWER else None
 
 
@@ -280,7 +264,7 @@ def measured(text: str) -> tuple[Fraction, str] | None:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """The number of a match of `_ANYWHERE` or `_LEADING`; None for `1/0`, `3.5.2`, `12,34` and the like."""
+    """Return the number of a match of `_ANYWHERE` or `_LEADING`; None for `1/0`, `3.5.2`, `12,34` and the like."""
     if match["whole"]:
         whole, part, per = int(match["whole"]), int(match["part"]), int(match["per"])
         value = whole + Fraction(part, per) if part < per else None
@@ -303,11 +287,8 @@ def _value(match: re.Match[str]) -> Fraction | None:
     return -value if negative else value
 
 
-_DECIMAL = re.compile(r"(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)?(?:\.[0-9]+)?")
-
-
 def _fraction(run: str) -> Fraction | None:
-    """`1,234.50` as a fraction; the full stop or comma of the sentence around it is not part of it."""
+    """Return `1,234.50` as a fraction; the full stop or comma of the sentence around it is not part of it."""
     run = run.rstrip(".,")
     if not run or len(run) > MAX_DIGITS or not _DECIMAL.fullmatch(run):
         return None

@@ -1,4 +1,4 @@
-"""Sums and differences of a few small numbers, worked out on paper: the embedded task.
+"""Sums and differences of a few small numbers, worked out on paper: the embedded task; and with a calculator.
 
 A prompt is `12+7-5+30=` and a completion rewrites what is left until one number remains: `19-5+30=14+30=44`. Only that
 last number is judged, so a completion may do several operations at once; doing one at a time is longer and safer. The
@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from random import Random
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict, Unpack
+
+from pydantic import Field
 
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.ranges import Range
 from grpo_cli.tasks.formats import OverlongTokens, overlong
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.judges import Weighing
-from grpo_cli.tasks.prompting import Tokenizer, Verbatim
+from grpo_cli.tasks.prompting import Tokenizer, Verbatim, going_on
+from grpo_cli.tasks.turns import answer
 from grpo_cli.types import Prompt, Reward, Rollout
 
 _LINE = re.compile(r"(0|[1-9][0-9]{0,3})([+-][1-9][0-9]{0,3})*")
@@ -35,31 +38,27 @@ class Sum:
         return str(self.terms[0]) + "".join(f"{term:+d}" for term in self.terms[1:])
 
     def after(self, operations: int) -> Sum:
-        """What is left to do after that many operations: `12+7-5` after one is `19-5`."""
+        """Return what is left to do after that many operations: `12+7-5` after one is `19-5`."""
         return Sum((sum(self.terms[: operations + 1]), *self.terms[operations + 1 :]))
 
 
 def draw_sum(rng: Random, num_terms: int, max_operand: int, max_value: int) -> Sum:
-    """A number in 1..`max_value`, then operands in 1..`max_operand`; running results stay within 0..`max_value`."""
+    """Draw a number in 1..`max_value`, then operands in 1..`max_operand`; running results stay in 0..`max_value`."""
     terms = [rng.randint(1, max_value)]
     value = terms[0]
     for _ in range(num_terms - 1):
         operand = rng.randint(1, max_operand)
-        if value - operand < 0 or (value + operand <= max_value and rng.random() < 0.5):
-            terms.append(operand)
-        else:
-            terms.append(-operand)
+        plus = value - operand < 0 or (value + operand <= max_value and rng.random() < 0.5)
+        terms.append(operand if plus else -operand)
         value += terms[-1]
     return Sum(tuple(terms))
 
 
 def worked_solution(problem: Sum, operations: Sequence[int] | None = None) -> str:
-    """The completion that does `operations[i]` operations in line i; by default one at a time, which is the longest.
+    """Return the completion that does `operations[i]` operations in line i; by default one at a time, the longest.
 
-    >>> worked_solution(Sum((12, 7, -5, 30)))
-    '19-5+30=14+30=44'
-    >>> worked_solution(Sum((12, 7, -5, 30)), (2, 1))
-    '14+30=44'
+    >>> worked_solution(Sum((12, 7, -5, 30))), worked_solution(Sum((12, 7, -5, 30)), (2, 1))
+    ('19-5+30=14+30=44', '14+30=44')
     """
     lines = []
     for count in operations if operations is not None else (1,) * (len(problem.terms) - 1):
@@ -71,60 +70,99 @@ def worked_solution(problem: Sum, operations: Sequence[int] | None = None) -> st
 
 
 def final_answer(completion: str) -> str | None:
-    """The number after the last `=` (or all there is), None when it is no plain number without leading zeros."""
+    """Return the number after the last `=` (or all there is), None when it is no plain number."""
     last = completion.rsplit("=", 1)[-1]
     return last if _NUMBER.fullmatch(last) else None
 
 
 def is_sum(line: str) -> bool:
-    """Whether it is a sum of whole numbers of up to four digits, or one of them."""
+    """Return whether it is a sum of whole numbers of up to four digits, or one of them."""
     return _LINE.fullmatch(line) is not None
 
 
 def is_well_formed(completion: str) -> bool:
-    """Whether the completion is lines of sums joined by `=`, the last of them a plain number."""
+    """Return whether the completion is lines of sums joined by `=`, the last of them a plain number."""
     return final_answer(completion) is not None and all(map(is_sum, completion.split("=")))
+
+
+class SumSettings(TypedDict):
+    """The settings of the sums, explained in `conf/task/arithmetic.yaml`."""
+
+    min_terms: Annotated[int, Field(ge=2, le=64)]
+    max_terms: Annotated[int, Field(ge=2, le=64)]
+    max_operand: Annotated[int, Field(ge=1, le=999)]
+    max_value: Annotated[int, Field(ge=2, le=9999)]
+    train_problems: TrainProblems
+    eval_problems: EvalProblems
 
 
 class Arithmetic(GeneratedTask[Sum]):
     """The task. The reward is 1 for a completion that ended by itself with the right number, else 0; `weights` may name
-    parts that look at its form or its length (`formats.py`)."""
+    parts that look at its form or its length (`judges.py`)."""
 
     name, sizes_are, makes_more = "arithmetic", "terms", "max_operand"
+    _prompting: Verbatim
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         seed: int,
         *,
-        min_terms: Annotated[int, Range(2, 64)],
-        max_terms: Annotated[int, Range(2, 64)],
-        max_operand: Annotated[int, Range(1, 999)],
-        max_value: Annotated[int, Range(2, 9999)],
-        train_problems: TrainProblems,
-        eval_problems: EvalProblems,
         weights: Mapping[str, Any] | None,
         overlong_tokens: OverlongTokens,
+        **sums: Unpack[SumSettings],
     ) -> None:
-        if max_value < 2 * max_operand:
-            raise UserError(f"task.max_value={max_value} must be at least 2 * task.max_operand={2 * max_operand}")
-        self._weighing = Weighing(weights or {}, "all", "correct")
-        self._overlong_tokens = overlong_tokens
-        self._verbatim = Verbatim(tokenizer)
-        self._max_operand, self._max_value = max_operand, max_value
-        super().__init__(self._verbatim, seed, min_terms, max_terms, train_problems, eval_problems)
+        operand, value = self._limits = sums["max_operand"], sums["max_value"]
+        if value < 2 * operand:
+            raise UserError(f"task.max_value={value} must be at least 2 * task.max_operand={2 * operand}")
+        self._weighing, self._overlong_tokens = Weighing(weights or {}, "all", "correct"), overlong_tokens
+        self._prompting = Verbatim(tokenizer)
+        self._generate(seed, sums["min_terms"], sums["max_terms"], sums["train_problems"], sums["eval_problems"])
 
     def draw(self, rng: Random, size: int) -> Sum:
-        return draw_sum(rng, size, self._max_operand, self._max_value)
+        return draw_sum(rng, size, *self._limits)
 
     def answer(self, problem: Sum) -> str:
         return str(sum(problem.terms))
 
     def shown(self, prompt: Prompt) -> Sequence[int]:
-        return self._verbatim.goes_on(prompt, worked_solution(self._asked(prompt)[0]))
+        return going_on(self._prompting.tokenizer, worked_solution(self._problem(prompt)[0]), prompt.token_ids)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        completion = self._verbatim.completion(rollout)
+        completion = self._prompting.completion(rollout)
         correct = float(completion is not None and final_answer(completion) == prompt.answer)
         parts = {"correct": correct, "well_formed": float(completion is not None and is_well_formed(completion))}
         return self._weighing.reward(parts, completion or "", overlong(rollout, self._overlong_tokens))
+
+
+class Calculator(Arithmetic):
+    """The task `arithmetic` in several turns, with a tool that has to be used, and used rightly.
+
+    A turn that ends with `=` asks the calculator for what stands before it, which it writes behind: `123+45-6=` becomes
+    `123+45-6=162`. What a model writes is split at signs and added up; what is no sum is answered by `?`. The last
+    number of the episode is judged, be it the model's or the calculator's.
+    """
+
+    name = "calculator"
+    turn_ends = ("=",)
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        seed: int,
+        *,
+        turns: Annotated[int, Field(ge=2)],
+        **sums: Unpack[SumSettings],
+    ) -> None:
+        super().__init__(tokenizer, seed, weights=None, overlong_tokens=None, **sums)
+        self.turns = turns
+
+    def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
+        text = self.text(turns[-1])
+        if not text.endswith("="):
+            return answer(None)
+        sum_of = text[:-1].rpartition("=")[2]
+        return answer([str(sum(map(int, re.findall(r"[+-]?[0-9]+", sum_of)))) if is_sum(sum_of) else "?"])
+
+    def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
+        return going_on(self._prompting.tokenizer, "".join(said), turns[-1])

@@ -8,49 +8,64 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from grpo_cli.interfaces import Shows
-from grpo_cli.settings import Sampling
+from grpo_cli.interfaces import Bench, Shows
+from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.prompting import PLACEHOLDER, Prompting, Tokenizer, going_on
-from grpo_cli.tasks.rows import records, value_of, where
+from grpo_cli.tasks.problems import records, value_of, where
+from grpo_cli.tasks.prompting import PLACEHOLDER, Prompting, Tokenizer, going_on, turn_end
 from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, Prompt, Request, Rollout, Span
 
 Parts = Sequence[tuple[bool, Sequence[int]]]  # whether others say it, and its tokens
 
 
 def demonstration(prompt: Prompt, parts: Parts) -> Rollout:
-    """A rollout made of these parts, with its replies marked as given."""
+    """Build a rollout of these parts, with its replies marked as given."""
     tokens = tuple(token for _, said in parts for token in said)
     spans = tuple(Span(ENVIRONMENT if others else GIVEN, len(said)) for others, said in parts)
     request = Request(prompt, 0, 0, Sampling.plain(len(tokens)))
     return Rollout(request, tokens, (math.nan,) * len(tokens), Finish.EOS, 0, spans)
 
 
+def demonstrations(settings: RunSettings, bench: Bench, room: int, warn: Callable[[str], None]) -> tuple[Rollout, ...]:
+    """Return what `train.warmup=sft` imitates, of at most `room` tokens. UserError where there is nothing."""
+    train, tokenizer = settings.train, bench.tokenizer
+    chat = tokenizer.chat_template and (train.warmup_path or settings.parts["task"].get("use_chat_template"))
+    usual = (turn_end(tokenizer)[1] if chat else None, tokenizer.eos_token_id, bench.ends[0])
+    eos = next(token for token in usual if token in bench.ends)
+    if train.warmup_path is None:
+        most = train.warmup_steps * train.prompts * settings.m
+        found = solutions(bench.task, train.warmup_field, tokenizer, eos, warn, most)
+    else:
+        found = conversations(train.warmup_path, tokenizer, settings.model.chat_template_kwargs or {}, eos)
+    shown = tuple(one for one in found if len(one.request.prompt.token_ids) + len(one) <= room)
+    if len(shown) < len(found):
+        warn(f"train.warmup=sft: {len(found) - len(shown)} of {len(found)} are left out, with more than {room} tokens")
+    if not shown:
+        raise UserError(f"train.warmup=sft: nothing is left to imitate that has at most {room} tokens")
+    return shown
+
+
 def solutions(
     task: Any, field: str, tokenizer: Tokenizer, eos: int, warn: Callable[[str], None], most: int
 ) -> list[Rollout]:
-    """Training problems with the text of a field of their rows as the reply. UserError if no row has any. Of a task
-    that knows right replies, those to the first `most` problems."""
-    row_of: Callable[[Prompt], Mapping[str, Any]] | None = getattr(task, "row_of", None)
-    prompts = task.prompts("train")
+    """Return training problems with the text of a field of their rows as the reply; of a task that knows right replies,
+    those to the first `most` problems. Raise UserError if there are none."""
+    prompts, found = task.prompts("train"), []
     if isinstance(task, Shows):
         some = [prompts[i] for i in range(min(len(prompts), most))]
         return [demonstration(one, [(False, [*task.shown(one), eos])]) for one in some]
-    found = []
-    for prompt in prompts if row_of is not None else ():
-        assert row_of is not None
-        try:
-            text = value_of(row_of(prompt), field)
-        except KeyError:
-            continue
-        if isinstance(text, str) and text.strip():
-            found.append(demonstration(prompt, [(False, [*said_after(prompt, text, tokenizer), eos])]))
+    for prompt in prompts if hasattr(task, "row_of") else ():
+        with suppress(KeyError):
+            text = value_of(task.row_of(prompt), field)
+            if isinstance(text, str) and text.strip():
+                found.append(demonstration(prompt, [(False, [*said_after(prompt, text, tokenizer), eos])]))
     if not found:
         raise UserError(
-            f"train.warmup=sft imitates worked solutions, but no row of the task has text in the field {field}: name "
-            "another with train.warmup_field=..., or give a file of conversations with train.warmup_path=..."
+            f"train.warmup=sft imitates worked solutions, but no row of the task has text in the field {field}: set "
+            "train.warmup_field, or give a file of conversations as train.warmup_path"
         )
     if len(found) < len(prompts):
         warn(f"train.warmup=sft: {len(found)} of {len(prompts)} problems have a solution in the field {field}")
@@ -58,22 +73,19 @@ def solutions(
 
 
 def said_after(prompt: Prompt, text: str, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a text as a reply begins with it; none of a blank one."""
+    """Return the tokens of a text as a reply begins with it; none of a blank one. A space comes after a plain prompt
+    that ends in a word or a colon, as the model would continue it."""
     if not (text := text.strip()):
         return []
-    return going_on(tokenizer, _lead(prompt, tokenizer) + text, prompt.token_ids)
-
-
-def _lead(prompt: Prompt, tokenizer: Any) -> str:
-    """A space after a plain prompt that ends in a word or a colon, as the model would continue it."""
     last = prompt.token_ids[-1]
-    text = tokenizer.decode([last])
-    return "" if last in tokenizer.all_special_ids or text[-1:].isspace() or text.endswith(">") else " "
+    end = tokenizer.decode([last])
+    begins = last in tokenizer.all_special_ids or end[-1:].isspace() or end.endswith(">")
+    return going_on(tokenizer, text if begins else f" {text}", prompt.token_ids)
 
 
 def conversations(source: str, tokenizer: Tokenizer, words: Mapping[str, Any], eos: int) -> list[Rollout]:
-    """Rows with `messages`, as chat models are tuned on, all replies of each. `words` are for the chat template.
-    UserError for anything else, and for a template that changes a reply once it is answered."""
+    """Return all replies of rows with `messages`, as chat models are tuned on. `words` are for the chat template.
+    Raise UserError for anything else, and for a template that changes a reply once it is answered."""
     chat = Prompting(tokenizer, PLACEHOLDER, None, True, chat_template_kwargs=words)
     if not chat.is_chat:
         raise UserError("train.warmup_path needs a chat template: use a chat model, or the task's own solutions")
@@ -103,7 +115,7 @@ def _is_message(message: Any) -> bool:
 def _parts(
     messages: Sequence[Mapping[str, str]], replies: Sequence[int], chat: Prompting, eos: int
 ) -> Iterator[tuple[bool, list[int]]]:
-    """What others say and the replies, in turn; the first is the prompt."""
+    """Yield what others wrote and the replies, in turn; the first is the prompt."""
     before, ids, end = "", list[int](), chat.written([eos])
     for i in replies:
         text = chat.rendered(messages[:i])

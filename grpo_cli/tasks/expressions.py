@@ -25,73 +25,53 @@ _INLINE = re.compile(
 
 @dataclass(frozen=True)
 class Found:
-    """What a text finally says, as it was written; `marked` says that it was given in a form that is asked for."""
+    """The final answer of a text, as it was written; `marked` if it was given in a form that prompts ask for."""
 
     expression: str
     marked: bool
 
 
 def final_expression(text: str) -> Found | None:
-    """The last `\\boxed{x}` or `<answer>x</answer>` (whichever is later), else the last line `#### x` (all marked);
-    else what follows the last "answer is", else the last formula between dollars, else the last number.
+    """Return the last `\\boxed{x}` or `<answer>x</answer>` (whichever is later), else the last line `#### x` (all
+    marked); else what follows the last "answer is", else the last formula between dollars, else the last number.
 
     >>> final_expression(r"so $x=2$ and \\boxed{\\frac{1}{2}}.")
     Found(expression='\\\\frac{1}{2}', marked=True)
     """
-    marked = boxed(text) or _after_hashes(text)
-    if marked is not None:
+    hashes = text.rfind("####")
+    line = text[hashes + 4 :].partition("\n")[0].strip() if hashes >= 0 else ""
+    if marked := _boxed(text) or (line if _is_answer(line) else ""):
         return Found(marked, True)
     tail = text[-_TAIL:]
-    stated = _stated(tail) or _last_formula(tail) or extract_answer(tail).text
+    stated = _stated(tail) or extract_answer(tail).text
     return Found(stated, False) if _is_answer(stated) else None
 
 
-def boxed(text: str) -> str | None:
-    """What is in the last box or answer tag of a text, if that is an answer."""
+def _boxed(text: str) -> str:
+    """Return what is in the last box or answer tag of a text, if that is an answer."""
     box = last_match(_BOX, text)
-    found = _argument(text, box.end()) if box else ""
+    window = text[box.end() :][: MAX_EXPRESSION + 2] if box else ""
+    found = braced(window) if window.startswith("{") else window[:1]
     opened = text.rfind("<answer>")
     if opened >= 0 and not (box and found and box.start() > opened):
         inside = text[opened + len("<answer>") :].partition("</answer>")[0].strip()
         found = inside.removeprefix("$").removesuffix("$") if _is_answer(inside) else found
-    return found.strip() if _is_answer(found) else None
+    return found.strip() if _is_answer(found) else ""
 
 
 def _is_answer(text: str) -> bool:
     return 0 < len(text.strip()) <= MAX_EXPRESSION
 
 
-def _argument(text: str, start: int) -> str:
-    """LaTeX's argument at `start`: a group in braces without them, or one character; nothing if it does not close."""
-    window = text[start : start + MAX_EXPRESSION + 2]
-    return braced(window) if window.startswith("{") else window[:1]
-
-
-def _after_hashes(text: str) -> str | None:
-    start = text.rfind("####")
-    line = text[start + 4 :].partition("\n")[0].strip() if start >= 0 else ""
-    return line if _is_answer(line) else None
-
-
 def _stated(tail: str) -> str:
-    """What follows the last "answer is", to the end of its sentence; the formula alone if it begins with one."""
+    """Return what follows the last "answer is", to the end of its sentence, or the formula that it begins with; else
+    the last formula."""
     last = last_match(_STATED, tail)
-    if not last:
-        return ""
-    rest = tail[last.end() :]
+    rest = tail[last.end() :] if last else ""
     formula = _INLINE.match(rest)
-    if formula:
-        return _inside(formula)
-    return re.split(r"\n|\.(?![0-9])", rest, maxsplit=1)[0].strip(" *_")
-
-
-def _last_formula(tail: str) -> str:
-    last = last_match(_INLINE, tail)
-    return _inside(last) if last else ""
-
-
-def _inside(match: re.Match[str]) -> str:
-    return (match[1] or match[2] or match[3]).strip()
+    text = "" if formula else re.split(r"\n|\.(?![0-9])", rest, maxsplit=1)[0].strip(" *_")
+    formula = formula if formula or text else last_match(_INLINE, tail)
+    return (formula[1] or formula[2] or formula[3]).strip() if formula else text
 
 
 _TEXT = r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf)|operatorname|mbox)\s?\{([^{}]*)\}"
@@ -168,8 +148,7 @@ def unit(words: str) -> Unit | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer in its parts: what it is said to be the value of (`x =`), an expression, its number if it is one, and
-    its unit."""
+    """An answer in its parts: whose value it is (`x =`), an expression, its number if it is one, and its unit."""
 
     name: str
     body: str
@@ -253,10 +232,8 @@ def settled(gold: str, answer: str) -> bool | tuple[str, str]:
 def _same(value: Fraction, of: Unit, other: Fraction, other_of: Unit) -> bool:
     if of[1] and other_of[1]:
         return of[1] == other_of[1] and value * of[0] == other * other_of[0]
-    if ("percent 1",) in (
-        of[1],
-        other_of[1],
-    ):  # 50% is 0.5, and the 50 that a question asks for; but hardly 0.5% is 0.5
+    if ("percent 1",) in (of[1], other_of[1]):
+        # 50% is 0.5, and the 50 that a question asks for; but hardly 0.5% is 0.5
         part, plain = (value, other) if of[1] else (other, value)
         return part / 100 == plain or (part == plain and abs(part) > 1)
     return value == other

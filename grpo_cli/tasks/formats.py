@@ -10,13 +10,17 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated
 
-from grpo_cli.support.ranges import Range
+from pydantic import Field
+
 from grpo_cli.types import Rollout
 
+OVERLONG = "overlong"
+OverlongTokens = Annotated[int | None, Field(ge=1)]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _OPENED, _TURNED = "<think>\n", "\n</think>\n<answer>\n"
 _CLOSED = re.compile(r"\n</answer>$", re.MULTILINE)
-_TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
+_FROM_THOUGHT_TO_ANSWER = re.compile(r"</think>\s{0,8}<answer>")
 
 
 def strict_format(text: str) -> float:
@@ -28,11 +32,8 @@ def strict_format(text: str) -> float:
     return float(turned >= 0 and _CLOSED.search(text, turned + len(_TURNED)) is not None)
 
 
-_FROM_THOUGHT_TO_ANSWER = re.compile(r"</think>\s{0,8}<answer>")
-
-
 def soft_format(text: str) -> float:
-    """1 less a hundredth for each character outside `<think>...</think> <answer>...</answer>`, at least 0.
+    """Return 1 less a hundredth for each character outside `<think>...</think> <answer>...</answer>`, at least 0.
 
     0 for a completion without the four tags in that order. The scale of PODS' single-GPU runs.
     """
@@ -44,28 +45,13 @@ def soft_format(text: str) -> float:
 
 
 def tag_count(text: str) -> float:
-    """A quarter for each of the four tags that occurs exactly once."""
+    """Return a quarter for each of the four tags that occurs exactly once."""
     return sum(text.count(tag) == 1 for tag in TAGS) / len(TAGS)
 
 
 def tag_lines(text: str) -> float:
-    """A quarter for each of the four tags that stands exactly once at the edge of its line, as open-r1 counts them."""
+    """Return a quarter for each of the four tags that stands exactly once at the edge of its line, as in open-r1."""
     return sum(text.count(tag) == 1 for tag in _TAG_LINES) / len(_TAG_LINES)
-
-
-OVERLONG = "overlong"
-OverlongTokens = Annotated[int | None, Range(1, because="it counts tokens; null is a fifth of sampling.max_new_tokens")]
-
-
-def overlong(rollout: Rollout, tokens: int | None) -> float:
-    """0 up to L - c tokens, from there down to -1 at L in a straight line (DAPO, arXiv 2503.14476, equation 13).
-
-    L is `sampling.max_new_tokens`, and c is `tokens`, at most L; None: a fifth of L, as published (4,096 of 20,480). In
-    an episode all tokens count that L bounds, those of the environment among them.
-    """
-    longest = rollout.request.sampling.max_new_tokens
-    within = max(1, longest // 5) if tokens is None else tokens
-    return min(0.0, (longest - within - len(rollout)) / within)
 
 
 FORMATS: Mapping[str, Callable[[str], float]] = {
@@ -74,3 +60,14 @@ FORMATS: Mapping[str, Callable[[str], float]] = {
     "tag_count": tag_count,
     "tag_lines": tag_lines,
 }
+
+
+def overlong(rollout: Rollout, tokens: int | None) -> float:
+    """Return 0 up to L - c tokens, from there down to -1 at L in a straight line (DAPO, arXiv 2503.14476, equation 13).
+
+    L is `sampling.max_new_tokens`, and c is `tokens`, at most L; None: a fifth of L, as published (4,096 of 20,480). In
+    an episode all tokens count that L bounds, those of the environment among them.
+    """
+    longest = rollout.request.sampling.max_new_tokens
+    within = max(1, longest // 5) if tokens is None else tokens
+    return min(0.0, (longest - within - len(rollout)) / within)

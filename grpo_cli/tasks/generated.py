@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from hashlib import blake2b
 from random import Random
 from typing import Annotated, ClassVar, Generic, TypeVar
 
+from pydantic import Field
+
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.ranges import Range
-from grpo_cli.tasks.prompting import MadePrompts, Prompting, Verbatim
+from grpo_cli.tasks.prompting import MadePrompts, Texts
 from grpo_cli.types import Prompt
 
 HELD_OUT_ONE_IN = 8
 MOST_TRIES = 10_000  # draws for one more problem of the eval split, before the problems are taken to be exhausted
-_MEMORY = "they take memory from the start"
-TrainProblems = Annotated[int, Range(1, 100_000_000, _MEMORY)]  # an order of them is kept: 800 MB
-EvalProblems = Annotated[int, Range(1, 1_000_000, _MEMORY)]  # all of them are kept
+TrainProblems = Annotated[int, Field(ge=1, le=100_000_000)]  # an order of them is kept: 800 MB
+EvalProblems = Annotated[int, Field(ge=1, le=1_000_000)]  # all of them are kept
 
 
 def is_held_out(problem: str, one_in: int = HELD_OUT_ONE_IN) -> bool:
-    """Whether a problem belongs to the eval split: a hash of its text decides, so no seed can move it."""
+    """Return whether a problem belongs to the eval split: a hash of its text decides, so no seed can move it."""
     digest = blake2b(problem.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % one_in == 0
 
@@ -29,7 +28,7 @@ def is_held_out(problem: str, one_in: int = HELD_OUT_ONE_IN) -> bool:
 P = TypeVar("P")
 
 
-class GeneratedTask(ABC, Generic[P]):
+class GeneratedTask(Texts, ABC, Generic[P]):
     """Problems of several sizes: the size is uniform in `train`, and `eval` goes through the sizes in turn, so that
     every beginning of it covers them evenly.
 
@@ -41,81 +40,58 @@ class GeneratedTask(ABC, Generic[P]):
     sizes_are: ClassVar[str]  # "terms", whose settings are min_terms and max_terms
     makes_more: ClassVar[str]  # the setting that makes more problems possible
 
-    def __init__(
-        self, prompting: Prompting | Verbatim, seed: int, least: int, most: int, train_problems: int, eval_problems: int
-    ) -> None:
-        """`least` and `most` are the sizes of problems."""
+    def _generate(self, seed: int, least: int, most: int, train_problems: int, eval_problems: int) -> None:
+        """Make the splits of problems of sizes from `least` to `most`."""
         if least > most:
             raise UserError(f"task.min_{self.sizes_are}={least} must be at most task.max_{self.sizes_are}={most}")
-        self._prompting, self._seed, self._sizes = prompting, seed, range(least, most + 1)
+        self._seed, self._sizes = seed, range(least, most + 1)
         self._train = MadePrompts(lambda i: self._prompt(f"train-{i}", *self._to_train(i)), train_problems)
         self._evaluated = self._held_out(eval_problems)
         self._eval = tuple(self._prompt(f"eval-{i}", *found) for i, found in enumerate(self._evaluated))
 
     @abstractmethod
     def draw(self, rng: Random, size: int) -> P:
-        """A problem of either split."""
+        """Return a problem of either split. Its text decides the split."""
 
     def answer(self, problem: P) -> str:
-        """The answer that the judge compares with."""
-        return str(problem)
-
-    def key(self, problem: P) -> str:
-        """The text whose hash decides the split."""
+        """Return the answer that the judge compares with."""
         return str(problem)
 
     def question(self, problem: P, rng: Random) -> str:
-        """The text of its prompt."""
+        """Return the text of its prompt. No two problems of `eval` share it and the answer."""
         return f"{problem}="
 
-    def distinct_by(self, problem: P, question: str) -> str:
-        """What distinguishes problems of `eval`: no two share it."""
-        return self.key(problem)
-
-    def prompts(self, split: str) -> Sequence[Prompt]:
-        if split == "train":
-            return self._train
-        if split == "eval":
-            return self._eval
-        raise UserError(f"task={self.name} was asked for the split {split!r}; it has train and eval")
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        return self._prompting.decode(token_ids)
-
-    def written(self, token_ids: Sequence[int]) -> str:
-        return self._prompting.written(token_ids)
-
-    def _asked(self, prompt: Prompt) -> tuple[P, str]:
-        """The problem that a prompt was made of, and its text."""
+    def _problem(self, prompt: Prompt) -> tuple[P, str]:
+        """Return the problem that a prompt was made of, and its text."""
         split, _, number = prompt.id.partition("~")[0].partition("-")
         return self._to_train(int(number)) if split == "train" else self._evaluated[int(number)]
 
     def _to_train(self, index: int) -> tuple[P, str]:
-        """Problem `index` of the train split and its text: a function of the seed and the index alone."""
+        """Return problem `index` of the train split and its text: a function of the seed and the index alone."""
         rng = Random(f"{self.name}/train/{self._seed}/{index}")
         size = rng.choice(self._sizes)
-        while is_held_out(self.key(problem := self.draw(rng, size))):
+        while is_held_out(str(problem := self.draw(rng, size))):
             pass
         return problem, self.question(problem, rng)
 
     def _held_out(self, count: int) -> list[tuple[P, str]]:
-        """The problems of the eval split with their texts. UserError if there are too few."""
+        """Return the problems of the eval split with their texts. Raise UserError if there are too few."""
         rng = Random(f"{self.name}/eval")
-        found: dict[str, tuple[P, str]] = {}
+        found: dict[tuple[str, str], tuple[P, str]] = {}
         for i in range(count):
             size = self._sizes[i % len(self._sizes)]
             for _ in range(MOST_TRIES):
                 problem = self.draw(rng, size)
-                if not is_held_out(self.key(problem)):
+                if not is_held_out(str(problem)):
                     continue
                 question = self.question(problem, rng)
-                if (name := self.distinct_by(problem, question)) not in found:
+                if (name := (question, self.answer(problem))) not in found:
                     found[name] = problem, question
                     break
             else:
                 raise UserError(
                     f"task.eval_problems={count}: only {i} distinct held-out problems were found, no more of {size} "
-                    f"{self.sizes_are}; ask for fewer, or raise task.{self.makes_more}"
+                    f"{self.sizes_are}; lower it, or raise task.{self.makes_more}"
                 )
         return list(found.values())
 

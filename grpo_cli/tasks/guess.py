@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Annotated
 
-from grpo_cli.support.ranges import Range
+from pydantic import Field
+
 from grpo_cli.tasks.arithmetic import final_answer
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.prompting import Tokenizer, Verbatim
@@ -33,22 +34,19 @@ class Hidden:
         return f"{self.number}:{self.low}:{self.high}"
 
     @property
-    def shown(self) -> str:
+    def range(self) -> str:
         return f"{self.low}+{(self.high - self.low) // 2}="
 
     def after(self, guess: int | None) -> Hidden:
-        """What is left after a wrong guess.
+        """Return what is left after a wrong guess.
 
         >>> Hidden(0, 15, 9).after(6), Hidden(0, 15, 9).after(12), Hidden(0, 15, 9).after(16)
         (Hidden(low=7, high=15, number=9), Hidden(low=0, high=11, number=9), Hidden(low=0, high=15, number=9))
         """
         if guess is None or not self.low <= guess <= self.high:
             return self
-        return (
-            Hidden(guess + 1, self.high, self.number)
-            if guess < self.number
-            else Hidden(self.low, guess - 1, self.number)
-        )
+        low, high = (guess + 1, self.high) if guess < self.number else (self.low, guess - 1)
+        return Hidden(low, high, self.number)
 
 
 class Guess(GeneratedTask[Hidden]):
@@ -62,26 +60,26 @@ class Guess(GeneratedTask[Hidden]):
         tokenizer: Tokenizer,
         seed: int,
         *,
-        min_numbers: Annotated[int, Range(2)],
-        max_numbers: Annotated[int, Range(2, 999)],
-        max_value: Annotated[int, Range(2, 9999)],
-        turns: Annotated[int, Range(2, because="a number that is guessed at once is chance")],
+        min_numbers: Annotated[int, Field(ge=2)],
+        max_numbers: Annotated[int, Field(ge=2, le=999)],
+        max_value: Annotated[int, Field(ge=2, le=9999)],
+        turns: Annotated[int, Field(ge=2)],
         train_problems: TrainProblems,
         eval_problems: EvalProblems,
     ) -> None:
-        self.turns, self._max_value = turns, max_value
-        super().__init__(Verbatim(tokenizer), seed, min_numbers, max_numbers, train_problems, eval_problems)
+        self._prompting, self.turns, self._max_value = Verbatim(tokenizer), turns, max_value
+        self._generate(seed, min_numbers, max_numbers, train_problems, eval_problems)
 
     def draw(self, rng: Random, size: int) -> Hidden:
         low = rng.randrange(self._max_value - size + 2)
         return Hidden(low, low + size - 1, low + rng.randrange(size))
 
     def question(self, problem: Hidden, rng: Random) -> str:
-        return problem.shown
+        return problem.range
 
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
         left, found = self._played(prompt, turns)
-        return answer(None if found else [f",{left.shown}"])
+        return answer(None if found else [f",{left.range}"])
 
     def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
         return self._prompting.encode("".join(said))
@@ -91,12 +89,12 @@ class Guess(GeneratedTask[Hidden]):
         return Reward(found, {"correct": found}, weights={"correct": 1.0})
 
     def _played(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> tuple[Hidden, bool]:
-        """What is left after these turns, and whether one of them has named the number."""
+        """Return what is left after these turns, and whether one of them has named the number."""
         number, low, high = map(int, prompt.answer.split(":"))
         left = Hidden(low, high, number)
         for turn in turns:
-            said = final_answer(self.text(turn))
-            if said == str(number):
+            guess = final_answer(self.text(turn))
+            if guess == str(number):
                 return left, True
-            left = left.after(None if said is None else int(said))
+            left = left.after(None if guess is None else int(guess))
         return left, False

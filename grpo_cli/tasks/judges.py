@@ -1,31 +1,32 @@
-"""Who decides whether completions are right: `numbers` here, `math` in `math_judge.py`, your own in `own_reward.py`, a
-model in `model_judge.py`."""
+"""The parts of a reward: `numbers` here, `math` in `math_judge.py`, your own in `own_reward.py`, a model in
+`model_judge.py`."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.tasks.answers import equal, extract_answer, gold_answer
 from grpo_cli.tasks.formats import FORMATS, OVERLONG
-from grpo_cli.tasks.rows import Problem
+from grpo_cli.tasks.problems import Problem
 from grpo_cli.types import LARGEST_REWARD, Reward
 
 GRADINGS = {"lenient": "correct", "strict": "correct_strict"}
 FORMATS_ON = ("all", "wrong")
 RESERVED = frozenset({"mean", "std", "kept_mean"})  # reward/<these> are metrics of their own
+Weight = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 
 
 @dataclass(frozen=True)
 class Completion:
     """One rollout as a judge reads it. `place` names it in messages, `answer` is its prompt's gold answer, `text` the
-    last of the model's `turns`.
-
-    `problem` is given to a model, and to your own reward function, which may ask for its row.
-    """
+    last of the model's `turns`. Your own reward function and a model get the `problem`."""
 
     place: str
     text: str
@@ -36,48 +37,47 @@ class Completion:
     problem: Problem | None
 
 
-@runtime_checkable
-class Judge(Protocol):
-    """Named parts of each completion's reward, none where it has come to no judgement. `advice` says how an answer must
-    be written for `gold` to read it.
+class Judge(ABC):
+    """A source of named parts of each completion's reward, none where it has come to no judgement. `advice` describes
+    how an answer must be written for `gold` to read it; any text will do unless a judge says otherwise.
 
     `main` is the one part that is rewarded; None where all parts are, each with a weight of 1.
     """
 
-    @property
-    def advice(self) -> str: ...
-
-    @property
-    def main(self) -> str | None: ...
+    main: str | None = None
+    advice = "let it be text"
 
     def gold(self, text: str) -> str | None:
-        """The answer in a data set's answer field, or None if there is none."""
+        """Return the answer in a data set's answer field, or None if there is none."""
+        return text
 
+    @abstractmethod
     def __call__(self, completions: Sequence[Completion]) -> Sequence[Mapping[str, float]]: ...
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """The final answer is a number, compared exactly; see `answers.py`."""
+class Numbers(Judge):
+    """A judge of final answers that are numbers, compared exactly; see `answers.py`."""
 
-    main: str
-    advice: str = "end it with '#### 42', let it be a number, or have expressions judged with task.reward=math"
+    advice = "end it with '#### 42', let it be a number, or have expressions judged with task.reward=math"
+
+    def __init__(self, main: str) -> None:
+        self.main = main
 
     def gold(self, text: str) -> str | None:
         value = gold_answer(text)
         return None if value is None else str(value)
 
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
-        found = [extract_answer(completion.text) for completion in completions]
-        correct = [equal(f.value, Fraction(c.answer)) for f, c in zip(found, completions, strict=True)]
-        return [
-            {"correct": float(right), "correct_strict": float(right and f.strict)}
-            for right, f in zip(correct, found, strict=True)
-        ]
+        parts = []
+        for completion in completions:
+            found = extract_answer(completion.text)
+            right = equal(found.value, Fraction(completion.answer))
+            parts.append({"correct": float(right), "correct_strict": float(right and found.strict)})
+        return parts
 
 
 class Weighing:
-    """From a judge's parts to a reward: the total is the sum of weight times part, and every part is kept for the log.
+    """The way from a judge's parts to a reward: the sum of weight times part; every part is kept for the log.
 
     `weights` names the format parts that are computed (0: only logged; null: not at all) and may give the judge's own
     parts other weights. With `formats_on=wrong` the format counts in completions without the right answer only. `main`
@@ -92,33 +92,29 @@ class Weighing:
             for name, weight in given.items()
             if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not abs(weight) <= LARGEST_REWARD
         ]
-        if main is not None:
-            problems += [
-                f"task.weights.{name} must be one of {', '.join(known)}" for name in given if name not in known
-            ]
-        refuse(problems)
+        unknown = [name for name in given if main is not None and name not in known]
+        refuse(problems + [f"task.weights.{name} must be one of {', '.join(known)}" for name in unknown])
         self._weights = {name: float(weight) for name, weight in given.items()}
         self._formats_on, self._main = formats_on, main
 
     def reward(self, parts: Mapping[str, float], text: str, overlong: float) -> Reward:
-        formats = {name: measure(text) for name, measure in FORMATS.items() if name in self._weights}
+        form = {name: measure(text) for name, measure in FORMATS.items() if name in self._weights}
         length = {OVERLONG: overlong} if OVERLONG in self._weights else {}
         if self._main is None:
-            self._check(parts, formats | length)
-            judged = {name: self._weights.get(name, 1.0) for name in parts}
+            self._check(parts, form | length)
+            weights = {name: self._weights.get(name, 1.0) for name in parts}
         else:
-            judged = {self._main: self._weights.get("correct", 1.0)}
+            weights = {self._main: self._weights.get("correct", 1.0)}
         answer_part = self._main or "correct"
         counts = self._formats_on == "all" or parts[answer_part] < 1
-        formed = {name: self._weights[name] for name in formats} if counts else {}
-        formed |= {name: self._weights[name] for name in length}
-        formats |= length
-        total = sum(weight * parts[name] for name, weight in judged.items())
-        total += sum(weight * formats[name] for name, weight in formed.items())
-        return Reward(total, {**parts, **formats}, answer_part, {**judged, **formed})
+        formed = {name: self._weights[name] for name in [*(form if counts else ()), *length]}
+        found = {**parts, **form, **length}
+        total = sum(weight * found[name] for name, weight in weights.items())
+        total += sum(weight * found[name] for name, weight in formed.items())
+        return Reward(total, found, answer_part, {**weights, **formed})
 
     def _check(self, parts: Mapping[str, float], formats: Mapping[str, float]) -> None:
-        """Your own function may name its parts as it likes, so what does not go together shows only now."""
+        """Raise UserError for parts of your own function that do not go together: only now they have names."""
         found = f"the reward function named the parts {', '.join(parts)}"
         if both := sorted(parts.keys() & formats.keys()):
             raise UserError(f"{found}, but task.weights.{both[0]} adds a part of that name: rename yours")

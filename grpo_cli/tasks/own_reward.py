@@ -13,11 +13,11 @@ from math import nan
 from typing import Any
 
 from grpo_cli.support.errors import UserError, hidden, own_code
-from grpo_cli.tasks.judges import Completion
-from grpo_cli.tasks.rows import of_json
+from grpo_cli.tasks.judges import Completion, Judge
+from grpo_cli.tasks.problems import of_json
 from grpo_cli.types import LARGEST_REWARD
 
-# What a function may ask for by the names of its arguments: values of one rollout, or lists of all of a step's.
+# What a function may request by the names of its arguments: values of one rollout, or lists of all of a step's.
 ONE: Mapping[str, Callable[[Completion], Any]] = {
     "reply": lambda completion: completion.text,
     "turns": lambda completion: list(completion.turns),
@@ -37,90 +37,72 @@ MANY = {
 }
 
 
-class OwnReward:
+class OwnReward(Judge):
     """The function as a judge. For one rollout it returns a finite number, or named ones (`{"correct": 1.0, "brief":
     0.2}`); where it takes `replies`, it returns a list of those for all rollouts of a step."""
 
-    main = None
-    advice = "let it be text"
-
     def __init__(self, name: str, function: Callable[..., Any] | None = None) -> None:
-        """The function of this name, if it is not given."""
+        """Take the function of this name, if none is given."""
         self._name = name
         self._function = own(name, "task.reward") if function is None else function
         self._words, self._takes_many = _words(name, self._function)
 
-    def gold(self, text: str) -> str | None:
-        return text
-
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
-        if not completions:
-            return []
         if self._takes_many:
-            values = self._of_all(completions)
+            values = self._of_all(completions) if completions else ()
         else:
             values = [self._called({word: ONE[word](one) for word in self._words}, one.place) for one in completions]
         return [self._parts(value, completion) for value, completion in zip(values, completions, strict=True)]
 
     def _called(self, kwargs: Mapping[str, Any], place: str) -> Any:
-        reply = kwargs.get("reply", kwargs.get("replies", "not asked for"))
+        reply = kwargs.get("reply", kwargs.get("replies", "not an argument"))
         with own_code(f"task.reward={self._name}", lambda: f" for {place}, whose completion is {_short(reply)}"):
             return self._function(**kwargs)
 
     def _of_all(self, completions: Sequence[Completion]) -> Sequence[Any]:
         place = f"the {len(completions)} rollouts from {completions[0].place} on"
-        kwargs = {word: [ONE[MANY[word]](completion) for completion in completions] for word in self._words}
-        values = self._called(kwargs, place)
+        values = self._called({word: [ONE[MANY[word]](one) for one in completions] for word in self._words}, place)
         with own_code(f"task.reward={self._name}, reading what it returned,"):
-            if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
-                raise self._refusal(
-                    f"takes `replies` and must return a list with one reward for each, but returned {_short(values)} "
-                    f"for {place}"
+            is_list = not isinstance(values, (str, bytes, Mapping)) and hasattr(values, "__len__")
+            if not is_list or len(values) != len(completions):
+                found = f"{len(values)} rewards" if is_list else _short(values)
+                raise UserError(
+                    f"task.reward={self._name} takes `replies` and must return a list with one reward for each, but "
+                    f"returned {found} for {place}"
                 )
-            if len(values) != len(completions):
-                raise self._refusal(f"returned {len(values)} rewards for {place}; return one for each, in their order")
             return list(values)
 
     def _parts(self, value: Any, completion: Completion) -> dict[str, float]:
-        """The named parts; a single number is named after the function."""
-        with own_code(f"task.reward={self._name}, reading what it returned for {completion.place},"):
+        """Return the named parts; a single number is named after the function."""
+        who = f"task.reward={self._name}"
+        with own_code(f"{who}, reading what it returned for {completion.place},"):
             parts = value if isinstance(value, Mapping) else {self._name.rpartition(":")[2]: value}
             if not parts:
-                raise self._refusal(f"returned no part for {completion.place}; return at least one")
-            for name in parts:
+                raise UserError(f"{who} returned no part for {completion.place}; return at least one")
+            for name, part in parts.items():
                 if not isinstance(name, str) or not name or "/" in name:
-                    raise self._refusal(
-                        f"called a part {_short(name)} for {completion.place}; a part's name is text without /"
+                    raise UserError(f"{who} called a part {_short(name)} for {completion.place}; use text without /")
+                if not abs(_real(part)) <= LARGEST_REWARD:
+                    raise UserError(
+                        f"{who} returned {_short(part)} as {name} for {completion.place}, whose completion is "
+                        f"{_short(completion.text)}; return a finite number from -2^53 to 2^53, or a dictionary of such"
                     )
-            return {name: self._number(name, part, completion) for name, part in parts.items()}
-
-    def _number(self, name: str, value: Any, completion: Completion) -> float:
-        number = _real(value)
-        if not abs(number) <= LARGEST_REWARD:
-            raise self._refusal(
-                f"returned {_short(value)} as {name} for {completion.place}, whose completion is "
-                f"{_short(completion.text)}; return a finite number from -2^53 to 2^53 (they are squared and summed, "
-                "and larger ones lose digits), or a dictionary of such numbers"
-            )
-        return number
-
-    def _refusal(self, text: str) -> UserError:
-        return UserError(f"task.reward={self._name} {text}")
+            return {name: _real(part) for name, part in parts.items()}
 
 
 def own(name: str, key: str) -> Any:
-    """The function or class of your own that `key` names as module:name."""
+    """Return the function or class of your own that `key` names as module:name."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name or module_name.startswith("."):
-        others = "numbers, math, environment, or " if key == "task.reward" else ""
+        others = "numbers, math, judge, environment, or " if key == "task.reward" else ""
         raise UserError(f"{key}={name} must be {others}something of your own, written as module:name")
     with own_code(f"{key}={name}: the module {module_name}"):
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:
             raise UserError(
-                f"{key}={name}: the module {module_name} cannot be imported: {error}; it must be in the current "
-                "folder or installed"
+                f"{key}={name}: the module {module_name} cannot be imported: {error}; put it into the current folder, "
+                "or install it"
             ) from error
     if reason := hidden(module_name):
         raise UserError(f"{key}={name}: {reason}")
@@ -132,7 +114,7 @@ def own(name: str, key: str) -> Any:
 
 
 def _words(name: str, function: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
-    """The arguments that it gets, and whether those are lists of all rollouts."""
+    """Return the arguments that it gets, and whether those are lists of all rollouts."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError as error:  # some functions written in C
@@ -144,7 +126,7 @@ def _words(name: str, function: Callable[..., Any]) -> tuple[tuple[str, ...], bo
     unknown += [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
     if unknown:
         raise UserError(
-            f"task.reward={name} asks for {', '.join(unknown)}; by name it can have {', '.join(ONE)} of one rollout, "
+            f"task.reward={name} takes {', '.join(unknown)}, but by name it can get {', '.join(ONE)} of one rollout, "
             f"or lists of all: {', '.join(MANY)}"
         )
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -1,30 +1,208 @@
-"""Problems of a data set: read with their answers, split, and made into prompts one at a time."""
+"""Problems with answers, of a JSONL or Parquet file or a data set of the hub: read, checked, split and made prompts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date, time
+from decimal import Decimal
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
+from grpo_cli.runs.files import regular
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.judges import Judge
-from grpo_cli.tasks.prompting import MadePrompts, Prompting
-from grpo_cli.tasks.rows import Problem, of_json, read_rows, where
+from grpo_cli.support.extras import require
+from grpo_cli.support.formatting import plain
+from grpo_cli.tasks.prompting import MadePrompts, Message, Prompting
 from grpo_cli.types import Prompt
 
-LONG_PROMPTS = ("refuse", "leave_out", "cut")
+HUB, PARQUET = "hub:", ".parquet"
+LONG_PROMPTS = ("refuse", "leave_out")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question with its answer. `line` counts from 1: the line or row of a file, the row of a hub split; `place`
+    names it in messages, and `row` holds all its fields as they were read (`of_json` is what a reward function gets).
+
+    A question that is a chat has `messages`. Its text, which identifies the problem, is the content of its only message
+    if that is a user's, else all messages as JSON.
+    """
+
+    line: int
+    place: str
+    question: str
+    answer: str
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    messages: tuple[Message, ...] = ()
+
+
+def read_problems(source: str, key: str, question_field: str, answer_field: str) -> list[Problem]:
+    """Read all rows of a JSONL or Parquet file, or of `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`.
+
+    `key` is the setting that named the source (`task.path`), for messages. Blank lines are skipped; anything else that
+    is not a row is a UserError with its place. An answer may be a JSON number, which is kept as it was written.
+    """
+    problems = []
+    for number, row in records(source, key):
+        place = where(source, number)
+        question, answer = _checked(row, {question_field: "question", answer_field: "answer"}, place)
+        messages = tuple(of_json(question)) if isinstance(question, list) else ()
+        text = _as_text(messages) if messages else str(question)
+        problems.append(Problem(number, place, text, str(answer), row, messages))
+    if not problems:
+        raise UserError(f"{key}={source} is empty: give one JSON object per line with {question_field}, {answer_field}")
+    return problems
+
+
+def records(source: str, key: str) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a source as they are, each with its number. Raise UserError if it cannot be read."""
+    if source.startswith(HUB):
+        yield from enumerate(_hub_table(source, key), 1)
+        return
+    is_table, errors = source.lower().endswith(PARQUET), tuple[type[Exception], ...]((OSError,))
+    if is_table:
+        require("pyarrow", f"{key}={source}", "or give a JSONL file")
+        from pyarrow import ArrowException
+
+        errors = (OSError, ArrowException)
+    path = Path(source).expanduser()
+    try:
+        with open(path, "rb", opener=regular) as file:
+            yield from _rows_of_table(file) if is_table else _rows_of_lines(file, source)
+    except errors as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"{key}={source} cannot be read: {reason} (tried {path.absolute()}); give a JSONL or Parquet file"
+        ) from error
+
+
+def _rows_of_table(file: Any) -> Iterator[tuple[int, Any]]:
+    from pyarrow import parquet
+
+    yield from enumerate((row for batch in parquet.ParquetFile(file).iter_batches() for row in batch.to_pylist()), 1)
+
+
+def _rows_of_lines(file: Any, source: str) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(file, 1):
+        if text := line.removeprefix(_BYTE_ORDER_MARK).strip():
+            try:
+                row = json.loads(text.decode("utf-8"), parse_float=Decimal, parse_constant=_not_a_number)
+            except (ValueError, RecursionError) as error:  # also of what is no UTF-8
+                raise UserError(f"{where(source, number)} cannot be read as JSON: {error}") from error
+            yield number, row
+
+
+def _not_a_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a JSON value")
+
+
+def _hub_table(source: str, key: str) -> Any:
+    """Read a hub data set. Only data files are read: `datasets` no longer runs scripts of a data set."""
+    name, *config, split = parts if len(parts := source.removeprefix(HUB).split(":")) in (2, 3) else ("", "")
+    if not name or not split:
+        raise UserError(f"{key}={source} must read {HUB}NAME:SPLIT or {HUB}NAME:CONFIG:SPLIT, or be a file")
+    advice = f"without the hub, download the data and give {key}=<file.jsonl>"
+    require("datasets", f"{key}={source}", advice)
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, *config, split=split)
+    except (OSError, ValueError) as error:  # no network, no such data set; no such configuration or split
+        raise UserError(f"{source} could not be read from the hub: {error}; {advice}") from error
+
+
+def where(source: str, number: int) -> str:
+    """Return a row's place, for messages."""
+    return f"{source}, {'row' if source.startswith(HUB) or source.lower().endswith(PARQUET) else 'line'} {number}"
+
+
+def value_of(row: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a field; `a.b` is field b of field a, unless a field is called `a.b`. KeyError if none is."""
+    if name in row:
+        return row[name]
+    above, _, below = name.partition(".")
+    inner = row[above]
+    if not below or not isinstance(inner, Mapping):
+        raise KeyError(name)
+    return value_of(inner, below)
+
+
+def of_json(value: Any) -> Any:
+    """Return a copy of a row or value for a user's code, with JSON's types whatever the format: decimals are floats."""
+    if isinstance(value, Mapping):
+        return {name: of_json(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [of_json(item) for item in value]
+    if isinstance(value, (date, time)):
+        return value.isoformat()
+    return float(value) if isinstance(value, Decimal) else value
+
+
+def _as_text(messages: Sequence[Message]) -> str:
+    alone = len(messages) == 1 and messages[0].keys() == {"role", "content"} and messages[0]["role"] == "user"
+    return messages[0]["content"] if alone else json.dumps(messages, default=str, ensure_ascii=False, sort_keys=True)
+
+
+def _checked(row: Any, fields: Mapping[str, str], place: str) -> list[Any]:
+    """Return the values of the fields. Raise UserError unless they are text or a number, or a question is a chat."""
+    if not isinstance(row, Mapping):
+        raise UserError(f"{place} must be a JSON object with {' and '.join(fields)}, but is a {type(row).__name__}")
+    values = []
+    for name, word in fields.items():
+        try:
+            value = value_of(row, name)
+        except KeyError as error:
+            found = ", ".join(map(plain, _names(row))) or "none"
+            raise UserError(f"{place} has no field {name!r} (task.{word}_field); the fields are: {found}") from error
+        text, wrong = str(value), ""
+        if isinstance(value, list) and word == "question":
+            text, wrong = json.dumps(value, default=str, ensure_ascii=False), _wrong_chat(value)
+        elif isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)):
+            chat = ", or a list of messages" * (word == "question")
+            wrong = f"must be text or a number{chat}, but is {json.dumps(value, default=str)[:80]}"
+        elif not text.strip():
+            wrong = "is blank"
+        if not wrong and text.encode("utf-8", "replace").decode() != text:
+            wrong = "has half of a surrogate pair"
+        if wrong:
+            raise UserError(f"{place}: field {name!r} {wrong}")
+        values.append(value)
+    return values
+
+
+def _names(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of a row's fields, nested ones with dots."""
+    for name, value in row.items():
+        yield name
+        if isinstance(value, Mapping):
+            yield from (f"{name}.{below}" for below in _names(value))
+
+
+def _wrong_chat(messages: list[Any]) -> str:
+    """Return what keeps a chat template from rendering the messages, or the model from speaking next; else nothing."""
+    for message in messages:
+        is_one = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not is_one or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
+            return f"must hold messages, each with a role and a content that are text, but holds {str(message)[:80]}"
+    if not messages:
+        return "is an empty list"
+    ends = messages[-1]["role"] == "assistant"
+    return "ends with an assistant message, but the model speaks next: end it with a user message" if ends else ""
 
 
 class LazyPrompts(MadePrompts):
     """Problems as prompts, tokenised one at a time on demand: a large file costs little at start-up.
 
     Only those that might be too long, judging by their bytes, are tokenised at once, so that a prompt that does not fit
-    is found before any step is taken: it is refused, left out or cut (its beginning goes), the latter two with a
-    warning. (A prompt that is too long for another reason, a tokenizer that makes more tokens than bytes or what an
-    environment `opens` an episode with, is noticed when it gets there, and refused unless cut.)
+    is found before any step is taken: it is refused, or left out with a warning. (A prompt that is too long for another
+    reason, a tokenizer that makes more tokens than bytes or what an environment `opens` an episode with, is refused
+    when it is made.)
     """
 
     def __init__(
@@ -39,21 +217,17 @@ class LazyPrompts(MadePrompts):
     ) -> None:
         assert len({p.line for p in problems}) == len(problems), "a problem of a split has a line of its own"
         self._split, self._prompting, self._max_tokens, self._opens = split, prompting, max_tokens, opens
-        self._cut = long_prompts == "cut"
+        lengths = self._lengths(problems)
         self._rehearse(problems)
-        too_long = self._too_long(problems)
-        self.problems = problems if self._cut else [p for p in problems if p.line not in too_long]
-        if too_long:
-            first = next(problem for problem in problems if problem.line in too_long)
+        self.problems = [problem for problem in problems if problem.line not in lengths]
+        if lengths:
+            first = next(problem for problem in problems if problem.line in lengths)
+            error = self._too_long(first, lengths[first.line], len(lengths))
             if long_prompts == "refuse":
-                raise self._refusal(first, too_long[first.line], len(too_long))
-            warn(
-                f"{len(too_long)} of the {len(problems)} prompts of {split} have more than {max_tokens} tokens and "
-                f"{'lose their beginning' if self._cut else 'are left out'} (task.long_prompts={long_prompts}); the "
-                f"first: {first.place}"
-            )
+                raise error
+            warn(f"{error}; {len(lengths)} of the {len(problems)} prompts of {split} are left out")
         if not self.problems:
-            raise UserError(f"no prompt to {split} on is left: all have more than {max_tokens} tokens")
+            raise UserError(f"no prompt to {split} on is left; see task.long_prompts and task.few_shot")
         super().__init__(lambda place: self._prompt(self.problems[place]), len(self.problems))
 
     @cached_property
@@ -62,30 +236,24 @@ class LazyPrompts(MadePrompts):
         return {self._id(problem): place for place, problem in enumerate(self.problems)}
 
     def of(self, prompt_id: str) -> Problem:
-        """The problem that a prompt was made of."""
+        """Return the problem that a prompt was made of."""
         return self.problems[self.places[prompt_id]]
 
     def _id(self, problem: Problem) -> str:
         return f"{self._split}-{problem.line:06d}"
 
     def _prompt(self, problem: Problem) -> Prompt:
-        token_ids = self._encode(problem)
+        """Build the prompt of the question, followed by the environment's opening text, as in TRL."""
+        opening, messages = self._opens(of_json(problem.row), problem.place), problem.messages
+        if opening and messages:
+            messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + opening})
+        token_ids = self._prompting.encode(problem.question + opening, messages)
         if self._max_tokens is not None and len(token_ids) > self._max_tokens:
-            if not self._cut:
-                raise self._refusal(problem, len(token_ids), count=1)
-            token_ids = token_ids[len(token_ids) - self._max_tokens :]
+            raise self._too_long(problem, len(token_ids), 1)
         return Prompt(self._id(problem), token_ids, problem.answer)
 
-    def _encode(self, problem: Problem) -> tuple[int, ...]:
-        """The question, followed by the environment's opening text, as in TRL."""
-        said, messages = self._opens(of_json(problem.row), problem.place), problem.messages
-        if said and messages:
-            messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + said})
-        return self._prompting.encode(problem.question + said, messages)
-
     def _rehearse(self, problems: Sequence[Problem]) -> None:
-        """Of questions that are chats one for each order of roles: a template that refuses it, or a setting that does
-        not go with it, is found at once."""
+        """Raise UserError for a template that refuses an order of roles of a question that is a chat."""
         chats = [problem for problem in reversed(problems) if problem.messages]
         for problem in {tuple(message["role"] for message in chat.messages): chat for chat in chats}.values():
             try:
@@ -93,132 +261,32 @@ class LazyPrompts(MadePrompts):
             except UserError as error:
                 raise UserError(f"{problem.place}: {error}") from error
 
-    def _too_long(self, problems: Sequence[Problem]) -> dict[int, int]:
-        """The lines of the prompts that do not fit, each with its number of tokens.
-
-        Of a question with more characters than the tokens that fit could have, only so many are tokenised: all of 10 MB
-        takes half a minute.
-        """
-        frame = len(self._prompting.encode("x"))  # also a rehearsal of the chat template
-        most = self._max_tokens
-        if most is None:
-            return {}
+    def _lengths(self, problems: Sequence[Problem]) -> dict[int, int]:
+        """Return the lines of the prompts that do not fit, each with its number of tokens."""
+        frame, most = len(self._prompting.encode("x")), self._max_tokens or sys.maxsize
         suspects = [p for p in problems if frame + len(p.question.encode()) > most]
-        characters = most * max(map(len, self._prompting.tokenizer.get_vocab())) + 1 if suspects else 0
-        lengths = {p.line: len(self._prompting.encode(p.question[:characters], p.messages)) for p in suspects}
+        lengths = {p.line: len(self._prompting.encode(p.question, p.messages)) for p in suspects}
         return {line: length for line, length in lengths.items() if length > most}
 
-    def _refusal(self, problem: Problem, length: int, count: int) -> UserError:
+    def _too_long(self, problem: Problem, length: int, count: int) -> UserError:
         others = f" (and {count - 1} more like it)" if count > 1 else ""
         return UserError(
-            f"{problem.place}: the prompt has {length} tokens{others}, but at most {self._max_tokens} fit; shorten or "
-            "remove it, lower sampling.max_new_tokens, choose a model with a longer context, or set "
-            "task.long_prompts=leave_out or cut"
+            f"{problem.place}: the prompt has {length} tokens{others}, but at most {self._max_tokens} fit; lower "
+            "sampling.max_new_tokens, or set task.long_prompts=leave_out"
         )
-
-
-class Reader:
-    """Reads sources into problems, each source once.
-
-    `judge` reads the answer of a field, or finds none. Up to `max_unreadable` (a share) of the rows may have an answer
-    that cannot be read; they are left out with a warning. More is a UserError.
-    """
-
-    def __init__(
-        self, judge: Judge, question_field: str, answer_field: str, max_unreadable: float, warn: Callable[[str], None]
-    ) -> None:
-        self._judge, self._fields = judge, (question_field, answer_field)
-        self._max_unreadable, self._warn = max_unreadable, warn
-        self._read: dict[str, list[Problem]] = {}
-
-    def read(self, source: str, key: str = "task.path") -> list[Problem]:
-        """The source's problems. `key` is the setting that names it, for messages."""
-        if source not in self._read:
-            rows = read_rows(source, key, *self._fields)
-            self._warn_of_repeated_ids(rows, source)
-            answers = [self._judge.gold(row.answer) for row in rows]
-            if unreadable := [row for row, answer in zip(rows, answers, strict=True) if answer is None]:
-                self._complain(unreadable, len(rows))
-            pairs = zip(rows, answers, strict=True)
-            self._read[source] = [replace(row, answer=answer) for row, answer in pairs if answer is not None]
-        return self._read[source]
-
-    def _warn_of_repeated_ids(self, rows: Sequence[Problem], source: str) -> None:
-        """Rows that share an `id` of their own are kept as different prompts, as a prompt's id is its line.
-
-        Published data sets list a problem once for each of its solutions, so this is no error; but copies in other
-        words may end on both sides of a split, which goes by the question.
-        """
-        first: dict[str, int] = {}
-        repeated = []
-        for row in rows if self._fields[1] != "id" else ():
-            name = _own_id(row.row)
-            if name and first.setdefault(name, row.line) != row.line:
-                repeated.append((name, row))
-        if repeated:
-            name, row = repeated[0]
-            others = f" (and {len(repeated) - 1} more of {len(rows)} rows repeat an id)" if len(repeated) > 1 else ""
-            self._warn(
-                f"{row.place} has the id {_shortened(name)}, as {where(source, first[name]).rpartition(', ')[2]} has"
-                f"{others}; they are different prompts here, known by their lines: remove any that are copies"
-            )
-
-    def _complain(self, bad: Sequence[Problem], count: int) -> None:
-        others = f" (and {len(bad) - 1} more of {count} rows)" if len(bad) > 1 else ""
-        fault = (
-            f"{bad[0].place}{others}: no answer was understood in the field {self._fields[1]!r}: "
-            f"{_shortened(bad[0].answer)!r}"
-        )
-        if len(bad) > self._max_unreadable * count:
-            raise UserError(
-                f"{fault}; {self._judge.advice}. At most task.max_unreadable={self._max_unreadable:g} of the rows may "
-                "be unreadable"
-            )
-        self._warn(f"{fault}; {'such rows are' if others else 'the row is'} left out")
 
 
 def split_by_hash(problems: Sequence[Problem], fraction: float, source: str) -> tuple[list[Problem], list[Problem]]:
-    """Problems to train on and problems held out, each in their order: at least one question on either side.
+    """Return problems to train on and problems held out, each in their order: at least one question on either side.
 
     With a `fraction` of 1 all are held out and none is left to train on.
     """
     if fraction == 1:
         return [], list(problems)
-    ranked = sorted({problem.question for problem in problems}, key=lambda text: (_digest(text), text))
+    ranked = sorted(
+        {p.question for p in problems}, key=lambda text: (blake2b(text.encode(), digest_size=8).digest(), text)
+    )
     if len(ranked) < 2:
-        raise UserError(
-            f"task.path={source} holds {len(ranked)} question, and none is left to hold out for evaluation; "
-            "add questions, or give task.eval_path"
-        )
-    count = min(max(1, round(fraction * len(ranked))), len(ranked) - 1)
-    held_out = set(ranked[:count])
-    train = [problem for problem in problems if problem.question not in held_out]
-    return train, [problem for problem in problems if problem.question in held_out]
-
-
-def check_disjoint(train: Sequence[Problem], held_out: Sequence[Problem], path: str, eval_path: str) -> None:
-    """No question may be both trained on (or shown as an example) and evaluated on."""
-    places = {problem.question: problem.place for problem in train}
-    shared = [problem for problem in held_out if problem.question in places]
-    if shared:
-        raise UserError(
-            f"{len(shared)} of the {len(held_out)} questions of task.eval_path={eval_path} are also in {path} "
-            f"(the first: {shared[0].place} is {places[shared[0].question]}); "
-            "remove them from one of the two, or leave task.eval_path=null to hold out a share"
-        )
-
-
-def _own_id(row: Mapping[str, Any]) -> str:
-    """The row's `id` field as JSON; empty if it has none, or a blank one."""
-    value = row.get("id")
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return ""
-    return json.dumps(value, default=str, sort_keys=True, ensure_ascii=False)
-
-
-def _digest(text: str) -> bytes:
-    return blake2b(text.encode(), digest_size=8).digest()
-
-
-def _shortened(text: str, limit: int = 80) -> str:
-    return text if len(text) <= limit else f"...{text[-limit:]}"
+        raise UserError(f"task.path={source} holds {len(ranked)} question: add some, or give task.eval_path")
+    held_out = set(ranked[: min(max(1, round(fraction * len(ranked))), len(ranked) - 1)])
+    return [p for p in problems if p.question not in held_out], [p for p in problems if p.question in held_out]

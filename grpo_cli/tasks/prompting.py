@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Any, TypedDict
 from unittest.mock import patch
 
 from grpo_cli.support.errors import UserError, closest
@@ -16,30 +17,13 @@ from grpo_cli.support.limits import limited
 from grpo_cli.types import Finish, Prompt, Rollout
 
 Message = Mapping[str, Any]  # of a chat: a role and a content
+Tokenizer = Any  # of Hugging Face, which has no type for all of them
 
 PLACEHOLDER = "{question}"
 _TURN, _SAID = "TURN-OF-THE-MODEL", "MESSAGE-{}-TO-IT"  # stand for texts in a template
 MOST_SECONDS, MOST_BYTES, MOST_TEXT = 10.0, 1 << 30, 10_000_000  # of one rendering, and of what it makes
 TODAY = datetime(2024, 7, 26)  # for templates that read the clock: the date that Llama 3.2's has without one
-
-
-@runtime_checkable
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that a task uses."""
-
-    chat_template: Any
-    special_tokens_map: Any
-    added_tokens_decoder: Any
-
-    def __call__(self, text: str) -> Any: ...
-
-    def get_vocab(self) -> dict[str, int]: ...
-
-    def encode(self, text: str, **kwargs: Any) -> list[int]: ...
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool = ..., **kwargs: Any) -> Any: ...
+_GENERATION = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")  # a tag of `transformers` alone, which names nothing
 
 
 class PromptSettings(TypedDict):
@@ -70,7 +54,7 @@ def going_on(tokenizer: Tokenizer, text: str, before: Sequence[int], special: bo
     the text is encoded behind a character that is taken off. With `special`, special tokens in it are no text."""
 
     def encoded(piece: str) -> list[int]:
-        return tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=not special)
+        return list(tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=not special))
 
     alone = encoded(text)
     if not text or not before or encoded("\nx") == encoded("\n") + encoded("x"):
@@ -87,14 +71,20 @@ def going_on(tokenizer: Tokenizer, text: str, before: Sequence[int], special: bo
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Tokens as text."""
+class Reading(ABC):
+    """Text as tokens, and tokens as text."""
 
     tokenizer: Tokenizer
 
+    @abstractmethod
+    def encode(self, text: str, /) -> tuple[int, ...]:
+        """Return the tokens of a prompt."""
+
     def written(self, token_ids: Sequence[int]) -> str:
         """Return the text with every special token, as records show it."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(
+            self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return what judges and tools read: all but the token that ended it, since special tokens may be tags."""
@@ -121,12 +111,8 @@ class Verbatim(Reading):
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def goes_on(self, prompt: Prompt, text: str) -> list[int]:
-        """Return the tokens of a text behind a prompt."""
-        return going_on(self.tokenizer, text, prompt.token_ids)
-
     def completion(self, rollout: Rollout) -> str | None:
-        """The rollout's text without its end token; None if it did not end by itself.
+        """Return the text without its end token; None if it did not end by itself.
 
         Only the last token is dropped: another special token inside an answer must spoil it.
         """
@@ -135,7 +121,7 @@ class Verbatim(Reading):
 
 @dataclass(frozen=True)
 class Prompting(Reading):
-    """How questions become prompts.
+    """The way from questions to prompts.
 
     With a chat template the question alone is the user's message and `system_prompt` the system's. Without one, or with
     `use_chat_template=False` (base models often come with one that they were never trained on), the text is `template`
@@ -153,26 +139,20 @@ class Prompting(Reading):
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, tokenizer: Tokenizer, words: PromptSettings, chat_defaults: Mapping[str, Any] | None, **more: Any
-    ) -> Prompting:
-        """Made from a task's settings. `chat_defaults` (`model.chat_template_kwargs`) apply where the template reads
-        them and the task does not set them. UserError for a variable that the template does not read."""
-        made = cls(tokenizer, words["template"], words["system_prompt"], words["use_chat_template"], **more)
-        told = {**told_by_model(tokenizer, words, chat_defaults), **words["chat_template_kwargs"]}
+    def of(cls, tokenizer: Tokenizer, words: PromptSettings, chat_defaults: Mapping[str, Any] | None) -> Prompting:
+        """Build it from a task's settings. `chat_defaults` (`model.chat_template_kwargs`) apply where the template
+        reads them and the task does not set them. Raise UserError for a variable that the template does not read."""
+        made = cls(tokenizer, words["template"], words["system_prompt"], words["use_chat_template"])
+        values = {**told_by_model(tokenizer, words, chat_defaults), **words["chat_template_kwargs"]}
         known = template_variables(tokenizer) if made.is_chat else []
-        if not made.is_chat and told:
+        if values and not made.is_chat:
+            raise UserError(f"task.chat_template_kwargs={values} needs a chat template, and none is used: leave it out")
+        for word in values.keys() - set(known):
             raise UserError(
-                f"task.chat_template_kwargs={told} needs a chat template, and there is none, or "
-                "task.use_chat_template=false turns it off: leave it out"
+                f"task.chat_template_kwargs.{word}: the tokenizer's chat template does not read {word}; it reads "
+                f"{', '.join(known) or 'no variable of its own'}{closest(word, known)}"
             )
-        for word in told:
-            if word not in known:
-                raise UserError(
-                    f"task.chat_template_kwargs.{word}: the tokenizer's chat template does not read {word}; it reads "
-                    f"{', '.join(known) or 'no variable of its own'}{closest(word, known)}"
-                )
-        return replace(made, chat_template_kwargs=told)
+        return replace(made, chat_template_kwargs=values)
 
     def __post_init__(self) -> None:
         if PLACEHOLDER not in self.template:
@@ -191,14 +171,17 @@ class Prompting(Reading):
         return self.is_chat and self.rendered([_message("user", "?")]).rstrip().endswith("<think>")
 
     def encode(self, question: str, messages: Sequence[Message] = ()) -> tuple[int, ...]:
-        """The prompt's tokens, never truncated. `messages`, a chat that ends with the user, are used as given."""
-        if messages or self.is_chat:
-            text = self.rendered(self._given(messages) if messages else self._chat(question))
+        """Return the prompt's tokens, all of them. `messages`, a chat that ends with the user, are used as given."""
+        if messages and not self.is_chat:
+            raise UserError("messages need a chat template: use a chat model, or give questions as text")
+        if messages and (self.system_prompt or self.examples):
+            raise UserError("messages are used as given: set task.system_prompt=null and task.few_shot=0")
+        if self.is_chat:
+            text = self.rendered(messages or self._chat(question))
             return tuple(self.tokenizer.encode(text, add_special_tokens=False))
         shown = [self._filled(question).rstrip() + f" {answer}" for question, answer in self.examples]
         system = [self.system_prompt] if self.system_prompt else []
-        text = "\n\n".join([*system, *shown, self._filled(question)])
-        ids = tuple(self.tokenizer(text)["input_ids"])
+        ids = tuple(self.tokenizer("\n\n".join([*system, *shown, self._filled(question)]))["input_ids"])
         return ids[: len(ids) - self._behind]
 
     @cached_property
@@ -211,17 +194,23 @@ class Prompting(Reading):
     def _filled(self, question: str) -> str:
         return self.template.replace(PLACEHOLDER, question)
 
-    def between(self, turn: Sequence[int], said: Sequence[str], role: str) -> tuple[int, ...]:
-        """The tokens from the end of a model's turn, which is given as it was drawn, to the beginning of its next one:
-        what was said in between, as `role`. Special tokens are the template's alone; those in a message are text."""
+    def _chat(self, question: str) -> list[Message]:
+        turns = [_message("system", self.system_prompt)] if self.system_prompt else []
+        for shown, answer in self.examples:
+            turns += [_message("user", shown), _message("assistant", answer)]
+        return [*turns, _message("user", question)]
+
+    def between(self, turn: Sequence[int], messages: Sequence[str], role: str) -> tuple[int, ...]:
+        """Return the tokens from the end of a model's turn, as it was drawn, to the beginning of its next one: messages
+        of a `role`. Special tokens are the template's alone; those in a message are text."""
         if not self.is_chat:
-            text = "".join("\n\n" + self._filled(message) for message in said)
+            text = "".join("\n\n" + self._filled(message) for message in messages)
             return tuple(going_on(self.tokenizer, text, turn))
-        *_, text = self._around(_TURN, role, len(said))
+        *_, text = self._around(_TURN, role, len(messages))
         lead, drawn, rest = text.partition(self.written(turn[-1:])) if turn else ("", "", text)
         text = rest if drawn and not lead.strip() else text  # the turn has its end already
         ids, plain = list(turn), ""
-        for i, message in enumerate(said):
+        for i, message in enumerate(messages):
             before, _, text = text.partition(_SAID.format(i))
             plain += before
             if going_on(self.tokenizer, message, []) == going_on(self.tokenizer, message, [], special=True):
@@ -233,51 +222,33 @@ class Prompting(Reading):
         return tuple(ids[len(turn) :])
 
     def check_turns(self, role: str, keep_reasoning: bool) -> None:
-        """UserError if the chat template cannot render an environment's message as `role`, or changes earlier turns of
-        the model: training would see other text than the template renders."""
+        """Raise UserError if the chat template cannot render an environment's message as `role`, or changes earlier
+        turns of the model: training would see other text than the template renders."""
         if not self.is_chat:
             if self.tools:
                 raise UserError("task.tools needs a chat template, which describes them to the model: use a chat model")
             return
         asked = [_message("user", "?")]
         if self.tools and self.rendered(asked) == replace(self, tools=()).rendered(asked):
-            raise UserError(
-                "the chat template does not render tools: use a task.environment with respond(turn), or another model"
-            )
+            raise UserError("the chat template does not render tools: use a task.environment with respond(turn)")
         for turn in (_TURN, f"<think>\n{_TURN}\n</think>\n\n{_TURN}"):
             drawn, kept, _ = self._around(turn, role, 1)
             if kept != drawn + turn and not keep_reasoning:
                 raise UserError(
-                    f"the chat template rewrites a turn of the model once it is answered: "
-                    f"{(drawn + turn)[-90:]!r} becomes {kept[-90:]!r}. Use another model, or train on turns as they "
-                    "were drawn, with their reasoning (or its empty placeholder): task.keep_reasoning=true"
+                    f"the chat template rewrites an answered turn of the model: {(drawn + turn)[-90:]!r} becomes "
+                    f"{kept[-90:]!r}. Train on turns as they were drawn: task.keep_reasoning=true"
                 )
 
     def _around(self, turn: str, role: str, count: int) -> tuple[str, str, str]:
-        """As the template has it: what comes before a turn when it is drawn; the same with the turn, once it has been
-        answered by so many messages; and what comes after it."""
+        """Return the template's text before a turn when it is drawn; the same with the turn, once it has been answered
+        by so many messages; and what comes after it."""
         asked = [_message("user", "?"), _message("assistant", turn)]
-        answers = [_message(role, _SAID.format(i)) for i in range(count)]
-        text = self.rendered([*asked, *answers])
+        text = self.rendered([*asked, *(_message(role, _SAID.format(i)) for i in range(count))])
         end = text.find(_SAID.format(0))
         at = text.rfind(_TURN, 0, max(end, 0)) + len(_TURN)
         if min(end, at - len(_TURN)) < 0:
             raise UserError(f"the tokenizer's chat template has no place for a {role} message after a reply")
         return self.rendered(asked[:1]), text[:at], text[at:]
-
-    def _chat(self, question: str) -> list[Message]:
-        turns = [_message("system", self.system_prompt)] if self.system_prompt else []
-        for shown, answer in self.examples:
-            turns += [_message("user", shown), _message("assistant", answer)]
-        return [*turns, _message("user", question)]
-
-    def _given(self, messages: Sequence[Message]) -> Sequence[Message]:
-        if not self.is_chat:
-            raise UserError("messages need a chat template: use a chat model, or give questions as text")
-        for key, given in (("system_prompt=null", self.system_prompt), ("few_shot=0", self.examples)):
-            if given:
-                raise UserError(f"messages are used as given, with nothing before them: set task.{key}")
-        return messages
 
     def rendered(self, messages: Sequence[Message], answered: bool = False) -> str:
         """Return the text that the model reads before it speaks; with `answered`, the chat alone."""
@@ -305,11 +276,13 @@ class Prompting(Reading):
         return end, header if header.strip() else ""
 
     def _applied(self, messages: Sequence[Message], opened: bool) -> str:
-        """Return the template's text, at the same moment for every run. UserError for a template that fails, or takes
-        too long."""
+        """Return the template's text, at the same moment for every run. Raise UserError for a template that fails, or
+        takes too long."""
         words = {**self.chat_template_kwargs, **({"tools": list(self.tools)} if self.tools else {})}
+        clock = "transformers.utils.chat_template_utils.datetime"  # there is no other way to set it
         try:
-            with limited(MOST_SECONDS, MOST_BYTES), _at(TODAY, self.tokenizer):
+            stopped = patch(clock, _Stopped) if reads_clock(self.tokenizer) else nullcontext()
+            with limited(MOST_SECONDS, MOST_BYTES), stopped:
                 text: str = self.tokenizer.apply_chat_template(
                     list(messages), add_generation_prompt=opened, tokenize=False, **words
                 )
@@ -325,7 +298,30 @@ class Prompting(Reading):
         return text
 
 
-def turn_end(tokenizer: Any) -> tuple[str, int | None]:
+class _Stopped(datetime):
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        return TODAY
+
+
+class Texts:
+    """A task whose prompts and completions are text."""
+
+    _prompting: Reading
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        if split not in ("train", "eval"):
+            raise UserError(f"the task has no split {split!r}; it has train and eval")
+        return getattr(self, f"_{split}")
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return self._prompting.decode(token_ids)
+
+    def written(self, token_ids: Sequence[int]) -> str:
+        return self._prompting.written(token_ids)
+
+
+def turn_end(tokenizer: Tokenizer) -> tuple[str, int | None]:
     """Return what the chat template writes behind a model's turn, and the special token in it that ends the turn; ""
     and None without a template, or with one that does not show it."""
     chat = Prompting(tokenizer, PLACEHOLDER, None, True)
@@ -338,23 +334,6 @@ def turn_end(tokenizer: Any) -> tuple[str, int | None]:
     return text, next((token for token in ids if token in tokenizer.added_tokens_decoder), None)
 
 
-@contextmanager
-def _at(moment: datetime, tokenizer: Tokenizer) -> Iterator[None]:
-    """The clock that a chat template reads stands still: `transformers` takes no other function for it."""
-    if not reads_clock(tokenizer):
-        yield
-        return
-    from transformers.utils import chat_template_utils
-
-    class Stopped(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> Any:
-            return moment
-
-    with patch.object(chat_template_utils, "datetime", Stopped):
-        yield
-
-
 def reads_clock(tokenizer: Tokenizer) -> bool:
     return "strftime_now" in str(tokenizer.chat_template)
 
@@ -364,10 +343,10 @@ def _message(role: str, content: str) -> Message:
 
 
 def told_by_model(
-    tokenizer: Tokenizer | None, words: Mapping[str, Any], chat_defaults: Mapping[str, Any] | None
+    tokenizer: Tokenizer, words: Mapping[str, Any], chat_defaults: Mapping[str, Any] | None
 ) -> Mapping[str, Any]:
-    """The model's `chat_template_kwargs` that apply to a task with these settings: those that the template reads and
-    the task does not set."""
+    """Return the model's `chat_template_kwargs` that apply to a task with these settings: those that the template reads
+    and the task does not set."""
     if not (chat_defaults and words.get("use_chat_template") and tokenizer and tokenizer.chat_template):
         return {}
     left = chat_defaults.keys() & set(template_variables(tokenizer)) - words["chat_template_kwargs"].keys()
@@ -375,22 +354,21 @@ def told_by_model(
 
 
 def template_variables(tokenizer: Tokenizer) -> list[str]:
-    """The variables that the tokenizer's chat template reads and that a task may set, in alphabetical order."""
+    """Return the variables that the tokenizer's chat template reads and that a task may set, in alphabetical order."""
     from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 
-    # `generation` is a tag of `transformers` alone, and names nothing.
     found = tokenizer.chat_template
     source = "\n".join(found.values() if isinstance(found, dict) else [found])
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         with limited(MOST_SECONDS, MOST_BYTES):  # constants in it are worked out
-            tree = environment.parse(re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", source))
+            tree = environment.parse(_GENERATION.sub("", source))
             undeclared = meta.find_undeclared_variables(tree)
     except (TemplateSyntaxError, TimeoutError, MemoryError, RecursionError):
         return []  # it is refused when it is first used, with its reason
     given = {*environment.globals, "messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
-    # What a template sets itself is its own, unless it asks first whether it was given it.
+    # What a template sets itself is its own, unless it tests first whether it was given.
     own = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
     tests = [test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
-    asked = {node.name for node in tests if isinstance(node, nodes.Name)}
-    return sorted(word for word in undeclared - given - (own - asked) if not word.endswith("_token"))
+    own -= {node.name for node in tests if isinstance(node, nodes.Name)}
+    return sorted(word for word in undeclared - given - own if not word.endswith("_token"))

@@ -1,6 +1,6 @@
 """Problems without a data set: the generators of the library `reasoning-gym` (arXiv 2505.24760), one or a mix of them.
 
-The library makes and scores problems in processes of its own (`gym_worker.py`), since it is slow to import, some of its
+The library makes and scores problems in processes of its own (`worker.py`), since it is slow to import, some of its
 problems depend on PYTHONHASHSEED, and a scorer that hangs on what a model wrote must be killed. Tasks whose scorers
 would execute it are refused, as are two that accept wrong answers.
 """
@@ -12,22 +12,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from math import isfinite
-from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Unpack
 
-import grpo_cli
+from pydantic import Field
+
 from grpo_cli.support.errors import UserError, closest, refuse
 from grpo_cli.support.extras import require
 from grpo_cli.support.formatting import is_a
-from grpo_cli.support.ranges import OneOf, Range
+from grpo_cli.support.ranges import OneOf
 from grpo_cli.tasks.generated import EvalProblems, TrainProblems, is_held_out
-from grpo_cli.tasks.judges import GRADINGS
-from grpo_cli.tasks.math_judge import MOST_WORKERS
-from grpo_cli.tasks.prompting import MadePrompts, Prompting, Tokenizer
-from grpo_cli.tasks.turns import Speaks, TurnSettings, environment_of
-from grpo_cli.tasks.workers import LATE, START_SECONDS, DoesNotStart, Question, Reply, Workers
-from grpo_cli.types import LARGEST_REWARD, Prompt, Reward, Rollout
+from grpo_cli.tasks.judges import GRADINGS, Weight
+from grpo_cli.tasks.prompting import MadePrompts, Tokenizer
+from grpo_cli.tasks.turns import Speaks, TurnSettings
+from grpo_cli.tasks.workers import LATE, START_SECONDS, JudgeWorkers, Question, Reply, Workers
+from grpo_cli.types import Prompt, Reward, Rollout
 
 _EXECUTES = (
     "binary_matrix countdown intermediate_integration n_queens polynomial_multiplication puzzle24 simple_integration "
@@ -41,16 +40,15 @@ REFUSED: Mapping[str, str] = {
 }
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _IN_VAIN = 200  # draws before another problem is taken not to exist; a quarter of the questions are held out
-_Weight = Annotated[float, Range(-LARGEST_REWARD, LARGEST_REWARD)]
 
 
 @dataclass(frozen=True)
 class GymWeights:
     """The weight of each part of the reward."""
 
-    correct: _Weight
-    score: _Weight
-    format: _Weight
+    correct: Weight
+    score: Weight
+    format: Weight
 
 
 class ReasoningGym(Speaks):
@@ -69,11 +67,11 @@ class ReasoningGym(Speaks):
         name: str | None,
         mix: Mapping[str, Any] | None,
         config: Mapping[str, Any] | None,
-        few_shot: Annotated[int, Range(0)],
+        few_shot: Annotated[int, Field(ge=0)],
         grading: Annotated[str, OneOf(tuple(GRADINGS))],
         weights: GymWeights,
-        judge_seconds: Annotated[float, Range(0, above=True)],
-        judge_workers: Annotated[int, Range(1, MOST_WORKERS)],
+        judge_seconds: Annotated[float, Field(gt=0)],
+        judge_workers: JudgeWorkers,
         train_problems: TrainProblems,
         eval_problems: EvalProblems,
         max_prompt_tokens: int | None = None,
@@ -82,65 +80,44 @@ class ReasoningGym(Speaks):
         **turns: Unpack[TurnSettings],
     ) -> None:
         require("reasoning_gym", "task=reasoning_gym")
-        self._workers, self._seconds = _workers(judge_workers, judge_seconds), judge_seconds
-        self._is_mix, self._shares = mix is not None, _shares(name, mix)
-        self._configs = _configs(name, mix, config or {})
+        self._workers, self._seconds = Workers("gym", judge_workers, judge_seconds), judge_seconds
+        self._is_mix, (self._shares, self._configs) = mix is not None, _shares(name, mix, config or {})
         self._check()
         self._seed, self._strict, self._weights = seed, grading == "strict", asdict(weights)
-        self._most_tokens, self._warn, self._warned = max_prompt_tokens, warn, set[str]()
-        plain = Prompting.of(tokenizer, turns, chat_defaults)
-        environment = environment_of(turns, plain)
-        plain = replace(plain, tools=environment.tools if environment else ())
-        self._talk(environment, plain, turns, warn)
-        self._plain, self._shown = plain, {task: self._examples(task, few_shot) for task in self._shares}
-        self._prompting = {task: replace(plain, examples=shown) for task, shown in self._shown.items()}
+        self._most_tokens, self._cut = max_prompt_tokens, set[str]()
+        self._talk(tokenizer, turns, chat_defaults, warn)
+        self._shown = {task: self._examples(task, few_shot) for task in self._shares}
+        self._puts = {task: replace(self._prompting, examples=shown) for task, shown in self._shown.items()}
         self._train = MadePrompts(self._train_prompt, train_problems)
         self._eval = self._held_out(eval_problems)
         self._train_prompt(0)  # to find mistakes at once
-
-    def prompts(self, split: str) -> Sequence[Prompt]:
-        if split not in ("train", "eval"):
-            raise UserError(f"task=reasoning_gym was asked for the split {split!r}; it has train and eval")
-        return self._train if split == "train" else self._eval
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        return self._plain.decode(token_ids)
-
-    def written(self, token_ids: Sequence[int]) -> str:
-        return self._plain.written(token_ids)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         return self.rewards([(prompt, rollout)])[0]
 
     def rewards(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[Reward]:
-        """Judge many rollouts at once, each with its prompt."""
+        """Judge many rollouts at once, each with its prompt; equal answers are scored once."""
         texts = [self.text(rollout.turns[-1]) for _, rollout in pairs]
-        scored = self._scored([(prompt, text) for (prompt, _), text in zip(pairs, texts, strict=True)])
-        rewards = []
-        for text, reply in zip(texts, scored, strict=True):
-            score = reply.get("score", 0.0)
+        asked = [(prompt.id, self._answer(text)) for (prompt, _), text in zip(pairs, texts, strict=True)]
+        different = dict.fromkeys(asked)
+        replies = self._workers.ask([{**self._named(name), "reply": answer} for name, answer in different])
+        found, rewards = dict(zip(different, replies, strict=True)), []
+        for text, key in zip(texts, asked, strict=True):
+            score = found[key].get("score", 0.0)
             score = min(max(score, 0.0), 1.0) if isfinite(score) else 0.0
             parts = {"correct": float(score == 1), "score": score, "format": float(bool(_ANSWER.search(text)))}
             total = sum(self._weights[part] * value for part, value in parts.items())
-            failed = {"over_limit": "limit" in reply, "incomparable": "incomparable" in reply or "died" in reply}
-            parts |= {part: float(happened) for part, happened in failed.items()}
+            parts["over_limit"] = float("limit" in found[key])
+            parts["incomparable"] = float("incomparable" in found[key] or "died" in found[key])
             rewards.append(Reward(total, parts, weights=self._weights))
         return rewards
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
-        where = self._of(prompt.id)
+        where = self._named(prompt.id)
         return {"task": where["task"], "question": self._made([where])[0]["question"], "answer": prompt.answer}
 
-    def _scored(self, said: Sequence[tuple[Prompt, str]]) -> list[Reply]:
-        """The score of each text; equal ones are scored once."""
-        asked = [(prompt.id, self._answer(text)) for prompt, text in said]
-        different = dict.fromkeys(asked)
-        replies = self._ask([{**self._of(name), "reply": answer} for name, answer in different])
-        found = dict(zip(different, replies, strict=True))
-        return [found[key] for key in asked]
-
     def _answer(self, text: str) -> str | None:
-        """The text between the last tags; without tags all of it, or nothing under strict grading."""
+        """Return the text between the last tags; without tags all of it, or nothing under strict grading."""
         marked = _ANSWER.findall(text)
         return marked[-1].strip() if marked else None if self._strict else text.strip()
 
@@ -152,11 +129,11 @@ class ReasoningGym(Speaks):
                 return prompt
         raise UserError(
             f"task=reasoning_gym found no problem of {task} to train on: all are held out, or have more than "
-            f"{self._most_tokens} tokens; give it more variety with task.config, or choose another task"
+            f"{self._most_tokens} tokens; see task.config"
         )
 
     def _held_out(self, wanted: int) -> list[Prompt]:
-        """The eval split: every prefix of it has the tasks of a mix in their shares."""
+        """Return the eval split: every prefix of it has the tasks of a mix in their shares."""
         sources, found = {task: self._eval_of(task) for task in self._shares}, list[Prompt]()
         taken = dict.fromkeys(sources, 0)
         while sources and len(found) < wanted:
@@ -188,21 +165,20 @@ class ReasoningGym(Speaks):
                     return
 
     def _prompt(self, task: str, split: str, number: int, made: Reply) -> Prompt | None:
-        """None if the problem belongs to the other split, is an example, or is too long."""
-        if is_held_out(made["question"], one_in=4) != (split == "eval"):
+        """Build a prompt; None if the problem belongs to the other split, is an example, or is too long."""
+        question = made["question"]
+        if is_held_out(question, one_in=4) != (split == "eval") or question in dict(self._shown[task]):
             return None
-        if made["question"] in (shown for shown, _ in self._shown[task]):
-            return None
-        token_ids = self._prompting[task].encode(made["question"])
+        token_ids = self._puts[task].encode(question)
         if self._most_tokens is not None and len(token_ids) > self._most_tokens:
-            if task not in self._warned:
+            if task not in self._cut:
                 self._warn(f"problems of {task} with more than {self._most_tokens} tokens are left out")
-            self._warned.add(task)
+            self._cut.add(task)
             return None
         return Prompt(f"{task}/" * self._is_mix + f"{split}-{number:06d}", token_ids, made["answer"])
 
     def _examples(self, task: str, wanted: int) -> tuple[tuple[str, str], ...]:
-        """Solved problems, in neither split, to show before the question."""
+        """Return solved problems, in neither split, to show before the question."""
         made = self._made([self._where(task, "shown", number) for number in range(8 * wanted)])
         fit = {one["question"]: one["answer"] for one in made if one["answer"] and not is_held_out(one["question"], 4)}
         if len(fit) < wanted:
@@ -210,30 +186,29 @@ class ReasoningGym(Speaks):
         return tuple((question, f"<answer>{answer}</answer>") for question, answer in [*fit.items()][:wanted])
 
     def _where(self, task: str, split: str, number: int) -> Question:
-        """How the worker process identifies a problem."""
+        """Return what identifies a problem for the worker process."""
         stream = f"train/{self._seed}" if split == "train" else split
         return {"task": task, "config": self._configs.get(task, {}), "seed": stream, "index": number}
 
-    def _of(self, prompt_id: str) -> Question:
+    def _named(self, prompt_id: str) -> Question:
         task, _, name = prompt_id.rpartition("/")
         split, _, number = name.partition("-")
         return self._where(task or next(iter(self._shares)), split, int(number))
 
     def _made(self, wanted: Sequence[Question]) -> list[Reply]:
-        replies = self._ask(wanted)
+        replies = self._workers.ask(wanted)
         for where, reply in zip(wanted, replies, strict=True):
             if "question" not in reply:
                 why = f"it took more than task.judge_seconds={self._seconds:g}" if reply == LATE else reply
-                raise UserError(
-                    f"reasoning-gym could not make problem {where['index']} of {where['task']}: {why}; see task.config"
-                )
+                place = f"problem {where['index']} of {where['task']}"
+                raise UserError(f"reasoning-gym could not make {place}: {why}; see task.config")
         return replies
 
     def _check(self) -> None:
-        """UserError for tasks that do not exist, are refused, or reject their config."""
+        """Raise UserError for tasks that do not exist, are refused, or reject their config."""
         problems: list[str] = []
         asked = [{"check": task, "config": self._configs.get(task, {})} for task in self._shares]
-        for task, reply in zip(self._shares, self._ask(asked), strict=True):
+        for task, reply in zip(self._shares, self._workers.ask(asked), strict=True):
             key = f"task.config.{task}" if self._is_mix else "task.config"
             if task in REFUSED:
                 problems.append(f"task=reasoning_gym does not take {task}: {REFUSED[task]}")
@@ -246,55 +221,32 @@ class ReasoningGym(Speaks):
                 problems.append(f"{task} does not accept {key}: {reply.get('refused', reply)}")
         refuse(problems)
 
-    def _ask(self, questions: Sequence[Question]) -> list[Reply]:
-        try:
-            return self._workers.ask(questions)
-        except DoesNotStart as error:
-            raise UserError(f"the process of task=reasoning_gym did not start: {error}") from error
-
 
 def library_names() -> list[str]:
-    """All tasks of the library, including those refused here."""
-    (reply,) = _workers(1, START_SECONDS).ask([{"check": "", "config": {}}])
+    """Return all tasks of the library, including those refused here."""
+    (reply,) = Workers("gym", 1, START_SECONDS).ask([{"check": "", "config": {}}])
     return list(reply["names"])
-
-
-def _workers(count: int, seconds: float) -> Workers:
-    """The library's processes, with this package on their path: a script started by itself may not find it."""
-    script, package = Path(__file__).with_name("gym_worker.py"), Path(grpo_cli.__file__).parents[1]
-    said = {"PYTHONPATH": str(package), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
-    return Workers(script, count, seconds, said)
 
 
 def _listed(words: Any) -> str:
     return ", ".join(sorted(words)) or "none"
 
 
-def _shares(name: str | None, mix: Mapping[str, Any] | None) -> dict[str, float]:
-    """Each task's share of the problems."""
-    if (name is None) == (mix is None):
-        raise UserError(
-            "task=reasoning_gym needs either one task, such as task.name=chain_sum, or a mix: task.mix={gcd:2,lcm:1}"
-        )
-    shares = {str(name): 1.0} if mix is None else dict(mix)
-    if not shares:
-        raise UserError("task.mix={} is empty: name tasks with their weights, such as task.mix={gcd:2,lcm:1}")
+def _shares(
+    name: str | None, mix: Mapping[str, Any] | None, config: Mapping[str, Any]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return each task's share of the problems and its config: all of `config` if there is only one task."""
+    if not mix or name is not None:
+        if mix is not None or name is None:
+            raise UserError("task=reasoning_gym needs one task, task.name=chain_sum, or a mix: task.mix={gcd:2,lcm:1}")
+        return {name: 1.0}, {name: dict(config)}
     refuse(
         [
             f"task.mix.{task}={share} must be a finite number above 0"
-            for task, share in shares.items()
+            for task, share in mix.items()
             if not is_a(float, share) or not 0 < share < float("inf")
         ]
+        + [f"task.config.{task} names no task of the mix{closest(task, mix)}" for task in config if task not in mix]
+        + [f"task.config.{task} must be a group of settings" for task, it in config.items() if not isinstance(it, dict)]
     )
-    return {task: float(share) for task, share in shares.items()}
-
-
-def _configs(name: str | None, mix: Mapping[str, Any] | None, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Each task's config: all of `config` if there is only one task."""
-    if mix is None:
-        return {str(name): dict(config)}
-    refuse(
-        [f"task.config.{task} names no task of the mix{closest(task, mix)}" for task in config if task not in mix]
-        + [f"task.config.{task} must be a group of settings" for task in config if not isinstance(config[task], dict)]
-    )
-    return dict(config)
+    return {str(task): float(share) for task, share in mix.items()}, dict(config)

@@ -13,13 +13,14 @@ from functools import partial
 from typing import Any
 
 _TAG = re.compile(r"</?think>|</?tool_call>")
-_JSON, _JSON_BEGIN, _CLOSE = json.JSONDecoder(), re.compile(r"\S"), re.compile(r"\s*</tool_call>")
+_BEGIN, _CLOSE = re.compile(r"\s*"), re.compile(r"\s*</tool_call>")
 
+Functions = Mapping[str, Callable[..., Any]]
 Call = tuple[str, Callable[[], Any]]  # a name, and its function with the arguments
 
 
-def calls_of(functions: Mapping[str, Callable[..., Any]], turn: str, in_thought: bool) -> list[Call | str]:
-    """Read the calls of a turn, or what is wrong with each. `in_thought`: the chat template has opened one."""
+def calls_of(functions: Functions, turn: str, in_thought: bool) -> list[Call | str]:
+    """Return the calls of a turn, or what is wrong with each. `in_thought`: the chat template has opened a thought."""
     found: list[Call | str] = []
     place = _behind(turn, "</think>", 0) if in_thought else 0
     while tag := _TAG.search(turn, place):
@@ -41,18 +42,18 @@ def _behind(text: str, mark: str, start: int) -> int:
     return len(text) if place < 0 else place + len(mark)
 
 
-def _call(functions: Mapping[str, Callable[..., Any]], turn: str, start: int) -> tuple[Call | str, int]:
-    """Read the call that begins at a place; returns also where it ends. Its JSON is read whole, whatever tags are in
-    it."""
+def _call(functions: Functions, turn: str, start: int) -> tuple[Call | str, int]:
+    """Return the call that begins at a place, or what is wrong with it, and where it ends."""
+    close = None
     try:
-        begin = _JSON_BEGIN.search(turn, start)
-        read, end = _JSON.raw_decode(turn, begin.start() if begin else start)
+        begin = _BEGIN.match(turn, start)
+        read, end = json.JSONDecoder().raw_decode(turn, begin.end() if begin else start)
         close = _CLOSE.match(turn, end)
     except (ValueError, RecursionError):
-        close = None
+        pass
     if close is None:
-        upto = turn.find("<tool_call>", start)
-        end = turn.rfind("</tool_call>", start, len(turn) if upto < 0 else upto)
+        another = turn.find("<tool_call>", start)
+        end = turn.rfind("</tool_call>", start, len(turn) if another < 0 else another)
         if end < 0:
             return "the tool call has no end: close it with </tool_call>", start
         return "the tool call is no JSON", end + len("</tool_call>")

@@ -1,8 +1,8 @@
-"""What answers a model in an episode of several turns: a class of one's own, or functions as tools.
+"""The replies to a model in an episode of several turns: by a class of one's own, or by functions as tools.
 
-Each is a pure function of a row and of what the model has said so far, as text. A class, which has a state, is made
-anew and hears the earlier turns again wherever it is needed, so none has to be kept. Calls of tools are data: a name
-and arguments for a function of the user's own. Nothing that a model wrote is executed, and nothing that it wrote ends a
+Each is a pure function of a row and of what the model has written so far, as text. A class has a state: it is made anew
+and hears the earlier turns again wherever that is needed, so none has to be stored. Calls of tools are data: a name and
+arguments for a function of the user's own. Nothing that a model wrote is executed, and nothing that it wrote ends a
 run: a call that cannot be read, and an error of the user's code, are answered by what is wrong.
 """
 
@@ -15,14 +15,16 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from grpo_cli.support.errors import UserError, own_code, raised, refuse, text_of
-from grpo_cli.support.ranges import Count, Range
-from grpo_cli.tasks.own_reward import OwnReward, own
-from grpo_cli.tasks.prompting import Prompting, PromptSettings
-from grpo_cli.tasks.tool_calls import calls_of
+from grpo_cli.support.ranges import Count
+from grpo_cli.tasks.own_reward import own
+from grpo_cli.tasks.prompting import Prompting, PromptSettings, Texts, Tokenizer
+from grpo_cli.tasks.tool_calls import Functions, calls_of
 from grpo_cli.types import Prompt
 
 MOST_CHARACTERS = 100_000  # of one message: a model's context is no longer
@@ -32,12 +34,12 @@ _OBJECT = re.compile(r"<.* at 0x[0-9a-fA-F]+>")
 
 
 class TurnSettings(PromptSettings):
-    """What the tasks of text say of prompts and turns; each word has its comment in `conf/task/_turns.yaml`."""
+    """The prompt and turn settings of text tasks, explained in `conf/task/_turns.yaml`."""
 
     turns: Count
     environment: str | None
     tools: str | None
-    respond_seconds: Annotated[float, Range(0, above=True)]
+    respond_seconds: Annotated[float, Field(gt=0)]
     respond_workers: Count
     keep_reasoning: bool
 
@@ -52,21 +54,8 @@ class Reply:
     faults: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Environment:
-    """A source of replies to these turns about this prompt, of this row, as a `role` of the chat; the last argument
-    names the request in errors."""
-
-    reply: Callable[[Prompt, Mapping[str, Any], Sequence[str], str], Reply]
-    name: str
-    role: str = "user"
-    tools: tuple[Any, ...] = ()  # their schemas, for the chat template
-    score: Callable[[Mapping[str, Any], Sequence[str]], Any] | None = None  # the reward of a whole episode
-    opens: Callable[[Mapping[str, Any], str], str] = lambda row, place: ""  # text behind the question of a row
-
-
 def environment_of(settings: TurnSettings, prompting: Prompting) -> Environment | None:
-    """Build what the settings name, None with one turn. UserError unless it is exactly one thing."""
+    """Build what the settings name, None with one turn. Raise UserError unless it is exactly one thing."""
     both = {"environment": settings["environment"], "tools": settings["tools"]}
     given = {key: str(value) for key, value in both.items() if value is not None}
     if settings["turns"] == 1:
@@ -77,29 +66,16 @@ def environment_of(settings: TurnSettings, prompting: Prompting) -> Environment 
             f"task.turns={settings['turns']} needs one thing that answers the model, either task.environment or "
             f"task.tools, and {'both were' if given else 'none was'} given"
         )
-    ((key, value),), seconds = given.items(), settings["respond_seconds"]
-    name = f"task.{key}={value}"
+    ((key, value),) = given.items()
+    words = (f"task.{key}={value}", settings["respond_seconds"], prompting.opens_thought)
     if key == "environment":
-        return _of_class(own(value, "task.environment"), name, seconds, prompting)
+        return Episodes(own(value, "task.environment"), *words)
     module, _, names = value.partition(":")
     functions = [own(f"{module}:{word.strip()}", "task.tools") for word in names.split(",")]
-    by_name = {getattr(function, "__name__", str(function)): function for function in functions}
-    schemas, thinks = _schemas(by_name, name), prompting.opens_thought
-
-    def reply(prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Reply:
-        return _called(by_name, turns[-1], thinks, seconds, who)
-
-    return Environment(reply, name, "tool", schemas)
+    return Environment({getattr(function, "__name__", str(function)): function for function in functions}, *words)
 
 
-def environment_judge(environment: Environment | None) -> OwnReward:
-    """Return the judge that asks a class for the reward of an episode."""
-    if environment is None or environment.score is None:
-        raise UserError("task.reward=environment needs a task.environment with get_reward()")
-    return OwnReward("environment", environment.score)
-
-
-def _schemas(functions: Mapping[str, Callable[..., Any]], name: str) -> tuple[Any, ...]:
+def _schemas(functions: Functions, name: str) -> tuple[Any, ...]:
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
@@ -124,7 +100,8 @@ class _Late(UserError):
 
 
 def _limited(call: Callable[[], Any], seconds: float, who: str) -> Any:
-    """Return what a user's code returns, from a thread of its own. UserError if it is late or would end the process."""
+    """Return what a user's code returns, from a thread of its own, awaited. Raise UserError if it is late or would end
+    the process."""
     done: Future[Any] = Future()
 
     def run() -> None:
@@ -135,9 +112,7 @@ def _limited(call: Callable[[], Any], seconds: float, who: str) -> Any:
 
     threading.Thread(target=run, daemon=True).start()
     if not wait([done], seconds).done:
-        raise _Late(
-            f"{who} has not returned within task.respond_seconds={seconds:g}: raise it, or see what it waits for"
-        )
+        raise _Late(f"{who} has not returned within task.respond_seconds={seconds:g}: raise it, or see why it waits")
     if isinstance(error := done.exception(), KeyboardInterrupt | SystemExit):
         raise UserError(f"{who} {raised(error)}: let it return or raise an Exception") from error
     return done.result()
@@ -151,8 +126,8 @@ def _awaited(value: Any) -> Any:
 
 
 def _plain(text: str) -> str:
-    """Return the text without lone surrogates, which UTF-8 cannot hold."""
-    return text.encode("utf-8", "replace").decode()
+    """Return the beginning of a text, without lone surrogates, which UTF-8 cannot hold."""
+    return text[:MOST_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 def _reply(function: str, call: Callable[[], Any], read: Callable[[Any], Any], seconds: float, who: str) -> Reply:
@@ -168,7 +143,7 @@ def _reply(function: str, call: Callable[[], Any], read: Callable[[Any], Any], s
         found, failed, fault = [_ADDRESS.sub("", f"error: {type(error).__name__}: {text_of(error)}")], 1, raised(error)
     if found is None:
         return Reply(None)
-    messages = [_plain(text[:MOST_CHARACTERS]) for text in found] or [""]
+    messages = [_plain(text) for text in found] or [""]
     if messages != (found or [""]):
         fault = fault or f"returned more than {MOST_CHARACTERS} characters, or some that UTF-8 cannot hold: it was cut"
     return Reply(messages, failed, {f"{function} {fault}".partition(":")[0]: f"{function} {fault}"} if fault else {})
@@ -188,18 +163,32 @@ _READS: Mapping[str, Callable[[Any], list[str] | None]] = {
 }
 
 
+class Environment:
+    """Functions that the model may call: what answers a turn, from its text, the prompt and its row."""
+
+    role, scores = "tool", False
+
+    def __init__(self, functions: Functions, name: str, seconds: float, thinks: bool) -> None:
+        self.name, self._seconds, self._thinks, self._functions = name, seconds, thinks, functions
+        self.tools = _schemas(functions, name)
+
+    def reply(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Reply:
+        """Answer the last of the turns; `who` names the request in errors."""
+        return _called(self._functions, turns[-1], self._thinks, self._seconds, who)
+
+    def opens(self, row: Mapping[str, Any], place: str) -> str:
+        """Return the text behind the question of a row."""
+        return ""
+
+
 def _called(
-    functions: Mapping[str, Callable[..., Any]],
-    turn: str,
-    in_thought: bool = False,
-    seconds: float = 60.0,
-    who: str = "a tool",
+    functions: Functions, turn: str, in_thought: bool = False, seconds: float = 60.0, who: str = "a tool"
 ) -> Reply:
     """Return the results of a turn's calls, one message each; no messages for a turn without a call."""
     replies = [
         Reply([f"error: {call}"], failed=1)
         if isinstance(call, str)
-        else _reply(call[0], call[1], lambda value: [_text(value)], seconds, who)
+        else _reply(*call, lambda value: [_text(value)], seconds, who)
         for call in calls_of(functions, turn, in_thought)
     ]
     messages = [message for reply in replies for message in reply.messages or ()]
@@ -207,34 +196,25 @@ def _called(
     return Reply(messages or None, sum(reply.failed for reply in replies), faults)
 
 
-def _of_class(made: Any, name: str, seconds: float, prompting: Prompting) -> Environment:
-    """Build the environment of a class as TRL takes it: `reset(**row)`, typed methods as tools; or with `step(turn)`,
-    as in skyrl-gym, or `respond(turn)`, which return what the model reads."""
-    if not isinstance(made, type) or not callable(getattr(made, "reset", None)):
-        raise UserError(f"{name} must be a class with reset(**row), as TRL takes one; functions are task.tools")
-    member = next((word for word in _READS if callable(getattr(made, word, None))), None)
-    kept = {"reset", "get_reward", "close", *_READS}
-    tools = [word for word, _ in inspect.getmembers(made, callable) if not word.startswith("_") and word not in kept]
-    if not tools and member is None:
-        raise UserError(f"{name} has no method that answers: add typed methods as tools, or respond")
-    schemas: tuple[Any, ...] = ()
-    if member is None:
-        with own_code(f"{name}, made without arguments,"):
-            instance = _limited(made, seconds, f"{name}, made without arguments,")
-        schemas = _schemas({word: getattr(instance, word) for word in tools}, name)
-    found = _Episodes(made, name, seconds, member, tools, member is None and prompting.opens_thought)
-    scores = found.score if hasattr(made, "get_reward") else None
-    return Environment(found.reply, name, "user" if member else "tool", schemas, scores, found.opens)
+class Episodes(Environment):
+    """Objects of a class as TRL takes it: `reset(**row)`, typed methods as tools; or with `step(turn)`, as in
+    skyrl-gym, or `respond(turn)`, which return what the model reads. Each episode has an object of its own."""
 
-
-class _Episodes:
-    """The episodes of a user's class: an object each, which answers by `member` or by calls of `tools`."""
-
-    def __init__(
-        self, made: type, name: str, seconds: float, member: str | None, tools: Sequence[str], thinks: bool
-    ) -> None:
-        self._made, self._name, self._seconds = made, name, seconds
-        self._member, self._tools, self._thinks = member, tools, thinks
+    def __init__(self, made: Any, name: str, seconds: float, thinks: bool) -> None:
+        if not isinstance(made, type) or not callable(getattr(made, "reset", None)):
+            raise UserError(f"{name} must be a class with reset(**row), as TRL takes one; functions are task.tools")
+        self._made, self._member = made, next((word for word in _READS if callable(getattr(made, word, None))), None)
+        kept = {"reset", "get_reward", "close", *_READS}
+        found = [word for word, _ in inspect.getmembers(made, callable) if not word.startswith("_")]
+        self._methods = [word for word in found if word not in kept and self._member is None]
+        if self._member is None and not self._methods:
+            raise UserError(f"{name} has no method that answers: add typed methods as tools, or respond")
+        instance = None
+        if self._methods:
+            with own_code(f"{name}, made without arguments,"):
+                instance = _limited(made, seconds, f"{name}, made without arguments,")
+        super().__init__({word: getattr(instance, word) for word in self._methods}, name, seconds, thinks)
+        self.role, self.scores = "tool" if self._methods else "user", hasattr(made, "get_reward")
         # Objects that wait for a next turn, by the turns that they have heard: the newest.
         self._waiting: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._lock, self._checked = threading.Lock(), threading.Event()
@@ -247,10 +227,7 @@ class _Episodes:
         else:
             found = self._hear(instance, turns[-1], who)
         if not self._checked.is_set() and self._replayed(row, turns, who)[1].messages != found.messages:
-            raise UserError(
-                f"{self._name} answered the same turns in two ways: an episode that is taken up again has to come out "
-                "the same, so let all that is random in it follow from the row"
-            )
+            raise UserError(f"{self.name} answered the same turns in two ways: let all randomness follow from the row")
         self._checked.set()
         if found.messages is not None:
             with self._lock:
@@ -260,19 +237,20 @@ class _Episodes:
         return found
 
     def score(self, row: Mapping[str, Any], turns: Sequence[str]) -> Any:
-        # As in TRL the calls of the last turn are not made: the model reads no result of them.
-        who = f"{self._name}, get_reward for the row {str(row)[:80]},"
-        instance = self._replayed(row, turns[:-1] if self._member is None else turns, who)[0]
+        """Return the reward of a whole episode. As in TRL the calls of its last turn are not made: the model reads no
+        result of them."""
+        who = f"{self.name}, get_reward for the row {str(row)[:80]},"
+        instance = self._replayed(row, turns[:-1] if self._methods else turns, who)[0]
         return _limited(lambda: _awaited(instance.get_reward()), self._seconds, who)
 
     def opens(self, row: Mapping[str, Any], place: str) -> str:
-        who = f"{self._name}, reset for {place},"
+        who = f"{self.name}, reset for {place},"
         with own_code(who):
             text = self._begun(row, who)[1]
-        if text is not None and (not isinstance(text, str) or text != _plain(text)[:MOST_CHARACTERS]):
+        if text is not None and (not isinstance(text, str) or text != _plain(text)):
             raise UserError(
-                f"{who} returned a {type(text).__name__}: return text that goes behind the question, in UTF-8 and of "
-                f"at most {MOST_CHARACTERS} characters, or None"
+                f"{who} returned a {type(text).__name__}: return None, or text behind the question, in UTF-8 and of at "
+                f"most {MOST_CHARACTERS} characters"
             )
         return text or ""
 
@@ -285,7 +263,7 @@ class _Episodes:
 
     def _hear(self, instance: Any, turn: str, who: str) -> Reply:
         if (member := self._member) is None:
-            functions = {word: getattr(instance, word) for word in self._tools}
+            functions = {word: getattr(instance, word) for word in self._methods}
             return _called(functions, turn, self._thinks, self._seconds, who)
         return _reply(member, lambda: getattr(instance, member)(turn), _READS[member], self._seconds, who)
 
@@ -296,47 +274,49 @@ class _Episodes:
         return instance, reply
 
 
-class Speaks(ABC):
-    """A task of text that is a `Dialogue`: what its environment hears and says is text, and here are the tokens."""
+class Speaks(Texts, ABC):
+    """A task of text that is a `Dialogue`: its environment hears and returns text, and here are the tokens."""
 
     turns = 1
     turn_ends: Sequence[str] = ()
-    _environment: Environment
+    _prompting: Prompting
+    _environment: Environment | None
 
     def _talk(
         self,
-        environment: Environment | None,
-        prompting: Prompting,
+        tokenizer: Tokenizer,
         settings: TurnSettings,
+        chat_defaults: Mapping[str, Any] | None,
         warn: Callable[[str], None],
     ) -> None:
-        if environment is None:
-            return
-        prompting.check_turns(environment.role, settings["keep_reasoning"])
-        self.turns, self._environment, self._speaks_by = settings["turns"], environment, prompting
-        self._room, self._warn_of = threading.BoundedSemaphore(settings["respond_workers"]), warn
-        self._failed, self._known, self._noting = 0, set[str](), threading.Lock()
+        """Set how questions are put, and what answers the model. Raise UserError for a template that cannot do so."""
+        prompting = Prompting.of(tokenizer, settings, chat_defaults)
+        self._environment = environment = environment_of(settings, prompting)
+        self._prompting, self._warn, self._failed = prompting, warn, 0
+        if environment is not None:
+            self.turns, self._prompting = settings["turns"], replace(prompting, tools=environment.tools)
+            self._prompting.check_turns(environment.role, settings["keep_reasoning"])
+            self._room, self._lock = threading.BoundedSemaphore(settings["respond_workers"]), threading.Lock()
+            self._known_faults = set[str]()
 
     @abstractmethod
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
-        """What an environment knows of a problem."""
-
-    @abstractmethod
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Tokens as text."""
+        """Return what an environment knows of a problem."""
 
     def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
-        return self._speaks_by.between(turns[-1], said, self._environment.role)
+        assert self._environment is not None
+        return self._prompting.between(turns[-1], said, self._environment.role)
 
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
         pending: Future[Sequence[str] | None] = Future()
-        heard, row = [self.text(turn) for turn in turns], self.row_of(prompt)
+        heard, row, environment = [self.text(turn) for turn in turns], self.row_of(prompt), self._environment
+        assert environment is not None
 
         def run() -> None:
-            who = f"{self._environment.name}, asked after turn {len(turns)} of prompt {prompt.id},"
+            who = f"{environment.name}, asked after turn {len(turns)} of prompt {prompt.id},"
             try:
                 with self._room, own_code(who):
-                    reply = self._environment.reply(prompt, row, heard, who)
+                    reply = environment.reply(prompt, row, heard, who)
                     self._note(reply)
                 pending.set_result(reply.messages)
             except UserError as error:
@@ -347,22 +327,23 @@ class Speaks(ABC):
 
     def counted(self) -> Mapping[str, float]:
         """Return the metrics of environments since the last call."""
-        if self.turns == 1:
+        if self._environment is None:
             return {}
-        with self._noting:
+        with self._lock:
             failed, self._failed = self._failed, 0
         return {"turns/errors": float(failed)}
 
     def _note(self, reply: Reply) -> None:
-        with self._noting:
+        assert self._environment is not None
+        with self._lock:
             self._failed += reply.failed
-            for kind in reply.faults.keys() - self._known:
-                self._known.add(kind)
-                self._warn_of(f"{self._environment.name}: {reply.faults[kind]}; turns/errors counts such answers")
+            for kind in reply.faults.keys() - self._known_faults:
+                self._known_faults.add(kind)
+                self._warn(f"{self._environment.name}: {reply.faults[kind]}; turns/errors counts such answers")
 
 
-def answer(said: Sequence[str] | None) -> Future[Sequence[str] | None]:
+def answer(messages: Sequence[str] | None) -> Future[Sequence[str] | None]:
     """Return an answer that is there at once."""
     done: Future[Sequence[str] | None] = Future()
-    done.set_result(said)
+    done.set_result(messages)
     return done

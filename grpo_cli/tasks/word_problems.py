@@ -8,62 +8,50 @@ compared exactly (`answers.py`); nothing of it is ever evaluated.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
 from random import Random
 from typing import Annotated, Any, Unpack
 
-from grpo_cli.support.ranges import Range
+from pydantic import Field
+
 from grpo_cli.tasks.answers import equal, extract_answer
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
-from grpo_cli.tasks.prompting import Prompting, Tokenizer
-from grpo_cli.tasks.turns import Speaks, TurnSettings, environment_of
+from grpo_cli.tasks.prompting import Tokenizer
+from grpo_cli.tasks.turns import Speaks, TurnSettings
 from grpo_cli.types import Prompt, Reward, Rollout
 
 MOST_STEPS = 8
 
 
-@dataclass(frozen=True)
-class Scene:
-    """A story without its numbers: how it begins (with one number, or with groups of some), what may happen, and what
-    is asked. `{who}` is a name, `{n}` a number, `{of}` how many are in each group."""
-
-    begins: str
-    begins_in_groups: str
-    more: tuple[str, ...]
-    fewer: tuple[str, ...]
-    asks: str
-
-
-SCENES = tuple(
-    scene
-    for things in ("apples", "marbles", "stamps", "books", "shells", "coins")
-    for scene in (
-        Scene(
-            f"{{who}} has {{n}} {things}.",
-            f"{{who}} has {{n}} bags with {{of}} {things} each.",
-            (f"Then {{who}} gets {{n}} more {things}.", f"A friend gives {{who}} {{n}} {things}."),
-            (f"Then {{who}} gives away {{n}} {things}.", f"{{who}} loses {{n}} {things}."),
-            f"How many {things} does {{who}} have now?",
-        ),
-        Scene(
-            f"There are {{n}} {things} in a box.",
-            f"A box holds {{n}} rows of {{of}} {things}.",
-            (f"{{who}} puts {{n}} more {things} into it.", f"{{who}} adds {{n}} {things}."),
-            (f"{{who}} takes {{n}} {things} out of it.", f"{{who}} takes away {{n}} {things}."),
-            f"How many {things} are in the box now?",
-        ),
-    )
-) + (
-    Scene(
+# A story without its numbers: how it begins (with one number, or with groups of some), what may happen, more and fewer,
+# and the question. `{who}` is a name, `{n}` a number, `{of}` how many are in each group.
+Scene = tuple[str, str, tuple[str, ...], tuple[str, ...], str]
+_OF_THINGS: tuple[Scene, Scene] = (
+    (
+        "{who} has {n} THINGS.",
+        "{who} has {n} bags with {of} THINGS each.",
+        ("Then {who} gets {n} more THINGS.", "A friend gives {who} {n} THINGS."),
+        ("Then {who} gives away {n} THINGS.", "{who} loses {n} THINGS."),
+        "How many THINGS does {who} have now?",
+    ),
+    (
+        "There are {n} THINGS in a box.",
+        "A box holds {n} rows of {of} THINGS.",
+        ("{who} puts {n} more THINGS into it.", "{who} adds {n} THINGS."),
+        ("{who} takes {n} THINGS out of it.", "{who} takes away {n} THINGS."),
+        "How many THINGS are in the box now?",
+    ),
+)
+_OTHERS: tuple[Scene, Scene] = (
+    (
         "A bus leaves with {n} passengers.",
         "A bus leaves with {n} groups of {of} passengers.",
         ("At a stop {n} more passengers get on.",),
         ("At a stop {n} passengers get off.",),
         "How many passengers are on the bus now?",
     ),
-    Scene(
+    (
         "There are {n} birds in a tree.",
         "In each of {n} trees there are {of} birds.",
         ("Then {n} more birds arrive.",),
@@ -71,6 +59,8 @@ SCENES = tuple(
         "How many birds are in the trees now?",
     ),
 )
+THINGS = ("apples", "marbles", "stamps", "books", "shells", "coins")
+SCENES = [(scene, things) for things in THINGS for scene in _OF_THINGS] + [(scene, "") for scene in _OTHERS]
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Ines", "Jonas", "Lena", "Mia")
 
 
@@ -87,36 +77,28 @@ class Story:
         return self.groups * self.start + sum(self.changes)
 
     def __str__(self) -> str:
-        """Its sum, without words: what decides the split.
+        """Return its sum, without words: what decides the split.
 
         >>> str(Story(3, 4, (5, -2)))
         '3*4+5-2'
         """
         return f"{self.groups}*" * (self.groups > 1) + str(self.start) + "".join(f"{c:+d}" for c in self.changes)
 
-    def worked(self) -> list[str]:
-        """What happens, a line each.
-
-        >>> Story(3, 4, (5, -2)).worked()
-        ['3*4=12', '12+5=17', '17-2=15']
-        """
-        values = list(accumulate(self.changes, initial=self.groups * self.start))
-        lines = [f"{self.groups}*{self.start}={values[0]}"] * (self.groups > 1)
-        return lines + [f"{old}{c:+d}={new}" for old, c, new in zip(values, self.changes, values[1:], strict=False)]
-
     def in_words(self, rng: Random) -> str:
-        """In the words of a random scene."""
-        scene, who = rng.choice(SCENES), rng.choice(NAMES)
-        begins = scene.begins_in_groups if self.groups > 1 else scene.begins
-        sentences = [begins.format(who=who, n=self.groups if self.groups > 1 else self.start, of=self.start)]
+        """Return it in the words of a random scene."""
+        ((begins, begins_in_groups, more, fewer, asks), things), who = rng.choice(SCENES), rng.choice(NAMES)
+        sentences = [begins_in_groups if self.groups > 1 else begins]
+        numbers = [self.groups if self.groups > 1 else self.start]
         for change in self.changes:
-            sentences.append(rng.choice(scene.more if change > 0 else scene.fewer).format(who=who, n=abs(change)))
-        return " ".join([*sentences, scene.asks.format(who=who)])
+            sentences.append(rng.choice(more if change > 0 else fewer))
+            numbers.append(abs(change))
+        filled = zip([*sentences, asks], [*numbers, 0], strict=True)
+        return " ".join(text.format(who=who, n=n, of=self.start) for text, n in filled).replace("THINGS", things)
 
 
 def draw_story(rng: Random, steps: int, max_start: int, max_change: int, groups: bool) -> Story:
-    """Numbers from 2 on, so that every noun is a plural; something is left after every change, and the answer is none
-    of the numbers in it.
+    """Draw numbers from 2 on, so that every noun is a plural; something is left after every change, and the answer is
+    none of the numbers in it.
 
     >>> draw_story(Random(0), 2, 12, 9, groups=False)
     Story(groups=1, start=8, changes=(8, -6))
@@ -131,7 +113,7 @@ def draw_story(rng: Random, steps: int, max_start: int, max_change: int, groups:
             return story
 
 
-class WordProblems(GeneratedTask[Story], Speaks):
+class WordProblems(Speaks, GeneratedTask[Story]):
     """The task. No sum of one split is in the other, whatever the words; no two texts of `eval` are alike.
 
     The reward is 1 where the completion's final number is the answer, else 0; with `must_end` only where the completion
@@ -145,10 +127,10 @@ class WordProblems(GeneratedTask[Story], Speaks):
         tokenizer: Tokenizer,
         seed: int,
         *,
-        min_steps: Annotated[int, Range(1, MOST_STEPS)],
-        max_steps: Annotated[int, Range(1, MOST_STEPS)],
-        max_start: Annotated[int, Range(2, 9999)],
-        max_change: Annotated[int, Range(2, 9999)],
+        min_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)],
+        max_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)],
+        max_start: Annotated[int, Field(ge=2, le=9999)],
+        max_change: Annotated[int, Field(ge=2, le=9999)],
         groups: bool,
         must_end: bool,
         instruction: str | None,
@@ -158,13 +140,9 @@ class WordProblems(GeneratedTask[Story], Speaks):
         warn: Callable[[str], None],
         **turns: Unpack[TurnSettings],
     ) -> None:
-        self._must_end, self._instruction = must_end, instruction
-        self._level = (max_start, max_change, groups)
-        prompting = Prompting.of(tokenizer, turns, chat_defaults)
-        environment = environment_of(turns, prompting)
-        prompting = replace(prompting, tools=environment.tools if environment else ())
-        self._talk(environment, prompting, turns, warn)
-        super().__init__(prompting, seed, min_steps, max_steps, train_problems, eval_problems)
+        self._must_end, self._instruction, self._level = must_end, instruction, (max_start, max_change, groups)
+        self._talk(tokenizer, turns, chat_defaults, warn)
+        self._generate(seed, min_steps, max_steps, train_problems, eval_problems)
 
     def draw(self, rng: Random, size: int) -> Story:
         return draw_story(rng, size, *self._level)
@@ -176,9 +154,6 @@ class WordProblems(GeneratedTask[Story], Speaks):
         story = problem.in_words(rng)
         return f"{story} {self._instruction}" if self._instruction else story
 
-    def distinct_by(self, problem: Story, question: str) -> str:
-        return question
-
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         ended = rollout.finish.complete
         right = equal(extract_answer(self.text(rollout.turns[-1])).value, Fraction(prompt.answer))
@@ -186,4 +161,4 @@ class WordProblems(GeneratedTask[Story], Speaks):
         return Reward(correct, {"correct": correct, "ended": float(ended)}, weights={"correct": 1.0})
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
-        return {"question": self._asked(prompt)[1], "answer": prompt.answer}
+        return {"question": self._problem(prompt)[1], "answer": prompt.answer}

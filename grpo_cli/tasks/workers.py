@@ -1,7 +1,7 @@
 """Questions to programs that may hang: a few processes, each killed when its time is up, on pipes of JSON lines.
 
 No process pool of a library (`pebble`, `concurrent.futures`): those unpickle what a worker replies, and this worker
-computes with text that a model wrote. Processes are started when first asked, kept, and started anew after a kill.
+computes with text that a model wrote. Processes are started when first needed, kept, and started anew after a kill.
 """
 
 from __future__ import annotations
@@ -18,28 +18,32 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from grpo_cli.support.errors import UserError
+
+SCRIPT = Path(__file__).with_name("worker.py")
 START_SECONDS = 120.0  # imports, on a machine that may be busy
 LATE = {"limit": "time"}
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}  # some problems follow from hashes
 
+JudgeWorkers = Annotated[int, Field(ge=1, le=256)]
 Question = Mapping[str, Any]
 Reply = dict[str, Any]
-
-
-class DoesNotStart(Exception):
-    """A worker ended, or was silent for too long, before it was asked anything."""
 
 
 class Worker:
     """One process, which is started by the first question."""
 
-    def __init__(self, command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> None:
-        self._command, self._seconds, self._environment = command, seconds, environment
+    def __init__(self, command: Sequence[str], seconds: float) -> None:
+        self._command, self._seconds = command, seconds
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, question: Question) -> Reply:
-        """Its reply; `limit` if its time ran out, `died` with the reason if it ended. Raises DoesNotStart."""
+        """Return its reply; `limit` if its time ran out, `died` with the reason if it ended. Raise UserError if it
+        does not start."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         reply = self._reply(json.dumps(question).encode() + b"\n", self._seconds)
@@ -68,19 +72,19 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, **self._environment},
+            env={**os.environ, **_ENVIRONMENT},
         )
-        said = self._reply(b"", START_SECONDS)
-        if not said.get("ready"):
+        reply = self._reply(b"", START_SECONDS)
+        if not reply.get("ready"):
             self.end()
-            raise DoesNotStart(said.get("died", f"it had not started after {START_SECONDS:g} seconds"))
+            raise UserError(f"the task's worker process did not start: {reply.get('died', 'it took too long')}")
 
     def _reply(self, question: bytes, seconds: float) -> Reply:
-        process, deadline, said = self._process, time.monotonic() + seconds, b""
+        process, deadline, found = self._process, time.monotonic() + seconds, b""
         assert process is not None and process.stdin is not None and process.stdout is not None
         with suppress(BrokenPipeError):  # it has ended, and so will its output
             process.stdin.write(question)
-        while not said.endswith(b"\n"):
+        while not found.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0 or not wait([process.stdout.fileno()], left):
                 return LATE
@@ -88,22 +92,21 @@ class Worker:
             if not piece:
                 code = process.wait(timeout=10)
                 return {"died": f"signal {-code}" if code < 0 else f"exit code {code}"}
-            said += piece
-        return json.loads(said)
+            found += piece
+        return json.loads(found)
 
 
 class Workers:
-    """At most `count` processes that run `script`, each given at most `seconds` for a question. `environment` is laid
-    over this process's own."""
+    """At most `count` processes of a kind, each given at most `seconds` for a question."""
 
-    def __init__(self, script: Path, count: int, seconds: float, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, kind: str, count: int, seconds: float) -> None:
         # -P: nothing is imported from the folder of the script
-        command = [sys.executable, "-P", str(script), str(seconds)]
-        self._workers = [Worker(command, seconds, environment or {}) for _ in range(count)]
+        command = [sys.executable, "-P", str(SCRIPT), kind, str(seconds)]
+        self._workers = [Worker(command, seconds) for _ in range(count)]
         weakref.finalize(self, _end_own, self._workers, os.getpid())
 
     def ask(self, questions: Sequence[Question]) -> list[Reply]:
-        """The reply to each question; see `Worker.ask`."""
+        """Return the reply to each question; see `Worker.ask`."""
         asked = self._workers[: len(questions)]
         free: SimpleQueue[Worker] = SimpleQueue()
         for worker in asked:
@@ -130,7 +133,7 @@ class Workers:
 
 
 def _end_own(workers: Sequence[Worker], owner: int) -> None:
-    """At the end of this object or of the program; a fork of the program leaves its parent's workers alone."""
+    """End workers with their object or the program; a fork of the program leaves its parent's workers alone."""
     if os.getpid() == owner:
         for worker in workers:
             worker.end()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from grpo_cli.settings import RunSettings
+from grpo_cli.interfaces import Task
+from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.formatting import shown
 from grpo_cli.support.processor import why_no_gpu
-from grpo_cli.tasks.prompting import Tokenizer, told_by_model
+from grpo_cli.tasks.prompting import TODAY, Tokenizer, reads_clock, told_by_model, turn_end
 
 MOST_LR = 5e-5  # for full fine-tuning of a pretrained model: more than in any recipe cited in conf/model
 # What PyTorch says if nothing is wrong: a build without CUDA, no driver, no GPU or no visible one.
@@ -60,3 +62,22 @@ def doubts(settings: RunSettings) -> Iterator[str]:
             f"sampling.max_new_tokens={limit} is less than the task's {usual}: replies that are cut off earn nothing. "
             "Leave it out, unless they are meant to be short"
         )
+
+
+def doubts_of_prompts(
+    task: Task, tokenizer: Any, eos: Sequence[int], run: RunSettings | EvalRunSettings
+) -> Iterator[str]:
+    """Yield what is odd about the beginnings and ends of replies, and about prompts that tell the time."""
+    first = [prompt.token_ids[-1] for prompt in task.prompts("eval")[:1]]
+    if set(first) & set(eos):
+        yield f"prompts end with {tokenizer.decode(first)}, which ends a completion: correct the chat template"
+    if not (tokenizer.chat_template and run.parts["task"].get("use_chat_template")):
+        return
+    text, end = turn_end(tokenizer)
+    if text and end not in eos and not any(stop in text for stop in run.sampling.stop):
+        yield (
+            f"the chat template ends a turn with {text[:40]!r}, which ends no completion: name a token of it in "
+            "model.eos_tokens, or text of it in sampling.stop"
+        )
+    if reads_clock(tokenizer):
+        yield f"the chat template reads the clock: every prompt tells {TODAY:%d %b %Y}, so that runs can be repeated"

@@ -31,10 +31,10 @@ from rich.table import Table
 
 from grpo_cli.config.auto import decided
 from grpo_cli.config.choices import ENGINE_PARTS, config_dir
-from grpo_cli.config.compose import parse, parse_profile
+from grpo_cli.config.compose import read_settings
 from grpo_cli.config.instantiate import make
 from grpo_cli.interfaces import Engine
-from grpo_cli.settings import RunSettings
+from grpo_cli.settings import ProfileRunSettings, RunSettings
 from grpo_cli.support.processor import CPUINFO, flush_denormals, settle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +87,9 @@ def settings_of(*words: str, command: str = "train") -> RunSettings:
     """The settings of `grpo <command> <words>`."""
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = hydra.compose(command, ["run_dir=outputs/bench", *words])
-    return decided(parse_profile(cfg) if command == "profile" else parse(cfg), print)
+    return decided(
+        read_settings(cfg, ProfileRunSettings) if command == "profile" else read_settings(cfg, RunSettings), print
+    )
 
 
 def engine_of(model: Any, eos: Sequence[int], *words: str, **more: Any) -> Engine:

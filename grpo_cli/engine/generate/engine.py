@@ -7,28 +7,33 @@ the shapes of products, and may change a token where a draw falls on the border 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from grpo_cli.engine.admission import Admission
 from grpo_cli.engine.batching import Capped, KvShape, Sampler
-from grpo_cli.engine.generate.rounds import Drawing, generate
+from grpo_cli.engine.common import SequenceEngine, Tally, check_context
+from grpo_cli.engine.generate.rounds import generate
 from grpo_cli.engine.generate.trial import pads_in_peace
-from grpo_cli.engine.interfaces import Predictor, Scheduler, Waiting
+from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.kv.eviction import Budget, Dense
+from grpo_cli.engine.sequence import Decode, Sequence
+from grpo_cli.engine.step.sample import draw, drawing_of, uniforms
 from grpo_cli.interfaces import Meter, facts
 from grpo_cli.model.anatomy import can_pack, place_of, unwrapped
 from grpo_cli.model.checks import ARCHITECTURES, context_of
-from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.errors import refuse
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
-Decode = Callable[[Sequence[int]], str]
-
 
 @facts(any_family=True)
-class GenerateEngine:
+class GenerateEngine(SequenceEngine):
     """Whole rounds, each decoded to the end of its longest reply. The modules are the trainer's own."""
 
     reads_stop_strings = True
@@ -36,7 +41,7 @@ class GenerateEngine:
     def __init__(
         self,
         model: Any,
-        eos_token_ids: Sequence[int],
+        eos_token_ids: Seq[int],
         pad_token_id: int,
         sampler: Sampler,
         scheduler: Scheduler,
@@ -51,9 +56,8 @@ class GenerateEngine:
         self._model, self._eos, self._pad = model, frozenset(eos_token_ids), pad_token_id
         self._sampler = Capped(sampler, rollouts_per_step)
         self._scheduler, self._predictor, self._decode = scheduler, predictor, decode
-        self._span, self._warn = (meter or NullMeter()).span, warn
+        self._span = (meter or NullMeter()).span
         self._pads = pads_in_peace(model, pad_token_id)
-        self._stats = EngineStats()
         apart = "" if self._pads else f", and {type(unwrapped(model)).__name__} takes prompts of one length at a time"
         known, here = ", ".join(ARCHITECTURES.values()), ", this model among them" if can_pack(model) else ""
         warn(
@@ -67,153 +71,92 @@ class GenerateEngine:
     ) -> Iterator[str]:
         """What can be checked without a model."""
         if isinstance(sparsity, Budget):
-            yield (
-                f"sparsity={type(sparsity).__name__.lower()} is not supported by engine=generate, whose cache is the "
-                "model's own; choose engine=torch or sparsity=dense"
-            )
+            name = type(sparsity).__name__.lower()
+            yield f"sparsity={name} is not supported by engine=generate; choose engine=torch or sparsity=dense"
         if sampler.refills:
-            yield (
-                f"sampler={type(sampler).__name__.lower()} refills slots, which engine=generate cannot do: a round of "
-                "transformers' generate starts and ends as a whole; choose sampler=micro or sampler=full"
-            )
+            name = type(sampler).__name__.lower()
+            yield f"sampler={name} refills slots, which engine=generate cannot do; choose sampler=micro or sampler=full"
         if sampler.kv_budget is not None:
-            yield (
-                f"sampler.kv_budget={sampler.kv_budget} is not supported by engine=generate, as each family's cache "
-                "grows in its own way; use sampler.slots"
-            )
+            yield f"sampler.kv_budget={sampler.kv_budget} is not supported by engine=generate; use sampler.slots"
         if scheduler.needs_lengths and predictor.prefix_tokens > 0:
             yield (
                 "engine=generate does not expose its hidden states, which predictor=prefix reads; choose "
                 "predictor=mean or oracle, or scheduler=fifo"
             )
 
-    def generate(
-        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
-    ) -> Iterator[Rollout]:
+    def generate(self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None = None) -> Iterator[Rollout]:
         """One rollout per request, in order of finishing. They come once their round is over, which ends early as soon
-        as `enough` says so."""
+        as `enough` returns True."""
         self._stats = EngineStats()
         if not requests:
             return
-        self._check(requests)
-        work = _Work(requests, self._sampler, self._scheduler, self._predicted(requests))
-        finished: list[Rollout] = []
+        check_context(requests, context_of(unwrapped(self._model).config))
+        sequences = [Sequence(index, request) for index, request in enumerate(requests)]
+        if predicts := self._predictor.prefix_tokens == 0:
+            self._predict(sequences)
+        tally = Tally(
+            self._sampler.fit(KvShape(len(requests), 0, 0, 0, 0)).slots
+        )  # without a budget, bytes do not matter
+        admission, served, cache, details = Admission(sequences, tally.slots, False), [], 0, dict[str, float]()
+        admission.start(self._scheduler, sequences)
+        stopped = False
         try:
-            while work.queue and not work.stopped:
-                for rollout in self._round(work, enough):
-                    finished.append(rollout)
-                    yield rollout
-            yield from (Rollout(requests[index], (), (), Finish.PARTIAL, 0) for index in work.queue)
+            while admission and not stopped:
+                # Prompts that may not be padded are read in parts of one length.
+                entered = sorted(admission.admit(()), key=lambda s: 0 if self._pads else s.prompt_length)
+                for _, part in groupby(entered, lambda s: 0 if self._pads else s.prompt_length):
+                    if not stopped:
+                        ended, stopped, size = self._part(list(part), enough, tally)
+                        cache = max(cache, size)
+                        for sequence in ended:
+                            served.append((sequence, sequence.rollout()))
+                            yield served[-1][1]
+            for sequence in sequences:
+                if sequence.finish is None:
+                    tally.generated += len(sequence.tokens)
+                    served.append((sequence, sequence.rollout(Finish.PARTIAL)))
+                    yield served[-1][1]
         finally:
-            taught = [r for r in finished if r.request.teaches_length and r.finish is not Finish.PARTIAL]
-            learns = self._predictor.prefix_tokens == 0 and len(finished) == len(requests)
-            details = self._predictor.learn(taught, None) if learns else {}
-            self._stats = work.stats(dict(details) | dict(self._scheduler.details))
+            if predicts and len(served) == len(requests):
+                details |= self._learn(served)
+            self._stats = tally.stats(cache, details | dict(self._scheduler.details))
 
-    def _predicted(self, requests: Sequence[Request]) -> Sequence[float] | None:
-        return self._predictor.predict(requests, None) if self._predictor.prefix_tokens == 0 else None
+    def _part(
+        self, sequences: Seq[Sequence], enough: Callable[[Rollout], bool] | None, tally: Tally
+    ) -> tuple[list[Sequence], bool, int]:
+        """One call of the model's `generate`: those that have ended, in this order; whether that is `enough`; and the
+        bytes of the cache. A row that has ended is computed on until all have, and what comes of it is dropped."""
+        settings, device = [sequence.request.sampling for sequence in sequences], place_of(self._model)
+        most = max(sequence.limit for sequence in sequences)
+        by = drawing_of(settings, device)
+        uniform = torch.from_numpy(uniforms([sequence.request.seed for sequence in sequences], most)).to(device)
+        ended, stopped, steps = list[Sequence](), False, 0
 
-    def _round(self, work: _Work, enough: Callable[[Rollout], bool] | None) -> Iterator[Rollout]:
-        """Those who enter now, in parts where their prompts may not be padded."""
-        entered = work.enter()
-        parts: dict[int, list[int]] = {}
-        for index in entered:
-            length = 0 if self._pads else len(work.requests[index].prompt.token_ids)
-            parts.setdefault(length, []).append(index)
-        for indices in parts.values():
-            if work.stopped:
-                return
-            yield from self._part(work, indices, enough)
-
-    def _part(self, work: _Work, indices: Sequence[int], enough: Callable[[Rollout], bool] | None) -> Iterator[Rollout]:
-        """One call of the model's `generate`."""
-        requests = [work.requests[index] for index in indices]
-        drawing = Drawing(requests, self._eos, self._decode, enough, place_of(self._model))
-        prompts = [request.prompt.token_ids for request in requests]
-
-        def draw(logits: Tensor) -> Tensor:
+        def drawn(logits: Tensor) -> Tensor:
+            nonlocal stopped, steps
             with self._span("decode"):  # within the other; a worker of engine=ray that opens none counts as stuck
-                return drawing.draw(logits)
+                tokens, logprobs = draw(logits, uniform[:, steps], by)
+                steps += 1
+                for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+                    if s.finish is None:
+                        s.append(token, logprob)
+                        s.kept = len(s.tokens) - 1
+                        if s.ends(self._eos, self._decode):
+                            ended.append(s)
+                            stopped = stopped or (enough is not None and enough(s.rollout()))
+                return tokens
 
         with self._span("decode"):  # prompts included
-            cache = generate(self._model, prompts, self._pad, drawing.most, draw, lambda: drawing.over)
-        work.count(drawing, cache)
-        work.stopped = work.stopped or drawing.stopped
-        left = set(range(len(requests))) - {row for row, _ in drawing.ended} if drawing.stopped else set()
-        for row, finish in [*drawing.ended, *((row, Finish.PARTIAL) for row in sorted(left))]:
-            del work.queue[indices[row]]
-            yield drawing.rollout(row, finish)
-
-    def _check(self, requests: Sequence[Request]) -> None:
-        context = context_of(unwrapped(self._model).config)
-        for request in requests:
-            prompt, reply = len(request.prompt.token_ids), request.sampling.max_new_tokens
-            if prompt + reply > context:
-                raise UserError(
-                    f"prompt {request.prompt.id} has {prompt} tokens and sampling.max_new_tokens={reply}, together "
-                    f"{prompt + reply}, but the model has positions for {context}: lower sampling.max_new_tokens, or "
-                    "leave such prompts out"
-                )
-
-    def stats(self) -> EngineStats:
-        """What the last `generate` cost; complete once its iterator is exhausted."""
-        return self._stats
+            prompts = [sequence.request.prompt.token_ids for sequence in sequences]
+            cache = generate(
+                self._model, prompts, self._pad, most, drawn, lambda: stopped or len(ended) == len(sequences)
+            )
+        tally.steps += steps
+        tally.row_steps += sum(len(sequence.tokens) for sequence in sequences)
+        tally.generated += sum(len(sequence.tokens) for sequence in ended)
+        tally.prefilled += sum(map(len, prompts))
+        return ended, stopped, cache
 
     def facts(self) -> Mapping[str, Any]:
-        """What `summary.json` says of the engine."""
+        """The engine's part of `summary.json`."""
         return {"invariant": False, "pads": self._pads}
-
-    def update_weights(self) -> None:
-        """The modules are the trainer's own: there is nothing to do."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint must keep so that a resumed run goes on."""
-        return {"predictor": self._predictor.state()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._predictor.load_state(state["predictor"])
-
-
-class _Work:
-    """One call of `generate`: who has not come to an end, and what it has cost so far."""
-
-    def __init__(
-        self, requests: Sequence[Request], sampler: Capped, scheduler: Scheduler, predicted: Sequence[float] | None
-    ) -> None:
-        self.requests, self.stopped = requests, False
-        lengths = [None] * len(requests) if predicted is None else predicted
-        self.queue = {
-            index: Waiting(index, request.prompt.id, request.sampling.max_new_tokens, length)
-            for index, (request, length) in enumerate(zip(requests, lengths, strict=True))
-        }
-        self._sampler, self._scheduler = sampler, scheduler
-        self._slots = self._rows()
-        self._steps = self._capacity = self._generated = self._read = self._most = 0
-        scheduler.start(tuple(self.queue.values()), self._slots)
-
-    def _rows(self) -> int:
-        return self._sampler.fit(KvShape(len(self.queue), 0, 0, 0, 0)).slots  # without a budget no bytes are asked for
-
-    def enter(self) -> list[int]:
-        """Who is in the next round, by the scheduler's plan."""
-        plan = self._scheduler.plan(tuple(self.queue.values()), (), tuple(range(self._rows())))
-        assert plan.admit, "a scheduler must admit a request when nothing is running"
-        return [index for index, _ in plan.admit]
-
-    def count(self, drawing: Drawing, cache: int) -> None:
-        self._steps += drawing.steps
-        self._capacity += drawing.steps * self._slots
-        self._generated += sum(drawing.lengths)
-        self._read += sum(len(request.prompt.token_ids) for request in drawing.requests)
-        self._most = max(self._most, cache)
-
-    def stats(self, details: Mapping[str, float]) -> EngineStats:
-        return EngineStats(
-            decode_steps=self._steps,
-            generated_tokens=self._generated,
-            prefill_tokens=self._read,
-            slots=self._slots,
-            slot_utilisation=self._generated / self._capacity if self._capacity else 1.0,
-            kv_peak_bytes=self._most,
-            details=details,
-        )

@@ -1,8 +1,9 @@
-"""One round of `transformers`' own `generate`, which runs the model; what is drawn and who ends is decided here."""
+"""One round of `transformers`' own `generate`, which runs the model; what is drawn is decided elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,79 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from grpo_cli.engine.step.sample import SamplingTable, uniforms
 from grpo_cli.model.anatomy import place_of, unwrapped
-from grpo_cli.types import Finish, Request, Rollout
-
-
-class Drawing:
-    """What is drawn for each row, and which have ended. `ended` has rows in the order of their ends; a row that has
-    ended is computed on until all have, and what comes of it is dropped."""
-
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        eos: frozenset[int],
-        decode: Callable[[Sequence[int]], str] | None,
-        enough: Callable[[Rollout], bool] | None,
-        device: torch.device,
-    ) -> None:
-        self.requests, self.steps, self.stopped = requests, 0, False
-        self.most = max(request.sampling.max_new_tokens for request in requests)
-        self.ended: list[tuple[int, Finish]] = []
-        self._eos, self._decode, self._enough = eos, decode, enough
-        self._open = list(range(len(requests)))
-        self._made: list[tuple[list[int], list[float]]] = [([], []) for _ in requests]
-        self._table = SamplingTable(len(requests), device)
-        self._table.put(self._open, [request.sampling for request in requests])
-        self._uniforms = torch.from_numpy(uniforms([request.seed for request in requests], self.most)).to(device)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each row so far."""
-        return [len(tokens) for tokens, _ in self._made]
-
-    def draw(self, logits: Tensor) -> Tensor:
-        """A token for each row; writes it down for those that have not ended, and who ends with it."""
-        tokens, logprobs = self._table.draw(logits, self._uniforms[:, self.steps], slice(None))
-        self.steps += 1
-        drawn, said = tokens.tolist(), logprobs.tolist()
-        for row in self._open:
-            self._made[row][0].append(drawn[row])
-            self._made[row][1].append(said[row])
-        for row in tuple(self._open):
-            finish = self._finish(row)
-            if finish is not None:
-                self._open.remove(row)
-                self.ended.append((row, finish))
-                if self._enough is not None and not self.stopped:
-                    self.stopped = self._enough(self.rollout(row, finish))
-        return tokens
-
-    @property
-    def over(self) -> bool:
-        return self.stopped or not self._open
-
-    def _finish(self, row: int) -> Finish | None:
-        request, tokens = self.requests[row], self._made[row][0]
-        if tokens[-1] in self._eos:
-            return Finish.EOS
-        if request.sampling.stop and self._says_stop(request, tokens):
-            return Finish.STOP
-        return Finish.LENGTH if len(tokens) == request.sampling.max_new_tokens else None
-
-    def _says_stop(self, request: Request, tokens: Sequence[int]) -> bool:
-        """Looks at as many tokens as hold the longest string; some of the turn may have been made before."""
-        assert self._decode is not None, "an engine that is given stop strings is given the means to read"
-        before = request.prompt.token_ids[len(request.prompt.token_ids) - request.in_turn :]
-        longest = max(len(string.encode()) for string in request.sampling.stop)
-        text = self._decode([*before, *tokens][-longest - 1 :])
-        return any(string in text for string in request.sampling.stop)
-
-    def rollout(self, row: int, finish: Finish) -> Rollout:
-        """What a row has come to."""
-        tokens, logprobs = self._made[row]
-        return Rollout(self.requests[row], tuple(tokens), tuple(logprobs), finish, max(0, len(tokens) - 1))
 
 
 class _Draws(LogitsProcessor):
@@ -105,7 +34,7 @@ class _Ends(StoppingCriteria):
 
 def generate(
     model: Any,
-    prompts: Sequence[Sequence[int]],
+    prompts: Seq[Seq[int]],
     pad: int,
     most: int,
     draw: Callable[[Tensor], Tensor],

@@ -1,8 +1,7 @@
 """Decode steps of fixed shape, so that a GPU can replay each as one CUDA graph instead of hundreds of launches.
 
-A turn is a decode step and the drawing after it. All slots are rows, running or not, and the other sizes (keys read of
-a slot, rows per prompt) are rounded up to a power of two, so that few shapes occur. Padding changes no bits, so an
-uncaptured turn gives the same result.
+A turn is a decode step and the drawing after it. Rows come in few numbers and tables in few widths (`RunningBatch` with
+`fills`), so few shapes occur. Filling up changes no bits, so an uncaptured turn gives the same result.
 """
 
 from __future__ import annotations
@@ -15,64 +14,47 @@ from functools import cache
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.engine.kv.rows import Rows
+from grpo_cli.engine.step.rows import Rows
 from grpo_cli.support.memory import tensors_of
 
 # A shape is captured when it occurs for the second time: capturing costs about three launched steps.
 WORTH_CAPTURING = 2
 
 
-# For each row: its last hidden state [R, H], and what was drawn from it (`SamplingTable.draw`).
+# For each row: its last hidden state [R, H], its next token and that token's log-probability.
 TurnOutput = tuple[Tensor, ...]
-# A turn of these rows with these uniforms in [0, 1).
-Turn = Callable[[Rows, Float[Tensor, "R"]], TurnOutput]
+Turn = Callable[[Rows], TurnOutput]
 # Runs the function until its kernels are loaded, and returns a function that replays it with the same addresses.
 Capture = Callable[[Callable[[], TurnOutput]], Callable[[], TurnOutput]]
 
 
-class FixedTurns:
-    """Runs turns of fixed shape through `turn`, and captures the shapes that come up often.
+class GraphedTurns:
+    """Runs turns through `turn`, and captures the shapes that come up often.
 
-    A capture records the addresses of its workspace; `state` is what it depends on besides a turn's arguments.
     Capturing runs a turn that is run again afterwards, within `repeated`, which undoes effects that must occur once.
     """
 
-    def __init__(
-        self,
-        turn: Turn,
-        capture: Capture,
-        repeated: Callable[[], AbstractContextManager[None]],
-        state: Callable[[], Hashable],
-    ) -> None:
-        self._turn, self._capture, self._repeated, self._state = turn, capture, repeated, state
+    def __init__(self, turn: Turn, capture: Capture, repeated: Callable[[], AbstractContextManager[None]]) -> None:
+        self._turn, self._capture, self._repeated = turn, capture, repeated
         self._seen: Counter[Hashable] = Counter()
-        self._captured: dict[Hashable, tuple[tuple[Rows, Tensor], Callable[[], TurnOutput]]] = {}
+        self._captured: dict[Hashable, tuple[Rows, Callable[[], TurnOutput]]] = {}
 
-    @property
-    def captured(self) -> int:
-        """How many shapes have been captured."""
-        return len(self._captured)
-
-    def __call__(self, rows: Rows, uniform: Float[Tensor, "R"]) -> TurnOutput:
-        """`rows` are the slots of the workspace (`Slots` with `fixed`)."""
-        ways = tuple(way for pieces in (rows.own, rows.prompt) for way in (pieces.whole, pieces.in_order))
-        given = tensors_of((rows, uniform))
-        shape = (rows.width, self._state(), ways, tuple(tensor.shape for tensor in given))
+    def __call__(self, rows: Rows) -> TurnOutput:
+        given = tensors_of(rows)
+        shape = (rows.drawing.flags, *(tensor.shape for tensor in given))
         if shape in self._captured:
             own, replay = self._captured[shape]
             torch._foreach_copy_(tensors_of(own), given)
             return replay()
         self._seen[shape] += 1
         if self._seen[shape] < WORTH_CAPTURING:
-            return self._turn(rows, uniform)
-        own = _copied((rows, uniform))
+            return self._turn(rows)
+        own = _copied(rows)
         with self._repeated():
-            replay = self._capture(lambda: self._turn(*own))
+            replay = self._capture(lambda: self._turn(own))
         self._captured[shape] = own, replay
-        # Not with the arguments again: the capture has overwritten the tokens to feed.
         return replay()
 
 

@@ -7,17 +7,17 @@ A policy is a subclass of `Budget` with a `score` of each key's worth. The rest 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Protocol, runtime_checkable
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.interfaces import facts
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.ranges import Count, Range
+from grpo_cli.support.ranges import Count
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,6 @@ class Candidates:
     scale: float  # of a query's product with a key
     queries: Float[Tensor, "L R H G W D"] | None = None
     received: Float[Tensor, "L R H T"] | None = None
-
-
-@runtime_checkable
-class Observer(Protocol):
-    """Notified of every eviction. For tests and studies."""
-
-    def evicted(self, requests: Sequence[int], prompt: int, kept: Int[Tensor, "L R H B"]) -> None:
-        """`kept` indexes the candidates: `prompt` keys of the prompt, then the response keys that were held."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ class Budget(ABC):
 
     budget          keys that are left after an eviction: the `window` latest, the sinks, and the best by score.
     buffer          steps between two evictions: one happens when a rollout holds budget + buffer keys. A slot has room
-                    for that many (rounded up to the tile of `cache.py`) and never for more.
+                    for that many (in whole blocks) and never for more.
     window          the latest keys, which are never evicted, and the latest steps whose queries `snapkv` and `rkv` ask.
     sinks           the first positions of the whole sequence, which are never evicted. A protected prompt covers them.
     protect_prompt  true: the prompt's keys stay, shared by all its rollouts, and the budget is for the response only.
@@ -78,13 +70,12 @@ class Budget(ABC):
     budget: Count
     buffer: Count
     window: Count
-    sinks: Annotated[int, Range(0)]
+    sinks: Annotated[int, Field(ge=0)]
     protect_prompt: bool
     per_head: bool
 
     needs_queries: ClassVar[bool] = False
     needs_received: ClassVar[bool] = False
-    observer: ClassVar[Observer | None] = None
 
     def __post_init__(self) -> None:
         if self.budget < self.window + self.sinks:

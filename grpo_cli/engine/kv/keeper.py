@@ -1,160 +1,143 @@
-"""Carries out eviction: records what policies need to know of past steps, and cuts full slots down in place.
+"""Carries out eviction: records what policies need to know of past steps, and cuts full sequences down.
 
-A keeper reads and moves keys. The slots tell it how much each row holds, and record themselves what is left.
-
-    slot, budget + buffer entries     oldest ... newest               one more step, and it would not fit:
-    before                            k k k k k k k k k k k k w w w   w: the window, always kept
-    after                             k . k k . . k . k . . . w w w   closed up to the left, order kept
+budget + buffer keys        oldest ... newest               one more step, and it would not fit:
+before                      k k k k k k k k k k k k w w w   w: the window, always kept
+after                       k . k k . . k . k . . . w w w   closed up to the left, order kept; blocks behind are freed
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.engine.kv.cache import KvArena, KvLayout
-from grpo_cli.engine.kv.eviction import Budget, Candidates, Dense
-from grpo_cli.engine.kv.rows import Rows
+from grpo_cli.engine.kv.cache import BLOCK, KvLayout, PagedCache, blocks_for, table_of
+from grpo_cli.engine.kv.eviction import Budget, Candidates
+from grpo_cli.engine.sequence import Sequence
+from grpo_cli.engine.step.rows import Rows
 from grpo_cli.model.transfer import send
 
 
 @dataclass(frozen=True)
 class SlotShape:
-    """The shape of the slots and of the model's attention, for a keeper."""
+    """The shape of what is recorded: for how many sequences at a time, each with the most keys of its own and of its
+    prompt."""
 
     layout: KvLayout
     slots: int
     capacity: int
     prompt_width: int
-    group: int  # queries per key-value head
     scale: float
     device: torch.device
-
-
-@dataclass(frozen=True)
-class Tally:
-    """What the running rows hold before a step, one entry per row."""
-
-    held: np.ndarray  # keys in the slot
-    seen: np.ndarray  # prompt keys that the row attends to in the pool
-    made: np.ndarray  # tokens generated
-    prompt: np.ndarray  # prompt tokens
-
-
-@dataclass(frozen=True)
-class Due:
-    """Rows to be cut down now, all with the same number of candidates."""
-
-    rows: np.ndarray
-    own: int  # candidates in the slot
-    prompt: int  # candidates in the prompt pool; from now on the row reads only its slot
-    sinks: np.ndarray  # candidates at the front that must stay, for each row
-    left: int  # keys in the slot afterwards
-    first: np.ndarray  # position of the first candidate, for each row
-    now: np.ndarray  # position of the token that no longer sees what is dropped, for each row
 
 
 class KeepAll:
     """Evicts and records nothing."""
 
-    notes_prompts = False
-    nbytes = 0
+    needs_received = False
 
-    def prefilled(self, entries: Sequence[int], received: Float[Tensor, "L P H W"]) -> None:
+    def left(self, sequence: Sequence) -> int:
+        return sequence.held
+
+    def claim(self, sequence: Sequence) -> None:
         pass
 
-    def claim(self, slot: int, entry: int) -> None:
+    def release(self, sequence: Sequence, pauses: bool = False) -> None:
         pass
+
+    def make_room(self, running: Seq[Sequence], cache: PagedCache) -> bool:
+        return False
 
     def prepare(self, rows: Rows) -> None:
         pass
 
-    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"] | None) -> None:
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "R H G n"] | None) -> None:
         pass
 
-    def repeated(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        yield
 
-    def due(self, tally: Tally) -> Sequence[Due]:
+    def prompt_kept(self, rows: Rows) -> Seq[Int[Tensor, "R"]]:
         return ()
 
-    def evict(self, due: Due, requests: Sequence[int], entries: Sequence[int], kv: KvArena) -> Sequence[Tensor]:
-        raise AssertionError("nothing is ever due")
-
-    def prompt_kept(self, rows: int) -> Sequence[Int[Tensor, "R"]]:
-        return ()
-
-    def count(self, tally: Tally, prompt_keys: int) -> None:
-        pass
-
-    def move(self, source: int, target: int) -> None:
-        pass
-
-    def park(self, slot: int) -> tuple[Tensor, ...]:
-        return ()
-
-    def unpark(self, slot: int, notes: tuple[Tensor, ...]) -> None:
+    def count(self, running: Seq[Sequence], prompt_keys: int) -> None:
         pass
 
     def details(self) -> Mapping[str, float]:
         return {}
 
 
-class Keeper:
-    """Cuts a row down to `budget` keys whenever it holds `budget + buffer`, in all layers and heads at once.
+class Keeper(KeepAll):
+    """Cuts a sequence down to `budget` keys whenever it holds `budget + buffer`, in all layers and heads at once.
 
-    When depends only on the row's own length, so neighbours change nothing. Temporary copies are of a few rows at a
+    When depends only on its own length, so neighbours change nothing. Temporary copies are of a few sequences at a
     time: at most one layer's share of all slots.
     """
 
     def __init__(self, policy: Budget, shape: SlotShape) -> None:
-        self._policy, self._scale = policy, shape.scale
-        self._rows_at_once = max(1, shape.slots // shape.layout.layers)
+        self._policy, self._scale, self._device = policy, shape.scale, shape.device
+        self._at_once = max(1, shape.slots // shape.layout.layers)
         self._queries = _Queries(shape, policy.window) if policy.needs_queries else None
-        evictable_width = 0 if policy.protect_prompt else shape.prompt_width
-        self._received = _Received(shape, evictable_width) if policy.needs_received else None
-        self._watches = tuple(note for note in (self._queries, self._received) if note is not None)
+        evictable = 0 if policy.protect_prompt else shape.prompt_width
+        self._received = _Received(shape, evictable) if policy.needs_received else None
         self._prompt_kept = None if policy.protect_prompt else _PromptKept(shape)
-        self._notes = tuple(note for note in (*self._watches, self._prompt_kept) if note is not None)
+        self._notes = tuple(note for note in (self._queries, self._received, self._prompt_kept) if note is not None)
+        self._free = list(range(shape.slots))[::-1]
+        self.needs_received = policy.needs_received and not policy.protect_prompt
         self._evictions = 0
         self._reads = np.zeros(2, dtype=np.int64)  # keys attended to, and the same for a dense run
         self._peak = np.zeros(2, dtype=np.int64)  # most keys held at a time, and the same for a dense run
 
-    @property
-    def notes_prompts(self) -> bool:
-        """Whether prefill has to return the attention inside prompts."""
-        return self._policy.needs_received and not self._policy.protect_prompt
+    def _of_prompt(self, sequence: Sequence) -> int:
+        """Keys of its prompt that can be evicted."""
+        return 0 if self._policy.protect_prompt or sequence.prompt is None else sequence.prompt.length
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the notes."""
-        return sum(note.nbytes for note in self._notes)
+    def _is_due(self, sequence: Sequence) -> bool:
+        """True if it must be cut down before the next key comes.
 
-    def prefilled(self, entries: Sequence[int], received: Float[Tensor, "L P H W"]) -> None:
-        """Prompts were added to the pool, with the attention that their keys received."""
-        assert self._received is not None, "requested by notes_prompts"
-        for entry, of_prompt in zip(entries, received.unbind(1), strict=True):
-            self._received.prompts[entry] = of_prompt
+        If the prompt's keys are candidates too and alone fill the budget, nothing is evicted before the sequence has
+        made `window` tokens: as in the releases, a score needs the queries of its own last `window` steps.
+        """
+        policy = self._policy
+        full = sequence.held + self._of_prompt(sequence) >= policy.budget + policy.buffer
+        return full and sequence.held >= policy.window
 
-    def claim(self, slot: int, entry: int) -> None:
-        """A new sequence in the slot, whose prompt is in `entry`."""
+    def left(self, sequence: Sequence) -> int:
+        """The keys of its own that it has when the next one comes."""
+        return self._policy.budget if self._is_due(sequence) else sequence.held
+
+    def claim(self, sequence: Sequence) -> None:
+        """The sequence begins, or goes on."""
+        sequence.slot = self._free.pop()
         if self._received is not None:
-            self._received.claim(slot, entry)
+            self._received.claim(sequence)
+        for note, kept in zip(self._notes, sequence.notes, strict=bool(sequence.notes)):
+            note.store[:, sequence.slot] = kept
+        sequence.notes = ()
+
+    def release(self, sequence: Sequence, pauses: bool = False) -> None:
+        """The sequence ends, or pauses with what was recorded of it."""
+        if pauses:
+            sequence.notes = tuple(note.store[:, sequence.slot].clone() for note in self._notes)
+        self._free.append(sequence.slot)
+        sequence.slot = -1
 
     def prepare(self, rows: Rows) -> None:
         """A step begins."""
-        for note in self._watches:
+        for note in self._notes:
             note.prepare(rows)
 
-    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"] | None) -> None:
-        """A layer's queries and attention weights: over all prompt keys that it read, then the slot's."""
-        for note in self._watches:
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "R H G n"] | None) -> None:
+        """A layer's queries, and its attention weights over prompts' keys and then its own."""
+        for note in self._notes:
             note.see(layer, queries, weights)
 
     @contextmanager
@@ -165,77 +148,68 @@ class Keeper:
         if self._received is not None and before is not None:
             self._received.store.copy_(before)
 
-    def due(self, tally: Tally) -> Iterator[Due]:
-        """The rows that must be cut down before the next key comes.
+    def make_room(self, running: Seq[Sequence], cache: PagedCache) -> bool:
+        """Cut down the sequences that are due; return whether there were any."""
 
-        If the prompt's keys are candidates too and alone fill the budget, nothing is evicted before the row has made
-        `window` tokens: as in the releases, a score needs the queries of a row's own last `window` steps.
-        """
-        policy = self._policy
-        evictable = np.zeros_like(tally.seen) if policy.protect_prompt else tally.seen
-        full = (tally.held + evictable >= policy.budget + policy.buffer) & (tally.held >= policy.window)
-        if not full.any():
-            return
-        rows = np.flatnonzero(full)
-        shapes = np.stack([tally.held[rows], evictable[rows]], axis=1)
-        before = tally.prompt if policy.protect_prompt else np.zeros_like(tally.prompt)
-        sinks = np.maximum(policy.sinks - before, 0)
-        now = tally.prompt + tally.made - 1
-        for own, prompt in np.unique(shapes, axis=0).tolist():
-            some = rows[(shapes == (own, prompt)).all(axis=1)]
-            yield Due(some, own, prompt, sinks[some], policy.budget, before[some], now[some])
+        def shape(sequence: Sequence) -> tuple[int, int]:
+            return sequence.held, self._of_prompt(sequence)
 
-    def evict(self, due: Due, requests: Sequence[int], entries: Sequence[int], kv: KvArena) -> list[Tensor]:
-        """Cut the rows down; `requests` and `entries` are theirs, in the same order. Returns which of the candidates
-        stay, [L, R, H, B] for a few rows after the other."""
-        stay = list[Tensor]()
-        self._evictions += len(due.rows)
-        to_send = (due.rows, due.sinks, kv.rows.pages[due.rows, 0], kv.prompt_pages(entries, due.prompt))
-        parts = zip(*(one.split(self._rows_at_once) for one in send(kv.device, *to_send)), strict=True)
-        for place, (rows, sinks, pages, of_prompt) in enumerate(parts):
-            candidates = Candidates(
-                keys=_candidates(due, kv.row_keys, pages, kv.prompt_keys, of_prompt),
-                window=self._policy.window,
-                scale=self._scale,
-                queries=None if self._queries is None else self._queries.of(rows),
-                received=None if self._received is None else self._received.of(rows, due),
-            )
-            kept = self._policy.choose(candidates, sinks)
-            values = _candidates(due, kv.row_values, pages, kv.prompt_values, of_prompt)
-            _write(kv.row_keys, pages, candidates.keys, kept)
-            _write(kv.row_values, pages, values, kept)
-            if self._received is not None and candidates.received is not None:
-                self._received.keep(rows, candidates.received.gather(-1, kept))
-            if self._prompt_kept is not None:
-                self._prompt_kept.keep(rows, due, kept)
-            if self._policy.observer is not None:
-                first = place * self._rows_at_once
-                self._policy.observer.evicted(requests[first : first + len(rows)], due.prompt, kept)
-            stay.append(kept)
-        return stay
+        due = sorted(filter(self._is_due, running), key=shape)
+        self._evictions += len(due)
+        for _, alike in groupby(due, shape):
+            some = list(alike)
+            for first in range(0, len(some), self._at_once):
+                self.evict(some[first : first + self._at_once], cache)
+        return bool(due)
 
-    def prompt_kept(self, rows: int) -> Sequence[Int[Tensor, "R"]]:
-        """If prompt keys can be evicted: how many each of the first `rows` slots still has, in the layer and head with
-        the fewest. Meaningless for a row that still reads its prompt in the pool."""
-        return () if self._prompt_kept is None else (self._prompt_kept.store[:, :rows].amin((0, 2)),)
+    def evict(self, sequences: Seq[Sequence], cache: PagedCache) -> Int[Tensor, "L R H B"]:
+        """Cut down sequences that hold alike, and return which of the candidates stay."""
+        policy, own, prompt = self._policy, sequences[0].held, self._of_prompt(sequences[0])
+        mine = table_of([sequence.blocks for sequence in sequences])
+        theirs = table_of([s.prompt.blocks for s in sequences if s.prompt is not None and prompt])
+        before = [sequence.prompt_length if policy.protect_prompt else 0 for sequence in sequences]
+        sinks = np.maximum(policy.sinks - np.array(before), 0)
+        slots = np.array([sequence.slot for sequence in sequences])
+        at, shared, rows, protected = send(self._device, mine, theirs, slots, sinks)
 
-    def count(self, tally: Tally, prompt_keys: int) -> None:
-        """A step is about to add a key to each row; `prompt_keys` are in the pool, each prompt once."""
-        held, made = int(tally.held.sum()) + len(tally.held), int(tally.made.sum())
-        self._reads += (held + int(tally.seen.sum()), made + int(tally.prompt.sum()))
+        def held(views: Seq[Tensor]) -> Float[Tensor, "L R H T D"]:
+            own_keys = cache.read(views, at, own)
+            return torch.cat([cache.read(views, shared, prompt), own_keys], dim=3) if prompt else own_keys
+
+        received = None if self._received is None else self._received.of(rows, own, prompt)
+        queries = None if self._queries is None else self._queries.of(rows)
+        candidates = Candidates(held(cache.keys), policy.window, self._scale, queries, received)
+        kept = policy.choose(candidates, protected)
+        chosen = [
+            x.gather(3, kept[..., None].expand(*kept.shape, x.shape[-1])) for x in (candidates.keys, held(cache.values))
+        ]
+        count = blocks_for(policy.budget)
+        cache.write(mine[:, :count], *chosen)
+        if self._received is not None and received is not None:
+            self._received.keep(rows, received.gather(-1, kept))
+        if self._prompt_kept is not None:
+            self._prompt_kept.keep(rows, prompt, kept)
+        for sequence in sequences:
+            sequence.held = policy.budget
+            needed = blocks_for(policy.budget + 1)
+            cache.give_back(sequence.blocks[needed:])
+            del sequence.blocks[needed:]
+            if prompt and sequence.prompt is not None:
+                sequence.prompt.users -= 1
+                sequence.prompt = None
+        return kept
+
+    def prompt_kept(self, rows: Rows) -> Seq[Int[Tensor, "R"]]:
+        """If prompt keys can be evicted: how many each row still has, in the layer and head with the fewest.
+        Meaningless for a row that still reads its prompt's blocks."""
+        return () if self._prompt_kept is None else (self._prompt_kept.store[:, rows.slots].amin((0, 2)),)
+
+    def count(self, running: Seq[Sequence], prompt_keys: int) -> None:
+        """A step is about to add a key to each sequence; `prompt_keys` are cached, each prompt once."""
+        held, made = sum(s.held + 1 for s in running), sum(s.made for s in running)
+        seen = sum(s.prompt.length for s in running if s.prompt is not None)
+        self._reads += (held + seen, made + sum(s.prompt_length for s in running))
         self._peak = np.maximum(self._peak, (held + prompt_keys, made + prompt_keys))
-
-    def move(self, source: int, target: int) -> None:
-        for note in self._notes:
-            note.store[:, target] = note.store[:, source]
-
-    def park(self, slot: int) -> tuple[Tensor, ...]:
-        """A row's notes, to continue in another slot."""
-        return tuple(note.store[:, slot].clone() for note in self._notes)
-
-    def unpark(self, slot: int, notes: tuple[Tensor, ...]) -> None:
-        for note, kept in zip(self._notes, notes, strict=True):
-            note.store[:, slot] = kept
 
     def details(self) -> Mapping[str, float]:
         """The number of evictions, and the shares saved of keys read and of keys held at the peak."""
@@ -244,83 +218,51 @@ class Keeper:
             "engine/evictions": float(self._evictions),
             "engine/kv_saving_mean": reads,
             "engine/kv_saving_peak": peak,
-            "engine/eviction_note_bytes": float(self.nbytes),
+            "engine/eviction_note_bytes": float(sum(note.store.nbytes for note in self._notes)),
         }
 
 
-def keeper_of(sparsity: Dense | Budget, shape: SlotShape) -> KeepAll | Keeper:
-    """The keeper for one `generate`."""
-    return Keeper(sparsity, shape) if isinstance(sparsity, Budget) else KeepAll()
-
-
-def _candidates(
-    due: Due,
-    views: Sequence[Float[Tensor, "N H C D"]],
-    pages: Int[Tensor, "R"],
-    prompts: Sequence[Float[Tensor, "M H P D"]],
-    of_prompt: Int[Tensor, "R K"],
-) -> Float[Tensor, "L R H T D"]:
-    """A copy of the prompt keys (or values) that the rows see, then of what their slots hold."""
-    mine = torch.stack([view[pages, :, : due.own] for view in views])
-    if not due.prompt:
-        return mine
-    seen = torch.stack([view[of_prompt].transpose(1, 2).flatten(2, 3)[:, :, : due.prompt] for view in prompts])
-    return torch.cat([seen, mine], dim=3)
-
-
-def _write(
-    views: Sequence[Float[Tensor, "N H C D"]],
-    pages: Int[Tensor, "R"],
-    candidates: Float[Tensor, "L R H T D"],
-    kept: Int[Tensor, "L R H B"],
-) -> None:
-    chosen = candidates.gather(3, kept[..., None].expand(*kept.shape, candidates.shape[-1]))
-    for view, some in zip(views, chosen, strict=True):
-        view[pages, :, : kept.shape[-1]] = some
-
-
-class _SlotNote:
+class _Note:
     """Recorded for each slot: `store` is [layers, slots, ...]."""
 
     store: Tensor
 
-    @property
-    def nbytes(self) -> int:
-        return self.store.nbytes
+    def prepare(self, rows: Rows) -> None:
+        pass
+
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "R H G n"] | None) -> None:
+        pass
 
 
-class _PromptKept(_SlotNote):
-    """How many keys of its prompt each row holds in its slot, where they come first."""
+class _PromptKept(_Note):
+    """How many keys of its prompt each sequence holds among its own, where they come first."""
 
     def __init__(self, shape: SlotShape) -> None:
         layout = shape.layout
         self.store = torch.zeros(layout.layers, shape.slots, layout.heads, dtype=torch.long, device=shape.device)
 
-    def keep(self, rows: Int[Tensor, "R"], due: Due, kept: Int[Tensor, "L R H B"]) -> None:
-        """After `kept` was chosen among what was due."""
-        # While a row reads its prompt in the pool, it has none of it in its slot.
-        candidates = due.prompt or self.store[:, rows][..., None]
+    def keep(self, rows: Int[Tensor, "R"], prompt: int, kept: Int[Tensor, "L R H B"]) -> None:
+        """After `kept` was chosen, with so many candidates in the prompt's blocks."""
+        candidates = prompt or self.store[:, rows][..., None]
         self.store[:, rows] = (kept < candidates).sum(-1)
 
 
-class _Queries(_SlotNote):
-    """The queries of each row's last `window` steps; that of position p at index p modulo window.
+class _Queries(_Note):
+    """The queries of each sequence's last `window` steps; that of position p at index p modulo window.
 
-    What an earlier sequence left is overwritten before it is read: no row is cut down before `window` steps.
+    What an earlier sequence left is overwritten before it is read: none is cut down before `window` steps.
     """
 
     def __init__(self, shape: SlotShape, window: int) -> None:
         layout = shape.layout
-        sizes = (layout.layers, shape.slots, window, layout.heads, shape.group, layout.dim)
+        sizes = (layout.layers, shape.slots, window, layout.heads, layout.group, layout.dim)
         self.store = torch.zeros(sizes, dtype=layout.dtype, device=shape.device)
-        self._first = torch.arange(shape.slots, device=shape.device) * window
         self._window = window
-        self._write_at = self._first
 
     def prepare(self, rows: Rows) -> None:
-        self._write_at = self._first[: len(rows.positions)] + rows.positions % self._window
+        self._write_at = rows.slots * self._window + rows.positions % self._window
 
-    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"] | None) -> None:
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "R H G n"] | None) -> None:
         places = self.store[layer].flatten(0, 1)
         places.index_copy_(0, self._write_at, queries.to(places.dtype).reshape(-1, *places.shape[1:]))
 
@@ -328,45 +270,40 @@ class _Queries(_SlotNote):
         return self.store[:, rows].permute(0, 1, 3, 4, 2, 5)
 
 
-class _Received(_SlotNote):
+class _Received(_Note):
     """The attention that each key has received: summed over the steps since it was added, mean over a group's queries.
 
-    A row's first `prompt_width` columns are its prompt's, and start from the attention of the prompt's own queries.
+    A sequence's first `prompt_width` columns are its prompt's, and start from the attention of the prompt's queries.
     """
 
     def __init__(self, shape: SlotShape, prompt_width: int) -> None:
         sizes = (shape.layout.layers, shape.slots, shape.layout.heads, prompt_width + shape.capacity)
         self.store = torch.zeros(sizes, device=shape.device)
-        self.prompts: dict[int, Float[Tensor, "L H W"]] = {}  # of each entry in the pool
         self._prompt_width = prompt_width
-        self._width = 0  # the slots' own columns of this step
 
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + sum(received.nbytes for received in self.prompts.values())
-
-    def claim(self, slot: int, entry: int) -> None:
-        self.store[:, slot] = 0.0
-        if self._prompt_width:
-            of_prompt = self.prompts[entry]
-            self.store[:, slot, :, : of_prompt.shape[-1]] = of_prompt
+    def claim(self, sequence: Sequence) -> None:
+        self.store[:, sequence.slot] = 0.0
+        if self._prompt_width and sequence.prompt is not None and sequence.prompt.received is not None:
+            of_prompt = sequence.prompt.received
+            self.store[:, sequence.slot, :, : of_prompt.shape[-1]] = of_prompt
 
     def prepare(self, rows: Rows) -> None:
-        self._width = rows.width
+        self._slots, self._own = rows.slots, BLOCK * rows.own.shape[1]
 
-    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"] | None) -> None:
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "R H G n"] | None) -> None:
         assert weights is not None, "steps were chosen by `watches`"
-        paid = weights.mean(1, dtype=torch.float32)
-        received = self.store[layer, : len(queries)].flatten(0, 1)
-        received[:, self._prompt_width : self._prompt_width + self._width] += paid[:, -self._width :]
+        paid = weights.mean(2, dtype=torch.float32)
+        shown = paid.shape[2] - self._own  # of the prompt
+        wide = paid.new_zeros(*paid.shape[:2], self.store.shape[-1])
+        wide[..., self._prompt_width : self._prompt_width + self._own] = paid[..., shown:]
         if self._prompt_width:
-            shown = paid.shape[1] - self._width  # prompt columns
-            received[:, :shown] += paid[:, :shown]
+            wide[..., :shown] = paid[..., :shown]
+        self.store[layer].index_add_(0, self._slots, wide)
 
-    def of(self, rows: Int[Tensor, "R"], due: Due) -> Float[Tensor, "L R H T"]:
+    def of(self, rows: Int[Tensor, "R"], own: int, prompt: int) -> Float[Tensor, "L R H T"]:
         received = self.store[:, rows]
-        mine = received[..., self._prompt_width : self._prompt_width + due.own]
-        return torch.cat([received[..., : due.prompt], mine], dim=-1) if due.prompt else mine
+        mine = received[..., self._prompt_width : self._prompt_width + own]
+        return torch.cat([received[..., :prompt], mine], dim=-1) if prompt else mine
 
     def keep(self, rows: Int[Tensor, "R"], kept: Float[Tensor, "L R H B"]) -> None:
         left = torch.zeros_like(self.store[:, rows])

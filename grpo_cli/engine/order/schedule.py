@@ -22,9 +22,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-from grpo_cli.engine.interfaces import Plan, Running, Waiting
+from pydantic import Field
+
+from grpo_cli.engine.interfaces import Running, Waiting
 from grpo_cli.engine.order.makespan import Assignment, assign
-from grpo_cli.support.ranges import OneOf, Range
+from grpo_cli.support.ranges import OneOf
 
 
 def planned_steps(waiting: Sequence[Waiting]) -> dict[int, int]:
@@ -61,10 +63,10 @@ class InOrder(ABC):
         steps = planned_steps(waiting)
         self._queue = deque(sorted(steps, key=lambda index: (self.rank(steps[index]), index)))
 
-    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
+    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free: int) -> Sequence[int]:
         if len(waiting) != len(self._queue):  # the last plan was not followed
-            self.start(waiting, len(running) + len(free_slots))
-        return Plan(tuple((self._queue.popleft(), slot) for slot in free_slots[: len(waiting)]))
+            self.start(waiting, len(running) + free)
+        return [self._queue.popleft() for _ in range(min(free, len(waiting)))]
 
 
 class Fifo(InOrder):
@@ -114,8 +116,8 @@ class Fptas:
     def __init__(
         self,
         *,
-        epsilon: Annotated[float, Range(0, because="a guarantee of 1 + epsilon (try 0.1)", above=True)],
-        max_states: Annotated[int, Range(1, because="20000 takes a few hundred ms")],
+        epsilon: Annotated[float, Field(gt=0)],
+        max_states: Annotated[int, Field(ge=1)],
         refill: Annotated[str, OneOf(("sjf", "lpt"))],
     ) -> None:
         self._epsilon = epsilon
@@ -156,15 +158,15 @@ class Fptas:
             "engine/plan_guarantee": plan.guarantee,
         }
 
-    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
+    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free: int) -> Sequence[int]:
         if len(waiting) != len(self._waiting):  # the last plan was not followed
-            self.start(waiting, len(running) + len(free_slots))
+            self.start(waiting, len(running) + free)
         if not running and self._round_was_uneven:
-            indices = [self._take(self._longest_first) for _ in free_slots[: len(waiting)]]
+            indices = [self._take(self._longest_first) for _ in range(min(free, len(waiting)))]
         else:
-            indices = self._follow_lists({view.index for view in running}, min(len(free_slots), len(waiting)))
+            indices = self._follow_lists({view.index for view in running}, min(free, len(waiting)))
         self._round_was_uneven = not running and len({self._steps[index] for index in indices}) > 1
-        return Plan(tuple(zip(indices, free_slots, strict=False)))
+        return indices
 
     def _follow_lists(self, running: set[int], count: int) -> list[int]:
         """The next requests of the lists that have none running. Slots are anonymous: an engine may move its rows."""

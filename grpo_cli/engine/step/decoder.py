@@ -19,13 +19,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from grpo_cli.engine.gpu.compiled import Compiled, Functions
-from grpo_cli.engine.gpu.paged import PagedAttention, reason_against
-from grpo_cli.engine.kv.cache import KvArena, KvLayout
-from grpo_cli.engine.kv.padding import Padding, round_up, unpadded
-from grpo_cli.engine.kv.rows import Rows, Watch
+from grpo_cli.engine.gpu.paged import in_one_kernel, reason_against
+from grpo_cli.engine.kv.cache import BLOCK, KvLayout, PagedCache, round_up
+from grpo_cli.engine.kv.eviction import Budget, Dense, watches
+from grpo_cli.engine.kv.keeper import KeepAll
 from grpo_cli.engine.step import native
-from grpo_cli.engine.step.attention import StepAttention
+from grpo_cli.engine.step.attention import Attention, reference
 from grpo_cli.engine.step.block import EAGER, Block, norm_of
+from grpo_cli.engine.step.rows import Rows
 from grpo_cli.engine.step.weights import (
     AsTheyAre,
     Copies,
@@ -53,6 +54,22 @@ class Prefilled:
     received: Float[Tensor, "L P H W"] | None
 
 
+@dataclass(frozen=True)
+class Padding:
+    """Products are padded to at least `least` rows and a multiple of `rows`: `invariance.py` finds the numbers with
+    which a row's bits do not depend on its batch."""
+
+    rows: int = 1
+    least: int = 1
+
+    def padded_rows(self, count: int) -> int:
+        """
+        >>> Padding(rows=4, least=16).padded_rows(3), Padding(rows=4, least=16).padded_rows(17)
+        (16, 20)
+        """
+        return round_up(max(count, self.least), self.rows)
+
+
 # The number of weights from which copies are packed: more than fit a processor's caches, from which unpacked ones are
 # read just as fast. Preparing a packed product for a new number of rows takes a millisecond, too long for few weights.
 PACKED_FROM = 2**23
@@ -63,7 +80,7 @@ class Decoder:
 
     With `packed`, rollouts on a CPU multiply by packed copies of a large model's weights."""
 
-    def __init__(self, model: Any, padding: Padding | None = None, packed: bool = False) -> None:
+    def __init__(self, model: Any, padding: Padding = Padding(), packed: bool = False) -> None:
         inner = unwrapped(model)
         self._embed = inner.model.embed_tokens
         self._layers = list(inner.model.layers)
@@ -81,7 +98,7 @@ class Decoder:
         self.vocabulary: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.context: int = config.max_position_embeddings
-        self.padding = padding or unpadded(self.group, self.dim)
+        self.padding = padding
         self._packed = packed
         self._weights: AsTheyAre | Copies = AsTheyAre()  # how blocks and head were made
         self._by_tables = self._attends_natively = False
@@ -118,12 +135,12 @@ class Decoder:
         """Whether a step's small operations, and its attention, run in C."""
         return self._plain is not EAGER, self._attends_natively
 
-    def for_steps(self, watched: bool) -> Decoder:
-        """The same, with the fastest decode steps for this device and precision. `watched`: an eviction policy needs
-        their attention weights."""
-        other = self._with(_by_tables=not self.slow_since(watched))
+    def for_steps(self, sparsity: Dense | Budget) -> Decoder:
+        """The same, with weights in their precision and the fastest decode steps for this device."""
+        other = self.in_its_precision()
+        other = other._with(_by_tables=not self.slow_since(watches(sparsity)))
         if self._to_compile.compiled:
-            blocks = self._blocks_of_model
+            blocks = other._blocks_of_model
             if not all(block.is_plain for block in blocks):  # some are modules
                 other._weights = Copies(self.layout().dtype, packed=False)
                 blocks = [Block.of(layer, other._weights) for layer in self._layers]
@@ -196,7 +213,7 @@ class Decoder:
         """One token's keys and values, in the precision of the computation (autocast's if it is on)."""
         kind = self.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
-        return KvLayout(len(self._blocks_of_model), self._kv_heads, self.dim, dtype, self._by_tables)
+        return KvLayout(len(self._blocks_of_model), self._kv_heads, self.dim, dtype, self._by_tables, self.group)
 
     @property
     def device(self) -> torch.device:
@@ -218,9 +235,8 @@ class Decoder:
 
     def prefill(self, prompts: Sequence[Sequence[int]], note_received: bool) -> Prefilled:
         """Run prompts whose lengths round up to the same multiple of a tile, so that bits are those of any batch."""
-        tile = self.padding.prompt_tile
-        width = round_up(max(len(ids) for ids in prompts), tile)
-        assert all(round_up(len(ids), tile) == width for ids in prompts), "one width per prefill"
+        width = round_up(max(len(ids) for ids in prompts), BLOCK)
+        assert all(round_up(len(ids), BLOCK) == width for ids in prompts), "one width per prefill"
         count = len(prompts)
         padded = np.array([[*p, *[p[-1]] * (width - len(p))] for p in prompts])
         ids, last = send(self.device, padded, np.array([row * width + len(p) - 1 for row, p in enumerate(prompts)]))
@@ -246,18 +262,22 @@ class Decoder:
             torch.stack(received) if note_received else None,
         )
 
-    def step(self, rows: Rows, kv: KvArena, watch: Watch) -> Float[Tensor, "R H"]:
-        """Feed one token per row; writes each row's key and value at its length and returns the last hidden state."""
-        functions = self._functions
-        if not self._by_tables:
-            attention = self.attention(rows, kv, watch)
-            return self.blocks(rows.tokens, rows.positions, attention, functions)
-        return self.blocks(rows.tokens, rows.positions, PagedAttention(rows, kv, self.scale, watch), functions)
+    def attention(self, rows: Rows, cache: PagedCache) -> Attention:
+        """That of a step, by the backend for this device."""
+        backend = native.attention if self._attends_natively else in_one_kernel if self._by_tables else reference
+        return backend(rows, cache, self.scale)
 
-    def attention(self, rows: Rows, kv: KvArena, watch: Watch) -> StepAttention | native.NativeAttention:
-        """That of a step over pages that are not laid out by token."""
-        kind = native.NativeAttention if self._attends_natively else StepAttention
-        return kind(rows, kv, self.group, self.scale, watch)
+    def step(self, rows: Rows, cache: PagedCache, keeper: KeepAll) -> Float[Tensor, "R H"]:
+        """Feed one token per row; writes each row's key and value and returns the last hidden state."""
+        attention = self.attention(rows, cache)
+        keeper.prepare(rows)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            attended, weights = attention(layer, q, k, v)
+            keeper.see(layer, q, weights)
+            return attended
+
+        return self.blocks(rows.tokens, rows.positions, attend, self._functions)
 
     def blocks(
         self,

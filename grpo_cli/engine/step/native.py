@@ -10,10 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.engine.gpu.compiled import Functions
-from grpo_cli.engine.kv.cache import KvArena
-from grpo_cli.engine.kv.rows import Rows, Watch
-from grpo_cli.engine.kv.tiles import Pieces
+from grpo_cli.engine.kv.cache import BLOCK, PagedCache
+from grpo_cli.engine.step.attention import Attention
 from grpo_cli.engine.step.block import Block, Norm, is_silu
+from grpo_cli.engine.step.rows import Rows
 from grpo_cli.engine.step.weights import Split
 from grpo_cli.native.library import library
 from grpo_cli.native.ops import norm, rotate, silu
@@ -70,34 +70,23 @@ def serves(block: Block, last: Any) -> bool:
 FUNCTIONS = Functions(before, after, last)
 
 
-class NativeAttention:
-    """`StepAttention` in C, for a step of whose attention only the queries are watched."""
+def attention(rows: Rows, cache: PagedCache, scale: float) -> Attention:
+    """Attention in one call for each layer."""
+    layout, dtype = cache.layout, cache.layout.dtype
+    tables = [x.contiguous() for x in (rows.own, rows.held, rows.write_to, rows.prompt, rows.seen)]
+    own, held, write_to, prompt, seen = (x.data_ptr() for x in tables)
+    of = [len(rows.tokens), layout.heads, layout.group, layout.dim, dtype == torch.bfloat16]
+    of += [own, held, write_to, tables[0].shape[1], BLOCK, prompt, seen, tables[3].shape[1], BLOCK]
+    step = (ctypes.c_int64 * len(of))(*of)
+    memory = [memory.data_ptr() for memory in cache.memory]
 
-    def __init__(self, rows: Rows, kv: KvArena, group: int, scale: float, watch: Watch) -> None:
-        own, prompt, layout = rows.own, rows.prompt, kv.layout
-        assert isinstance(own, Pieces) and isinstance(prompt, Pieces), "the layout is not by token"
-        count, self._dtype, self._scale = len(rows.tokens), layout.dtype, scale
-        self._shape = count, layout.heads * group * layout.dim
-        pages, of_prompt = own.pages, prompt.pages
-        held, seen = (pages, rows.lengths, rows.write_to.contiguous()), (of_prompt, prompt.seen)
-        of = [count, layout.heads, group, layout.dim, layout.dtype == torch.bfloat16]
-        of += [*(x.data_ptr() for x in held), pages.shape[1], kv.rows.tokens]
-        of += [*(x.data_ptr() for x in seen), of_prompt.shape[1], kv.prompts.tokens]
-        self._kept = held, seen  # for as long as their addresses are used
-        self._see = watch.see
-        self._step = (ctypes.c_int64 * len(of))(*of)
-        by_layer = zip(kv.row_keys, kv.row_values, kv.prompt_keys, kv.prompt_values, strict=True)
-        self._pages = [[views.data_ptr() for views in layer] for layer in by_layer]
-        watch.prepare(rows)
-
-    def __call__(
-        self, layer: int, q: Float[Tensor, "R HG D"], k: Float[Tensor, "R H D"], v: Float[Tensor, "R H D"]
-    ) -> Float[Tensor, "R HGD"]:
-        dtype = self._dtype
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype:
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        out = torch.empty(self._shape, dtype=dtype)
-        asked = q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)
-        library("decode").attend(self._step, self._scale, *asked, *self._pages[layer], out.data_ptr())
-        self._see(layer, q, None)
-        return out
+        out = torch.empty((len(tables[0]), q.shape[1] * q.shape[2]), dtype=dtype)
+        given = q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)
+        both = memory[layer], memory[layer + layout.layers]
+        library("decode").attend(step, scale, *given, *both, *both, out.data_ptr())
+        return out, None
+
+    return attend

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from grpo_cli.engine.step.rows import Drawing
 from grpo_cli.model.transfer import send
 from grpo_cli.native import ops
 from grpo_cli.settings import Sampling
@@ -41,85 +42,49 @@ def uniforms(seeds: Sequence[int], count: int) -> np.ndarray:
     return (state >> np.uint64(11)) * 2.0**-53
 
 
-class SamplingTable:
-    """The sampling settings of each slot as tensors, and flags on the host to skip what no row needs."""
+def drawing_of(settings: Sequence[Sampling], device: torch.device, natively: bool = False) -> Drawing:
+    """The drawing of rows with these settings."""
+    words = np.array([(s.temperature, s.top_p, s.top_k) for s in settings], dtype=np.float64).T
+    temperature, top_p, top_k = send(device, *np.ascontiguousarray(words))
+    greedy = words[0] == 0.0
+    flags = bool((words[0] != 1.0).any()), bool(greedy.any()), bool(greedy.all())
+    truncated = bool(((words[1] < 1.0) | (words[2] > 0)).any())
+    return Drawing(temperature.float(), top_p.float(), top_k.long(), *flags, truncated, natively)
 
-    def __init__(self, slots: int, device: torch.device, natively: bool = False) -> None:
-        """`natively`: draw in C where nothing is truncated."""
-        self._device, self._natively = device, natively
-        # Temperature, top_p and top_k of each slot; temperature is NaN if the slot was never used.
-        self._words = np.array([[np.nan, 1.0, 0.0]] * slots).T
-        self.temperature, self.top_p = torch.ones(2, slots, device=device)
-        self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
-        self._send()
 
-    @property
-    def asked(self) -> tuple[bool, ...]:
-        """Which steps `draw` has to do."""
-        return self.any_tempered, self.any_greedy, self.all_greedy, self.any_truncated
+def draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], by: Drawing) -> tuple[Tensor, Tensor]:
+    """Draw one token per row; returns them with their log-probabilities, float32. A greedy row draws from a point mass,
+    so its log-probability is 0."""
+    if by.natively and not by.truncated:
+        return ops.draw(logits, uniform, by.temperature)
+    few = rows_at_once(logits)
+    if logits.dtype == torch.float32 or logits.device.type != "cpu" or len(logits) <= few:
+        return _draw(logits.float(), uniform, by)
+    parts = [
+        _draw(logits[at : at + few].float(), uniform[at : at + few], by.of(slice(at, at + few)))
+        for at in range(0, len(logits), few)
+    ]
+    tokens, chosen = (torch.cat(found) for found in zip(*parts, strict=True))
+    return tokens, chosen
 
-    def put(self, slots: Sequence[int], settings: Sequence[Sampling]) -> None:
-        """Set the rows at `slots`; free if nothing changes."""
-        self._set(slots, np.array([(s.temperature, s.top_p, s.top_k) for s in settings]).T)
 
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self._set(targets, self._words[:, sources])
-
-    def _set(self, slots: Sequence[int], words: np.ndarray) -> None:
-        if not np.array_equal(self._words[:, slots], words):
-            self._words[:, slots] = words
-            self._send()
-
-    def _send(self) -> None:
-        """Send the whole table, in one copy and to the same addresses."""
-        there = send(self._device, *self._words)
-        for own, new in zip((self.temperature, self.top_p, self.top_k), there, strict=True):
-            own.copy_(new)
-        temperatures, top_ps, top_ks = self._words[:, ~np.isnan(self._words[0])]
-        self.any_tempered = bool((temperatures != 1.0).any())
-        self.any_greedy = bool((temperatures == 0.0).any())
-        self.all_greedy = self.any_greedy and bool((temperatures == 0.0).all())
-        self.any_truncated = bool(((top_ps < 1.0) | (top_ks > 0)).any())
-
-    def draw(
-        self, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], rows: Int[Tensor, "R"] | slice
-    ) -> tuple[Tensor, Tensor]:
-        """One token per row and its log-probability, float32, both [R]; `rows` says which slots the rows belong to.
-
-        A greedy row draws from a point mass, so its log-probability is 0.
-        """
-        if self._natively and not self.any_truncated:
-            return ops.draw(logits, uniform, self.temperature[rows])
-        few = rows_at_once(logits)
-        if logits.dtype == torch.float32 or logits.device.type != "cpu" or len(logits) <= few:
-            return self._draw(logits.float(), uniform, rows)
-        places = torch.arange(self._words.shape[1])[rows].split(few)
-        parts = [
-            self._draw(x.float(), u, r) for x, u, r in zip(logits.split(few), uniform.split(few), places, strict=True)
-        ]
-        tokens, chosen = (torch.cat(found) for found in zip(*parts, strict=True))
-        return tokens, chosen
-
-    def _draw(
-        self, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], rows: Int[Tensor, "R"] | slice
-    ) -> tuple[Tensor, Tensor]:
-        if self.all_greedy:
-            return logits.argmax(-1), logits.new_zeros(logits.shape[0])
-        scaled = logits
-        if self.any_tempered:
-            temperature = self.temperature[rows]
-            scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-        if self.any_truncated:
-            scaled = truncate(scaled, self.top_p[rows], self.top_k[rows])
-        probabilities = torch.softmax(scaled, dim=-1)
-        tokens = inverse(probabilities, uniform[:, None])
-        chosen = probabilities.gather(-1, tokens).log_().squeeze(-1)
-        tokens = tokens.squeeze(-1)
-        if self.any_greedy:
-            greedy = self.temperature[rows] == 0
-            tokens = torch.where(greedy, logits.argmax(-1), tokens)
-            chosen = torch.where(greedy, torch.zeros_like(chosen), chosen)
-        return tokens, chosen
+def _draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], by: Drawing) -> tuple[Tensor, Tensor]:
+    if by.all_greedy:
+        return logits.argmax(-1), logits.new_zeros(logits.shape[0])
+    scaled = logits
+    if by.tempered:
+        scaled = logits / torch.where(by.temperature > 0, by.temperature, 1.0)[:, None]
+    if by.truncated:
+        scaled = truncate(scaled, by.top_p, by.top_k)
+    probabilities = torch.softmax(scaled, dim=-1)
+    tokens = inverse(probabilities, uniform[:, None])
+    chosen = probabilities.gather(-1, tokens).log_().squeeze(-1)
+    tokens = tokens.squeeze(-1)
+    if by.greedy:
+        greedy = by.temperature == 0
+        tokens = torch.where(greedy, logits.argmax(-1), tokens)
+        chosen = torch.where(greedy, torch.zeros_like(chosen), chosen)
+    return tokens, chosen
 
 
 def rows_at_once(logits: Float[Tensor, "R V"]) -> int:

@@ -11,22 +11,15 @@ from typing import Any, Literal
 import torch
 
 from grpo_cli.engine.batching import Capped, Sampler
+from grpo_cli.engine.common import SequenceEngine, check_context
 from grpo_cli.engine.gpu.graph import CudaGraphs
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.kv.eviction import Budget, Dense, watches
 from grpo_cli.engine.order.schedule import Fifo
+from grpo_cli.engine.sequence import Decode, Sequence
 from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.step.invariance import (
-    Invariance,
-    computes_the_same,
-    invariance_of,
-    rounding_warning,
-)
+from grpo_cli.engine.step.invariance import Invariance, computes_the_same, invariance_of, rounding_warning
 from grpo_cli.engine.torch.generation import Generation
-from grpo_cli.engine.torch.sequence import Sequence
-from grpo_cli.engine.torch.sizes import Sizes
-from grpo_cli.engine.torch.stop import stop_of
-from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.interfaces import Meter, Replies, facts
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.native.library import WRONG, NoNative, library
@@ -35,11 +28,11 @@ from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.support.ranges import Count
 from grpo_cli.support.threads import computing_with, threads_for
-from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
+from grpo_cli.types import EngineStats, Prompt, Request, Rollout
 
 
 @facts(is_policy=True, answers_in_place=True)
-class TorchEngine:
+class TorchEngine(SequenceEngine):
     """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend only on its request, if
     `invariance.py` finds that possible, which `facts` reports.
 
@@ -65,7 +58,7 @@ class TorchEngine:
         native: bool,
         compile: bool | None,
         threads: Count | Literal["auto"],
-        decode: Callable[[Seq[int]], str] | None = None,
+        decode: Decode | None = None,
         meter: Meter | None = None,
         warn: Callable[[str], None] = print,
     ) -> None:
@@ -95,7 +88,6 @@ class TorchEngine:
         self._decode = decode
         self._meter = meter or NullMeter()
         self._warn = warn
-        self._stats = EngineStats()
         self._invariance: Invariance | None = None
 
     def generate(
@@ -175,7 +167,7 @@ class TorchEngine:
             if probing:
                 # Every rollout makes prefix + 1 tokens (the state after `prefix` of them yields one more), then waits
                 # with its keys kept. The cost, those keys and a partly idle last round, is counted.
-                for _, rollout in generation.serve(Fifo(), park_at=prefix + 1):
+                for _, rollout in generation.serve(Fifo(), pause_at=prefix + 1):
                     _halt_if(enough, generation, rollout)
                     yield rollout
                 generation.details["engine/probe_steps"] = float(generation.stats().decode_steps)
@@ -195,38 +187,20 @@ class TorchEngine:
             self._stats = generation.stats()
 
     def _generation(self, requests: Seq[Request], replies: Replies | None) -> Generation:
-        stop = stop_of({request.sampling.stop for request in requests}, self._decode)
-        workspace = self._workspace(requests)
-        self._say_what_has_no_room(workspace.sizes)
-        return Generation(workspace, self._eos, requests, stop, self._meter, self._sampler.refills, replies)
-
-    def _workspace(self, requests: Seq[Request]) -> Workspace:
         # A prefix is only useful if the scheduler orders by length.
         prefix = self._predictor.prefix_tokens if self._scheduler.needs_lengths else 0
-        parts = (self._decoder, self._sampler, self._sparsity, requests, self._capture and self._capture(), prefix)
-        return Workspace.of(*parts)
-
-    def _say_what_has_no_room(self, sizes: Sizes) -> None:
-        enough = sizes.room.probes_with
-        if not enough or self._said_no_room:
-            return
-        self._said_no_room = True
-        self._warn(
-            f"sampler.kv_budget has no room for {sizes.kv.requests} rollouts of {sizes.kv.prompts} prompts that wait "
-            f"after {sizes.prefix} tokens each (predictor.prefix_tokens), so the scheduler orders them without "
-            f"predicted lengths: set it to {enough} bytes, or use predictor=mean, which needs no such room"
-        )
-
-    def _predict(self, sequences: Seq[Sequence]) -> None:
-        predicted = self._predictor.predict([s.request for s in sequences], _hidden(sequences)) if sequences else None
-        for sequence, length in zip(sequences, predicted or (), strict=predicted is not None):
-            sequence.predicted = length
-
-    def _learn(self, served: Seq[tuple[Sequence, Rollout]]) -> Mapping[str, float]:
-        if not served:
-            return {}
-        taught = [(s, r) for s, r in served if r.request.teaches_length and r.finish is not Finish.PARTIAL]
-        return self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
+        capture = self._capture and self._capture()
+        parts = (self._decoder, self._sampler, self._sparsity, requests, self._eos, self._meter)
+        generation = Generation(*parts, self._decode, prefix, capture, replies)
+        sizes = generation.sizes
+        if sizes.room.probes_with and not self._said_no_room:
+            self._said_no_room = True
+            self._warn(
+                f"sampler.kv_budget cannot hold the {prefix}-token prefixes of all {sizes.kv.requests} rollouts of "
+                f"{sizes.kv.prompts} prompts, so lengths are not predicted: set it to {sizes.room.probes_with} bytes, "
+                "or use predictor=mean"
+            )
+        return generation
 
     def _check(self, requests: Seq[Request], replies: Replies | None) -> None:
         prompts: dict[str, Prompt] = {}
@@ -245,28 +219,7 @@ class TorchEngine:
                     f"sparsity={type(self._sparsity).__name__.lower()} would count as prompt and never evict: use "
                     "sparsity=dense"
                 )
-            needed = len(request.prompt.token_ids) + request.sampling.max_new_tokens
-            if needed > self._decoder.context:
-                raise UserError(
-                    f"prompt {request.prompt.id} has {len(request.prompt.token_ids)} tokens and "
-                    f"sampling.max_new_tokens={request.sampling.max_new_tokens}, together {needed}, but the model's "
-                    f"context is {self._decoder.context}: lower sampling.max_new_tokens or drop such prompts"
-                )
-
-    def stats(self) -> EngineStats:
-        """The cost of the last `generate`; complete once its iterator is exhausted."""
-        return self._stats
-
-    def update_weights(self) -> None:
-        """Nothing to do: the modules are the trainer's."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """For a checkpoint, so that a resumed run continues bit for bit."""
-        return {"predictor": self._predictor.state()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`."""
-        self._predictor.load_state(state["predictor"])
+        check_context(requests, self._decoder.context)
 
 
 def _against_graphs(model: Any, device: torch.device) -> str:
@@ -283,8 +236,3 @@ def _halt_if(enough: Callable[[Rollout], bool] | None, generation: Generation, r
     """Asks about finished rollouts until the first True."""
     if enough is not None and not generation.halted and enough(rollout):
         generation.halt()
-
-
-def _hidden(sequences: Seq[Sequence]) -> torch.Tensor | None:
-    states = [s.hidden for s in sequences if s.hidden is not None]
-    return torch.stack(states) if states else None

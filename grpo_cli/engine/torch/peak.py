@@ -15,42 +15,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_cli.engine.kv.cache import grown
-from grpo_cli.engine.kv.padding import TILE, round_up
-from grpo_cli.engine.kv.rows import Rows
-from grpo_cli.engine.kv.tiles import sides
+from grpo_cli.engine.kv.cache import BLOCK, blocks_for, round_up
+from grpo_cli.engine.kv.keeper import KeepAll
 from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.step.sample import rows_at_once
+from grpo_cli.engine.step.rows import Rows
+from grpo_cli.engine.step.sample import draw, drawing_of, rows_at_once
 from grpo_cli.engine.step.weights import adapters_of
 from grpo_cli.engine.torch.generation import PREFILL_TOKENS, Generation
-from grpo_cli.engine.torch.slots import Slots
 
 
-def fullest_moments(
-    generation: Generation, lengths: Sequence[int], grown_to: Callable[[Sequence[Tensor]], None], on_cpu: bool
-) -> Iterator[str]:
-    """Run each moment and yield its name afterwards; `lengths` are those of the rollouts. `grown_to` gets the arena's
-    blocks when they are reallocated. `on_cpu`: where the generation would be; tensors are on a CPU in any case.
+def fullest_moments(generation: Generation, lengths: Sequence[int], on_cpu: bool) -> Iterator[tuple[str, int]]:
+    """Run each moment and yield its name and the bytes of keys and values; `lengths` are those of the rollouts.
+    `on_cpu`: where the generation would be; tensors are on a CPU in any case.
 
     One `prefill`, of the largest batch of prompts that run together and the first tokens that follow; then a `decode`
     for each step of `course`.
     """
-    kv, decoder = generation.kv, of_few_blocks(generation.decoder)
-    entries = _prefill(generation, decoder, grown_to, on_cpu)
-    yield "prefill"
+    cache, decoder, sizes = generation.cache, of_few_blocks(generation.decoder), generation.sizes
+    prompts = {s.request.prompt.id: s.prompt_length for s in generation.waiting}
+    tokens = {name: BLOCK * blocks_for(length) for name, length in prompts.items()}
+    first = generation.waiting[: sizes.room.slots]
+    rows = _prefill(
+        generation, decoder, [s.prompt_length for s in {s.request.prompt.id: s for s in first}.values()], on_cpu
+    )
+    each = cache.layout.bytes_per_token
+    yield "prefill", each * min(rows * BLOCK + sum(tokens.values()), cache.count * BLOCK)
     names = [sequence.request.prompt.id for sequence in generation.waiting]
-    pages = {s.request.prompt.id: kv.prompts.pages_for(len(s.request.prompt.token_ids)) for s in generation.waiting}
-    held = [min(length, generation.slots.capacity + 1) for length in lengths]
-    shape = (generation.slots.count, generation.refills, kv.rows.tokens, kv.most_tokens, len(kv.blocks))
-    tokens = {name: count * kv.prompts.tokens for name, count in pages.items()}
-    found = course(held, names, tokens, *shape, all_prompts=generation.sizes.room.probes)
-    if found.tokens > kv.tokens:
-        kv.reserve(found.tokens)
-        grown_to(kv.blocks)
+    held = [min(length, sizes.slots.capacity + 1) for length in lengths]
+    shape = (sizes.room.slots, generation.refills, BLOCK, cache.count * BLOCK)
+    found = course(held, names, tokens, *shape, all_prompts=sizes.room.probes)
     for ages in found.moments:
-        _decode(generation, decoder, ages, entries, on_cpu)
-        yield "decode"
-    kv.peak = max(found.peak * kv.layout.bytes_per_token, kv.nbytes)
+        _decode(generation, decoder, ages, max(map(blocks_for, prompts.values())), on_cpu)
+        yield "decode", each * found.peak
 
 
 def parked_bytes(generation: Generation, lengths: Sequence[int]) -> int:
@@ -87,71 +83,43 @@ def _like(x: Tensor) -> Tensor:
     return memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def _draw(slots: Slots, logits: Tensor, on_cpu: bool) -> None:
+def _draw(generation: Generation, logits: Tensor, on_cpu: bool) -> None:
     """A CPU draws from few rows of lower-precision logits at a time: one such part allocates what all would, but for
     the tokens. A GPU converts all rows at once."""
     if on_cpu and logits.dtype != torch.float32:
         logits = logits[: rows_at_once(logits)]
-    rows = torch.zeros(len(logits), dtype=torch.long)
-    slots.draw(rows, logits if on_cpu else logits.float(), rows.double())
+    by = drawing_of([generation.sequences[0].request.sampling] * len(logits), logits.device)
+    draw(logits if on_cpu else logits.float(), torch.zeros(len(logits), dtype=torch.float64), by)
 
 
-def _prefill(
-    generation: Generation, decoder: Decoder, grown_to: Callable[[Sequence[Tensor]], None], on_cpu: bool
-) -> int:
-    """Returns how many prompts are held from now on: all that the first rollouts need."""
-    pool, slots, kv = generation.prompts, generation.slots, generation.kv
-    slots.draw_as(generation.waiting[0].request.sampling)
-    prompts = {s.request.prompt.id: len(s.request.prompt.token_ids) for s in generation.waiting[: slots.count]}
-    names, rows = list(prompts), min(slots.count, len(generation.waiting))
-
-    def pages() -> int:
-        return sum(kv.prompts.pages_for(prompts[name]) for name in names)
-
-    while not kv.has_room(rows, pages()):
-        rows, names = max(1, rows // 2), names[: max(1, len(names) // 2)]
-    kv.make_room(rows, pages())
-    grown_to(kv.blocks)
+def _prefill(generation: Generation, decoder: Decoder, lengths: Sequence[int], on_cpu: bool) -> int:
+    """Returns how many rows begin."""
     widths: dict[int, int] = {}
-    for name in names:
-        width = round_up(prompts[name], TILE)
+    for length in lengths:
+        width = round_up(length, BLOCK)
         widths[width] = min(widths.get(width, 0) + 1, max(1, PREFILL_TOKENS // width))
     width = max(widths, key=lambda width: width * widths[width])
     logits = decoder.prefill([[0] * width] * widths[width], False).logits
-    for name in names:  # to write a layer's keys into its pages takes less than the pass did
-        pool.hold(name, prompts[name], logits.new_zeros(logits.shape[1]))
-    del logits
-    _draw(slots, pool.logits([pool.entry(names[0])]).expand(slots.count, -1), on_cpu)
-    return len(names)
+    rows = min(generation.sizes.room.slots, len(generation.waiting))
+    _draw(generation, logits[:1].expand(rows, -1), on_cpu)
+    return rows
 
 
-def _decode(generation: Generation, decoder: Decoder, ages: np.ndarray, entries: int, on_cpu: bool) -> None:
+def _decode(generation: Generation, decoder: Decoder, ages: np.ndarray, prompt_blocks: int, on_cpu: bool) -> None:
     """One step of rows that hold `ages` keys of their own, including the new one."""
-    kv, slots, rows = generation.kv, generation.slots, len(ages)
-    pages = [kv.rows.pages_for(int(age)) for age in ages]
-    for slot, count in enumerate(pages):
-        kv.rows.take(slot, count)
-    first, device = torch.zeros(rows, dtype=torch.long), kv.device
-    own_side, prompt_side = sides(kv.layout.by_token)
-    own = own_side(kv.rows.pages[:rows, : max(pages)], kv.rows.tokens, device)
-    of_prompts = np.arange(rows) % entries
-    multiple = decoder.padding.columns
-    prompt = prompt_side(of_prompts, np.ones(rows, bool), generation.prompts.places(), multiple, None, device)
-    width = kv.rows.tokens if max(pages) > 1 else min(kv.rows.tokens, round_up(int(max(ages)), TILE))
-    hidden = decoder.step(Rows(first, first, first, first, width, own, prompt), kv, slots.keeper)
-    _draw(slots, decoder.logits(hidden), on_cpu)
-    for slot in range(rows):
-        kv.rows.drop(slot)
-    kv.close()
+    rows = len(ages)
+    first, uniform = torch.zeros(rows, dtype=torch.long), torch.zeros(rows, dtype=torch.float64)
+    own, prompt = (torch.zeros(rows, k, dtype=torch.long) for k in (blocks_for(int(max(ages))), prompt_blocks))
+    by = drawing_of([generation.sequences[0].request.sampling] * rows, first.device)
+    hidden = decoder.step(Rows(*[first] * 6, uniform, own, prompt, by), generation.cache, KeepAll())
+    _draw(generation, decoder.logits(hidden), on_cpu)
 
 
 @dataclass(frozen=True)
 class Course:
-    """Memory over a generation: the keys that each row holds at the first step and at the fullest one, the final tokens
-    of the arena, and their peak including the second copy while it grows."""
+    """The keys that each row holds at the first step and at the fullest one, and the most tokens of all blocks."""
 
     moments: tuple[np.ndarray, ...]
-    tokens: int
     peak: int
 
 
@@ -163,32 +131,25 @@ def course(
     refills: bool,
     page: int,
     most: int,
-    blocks: int,
     all_prompts: bool = False,
 ) -> Course:
     """The course of rollouts of these lengths, started in order, within `most` tokens of keys and values. A rollout's
     prompt, by name, is held from its first rollout's start (or the very start) to its last one's end.
 
-    >>> words = dict(slots=4, refills=False, page=16, most=999, blocks=4)
+    >>> words = dict(slots=4, refills=False, page=16, most=999)
     >>> found = course([10, 20, 30, 300], "aabb", {"a": 16, "b": 32}, **words)
-    >>> [ages.tolist() for ages in found.moments], found.tokens
-    ([[1, 1, 1, 1], [299]], 360)
+    >>> [ages.tolist() for ages in found.moments], found.peak
+    ([[1, 1, 1, 1], [299]], 336)
     >>> found = course([40, 20, 30], "aaa", {"a": 16}, **words | dict(slots=2, refills=True))
     >>> [ages.tolist() for ages in found.moments]
     [[1, 1], [39, 20]]
     """
     waiting, left, opened = list(range(len(lengths)))[::-1], Counter(names), set(names) if all_prompts else set[str]()
     running, ages, moments = list[int](), np.zeros(0, dtype=np.int64), list[np.ndarray]()
-    tokens = peak = fullest = 0
+    peak = fullest = 0
 
     def wanted() -> int:
         return page * int((-(-np.maximum(ages, 1) // page)).sum()) + sum(prompt_tokens[name] for name in opened)
-
-    def grow() -> None:
-        nonlocal tokens, peak
-        if wanted() > tokens:
-            beside, tokens = -(-tokens // blocks), grown(tokens, wanted(), most)
-            peak = max(peak, tokens + beside)
 
     while waiting or running:
         while waiting and len(running) < slots and (refills or not ages.any()):
@@ -198,13 +159,12 @@ def course(
             running.append(waiting.pop())
             opened.add(names[running[-1]])
             ages = np.append(ages, 0)
-        grow()
+        peak = max(peak, wanted())
         ends = np.array([lengths[index] - 1 for index in running])
         # After the first step, all of them at once until a row ends or needs a page: nothing changes in between.
         steps = int(np.minimum(page - ages % page, ends - ages).min()) if moments else 1
         ages = ages + max(1, steps)
-        for _ in range(min(max(1, steps), 2)):  # twice, if there is not room for all: both copies are then full
-            grow()
+        peak = max(peak, wanted())
         if not moments or fullest <= wanted() <= most:
             moments = [*(moments[:1] or [ages]), *([ages] if moments else [])]
             fullest = wanted()
@@ -213,4 +173,4 @@ def course(
             left[names[index]] -= not going_on
         opened -= {name for name in opened if not left[name]}
         running, ages = [index for index, on in zip(running, stays.tolist(), strict=True) if on], ages[stays]
-    return Course(tuple(moments), tokens, peak)
+    return Course(tuple(moments), min(peak, most))

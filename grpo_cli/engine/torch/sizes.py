@@ -6,33 +6,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_cli.engine.batching import Capped, KvShape, Room, Sampler
-from grpo_cli.engine.kv.cache import KvArena, Region
+from grpo_cli.engine.kv.cache import BLOCK, PagedCache, blocks_for
 from grpo_cli.engine.kv.eviction import Budget, Dense
 from grpo_cli.engine.kv.keeper import SlotShape
-from grpo_cli.engine.kv.padding import round_up
 from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.types import Request
-
-# While it grows, one block exists twice: with fewer blocks, more than a sixteenth of a budget could not be used.
-FEW_BLOCKS = 16
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """`slots` in keys, `kv` in bytes, and the `room` that there is for what `kv` asks for.
+    """`slots` in keys, `kv` in bytes, and the `room` that there is for what `kv` asks for. `blocks`: those of the
+    cache, `spare_blocks` of which are for sequences that pause.
 
     With `prefix`, every rollout should make so many tokens before the rest is ordered, and wait with their keys:
     `room.probes` says whether there is room for that.
     """
 
     max_new_tokens: int  # most of any request
-    dense_capacity: int  # keys that a slot would have to hold without eviction
+    dense_capacity: int  # keys that a sequence would have to hold without eviction
+    capacity: int  # and those that it holds
     prefix: int
     kv: KvShape
     room: Room
+    blocks: int
+    spare_blocks: int
     slots: SlotShape
-    row_page: int  # tokens
-    prompt_page: int
 
     @classmethod
     def of(
@@ -41,59 +39,44 @@ class Sizes:
         sampler: Sampler | Capped,
         sparsity: Dense | Budget,
         requests: Sequence[Request],
-        prefix: int,
-        one_page: bool,
+        prefix: int = 0,
+        fills: bool = False,
+        pauses: bool = False,
     ) -> Sizes:
-        """`one_page`: each slot is a single page, as it always is with eviction."""
-        padding, layout = decoder.padding, decoder.layout()
+        """`fills`: a slot more, for rows that fill up a shape. `pauses`: sequences wait for environments, as many as
+        can run if memory has no bound."""
+        layout = decoder.layout()
         prompts = {request.prompt.id: len(request.prompt.token_ids) for request in requests}
-        longest_prompt = max(prompts.values())
+        longest = max(prompts.values())
         new = max(request.sampling.max_new_tokens for request in requests)
         both = max(prompts[request.prompt.id] + request.sampling.max_new_tokens for request in requests)
         keys = sparsity.capacity(new, both)
-        one_page = one_page or isinstance(sparsity, Budget)
-        row_page = round_up(keys, padding.slot_tile) if one_page else layout.page(padding.slot_tile, keys)
-        prompt_page = layout.page(padding.prompt_tile, longest_prompt)
-        capacity, prompt_width = round_up(keys, row_page), round_up(longest_prompt, prompt_page)
         # One more token is drawn than is fed; a token's key is written in the next step.
-        parked = sparsity.capacity(prefix + 1, longest_prompt + prefix + 1) if prefix else 0
-        in_tokens = (prompt_width, row_page, capacity, parked)
-        kv = KvShape(len(requests), len(prompts), *(layout.bytes_per_token * tokens for tokens in in_tokens))
+        parked = sparsity.capacity(prefix + 1, longest + prefix + 1) if prefix else 0
+        first = keys if isinstance(sparsity, Budget) else 1
+        in_bytes = (layout.block_bytes * blocks_for(tokens) for tokens in (longest, first, keys, parked))
+        kv = KvShape(len(requests), len(prompts), *in_bytes)
         room = sampler.fit(kv)
-        shape = (layout, room.slots, capacity, prompt_width, decoder.group, decoder.scale, decoder.device)
-        dense = round_up(Dense().capacity(new, both), padding.slot_tile)
-        return cls(new, dense, prefix, kv, room, SlotShape(*shape), row_page, prompt_page)
+        spare = kv.requests * kv.parked_bytes * room.probes + room.slots * kv.slot_bytes * pauses
+        most = min(kv.most, kv.prompts * kv.prompt_bytes + room.slots * kv.slot_bytes + spare)
+        if room.budget is not None:
+            most, spare = min(most, room.budget), 0
+        slots = room.slots + fills
+        shape = SlotShape(
+            layout, slots, BLOCK * blocks_for(keys), BLOCK * blocks_for(longest), decoder.scale, decoder.device
+        )
+        dense = BLOCK * blocks_for(Dense().capacity(new, both))
+        return cls(new, dense, keys, prefix, kv, room, most // layout.block_bytes, spare // layout.block_bytes, shape)
 
-    @property
-    def rows_grow(self) -> bool:
-        """Whether a row takes further pages as it grows. With a single page, as under eviction, a row that has entered
-        has room to the end."""
-        return self.row_page < self.slots.capacity
-
-    def arena(self, fixed: bool) -> KvArena:
-        """An empty arena for keys and values; with `fixed` everything is allocated at once, with a page for every
-        slot."""
-        shape, bytes_per_token = self.slots, self.slots.layout.bytes_per_token
-        rows = Region(shape.slots, shape.capacity // self.row_page, self.row_page)
-        prompts = Region(self.kv.prompts, shape.prompt_width // self.prompt_page, self.prompt_page)
-        kv = KvArena(shape.layout, rows, prompts, self.kv.most // bytes_per_token, self.room.budget, shape.device)
-        kv.set_aside = self.kv.requests * self.kv.parked_bytes if self.room.probes else 0
-        if fixed:
-            for slot in range(shape.slots):
-                rows.take(slot, 1)
-            prompts.fix(prompts.pages.size)
-            kv.reserve(kv.wanted(0, 0))
-        elif self.room.budget is not None and (self.room.budget < 2 * self.kv.least or len(kv.blocks) < FEW_BLOCKS):
-            kv.reserve(kv.most_tokens)  # by growing it could not use all of the budget
-        return kv
+    def cache(self, fills: bool) -> PagedCache:
+        return PagedCache(self.slots.layout, self.blocks, self.slots.device, fills)
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of keys and values if each slot and each prompt has a fixed page."""
-        shape = self.slots
-        return shape.layout.bytes_per_token * (shape.slots * shape.capacity + self.kv.prompts * shape.prompt_width)
+        """Bytes of all blocks, which a GPU allocates at once."""
+        return self.blocks * self.slots.layout.block_bytes
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of as many slots without eviction, each at its longest."""
-        return self.slots.layout.bytes_per_token * self.slots.slots * self.dense_capacity
+        """Bytes of as many sequences without eviction, each at its longest."""
+        return self.slots.layout.bytes_per_token * self.room.slots * self.dense_capacity

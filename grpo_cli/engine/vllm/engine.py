@@ -12,18 +12,22 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
 import torch
+from pydantic import Field
 
+from grpo_cli.engine.admission import Admission
 from grpo_cli.engine.batching import KvShape, Sampler
+from grpo_cli.engine.common import SequenceEngine, Tally, check_context
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.kv.eviction import Budget, Dense
-from grpo_cli.engine.vllm.admission import Work
+from grpo_cli.engine.sequence import Decode, Sequence, Status
 from grpo_cli.engine.vllm.options import check_options
 from grpo_cli.engine.vllm.process import OLD_RUNNER, guest, head_sizes, only, require_vllm, runner_of
 from grpo_cli.engine.vllm.served import Served
@@ -34,7 +38,6 @@ from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.formatting import gib, parse_bytes
 from grpo_cli.support.memory import asked_of_allocator, give_back_cached, held_by_others
 from grpo_cli.support.meter import NullMeter
-from grpo_cli.support.ranges import Range
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
 # Free bytes of a GPU withheld from vLLM, which checks again after its first allocations.
@@ -42,33 +45,34 @@ MARGIN = 2**29
 
 
 @facts(is_policy=False)
-class VllmEngine:
+class VllmEngine(SequenceEngine):
     """Rollouts by vLLM. Seeds are per request, but rounding, and so tokens, may depend on the batch."""
 
-    reads_stop_strings = False
+    reads_stop_strings = True
 
     def __init__(
         self,
         model: Any,
-        eos_token_ids: Sequence[int],
+        eos_token_ids: Seq[int],
         sampler: Sampler,
         scheduler: Scheduler,
         predictor: Predictor,
         sparsity: Dense | Budget,
         rollouts_per_step: int | None = None,
         seed: int = 0,
+        decode: Decode | None = None,
         meter: Meter | None = None,
         warn: Callable[[str], None] = print,
         *,
-        memory: Annotated[float, Range(0, 1, above=True, below=True)],
-        max_model_len: Annotated[int, Range(2, because="a token of the prompt and one of its reply")] | None,
+        memory: Annotated[float, Field(gt=0, lt=1)],
+        max_model_len: Annotated[int, Field(ge=2)] | None,
         prefix_caching: bool,
         eager: bool | None,
         sleep: bool | None,
         options: Mapping[str, Any] | None,
     ) -> None:
         self._span, self._warn = (meter or NullMeter()).span, warn
-        self._model, self._eos = model, tuple(eos_token_ids)
+        self._model, self._eos, self._decode = model, tuple(eos_token_ids), decode
         self._sampler, self._scheduler, self._predictor = sampler, scheduler, predictor
         self._rollouts_per_step, self._seed = rollouts_per_step, seed
         self._memory, self._max_model_len, self._options = memory, max_model_len, dict(options or {})
@@ -93,7 +97,6 @@ class VllmEngine:
         self._slots = self._kv_bytes = 0
         self._stale, self._asleep, self._dead = True, False, ""
         self._runner: str | None = None
-        self._stats = EngineStats()
 
     @staticmethod
     def refuses(scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget) -> Iterator[str]:
@@ -110,68 +113,90 @@ class VllmEngine:
                 "oracle, or scheduler=fifo"
             )
 
-    def generate(
-        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
-    ) -> Iterator[Rollout]:
-        """One rollout per request, in order of finishing. With `enough` vLLM reports every token as it is drawn, which
-        costs some time; once it returns True, unfinished requests are aborted and returned partial."""
+    def generate(self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None = None) -> Iterator[Rollout]:
+        """One rollout per request, in order of finishing. With `enough` or stop strings vLLM reports every token as it
+        is drawn, which costs some time; once `enough` returns True, unfinished requests are aborted and returned
+        partial."""
         self._stats = EngineStats()
         if not requests:
             return
         self._check(requests)
-        edges = {"engine/memory_before_bytes": self._held()}
-        seconds = self._wake(requests)
-        edges["engine/memory_awake_bytes"] = self._held()
-        details = {"engine/weight_update_seconds": seconds}
-        work = Work(requests, self._slots, self._sampler.refills or self._sampler.all_at_once)
-        predicting = self._predictor.prefix_tokens == 0
-        predicted = self._predictor.predict(requests, None) if predicting else None
-        finished: list[Rollout] = []
+        details = {"engine/memory_before_bytes": self._held()}
+        details["engine/weight_update_seconds"] = self._wake(requests)
+        details["engine/memory_awake_bytes"] = self._held()
+        sequences, tally = [Sequence(index, one) for index, one in enumerate(requests)], Tally(self._slots)
+        if predicts := self._predictor.prefix_tokens == 0:
+            self._predict(sequences)
+        served = list[tuple[Sequence, Rollout]]()
         try:
-            for rollout in self._serve(work, predicted, enough):
-                finished.append(rollout)
+            for sequence, rollout in self._serve(sequences, enough, tally):
+                served.append((sequence, rollout))
                 yield rollout
         finally:
-            self._rest(work)
-            edges["engine/memory_after_bytes"] = self._held()
-            if predicting and len(finished) == len(requests):
-                details |= self._predictor.learn(
-                    [r for r in finished if r.request.teaches_length and r.finish is not Finish.PARTIAL], None
-                )
-            self._stats = work.stats(self._kv_bytes, details | edges | dict(self._scheduler.details))
+            self._rest([one for one in sequences if one.status is Status.RUNNING])
+            details["engine/memory_after_bytes"] = self._held()
+            if predicts and len(served) == len(requests):
+                details |= self._learn(served)
+            self._stats = tally.stats(self._kv_bytes, details | dict(self._scheduler.details))
 
     def _serve(
-        self, work: Work, predicted: Sequence[float] | None, enough: Callable[[Rollout], bool] | None
-    ) -> Iterator[Rollout]:
-        work.start(self._scheduler, predicted)
-        stop = False
-        while (work.queue or work.running) and not stop:
-            for index in work.admitted(self._scheduler):
-                self._enter(index, work.requests[index], told=enough is not None)
+        self, sequences: Seq[Sequence], enough: Callable[[Rollout], bool] | None, tally: Tally
+    ) -> Iterator[tuple[Sequence, Rollout]]:
+        admission = Admission(sequences, self._slots, self._sampler.refills or self._sampler.all_at_once)
+        admission.start(self._scheduler, sequences)
+        running, stopped = list[Sequence](), False
+        token_by_token = enough is not None or any(one.request.sampling.stop for one in sequences)
+        while (admission or running) and not stopped:
+            for sequence in admission.admit(running):
+                self._enter(sequence, token_by_token)
+                running.append(sequence)
             with self._span("decode"):  # prompts included: vLLM mixes them in
-                outputs = self._step(work)
+                outputs = self._step(tally, len(running))
             for output in outputs:
-                work.note(output)
-            for output in outputs:
-                if output.finished:
-                    rollout = work.settle(output, self._eos)
-                    stop = stop or (enough is not None and enough(rollout))
-                    yield rollout
-        if stop:
-            self._abort(work)
-            yield from work.left_over()
+                sequence = sequences[int(output.request_id)]
+                if sequence.status is not Status.RUNNING:
+                    continue  # what was on its way when it was aborted
+                self._note(sequence, output, tally)
+                if sequence.finish is None:
+                    assert not output.finished, "vLLM gave half a completion"
+                    continue
+                if not output.finished:
+                    self._abort([sequence])
+                sequence.status = Status.FINISHED
+                running.remove(sequence)
+                rollout = sequence.rollout()
+                tally.generated += len(rollout)
+                stopped = stopped or (enough is not None and enough(rollout))
+                yield sequence, rollout
+        self._abort(running)
+        for sequence in sequences:  # if it was stopped
+            if sequence.status is not Status.FINISHED:
+                sequence.status = Status.FINISHED
+                tally.generated += len(sequence.tokens)
+                yield sequence, sequence.rollout(Finish.PARTIAL)
 
-    def _abort(self, work: Work) -> None:
-        if work.running:
+    def _note(self, sequence: Sequence, output: Any, tally: Tally) -> None:
+        """Add the tokens that an output reports: all, or those since the previous one."""
+        if not sequence.tokens:
+            tally.prefilled += sequence.prompt_length - (output.num_cached_tokens or 0)
+        made, greedy = output.outputs[0], sequence.request.sampling.temperature == 0  # which draws from a point mass
+        for token, logprob in zip(made.token_ids, made.logprobs.logprobs, strict=True):
+            sequence.append(token, 0.0 if greedy else logprob)
+            sequence.kept = len(sequence.tokens) - 1
+            if sequence.ends(self._eos, self._decode):
+                break
+
+    def _abort(self, sequences: Seq[Sequence]) -> None:
+        if sequences:
             with self._answering("does not come to rest"):
-                self._llm.llm_engine.abort_request([str(index) for index in work.running])
+                self._llm.llm_engine.abort_request([str(sequence.index) for sequence in sequences])
 
-    def _enter(self, index: int, request: Request, told: bool) -> None:
-        """`told`: whether vLLM reports every token as it is drawn instead of all at the end."""
+    def _enter(self, sequence: Sequence, token_by_token: bool) -> None:
+        """Start a sequence. vLLM reports its tokens one by one, or all at the end."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = request.sampling
+        request, sampling = sequence.request, sequence.request.sampling
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -183,24 +208,27 @@ class VllmEngine:
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA if told else RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA if token_by_token else RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
         with self._answering("takes no request"):
             prompt = {"prompt_token_ids": list(request.prompt.token_ids)}
-            self._llm.llm_engine.add_request(str(index), prompt, params)
+            self._llm.llm_engine.add_request(str(sequence.index), prompt, params)
+        sequence.status = Status.RUNNING
 
-    def _step(self, work: Work) -> list[Any]:
-        """One forward pass of vLLM; `eager` also keeps its sampling helpers from being compiled."""
+    def _step(self, tally: Tally, running: int) -> list[Any]:
+        """One forward pass of vLLM; `eager` also keeps its sampling helpers from being compiled. It counts as a decode
+        step, since vLLM reads prompts in the same passes."""
         stance = "force_eager" if self._eager else "default"
         with (
-            self._answering(f"failed after {work.steps} steps with {len(work.running)} rollouts under way"),
+            self._answering(f"failed after {tally.steps} steps with {running} rollouts under way"),
             torch.compiler.set_stance(stance),
         ):
             outputs = self._llm.llm_engine.step()
             if not outputs and not self._llm.llm_engine.has_unfinished_requests():
-                raise RuntimeError(f"{len(work.running)} requests were lost")
-        work.count_step()
+                raise RuntimeError(f"{running} requests were lost")
+        tally.steps += 1
+        tally.row_steps += running
         return list(outputs)
 
     @contextmanager
@@ -222,21 +250,13 @@ class VllmEngine:
             )
             raise UserError(self._dead) from error
 
-    def _check(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            needed, context = _tokens(request), self._limit()
-            if needed > context:
-                raise UserError(
-                    f"prompt {request.prompt.id} has {len(request.prompt.token_ids)} tokens and "
-                    f"sampling.max_new_tokens={request.sampling.max_new_tokens}, together {needed}, but engine=vllm "
-                    f"has room for {context}: lower sampling.max_new_tokens, leave such prompts out, or raise "
-                    "engine.max_model_len or sampler.kv_budget if they are what limits it"
-                )
-            temperature = request.sampling.temperature
+    def _check(self, requests: Seq[Request]) -> None:
+        check_context(requests, self._limit(), ", or raise engine.max_model_len or sampler.kv_budget if they limit it")
+        for temperature in (request.sampling.temperature for request in requests):
             if not (temperature == 0 or 0.01 <= temperature <= 2):
                 raise UserError(
-                    f"temperature {temperature} cannot be had with engine=vllm, which moves it into 0.01 to 2 (or 0, "
-                    "greedy): the log-probabilities would be those of another distribution"
+                    f"sampling.temperature={temperature}: engine=vllm clamps it to 0.01 to 2 (or 0, greedy), and would "
+                    "sample from another distribution"
                 )
 
     def _limit(self) -> int:
@@ -246,7 +266,7 @@ class VllmEngine:
         context: int = unwrapped(self._model).config.max_position_embeddings
         return min(context, self._max_model_len or context)
 
-    def _wake(self, requests: Sequence[Request]) -> float:
+    def _wake(self, requests: Seq[Request]) -> float:
         """Take memory and copy the policy's weights; returns the seconds of the copy."""
         if self._llm is None:
             self._build(requests)
@@ -271,17 +291,17 @@ class VllmEngine:
             raise RuntimeError("the cache of prompts could not be emptied")
         self._stale = False
 
-    def _rest(self, work: Work) -> None:
+    def _rest(self, running: Seq[Sequence]) -> None:
         """Abort what is unfinished, and free memory."""
         if self._dead:
             return
-        self._abort(work)
+        self._abort(running)
         with self._answering("does not come to rest"):
             if self._sleeps:
                 self._llm.sleep(level=2)  # weights too: they are copied again from the policy
                 self._asleep, self._stale = True, True
 
-    def _build(self, requests: Sequence[Request]) -> None:
+    def _build(self, requests: Seq[Request]) -> None:
         dtype, kind = next(self._model.parameters()).dtype, self._device.type
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
@@ -369,10 +389,6 @@ class VllmEngine:
             return float(total - free)
         return float(psutil.Process().memory_info().rss)
 
-    def stats(self) -> EngineStats:
-        """The cost of the last `generate`; complete once its iterator is exhausted."""
-        return self._stats
-
     def facts(self) -> Mapping[str, Any]:
         """For `summary.json`: vLLM's kernels depend on the batch. `model_runner` is vLLM's, None before it starts."""
         return {"invariant": False, "model_runner": self._runner}
@@ -380,13 +396,6 @@ class VllmEngine:
     def update_weights(self) -> None:
         """The next `generate` copies the weights first, when the update's memory is free again."""
         self._stale = True
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """For a checkpoint."""
-        return {"predictor": self._predictor.state()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._predictor.load_state(state["predictor"])
 
 
 def _tokens(request: Request) -> int:

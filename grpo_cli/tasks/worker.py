@@ -1,13 +1,15 @@
-"""The program behind `math_judge.py`: compares two LaTeX expressions per line, with `math-verify`.
+"""The program behind `workers.py`: compares LaTeX expressions with `math-verify`, or makes problems of `reasoning-gym`
+and scores answers to them.
 
-It runs as a script, so that it can be killed, and imports nothing of this package. A line is a JSON object with `gold`
-and `answer`; the reply has `equal`, or `limit` (out of memory or depth), or `incomparable` or `died` with the reason.
-Only the LaTeX grammar is used: math-verify's other reader hands text to a parser that evaluates it. What math-verify
-calls equal has to have equal values too: it rounds, drops the left side of an equation, and takes (1,2) for {1,2}.
+It runs as a script, so that it can be killed, and imports nothing of this package. A line is a JSON object; a reply may
+have `limit` (out of memory or depth), or `incomparable` or `died` with the reason. Only the LaTeX grammar is used:
+math-verify's other reader hands text to a parser that evaluates it. What math-verify calls equal has to have equal
+values too: it rounds, drops the left side of an equation, and takes (1,2) for {1,2}.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -16,8 +18,10 @@ import sys
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
+from random import Random
 from typing import Any
 
+BLOCK = 500  # problems of one data set of reasoning-gym, which makes all of some at once
 MEMORY = 4 * 2**30  # bytes of address space
 LIBRARIES = ("latex2sympy2_extended", "math_verify", "mpmath", "sympy")
 # What arithmetic on things that do not go together raises, beside errors of the libraries; the rest are crashes.
@@ -39,16 +43,22 @@ def serve(prepare: Callable[[], Callable[[Any], dict[str, Any]]], seconds: float
         answer = prepare()
         say({"ready": True})
         for line in sys.stdin:
-            _let_live(seconds)
+            # the system ends us where the asker is gone and cannot
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + seconds) + 3)
             say(answer(json.loads(line)))
     except Exception as error:
         say({"died": f"{type(error).__name__}: {error}"[:300]})
         raise
 
 
-def _comparisons() -> Callable[[Any], dict[str, Any]]:
+def comparisons() -> Callable[[Any], dict[str, Any]]:
+    """Return what answers whether `gold` and `answer` are `equal`."""
     _compared("x+1", "1+x")  # the first comparison loads a grammar: not on a question's time
-    caches = _caches()
+    # The libraries' caches would keep huge numbers until a small question has no memory left; sympy's own
+    # `clear_cache` does not know all of them.
+    found = (it for it in gc.get_objects() if isinstance(it, type(_gold)))
+    caches = [cache for cache in found if cache.__module__.partition(".")[0] in LIBRARIES]
 
     def answer(question: Any) -> dict[str, Any]:
         reply = _compared(question["gold"], question["answer"])
@@ -57,19 +67,6 @@ def _comparisons() -> Callable[[Any], dict[str, Any]]:
         return reply
 
     return answer
-
-
-def _caches() -> list[Any]:
-    """The libraries' caches, which would keep huge numbers until a small question has no memory left. Sympy's own
-    `clear_cache` does not know all of them."""
-    found = (it for it in gc.get_objects() if isinstance(it, type(_gold)))
-    return [cache for cache in found if cache.__module__.partition(".")[0] in LIBRARIES]
-
-
-def _let_live(seconds: float) -> None:
-    """Limit the processor time that is left, so that the system ends us where the asker is gone and cannot."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + seconds) + 3)
 
 
 def _limit(what: int, most: int) -> None:
@@ -172,5 +169,51 @@ def _at(expression: Any, place: int) -> Any:
     return expression.doit().evalf(40, subs=values)
 
 
+def problems() -> Callable[[Any], dict[str, Any]]:
+    """Return what answers with reasoning-gym: `check` tests a task's config, `index` makes a problem, and with `reply`
+    (null: none) scores it. Only scorers that do not execute a reply get one (`REFUSED`)."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    @lru_cache(maxsize=32)
+    def dataset(task: str, config: str, seed: str) -> Any:
+        number = Random(f"{task}/{seed}").getrandbits(31)  # the library adds a problem's place to it
+        return reasoning_gym.create_dataset(task, seed=number, size=BLOCK, **json.loads(config))
+
+    @lru_cache(maxsize=64)  # the replies to one question come one after the other
+    def entry(task: str, config: str, seed: str, place: int) -> Any:
+        return dataset(task, config, seed)[place]
+
+    def checked(task: str, config: dict[str, Any]) -> dict[str, Any]:
+        if task not in DATASETS:
+            return {"names": sorted(DATASETS)}
+        words = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
+        if unknown := sorted(config.keys() - words):
+            return {"unknown": unknown[0], "words": sorted(words)}
+        try:
+            dataset(task, json.dumps(config), "tried")
+        except Exception as error:  # a library's: assertions, and what wrong types end in
+            return {"refused": f"{type(error).__name__}: {error}"[:300]}
+        return {}
+
+    def answer(asked: Any) -> dict[str, Any]:
+        if "check" in asked:
+            return checked(asked["check"], asked["config"])
+        block, place = divmod(asked["index"], BLOCK)
+        which = (asked["task"], json.dumps(asked["config"]), f"{asked['seed']}/{block}")
+        found = entry(*which, place)
+        if "reply" not in asked:
+            oracle = found["answer"]
+            return {"question": str(found["question"]), "answer": "" if oracle is None else str(oracle)}
+        try:
+            return {"score": float(dataset(*which).score_answer(asked["reply"], found))}
+        except (MemoryError, RecursionError) as error:
+            return {"limit": type(error).__name__}
+        except Exception as error:  # no scorer is meant to raise, and many do
+            return {"incomparable": f"{type(error).__name__}: {error}"[:200]}
+
+    return answer
+
+
 if __name__ == "__main__":
-    serve(_comparisons, float(sys.argv[1]))
+    serve({"math": comparisons, "gym": problems}[sys.argv[1]], float(sys.argv[2]))

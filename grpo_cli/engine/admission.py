@@ -1,0 +1,192 @@
+"""Which sequences run: at most so many at a time, in the scheduler's order, and no more than memory has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from grpo_cli.engine.interfaces import Running, Scheduler, Waiting
+from grpo_cli.engine.kv.cache import BLOCK, PagedCache, blocks_for
+from grpo_cli.engine.sequence import Sequence
+
+
+class Admission:
+    """The waiting sequences of one `generate`, and how many may run: `slots` at a time. With `refills` a waiting one
+    takes the place of each that ends (continuous batching), else all of a round end before the next one begins.
+
+    A sequence that the scheduler has chosen may have to wait for room: it stays ahead of all that are chosen later, and
+    the scheduler is asked for others that can begin now. So its plans are always carried out eventually.
+    """
+
+    def __init__(self, sequences: Seq[Sequence], slots: int, refills: bool, memory: Memory | None = None) -> None:
+        self._sequences = {sequence.index: sequence for sequence in sequences}
+        self._slots, self._refills, self._memory = slots, refills, memory
+        self._views: dict[int, Waiting] = {}  # of those not chosen yet
+        self._chosen: list[Sequence] = []  # waiting for room
+        self._back: list[Sequence] = []  # waiting for a slot in which they go on
+
+    def __len__(self) -> int:
+        return len(self._views) + len(self._chosen) + len(self._back)
+
+    def start(self, scheduler: Scheduler, waiting: Seq[Sequence]) -> None:
+        """Serve these sequences in the scheduler's order."""
+        self._scheduler = scheduler
+        self._views = {s.index: Waiting(s.index, s.request.prompt.id, s.limit, s.predicted) for s in waiting}
+        slots = self._slots if self._memory is None else self._memory.rows(waiting, self._slots)
+        scheduler.start(tuple(self._views.values()), slots)
+
+    def admit(self, running: Seq[Sequence]) -> list[Sequence]:
+        """Return the sequences that begin, or go on, now."""
+        back, self._back = self._back, []
+        free = self._slots - len(running) - len(back)
+        if free < 0:
+            back, self._back = back[:free], back[free:]
+        if back:
+            return back
+        if free <= 0 or not len(self) or (running and not self._refills):
+            return []
+        room = None if self._memory is None else self._memory.beside(running)
+        if room is not None and running and room.is_full:
+            return []
+        return self._entering(running, free, room)
+
+    def _entering(self, running: Seq[Sequence], free: int, room: Room | None) -> list[Sequence]:
+        entering = list[Sequence]()
+
+        def enters(sequence: Sequence) -> bool:
+            can = len(entering) < free and (room is None or room.admits(sequence))
+            (entering if can else self._chosen).append(sequence)
+            return can
+
+        chosen, self._chosen = self._chosen, []
+        for sequence in chosen:
+            enters(sequence)
+        asking = True
+        while asking and self._views and len(entering) < free:
+            busy = [Running(s.index, s.made, s.predicted) for s in (*running, *entering)]
+            plan = self._scheduler.plan(tuple(self._views.values()), busy, free - len(entering))
+            assert len({*plan} & self._views.keys()) == len(plan), "a plan admits waiting sequences, once each"
+            assert len(plan) <= free - len(entering), "a plan admits no more sequences than there are free slots"
+            assert plan or busy, "a scheduler must admit a request when nothing is running"
+            asking = False
+            for index in plan:
+                del self._views[index]
+                asking = not enters(self._sequences[index]) or asking
+        assert entering or running, "something enters when nothing runs"
+        return entering
+
+    def first(self, sequence: Sequence) -> None:
+        """A sequence that was preempted begins before all others."""
+        self._chosen.insert(0, sequence)
+
+    def go_on(self, sequence: Sequence) -> None:
+        """A sequence that was paused goes on, whatever waits."""
+        self._back.append(sequence)
+
+
+class Memory:
+    """A cache with a bound, and the lengths that are expected of the sequences in it.
+
+    The mean length of finished rollouts is biased, since short ones finish first. So the mean is of all tokens made,
+    including unfinished rollouts', per finished rollout; it starts as if one of half the limit had finished. `most` is
+    the limit; `capacity` the most keys of a sequence, as many as it is expected to hold if they are `evicted`.
+    `reserve`: blocks for sequences that will pause.
+    """
+
+    def __init__(self, cache: PagedCache, most: int, prefix: int, capacity: int, evicted: bool) -> None:
+        self.cache, self.reserve = cache, 0
+        self.was_exhausted = False  # and no rollout has ended since
+        self._most, self._prefix, self.capacity, self.evicted = most, prefix, capacity, evicted
+        self._ended, self._tokens = 1, most / 2
+        self.paused_blocks = 0
+
+    def ended(self, tokens: int) -> None:
+        self._ended += 1
+        self._tokens += tokens
+        self.was_exhausted = False
+
+    @property
+    def free(self) -> int:
+        """Blocks that running sequences can take."""
+        return self.cache.free - max(0, self.reserve - self.paused_blocks)
+
+    def length(self, sequence: Sequence, in_flight: int) -> int:
+        """The expected final length of a sequence, when all running ones have made `in_flight`. One that exceeds its
+        expected length is expected to continue for half the mean."""
+        mean = (self._tokens + in_flight) / self._ended
+        expected = mean if sequence.predicted is None else self._prefix + sequence.predicted
+        return min(self._most, max(round(expected), len(sequence.tokens) + max(1, round(mean / 2))))
+
+    def rows(self, waiting: Seq[Sequence], slots: int) -> int:
+        """Roughly how many of them will run at a time."""
+        if not waiting:
+            return slots
+        longest = blocks_for(max(sequence.prompt_length for sequence in waiting))
+        room = BLOCK * (self.cache.count - max(self.reserve, self.paused_blocks) - longest)
+        lengths = [BLOCK * blocks_for(self.capacity) if self.evicted else self.length(s, 0) for s in waiting]
+        return max(1, min(slots, int(room * len(lengths) / sum(lengths))))
+
+    def beside(self, running: Seq[Sequence]) -> Room:
+        return Room(self, running)
+
+
+class Room:
+    """The room beside running sequences, now and, by forecast, at their peak."""
+
+    def __init__(self, memory: Memory, running: Seq[Sequence]) -> None:
+        self._memory, self._cache = memory, memory.cache
+        self._in_flight = sum(sequence.made for sequence in running)
+        self._made = [sequence.made for sequence in running]
+        self._lengths = [memory.length(sequence, self._in_flight) for sequence in running]
+        self._prompts = {s.request.prompt.id: len(s.prompt.blocks) for s in running if s.prompt is not None}
+        self._blocks = 0  # that those who begin take now
+        self._is_first = not running
+
+    @property
+    def is_full(self) -> bool:
+        return self._memory.was_exhausted or not self._fits(self._made, self._lengths, self._prompts)
+
+    def _fits(self, made: Seq[int], lengths: Seq[int], prompts: dict[str, int]) -> bool:
+        """True if the peak fits; on average half of each row's last block is empty."""
+        memory = self._memory
+        room = memory.cache.count - max(memory.reserve, memory.paused_blocks) - sum(prompts.values())
+        if memory.evicted:
+            return len(made) * blocks_for(memory.capacity) <= room
+        return fullest(np.array(made), np.array(lengths)) + len(made) * BLOCK // 2 <= room * BLOCK
+
+    def admits(self, sequence: Sequence) -> bool:
+        """Add a sequence, if it fits; returns whether it did."""
+        name, memory = sequence.request.prompt.id, self._memory
+        made = [*self._made, sequence.made]
+        lengths = [*self._lengths, memory.length(sequence, self._in_flight)]
+        prompts = self._prompts | {name: blocks_for(sequence.prompt_length)}
+        if not self._is_first and not self._fits(made, lengths, prompts):
+            return False
+        blocks = blocks_for(sequence.held + 1) - len(sequence.blocks)
+        blocks += prompts[name] if name not in self._cache.prompts and name not in self._prompts else 0
+        while memory.free < self._blocks + blocks:
+            if not self._cache.drop_idle_prompts({*prompts}):
+                assert not self._is_first, "there is room for one sequence"
+                return False
+        self._made, self._lengths, self._prompts, self._is_first = made, lengths, prompts, False
+        self._blocks += blocks
+        return True
+
+
+def fullest(made: np.ndarray, lengths: np.ndarray) -> int:
+    """The most tokens held at a time by rows that have made `made` and end at `lengths`, one token per step.
+
+    >>> fullest(np.array([0, 2]), np.array([4, 4]))  # in two steps 2 and 4, in four 4 and nothing
+    6
+    """
+    left = np.sort(lengths - made)
+    order = np.argsort(lengths - made)
+    after = np.cumsum(made[order][::-1])[::-1] + left * np.arange(len(left), 0, -1)
+    return int(after.max(initial=0))
+
+
+def youngest(running: Seq[Sequence]) -> Sequence:
+    """The sequence that loses least when it begins anew: the last of those that have made the fewest tokens."""
+    assert len(running) > 1, "there is room for one sequence"
+    return min(reversed(running), key=lambda sequence: sequence.made)

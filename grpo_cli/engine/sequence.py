@@ -1,0 +1,119 @@
+"""A sequence: a request and everything that has happened to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from math import inf, nan
+
+import numpy as np
+from torch import Tensor
+
+from grpo_cli.engine.kv.cache import CachedPrompt
+from grpo_cli.types import ENVIRONMENT, Finish, Request, Rollout, Span
+
+Decode = Callable[[Seq[int]], str]
+
+
+class Status(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    PAUSED = auto()  # keeps its blocks: waits for its environment, or for a predicted length
+    PREEMPTED = auto()  # has given its blocks back, and will read its tokens again
+    FINISHED = auto()
+
+
+@dataclass(eq=False)
+class Sequence:
+    """`index` is that of its request. `tokens` are all that are known: sampled, and the environment's answers.
+
+        a prompt of 3 tokens, 5 made      p p p | g g g g g      the last token's key is written by the next step,
+        held, while nothing was evicted               k k k k    so there is one key less than tokens made
+
+    `made` counts the tokens that it has sampled or read since it began; the others wait to be read. `held` counts its
+    own keys, which lie in `blocks`. It reads its prompt's keys in `prompt` until an eviction has moved some to its own.
+    """
+
+    index: int
+    request: Request
+    status: Status = Status.WAITING
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    given: list[tuple[int, int]] = field(default_factory=list)  # the environment's tokens, from where to where
+    finish: Finish | None = None
+    made: int = 0
+    held: int = 0
+    blocks: list[int] = field(default_factory=list)
+    prompt: CachedPrompt | None = None
+    slot: int = -1  # of an eviction policy's statistics
+    notes: tuple[Tensor, ...] = ()  # those statistics while it is paused
+    kept: int = 0  # the most response keys that it has held in any layer and head
+    predicted: float | None = None
+    hidden: Tensor | None = None  # the policy's last hidden state after the predictor's prefix
+    uniforms: np.ndarray | None = None  # what decides each of its tokens
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        self.prompt_length, self.limit = len(self.request.prompt.token_ids), sampling.max_new_tokens
+        self._turn = -self.request.in_turn  # its turn's first token; negative if an earlier request made it
+        # A token is at least a byte, so these hold the longest string; a decoder may drop the first one's space.
+        self._tail = max((len(string.encode()) for string in sampling.stop), default=-1) + 1
+
+    def append(self, token: int, logprob: float) -> None:
+        """Add a sampled token."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.made += 1
+
+    def ends(self, eos: Collection[int], decode: Decode | None, in_turns: bool = False) -> bool:
+        """True if it, or its turn, ends with the token that was sampled last; sets `finish`."""
+        self.finish = None
+        if self.tokens[-1] in eos:
+            self.finish = Finish.EOS
+        elif self._tail and self._stops(decode):
+            self.finish = Finish.STOP
+        elif len(self.tokens) >= self.limit or in_turns and len(self.tokens) - self._turn >= self._most_of_turn:
+            self.finish = Finish.LENGTH
+        return self.finish is not None
+
+    @property
+    def _most_of_turn(self) -> float:
+        return self.request.sampling.max_turn_tokens or inf
+
+    def _stops(self, decode: Decode | None) -> bool:
+        """True if the end of its turn contains a stop string."""
+        assert decode is not None, "stop strings need a decoder"
+        start = max(len(self.tokens) - self._tail, self._turn)
+        before = self.request.prompt.token_ids[start:] if start < 0 else ()
+        text = decode([*before, *self.tokens[max(0, start) :]])
+        return any(string in text for string in self.request.sampling.stop)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.tokens) >= self.limit
+
+    def has_room(self, tokens: int) -> bool:
+        """True if it can make another token after so many more."""
+        return len(self.tokens) + tokens < self.limit
+
+    def read(self, answer: Seq[int]) -> None:
+        """Its turn was answered with these tokens, which it reads next."""
+        start = len(self.tokens)
+        self.tokens += answer
+        self.logprobs += [nan] * len(answer)
+        self._turn = len(self.tokens)
+        self.given.append((start, self._turn))
+
+    def rollout(self, finish: Finish | None = None) -> Rollout:
+        """The rollout of what it has made so far."""
+        spans, last = list[Span](), 0
+        for start, end in self.given:
+            spans += [Span(0, start - last)] * (start > last) + [Span(ENVIRONMENT, end - start)]
+            last = end
+        if spans and last < len(self.tokens):
+            spans.append(Span(0, len(self.tokens) - last))
+        why = finish or self.finish
+        assert why is not None, "it has ended"
+        return Rollout(self.request, tuple(self.tokens), tuple(self.logprobs), why, self.kept, tuple(spans))

@@ -1,0 +1,119 @@
+"""Which sequences begin: in the scheduler's order, as far as there is room for them, and none is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from grpo_cli.engine.admission import Admission, Memory
+from grpo_cli.engine.interfaces import Running, Waiting
+from grpo_cli.engine.kv.cache import CachedPrompt, KvLayout, PagedCache
+from grpo_cli.engine.sequence import Sequence
+from grpo_cli.settings import Sampling
+from grpo_cli.types import Prompt, Request
+
+
+class InTurn:
+    """The given order, at most so many at a time; notes what it was shown."""
+
+    needs_lengths = False
+    details: dict[str, float] = {}
+
+    def __init__(self, order: Seq[int], at_once: int = 99) -> None:
+        self._order, self._at_once = order, at_once
+        self.shown: list[tuple[list[int], list[int], int]] = []
+
+    def start(self, waiting: Seq[Waiting], slots: int) -> None:
+        self.began = [view.index for view in waiting], slots
+
+    def plan(self, waiting: Seq[Waiting], running: Seq[Running], free: int) -> Seq[int]:
+        left = [view.index for view in waiting]
+        self.shown.append((left, [view.index for view in running], free))
+        return [index for index in self._order if index in left][: min(free, self._at_once)]
+
+
+def sequences(prompts: str, tokens: int = 9) -> list[Sequence]:
+    """Of requests whose prompts, of 16 tokens, are named by these letters."""
+    requests = [Request(Prompt(name, (1,) * 16, ""), i, 0, Sampling.plain(tokens)) for i, name in enumerate(prompts)]
+    return [Sequence(index, request) for index, request in enumerate(requests)]
+
+
+def memory(blocks: int, tokens: int = 9) -> Memory:
+    cache = PagedCache(KvLayout(1, 1, 1, torch.float32), blocks, torch.device("cpu"))
+    return Memory(cache, tokens, 0, tokens, evicted=False)
+
+
+def begin(room: Memory, some: Seq[Sequence]) -> None:
+    """As an engine does."""
+    for one in some:
+        name = one.request.prompt.id
+        if name not in room.cache.prompts:
+            room.cache.prompts[name] = CachedPrompt(room.cache.take(1), 16, torch.zeros(1))
+        one.prompt = room.cache.prompts[name]
+        one.prompt.users += 1
+        one.blocks = room.cache.take(1)
+        one.append(5, 0.0)
+
+
+def indices(some: Seq[Sequence]) -> list[int]:
+    return [one.index for one in some]
+
+
+def test_slots_are_refilled_in_the_plans_order_or_in_rounds() -> None:
+    for refills in (True, False):
+        scheduler, waiting = InTurn([3, 1, 0, 2]), sequences("aabb")
+        admission = Admission(waiting, 2, refills)
+        admission.start(scheduler, waiting)
+        assert scheduler.began == ([0, 1, 2, 3], 2) and len(admission) == 4
+        assert indices(admission.admit([])) == [3, 1]
+        assert indices(admission.admit([waiting[1]])) == [0] * refills
+        assert scheduler.shown[:2] == [([0, 1, 2, 3], [], 2), ([0, 2], [1], 1)][: 1 + refills]
+        assert indices(admission.admit([])) == ([2] if refills else [0, 2])
+
+
+def test_one_without_room_waits_before_all_that_are_chosen_later_and_others_begin() -> None:
+    """Of 4 blocks, a prompt takes one and a sequence one: one sequence of each of two prompts fits."""
+    waiting, room = sequences("bbab", 2), memory(4, 2)
+    admission = Admission(waiting, 4, True, room)
+    admission.start(InTurn([0, 2, 1, 3]), waiting)
+    first = admission.admit([])
+    begin(room, first)
+    assert indices(first) == [0, 2] and room.cache.free == 0
+    for one in first:  # both end: their blocks come back, and their prompts are idle
+        assert one.prompt is not None
+        room.cache.give_back(one.blocks)
+        one.prompt.users -= 1
+    second = admission.admit([])
+    begin(room, second)
+    assert indices(second) == [1, 3] and len(admission) == 0
+
+
+def test_one_that_was_preempted_begins_before_all_others_and_one_that_paused_whatever_waits() -> None:
+    waiting = sequences("aaaa")
+    admission = Admission(waiting, 2, False)
+    admission.start(InTurn([0, 1, 2, 3]), waiting)
+    running = admission.admit([])
+    admission.first(running.pop())
+    assert admission.admit(running) == [], "a round goes on"
+    assert indices(admission.admit([])) == [1, 2]
+    admission.go_on(waiting[0])
+    assert indices(admission.admit([waiting[1]])) == [0]
+
+
+def test_a_scheduler_that_leaves_slots_empty_is_not_asked_again_in_the_same_step() -> None:
+    scheduler, waiting = InTurn([0, 1, 2], at_once=1), sequences("aaa")
+    admission = Admission(waiting, 2, True)
+    admission.start(scheduler, waiting)
+    assert indices(admission.admit([])) == [0] and len(scheduler.shown) == 1
+
+
+def test_rows_fit_with_half_of_everybodys_last_block_left_empty_and_without_paused_ones() -> None:
+    """A prompt and two sequences that are expected to end at 16 tokens: 32 + 2 x 8 take 3 blocks beside the prompt."""
+    for blocks, paused, fits in ((4, 0, True), (3, 0, False), (4, 1, False), (5, 1, True)):
+        waiting, room = sequences("aa", 16), memory(9, 16)
+        begin(room, waiting)
+        for one in waiting:
+            one.predicted = 16.0
+        room.cache.count, room.paused_blocks = blocks, paused
+        assert room.beside(waiting).is_full != fits

@@ -225,8 +225,8 @@ def _unrolled(match: re.Match[str]) -> str:
 
 
 def _leading(text: str, strict: bool = False, max_words: int | None = None) -> Extracted | None:
-    """Return the number that `text` begins with, else the one after its last equals sign (`3 * 4 = 12`); None where it begins
-    an expression. With `max_words`, at most so many words, and no other number, may follow it."""
+    """Return the number that `text` begins with, else the one after its last equals sign (`3 * 4 = 12`); None where it
+    begins an expression. With `max_words`, at most so many words, and no other number, may follow it."""
     text = _plain(text)
     *working, last = text.split("=")
     for piece in (text,) if any(_VARIABLE.search(it) and _WORKED.search(it) for it in working) else (text, last):

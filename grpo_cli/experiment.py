@@ -162,7 +162,8 @@ def parts_of(
     offered = {"prompts": bench.task.prompts("train"), "per_step": train.prompts, "steps": train.steps, "n": settings.n}
     offered |= {"seed": settings.seed, "history": bench.history}
     curriculum = make("curriculum", settings.parts["curriculum"], offered)
-    reference, warmup = None, None
+    reference: Any = None
+    warmup = None
     if rules.loss.needs_reference:  # of the start's weights, never a checkpoint's
         new = settings.model.adapted and settings.model.adapter is None  # adapters that have changed nothing
         reference = AdapterOff(bench.model) if new else _load(settings.model, bench.device, settings)

@@ -97,7 +97,7 @@ class ModelSettings(Strict):
     autocast: Literal["auto", "none", "bfloat16"]  # of the computation
     random_init: bool
     trust_remote_code: bool
-    gradient_checkpointing: bool
+    gradient_checkpointing: Literal["none", "elementwise", "full"]
     offload_activations: bool
     quantize: Literal["none", "8bit", "4bit"]  # of the frozen weights
     lora: LoraSettings

@@ -37,7 +37,7 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_loaded_model_says_the_same_twice(checkpointing: bool) -> None:
     """In train mode, which gradient checkpointing asks for, it would not."""
-    model = moved(load_model(replace(TINY, gradient_checkpointing=checkpointing), CPU))
+    model = moved(load_model(replace(TINY, gradient_checkpointing="full" if checkpointing else "none"), CPU))
     assert not any(module.training for module in model.modules())
     ids = torch.arange(2, 12)[None]
     with torch.no_grad():
@@ -47,7 +47,7 @@ def test_a_loaded_model_says_the_same_twice(checkpointing: bool) -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_update_recomputes_activations_where_that_was_asked_for(checkpointing: bool) -> None:
-    model = load_model(replace(TINY, gradient_checkpointing=checkpointing), CPU)
+    model = load_model(replace(TINY, gradient_checkpointing="full" if checkpointing else "none"), CPU)
     calls: list[bool] = []
     layer: nn.Module = model.get_base_model().model.layers[0].mlp
     layer.register_forward_pre_hook(lambda module, _: calls.append(module.training))
@@ -59,7 +59,7 @@ def test_recomputing_activations_changes_no_weight_and_no_metric_under_dropout(t
     """Also across a resume: rollouts and evaluations are without dropout either way, and updates draw the same."""
     words = (*WORDS, "eval.every=1", "eval.problems=4", "eval.k=1")
     trainer(tmp_path / "plain", words).fit()
-    recomputing = (*words, "model.gradient_checkpointing=true")
+    recomputing = (*words, "model.gradient_checkpointing=full")
     trainer(tmp_path / "recomputing", (*recomputing, "train.steps=1")).fit()
     trainer(tmp_path / "recomputing", (*recomputing, f"resume={tmp_path / 'recomputing'}")).fit()
     assert equal(saved(tmp_path / "plain"), saved(tmp_path / "recomputing"))

@@ -297,7 +297,7 @@ def test_no_family_keeps_a_dropout_of_its_own(tmp_path: Path) -> None:
 
 
 RUNS = [
-    ("jamba", ("correction=tis", "loss.kl_coef=0.04", "model.gradient_checkpointing=true")),
+    ("jamba", ("correction=tis", "loss.kl_coef=0.04", "model.gradient_checkpointing=full")),
     ("gpt_neox", ("model.lora.rank=2", "model.lora.targets=[query_key_value]", "loss.kl_coef=0.04")),
     ("gemma2", ("collector=partial", "correction=tis", "sampler=micro", "sampler.slots=5")),
     ("mamba", ("train.epochs=2", "downsample=random")),

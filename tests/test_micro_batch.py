@@ -51,7 +51,7 @@ def test_it_is_all_of_a_step_or_the_most_that_fits(monkeypatch: pytest.MonkeyPat
     assert 6 + 12 < few < everything and f"auto is {few}: the most that fit" in said
     expected, room = (parse_bytes(size, "") for size in re.findall(r"[\d.]+ [MG]iB", said))
     assert expected <= room
-    assert few < decided(monkeypatch, LITTLE, "model.gradient_checkpointing=true")[0]
+    assert few < decided(monkeypatch, LITTLE, "model.gradient_checkpointing=full")[0]
 
 
 def test_a_task_of_ones_own_files_is_asked_for_its_prompts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_where_not_one_sequence_fits_it_says_what_would(monkeypatch: pytest.Monk
         decided(monkeypatch, 0)
     message = str(refused.value)
     assert "not one sequence fits. It takes at least" in message
-    for lever in ("model.gradient_checkpointing=true", "model.lora.rank=16", "sampling.max_new_tokens"):
+    for lever in ("model.gradient_checkpointing=full", "model.lora.rank=16", "sampling.max_new_tokens"):
         assert lever in message
 
 

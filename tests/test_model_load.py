@@ -8,7 +8,6 @@ import shutil
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from huggingface_hub.errors import GatedRepoError
 from small import make_engine, small_model, some_requests
 from tiny_hf import make_folder
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -35,7 +33,6 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from grpo_cli.learner.logprobs import token_logprobs
-from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.checks import ARCHITECTURES, check_config, check_vocabulary
 from grpo_cli.model.load import (
     eos_token_ids,
@@ -46,7 +43,6 @@ from grpo_cli.model.load import (
     save_pretrained,
 )
 from grpo_cli.model.packed import causal
-from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.arithmetic import final_answer
@@ -141,45 +137,6 @@ def test_dropout_is_off_in_train_mode_too(tmp_path: Path) -> None:
     ids = torch.arange(10)[None]
     with torch.no_grad():
         assert torch.equal(model.eval()(input_ids=ids).logits, model.train()(input_ids=ids).logits)
-
-
-@pytest.mark.parametrize("adapted", [False, True])
-def test_offloaded_are_the_inputs_of_layers_alone_and_no_gradient_changes(
-    adapted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two layers, one row of 12 tokens, 32 numbers each: that is what leaves the device, and what comes back."""
-    lora = made.lora(rank=2, targets=("q_proj", "down_proj")) if adapted else made.lora()
-    gradients = []
-    for offload in (False, True):
-        torch.manual_seed(0)
-        model = with_adapters(small_model("qwen2"), settings(lora=lora))
-        recompute_layers(model.get_base_model() if adapted else model, offload)
-        if adapted:
-            torch.nn.init.ones_(model.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default.weight)
-        model.train()(input_ids=torch.arange(12)[None], use_cache=False).logits.square().sum().backward()
-        gradients.append([weight.grad for weight in model.parameters() if weight.requires_grad])
-    for plain, offloaded in zip(*gradients, strict=True):
-        assert plain is not None and torch.equal(plain, offloaded)
-
-    gone, back = [], []
-    model = small_model("qwen2")
-
-    def away(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel():  # older releases of PyTorch keep an empty one beside
-            gone.append(tuple(tensor.shape))
-        return tensor.clone()
-
-    def here(kept: torch.Tensor, pinned: bool) -> torch.Tensor:
-        back.extend([pinned] if kept.numel() else [])
-        return kept
-
-    hooks = lambda pin_memory: saved_tensors_hooks(away, partial(here, pinned=pin_memory))  # noqa: E731
-    monkeypatch.setattr("grpo_cli.model.recompute.save_on_cpu", hooks)
-    recompute_layers(model, offload=True)
-    loss = model.train().model(input_ids=torch.arange(12)[None], use_cache=False).last_hidden_state.sum()
-    assert gone == [(1, 12, 32)] * 2 and not back
-    loss.backward()
-    assert back == [True, True]
 
 
 def test_what_is_saved_loads_with_plain_transformers(

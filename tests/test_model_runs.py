@@ -55,7 +55,7 @@ def last_record(folder: Path) -> dict[str, float]:
     [
         (*LORA, "loss.kl_coef=0.04", "model.lora.dropout=0.1"),
         (*LORA, "model.random_init=true", "model.dtype=bfloat16"),
-        ("optim.offload=true", "model.gradient_checkpointing=true"),
+        ("optim.offload=true", "model.gradient_checkpointing=full"),
     ],
     ids=" ".join,
 )

@@ -95,7 +95,7 @@ def test_a_plan_for_a_gpu_has_its_precision_and_its_allocators_ways(monkeypatch:
     """No phase keeps what another has freed, nothing is resident beside the tensors, and 4 bits can be planned for."""
     monkeypatch.setattr("grpo_cli.config.auto.fast_in_bfloat16", lambda device: False)
     words = ["model=smollm2_135m", "model.architecture.num_hidden_layers=1", "model.lora.rank=2", "model.quantize=4bit"]
-    words += ["model.gradient_checkpointing=true", "model.offload_activations=true", "eval.every=0", "profile.fit=2GB"]
+    words += ["model.gradient_checkpointing=full", "model.offload_activations=true", "eval.every=0", "profile.fit=2GB"]
     found, _ = profile("profile.plan_only=true", "profile.for_gpu=true", *words)
     assert (found["settings"]["model"]["dtype"], found["settings"]["model"]["autocast"]) == ("bfloat16", "bfloat16")
     held = {name: phase["held_by"] for name, phase in found["predicted"]["phases"].items()}

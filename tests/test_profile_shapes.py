@@ -23,7 +23,7 @@ from grpo_cli.learner.logprobs import PLAIN
 from grpo_cli.learner.optimizer import make_optimizer, state_bytes
 from grpo_cli.methods.snapkv import SnapKv
 from grpo_cli.model.adapters import with_adapters
-from grpo_cli.model.recompute import recompute_layers
+from grpo_cli.model.checkpointing import recompute_layers
 from grpo_cli.native.ops import no_tree_attention
 from grpo_cli.profile import shapes
 from grpo_cli.profile.allocations import ACTIVATIONS, LOGITS, Allocations
@@ -158,7 +158,7 @@ def test_offloaded_inputs_of_layers_take_nothing_between_the_passes():
 
     def load() -> Any:
         model = small_model(num_hidden_layers=4)
-        recompute_layers(model, offload=False)
+        recompute_layers(model, "full")
         return with_adapters(model, LORA)
 
     way, rows = Padded(400, 64, 1.0), (RowShape(100, 300),)
@@ -230,7 +230,7 @@ def test_adapters_of_every_kind_are_planned_as_they_are(kind: str):
 
 
 def recomputed(model: Any) -> Any:
-    recompute_layers(model, offload=False)
+    recompute_layers(model, "full")
     return model
 
 

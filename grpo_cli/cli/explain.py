@@ -74,7 +74,7 @@ def _metrics() -> Mapping[str, str]:
 
 
 def _metrics_of(word: str) -> list[Row]:
-    """Return the metric with this name (placeholders such as `<k>` filled in), or those with the word in their names."""
+    """Return the metric with this name (placeholders such as `<k>` filled in), or those whose names hold the word."""
     for name, sentence in _metrics().items():
         pattern = re.sub(r"<[a-z]+>", "[^/]+", re.escape(name).replace("<k>", "[1-9][0-9]*"))
         if re.fullmatch(pattern, word):

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,7 +58,7 @@ def unusable(command: str, flags: Sequence[str], words: Sequence[str]) -> Iterat
     from grpo_cli.config.removed import removed
 
     yield from (sentence for _, sentence in removed(words))
-    for flag, value in zip(flags, [*flags[1:], "-"], strict=True):
+    for flag, value in pairwise([*flags, "-"]):
         if flag.startswith("-") and flag.partition("=")[0] not in _FLAGS:
             yield _without_dashes(command, flag, "" if value.startswith("-") else value)
         elif flag in FLAGS_WITH_VALUE - {"--info", "-i"} and value.startswith("-"):
@@ -94,9 +95,8 @@ def explained(error: Exception, command: str, words: Sequence[str]) -> str:
         return no_choice(group, choice, [option for option in error.options if not option.startswith("_")])
     if isinstance(error, OverrideParseException):
         return f"{error.override} cannot be read: {_as_text(str(error.override)) or 'write key=value or group=choice'}"
-    if sweep := re.match(
-        r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?:\n| requires)", str(error), re.S
-    ):
+    ambiguous = r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?:\n| requires)"
+    if sweep := re.match(ambiguous, str(error), re.S):
         key, _, value = sweep[1].partition("=")
         a_list = f"a list is typed {shlex.quote(f'{key}=[{value}]')}; " if "(" not in value else ""
         return f"{sweep[1]} is a sweep: add -m; {a_list}{_as_text(sweep[1])}"

@@ -152,8 +152,8 @@ def _model(model: ModelSettings, device: str) -> Iterator[str]:
         yield f"{lora[0]}=true needs adapters: give model.lora.rank=16 or more"
     if model.lora.rank > 0 and not model.lora.targets:
         yield "model.lora.targets=[] leaves no layer to adapt; name some, such as [q_proj, v_proj]"
-    if model.offload_activations and not model.gradient_checkpointing:
-        yield "model.offload_activations=true needs model.gradient_checkpointing=true"
+    if model.offload_activations and model.gradient_checkpointing != "full":
+        yield "model.offload_activations=true moves what model.gradient_checkpointing=full keeps: give both"
     quantized = f"model.quantize={model.quantize}"
     if model.quantize != "none" and not model.adapted:
         yield f"{quantized} freezes all weights: give adapters to train, such as model.lora.rank=64"

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from grpo_cli.model.anatomy import head, place_of
+from grpo_cli.model.checkpointing import last_states
 from grpo_cli.model.compiling import Compiler
-from grpo_cli.model.mlp_recompute import last_states
 from grpo_cli.model.transfer import send
 
 _AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits in float32 at one time; a GPU works best with few large calls

@@ -159,7 +159,7 @@ def check_device(settings: ModelSettings, device: torch.device) -> None:
     if settings.offload_activations and device.type == "cpu":
         raise UserError(
             "model.offload_activations=true moves activations from a GPU's memory to the CPU's, and the device is cpu; "
-            "leave it out (model.gradient_checkpointing=true alone keeps as little)"
+            "leave it out (model.gradient_checkpointing=full alone keeps as little)"
         )
     if settings.quantize == "none":
         return

@@ -60,7 +60,8 @@ def layout(numbers: tuple[int, ...], device: torch.device) -> tuple[Spans, Trunk
     branches = np.concatenate([np.arange(start + tree[0], start + sum(tree)) for tree, start in split])
     trunks = np.concatenate([np.arange(start, start + tree[0]) for tree, start in split])
     spans = Spans.of([sum(tree[1:]) for tree, _ in split], [tree[0] for tree, _ in split], False, device)
-    return own, Trunks(*send(device, branches, trunks), spans)
+    of_branches, of_trunks = send(device, branches, trunks)
+    return own, Trunks(of_branches, of_trunks, spans)
 
 
 def serves(q: Tensor) -> bool:

@@ -32,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from grpo_cli.model.adapters import BASE, base_of, has_adapters, with_adapters
 from grpo_cli.model.anatomy import is_llama_shaped, unwrapped
+from grpo_cli.model.checkpointing import offloading, recompute_layers
 from grpo_cli.model.checks import (
     architecture_of,
     check_config,
@@ -41,7 +42,6 @@ from grpo_cli.model.checks import (
     check_weights,
 )
 from grpo_cli.model.packed import allow_packing
-from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
 
@@ -77,12 +77,10 @@ def load_model(settings: ModelSettings, device: torch.device, any_family: bool =
         model = _read_weights(source, config, dtype, settings, device)
     if device.type == "cuda" and is_llama_shaped(model):
         allow_packing(model)  # selects our attention, which differs there in float32
-    if settings.gradient_checkpointing:
-        _check_recomputing(model, settings)
-        recompute_layers(model, settings.offload_activations)
     if settings.quantize == "none" and model.device != device:  # quantised weights are loaded in place
         model = model.to(device)
     model = with_adapters(model, settings).eval()
+    _recompute(unwrapped(model), settings)  # after PEFT, which would have the embeddings ask for gradients
     if not settings.random_init:
         check_weights(model, settings)
     return model
@@ -96,15 +94,14 @@ def _without_dropout(config: PreTrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def _check_recomputing(model: PreTrainedModel, settings: ModelSettings) -> None:
-    name = type(model).__name__
-    if not model.supports_gradient_checkpointing:
-        raise UserError(f"model.gradient_checkpointing=true cannot be had with {name}, which has none; leave it out")
-    if settings.offload_activations and not is_llama_shaped(model):
-        raise UserError(
-            f"model.offload_activations=true moves what Llama-shaped layers keep, and {name} has others; leave it out "
-            "(model.gradient_checkpointing=true alone keeps as little)"
-        )
+def _recompute(model: PreTrainedModel, settings: ModelSettings) -> None:
+    name, what, ours = type(model).__name__, settings.gradient_checkpointing, is_llama_shaped(model)
+    if what == "full" and not model.supports_gradient_checkpointing:
+        raise UserError(f"model.gradient_checkpointing=full is not supported by {name}; use none")
+    if settings.offload_activations and not ours:
+        raise UserError(f"model.offload_activations=true needs Llama-shaped layers, and {name} has others; use false")
+    if what == "full" or (what == "elementwise" and ours):
+        recompute_layers(model, what, offloading if settings.offload_activations else None)
 
 
 def at_checkpoint(settings: ModelSettings, folder: Path) -> ModelSettings:

@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from grpo_cli.model import flash
 from grpo_cli.model.anatomy import PACKING, backbone
-from grpo_cli.model.mlp_recompute import last_states
+from grpo_cli.model.checkpointing import last_states
 from grpo_cli.model.transfer import send
 from grpo_cli.native.ops import PRECISIONS, flat, reference, tree_attention
 

@@ -38,7 +38,7 @@ def memory_keys(kind: str, phase: str, sampler: Sampler) -> str:
     if kind == ACTIVATIONS:
         if phase in (*_ROLLOUTS, "eval"):
             return f"{refilled}; lower {asked}"
-        return "lower train.micro_batch_tokens, or model.gradient_checkpointing=true"
+        return "lower train.micro_batch_tokens, or model.gradient_checkpointing=full"
     return {
         WEIGHTS: "a smaller model, or model.dtype=bfloat16",
         REFERENCE: "loss.kl_coef=0 needs no reference",

@@ -37,8 +37,8 @@ CHUNK, RECOMPUTE = "train.logprob_chunk", "model.gradient_checkpointing"
 OFFLOAD, PARK = "model.offload_activations", "optim.park"
 # What updates may do, the cheapest first; the micro-batch is the largest with which each of them fits.
 _CHUNKED = {CHUNK: 128}
-_WAYS: tuple[Values, ...] = ({}, _CHUNKED, {RECOMPUTE: True}, {RECOMPUTE: True, **_CHUNKED})
-_ON_A_GPU: tuple[Values, ...] = ({RECOMPUTE: True, OFFLOAD: True}, {RECOMPUTE: True, OFFLOAD: True, **_CHUNKED})
+_WAYS: tuple[Values, ...] = ({}, _CHUNKED, {RECOMPUTE: "full"}, {RECOMPUTE: "full", **_CHUNKED})
+_ON_A_GPU: tuple[Values, ...] = ({RECOMPUTE: "full", OFFLOAD: True}, {RECOMPUTE: "full", OFFLOAD: True, **_CHUNKED})
 # Of the given memory, and on a CPU at least so many bytes, by which runs of the same settings differ.
 MARGIN, BESIDE = 0.95, 32 * 2**20
 # A pass of fewer tokens is slower than recomputing in a larger one.
@@ -173,7 +173,7 @@ class _Asks:
         for group in ("model", "train", "optim"):
             changed = {key.partition(".")[2]: v for key, v in values.items() if key.startswith(f"{group}.")}
             settings = replace(settings, **{group: replace(getattr(settings, group), **changed)})
-        if not settings.model.gradient_checkpointing:  # its inputs are what is offloaded
+        if settings.model.gradient_checkpointing != "full":  # its inputs are what is offloaded
             settings = replace(settings, model=replace(settings.model, offload_activations=False))
         if settings.train.micro_batch_tokens == AUTO:
             settings = replace(settings, train=replace(settings.train, micro_batch_tokens=1 << 30))

@@ -29,9 +29,8 @@ from grpo_cli.learner.forward import Forward, RowShape
 from grpo_cli.learner.logprobs import _AT_ONCE as AT_ONCE
 from grpo_cli.learner.logprobs import PLAIN, ByRow
 from grpo_cli.model.anatomy import backbone
-from grpo_cli.model.mlp_recompute import always_sparing
+from grpo_cli.model.checkpointing import always_sparing, recompute_layers
 from grpo_cli.model.packed import allow_packing
-from grpo_cli.model.recompute import keep_inputs
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
 from grpo_cli.settings import Sampling
 from grpo_cli.support.memory import storage_bytes
@@ -177,7 +176,9 @@ class ShapeModel:
         # rows x width x width that a run does not have. With this attention it makes none.
         allow_packing(self.model)
         if offload:
-            keep_inputs(self.model, lambda: saved_tensors_hooks(lambda x: (x.shape, x.dtype), _brought_back))
+            recompute_layers(
+                self.model, "full", lambda: saved_tensors_hooks(lambda x: (x.shape, x.dtype), _brought_back)
+            )
         self._autocast = autocast
         self.bits = bits
         if bits is not None:

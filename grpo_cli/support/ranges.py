@@ -17,7 +17,8 @@ def Range(  # noqa: N802
 ) -> Any:
     """Return pydantic's range from `low` to `high`; `above` and `below` leave the end itself out."""
     ends = {"gt" if above else "ge": low, "lt" if below else "le": high}
-    return Field(**{word: end for word, end in ends.items() if math.isfinite(end)})  # type: ignore[arg-type]
+    finite: dict[str, Any] = {word: end for word, end in ends.items() if math.isfinite(end)}
+    return Field(**finite)
 
 
 def OneOf(words: Sequence[str]) -> AfterValidator:  # noqa: N802

@@ -51,7 +51,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "50 M, n=32 m=4": (*FIFTY, "n=32", "m=4"),
     "50 M, adapters": (*FIFTY, "n=8", "model.lora.rank=8"),
 }
-WAYS = ((), ("train.logprob_chunk=128",), ("model.gradient_checkpointing=true",))
+WAYS = ((), ("train.logprob_chunk=128",), ("model.gradient_checkpointing=full",))
 WAYS += ((*WAYS[1], *WAYS[2]),)
 PARTS = (1, 2, 4)  # of the tokens of an update, in a pass
 SLOTS = (1, 4)  # of the rollouts of a step, at once

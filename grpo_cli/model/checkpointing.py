@@ -1,0 +1,130 @@
+"""Gradient checkpointing: what of a layer is kept for the backward pass. The rest is recomputed, with the same bits.
+
+`full` keeps a layer's input alone. `elementwise` also keeps what products and attention return, and recomputes norms,
+activations, rotations and casts; on a CPU with memory to spare a small pass keeps everything, which takes less time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from grpo_cli.model.anatomy import backbone, without_mask
+from grpo_cli.native.ops import tree_attention
+from grpo_cli.support.memory import give_back_freed, is_little
+
+Hooks = Callable[[], AbstractContextManager[Any]]  # a factory of `saved_tensors_hooks`
+_AT_MOST_FREED = 1 << 27  # bytes kept or used before freed memory is returned to the system
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_ATTENTION = {
+    tree_attention._opoverload,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+# True while a plan is made, on fake tensors of the CPU, for a device that spares memory in any case.
+_SPARES: ContextVar[bool] = ContextVar("_SPARES", default=False)
+
+
+@contextmanager
+def always_sparing() -> Iterator[None]:
+    """Make even small passes keep little, as on a GPU."""
+    token = _SPARES.set(True)
+    try:
+        yield
+    finally:
+        _SPARES.reset(token)
+
+
+def last_states(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
+    """Compute the backbone's last hidden states. Autocast's weight cache is off: each weight is used once here."""
+    inputs |= without_mask(model)
+    kind = input_ids.device.type
+    precision = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, *precision, cache_enabled=False):
+        states: Tensor = backbone(model)(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
+    return states
+
+
+def recompute_layers(model: Any, what: str, hooks: Hooks | None = None) -> None:
+    """Recompute in train mode, which the learner turns on for its updates. `hooks` apply to a layer's kept input."""
+    body, freed = backbone(model), _Freed()
+    elementwise = {"context_fn": partial(_contexts, body.config)} if what == "elementwise" else {}
+    # the second is its name in older releases of transformers
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False} | elementwise)
+    for layer in body.layers if elementwise or hooks is not None else ():
+        checkpoint = layer._gradient_checkpointing_func
+        layer._gradient_checkpointing_func = partial(_checkpointed, checkpoint, bool(elementwise), hooks, body, freed)
+
+
+def offloading() -> AbstractContextManager[Any]:
+    """Keep tensors in pinned memory of the CPU until the backward pass."""
+    return save_on_cpu(pin_memory=True)
+
+
+def _checkpointed(
+    checkpoint: Callable[..., Tensor],
+    elementwise: bool,
+    hooks: Hooks | None,
+    body: Any,
+    freed: _Freed,
+    layer: Callable[..., Tensor],
+    hidden: Tensor,
+    *args: Any,
+) -> Tensor:
+    stored = _stored_bytes(body.config, hidden)
+    on_cpu = hidden.device.type == "cpu"
+    if elementwise and on_cpu and not _SPARES.get() and is_little(stored * body.config.num_hidden_layers):
+        return layer(hidden, *args)
+    with nullcontext() if hooks is None else hooks():  # see the input alone: the checkpoint's hooks are inside these
+        out = checkpoint(layer, hidden, *args)
+    if on_cpu and elementwise:
+        freed.more(stored)
+        if out.requires_grad:
+            out.register_hook(lambda _: freed.more(stored))
+    return out
+
+
+def _stored_bytes(config: Any, hidden: Tensor) -> int:
+    """Return roughly the bytes that a layer would store for its backward pass, counted for float32."""
+    return 4 * (hidden.numel() // config.hidden_size) * (11 * config.hidden_size + 4 * config.intermediate_size)
+
+
+@dataclass
+class _Freed:
+    """Freed memory that goes back to the system now and then. Most of it would never be reused: glibc's aligned
+    allocations ask for more than their size, so that none fits where one of the same size has been."""
+
+    passed: int = 0
+
+    def more(self, nbytes: int) -> None:
+        self.passed += nbytes
+        if self.passed > _AT_MOST_FREED:
+            self.passed = 0
+            give_back_freed()
+
+
+def _contexts(config: Any) -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(partial(_policy, config))
+
+
+def _policy(config: Any, _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what attention and products return, but for the last product of a layer, whose result nothing needs, and
+    those with adapters, which are as cheap as they are narrow."""
+    kept = op in _ATTENTION
+    if op in _PRODUCTS:
+        depth, width = args[-1].shape
+        kept = (depth, width) != (config.intermediate_size, config.hidden_size) and 8 * depth > width
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

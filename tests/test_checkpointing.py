@@ -1,0 +1,161 @@
+"""Little is kept for the backward pass, and gradients have the bits that they have where everything is kept."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import made
+import pytest
+import torch
+from small import VOCABULARY, small_model
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from grpo_cli.learner.logprobs import token_logprobs
+from grpo_cli.model import checkpointing
+from grpo_cli.model.adapters import with_adapters
+from grpo_cli.model.anatomy import unwrapped
+from grpo_cli.model.checkpointing import last_states, recompute_layers
+from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
+from grpo_cli.native.ops import no_tree_attention
+from grpo_cli.profile.allocations import ACTIVATIONS, Allocations
+from grpo_cli.support import memory
+
+IDS = torch.randint(2, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones(3, 20, dtype=torch.bool).tril(12).logical_and(torch.arange(20) > 4)
+
+
+@pytest.fixture(autouse=True)
+def no_memory_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointing, "is_little", lambda nbytes: False)
+
+
+def recomputing(what: str, family: str = "llama", lora: Any = None, **words: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = with_adapters(small_model(family, **words), replace(made.model(), lora=lora or made.lora()))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+    if what != "none":
+        recompute_layers(unwrapped(model), what)
+    return model.train()
+
+
+def gradients(model: Any, autocast: bool) -> dict[str, Tensor]:
+    torch.manual_seed(1)  # of dropout
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        values = token_logprobs(model, IDS, MASK, 0.7, 8)
+    (values * torch.arange(20)).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def packed(model: Any, natively: bool) -> dict[str, Tensor]:
+    allow_packing(model)
+    packed_hidden(model, IDS.flatten(), [Tree(10, (20, 30))], natively).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("family", "dtype", "lora"),
+    [
+        ("llama", torch.float32, None),
+        ("qwen3", torch.float32, None),
+        ("mistral", torch.float32, None),
+        ("qwen2", torch.bfloat16, None),
+        ("llama", torch.float32, made.lora(rank=2)),
+        ("llama", torch.float32, made.lora(rank=2, dropout=0.5)),
+    ],
+    ids=["llama", "qwen3", "mistral", "bfloat16", "lora", "dropout"],
+)
+def test_gradients_have_the_same_bits(family: str, dtype: torch.dtype, lora: Any, autocast: bool) -> None:
+    everything, *less = (
+        gradients(recomputing(what, family, lora).to(dtype), autocast) for what in ("none", "elementwise", "full")
+    )
+    for little in less:
+        assert little.keys() == everything.keys() and any(g.any() for g in little.values())
+        assert all(torch.equal(little[name], everything[name]) for name in little)
+
+
+@pytest.mark.parametrize("natively", [False, no_tree_attention(2, 2, 8) is None])
+def test_packed_rows_have_them_too(natively: bool) -> None:
+    everything, *less = (packed(recomputing(what), natively) for what in ("none", "elementwise", "full"))
+    assert all(torch.equal(little[name], everything[name]) for little in less for name in everything)
+
+
+def kept(model: Any, autocast: bool = False) -> float:
+    """Numbers of 4 bytes that are kept of a pass, for each token."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Allocations(model) as allocations:
+        states = last_states(model, input_ids=IDS)
+        allocations.take_peak()
+        found = allocations.take_peak()[ACTIVATIONS]
+        del states
+    return found / IDS.numel() / 4
+
+
+def test_what_is_kept_is_what_products_and_attention_make() -> None:
+    """Of a layer: its input (32 numbers of a token), q, k, v (32 + 16 + 16), attention (32, and 4 heads' sums), what
+    o_proj, gate_proj and up_proj give (32 + 64 + 64); after the last one its residual, that over the norm's factor, the
+    factor, and the result. Beside: cosines and sines (2 x 8) of a row's positions, and these (2)."""
+    layer, last, rotation = 32 + 32 + 16 + 16 + 32 + 4 + 32 + 64 + 64, 3 * 32 + 1, 18 / 3
+    assert kept(recomputing("elementwise")) == pytest.approx(2 * layer + last + rotation)
+    assert kept(recomputing("full")) == pytest.approx(2 * 32 + last + rotation)
+    assert kept(recomputing("none")) > 1.5 * kept(recomputing("elementwise"))
+
+
+def test_neither_copies_of_weights_nor_the_products_of_adapters_are_kept() -> None:
+    wide = recomputing("elementwise", hidden_size=256, intermediate_size=1024)
+    assert kept(wide, autocast=True) * 4 * IDS.numel() < sum(p.nbytes // 2 for p in wide.parameters())
+    plain, adapted = (kept(recomputing("elementwise", lora=lora)) for lora in (None, made.lora(rank=2)))
+    assert adapted - plain <= 2 * 7 * 2 + 1  # of each product the two numbers between its adapter's halves
+
+
+@pytest.mark.parametrize("room", [289 * 60 * 4 * 2, 10**9])
+def test_a_pass_that_is_small_for_this_machine_stores_everything(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointing, "is_little", lambda nbytes: nbytes <= room)
+    little, everything = kept(recomputing("elementwise")), kept(recomputing("none"))
+    assert (little == everything) == (room == 10**9)
+    estimate = 2 * checkpointing._stored_bytes(small_model("llama").config, torch.empty(60, 32)) / 60 / 4
+    assert everything == pytest.approx(estimate, rel=0.25)
+
+
+def test_what_is_little_depends_on_the_machine_and_on_what_the_user_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_host_bytes", lambda: 3200)
+    monkeypatch.setattr(memory, "_room", None)
+    assert memory.is_little(100) and not memory.is_little(101)
+    memory.keep_freed(320)
+    assert memory.is_little(10) and not memory.is_little(11)
+
+
+def test_what_is_freed_goes_back_all_along_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[int]()
+    monkeypatch.setattr(checkpointing, "give_back_freed", lambda: calls.append(1))
+    monkeypatch.setattr(checkpointing, "_AT_MOST_FREED", 0)
+    states = last_states(recomputing("elementwise", num_hidden_layers=8), input_ids=IDS)
+    assert len(calls) == 8
+    states.sum().backward()
+    assert len(calls) == 16
+
+
+@pytest.mark.parametrize("lora", [None, made.lora(rank=2, targets=("q_proj", "down_proj"))], ids=["whole", "adapters"])
+def test_offloaded_are_the_inputs_of_layers_alone_and_no_gradient_changes(lora: Any) -> None:
+    """Two layers, three rows of 20 tokens, 32 numbers each: that is what leaves the device, and what comes back."""
+    gone, back = list[Any](), list[Any]()
+
+    def away(tensor: Tensor) -> Tensor:
+        gone.extend([tuple(tensor.shape)] if tensor.numel() else [])  # older releases of PyTorch keep an empty one too
+        return tensor.clone()
+
+    def here(tensor: Tensor) -> Tensor:
+        back.extend([tuple(tensor.shape)] if tensor.numel() else [])
+        return tensor
+
+    model = recomputing("none", lora=lora)
+    recompute_layers(unwrapped(model), "full", partial(saved_tensors_hooks, away, here))
+    offloaded, plain = gradients(model, False), gradients(recomputing("none", lora=lora), False)
+    assert gone == back == [(3, 20, 32)] * 2
+    assert all(torch.equal(plain[name], offloaded[name]) for name in plain)

@@ -169,7 +169,7 @@ def parts_of(
         reference = AdapterOff(bench.model) if new else _load(settings.model, bench.device, settings)
         reference = reference if new else reference.requires_grad_(False).eval()
     if train.warmup == "sft":
-        shown = demonstrations(settings, bench, warn)
+        shown = demonstrations(settings, bench, context_of(bench.model.config), warn)
         warmup = Sft(train.warmup_steps, train.warmup_lr, shown, train.prompts * settings.m, settings.seed)
     save_model = partial(save_pretrained, bench.model, bench.tokenizer, with_base=settings.model.random_init)
     return Parts(bench, curriculum, rules, reference, save_model, trackers, meter, say, warn, warmup)

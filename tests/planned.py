@@ -11,8 +11,8 @@ import torch
 
 from grpo_cli.config.auto import decided
 from grpo_cli.config.choices import config_dir
+from grpo_cli.config.compose import read_settings
 from grpo_cli.config.prepare import prepare
-from grpo_cli.config.read import read_settings
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile.estimate import total
 from grpo_cli.profile.from_settings import estimator_of, shapes_of, step_of

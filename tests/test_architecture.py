@@ -170,7 +170,6 @@ OTHER_MEANING = {
     "config/check": {"none", "sqrt", "full", "epochs", "dora"},
     "config/compose": {"profile"},  # the command
     "config/instantiate": {"none"},  # a value of engine.quantize
-    "config/together": {"none"},  # a value of model.quantize
     "config/overrides": {"hf"},  # whose YAML lists every setting of a model
     "config/auto": {"hf", "none"},  # none: a value of model.autocast
     "config/removed": {"none"},  # a value of settings that are gone

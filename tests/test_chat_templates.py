@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from words import task_of
 
 from grpo_cli.config.choices import shipped
-from grpo_cli.config.read import settings_of
+from grpo_cli.config.compose import settings_of
 from grpo_cli.model.load import eos_token_ids
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import prompting

@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 import grpo_cli.settings
 from grpo_cli.config.check import check, check_eval
 from grpo_cli.config.choices import EXPERIMENTAL, choices, config_dir, groups_of, parts_of, shipped
+from grpo_cli.config.compose import read_settings
 from grpo_cli.config.instantiate import RECIPE, drop_inherited
-from grpo_cli.config.read import read_settings
 from grpo_cli.config.recorded import merged
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import EvalRunSettings, RunSettings

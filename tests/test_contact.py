@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from grpo_cli import experiment
-from grpo_cli.config.read import settings_of
+from grpo_cli.config.compose import settings_of
 from grpo_cli.runs.layout import METRICS
 
 BASE = ("train.steps=2", "train.prompts=4", "n=8", "m=8", "eval.every=0", "sampling.max_new_tokens=24", "logger=jsonl")

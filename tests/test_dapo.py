@@ -24,7 +24,7 @@ from words import task_of
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
 from grpo_cli.config.check import check
-from grpo_cli.config.read import settings_of
+from grpo_cli.config.compose import settings_of
 from grpo_cli.learner.batch import corrected, totals, without_rows
 from grpo_cli.methods import pods
 from grpo_cli.methods.dapo import Dynamic
@@ -32,7 +32,7 @@ from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.select import CUT_OFF
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.judges import overlong
+from grpo_cli.tasks.formats import overlong
 from grpo_cli.tracking.examples import NOT_TAKEN
 from grpo_cli.types import ENVIRONMENT, Finish, Prompt, Request, Reward, Rollout, Span, Totals, Verdict
 

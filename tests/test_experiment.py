@@ -16,10 +16,9 @@ from small import advantages_of
 
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import config_dir, defaults_of
-from grpo_cli.config.instantiate import make, rules_of
-from grpo_cli.config.kinds import KINDS
+from grpo_cli.config.compose import read_settings, settings_of
+from grpo_cli.config.instantiate import PROTOCOLS, make, rules_of
 from grpo_cli.config.prepare import pick_device, prepare
-from grpo_cli.config.read import read_settings, settings_of
 from grpo_cli.config.trial import try_rules
 from grpo_cli.experiment import set_up
 from grpo_cli.profile.advice import out_of_memory
@@ -29,7 +28,7 @@ from grpo_cli.support.memory import expand_segments
 from grpo_cli.tracking.introduction import introduction
 
 GRPO, LOSS = made.part("advantage", "grpo"), made.part("loss", "grpo")
-PARTS = {group: made.part(group, choice) for group, choice in defaults_of("train").items() if group in KINDS} | {
+PARTS = {group: made.part(group, choice) for group, choice in defaults_of("train").items() if group in PROTOCOLS} | {
     "downsample": made.part("downsample", "all")
 }
 

@@ -14,8 +14,8 @@ from test_resume import WORDS, rows
 from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
+from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import Prepared, prepare
-from grpo_cli.config.read import settings_of
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile import fit
 from grpo_cli.profile.estimate import OPTIMIZER, OTHER, REFERENCE, WEIGHTS, Estimator

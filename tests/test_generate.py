@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 
 from grpo_cli.collect.resuming import begun, joined, rest_of
 from grpo_cli.config.check import check
-from grpo_cli.config.read import settings_of
+from grpo_cli.config.compose import settings_of
 from grpo_cli.engine.generate.engine import GenerateEngine
 from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.order.predict import NoPredictor

@@ -16,8 +16,8 @@ from small import small_model
 from test_learner import make_batch, make_learner
 from test_resume import HELD, WORDS, kill_and_resume, records, trained, wait_for
 
+from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
-from grpo_cli.config.read import settings_of
 from grpo_cli.experiment import build
 from grpo_cli.model.load import save_pretrained
 from grpo_cli.runs import background

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_cli.cli.export import export
 from grpo_cli.config.check import check
+from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
-from grpo_cli.config.read import settings_of
 from grpo_cli.learner import learner
 from grpo_cli.learner.optimizer import make_optimizer, move_state
 from grpo_cli.model.adapters import with_adapters

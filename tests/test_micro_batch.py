@@ -14,8 +14,8 @@ from test_resume import WORDS, rows
 from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
+from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
-from grpo_cli.config.read import settings_of
 from grpo_cli.experiment import build
 from grpo_cli.profile import micro_batch
 from grpo_cli.support import memory

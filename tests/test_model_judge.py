@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from judging import Server, said, serving
 
-from grpo_cli.config.read import settings_of
+from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import model_judge

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import config_dir
-from grpo_cli.config.read import read_settings
+from grpo_cli.config.compose import read_settings
 from grpo_cli.config.recorded import _of_the_weights
 from grpo_cli.experiment import build
 from grpo_cli.model.anatomy import AdapterOff

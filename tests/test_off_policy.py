@@ -24,7 +24,7 @@ from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices
-from grpo_cli.config.read import settings_of
+from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
 from grpo_cli.learner.batch import collate, corrected, verdict_on
 from grpo_cli.learner.sample_size import effective_share, rate_factor

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from grpo_cli.cli import main as cli
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices, config_dir
-from grpo_cli.config.read import read_settings
+from grpo_cli.config.compose import read_settings
 from grpo_cli.learner.batch import collate, micro_batch_rows, rows_of, totals
 from grpo_cli.learner.logprobs import token_logprobs
 from grpo_cli.select import Selection, select

@@ -19,8 +19,10 @@ from test_architecture import ROWS
 from grpo_cli.cli.main import app
 from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, is_experimental, parts_of
 from grpo_cli.config.comments import read_choice, read_conf
+from grpo_cli.config.compose import read_settings
 from grpo_cli.config.elsewhere import meant_by
 from grpo_cli.config.elsewhere import rows as other_words
+from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -111,7 +113,7 @@ def first_of(override: Override) -> str:
     return f"{override.key_or_group}={first}"
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", KINDS)
 def test_the_settings_of_every_command_can_be_read(name, tmp_path, monkeypatch):
     """All are composed. A check tries its rules, so that of each set of choices only the longest is checked."""
     (rule,) = re.findall(r"^    # my_rules\.py.*?\n(.*?)\n\n", FRONT.read_text(), re.MULTILINE | re.DOTALL)
@@ -120,16 +122,16 @@ def test_the_settings_of_every_command_can_be_read(name, tmp_path, monkeypatch):
     (tmp_path / "somewhere" / "samples.jsonl").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    (read, refuse), checked = READ[name], set()
+    checked: set[frozenset[str]] = set()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         for words in sorted((words for command, *words in commands() if command == name), key=len, reverse=True):
             here = [word for word in words if "=" in word and not word.startswith(ELSEWHERE)]
             given = [first_of(override) for override in OverridesParser.create().parse_overrides(here)]
             chosen = frozenset(word for word in given if word.partition("=")[0] in groups_of(name))
             try:
-                settings = read(compose(name, [*given, "run_dir=somewhere"]))
+                settings = read_settings(compose(name, [*given, "run_dir=somewhere"]), KINDS[name])
                 if chosen not in checked:
-                    refuse(settings)
+                    check_eval(settings) if name == "eval" else check(settings)
             except (UserError, HydraException) as error:
                 pytest.fail(f"grpo {name} {shlex.join(words)}: {error}")
             checked.add(chosen)

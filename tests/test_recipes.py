@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
 from grpo_cli.config.auto import fill
-from grpo_cli.config.read import settings_of
+from grpo_cli.config.compose import settings_of
 from grpo_cli.runs.record import read_record
 from grpo_cli.tracking.introduction import doubts, introduction
 

@@ -13,7 +13,7 @@ import pytest
 from processes import Forked
 from safetensors.torch import load_file
 
-from grpo_cli.config.read import settings_of
+from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
 from grpo_cli.runs.checkpoint import load_state
 

@@ -13,8 +13,8 @@ from conftest import SMOLLM2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_cli.collect.requests import requests_for
+from grpo_cli.config.compose import model_of, settings_of
 from grpo_cli.config.prepare import prepare
-from grpo_cli.config.read import model_of, settings_of
 from grpo_cli.experiment import set_up
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt

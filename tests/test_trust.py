@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
-from grpo_cli.config.read import model_of
+from grpo_cli.config.compose import model_of
 from grpo_cli.config.trust import is_foreign, not_taken, taken
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.support.errors import UserError

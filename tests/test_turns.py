@@ -20,9 +20,9 @@ from grpo_cli.collect import episodes
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.resuming import begun
 from grpo_cli.collect.stored import from_plain, to_plain
+from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import ready
 from grpo_cli.config.prepare import prepare
-from grpo_cli.config.read import settings_of
 from grpo_cli.evaluate import evaluate_with
 from grpo_cli.experiment import set_up
 from grpo_cli.learner.batch import collate, corrected, totals, verdict_on

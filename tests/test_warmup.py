@@ -14,7 +14,7 @@ from tiny_hf import make_folder, make_tokenizer
 
 from grpo_cli.collect.warmup import Sft
 from grpo_cli.config.check import check
-from grpo_cli.config.read import settings_of
+from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
 from grpo_cli.learner.batch import collate, totals
 from grpo_cli.learner.logprobs import token_logprobs

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from grpo_cli.cli.card import card_text, facts_of, recipe_of
-from grpo_cli.config.read import model_of
+from grpo_cli.config.compose import model_of
 from grpo_cli.model.adapters import BASE, base_of, has_adapters
 from grpo_cli.model.export import check_repository, is_export, licence_of, upload, write_card, write_model
 from grpo_cli.model.load import DTYPES, TINY, at_checkpoint, source_of

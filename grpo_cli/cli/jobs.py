@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpo_cli.config.choices import shipped
-from grpo_cli.config.read import COMMANDS, read_settings
+from grpo_cli.config.compose import COMMANDS, read_settings
 from grpo_cli.config.recorded import with_recorded
 from grpo_cli.runs.find import completed_steps
 from grpo_cli.runs.layout import PROFILE, SAMPLES

@@ -1,7 +1,8 @@
-"""Instantiates the parts of a configuration.
+"""Builds the parts of a configuration.
 
 A part gets the arguments of its YAML and those offered objects (model, tokenizer, seed, ...) that its signature names.
-A misspelt argument is a UserError. Parts declare themselves what they refuse; rules are tried in `config.trial`.
+The protocol of each group says what else a part must have: a new kind of rule is a protocol and a field of
+`interfaces.Rules`, its module, its YAML, and its call in `step.py`.
 """
 
 from __future__ import annotations
@@ -12,22 +13,30 @@ import pkgutil
 import typing
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
+from grpo_cli import interfaces
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
-from grpo_cli.config.kinds import KINDS, RULES, is_function
+from grpo_cli.config.overrides import is_ours, key_of
 from grpo_cli.config.read import read_argument
+from grpo_cli.engine.batching import Sampler
+from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.support.errors import UserError, closest, gathered, hidden, own_code, own_code_unless_ours, refuse
 from grpo_cli.types import Batch, LossOutput, Totals
 
+RULES: Mapping[str, Any] = typing.get_type_hints(Rules)
+PROTOCOLS: Mapping[str, Any] = {
+    **{"task": interfaces.Task, "engine": interfaces.Engine, "sampler": Sampler, "scheduler": Scheduler},
+    **{"predictor": Predictor, "curriculum": interfaces.Curriculum, "logger": interfaces.Tracker},
+    **{"search": interfaces.Search, **RULES},
+}
 RECIPE = "recipe"  # a task's values for other groups (`config.auto`)
 _NO_ARGUMENTS = ("_target_", "_partial_", RECIPE)
 INNER = "inner"  # the key by which an engine names its workers' engine
@@ -42,11 +51,20 @@ def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
         raise UserError(f"{name}: {part['_target_']} cannot be made: {missing}; give it as +{name}.<argument>=...")
     with own_code_unless_ours(f"{name}._target_={part['_target_']}", factory.func):
         made = factory(**given)
-    members = () if name not in KINDS or is_function(name) else KINDS[name].members
-    if lacking := [asked for asked in members if not hasattr(made, asked)]:
-        protocol = f"{KINDS[name].protocol.__module__}.{KINDS[name].protocol.__name__}"
-        raise UserError(f"{name}: {part['_target_']} has no {', '.join(lacking)}; see {protocol}")
+    if lacking := [] if is_function(name) else [word for word in _members(name) if not hasattr(made, word)]:
+        kind = PROTOCOLS[name]
+        raise UserError(f"{name}: {part['_target_']} lacks {', '.join(lacking)} of {kind.__module__}.{kind.__name__}")
     return made
+
+
+def _members(name: str) -> list[str]:
+    return [word for word in vars(PROTOCOLS.get(name, object)) if not word.startswith("_")]
+
+
+def is_function(name: str) -> bool:
+    """True if a plain function can be a part of this group."""
+    called = inspect.isfunction(getattr(PROTOCOLS.get(name), "__call__", None))  # noqa: B004
+    return called and (name == "loss" or not _members(name))
 
 
 def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, /, **changed: Any) -> Any:
@@ -56,8 +74,7 @@ def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, /, *
 
 def drop_inherited(cfg: DictConfig, groups: Sequence[str]) -> None:
     """Remove from a user's own parts the settings of the choices that they replace, unless typed or taken."""
-    words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task) if HydraConfig.initialized() else ()
-    typed = {word.lstrip("+").partition("=")[0] for word in words}
+    typed = {key_of(word) for word in (HydraConfig.get().overrides.task if HydraConfig.initialized() else ())}
     for name in groups:
         part = cfg.get(name)
         known = {word for choice in choices(name) for word in shipped(name, choice)} - {*_NO_ARGUMENTS}
@@ -84,7 +101,7 @@ def settings_problems(parts: Mapping[str, Any]) -> list[str]:
 def _takes(code: Any) -> Container[str]:
     """Return the names of the settings that a class or function takes; all names where it takes any."""
     parameters = inspect.signature(code).parameters
-    unpacked = {*_hints(code)} if _is_ours(code) else set()
+    unpacked = {*_hints(code)} if is_ours(code.__module__) else set()
     if unpacked <= {*parameters} and any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return _Anything()
     return {*parameters, *unpacked}
@@ -103,10 +120,6 @@ def _hints(code: Any) -> dict[str, Any]:
         hints |= typing.get_type_hints(typing.get_args(hints.pop(name))[0], include_extras=True)
     hints.pop("return", None)
     return hints
-
-
-def _is_ours(code: Any) -> bool:
-    return str(code.__module__).startswith("grpo_cli.")
 
 
 def _code(name: str, target: str) -> Any:
@@ -132,7 +145,7 @@ def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any] | No
     code = _code(name, target)
     kwargs = {key: value for key, value in part.items() if key not in _NO_ARGUMENTS}
     takes, problems = _takes(code), list[str]()
-    hints = _hints(code) if _is_ours(code) else {}  # others may annotate as they like
+    hints = _hints(code) if is_ours(code.__module__) else {}  # others may annotate as they like
     known = [word for word in (*inspect.signature(code).parameters, *hints) if word not in (offered or ())]
     for word, value in kwargs.items():
         if word not in takes:
@@ -144,7 +157,7 @@ def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any] | No
 
 
 def _fits(factory: Any, offered: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Python's message about missing arguments, and the offered objects that it takes."""
+    """Return Python's message about missing arguments, and the offered objects that it takes."""
     signature = inspect.signature(factory.func)
     given = {key: offered[key] for key in signature.parameters if key in offered and key not in factory.keywords}
     try:
@@ -155,17 +168,17 @@ def _fits(factory: Any, offered: Mapping[str, Any]) -> tuple[str, dict[str, Any]
 
 
 def function(name: str, part: Mapping[str, Any]) -> Any:
-    """A callable rule: an instance, or a function with its settings bound. UserError if it does not take the arguments
-    of its kind."""
-    called_with, factory = KINDS[name].called_with, _factory(name, part)
+    """Return a callable rule: an instance, or a function with its settings bound. UserError if it does not take the
+    arguments of its kind."""
+    factory = _factory(name, part)
     rule = make(name, part, {}) if isinstance(factory.func, type) else factory
-    signature = inspect.signature(rule)
+    called_with = [*inspect.signature(PROTOCOLS[name].__call__).parameters][1:]
     try:
-        signature.bind(*called_with)
+        inspect.signature(rule).bind(*called_with)
     except TypeError as error:
         raise UserError(
-            f"{name}._target_={part['_target_']} cannot be called as {name}({', '.join(called_with)}): {error}; "
-            f"what else it needs is given as +{name}.<argument>=..."
+            f"{name}._target_={part['_target_']} cannot be called as {name}({', '.join(called_with)}): {error}; give "
+            f"what else it needs as +{name}.<argument>=..."
         ) from error
     return rule
 
@@ -176,7 +189,7 @@ def fact_of(name: str, part: Mapping[str, Any], fact: str) -> Any:
 
 
 def engine_parts(parts: Mapping[str, Any], offered: Mapping[str, Any], early: bool = False) -> dict[str, Any]:
-    """Sampler, scheduler, predictor and sparsity. UserError if they do not work together or with the engine.
+    """Build sampler, scheduler, predictor and sparsity. UserError if they do not work together or with the engine.
 
     `early`: before a model is loaded; parts that need an object that is not offered yet are left out.
     """
@@ -193,13 +206,10 @@ def engine_parts(parts: Mapping[str, Any], offered: Mapping[str, Any], early: bo
 
 
 def _not_together(parts: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
-    """Conflicts among the parts that could be built."""
+    """Yield conflicts among the parts that could be built."""
     if isinstance(built.get("predictor"), NoPredictor) and "scheduler" in built and built["scheduler"].needs_lengths:
-        scheduler, predictor = (choice_of(name, parts[name]) for name in ("scheduler", "predictor"))
-        others = ", ".join(name for name in choices("predictor") if name != predictor)
-        yield (
-            f"scheduler={scheduler} orders by predicted length, but predictor={predictor}; choose predictor={others}"
-        )
+        scheduler, predictor = (f"{name}={choice_of(name, parts[name])}" for name in ("scheduler", "predictor"))
+        yield f"{scheduler} orders by predicted length, which {predictor} has not: use predictor=prefix or mean"
     inner = [inner_engine(parts["engine"])] if INNER in parts["engine"] else []
     for engine in (parts["engine"], *inner):
         refuses = fact_of("engine", engine, "refuses")
@@ -211,7 +221,7 @@ def _not_together(parts: Mapping[str, Any], built: Mapping[str, Any]) -> Iterato
 
 
 def inner_engine(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the engine of an engine's workers. UserError for an unknown one."""
+    """Return the settings of the engine of an engine's workers. UserError for an unknown one."""
     inner, known = part[INNER], [name for name in choices("engine") if INNER not in shipped("engine", name)]
     if inner not in known:
         raise UserError(f"engine.{INNER}={inner} must be one of {', '.join(known)}{closest(str(inner), known)}")
@@ -219,15 +229,15 @@ def inner_engine(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def says(parts: Mapping[str, Mapping[str, Any]], group: str, fact: str) -> Any:
-    """As `facts.Others.says`; of an engine of workers what these say where it says nothing."""
+    """Return a fact as `facts.Others.says`; of an engine of workers what these say where it says nothing."""
     part = parts[group]
     said = fact_of(group, part, fact)
     return fact_of(group, inner_engine(part), fact) if said is None and INNER in part else said
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class OwnLoss:
-    """Makes a plain function a `Loss`: whether it needs a reference is an attribute of the function or class, by
+    """A plain function as a `Loss`: whether it needs a reference is an attribute of the function or class, by
     default False."""
 
     inner: Callable[..., LossOutput]
@@ -242,7 +252,7 @@ class OwnLoss:
 
 
 def rules_of(parts: Mapping[str, Mapping[str, Any]]) -> Rules:
-    """The rules of a run, untried. UserError lists all that cannot be made."""
+    """Return the rules of a run, untried. UserError lists all that cannot be made."""
     made: dict[str, Any] = {}
     problems: list[str] = []
     for name in RULES:
@@ -253,8 +263,8 @@ def rules_of(parts: Mapping[str, Mapping[str, Any]]) -> Rules:
 
 
 def rule_of(name: str, part: Mapping[str, Any]) -> Any:
-    """A rule, untried. UserError if it cannot be made."""
+    """Return a rule, untried. UserError if it cannot be made."""
     if not is_function(name):
         return make(name, part, {})
     rule = function(name, part)
-    return OwnLoss(rule) if KINDS[name].protocol is Loss and not isinstance(rule, Loss) else rule
+    return OwnLoss(rule) if PROTOCOLS[name] is Loss and not isinstance(rule, Loss) else rule

@@ -25,7 +25,7 @@ from grpo_cli.support.terminal import to_stderr
 
 HERE = "here"  # resume=here: in the folder of hydra.run.dir, if a run was begun there
 OF_A_RESUME = ("resume", "resume_wait", "accept_damage")  # settings of a resumption, not of the run
-_OF_THIS_COMMAND = (*OF_A_RESUME, "run_dir", "checkpoint", "experiment", "fit")
+_OF_THIS_COMMAND = (*OF_A_RESUME, "run_dir", "checkpoint", "experiment")
 
 
 def words_to_resume(typed: Sequence[str], multirun: bool) -> list[str]:
@@ -122,10 +122,13 @@ def _of_the_weights(weights: Path, record: RunRecord | None) -> dict[str, Any]:
     """Return the settings that name a checkpoint's weights."""
     from grpo_cli.model.adapters import BASE, base_of, has_adapters
 
-    if not has_adapters(weights):
-        return {"model.path": str(weights), "model.random_init": False}
-    base = {"model.path": base_of(weights)} if record is None or (weights / BASE).is_dir() else {}
-    return {"model.adapter": str(weights), "model.random_init": False, **base}
+    if has_adapters(weights):
+        base = {"model.path": base_of(weights)} if record is None or (weights / BASE).is_dir() else {}
+        return {"model.adapter": str(weights), "model.random_init": False, **base}
+    model: Any = {} if record is None else record.config["model"]
+    made = model.get("random_init") and model.get("architecture") and not Path(model["path"]).expanduser().is_dir()
+    ends = {"model.eos_tokens": []} if made else {}  # they would be of a tokenizer that was not loaded
+    return {"model.path": str(weights), "model.random_init": False, **ends}
 
 
 def merged(
@@ -170,15 +173,12 @@ def _taken(record: RunRecord, wanted: set[str], typed: Sequence[str], command: s
     assert record.source is not None, "it was read from a file"
     folder = record.source.parent
     values = {key: value for key, value in record.config.items() if key in wanted}
-    foreign = {
-        key: value
-        for key, value in leaves("", values).items()
-        if not any(f"{key}.".startswith(f"{word}.") for word in typed) and is_foreign(key, value, folder)
-    }
+    again = "if you trust it, type it on this command line"
     refuse(
         [
-            f"{key}={shown(value)} is not taken from {plain(folder)}; if you trust it, type it on this command line"
-            for key, value in foreign.items()
+            f"{key}={shown(value)} is not taken from {plain(folder)}; {again}"
+            for key, value in leaves("", values).items()
+            if not any(f"{key}.".startswith(f"{word}.") for word in typed) and is_foreign(key, value, folder)
         ]
     )
     if command == "eval":  # has other settings to refer to

@@ -23,16 +23,16 @@ from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.interfaces import Bench
 from grpo_cli.rules.loss import masked_float
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import Others, facts
-from grpo_cli.support.ranges import Range
 from grpo_cli.types import Batch, LossOutput, ScoredGroup, Totals
 
-Beta = Annotated[float, Range(0, 1e3, "it is the weight of a KL to the model as it was", above=True)]
+Beta = Annotated[float, Field(gt=0, le=1e3)]
 
 
 WRITE_IT = "grpo eval eval.split=train eval.problems=-1 eval.k=8"

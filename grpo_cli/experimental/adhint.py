@@ -21,6 +21,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.experimental.given import begun_with, num_given
@@ -28,7 +29,7 @@ from grpo_cli.experimental.token_credit import weighed
 from grpo_cli.interfaces import Bench, Shows, StepRollouts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import facts
-from grpo_cli.support.ranges import Count, Range, Share
+from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import Group, ScoredGroup
 
 
@@ -39,8 +40,8 @@ class Hint:
 
     plain: Count | None
     least: Share
-    most: Annotated[float, Range(0, 1, "it is a share of a worked solution", above=True)]
-    noise: Annotated[float, Range(0, 1)]
+    most: Annotated[float, Field(gt=0, le=1)]
+    noise: Annotated[float, Field(ge=0, le=1)]
     only_unsolved: bool
 
     resumes: ClassVar[bool] = True

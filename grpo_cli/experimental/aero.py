@@ -26,22 +26,22 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.rules.advantage import StatsOver, compared
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import Others, facts
-from grpo_cli.support.ranges import Range
 from grpo_cli.types import ScoredGroup
 
-Prior = Annotated[float, Range(0, because="a group of equal rewards would have no advantage with none", above=True)]
+Prior = Annotated[float, Field(gt=0)]
 MOST_FURTHER = 200  # rounds, one after the other
 ROUNDING = 1e-6  # of a sum of weighted parts
 
 
 @facts(unequal=True)
-def aero(step: StepRollouts, *, more: Annotated[int, Range(1)], most: int | None) -> list[ScoredGroup]:
+def aero(step: StepRollouts, *, more: Annotated[int, Field(ge=1)], most: int | None) -> list[ScoredGroup]:
     """`n` rollouts of each problem, then `more` at a time of those that none has solved, until one does or there are
     `most` (None: 2n). Each further round waits for its slowest rollout. UserError if `most` is less than `n` or takes
     too many rounds."""
@@ -74,7 +74,7 @@ def right_and_some_wrong(
     keep: int,
     rng: np.random.Generator,
     *,
-    k: Annotated[float, Range(0, because="it is how many wrong answers are kept for each right one", above=True)],
+    k: Annotated[float, Field(gt=0)],
 ) -> list[int]:
     """All right answers and `k` times as many wrong ones, drawn at random; at most `keep`, often fewer.
 

@@ -24,6 +24,7 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float
+from pydantic import Field
 
 from grpo_cli.experimental.reading import read
 from grpo_cli.experimental.ridge_probe import ProbeRows, Probing, RidgeProbe, never_enough
@@ -31,7 +32,7 @@ from grpo_cli.interfaces import StepRollouts
 from grpo_cli.rules.ridge import narrowed
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import Others, facts
-from grpo_cli.support.ranges import Count, OneOf, Range, Share
+from grpo_cli.support.ranges import Count, OneOf, Share
 from grpo_cli.types import Group, ScoredGroup
 
 LEAST = 2  # rollouts of a problem; one has nothing to be compared with
@@ -65,13 +66,13 @@ class Arrol(Probing):
         self,
         *,
         at: Count | None,
-        keep: Annotated[float, Range(0, 1, "it is a share", above=True)],
+        keep: Annotated[float, Field(gt=0, le=1)],
         share: Share,
-        warmup: Annotated[int, Range(0)],
+        warmup: Annotated[int, Field(ge=0)],
         rule: Annotated[str, OneOf(("probe", "random"))],
-        ridge: Annotated[float, Range(0, because="it is what the weights are shrunk by", above=True)],
+        ridge: Annotated[float, Field(gt=0)],
         window: Count,
-        min_rollouts: Annotated[int, Range(2)],
+        min_rollouts: Annotated[int, Field(ge=2)],
         layer: Count | None,
     ) -> None:
         self.layer = layer

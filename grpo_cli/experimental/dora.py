@@ -24,18 +24,19 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+from pydantic import Field
 
 from grpo_cli.experimental.particle import goes_with
 from grpo_cli.experimental.sample_and_rank import mean_logprob
 from grpo_cli.experimental.search import Searching, SearchMethod
 from grpo_cli.settings import MOST_SAMPLES
 from grpo_cli.support.facts import facts
-from grpo_cli.support.ranges import Count, Range
+from grpo_cli.support.ranges import Count
 from grpo_cli.types import Finish, Rollout
 
 SHARPNESS, TINY = 0.01, 1e-30  # what cosines are divided by; the least length of a direction
-Width = Annotated[int, Range(1, MOST_SAMPLES, "it is how many replies grow together")]
-Temperature = Annotated[float, Range(0, because="scores are divided by it", above=True)]
+Width = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+Temperature = Annotated[float, Field(gt=0)]
 
 
 class Leaf(NamedTuple):

@@ -15,9 +15,11 @@ from fractions import Fraction
 from math import ceil
 from typing import Annotated
 
+from pydantic import Field
+
 from grpo_cli.collect.stored import HoldsGroups
 from grpo_cli.interfaces import StepRollouts
-from grpo_cli.support.ranges import Count, Range
+from grpo_cli.support.ranges import Count
 from grpo_cli.types import ScoredGroup
 
 
@@ -35,9 +37,9 @@ class GroupStore(HoldsGroups):
     def __init__(
         self,
         *,
-        fresh: Annotated[float, Range(0, 1, "the share of new problems in a step", above=True)],
+        fresh: Annotated[float, Field(gt=0, le=1)],
         capacity: Count,
-        max_lag: Annotated[int | None, Range(1, because="a group is a step's updates old; null is no bound")],
+        max_lag: Annotated[int | None, Field(ge=1)],
     ) -> None:
         self._share, self._capacity, self._max_lag = Fraction(str(fresh)), capacity, max_lag
 

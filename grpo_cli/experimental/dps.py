@@ -15,11 +15,12 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from jaxtyping import Float
+from pydantic import Field
 
 from grpo_cli.collect.epochs import CandidateOrder, require_revisits
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.history import History, Solved, Visit, of_kind
-from grpo_cli.support.ranges import Count, Range, Share
+from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import Prompt, ScoredGroup
 
 STATES = (Solved.NONE, Solved.MIXED, Solved.ALL)
@@ -48,7 +49,7 @@ class DynamicsPredictive:
         *,
         pool: Count,
         decay: Share,
-        prior: Annotated[float, Range(0, above=True)],
+        prior: Annotated[float, Field(gt=0)],
     ) -> None:
         require_revisits("dps", len(prompts), per_step, steps, history)
         self._prompts, self._seed, self._decay, self._prior = prompts, seed, decay, prior

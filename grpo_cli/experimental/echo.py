@@ -16,10 +16,11 @@ from typing import Annotated
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.rules.loss import Clipped, Terms, aggregate, bounded_ratio, log_policy_ratio, masked_float
-from grpo_cli.support.ranges import Count, Range
+from grpo_cli.support.ranges import Count
 from grpo_cli.types import Batch, LossOutput, Totals
 
 
@@ -28,7 +29,7 @@ class Echo(Clipped):
     """GRPO, but that a reply's ratios may be `clip_low` (the least) to `clip_high` (the most) away from 1, either way:
     the less, the more certain the old policy was of its last `tail` tokens (ECHO, arXiv 2602.02150)."""
 
-    slope: Annotated[float, Range(0, because="0 is the same clip for all replies")]
+    slope: Annotated[float, Field(ge=0)]
     tail: Count
 
     def __call__(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput:

@@ -24,19 +24,20 @@ from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float
+from pydantic import Field
 
 from grpo_cli.experimental.dora import Leaf, Temperature, cosines, grown, rebase, voted
 from grpo_cli.experimental.particle import goes_with
 from grpo_cli.experimental.search import Searching, SearchMethod
 from grpo_cli.support.facts import facts
-from grpo_cli.support.ranges import Count, Range
+from grpo_cli.support.ranges import Count
 from grpo_cli.types import Rollout
 
 NEAR = 0.05  # the cosine distance up to which directions are one cluster
 
 Path = tuple[int, ...]
-Weight = Annotated[float, Range(0)]
-Width = Annotated[int, Range(1, 20, "the best of all choices among more leaves takes too long")]
+Weight = Annotated[float, Field(ge=0)]
+Width = Annotated[int, Field(ge=1, le=20)]
 
 
 @facts(goes_with=goes_with)

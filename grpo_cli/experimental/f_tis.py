@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from jaxtyping import Bool, Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.rules.correction import (
@@ -25,10 +26,9 @@ from grpo_cli.rules.correction import (
     masked_mean,
     mismatch_metrics,
 )
-from grpo_cli.support.ranges import Range
 from grpo_cli.types import Verdict
 
-Positive = Annotated[float | int | None, Range(0, because="null is no bound", above=True)]
+Positive = Annotated[float | int | None, Field(gt=0)]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.experimental.apportion import in_proportion
@@ -29,7 +30,7 @@ from grpo_cli.interfaces import Bench, StepRollouts
 from grpo_cli.rules.advantage import Epsilon, StatsOver, grpo
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import facts
-from grpo_cli.support.ranges import Count, Range, Share
+from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import ScoredGroup
 
 
@@ -48,12 +49,12 @@ class PromptGdro:
         stats_over: StatsOver,
         eps: Epsilon,
         bins: Count,
-        eta: Annotated[float, Range(0)],
+        eta: Annotated[float, Field(ge=0)],
         gamma: Share,
         beta: Share,
-        cap: Annotated[float, Range(1, because="the mean weight is 1")],
-        hysteresis: Annotated[float, Range(0)],
-        window: Annotated[int, Range(1, KEPT, "more visits of a problem are not kept")],
+        cap: Annotated[float, Field(ge=1)],
+        hysteresis: Annotated[float, Field(ge=0)],
+        window: Annotated[int, Field(ge=1, le=KEPT)],
     ) -> None:
         self._stats_over, self._eps = stats_over, eps
         self._eta, self._gamma, self._beta, self._cap = eta, gamma, beta, cap
@@ -118,9 +119,9 @@ FEWEST = 2  # rollouts of a problem; one has nothing to be compared with
 def by_deviation(
     step: StepRollouts,
     *,
-    floor: Annotated[float, Range(0, 0.5, "0.5 is the largest deviation there is", above=True)],
-    least: Annotated[int, Range(FEWEST, because="one rollout has nothing to be compared with")],
-    decay: Annotated[float, Range(0, 1, "with 0 the last visit alone counts, with 1 all count alike")],
+    floor: Annotated[float, Field(gt=0, le=0.5)],
+    least: Annotated[int, Field(ge=FEWEST)],
+    decay: Annotated[float, Field(ge=0, le=1)],
 ) -> list[ScoredGroup]:
     """p is the decayed mean of the problem's earlier visits, 1/2 before the first; `floor` is the least deviation."""
     if least > step.n:

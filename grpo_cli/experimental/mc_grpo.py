@@ -14,16 +14,17 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.rules.advantage import StatsOver, compared, varies
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import Others, facts
-from grpo_cli.support.ranges import OneOf, Range
+from grpo_cli.support.ranges import OneOf
 from grpo_cli.types import ScoredGroup
 
 Scale = Annotated[str, OneOf(("mad", "std", "none"))]
-Floor = Annotated[float, Range(0, because="a median distance of 0 is divided by otherwise", above=True)]
+Floor = Annotated[float, Field(gt=0)]
 
 
 def _any_size(others: Others, rule: str) -> Iterator[str]:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.rules.loss import Clipped, Terms, bounded_ratio, log_policy_ratio
-from grpo_cli.support.ranges import Range
 from grpo_cli.types import Batch
 
 
@@ -31,7 +31,7 @@ class MuGrpo(Clipped):
     """GRPO, but that in a reply with A < 0 the tokens after the first one whose ratio is outside [1 / veto, veto] add
     nothing to the policy loss (mu-GRPO, arXiv 2605.17570). They count in its divisors, and as clipped."""
 
-    veto: Annotated[float | int, Range(1, because="a ratio of 1 has not moved", above=True)]
+    veto: Annotated[float | int, Field(gt=1)]
 
     def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
         log_ratio = log_policy_ratio(logprobs, batch)

@@ -22,11 +22,12 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from grpo_cli.experimental.search import Searching, SearchMethod
 from grpo_cli.settings import MOST_SAMPLES
 from grpo_cli.support.facts import Others, facts
-from grpo_cli.support.ranges import Count, Range
+from grpo_cli.support.ranges import Count
 from grpo_cli.types import Finish, Rollout
 
 
@@ -52,8 +53,8 @@ def goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
 class Particle(SearchMethod):
     """`particles` replies to a problem, of which those with small weights are replaced by copies of the others."""
 
-    particles: Annotated[int, Range(1, MOST_SAMPLES, "it is how many replies grow together")]
-    alpha: Annotated[float, Range(1, 100, "below 1 unlikely replies would be preferred")]
+    particles: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+    alpha: Annotated[float, Field(ge=1, le=100)]
     every: Count
 
     def choose(self, searching: Searching) -> list[Rollout]:

@@ -19,12 +19,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from grpo_cli.experimental.sample_and_rank import mean_logprob
 from grpo_cli.experimental.search import Searching, SearchMethod
 from grpo_cli.settings import MOST_SAMPLES
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import Others, facts
-from grpo_cli.support.ranges import Count, Range
+from grpo_cli.support.ranges import Count
 from grpo_cli.types import Prompt, Rollout
 
 
@@ -38,7 +40,7 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
 class Pdr(SearchMethod):
     """The answer of `rounds` rounds of refinement. UserError if no token of a draft would be shown."""
 
-    drafts: Annotated[int, Range(1, MOST_SAMPLES, "it is how many replies are made at a time")]
+    drafts: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
     keep: Count
     rounds: Count
     workspace: Count

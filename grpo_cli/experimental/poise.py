@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.experimental.reading import PolicyReading, read
@@ -32,7 +33,7 @@ from grpo_cli.experimental.ridge_probe import ProbeRows, Probing, RidgeProbe, co
 from grpo_cli.rules.ridge import narrowed
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import Others, facts
-from grpo_cli.support.ranges import Count, Range, Share
+from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import ScoredGroup
 
 ROUNDING = 1e-6  # of a sum of weighted parts
@@ -51,9 +52,9 @@ class Poise(Probing):
     def __init__(
         self,
         *,
-        ridge: Annotated[float, Range(0, because="it is what the weights are shrunk by", above=True)],
+        ridge: Annotated[float, Field(gt=0)],
         window: Count,
-        min_rollouts: Annotated[int, Range(2)],
+        min_rollouts: Annotated[int, Field(ge=2)],
         mix: Share,
         clip: bool,
         layer: Count | None,

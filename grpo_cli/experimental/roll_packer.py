@@ -20,12 +20,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
+from pydantic import Field
+
 from grpo_cli.collect.requests import with_surplus
 from grpo_cli.collect.resuming import begun
 from grpo_cli.collect.stored import HoldsGroups
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.support.facts import Others, facts
-from grpo_cli.support.ranges import Range
 from grpo_cli.types import Group, ScoredGroup
 
 
@@ -48,9 +49,7 @@ class Tail(HoldsGroups):
     kind, held = "tail", "aside"
     stops: ClassVar[bool] = True
 
-    def __init__(
-        self, *, surplus: Annotated[float, Range(0, 1, "with more, long steps would be as many as short ones")]
-    ) -> None:
+    def __init__(self, *, surplus: Annotated[float, Field(ge=0, le=1)]) -> None:
         self._surplus = surplus
 
     def at_once(self, n: int, prompts: int) -> int:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from grpo_cli.experimental.search import Searching, SearchMethod
 from grpo_cli.settings import MOST_SAMPLES
-from grpo_cli.support.ranges import Range
 from grpo_cli.types import Rollout
 
 
@@ -25,7 +25,7 @@ from grpo_cli.types import Rollout
 class Best(SearchMethod):
     """Of `k` replies the one with the largest mean log-probability."""
 
-    k: Annotated[int, Range(1, MOST_SAMPLES, "it is of how many replies one is chosen")]
+    k: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
 
     def choose(self, searching: Searching) -> list[Rollout]:
         return [max(row, key=mean_logprob) for row in searching.go_on(searching.begin(self.k))]

@@ -19,11 +19,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from grpo_cli.collect.requests import check_rewards
 from grpo_cli.interfaces import Bench, StepRollouts
 from grpo_cli.runs.layout import ROLLOUTS
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.ranges import Range
 from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
 WRITE_IT = "record.rollouts=-1 record.tokens=true"
@@ -36,7 +37,7 @@ class RunFolder:
     prompt. The record is read once, when the run starts."""
 
     path: str | None
-    foreign: Annotated[float, Range(0, 1, "at least one problem of a step is new", below=True)]
+    foreign: Annotated[float, Field(ge=0, lt=1)]
 
     def setup(self, runtime: Bench) -> None:
         """UserError for a file that is no record, or holds nothing to train on."""

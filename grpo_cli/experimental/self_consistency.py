@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from pydantic import Field
+
 from grpo_cli.experimental.search import Searching, SearchMethod
 from grpo_cli.settings import MOST_SAMPLES
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.ranges import Range
 from grpo_cli.types import Rollout
 
 
@@ -26,7 +27,7 @@ from grpo_cli.types import Rollout
 class Majority(SearchMethod):
     """Of `k` replies the first that gives the most frequent answer. UserError for answers that are no numbers."""
 
-    k: Annotated[int, Range(1, MOST_SAMPLES, "it is how many replies vote")]
+    k: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
 
     def choose(self, searching: Searching) -> list[Rollout]:
         if not searching.has_numbers:

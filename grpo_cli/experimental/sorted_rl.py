@@ -15,8 +15,9 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
+from pydantic import Field
+
 from grpo_cli.methods.april import Partial
-from grpo_cli.support.ranges import Range
 
 
 class Sorted(Partial):
@@ -27,7 +28,7 @@ class Sorted(Partial):
 
     kind = "sorted"
 
-    def __init__(self, *, loads: Annotated[int, Range(2, 1000, "a load of one step is collector=equal")]) -> None:
+    def __init__(self, *, loads: Annotated[int, Field(ge=2, le=1000)]) -> None:
         super().__init__(surplus=float(loads - 1), max_lag=sys.maxsize)
 
     def _fresh(self, under_way: int, held: int) -> int:

@@ -22,13 +22,13 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.experimental.reading import read
 from grpo_cli.interfaces import Bench
 from grpo_cli.rules.advantage import Epsilon, StatsOver, grpo
 from grpo_cli.support.facts import facts
-from grpo_cli.support.ranges import Range
 from grpo_cli.types import ENVIRONMENT, GIVEN, Rollout, ScoredGroup
 
 
@@ -81,7 +81,7 @@ class MostUncertain(Uncertain):
         *,
         stats_over: StatsOver,
         eps: Epsilon,
-        keep: Annotated[float, Range(0, 1, "1 is every token", above=True)],
+        keep: Annotated[float, Field(gt=0, le=1)],
     ) -> None:
         self._stats_over, self._eps, self._keep = stats_over, eps, keep
 
@@ -102,10 +102,10 @@ class Doubted(Uncertain):
         *,
         stats_over: StatsOver,
         eps: Epsilon,
-        amount: Annotated[float, Range(0, because="0 is the same for all tokens")],
-        entropy: Annotated[float, Range(0)],
-        doubt: Annotated[float, Range(0)],
-        bound: Annotated[float, Range(0, because="it bounds how many deviations count", above=True)],
+        amount: Annotated[float, Field(ge=0)],
+        entropy: Annotated[float, Field(ge=0)],
+        doubt: Annotated[float, Field(ge=0)],
+        bound: Annotated[float, Field(gt=0)],
     ) -> None:
         self._stats_over, self._eps, self._amount = stats_over, eps, amount
         self._entropy, self._doubt, self._bound = entropy, doubt, bound

@@ -12,12 +12,12 @@ from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float
+from pydantic import Field
 
 from grpo_cli.experimental.apportion import hand_out
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import facts
-from grpo_cli.support.ranges import Range
 from grpo_cli.types import ScoredGroup
 
 
@@ -25,10 +25,10 @@ from grpo_cli.types import ScoredGroup
 def mixed(
     step: StepRollouts,
     *,
-    pool: Annotated[int, Range(1, because="it is how many problems there are to choose from")],
-    most: Annotated[int | None, Range(3, because="groups of 2 alone cannot share out an odd number")],
-    prior: Annotated[float, Range(0, because="it stands for what is not known of a problem", above=True)],
-    decay: Annotated[float, Range(0, 1, "with 0 the last visit alone counts, with 1 all count alike")],
+    pool: Annotated[int, Field(ge=1)],
+    most: Annotated[int | None, Field(ge=3)],
+    prior: Annotated[float, Field(gt=0)],
+    decay: Annotated[float, Field(ge=0, le=1)],
 ) -> list[ScoredGroup]:
     """As many rollouts as a plain step has, shared among `pool` times its problems so that as many groups as possible
     have right and wrong answers (TRACE, arXiv 2606.11119, its allocation at the root).

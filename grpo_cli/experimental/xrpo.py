@@ -18,6 +18,7 @@ from typing import Annotated
 import numpy as np
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.experimental.apportion import hand_out, in_proportion
@@ -26,10 +27,10 @@ from grpo_cli.rules.advantage import Epsilon, StatsOver, grpo
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import facts
 from grpo_cli.support.intervals import student_95
-from grpo_cli.support.ranges import Count, Range
+from grpo_cli.support.ranges import Count
 from grpo_cli.types import Rollout, ScoredGroup
 
-NotNegative = Range(0, because="a right answer is not to lose by being rare")
+NotNegative = Field(ge=0)
 
 
 @facts(divides=True)
@@ -76,7 +77,7 @@ def ci(
     *,
     rounds: Count,
     most: int | None,
-    explore: Annotated[float, Range(0, because="it favours problems that were tried little")],
+    explore: Annotated[float, Field(ge=0)],
 ) -> list[ScoredGroup]:
     """As many rollouts as a plain step has, in `rounds` parts; after the first, which all problems share alike, each
     goes to where it narrows the interval of the solved share most. The deviation is that of (solved + 1) of (tried +

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
+from pydantic import Field
+
 from grpo_cli.collect.requests import with_surplus
 from grpo_cli.collect.stored import HoldsGroups
 from grpo_cli.interfaces import StepRollouts
-from grpo_cli.support.ranges import Range
 from grpo_cli.types import GIVEN, Group, ScoredGroup
 
 
@@ -34,8 +35,8 @@ class Partial(HoldsGroups):
     def __init__(
         self,
         *,
-        surplus: Annotated[float, Range(0, because="how many more problems than train.prompts are under way")],
-        max_lag: Annotated[int, Range(1, because="a rollout goes on as many updates later as a step makes")],
+        surplus: Annotated[float, Field(ge=0)],
+        max_lag: Annotated[int, Field(ge=1)],
     ) -> None:
         self._surplus, self._max_lag = surplus, max_lag
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from pydantic import Field
+
 from grpo_cli.collect.requests import with_surplus
 from grpo_cli.interfaces import StepRollouts
-from grpo_cli.support.ranges import Range
 from grpo_cli.types import ScoredGroup
 
 
@@ -29,8 +30,8 @@ class Dynamic:
     that there are; with none at all it is a plain step without a gradient.
     """
 
-    surplus: Annotated[float, Range(0, 1000, "it is how many times what is lacking is requested besides")]
-    most_rounds: Annotated[int, Range(1, 1000, "a step has to end")]
+    surplus: Annotated[float, Field(ge=0, le=1000)]
+    most_rounds: Annotated[int, Field(ge=1, le=1000)]
 
     def at_once(self, n: int, prompts: int) -> int:
         return n * with_surplus(prompts, self.surplus)

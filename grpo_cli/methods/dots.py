@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from grpo_cli.collect.epochs import CandidateOrder, require_revisits
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.history import History, of_kind
-from grpo_cli.support.ranges import Count, Range, Share
+from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import Prompt, ScoredGroup
 
 
@@ -32,7 +33,7 @@ class TargetRate:
         history: History,
         *,
         target: Share,
-        temperature: Annotated[float, Range(0, above=True)],
+        temperature: Annotated[float, Field(gt=0)],
         pool: Count,
         decay: Share,
     ) -> None:

@@ -12,11 +12,12 @@ from typing import Annotated
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.engine.kv.eviction import Candidates
 from grpo_cli.methods.snapkv import AttentionOfWindow
-from grpo_cli.support.ranges import Range, Share
+from grpo_cli.support.ranges import Share
 
 # Most entries of the similarity matrices that exist at one time; on a CPU few enough to stay in its caches (4x faster).
 SIMILARITIES_AT_ONCE = {"cpu": 2**18, "cuda": 2**26}
@@ -28,7 +29,7 @@ class Rkv(AttentionOfWindow):
     lambda. The two are on one scale only roughly: a softmax of cosines is nearly flat, one of logits is not."""
 
     importance: Share
-    threshold: Annotated[float, Range(-1, 1)]
+    threshold: Annotated[float, Field(ge=-1, le=1)]
 
     def score(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:
         keys = candidates.keys

@@ -11,9 +11,9 @@ import torch
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
+from grpo_cli.config.compose import model_of
 from grpo_cli.config.instantiate import engine_parts, make
 from grpo_cli.config.prepare import Prepared
-from grpo_cli.config.read import model_of
 from grpo_cli.engine.batching import Sampler
 from grpo_cli.experiment import is_ours
 from grpo_cli.learner.forward import make_forward, packs_rows

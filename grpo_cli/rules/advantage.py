@@ -12,16 +12,17 @@ from typing import Annotated
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.interfaces import Advantage
 from grpo_cli.support.errors import UserError, own_code_unless_ours
 from grpo_cli.support.facts import facts, name_of
-from grpo_cli.support.ranges import OneOf, Range
+from grpo_cli.support.ranges import OneOf
 from grpo_cli.types import ScoredGroup
 
 StatsOver = Annotated[str, OneOf(("kept", "group"))]
-Epsilon = Annotated[float, Range(0, because="it is added to the deviation that is divided by")]
+Epsilon = Annotated[float, Field(ge=0)]
 
 
 @facts(divides=True)

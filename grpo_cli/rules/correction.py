@@ -16,18 +16,19 @@ from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.support.errors import UserError, refuse
-from grpo_cli.support.ranges import OneOf, Range
+from grpo_cli.support.ranges import OneOf
 from grpo_cli.types import Verdict
 
 # As in verl and slime: exp(20) = 5e8 is larger than any useful weight, and a longer product would overflow.
 MAX_LOG_RATIO = 20.0
 
-Bound = Annotated[float | int | None, Range(0, because="it bounds a ratio of probabilities; null is no bound")]
+Bound = Annotated[float | int | None, Field(ge=0)]
 Prox = Annotated[str, OneOf(("now", "drawn", "ewma"))]
-Window = Annotated[float | int, Range(0, because="it is a number of updates")]
+Window = Annotated[float | int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Correct:
     is_mode: Annotated[str, OneOf(("truncate", "mask"))]
     batch_normalise: bool
     rejection: Annotated[str, OneOf(("none", "veto"))]
-    veto: Annotated[float | int, Range(0, 1, above=True, below=True)]
+    veto: Annotated[float | int, Field(gt=0, lt=1)]
     mask_low: Bound
     mask_high: Bound
     count_rejected: bool

@@ -20,9 +20,10 @@ from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float
+from pydantic import Field
 from torch import Tensor
 
-from grpo_cli.support.ranges import OneOf, Range
+from grpo_cli.support.ranges import OneOf
 from grpo_cli.types import Batch, LossOutput, Totals
 
 AGGREGATIONS = ("sequence", "token", "constant")
@@ -50,9 +51,9 @@ class Clipped(ABC):
     aggregation  how tokens are averaged, see the module.
     """
 
-    clip_low: Annotated[float, Range(0, 1, "1 is no lower bound")]
-    clip_high: Annotated[float, Range(0)]
-    kl_coef: Annotated[float, Range(0, because="0 is no KL term")]
+    clip_low: Annotated[float, Field(ge=0, le=1)]
+    clip_high: Annotated[float, Field(ge=0)]
+    kl_coef: Annotated[float, Field(ge=0)]
     aggregation: Annotated[str, OneOf(AGGREGATIONS)]
 
     @property

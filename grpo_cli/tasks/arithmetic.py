@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Annotated, Any, TypedDict, Unpack
 
+from pydantic import Field
+
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.ranges import Range
 from grpo_cli.tasks.formats import OverlongTokens, overlong
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.judges import Weighing
@@ -87,10 +88,10 @@ def is_well_formed(completion: str) -> bool:
 class SumSettings(TypedDict):
     """The settings of the sums, explained in `conf/task/arithmetic.yaml`."""
 
-    min_terms: Annotated[int, Range(2, 64)]
-    max_terms: Annotated[int, Range(2, 64)]
-    max_operand: Annotated[int, Range(1, 999)]
-    max_value: Annotated[int, Range(2, 9999)]
+    min_terms: Annotated[int, Field(ge=2, le=64)]
+    max_terms: Annotated[int, Field(ge=2, le=64)]
+    max_operand: Annotated[int, Field(ge=1, le=999)]
+    max_value: Annotated[int, Field(ge=2, le=9999)]
     train_problems: TrainProblems
     eval_problems: EvalProblems
 
@@ -150,7 +151,7 @@ class Calculator(Arithmetic):
         tokenizer: Tokenizer,
         seed: int,
         *,
-        turns: Annotated[int, Range(2, because="the calculator answers after the first")],
+        turns: Annotated[int, Field(ge=2)],
         **sums: Unpack[SumSettings],
     ) -> None:
         super().__init__(tokenizer, seed, weights=None, overlong_tokens=None, **sums)

@@ -12,7 +12,6 @@ from contextlib import suppress
 from typing import Any
 
 from grpo_cli.interfaces import Bench, Shows
-from grpo_cli.model.checks import context_of
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.problems import records, value_of, where
@@ -30,8 +29,8 @@ def demonstration(prompt: Prompt, parts: Parts) -> Rollout:
     return Rollout(request, tokens, (math.nan,) * len(tokens), Finish.EOS, 0, spans)
 
 
-def demonstrations(settings: RunSettings, bench: Bench, warn: Callable[[str], None]) -> tuple[Rollout, ...]:
-    """Return what `train.warmup=sft` imitates. UserError where there is nothing of the kind."""
+def demonstrations(settings: RunSettings, bench: Bench, room: int, warn: Callable[[str], None]) -> tuple[Rollout, ...]:
+    """Return what `train.warmup=sft` imitates, of at most `room` tokens. UserError where there is nothing."""
     train, tokenizer = settings.train, bench.tokenizer
     chat = tokenizer.chat_template and (train.warmup_path or settings.parts["task"].get("use_chat_template"))
     usual = (turn_end(tokenizer)[1] if chat else None, tokenizer.eos_token_id, bench.ends[0])
@@ -41,7 +40,6 @@ def demonstrations(settings: RunSettings, bench: Bench, warn: Callable[[str], No
         found = solutions(bench.task, train.warmup_field, tokenizer, eos, warn, most)
     else:
         found = conversations(train.warmup_path, tokenizer, settings.model.chat_template_kwargs or {}, eos)
-    room = context_of(bench.model.config)
     shown = tuple(one for one in found if len(one.request.prompt.token_ids) + len(one) <= room)
     if len(shown) < len(found):
         warn(f"train.warmup=sft: {len(found) - len(shown)} of {len(found)} are left out, with more than {room} tokens")

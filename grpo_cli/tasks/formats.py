@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated
 
-from grpo_cli.support.ranges import Range
+from pydantic import Field
+
 from grpo_cli.types import Rollout
 
 OVERLONG = "overlong"
-OverlongTokens = Annotated[int | None, Range(1, because="it counts tokens; null is a fifth of sampling.max_new_tokens")]
+OverlongTokens = Annotated[int | None, Field(ge=1)]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _OPENED, _TURNED = "<think>\n", "\n</think>\n<answer>\n"

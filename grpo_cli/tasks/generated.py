@@ -7,16 +7,16 @@ from hashlib import blake2b
 from random import Random
 from typing import Annotated, ClassVar, Generic, TypeVar
 
+from pydantic import Field
+
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.ranges import Range
 from grpo_cli.tasks.prompting import MadePrompts, Texts
 from grpo_cli.types import Prompt
 
 HELD_OUT_ONE_IN = 8
 MOST_TRIES = 10_000  # draws for one more problem of the eval split, before the problems are taken to be exhausted
-_MEMORY = "they take memory from the start"
-TrainProblems = Annotated[int, Range(1, 100_000_000, _MEMORY)]  # an order of them is kept: 800 MB
-EvalProblems = Annotated[int, Range(1, 1_000_000, _MEMORY)]  # all of them are kept
+TrainProblems = Annotated[int, Field(ge=1, le=100_000_000)]  # an order of them is kept: 800 MB
+EvalProblems = Annotated[int, Field(ge=1, le=1_000_000)]  # all of them are kept
 
 
 def is_held_out(problem: str, one_in: int = HELD_OUT_ONE_IN) -> bool:

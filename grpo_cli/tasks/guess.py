@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Annotated
 
-from grpo_cli.support.ranges import Range
+from pydantic import Field
+
 from grpo_cli.tasks.arithmetic import final_answer
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.prompting import Tokenizer, Verbatim
@@ -59,10 +60,10 @@ class Guess(GeneratedTask[Hidden]):
         tokenizer: Tokenizer,
         seed: int,
         *,
-        min_numbers: Annotated[int, Range(2)],
-        max_numbers: Annotated[int, Range(2, 999)],
-        max_value: Annotated[int, Range(2, 9999)],
-        turns: Annotated[int, Range(2, because="a number that is guessed at once is chance")],
+        min_numbers: Annotated[int, Field(ge=2)],
+        max_numbers: Annotated[int, Field(ge=2, le=999)],
+        max_value: Annotated[int, Field(ge=2, le=9999)],
+        turns: Annotated[int, Field(ge=2)],
         train_problems: TrainProblems,
         eval_problems: EvalProblems,
     ) -> None:

@@ -11,8 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Unpack, cast
 
+from pydantic import Field
+
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.ranges import OneOf, Range
+from grpo_cli.support.ranges import OneOf
 from grpo_cli.tasks.formats import OverlongTokens, overlong
 from grpo_cli.tasks.judges import FORMATS_ON, GRADINGS, Completion, Judge, Numbers, Weighing
 from grpo_cli.tasks.math_judge import MathJudge
@@ -45,17 +47,17 @@ class Jsonl(Speaks):
         default_eval_path: str | None,
         question_field: str,
         answer_field: str,
-        few_shot: Annotated[int, Range(0)],
+        few_shot: Annotated[int, Field(ge=0)],
         few_shot_path: str | None,
         long_prompts: Annotated[str, OneOf(LONG_PROMPTS)],
-        eval_fraction: Annotated[float, Range(0, 1, above=True)],
-        max_unreadable: Annotated[float, Range(0, 1, below=True)],
+        eval_fraction: Annotated[float, Field(gt=0, le=1)],
+        max_unreadable: Annotated[float, Field(ge=0, lt=1)],
         reward: str,
         grading: Annotated[str, OneOf(tuple(GRADINGS))],
         weights: Mapping[str, Any] | None,
         formats_on: Annotated[str, OneOf(FORMATS_ON)],
         overlong_tokens: OverlongTokens,
-        judge_seconds: Annotated[float, Range(0, above=True)],
+        judge_seconds: Annotated[float, Field(gt=0)],
         judge_workers: JudgeWorkers,
         judge: JudgeSettings,
         run_dir: Path | None = None,

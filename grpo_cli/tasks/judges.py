@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from grpo_cli.support.errors import UserError, refuse
-from grpo_cli.support.ranges import Range
 from grpo_cli.tasks.answers import equal, extract_answer, gold_answer
 from grpo_cli.tasks.formats import FORMATS, OVERLONG
 from grpo_cli.tasks.problems import Problem
@@ -19,7 +20,7 @@ from grpo_cli.types import LARGEST_REWARD, Reward
 GRADINGS = {"lenient": "correct", "strict": "correct_strict"}
 FORMATS_ON = ("all", "wrong")
 RESERVED = frozenset({"mean", "std", "kept_mean"})  # reward/<these> are metrics of their own
-Weight = Annotated[float, Range(-LARGEST_REWARD, LARGEST_REWARD)]
+Weight = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,13 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import httpx
+from pydantic import Field
 
 from grpo_cli.runs.files import content, regular
 from grpo_cli.runs.layout import JUDGEMENTS
 from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.formatting import plain
-from grpo_cli.support.ranges import Count, OneOf, Range
+from grpo_cli.support.ranges import Count, OneOf
 from grpo_cli.tasks.judges import Completion, Judge
 
 START_SECONDS = 10.0
@@ -72,8 +73,8 @@ class JudgeSettings:
     prompt: str | None
     of: Annotated[str, OneOf(tuple(PROMPTS))]
     concurrency: Count
-    timeout: Annotated[float, Range(0, above=True)]
-    retries: Annotated[int, Range(0, 100)]
+    timeout: Annotated[float, Field(gt=0)]
+    retries: Annotated[int, Field(ge=0, le=100)]
     max_tokens: Count
     schema: bool
     key: str | None

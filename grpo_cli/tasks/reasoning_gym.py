@@ -15,10 +15,12 @@ from math import isfinite
 from random import Random
 from typing import Annotated, Any, Unpack
 
+from pydantic import Field
+
 from grpo_cli.support.errors import UserError, closest, refuse
 from grpo_cli.support.extras import require
 from grpo_cli.support.formatting import is_a
-from grpo_cli.support.ranges import OneOf, Range
+from grpo_cli.support.ranges import OneOf
 from grpo_cli.tasks.generated import EvalProblems, TrainProblems, is_held_out
 from grpo_cli.tasks.judges import GRADINGS, Weight
 from grpo_cli.tasks.prompting import MadePrompts, Tokenizer
@@ -65,10 +67,10 @@ class ReasoningGym(Speaks):
         name: str | None,
         mix: Mapping[str, Any] | None,
         config: Mapping[str, Any] | None,
-        few_shot: Annotated[int, Range(0)],
+        few_shot: Annotated[int, Field(ge=0)],
         grading: Annotated[str, OneOf(tuple(GRADINGS))],
         weights: GymWeights,
-        judge_seconds: Annotated[float, Range(0, above=True)],
+        judge_seconds: Annotated[float, Field(gt=0)],
         judge_workers: JudgeWorkers,
         train_problems: TrainProblems,
         eval_problems: EvalProblems,

@@ -18,8 +18,10 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from grpo_cli.support.errors import UserError, own_code, raised, refuse, text_of
-from grpo_cli.support.ranges import Count, Range
+from grpo_cli.support.ranges import Count
 from grpo_cli.tasks.own_reward import own
 from grpo_cli.tasks.prompting import Prompting, PromptSettings, Texts, Tokenizer
 from grpo_cli.tasks.tool_calls import Functions, calls_of
@@ -37,7 +39,7 @@ class TurnSettings(PromptSettings):
     turns: Count
     environment: str | None
     tools: str | None
-    respond_seconds: Annotated[float, Range(0, above=True)]
+    respond_seconds: Annotated[float, Field(gt=0)]
     respond_workers: Count
     keep_reasoning: bool
 

@@ -13,7 +13,8 @@ from fractions import Fraction
 from random import Random
 from typing import Annotated, Any, Unpack
 
-from grpo_cli.support.ranges import Range
+from pydantic import Field
+
 from grpo_cli.tasks.answers import equal, extract_answer
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.prompting import Tokenizer
@@ -126,10 +127,10 @@ class WordProblems(Speaks, GeneratedTask[Story]):
         tokenizer: Tokenizer,
         seed: int,
         *,
-        min_steps: Annotated[int, Range(1, MOST_STEPS)],
-        max_steps: Annotated[int, Range(1, MOST_STEPS)],
-        max_start: Annotated[int, Range(2, 9999)],
-        max_change: Annotated[int, Range(2, 9999)],
+        min_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)],
+        max_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)],
+        max_start: Annotated[int, Field(ge=2, le=9999)],
+        max_change: Annotated[int, Field(ge=2, le=9999)],
         groups: bool,
         must_end: bool,
         instruction: str | None,

@@ -20,15 +20,16 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.ranges import Range
 
 SCRIPT = Path(__file__).with_name("worker.py")
 START_SECONDS = 120.0  # imports, on a machine that may be busy
 LATE = {"limit": "time"}
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}  # some problems follow from hashes
 
-JudgeWorkers = Annotated[int, Range(1, 256)]
+JudgeWorkers = Annotated[int, Field(ge=1, le=256)]
 Question = Mapping[str, Any]
 Reply = dict[str, Any]
 

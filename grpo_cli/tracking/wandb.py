@@ -14,11 +14,13 @@ from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.extras import require
-from grpo_cli.support.ranges import OneOf, Range
+from grpo_cli.support.ranges import OneOf
 from grpo_cli.support.terminal import to_stderr
 from grpo_cli.tracking.jsonl import Say
 from grpo_cli.tracking.redact import arguments_without_secrets, without_secrets
@@ -52,7 +54,7 @@ class WandbTracker:
         entity: str | None = None,
         tags: Sequence[str] = (),
         mode: Annotated[str, OneOf(MODES)] = "auto",
-        table_every: Annotated[int, Range(0)] = 0,
+        table_every: Annotated[int, Field(ge=0)] = 0,
         space_id: str | None = None,
         job_type: str | None = None,
         choices: Mapping[str, str] | None = None,

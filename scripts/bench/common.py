@@ -31,8 +31,8 @@ from rich.table import Table
 
 from grpo_cli.config.auto import decided
 from grpo_cli.config.choices import ENGINE_PARTS, config_dir
+from grpo_cli.config.compose import read_settings
 from grpo_cli.config.instantiate import make
-from grpo_cli.config.read import read_settings
 from grpo_cli.interfaces import Engine
 from grpo_cli.settings import ProfileRunSettings, RunSettings
 from grpo_cli.support.processor import CPUINFO, flush_denormals, settle

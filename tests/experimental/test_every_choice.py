@@ -14,7 +14,7 @@ from test_architecture import modules, own_imports
 
 from grpo_cli.config.check import check_eval
 from grpo_cli.config.choices import EXPERIMENTAL, config_dir
-from grpo_cli.config.read import settings_of
+from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build, evaluate_model
 from grpo_cli.runs.layout import METRICS
 

@@ -12,11 +12,12 @@ from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.interfaces import facts
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.ranges import Count, Range
+from grpo_cli.support.ranges import Count
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Budget(ABC):
     budget: Count
     buffer: Count
     window: Count
-    sinks: Annotated[int, Range(0)]
+    sinks: Annotated[int, Field(ge=0)]
     protect_prompt: bool
     per_head: bool
 

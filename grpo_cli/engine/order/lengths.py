@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from grpo_cli.runs.files import regular
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.ranges import Range
 
 
 def kendall_tau(first: Sequence[int | float], second: Sequence[int | float]) -> float:
@@ -44,7 +45,7 @@ def _pairs(counts: Iterable[int]) -> int:
 MAX_PROMPTS = 50_000  # with a mean of their own: 13 MB of memory, and 2.4 MB of each checkpoint
 
 
-Decay = Annotated[float, Range(0, 1, "1 never forgets", above=True)]
+Decay = Annotated[float, Field(gt=0, le=1)]
 
 
 class LengthMeans:

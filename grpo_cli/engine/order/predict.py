@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.engine.order.lengths import Decay, LengthMeans, kendall_tau, read_trace
@@ -24,7 +25,7 @@ from grpo_cli.history import of_kind
 from grpo_cli.interfaces import facts
 from grpo_cli.rules.ridge import RidgeHead, fit_ridge, narrowed
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.ranges import Count, Range
+from grpo_cli.support.ranges import Count
 from grpo_cli.types import Request, Rollout
 
 
@@ -195,8 +196,8 @@ class PrefixHead:
     def __init__(
         self,
         *,
-        prefix_tokens: Annotated[int, Range(1, because="before their first token, a prompt's samples look alike")],
-        min_rollouts: Annotated[int, Range(2)],
+        prefix_tokens: Annotated[int, Field(ge=1)],
+        min_rollouts: Annotated[int, Field(ge=2)],
         replay: int,
         decay: Decay,
         max_prompts: Count,

@@ -22,9 +22,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
+from pydantic import Field
+
 from grpo_cli.engine.interfaces import Running, Waiting
 from grpo_cli.engine.order.makespan import Assignment, assign
-from grpo_cli.support.ranges import OneOf, Range
+from grpo_cli.support.ranges import OneOf
 
 
 def planned_steps(waiting: Sequence[Waiting]) -> dict[int, int]:
@@ -114,8 +116,8 @@ class Fptas:
     def __init__(
         self,
         *,
-        epsilon: Annotated[float, Range(0, because="a guarantee of 1 + epsilon (try 0.1)", above=True)],
-        max_states: Annotated[int, Range(1, because="20000 takes a few hundred ms")],
+        epsilon: Annotated[float, Field(gt=0)],
+        max_states: Annotated[int, Field(ge=1)],
         refill: Annotated[str, OneOf(("sjf", "lpt"))],
     ) -> None:
         self._epsilon = epsilon

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import nn
 
 from grpo_cli.engine.batching import Sampler
@@ -26,7 +27,7 @@ from grpo_cli.engine.ray.worker import Delivery, RolloutWorker, hollow, numbers,
 from grpo_cli.interfaces import Engine, Meter, facts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.meter import NullMeter
-from grpo_cli.support.ranges import Count, Range
+from grpo_cli.support.ranges import Count
 from grpo_cli.types import EngineStats, Request, Rollout
 
 TRIES = 3  # calls in a row during which a worker dies
@@ -70,8 +71,8 @@ class RayEngine:
         workers: Count,
         address: str | None,
         threads: Count | None,
-        gpus: Annotated[float, Range(0)],
-        timeout: Annotated[float, Range(0, above=True)],
+        gpus: Annotated[float, Field(ge=0)],
+        timeout: Annotated[float, Field(gt=0)],
     ) -> None:
         if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
             raise UserError("engine=ray cannot send quantised weights: use model.quantize=none, or engine=torch")

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import psutil
 import torch
+from pydantic import Field
 
 from grpo_cli.engine.admission import Admission
 from grpo_cli.engine.batching import KvShape, Sampler
@@ -37,7 +38,6 @@ from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.formatting import gib, parse_bytes
 from grpo_cli.support.memory import asked_of_allocator, give_back_cached, held_by_others
 from grpo_cli.support.meter import NullMeter
-from grpo_cli.support.ranges import Range
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
 # Free bytes of a GPU withheld from vLLM, which checks again after its first allocations.
@@ -64,8 +64,8 @@ class VllmEngine(SequenceEngine):
         meter: Meter | None = None,
         warn: Callable[[str], None] = print,
         *,
-        memory: Annotated[float, Range(0, 1, above=True, below=True)],
-        max_model_len: Annotated[int, Range(2, because="a token of the prompt and one of its reply")] | None,
+        memory: Annotated[float, Field(gt=0, lt=1)],
+        max_model_len: Annotated[int, Field(ge=2)] | None,
         prefix_caching: bool,
         eager: bool | None,
         sleep: bool | None,

@@ -84,9 +84,8 @@ def test_a_plan_reads_no_weights_and_runs_nothing(monkeypatch: pytest.MonkeyPatc
     assert found["schema"] == SCHEMA
 
 
-def test_a_plan_for_a_gpu_has_its_precision_and_its_allocators_ways(monkeypatch: pytest.MonkeyPatch):
+def test_a_plan_for_a_gpu_has_its_precision_and_its_allocators_ways():
     """No phase keeps what another has freed, nothing is resident beside the tensors, and 4 bits can be planned for."""
-    monkeypatch.setattr("grpo_cli.config.auto.fast_in_bfloat16", lambda device: False)
     words = ["model=smollm2_135m", "model.architecture.num_hidden_layers=1", "model.lora.rank=2", "model.quantize=4bit"]
     words += ["model.gradient_checkpointing=full", "model.offload_activations=true", "eval.every=0", "fit=2GB"]
     found, _ = profile("profile.plan_only=true", "profile.for_gpu=true", *words)
@@ -107,7 +106,7 @@ def test_a_gpu_that_is_named_says_what_it_has():
     old, _ = profile(*words, "profile.for_gpu=t4", out="old")
     assert old["settings"]["model"]["autocast"] == "none", "it has no bfloat16"
     wrong = grpo("profile", *SMALL, "profile.for_gpu=rtx4091").stderr
-    assert "profile.for_gpu=rtx4091 must be true or false, or h200" in wrong and "did you mean rtx4090?" in wrong
+    assert "profile.for_gpu=rtx4091" in wrong and "did you mean rtx4090?" in wrong
 
 
 def test_what_cannot_be_profiled_is_refused_all_at_once():

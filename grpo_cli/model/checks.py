@@ -122,7 +122,5 @@ def check_device(settings: ModelSettings, device: torch.device) -> None:
     if settings.quantize == "none":
         return
     if device.type != "cuda":
-        raise UserError(
-            f"model.quantize={settings.quantize} needs a CUDA GPU, not {device.type}; use none"
-        )
+        raise UserError(f"model.quantize={settings.quantize} needs a CUDA GPU, not {device.type}; use none")
     require("bitsandbytes", f"model.quantize={settings.quantize}")

@@ -12,15 +12,6 @@ from pydantic_core import PydanticCustomError
 from grpo_cli.support.errors import closest
 
 
-def Range(  # noqa: N802
-    low: float = -math.inf, high: float = math.inf, because: str = "", above: bool = False, below: bool = False
-) -> Any:
-    """Return pydantic's range from `low` to `high`; `above` and `below` leave the end itself out."""
-    ends = {"gt" if above else "ge": low, "lt" if below else "le": high}
-    finite: dict[str, Any] = {word: end for word, end in ends.items() if math.isfinite(end)}
-    return Field(**finite)
-
-
 def OneOf(words: Sequence[str]) -> AfterValidator:  # noqa: N802
     """Return a check that a text is one of these words, where they are known at run time only."""
 

@@ -32,7 +32,7 @@ from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.select import CUT_OFF
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.judges import overlong
+from grpo_cli.tasks.formats import overlong
 from grpo_cli.tracking.examples import NOT_TAKEN
 from grpo_cli.types import ENVIRONMENT, Finish, Prompt, Request, Reward, Rollout, Span, Totals, Verdict
 

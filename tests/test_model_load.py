@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import made
 import pytest
@@ -102,14 +103,6 @@ def test_a_vocabulary_smaller_than_the_tokenizer_s_is_said_with_both_numbers(tin
         check_vocabulary(small_model("llama"), tokenizer, "x")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "generation_config.json"])
-def test_a_pipe_in_a_model_s_folder_is_not_waited_for(name: str, tmp_path: Path) -> None:
-    small_model("llama").config.save_pretrained(tmp_path)
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(UserError, match=f"{tmp_path}: {name} is not a regular file"):
-        load_model(settings(tmp_path), CPU)
-
-
 def test_dtype_and_random_init_are_obeyed(tmp_path: Path) -> None:
     small_model("qwen2").config.save_pretrained(tmp_path)  # a config alone, without weights
     torch.manual_seed(1)
@@ -162,19 +155,21 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         load_tokenizer(settings(tmp_path))
 
 
-@pytest.mark.parametrize("content", ["{", "{}", "null", '{"model": {"type": "BPE"}}', "\0"])
-def test_a_broken_tokenizer_is_named_whatever_is_broken(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "what", "content"),
+    [
+        *(("tokenizer.json", "tokenizer", text) for text in ("{", "null", '{"model": {"type": "BPE"}}', "\0")),
+        *(("config.json", "config.json", text) for text in ("{", "[]", '{"model_type": "qwen2", "hidden_size": "x"}')),
+        *(("model.safetensors", "safetensors weights", text) for text in ("", "half", None)),
+    ],
+)
+def test_a_broken_file_is_named_whatever_is_broken(file: str, what: str, content: str | None, tmp_path: Path) -> None:
+    """Pickled weights beside it are never read."""
     folder = Path(shutil.copytree(TINY_FOLDER, tmp_path / "model"))
-    (folder / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match=f"model folder {folder}: its tokenizer cannot be read"):
-        load_tokenizer(settings(folder))
-
-
-@pytest.mark.parametrize("content", ["{", "[]", "null", '{"model_type": "qwen2", "hidden_size": "many"}'])
-def test_a_broken_config_is_named_whatever_is_broken(content: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match=f"model folder {tmp_path}: its config.json cannot be read"):
-        load_model(settings(tmp_path), CPU)
+    torch.save({}, folder / "pytorch_model.bin")
+    (folder / file).unlink() if content is None else (folder / file).write_text(content)
+    with pytest.raises(UserError, match=f"model folder {folder}: its {what} cannot be read"):
+        load_tokenizer(settings(folder)) if what == "tokenizer" else load_model(settings(folder), CPU)
 
 
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, factor=2.0, short_factor=[1.0] * 8, long_factor=[4.0] * 8)
@@ -192,12 +187,6 @@ LONGROPE = dict(rope_type="longrope", rope_theta=1e4, factor=2.0, short_factor=[
         ),
         # Beyond 32 of 64 positions the policy rotates all keys by the long factors, and the cache holds short ones.
         ({"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 32}}, "longrope, .* beyond 32 of its 64"),
-        # Such folders gave "validate_rope", a ZeroDivisionError or, in the first step, sizes that do not match.
-        ({"head_dim": 7}, r"the head dimension 7 \(head_dim in"),
-        ({"head_dim": 0}, "the head dimension 0"),
-        ({"hidden_size": 34, "num_attention_heads": 4}, r"the head dimension 8.5 \(hidden_size=34 over"),
-        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads=4 and num_key_value_heads=3"),
-        ({"num_key_value_heads": 0}, "num_attention_heads=2 and num_key_value_heads=0"),
     ],
 )
 def test_what_cannot_be_driven_is_refused_from_the_config_alone(config: dict, said: str, tmp_path: Path) -> None:
@@ -222,21 +211,6 @@ def test_a_window_or_a_frequency_that_never_changes_anything_is_fine(config: Any
     check_config(config)
 
 
-@pytest.mark.parametrize("content", [b"", b"half", None])
-def test_weights_that_are_no_whole_safetensors_are_refused(content: bytes | None, tmp_path: Path) -> None:
-    """Also where pickled ones are there, which are never read."""
-    model = small_model("qwen2")
-    model.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    weights = tmp_path / "model.safetensors"
-    if content is None:
-        weights.unlink()
-    else:
-        weights.write_bytes(weights.read_bytes()[:1000] if content else b"")
-    with pytest.raises(UserError, match="its safetensors weights cannot be read"):
-        load_model(settings(tmp_path), CPU)
-
-
 def test_weights_that_lack_a_layer_are_refused_instead_of_made_up(tmp_path: Path) -> None:
     model = small_model("qwen2")
     state = {name: weight for name, weight in model.state_dict().items() if "layers.1." not in name}
@@ -250,8 +224,6 @@ def test_weights_that_lack_a_layer_are_refused_instead_of_made_up(tmp_path: Path
     [
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "awq"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
         ({"quantization": {"group_size": 64, "bits": 4}}, "quantised: name"),
     ],
@@ -260,46 +232,24 @@ def test_weights_that_are_stored_quantised_are_refused_by_name(stored: Any, name
     folder = make_folder(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | stored))
-    for read in (load_model, lambda words, device: model_config(words)):
-        with pytest.raises(UserError, match=f"stored quantised.*{named}|{named}.*made from"):
-            read(settings(folder), CPU)
+    with pytest.raises(UserError, match=f"stored quantised.*{named}|{named}.*made from"):
+        model_config(settings(folder))
 
 
-@pytest.mark.parametrize(
-    ("error", "way_out"),
-    [
-        (ImportError("\n\nLlama requires the nothing library"), "install"),
-        (ModuleNotFoundError("No module named 'nothing'"), "install"),
-        (ValueError("You need to have sentencepiece installed"), "install"),
-        (MemoryError(), "memory"),
-        (torch.OutOfMemoryError("CUDA out of memory"), "memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "memory"),
-        (PermissionError(13, "Permission denied", "model.safetensors"), "readable"),
-        (OSError(24, "Too many open files", "model.safetensors"), "readable"),
-        (ValueError("header too large"), "save it again"),
-    ],
-)
+@pytest.mark.parametrize("error", [ImportError("Llama requires x"), MemoryError(), OSError(24, "Too many open files")])
 def test_an_error_that_is_not_of_the_files_is_named(
-    error: Exception, way_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any, **words: Any) -> None:
-        raise error
-
-    folder, reason = make_folder(tmp_path), str(error).strip()
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
-    with pytest.raises(UserError) as found:
+    folder = make_folder(tmp_path)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", Mock(side_effect=error))
+    with pytest.raises(UserError, match=f"{folder}: .*{type(error).__name__}: .*{re.escape(str(error))}"):
         load_model(settings(folder), CPU)
-    said = str(found.value)
-    assert reason in said and type(error).__name__ in said and way_out in said.rpartition(";")[2]
-    assert ("save it again" in said) == (way_out == "save it again")
 
 
 def test_a_hub_id_without_network_says_how_to_give_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="could not be fetched from the hub .*give the path of its folder"):
         load_model(settings("someone/no-such-model"), CPU)
-    with pytest.raises(UserError, match="could not be fetched from the hub"):
-        load_tokenizer(settings("someone/no-such-model"))
 
 
 def test_a_gated_model_says_whose_terms_to_accept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,15 +302,10 @@ def test_loading_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_the_shipped_folder_is_small_and_ordinary() -> None:
     assert sum(path.stat().st_size for path in TINY_FOLDER.iterdir()) <= 2_500_000
-    names = {path.name for path in TINY_FOLDER.iterdir()}
-    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= names
-    model = AutoModelForCausalLM.from_pretrained(TINY_FOLDER)
-    tokenizer = AutoTokenizer.from_pretrained(TINY_FOLDER)
-    assert isinstance(model, Qwen2ForCausalLM)
-    assert 300_000 <= sum(weight.numel() for weight in model.parameters()) <= 1_000_000
-    assert tokenizer.chat_template is None
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(TINY_FOLDER), AutoTokenizer.from_pretrained(TINY_FOLDER)
+    assert isinstance(model, Qwen2ForCausalLM) and tokenizer.chat_template is None
+    ends = model.generation_config.eos_token_id, model.generation_config.pad_token_id
+    assert ends == (tokenizer.eos_token_id, tokenizer.pad_token_id)
 
 
 def test_the_shipped_tokenizer_has_a_token_for_every_character() -> None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from grpo_cli.engine.vllm.admission import Work
-from made import infinite
+from made import infinite, micro
 from small import small_model, some_requests, vllm_engine
 
 import grpo_cli.engine.vllm.engine as engine_module
-from grpo_cli.engine.order.schedule import Fifo
+from grpo_cli.engine.sequence import Status
 from grpo_cli.engine.vllm.engine import VllmEngine
 from grpo_cli.engine.vllm.process import guest
 from grpo_cli.engine.vllm.served import Served
 from grpo_cli.model.weights import merged_weights
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import Finish, Prompt, Request, Rollout
+from grpo_cli.types import Finish, Request
 
 
 def test_weights_are_those_of_a_saved_folder():
@@ -97,62 +97,84 @@ def test_half_precision_on_a_cpu_needs_heads_that_fill_registers(dim: int, dtype
         Served({}, dim, dim).check_dtype(dtype, torch.device(device))
 
 
-class Output:
-    """What vLLM gives for a finished request: this one made two tokens, the last of them `last`."""
+class FakeCore:
+    """As much of vLLM's engine as serves requests: each makes these tokens, one a step, and ends with token 1 or at its
+    limit. It reports what is new, or all at the end."""
 
-    num_cached_tokens = 0
+    def __init__(self, tokens: list[int], token_by_token: bool) -> None:
+        self._tokens, self._told, self._left = tokens, token_by_token, dict[str, list[int]]()
+        self.entered, self.aborted = list[str](), list[str]()
 
-    def __init__(self, index: int, last: int) -> None:
-        self.request_id = str(index)
-        self.outputs = [self]
-        self.token_ids, self.finish_reason = [5, last], "stop"
-        self.logprobs: Any = type("Flat", (), {"logprobs": [-0.5, -0.25]})()
+    def enter(self, sequence: Any, token_by_token: bool) -> None:
+        assert token_by_token == self._told
+        sequence.status = Status.RUNNING
+        self._left[str(sequence.index)] = self._tokens[: sequence.limit]
+        self.entered.append(str(sequence.index))
 
+    def step(self) -> list[Any]:
+        outputs = []
+        for name, left in list(self._left.items()):
+            tokens = left if not self._told else left[:1]
+            rest = left[len(tokens) :]
+            made = SimpleNamespace(token_ids=tokens, logprobs=SimpleNamespace(logprobs=[-0.5] * len(tokens)))
+            outputs.append(SimpleNamespace(request_id=name, outputs=[made], num_cached_tokens=2, finished=not rest))
+            self._left[name] = rest
+            if not rest:
+                del self._left[name]
+        return outputs
 
-def work(refills: bool) -> Work:
-    prompt = Prompt("p", (2, 3, 4), "")
-    made = Work([Request(prompt, i, i, Sampling.plain(2)) for i in range(5)], 2, refills)
-    made.start(Fifo(), None)
-    return made
+    def abort_request(self, names: list[str]) -> None:
+        self.aborted += names
+        for name in names:
+            self._left.pop(name, None)
 
-
-def test_continuous_work_refills_a_slot_and_rounds_wait():
-    continuous, rounds = work(True), work(False)
-    for made in (continuous, rounds):
-        assert made.admitted(started(made)) == [0, 1]
-        made.count_step()
-        rollout = ended(made, Output(1, 1))
-        assert (rollout.finish, rollout.kept_kv) == (Finish.EOS, 1)
-    assert continuous.admitted(started(continuous)) == [2]
-    assert rounds.admitted(started(rounds)) == []
-    assert ended(rounds, Output(0, 7)).finish is Finish.LENGTH
-    assert rounds.admitted(started(rounds)) == [2, 3]
-    stats = rounds.stats(1000, {})
-    assert (stats.decode_steps, stats.generated_tokens, stats.prefill_tokens, stats.slot_utilisation) == (1, 4, 6, 1.0)
-
-
-def test_cached_prompts_greedy_rows_and_idle_slots_are_counted_as_they_are():
-    prompt = Prompt("p", (2, 3, 4), "")
-    made = Work([Request(prompt, 0, 0, Sampling.plain(2, temperature=0.0))], 4, True)
-    made.start(Fifo(), None)
-    assert made.admitted(started(made)) == [0]
-    made.count_step()
-    output = Output(0, 1)
-    output.num_cached_tokens = 2
-    assert ended(made, output).sampler_logprobs == (0.0, 0.0), "a greedy row draws from a point mass"
-    stats = made.stats(1000, {})
-    assert (stats.prefill_tokens, stats.slots, stats.slot_utilisation) == (1, 4, 0.25)
+    def has_unfinished_requests(self) -> bool:
+        return True
 
 
-def ended(made: Work, output: Output) -> Rollout:
-    made.note(output)
-    return made.settle(output, (1,))
+def serving(monkeypatch: pytest.MonkeyPatch, core: FakeCore, **parts: Any) -> VllmEngine:
+    monkeypatch.setattr(engine_module, "require_vllm", lambda: None)
+    monkeypatch.setattr(engine_module, "head_sizes", lambda device: None)
+    engine = vllm_engine(small_model(), **parts)
+    engine._llm, engine._slots = SimpleNamespace(llm_engine=core), 2
+    monkeypatch.setattr(engine, "_wake", lambda requests: 0.0)
+    monkeypatch.setattr(engine, "_limit", lambda: 999)
+    monkeypatch.setattr(engine, "_enter", core.enter)
+    return engine
 
 
-def started(made: Work) -> Fifo:
-    scheduler = Fifo()
-    scheduler.start(tuple(made.queue.values()), 2)
-    return scheduler
+def stopping(request: Request, tokens: int, stop: str) -> Request:
+    return replace(request, sampling=replace(Sampling.plain(tokens), stop=(stop,)))
+
+
+@pytest.mark.parametrize(("sampler", "steps"), [(infinite(slots=2), 5), (micro(slots=2), 6)])
+def test_a_slot_is_refilled_or_waits_for_its_round(monkeypatch: pytest.MonkeyPatch, sampler: Any, steps: int) -> None:
+    """Five of one prompt in two slots; the second and the fourth end after a token, the others after two."""
+    core = FakeCore([5, 1], token_by_token=True)
+    requests = [stopping(one, 1 if place in (1, 3) else 9, "x") for place, one in enumerate(some_requests(1, 5))]
+    engine = serving(monkeypatch, core, sampler=sampler, decode=lambda ids: "")
+    rollouts = {one.request.sample: one for one in engine.generate(requests)}
+    assert [len(rollouts[i]) for i in range(5)] == [2, 1, 2, 1, 2]
+    assert [rollouts[i].finish for i in (0, 1)] == [Finish.EOS, Finish.LENGTH] and rollouts[0].kept_kv == 1
+    stats, prompt = engine.stats(), len(requests[0].prompt.token_ids)
+    assert (stats.decode_steps, stats.generated_tokens, stats.prefill_tokens) == (steps, 8, 5 * (prompt - 2))
+    assert stats.slot_utilisation == pytest.approx(8 / (2 * steps))
+
+
+def test_a_stop_string_ends_a_rollout_and_enough_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = FakeCore([5, 6, 7, 8], token_by_token=True)
+    engine = serving(monkeypatch, core, decode=lambda ids: "".join(chr(97 + i) for i in ids))
+    requests = [stopping(one, 9, stop) for one, stop in zip(some_requests(1, 3), "gzz", strict=True)]
+    first, *others = engine.generate(requests, lambda rollout: True)
+    assert (first.token_ids, first.finish) == ((5, 6), Finish.STOP)
+    assert {(one.token_ids, one.finish) for one in others} == {((5, 6), Finish.PARTIAL), ((), Finish.PARTIAL)}
+    assert set(core.aborted) == {"0", "1"} and core.entered == ["0", "1"]
+
+
+def test_a_greedy_row_draws_from_a_point_mass(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = serving(monkeypatch, FakeCore([5, 1], token_by_token=False))
+    (rollout,) = engine.generate(some_requests(1, 1, temperature=0.0))
+    assert rollout.token_ids == (5, 1) and rollout.sampler_logprobs == (0.0, 0.0)
 
 
 class FakeVllm:

@@ -80,11 +80,12 @@ def decided(settings: Settings, say: Callable[[str], None], fast: bool | None = 
 def decided_model(model: ModelSettings, fast: bool) -> ModelSettings:
     """Return the model's settings with precisions. Frozen weights below adapters are stored in bfloat16 if computed in
     it, since they take no small steps that could be lost; all others are float32."""
-    autocast: Literal["auto", "none", "bfloat16"]
+    autocast: Literal["none", "bfloat16", "auto"]
     autocast = ("bfloat16" if fast else "none") if model.autocast == AUTO else model.autocast
     half = model.adapted and autocast == "bfloat16"
-    dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16" if half else "float32"
-    return replace(model, autocast=autocast, dtype=dtype if model.dtype == AUTO else model.dtype)
+    dtype: Literal["float32", "bfloat16", "auto"]
+    dtype = ("bfloat16" if half else "float32") if model.dtype == AUTO else model.dtype
+    return replace(model, autocast=autocast, dtype=dtype)
 
 
 def _remarks(typed: ModelSettings, model: ModelSettings, fast: bool) -> Iterator[str]:

@@ -23,19 +23,19 @@ _IMPORTS = ("megatron_config", "tokenizer_kwargs")  # keys through which PEFT im
 
 
 def has_adapters(folder: Path) -> bool:
-    """Whether the folder holds adapters rather than a model."""
+    """True if the folder holds adapters rather than a model."""
     return (folder / CONFIG).is_file()
 
 
 def base_of(folder: Path) -> str:
-    """The base of the adapters in `folder`: the one saved beside them, else the one that they name."""
+    """Return the base of the adapters in `folder`: the one saved beside them, else the one that they name."""
     if (folder / BASE).is_dir():
         return str(folder / BASE)
     return str(read_config(folder).get("base_model_name_or_path") or "")
 
 
 def with_adapters(model: Any, settings: ModelSettings) -> Any:
-    """The model with its weights frozen and adapters to train: new ones, which change nothing yet, or saved ones.
+    """Freeze the model's weights and give it adapters to train: new ones, which change nothing yet, or saved ones.
 
     Adapters are float32 even on bfloat16 weights. UserError for layers that the model lacks, for a saved adapter that
     cannot be read, and without PEFT.
@@ -46,7 +46,6 @@ def with_adapters(model: Any, settings: ModelSettings) -> Any:
         return model
     from torch import nn  # imported here, so that listing a folder does not wait for it
 
-    peft = _peft()
     lora = settings.lora
     linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for target in lora.targets:
@@ -55,17 +54,10 @@ def with_adapters(model: Any, settings: ModelSettings) -> Any:
                 f"model.lora.targets: {type(model).__name__} has no linear layer {target}{closest(target, linear)}; "
                 f"it has {', '.join(sorted(linear))}"
             )
-    config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=list(lora.targets),
-        use_dora=lora.dora,
-        use_rslora=lora.rslora,
-        task_type="CAUSAL_LM",
-    )
-    with _quiet():
-        return peft.get_peft_model(model, config)
+    with _quiet() as peft:
+        shape = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
+        kind = {"use_dora": lora.dora, "use_rslora": lora.rslora, "task_type": "CAUSAL_LM"}
+        return peft.get_peft_model(model, peft.LoraConfig(**shape, **kind, target_modules=list(lora.targets)))
 
 
 def _with_saved(model: Any, place: str, lora: LoraSettings) -> Any:
@@ -85,9 +77,8 @@ def _with_saved(model: Any, place: str, lora: LoraSettings) -> Any:
     for kind in ("dora", "rslora"):
         if getattr(lora, kind) and not saved.get(f"use_{kind}"):
             raise UserError(f"model.adapter={place} was made without model.lora.{kind}=true: leave it out")
-    peft = _peft()
     try:
-        with _quiet():
+        with _quiet() as peft:
             return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
         reason = f"{type(error).__name__}: {' '.join(line.strip() for line in str(error).splitlines()[:2])}"
@@ -134,16 +125,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without warnings about names that PEFT still uses, and about shared weights, which `merged` parts."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.filterwarnings("ignore", ".*tie_word_embeddings", UserWarning)
-        yield
-
-
-def _peft() -> Any:
+def _quiet() -> Iterator[Any]:
+    """Yield PEFT, without its warnings about its own names, and about shared weights, which `merged` parts."""
     require("peft", "an adapter (model.lora or model.adapter)")
     import peft
 
-    return peft
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", ".*tie_word_embeddings", UserWarning)
+        yield peft

@@ -25,29 +25,23 @@ ARCHITECTURES = {
 
 
 def architecture_of(config: Mapping[str, Any], any_family: bool = False) -> str:
-    """The model class that a config.json names, or that of its model type. UserError for one that the torch engine
-    cannot run; with `any_family` for one that is no causal model of `transformers`."""
+    """Return the model class that a config.json names, or that of its model type. UserError for one that the torch
+    engine cannot run; with `any_family` for one that is no causal model of `transformers`."""
     model_type = str(config.get("model_type", "without a name"))
     causal = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if any_family else ARCHITECTURES).get(model_type, model_type)
     name = str((config.get("architectures") or [causal])[0])
-    if name in ARCHITECTURES.values():
-        _check_heads(config)
-    elif not any_family:
-        _check_heads(config)
+    if name not in ARCHITECTURES.values() and not any_family:
         raise UserError(
             f"the architecture {name} is not supported; supported are {', '.join(ARCHITECTURES.values())}; for other "
             "causal models use engine=generate, which is slow"
         )
-    elif causal == model_type and "auto_map" not in config:
-        raise UserError(
-            f"the architecture {name} ({model_type}) is no causal language model that transformers "
-            "knows; choose one that is"
-        )
+    if any_family and causal == model_type and "auto_map" not in config:
+        raise UserError(f"the architecture {name} ({model_type}) is no causal language model that transformers knows")
     return name
 
 
 def check_stored(config: Mapping[str, Any], source: Path | str) -> None:
-    """UserError for a config.json of quantised weights, which are neither trained nor merged into."""
+    """Refuse a config.json of quantised weights, which are neither trained nor merged into."""
     names = ("quantization_config", "compression_config", "quantization")  # of transformers, older ones, MLX
     for stored in filter(None, map(config.get, names)):
         kind = stored.get("quant_method", "") if isinstance(stored, Mapping) else ""
@@ -57,38 +51,8 @@ def check_stored(config: Mapping[str, Any], source: Path | str) -> None:
         )
 
 
-def check_files(folder: Path) -> None:
-    """Refuse pipes and devices among the files: reading them may block forever."""
-    for file in folder.iterdir():
-        if file.exists() and not (file.is_file() or file.is_dir()):
-            raise UserError(
-                f"model folder {folder}: {file.name} is not a regular file; replace it by a copy of its content"
-            )
-
-
-def _check_heads(config: Mapping[str, Any]) -> None:
-    """Refuse impossible heads: rotary embedding splits a head's dimension into halves, and query heads are shared
-    evenly among key-value heads. Missing or non-numeric values are left to the config's class."""
-    hidden, heads, size = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
-    shared = heads if (given := config.get("num_key_value_heads")) is None else given
-    if not (isinstance(hidden, int) and isinstance(heads, int) and isinstance(shared, int)):
-        return
-    if heads < 1 or shared < 1 or heads % shared:
-        raise UserError(
-            f"num_attention_heads={heads} and num_key_value_heads={shared} in the model's config: each must be at "
-            "least 1, and the first a multiple of the second"
-        )
-    dim = hidden / heads if size is None else size
-    if isinstance(dim, int | float) and (dim < 2 or dim % 2):
-        where = f"hidden_size={hidden} over num_attention_heads={heads}" if size is None else "head_dim"
-        raise UserError(
-            f"the head dimension {dim:g} ({where} in the model's config) must be an even number of at least 2, as "
-            "rotary embedding splits it into halves: correct config.json, or choose another model"
-        )
-
-
 def context_of(config: PreTrainedConfig) -> int:
-    """The most tokens that the model has positions for; without a limit, more than any run needs."""
+    """Return the most tokens that the model has positions for; without a limit, more than any run needs."""
     context: int = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     return context
 
@@ -108,23 +72,21 @@ def check_config(config: PreTrainedConfig, any_family: bool = False) -> None:
     context = context_of(config)
     if not any_family and (window := window_of(config)) is not None:
         raise UserError(
-            f"{config.model_type} model with a sliding window of {window} tokens: the engine always attends to the "
-            f"whole context; set sliding_window to null in its config.json if completions stay shorter than {window} "
-            "tokens, or use engine=generate"
+            f"{config.model_type} model with a sliding window of {window} tokens: the engine attends to the whole "
+            "context; set sliding_window to null in its config.json if no sequence is longer, or use engine=generate"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     short = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and (short is None or short < context):
         raise UserError(
             f"{config.model_type} model with RoPE of type longrope, whose frequencies change beyond {short} of its "
-            f"{context} positions: rollouts with a cache would be drawn from another distribution than the policy's; "
-            "choose a model with RoPE of another type"
+            f"{context} positions, where cached keys would be wrong; choose a model with RoPE of another type"
         )
 
 
 @torch.no_grad()
 def check_weights(model: Any, settings: ModelSettings) -> None:
-    """Raises UserError for weights that are not finite. Quantised ones are not read."""
+    """Refuse weights that are not finite. Quantised ones are not read."""
     weights = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
     if math.isfinite(torch.nn.utils.get_total_norm(weights.values())):
         return
@@ -138,34 +100,27 @@ def check_weights(model: Any, settings: ModelSettings) -> None:
 
 
 def vocabulary_of(model: Any) -> int:
-    """How many tokens it has embeddings for."""
+    """Return the number of tokens that the model has embeddings for."""
     return int(model.config.get_text_config().vocab_size)
 
 
 def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """UserError for a tokenizer with tokens that the model has no embedding for."""
+    """Refuse a tokenizer with tokens that the model has no embedding for."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     size = vocabulary_of(model)
     if largest >= size:
         raise UserError(
-            f"model.path={path}: the tokenizer has token ids up to {largest}, but the model has only "
-            f"{size} embeddings (vocab_size); put the tokenizer that the model was made with into "
-            "its folder, or enlarge the embeddings (transformers' resize_token_embeddings)"
+            f"model.path={path}: the tokenizer has token ids up to {largest}, but the model has only {size} embeddings "
+            "(vocab_size); put the model's own tokenizer into its folder"
         )
 
 
 def check_device(settings: ModelSettings, device: torch.device) -> None:
-    """UserError for quantised weights where bitsandbytes has no kernels, and for offloading activations from a CPU."""
+    """Refuse quantised weights where bitsandbytes has no kernels, and offloading activations from a CPU."""
     if settings.offload_activations and device.type == "cpu":
-        raise UserError(
-            "model.offload_activations=true moves activations from a GPU's memory to the CPU's, and the device is cpu; "
-            "leave it out (model.gradient_checkpointing=full alone keeps as little)"
-        )
+        raise UserError("model.offload_activations=true needs a GPU, and the device is cpu; use false")
     if settings.quantize == "none":
         return
     if device.type != "cuda":
-        raise UserError(
-            f"model.quantize={settings.quantize} needs a CUDA GPU (bitsandbytes), and the device is "
-            f"{device.type}; use model.quantize=none"
-        )
+        raise UserError(f"model.quantize={settings.quantize} needs a CUDA GPU, not {device.type}; use none")
     require("bitsandbytes", f"model.quantize={settings.quantize}")

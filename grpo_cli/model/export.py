@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ from grpo_cli.model.adapters import BASE, has_adapters, merged, read_config
 from grpo_cli.model.load import (
     DTYPES,
     HUB_SECONDS,
+    TINY,
     eos_token_ids,
     load_model,
     load_tokenizer,
@@ -30,7 +30,6 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
 
 CARD, TAG = "README.md", "grpo-cli"  # an export is known by this tag of its card
-_LICENCES = {"Apache License": "apache-2.0", "MIT License": "mit"}  # by the first line of their texts
 
 
 def write_model(
@@ -67,58 +66,42 @@ def write_model(
 
 
 def licence_of(path: str) -> str | None:
-    """The licence that the card of a base (a folder or a hub id) or the first line of its LICENSE tells, if any."""
-    source = _source(path)
+    """Return the licence that the card of a base (a folder or a hub id) names, if any."""
     try:
-        if isinstance(source, str):
-            card = HfApi().model_info(source, timeout=HUB_SECONDS).card_data
-        else:
-            card = ModelCard.load(source / CARD, ignore_metadata_errors=True).data if source is not None else None
-    except Exception:  # of a file, or of the hub's client, which raises those of httpx or of httpx2
-        card = None
-    if card is not None and card.get("license") is not None:
-        return plain(card.get("license"))
-    texts = [file.read_text(encoding="utf-8", errors="replace").lstrip() for file in _licence_files(source)]
-    return _LICENCES.get(texts[0].partition("\n")[0].rstrip(), "other") if texts else None
-
-
-def _source(path: str) -> Path | str | None:
-    """Where a base lies; None if it is gone, which a whole model can do without."""
-    try:
-        return source_of(path)
-    except UserError:
+        source = source_of(path)
+        card = HfApi().model_info(source, timeout=HUB_SECONDS).card_data if isinstance(source, str) else _card(source)
+    except Exception:  # a base that is gone, a file, or the hub's client, which raises those of httpx or of httpx2
         return None
+    return None if card is None or card.get("license") is None else plain(card.get("license"))
 
 
-def _licence_files(source: Path | str | None) -> list[Path]:
-    return sorted(path for path in source.glob("LICENSE*") if path.is_file()) if isinstance(source, Path) else []
+def _card(folder: Path) -> ModelCardData:
+    return ModelCard.load(folder / CARD, ignore_metadata_errors=True).data
 
 
 def write_card(folder: Path, base: str, licence: str | None, text: str) -> None:
-    """Write the model card, with how the model is served and evaluated, and the base's LICENSE beside it."""
-    source = _source(base)
-    use = _used(folder, source if isinstance(source, str) else "<folder of the base>")
+    """Write the model card, with how the model is served and evaluated."""
+    hub_id = None if base == TINY or Path(base).expanduser().is_dir() else base  # the hub takes no folders
+    use = _used(folder, hub_id or "<folder of the base>")
     data = ModelCardData(
-        base_model=source if isinstance(source, str) else None,  # the hub takes no folders
+        base_model=hub_id,
         license=licence,
         library_name="peft" if has_adapters(folder) else "transformers",
         pipeline_tag="text-generation",
         tags=["grpo", TAG],
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n## Use\n\n{use}").save(folder / CARD)
-    for file in _licence_files(source):
-        shutil.copyfile(file, folder / file.name)
 
 
 def _used(folder: Path, base: str) -> str:
-    """The commands that serve and evaluate a model, or adapters on their base."""
+    """Return the commands that serve and evaluate a model, or adapters on their base."""
     here, lora = "<this folder>", "--enable-lora --max-lora-rank"
     if not has_adapters(folder):
         return f"    vllm serve {here}\n    lm_eval --model hf --model_args pretrained={here}\n"
     evaluated = f"    lm_eval --model hf --model_args pretrained={base},peft={here},tokenizer={here}\n"
     adapters = read_config(folder)
     if adapters.get("use_dora") or adapters.get("modules_to_save") or adapters.get("bias", "none") != "none":
-        return f"{evaluated}\nvLLM does not serve adapters of this kind: export the run with --merge for it.\n"
+        return f"{evaluated}\nFor vLLM export the run with --merge.\n"
     rank = max([adapters["r"], *adapters.get("rank_pattern", {}).values()])
     most = next((size for size in (16, 32, 64, 128, 256, 320, 512) if rank <= size), rank)  # those that it takes
     return (
@@ -128,16 +111,15 @@ def _used(folder: Path, base: str) -> str:
 
 
 def is_export(folder: Path) -> bool:
-    """Whether the folder holds a model that was written here, and may be replaced."""
+    """True if the folder holds a model that was written here, and may be replaced."""
     try:
-        return TAG in (ModelCard.load(folder / CARD).data.tags or ())
+        return TAG in (_card(folder).tags or ())
     except (OSError, ValueError, TypeError):
         return False
 
 
 def check_repository(repo: str, overwrite: bool) -> None:
-    """UserError for a name that is none, without a token, and for a repository that is there, unless it is to be
-    overwritten."""
+    """Refuse a name that is none, to go without a token, and a repository that exists, unless it is overwritten."""
     try:
         validate_repo_id(repo)
     except ValueError as error:
@@ -150,7 +132,7 @@ def check_repository(repo: str, overwrite: bool) -> None:
 
 
 def upload(repo: str, folder: Path) -> str:
-    """Make the folder the whole content of a repository, in one commit; returns its address."""
+    """Make the folder the whole content of a repository, in one commit, and return its address."""
     with _uploading(repo):
         address = HfApi().create_repo(repo, exist_ok=True)
         HfApi().upload_folder(repo_id=repo, folder_path=folder, delete_patterns="*")

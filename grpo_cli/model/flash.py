@@ -60,7 +60,8 @@ def layout(numbers: tuple[int, ...], device: torch.device) -> tuple[Spans, Trunk
     branches = np.concatenate([np.arange(start + tree[0], start + sum(tree)) for tree, start in split])
     trunks = np.concatenate([np.arange(start, start + tree[0]) for tree, start in split])
     spans = Spans.of([sum(tree[1:]) for tree, _ in split], [tree[0] for tree, _ in split], False, device)
-    return own, Trunks(*send(device, branches, trunks), spans)
+    of_branches, of_trunks = send(device, branches, trunks)
+    return own, Trunks(of_branches, of_trunks, spans)
 
 
 def serves(q: Tensor) -> bool:
@@ -108,7 +109,7 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Spans, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     sees = at.queries, at.keys, at.most_queries, at.most_keys, 0.0, at.causal
-    # The state of a random generator, which is for dropout alone, and nothing.
-    unread = q.new_zeros(2, dtype=torch.uint64), q.new_zeros(0)
+    # What the forward kernel returns beside: a random state, which is for dropout alone, and nothing.
+    unread = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(grad, q, k, v, out, lse, *sees, *unread, scale=scale)
     return dq, dk, dv

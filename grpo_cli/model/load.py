@@ -5,9 +5,7 @@ A folder's config is checked before any weights are read. Weights are safetensor
 
 from __future__ import annotations
 
-import re
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,7 +35,6 @@ from grpo_cli.model.checks import (
     architecture_of,
     check_config,
     check_device,
-    check_files,
     check_stored,
     check_weights,
 )
@@ -53,12 +50,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 
 def load_model(settings: ModelSettings, device: torch.device, any_family: bool = False) -> Any:
-    """The model of `model.path` on `device`, in eval mode, without dropout of its own in either mode. Llama-shaped, or
-    with `any_family` whatever causal model `transformers` knows.
+    """Return the model of `model.path` on `device`, in eval mode, without dropout of its own in either mode:
+    Llama-shaped, or with `any_family` whatever causal model `transformers` knows.
 
-    With `random_init` only the config is read and the weights come from torch's global generator. With
-    `gradient_checkpointing` layers recompute their activations in train mode. With `lora` or `adapter` the model is in
-    PEFT's wrapper, with only the adapters trained; theirs is the only dropout.
+    With `random_init` only the config is read and the weights come from torch's global generator. With `lora` or
+    `adapter` the model is in PEFT's wrapper, with only the adapters trained; theirs is the only dropout.
 
     UserError for a missing or incomplete folder, an unreachable hub id, an unsupported architecture, and for settings
     that `device` does not support.
@@ -105,7 +101,7 @@ def _recompute(model: PreTrainedModel, settings: ModelSettings) -> None:
 
 
 def at_checkpoint(settings: ModelSettings, folder: Path) -> ModelSettings:
-    """The settings that load what a run of `settings` saved in `folder`: a whole model, or adapters for its base."""
+    """Return the settings that load what a run of `settings` saved in `folder`: a model, or adapters for its base."""
     eos_tokens = () if settings.without_files else settings.eos_tokens
     if not has_adapters(folder):
         return replace(settings, path=str(folder), random_init=False, eos_tokens=eos_tokens)
@@ -116,20 +112,18 @@ def at_checkpoint(settings: ModelSettings, folder: Path) -> ModelSettings:
 
 
 def model_config(settings: ModelSettings, any_family: bool = False) -> PreTrainedConfig:
-    """The model's config: from `model.architecture` if given and `model.path` is not a local folder, so that nothing is
-    fetched from the hub; else from config.json. UserError for an invalid one, and as in `load_model`."""
-    if settings.architecture is None or _is_here(settings.path):
+    """Return the model's config: from `model.architecture` if given and `model.path` is not a local folder, so that
+    nothing is fetched from the hub; else from config.json. UserError for an invalid one, and as in `load_model`."""
+    if settings.architecture is None or settings.path == TINY or Path(settings.path).expanduser().is_dir():
         return _read_config(source_of(settings.path), settings, any_family)
     kwargs = dict(settings.architecture)
+    named = architecture_of(kwargs, any_family)
     try:
-        named = architecture_of(kwargs, any_family)
         config = AutoConfig.for_model(**kwargs)
-    except UserError as error:
-        raise UserError(f"model.architecture: {error}") from error
-    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
+    except (TypeError, ValueError, KeyError, ArithmeticError, StrictDataclassError) as error:
         raise UserError(f"model.architecture does not describe a {named}: {error}") from error
     config.architectures = [named]
-    config.eos_token_id = None  # some families have a default, which no text here would end with
+    config.eos_token_id = None  # some configs default to an id that this tokenizer never emits
     check_config(config, any_family)
     return config
 
@@ -186,7 +180,7 @@ def eos_token_ids(
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...]) -> int:
-    """The tokenizer's padding token, else an end-of-sequence token."""
+    """Return the tokenizer's padding token, else an end-of-sequence token."""
     return int(tokenizer.pad_token_id) if tokenizer.pad_token_id is not None else eos[0]
 
 
@@ -226,10 +220,6 @@ def save_pretrained(
 MADE_BY = {"models/smollm2": "scripts/get_smollm2.sh"}
 
 
-def _is_here(path: str) -> bool:
-    return path == TINY or Path(path).expanduser().is_dir()
-
-
 def source_of(path: str) -> Path | str:
     """Return a folder, or a hub id if there is no such folder. UserError for one that the hub and its cache lack."""
     if path == TINY:
@@ -264,7 +254,7 @@ def source_of(path: str) -> Path | str:
 
 
 def _read_config(source: Path | str, settings: ModelSettings, any_family: bool) -> PreTrainedConfig:
-    """The config, its architecture checked before anything else is read or run."""
+    """Return the config, its architecture checked before anything else is read or run."""
     with _reading(source, "config.json"):
         raw, _ = PreTrainedConfig.get_config_dict(source)
         check_stored(raw, source)
@@ -296,7 +286,7 @@ def _read_weights(
 
 
 def _quantised(settings: ModelSettings, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for 4-bit (NF4 with quantised scales, arXiv 2305.14314) or 8-bit weights."""
+    """Return arguments for 4-bit (NF4 with quantised scales, arXiv 2305.14314) or 8-bit weights."""
     if settings.quantize == "none":
         return {}
     computed_in = torch.bfloat16 if settings.autocast == "bfloat16" else dtype
@@ -315,41 +305,26 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
     """Turn any error while reading an untrusted file into a UserError: a malformed tokenizer.json alone gives KeyError,
     TypeError or AttributeError."""
     try:
-        if isinstance(source, Path):
-            check_files(source)
         yield
     except UserError:
         raise
     except Exception as error:
-        if not isinstance(source, Path) and _is_gated(error):
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400] or 'no reason given'}"
+        if isinstance(source, Path):
+            raise UserError(f"model folder {source}: its {what} cannot be read ({reason})") from error
+        if _is_gated(error):
             raise UserError(
                 f"model.path={source} is gated: accept its terms on https://huggingface.co/{source} and log in with "
                 "`hf auth login` (or set HF_TOKEN); or give the path of a folder that has it"
             ) from error
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400] or 'no reason given'}"
-        way_out = _of_this_machine(error, reason)
-        if isinstance(source, Path) or way_out:
-            where = f"model {'folder ' * isinstance(source, Path)}{source}"
-            raise UserError(f"{where}: its {what} cannot be read ({reason}); {way_out or 'save it again'}") from error
         raise UserError(
             f"model.path={source} is not a folder here, and its {what} could not be fetched from the hub ({reason}); "
             "without network, download the model elsewhere and give the path of its folder (to grpo export: --base)"
         ) from error
 
 
-def _of_this_machine(error: Exception, reason: str) -> str | None:
-    """What to do about an error that is none of the files."""
-    if sys.flags.optimize > 1:
-        return "run Python without -OO (PYTHONOPTIMIZE), which takes away docstrings that transformers reads"
-    if isinstance(error, ImportError) or re.search(r"\binstall(ed)?\b", reason):
-        return "install the package that is named"
-    if isinstance(error, MemoryError) or "out of memory" in reason or "allocate memory" in reason:
-        return "it needs more memory than there is: choose a smaller model, or model.dtype=bfloat16"
-    return "make its files readable" if isinstance(error, OSError) and error.errno and error.filename else None
-
-
 def _is_gated(error: BaseException | None) -> bool:
-    """Whether the hub refused because its terms were not accepted (`transformers` wraps that error)."""
+    """True if the hub refused because its terms were not accepted (`transformers` wraps that error)."""
     while error is not None:
         if isinstance(error, GatedRepoError):
             return True
@@ -359,7 +334,7 @@ def _is_gated(error: BaseException | None) -> bool:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Disables the progress bars of transformers, which would break the live view."""
+    """Disable the progress bars of transformers, which would break the live view."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

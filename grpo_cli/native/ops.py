@@ -181,8 +181,8 @@ def reference(
     # Split once: the backward of a slice is a whole tensor of zeros, that of a split one concatenation.
     spans, found = zip(*(x.transpose(0, 1).split(sizes, dim=1) for x in (q, k, v)), strict=True), []
     for _, *branches in trees:
-        _, *trunk = span = next(spans)
-        found.append(F.scaled_dot_product_attention(*span, is_causal=True, scale=scale))
+        query, *trunk = next(spans)
+        found.append(F.scaled_dot_product_attention(query, trunk[0], trunk[1], is_causal=True, scale=scale))
         for size in branches:
             own, *seen = next(spans)
             keys, values = (torch.cat(pair, dim=1) for pair in zip(trunk, seen, strict=True))
@@ -204,8 +204,9 @@ def no_tree_attention(heads: int, group: int, dim: int) -> NoNative | None:
     q, k, v, grad = (torch.randn(tokens, count * heads, dim, generator=generator) for count in (group, 1, 1, group))
     for natively in (True, False):
         with torch.enable_grad():
-            runs = [x.clone().requires_grad_() for x in (q, k, v)]
-            out = tree_attention(*runs, flat(trees), dim**-0.5)[0] if natively else reference(*runs, trees, dim**-0.5)
+            runs = q_, k_, v_ = [x.clone().requires_grad_() for x in (q, k, v)]
+            scale = dim**-0.5
+            out = tree_attention(*runs, flat(trees), scale)[0] if natively else reference(q_, k_, v_, trees, scale)
             found.append([out.detach(), *torch.autograd.grad(out, runs, grad)])
     if all(float((ours - exact).abs().max() / exact.abs().max()) <= _CLOSE for ours, exact in zip(*found, strict=True)):
         return None

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from common import engine_of, settings_of
-from grpo_cli.engine.kv.padding import round_up
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.overrides import overrides
+from grpo_cli.engine.kv.cache import round_up
 from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, model_config
 from grpo_cli.profile.forced_lengths import NEVER, lognormal
 from grpo_cli.settings import ModelSettings, RunSettings

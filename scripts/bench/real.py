@@ -38,10 +38,10 @@ from typing import Any
 import torch
 from arms import ARMS, Case, budget_of, make_work
 from common import ROOT, Check, Figures, bench_parser, clock_of, engine_of, finish, in_a_process, parsed, rotated, show
-from grpo_cli.engine.kv.padding import Padding
 from rollout import HELD, KV, PEAK, PROCESSOR, SPEED, Row, measure, weights_folder
 from step import PHASES, WAYS, measured
 
+from grpo_cli.engine.step.decoder import Padding
 from grpo_cli.engine.step.weights import Copies
 from grpo_cli.model.anatomy import backbone, head
 from grpo_cli.support.meter import WallMeter

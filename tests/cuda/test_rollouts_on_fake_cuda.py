@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import CUDA, Watched, gpu, model_of
-from grpo_cli.engine.torch.stop import StopStrings
 from made import full, infinite
 from small import make_generation, some_and_the_rest, some_requests
 from talk import Talk
 
 from grpo_cli.collect.episodes import Conversation, Spent
-from grpo_cli.engine.gpu.graph import FixedTurns, TurnOutput
+from grpo_cli.engine.gpu.graph import GraphedTurns, TurnOutput
 from grpo_cli.engine.kv.eviction import Budget, Dense
 from grpo_cli.engine.order.schedule import Fifo
 from grpo_cli.engine.torch.generation import Generation
@@ -63,25 +62,27 @@ def trial(
     sampler: Any = None,
     sparsity: Dense | Budget | None = None,
     fixed: bool = False,
-    stop: Any = None,
+    decode: Any = None,
     replies: Any = None,
-    park_at: int | None = None,
+    pause_at: int | None = None,
 ) -> Trial:
     marks = list[tuple[int, int]]()
-    run = Generation._run
+    run = Generation._step
 
     def marked(self: Generation, *given: Any) -> Any:
         done = run(self, *given)
         marks.append((len(watched.waits), len(watched.kernels)))
         return done
 
-    monkeypatch.setattr(Generation, "_run", marked)
-    parts = dict(sampler=sampler or full(), sparsity=sparsity or Dense(), capture=again if fixed else None, stop=stop)
+    monkeypatch.setattr(Generation, "_step", marked)
+    parts = dict(
+        sampler=sampler or full(), sparsity=sparsity or Dense(), capture=again if fixed else None, decode=decode
+    )
     parts["replies"] = replies
-    prefix = 0 if park_at is None else park_at - 1
-    generation = make_generation(watched.decoder(model), requests, prefix=prefix, eos=(1,), **parts)
+    prefix = 0 if pause_at is None else pause_at - 1
+    generation = make_generation(watched.decoder(model), requests, prefix=prefix, **parts)
     cast = watched.casts
-    found = [] if park_at is None else [rollout for _, rollout in generation.serve(Fifo(), park_at)]
+    found = [] if pause_at is None else [rollout for _, rollout in generation.serve(Fifo(), pause_at)]
     found += [rollout for _, rollout in generation.serve(Fifo())]
     waits, kernels = zip(*marks, strict=True)
     taken = ([after - before for before, after in pairwise(of)] for of in (waits, kernels))
@@ -178,13 +179,13 @@ def test_a_shape_depends_on_the_number_of_rows_alone(monkeypatch: pytest.MonkeyP
         for place, request in enumerate(some_requests(prompts=4, n=10))
     ]
     made = list[Any]()
-    shapes = FixedTurns.__call__
+    shapes = GraphedTurns.__call__
 
-    def noted(self: FixedTurns, *given: Any) -> Any:
+    def noted(self: GraphedTurns, *given: Any) -> Any:
         made.append(self)
         return shapes(self, *given)
 
-    monkeypatch.setattr(FixedTurns, "__call__", noted)
+    monkeypatch.setattr(GraphedTurns, "__call__", noted)
     with gpu(monkeypatch) as watched:
         found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, fixed=True)
     assert sorted(found.lengths) == list(range(3, 43)) and found.waits == [1] * 40
@@ -215,8 +216,8 @@ def test_answers_of_an_environment_wait_for_nothing(fixed: bool, monkeypatch: py
 def test_stop_strings_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = some_requests(prompts=1, n=3, tokens=8, stop=("b",))
     with gpu(monkeypatch, lambda time, rows: np.full(rows, 6 if time == 4 else 5)) as watched:
-        stop = StopStrings(1, lambda tokens: "".join("ab"[token == 6] for token in tokens))
-        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, stop=stop)
+        decode = lambda tokens: "".join("ab"[token == 6] for token in tokens)  # noqa: E731
+        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, decode=decode)
     assert found.lengths == [5, 5, 5] and found.waits == [1] * 3
 
 
@@ -231,12 +232,11 @@ def test_other_words_of_sampling_wait_for_nothing(monkeypatch: pytest.MonkeyPatc
     assert sorted(found.lengths) == [3, 4, 5, 6, 7] and max(found.waits) == 2
 
 
-def test_who_makes_a_prefix_first_waits_three_times_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the first tokens of those that enter, and for the states that lengths are predicted from."""
+def test_who_makes_a_prefix_first_waits_for_first_tokens_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = some_requests(prompts=2, n=2, tokens=9)
     with gpu(monkeypatch) as watched:
-        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, sampler=infinite(slots=3), park_at=4)
-    assert found.lengths == [9] * 4 and max(found.waits) == 4
+        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, sampler=infinite(slots=3), pause_at=4)
+    assert found.lengths == [9] * 4 and max(found.waits) == 2
 
 
 def test_kernels_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,4 +248,4 @@ def test_kernels_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
             model = model_of(watched, num_hidden_layers=layers)
             taken.append(trial(watched, model, requests, monkeypatch).kernels[-1])
     # One of a layer's six lays out queries by key head, in place of three copies inside the operation.
-    assert (taken[1] - taken[0], 2 * taken[0] - taken[1]) == (1, 62)
+    assert (taken[1] - taken[0], 2 * taken[0] - taken[1]) == (1, 61)

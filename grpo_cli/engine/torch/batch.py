@@ -17,26 +17,23 @@ from grpo_cli.model.transfer import send
 
 
 class RunningBatch:
-    """Lays out the rows of a step. Tables and sampling settings are sent again only after `changed`.
+    """Lays out the rows of a step. What has not `changed` is not sent again.
 
-    With `fills` (a block and a slot that nobody has) rows come in few numbers and tables in few widths; `most` bounds
-    the latter.
+    With `fills` (a block and a slot that nobody has) rows come in few numbers, and tables are `most` blocks wide.
     """
 
     def __init__(
         self, device: torch.device, natively: bool, fills: tuple[int, int] | None, most: tuple[int, int]
     ) -> None:
         self._device, self._natively, self._fills, self._most = device, natively, fills, most
-        self._tables: list[Tensor] | None = (
-            None  # of own blocks, of prompts' blocks, and how many of their keys are seen
-        )
-        self._drawing: Drawing | None = None
+        self.changed()
 
-    def changed(self, sequences: bool = True) -> None:
-        """Some sequences have other blocks, or (with `sequences`) others run."""
-        self._tables = None
-        if sequences:
-            self._drawing = None
+    def changed(self) -> None:
+        """Others run, or some have lost blocks."""
+        self._own, self._filled = np.zeros((0, 0), dtype=np.int64), list[int]()
+        self._sent: Tensor | None = None
+        self._of_prompts: list[Tensor] = []  # their table, and how many of their keys are seen
+        self._drawing: Drawing | None = None
 
     def rows(self, running: Seq[Sequence]) -> Rows:
         """What the decoder reads and draws by for one more token of each sequence."""
@@ -48,32 +45,38 @@ class RunningBatch:
             for s in running
         ]
         columns = np.array([*numbers, *[(0, 0, 0, block, slot)] * missing], dtype=np.int64).T
-        # The last token of a sequence is drawn, and nothing after it.
         uniform = np.array([*(_uniform(s) for s in running), *[0.0] * missing])
-        if self._tables is None:
-            self._tables = self._made(running, missing)
+        to_send = [*np.ascontiguousarray(columns), uniform, *self._grown_tables(running, count)]
+        tokens, positions, held, write_to, slots, drawn, *own = send(self._device, *to_send)
+        self._sent = own[0] if own else self._sent
+        assert self._sent is not None, "running sequences have blocks"
+        if not self._of_prompts:
+            blocks = [[] if s.prompt is None else s.prompt.blocks for s in running]
+            seen = np.array([0 if s.prompt is None else s.prompt.length for s in running] + [0] * missing)
+            table = table_of([*blocks, *[[]] * missing], width=None if self._fills is None else self._most[1])
+            self._of_prompts = send(self._device, table, seen)
         if self._drawing is None:
             settings = [sequence.request.sampling for sequence in running]
             self._drawing = drawing_of([*settings, *settings[:1] * missing], self._device, self._natively)
-        tokens, positions, held, write_to, slots, drawn = send(self._device, *np.ascontiguousarray(columns), uniform)
-        own, prompt, seen = self._tables
-        return Rows(tokens, positions, held, write_to, seen, slots, drawn, own, prompt, self._drawing)
+        prompt, seen_there = self._of_prompts
+        return Rows(tokens, positions, held, write_to, seen_there, slots, drawn, self._sent, prompt, self._drawing)
 
-    def _made(self, running: Seq[Sequence], missing: int) -> list[Tensor]:
-        own: list[Seq[int]] = [sequence.blocks for sequence in running]
-        prompts: list[Seq[int]] = [() if s.prompt is None else s.prompt.blocks for s in running]
-        seen = [0 if s.prompt is None else s.prompt.length for s in running]
-        tables = [self._table(some, missing, most) for some, most in zip((own, prompts), self._most, strict=True)]
-        return send(self._device, *tables, np.array([*seen, *[0] * missing], dtype=np.int64))
-
-    def _table(self, blocks: Seq[Seq[int]], missing: int, most: int) -> np.ndarray:
-        width = max(map(len, blocks))
-        if self._fills is not None:
-            width = min(1 << (width - 1).bit_length() if width else 0, most)
-        return table_of([*blocks, *[()] * missing], width=width)
+    def _grown_tables(self, running: Seq[Sequence], count: int) -> list[np.ndarray]:
+        """The table of own blocks, if it is another one than before."""
+        lengths = [len(sequence.blocks) for sequence in running]
+        if lengths == self._filled:
+            return []
+        width = max(lengths) if self._fills is None else self._most[0]
+        if self._own.shape != (count, width):
+            self._own, self._filled = np.zeros((count, width), dtype=np.int64), [0] * len(running)
+        for row, (sequence, length) in enumerate(zip(running, lengths, strict=True)):
+            if length != self._filled[row]:
+                self._own[row, :length] = sequence.blocks
+        self._filled = lengths
+        return [self._own]
 
 
 def _uniform(sequence: Sequence) -> float:
     found = sequence.uniforms
     assert found is not None, "a running sequence has its numbers"
-    return float(found[min(sequence.made, len(found) - 1)])
+    return float(found[min(sequence.made, len(found) - 1)])  # no token is drawn beyond the last

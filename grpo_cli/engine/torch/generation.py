@@ -175,7 +175,7 @@ class Generation:
         """One token for every running sequence; returns those that have ended."""
         self._take_blocks()
         if self.keeper.make_room(self.running, self.cache):
-            self._batch.changed(sequences=False)
+            self._batch.changed()
         prompt_keys, running = self.cache.prompt_tokens, list(self.running)
         self.keeper.count(running, prompt_keys)
         held = sum(sequence.held + 1 for sequence in running) + prompt_keys + self._paused_keys
@@ -225,7 +225,6 @@ class Generation:
                 self._preempt(sequence := youngest(self.running))
                 self._admission.first(sequence)
         if wanted:
-            self._batch.changed(sequences=False)
             for sequence, count in zip(self.running, needed, strict=True):
                 sequence.blocks += self.cache.take(max(0, count))
 

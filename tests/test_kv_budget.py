@@ -21,9 +21,9 @@ from grpo_cli.engine.kv.cache import BLOCK, PagedCache, round_up
 from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
+from grpo_cli.memory.lengths import lognormal
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.streaming_llm import Streaming
-from grpo_cli.profile.forced_lengths import lognormal
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.types import Request

@@ -271,7 +271,7 @@ def test_a_group_without_a_judgement_is_left_out_and_a_step_without_any_stops(se
     assert [row["judge/failed"] for row in rows[1:]] == [1.0, 0.0]
     assert [row["rollouts/generated"] for row in rows[1:]] == [8, 20], "it is in no figure"
     server.answer = lambda question: "no"
-    with pytest.raises(UserError, match="fix the judge.*resume=auto"):
+    with pytest.raises(UserError, match="judge.*resume=auto"):
         run_of(tmp_path / "none", server).fit()
     server.answer = by_length
     run_of(tmp_path / "none", server, f"resume={tmp_path / 'none'}").fit()

@@ -325,7 +325,6 @@ def rule(step, *, more):
 """
 
 
-@pytest.mark.usefixtures("no_search")
 def test_a_collector_of_one_s_own_is_tried_run_resumed_and_profiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from grpo_cli.config.instantiate import PROTOCOLS, make, rules_of
 from grpo_cli.config.prepare import pick_device, prepare
 from grpo_cli.config.trial import try_rules
 from grpo_cli.experiment import set_up
-from grpo_cli.profile.advice import out_of_memory
+from grpo_cli.memory.explain import out_of_memory
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import expand_segments
@@ -100,7 +100,7 @@ class NoDetails:
 
     def start(self, waiting, slots): ...
 
-    def plan(self, waiting, running, free_slots): ...
+    def plan(self, waiting, running, free): ...
 
 class NeedsModel:
     prefix_tokens = 0
@@ -253,7 +253,7 @@ def test_out_of_memory_on_a_gpu_says_who_holds_it(monkeypatch: pytest.MonkeyPatc
     settings = settings_of("device=cuda", "n=2", "train.prompts=1", "eval.every=0", "run_dir=outputs/x")
     said = str(out_of_memory(prepare(settings), torch.OutOfMemoryError("CUDA out of memory")))
     assert "other processes hold 19.50 GiB of the GPU's 24.00 GiB; 1.00 GiB are free" in said
-    assert "train.micro_batch_tokens" in said and "could not be predicted" not in said
+    assert "train.micro_batch_tokens" in said and "could not be planned" not in said
 
 
 def test_jobs_that_share_a_gpu_leave_room_for_what_cuda_takes_of_each(monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,6 @@ from test_learner import make_batch, make_learner
 from test_resume import HELD, WORDS, kill_and_resume, records, trained, wait_for
 
 from grpo_cli.config.compose import settings_of
-from grpo_cli.config.prepare import prepare
 from grpo_cli.experiment import build
 from grpo_cli.model.load import save_pretrained
 from grpo_cli.runs import background
@@ -239,11 +238,6 @@ def test_a_full_disk_is_named_by_the_next_save_evaluation_or_the_end(
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "failed" and "could not be written" in summary["error"]
     assert summary["step"] <= fails_at + 1 and not list((tmp_path / "checkpoints").glob(".*.tmp"))
-
-
-def test_a_second_copy_of_what_is_offloaded_is_refused() -> None:
-    with pytest.raises(UserError, match="train.checkpoint=lazy copies .*use train.checkpoint=now, or optim.park=true"):
-        prepare(settings_of("train.checkpoint=lazy", "optim.offload=true", "device=cpu"))
 
 
 def test_the_optimizer_s_state_is_kept_by_the_names_of_weights() -> None:

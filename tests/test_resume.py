@@ -103,11 +103,11 @@ from grpo_cli.engine.order.schedule import Fifo
 saved = pathlib.Path("outputs/train/killed/checkpoints/step_000002/COMPLETE")
 
 class Halfway(Fifo):
-    def plan(self, waiting, running, free_slots):
+    def plan(self, waiting, running, free):
         while saved.exists() and running and pathlib.Path("hold").exists():
             pathlib.Path("waiting").touch()
             time.sleep(0.05)
-        return super().plan(waiting, running, free_slots)
+        return super().plan(waiting, running, free)
 """
 
 

@@ -160,8 +160,11 @@ def no_choice(group: str, choice: str, options: Sequence[str]) -> str:
             return absent(module, f"{group}={choice}")
     show = partial(marked, group)
     hint = closest(choice, options, show)
-    if re.search(r"[/.\\]", choice) and "path" in shipped(group, options[0]):
-        hint = f"; a path is given as {group}.path={choice}, beside {group}=<choice>"
+    for option in options if re.search(r"[/.\\]", choice) else ():
+        part = shipped(group, option)
+        if part.get("path", "") in (None, "???") and not part.get("default_path"):
+            hint = f"; a path is given as {group}={option} {group}.path={choice}"
+            break
     return f"{group}={choice} is not one of the choices {', '.join(map(show, options))}{hint}"
 
 

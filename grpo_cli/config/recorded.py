@@ -131,7 +131,7 @@ def _of_the_weights(weights: Path, record: RunRecord | None) -> dict[str, Any]:
         return {"model.adapter": str(weights), "model.random_init": False, **base}
     model: Any = {} if record is None else record.config["model"]
     made = model.get("random_init") and model.get("architecture") and not Path(model["path"]).expanduser().is_dir()
-    ends = {"model.eos_tokens": []} if made else {}  # they would be of a tokenizer that was not loaded
+    ends: dict[str, Any] = {"model.eos_tokens": []} if made else {}  # they would be of a tokenizer that was not loaded
     return {"model.path": str(weights), "model.random_init": False, **ends}
 
 

@@ -118,13 +118,12 @@ def _serve(
     scheduler.start(tuple(views), slots)
     while waiting or running:
         if waiting and (not running or not rounds):
-            seen = tuple(Running(index, slot, now - started[index], None) for _, slot, index in sorted(running))
-            plan = scheduler.plan(tuple(waiting.values()), seen, tuple(free))
-            assert plan.admit or running, "a scheduler must admit somebody when nothing is running"
-            for index, slot in plan.admit:
+            seen = tuple(Running(index, now - started[index], None) for _, _, index in sorted(running))
+            plan = scheduler.plan(tuple(waiting.values()), seen, len(free))
+            assert plan or running, "a scheduler must admit somebody when nothing is running"
+            for index in plan:
                 del waiting[index]
-                free.remove(slot)
-                started[index] = now
+                slot, started[index] = free.pop(0), now
                 admitted.append((index, slot, now))
                 heapq.heappush(running, (now + steps[index], slot, index))
         now = running[0][0]

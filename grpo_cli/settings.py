@@ -188,7 +188,7 @@ class RecordSettings(Strict):
     tokens: bool
 
 
-# Of GPUs whose memory is known (`profile.gpus`).
+# Of GPUs whose memory is known (`memory.gpus`).
 GpuWord = Literal["h200", "h100", "a100_80gb", "a100_40gb", "l40s", "l4", "a10", "t4", "rtx4090", "rtx3090"]
 
 
@@ -199,13 +199,11 @@ class ProfileSettings(Strict):
     steps: Steps
     warmup: Annotated[int, Field(ge=0)]
     eval: bool
-    lengths: Literal["natural", "lognormal", "full", "trace"]
+    lengths: Literal["natural", "lognormal", "full"]
     mean: float | None
     cv: Annotated[float, Field(gt=0, le=100)]
-    trace_file: str | None
     plan_only: bool
     for_gpu: bool | GpuWord
-    fit: str | None
     trace: bool
 
 
@@ -220,7 +218,7 @@ class RunSettings(Strict):
     resume: str | None
     resume_wait: Annotated[float, Field(ge=0)]
     accept_damage: bool
-    fit: int | str  # bytes, auto or none (`profile.fit`)
+    fit: int | str  # bytes, auto or none (`memory.fit`)
     device: Device
     run_dir: str
     model: ModelSettings

@@ -77,15 +77,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.fixture
-def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A profile does not look for the largest sizes that fit, which takes it half of its time."""
-    from grpo_cli.profile.estimate import Estimator
-
-    largest = {"n": 64, "sampler.slots": 64, "train.micro_batch_tokens": 4096}
-    monkeypatch.setattr(Estimator, "largest", lambda *given: largest)
-
-
-@pytest.fixture
 def no_collection() -> Iterator[None]:
     """For input that ends in a RecursionError: Hypothesis's hook on the garbage collector fails with it, by chance."""
     gc.disable()

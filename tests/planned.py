@@ -1,9 +1,8 @@
-"""How much memory a command would take on a GPU, told from models of one layer and of two: it grows by layers."""
+"""Plans for a GPU."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -13,9 +12,7 @@ from grpo_cli.config.auto import decided
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import read_settings
 from grpo_cli.config.prepare import prepare
-from grpo_cli.model.anatomy import has_dropout
-from grpo_cli.profile.estimate import total
-from grpo_cli.profile.from_settings import estimator_of, shapes_of, step_of
+from grpo_cli.memory.planner import Planner
 from grpo_cli.settings import RunSettings
 
 # As long as the problems of GSM8K are on average, in characters; a plan counts a token for each, three times too many.
@@ -39,19 +36,6 @@ def settings_on_a_gpu(*words: str) -> RunSettings:
         )
 
 
-def phases_of(settings: RunSettings) -> dict[str, int]:
-    """Bytes of each phase, every rollout as long as may be."""
-    device = torch.device("cuda")
-    shapes = shapes_of(settings.model, device)
-    _, step = step_of(replace(prepare(settings), device=device), has_dropout(shapes.model))
-    found = estimator_of(settings, shapes, device, 0).predict(step.at_full_length())
-    return {phase: total(sizes) for phase, sizes in found.phases.items()}
-
-
 def peak_on_a_gpu(*words: str) -> float:
-    """Bytes at the fullest moment of a step."""
-    layers = dict(settings_on_a_gpu(*words).model.architecture or {})["num_hidden_layers"]
-    one, two = (
-        phases_of(settings_on_a_gpu(*words, f"model.architecture.num_hidden_layers={count}")) for count in (1, 2)
-    )
-    return max(size + (layers - 1) * (two[phase] - size) for phase, size in one.items())
+    """Bytes at the fullest moment of a step, every rollout as long as may be."""
+    return Planner(prepare(settings_on_a_gpu(*words)), torch.device("cuda"), 0).plan().peak

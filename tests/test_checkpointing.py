@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from grpo_cli.learner.logprobs import token_logprobs
+from grpo_cli.memory.allocations import ACTIVATIONS, Allocations
 from grpo_cli.model import checkpointing
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.checkpointing import last_states, recompute_layers
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
 from grpo_cli.native.ops import no_tree_attention
-from grpo_cli.profile.allocations import ACTIVATIONS, Allocations
 from grpo_cli.support import memory
 
 IDS = torch.randint(2, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -119,7 +119,7 @@ def test_a_pass_that_is_small_for_this_machine_stores_everything(room: int, monk
     monkeypatch.setattr(checkpointing, "is_little", lambda nbytes: nbytes <= room)
     little, everything = kept(recomputing("elementwise")), kept(recomputing("none"))
     assert (little == everything) == (room == 10**9)
-    estimate = 2 * checkpointing._stored_bytes(small_model("llama").config, torch.empty(60, 32)) / 60 / 4
+    estimate = 2 * checkpointing.stored_bytes(small_model("llama").config, 60) / 60 / 4
     assert everything == pytest.approx(estimate, rel=0.25)
 
 

@@ -21,7 +21,7 @@ from grpo_cli.config.instantiate import PROTOCOLS, make, rules_of
 from grpo_cli.config.prepare import pick_device, prepare
 from grpo_cli.config.trial import try_rules
 from grpo_cli.experiment import set_up
-from grpo_cli.profile.advice import out_of_memory
+from grpo_cli.memory.explain import out_of_memory
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import expand_segments
@@ -194,7 +194,7 @@ def checked(m: int = 16, **changed: dict[str, Any]) -> None:
 
 
 def test_a_part_that_lacks_what_the_engine_asks_of_it_is_told(user_module):
-    with pytest.raises(UserError, match="scheduler: user_rules.NoDetails has no details; see .*interfaces.Scheduler"):
+    with pytest.raises(UserError, match="scheduler: user_rules.NoDetails lacks details"):
         checked(scheduler={"_target_": f"{user_module}.NoDetails"})
 
 
@@ -253,7 +253,7 @@ def test_out_of_memory_on_a_gpu_says_who_holds_it(monkeypatch: pytest.MonkeyPatc
     settings = settings_of("device=cuda", "n=2", "train.prompts=1", "eval.every=0", "run_dir=outputs/x")
     said = str(out_of_memory(prepare(settings), torch.OutOfMemoryError("CUDA out of memory")))
     assert "other processes hold 19.50 GiB of the GPU's 24.00 GiB; 1.00 GiB are free" in said
-    assert "train.micro_batch_tokens" in said and "could not be predicted" not in said
+    assert "train.micro_batch_tokens" in said and "could not be planned" not in said
 
 
 def test_jobs_that_share_a_gpu_leave_room_for_what_cuda_takes_of_each(monkeypatch: pytest.MonkeyPatch):
@@ -278,5 +278,5 @@ def test_an_engine_that_lacks_what_a_run_asks_for_is_refused_before_the_first_st
     words = [f"engine._target_={user_module}.Thing", "+engine.own=1", "run_dir=outputs/x"]
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         settings = read_settings(hydra.compose("train", words), RunSettings)
-    with pytest.raises(UserError, match="engine: user_rules.Thing has no reads_stop_strings, generate, stats"):
+    with pytest.raises(UserError, match="engine: user_rules.Thing lacks reads_stop_strings, generate, stats"):
         set_up(prepare(settings), settings.model)

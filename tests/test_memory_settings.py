@@ -21,10 +21,10 @@ from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
 from grpo_cli.learner import learner
 from grpo_cli.learner.optimizer import make_optimizer, move_state
+from grpo_cli.memory.plan import OPTIMIZER
+from grpo_cli.memory.planner import Planner
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.load import load_model, load_tokenizer, save_pretrained
-from grpo_cli.profile.estimate import OPTIMIZER
-from grpo_cli.profile.from_settings import estimator_of, shapes_of, step_of
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 
@@ -131,9 +131,7 @@ def test_each_step_of_a_run_begins_with_its_state_parked(tmp_path: Path, monkeyp
 def test_a_parked_state_is_planned_to_take_nothing_during_rollouts() -> None:
     def planned(*words: str) -> Any:
         run = prepare(settings_of("device=cpu", *words), say=lambda line: None)
-        shapes = shapes_of(run.settings.model, run.device)
-        _, step = step_of(run, dropout=False)
-        return estimator_of(run.settings, shapes, GPU, 0).predict(step).phases
+        return Planner(run, GPU, 0).plan().phases
 
     plain, parked = planned(), planned("optim.park=true")
     state = plain["decode"][OPTIMIZER]

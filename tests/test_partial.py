@@ -31,8 +31,8 @@ from grpo_cli.engine.step.sample import uniforms
 from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.experimental.dps import DynamicsPredictive
 from grpo_cli.interfaces import StepRollouts
+from grpo_cli.memory.lengths import ProfiledEngine
 from grpo_cli.methods.april import Partial
-from grpo_cli.profile.forced_lengths import ProfiledEngine
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError

@@ -36,18 +36,18 @@ def train(cfg: DictConfig) -> Any:
     from grpo_cli import experiment
     from grpo_cli.cli.start import started
     from grpo_cli.config.prepare import prepare
-    from grpo_cli.profile import advice, micro_batch
+    from grpo_cli.memory import explain, fit
     from grpo_cli.runs.stop import Stop
 
     run = prepare(settings, to_stderr)
     if _is_done(settings):
         return None
     run, chosen = _fitted(run, cfg)
-    run = micro_batch.decided(run, run.device, to_stderr)
-    micro_batch.foresee(run, to_stderr)
+    run = fit.with_tokens(run, run.device, to_stderr)
+    fit.foresee(run, to_stderr)
     with (
         started("train", cfg, run.settings, settings.resume, settings.resume_wait, chosen) as go_on,
-        advice.memory_explained(run),
+        explain.memory_explained(run),
         Stop(to_stderr) as stop,
     ):
         if _is_done(settings):  # finished by the process that held the lock
@@ -61,7 +61,7 @@ def _fitted(run: Any, cfg: DictConfig) -> tuple[Any, tuple[str, ...]]:
     """Return the run with what `fit` chooses, which goes into `cfg` too, and that as words. A resumed run computes as
     it began."""
     from grpo_cli.config.auto import decided
-    from grpo_cli.profile import fit
+    from grpo_cli.memory import fit
 
     if run.settings.fit == "none" or run.settings.resume is not None:
         return run, ()
@@ -117,16 +117,15 @@ def profile(cfg: DictConfig) -> Any:
     from grpo_cli import experiment
     from grpo_cli.cli.start import started
     from grpo_cli.config.prepare import prepare
-    from grpo_cli.profile import command as profiling
-    from grpo_cli.profile.gpus import fast_when_planned
-    from grpo_cli.profile.show import show
+    from grpo_cli.memory import command as profiling
+    from grpo_cli.memory.gpus import fast_when_planned
     from grpo_cli.runs.summary import write_summary
 
     run = prepare(settings, to_stderr, fast_when_planned(settings.profile.for_gpu))
     command = ["grpo", "profile", *HydraConfig.get().overrides.task]
     with started("profile", cfg, run.settings):
         found = profiling.profile(run, command, to_stderr, experiment.say_to_stderr)
-        show(found, console())
+        found.show(console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")
         peak = found.predicted.peak if found.measured is None else found.measured.peak_bytes
         write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})

@@ -199,16 +199,11 @@ def _profile(settings: ProfileRunSettings) -> Iterator[str]:
         yield f"profile.lengths={profile.lengths} cannot be forced with task.turns={turns}: use profile.lengths=natural"
     if profile.mean is not None and not 1 <= profile.mean <= longest:
         yield f"profile.mean={profile.mean} must be from 1 to sampling.max_new_tokens={longest}"
-    if (profile.lengths == "trace") != (profile.trace_file is not None):
-        yield (
-            f"profile.lengths={profile.lengths} profile.trace_file={shown(profile.trace_file)}: a recorded "
-            "rollouts.jsonl needs profile.lengths=trace, and the reverse"
-        )
     named = isinstance(profile.for_gpu, str)
-    if profile.for_gpu and not (profile.plan_only and (named or profile.fit is not None)):
-        has = "" if named else " and its memory, such as profile.fit=80GB"
+    if profile.for_gpu and not (profile.plan_only and (named or settings.fit not in ("none", "auto"))):
+        has = "" if named else " and its memory, such as fit=80GB"
         yield f"profile.for_gpu={shown(profile.for_gpu)} only plans: add profile.plan_only=true{has}"
     problems: list[str] = []
     with gathered(problems):
-        parse_bytes(profile.fit or "1GB", "profile.fit")
+        parse_bytes("1GB" if settings.fit in ("none", "auto") else settings.fit, "fit")
     yield from problems

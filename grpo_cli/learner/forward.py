@@ -21,7 +21,6 @@ from grpo_cli.learner.logprobs import (
     ByRow,
     Entropy,
     chosen_logprobs,
-    logprobs_at,
     token_logprobs,
 )
 from grpo_cli.model.anatomy import backbone, is_llama_shaped, place_of
@@ -66,14 +65,6 @@ class Forward(ABC):
         """As `micro_batches`, for rows of these lengths."""
 
     @abstractmethod
-    def size(self, rows: Sequence[RowShape]) -> int:
-        """Tokens that go through the model for these rows, padding included."""
-
-    @abstractmethod
-    def blank(self, model: Any, rows: Sequence[RowShape]) -> Float[Tensor, "N"]:
-        """The computation of a micro-batch of these lengths, all of whose tokens are token 0."""
-
-    @abstractmethod
     def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
         """Like `logprobs.token_logprobs`: takes a part on the host, returns results on the model's device. The backward
         pass measures `entropy`."""
@@ -87,7 +78,7 @@ def make_forward(
     if train.micro_batch_tokens == "auto":
         raise UserError(
             "train.micro_batch_tokens=auto is decided by the command line, before anything is built: give a number, or "
-            "the settings that grpo_cli.profile.micro_batch.decided makes of these"
+            "the settings that grpo_cli.memory.fit.with_tokens makes of these"
         )
     words = train.micro_batch_tokens, train.logprob_chunk, temperature, by_row
     return PackedTrees(*words, natively=natively) if packs else Padded(*words)
@@ -121,14 +112,6 @@ class Padded(Forward):
 
     def cut(self, rows: Sequence[RowShape]) -> list[list[int]]:
         return micro_batch_rows([row.prompt + row.completion for row in rows], self.tokens)
-
-    def size(self, rows: Sequence[RowShape]) -> int:
-        return len(rows) * max(row.prompt + row.completion for row in rows)
-
-    def blank(self, model: Any, rows: Sequence[RowShape]) -> Float[Tensor, "N"]:
-        ids = torch.zeros(len(rows), self.size(rows) // len(rows), dtype=torch.long)
-        places = torch.ones(sum(row.completion for row in rows), dtype=torch.long)
-        return logprobs_at(model, ids, 0 * places, places, self.temperature, self.chunk, self.by_row)
 
     def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
         given = part.input_ids, part.response_mask, self.temperature, self.chunk
@@ -164,16 +147,6 @@ class PackedTrees(Forward):
                     used = whole
                 opened = True
         return parts
-
-    def size(self, rows: Sequence[RowShape]) -> int:
-        return sum(map(len, _trees(rows, prompt_groups(rows))))
-
-    def blank(self, model: Any, rows: Sequence[RowShape]) -> Float[Tensor, "N"]:
-        trees = _trees(rows, prompt_groups(rows))
-        ids = torch.zeros(sum(map(len, trees)), dtype=torch.long)
-        places = torch.zeros(sum(row.completion for row in rows), dtype=torch.long)
-        states = packed_hidden(model, ids, trees, self.natively).index_select(0, places)
-        return chosen_logprobs(model, states, places, self.temperature, self.chunk, self.by_row)
 
     def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
         device, packed = place_of(model), pack(part)

@@ -33,14 +33,14 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
 
-# True while a plan is made, on fake tensors of the CPU, for a device that spares memory in any case.
-_SPARES: ContextVar[bool] = ContextVar("_SPARES", default=False)
+# Set while a plan is made, on fake tensors of the CPU: whether passes keep little.
+_SPARES: ContextVar[bool | None] = ContextVar("_SPARES", default=None)
 
 
 @contextmanager
-def always_sparing() -> Iterator[None]:
-    """Make even small passes keep little, as on a GPU."""
-    token = _SPARES.set(True)
+def sparing(spares: bool) -> Iterator[None]:
+    """Make passes keep little, or everything, whatever their size."""
+    token = _SPARES.set(spares)
     try:
         yield
     finally:
@@ -84,9 +84,10 @@ def _checkpointed(
     hidden: Tensor,
     *args: Any,
 ) -> Tensor:
-    stored = _stored_bytes(body.config, hidden)
-    on_cpu = hidden.device.type == "cpu"
-    if elementwise and on_cpu and not _SPARES.get() and is_little(stored * body.config.num_hidden_layers):
+    stored = stored_bytes(body.config, hidden.numel() // body.config.hidden_size)
+    on_cpu, spares = hidden.device.type == "cpu", _SPARES.get()
+    keeps_all = is_little(stored * body.config.num_hidden_layers) if spares is None else not spares
+    if elementwise and on_cpu and keeps_all:
         return layer(hidden, *args)
     with nullcontext() if hooks is None else hooks():  # see the input alone: the checkpoint's hooks are inside these
         out = checkpoint(layer, hidden, *args)
@@ -97,9 +98,9 @@ def _checkpointed(
     return out
 
 
-def _stored_bytes(config: Any, hidden: Tensor) -> int:
+def stored_bytes(config: Any, tokens: int) -> int:
     """Return roughly the bytes that a layer would store for its backward pass, counted for float32."""
-    return 4 * (hidden.numel() // config.hidden_size) * (11 * config.hidden_size + 4 * config.intermediate_size)
+    return 4 * tokens * (11 * config.hidden_size + 4 * config.intermediate_size)
 
 
 @dataclass

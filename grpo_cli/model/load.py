@@ -49,11 +49,14 @@ HUB_SECONDS = 10.0
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
-def load_model(settings: ModelSettings, device: torch.device, any_family: bool = False) -> Any:
+def load_model(
+    settings: ModelSettings, device: torch.device, any_family: bool = False, layers: int | None = None
+) -> Any:
     """Return the model of `model.path` on `device`, in eval mode, without dropout of its own in either mode:
     Llama-shaped, or with `any_family` whatever causal model `transformers` knows.
 
-    With `random_init` only the config is read and the weights come from torch's global generator. With `lora` or
+    With `random_init` only the config is read, of which `layers` may replace the number of layers, and the weights come
+    from torch's global generator. With `lora` or
     `adapter` the model is in PEFT's wrapper, with only the adapters trained; theirs is the only dropout.
 
     UserError for a missing or incomplete folder, an unreachable hub id, an unsupported architecture, and for settings
@@ -64,6 +67,9 @@ def load_model(settings: ModelSettings, device: torch.device, any_family: bool =
     if settings.random_init:
         config = model_config(settings, any_family)
         _without_dropout(config)
+        if layers is not None:
+            config.num_hidden_layers, kinds = layers, getattr(config, "layer_types", None)
+            config.layer_types = kinds and (kinds * layers)[:layers]
         with device:  # drawing billions of numbers is fast on a GPU only
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     else:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from grpo_cli.support.errors import closest
-
-
-def Range(  # noqa: N802
-    low: float = -math.inf, high: float = math.inf, because: str = "", above: bool = False, below: bool = False
-) -> Any:
-    """Return pydantic's range from `low` to `high`; `above` and `below` leave the end itself out."""
-    ends = {"gt" if above else "ge": low, "lt" if below else "le": high}
-    finite: dict[str, Any] = {word: end for word, end in ends.items() if math.isfinite(end)}
-    return Field(**finite)
 
 
 def OneOf(words: Sequence[str]) -> AfterValidator:  # noqa: N802

@@ -32,7 +32,7 @@ from common import ROOT, Figures, Turn, bench_parser, finish, in_turns, parsed, 
 from grpo_cli.support.intervals import student_95
 
 QUIET = ("eval.every=0", "logger=jsonl", "record.rollouts=0")
-PLAN = ("model=qwen2_5_3b", "n=64", "m=16", "sampler=infinite", "sampler.slots=16", "profile.fit=80GB")
+PLAN = ("model=qwen2_5_3b", "n=64", "m=16", "sampler=infinite", "sampler.slots=16", "fit=80GB")
 REAL = ("model=hf", "task=word_problems", "n=16", "train.prompts=2", "sampling.max_new_tokens=64", "optim.lr=1e-9")
 
 MORE = (2, 3, 8)

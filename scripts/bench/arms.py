@@ -20,8 +20,8 @@ from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.overrides import overrides
 from grpo_cli.engine.kv.cache import round_up
+from grpo_cli.memory.lengths import NEVER, lognormal
 from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, model_config
-from grpo_cli.profile.forced_lengths import NEVER, lognormal
 from grpo_cli.settings import ModelSettings, RunSettings
 from grpo_cli.types import Prompt, Request
 

@@ -27,12 +27,12 @@ from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from common import ROOT, Check, Figures, finish, parsed, parser, settings_of, show
 from memory import LARGER
 
 from grpo_cli.config.prepare import prepare
-from grpo_cli.profile.estimate import most_tokens
-from grpo_cli.profile.from_settings import step_of
+from grpo_cli.memory.planner import Planner
 
 LEAN = ("logger=jsonl", "device=cpu", "eval.every=0", "record.rollouts=0", "train.checkpoint_every=1000")
 # Replies that nearly all reach the limit: a plan must hold where all of them do.
@@ -126,8 +126,8 @@ def sizes(words: Sequence[str]) -> tuple[int, int]:
     sys.path.append("")  # the current folder, as for `grpo`
     with a_folder() as place, chdir(place):
         settings = settings_of(*words, *LEAN)
-        step = step_of(prepare(settings, lambda line: None), False)[1].at_full_length()
-    return most_tokens(step), len(step.rollouts.lengths)
+        step = Planner(prepare(settings, lambda line: None), torch.device("cpu"), 0).full
+    return step.tokens_of_update, len(step.rollouts.lengths)
 
 
 def least(words: Sequence[str], args: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ from grpo_cli.config.prepare import prepare
 from grpo_cli.experiment import set_up
 from grpo_cli.history import History
 from grpo_cli.interfaces import Bench, Engine
-from grpo_cli.profile.forced_lengths import NEVER, ProfiledEngine
+from grpo_cli.memory.lengths import NEVER, ProfiledEngine
 from grpo_cli.types import EngineStats, Request, Rollout, ScoredGroup
 
 SAMPLERS: Mapping[str, tuple[str, ...]] = {

@@ -25,12 +25,12 @@ from grpo_cli.engine.gpu.graph import GraphedTurns, TurnOutput
 from grpo_cli.engine.kv.eviction import Budget, Dense
 from grpo_cli.engine.order.schedule import Fifo
 from grpo_cli.engine.torch.generation import Generation
+from grpo_cli.memory.shapes import _unmoved
 from grpo_cli.methods.h2o import H2o
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.snapkv import SnapKv
 from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.model.adapters import with_adapters
-from grpo_cli.profile.shapes import _unmoved
 from grpo_cli.tasks.turns import answer
 from grpo_cli.types import EngineStats, Request
 

@@ -15,10 +15,9 @@ import numpy as np
 
 from grpo_cli.collect.resuming import first_seed
 from grpo_cli.engine.costs import together
-from grpo_cli.engine.order.lengths import TraceRow
 from grpo_cli.engine.order.predict import key_of
 from grpo_cli.interfaces import Engine
-from grpo_cli.profile.shapes import Workload
+from grpo_cli.memory.plan import Workload
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 NEVER = -1  # the end-of-sequence token of a forced rollout: a token that no model produces
@@ -27,11 +26,8 @@ Lengths = Callable[[int, int], list[int]]  # (number of rollouts, most tokens of
 
 
 def lognormal(count: int, longest: int, mean: float, cv: float, seed: int) -> list[int]:
-    """`count` numbers from 1 to `longest`: evenly spaced quantiles of a log-normal distribution with this mean and
-    coefficient of variation, shuffled by the seed.
-
-    Quantiles rather than draws, since a few draws from so skewed a distribution usually vary less than it does.
-    """
+    """Return `count` numbers from 1 to `longest`: evenly spaced quantiles of a log-normal distribution with this mean
+    and coefficient of variation, shuffled by the seed. A few draws would usually vary less than the distribution."""
     sigma = np.sqrt(np.log1p(cv**2))
     normal = np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)])
     lengths = np.exp(np.log(mean) - sigma**2 / 2 + sigma * normal)
@@ -39,23 +35,15 @@ def lognormal(count: int, longest: int, mean: float, cv: float, seed: int) -> li
     return shuffled.astype(int).tolist()
 
 
-def recorded(count: int, longest: int, rows: Sequence[TraceRow]) -> list[int]:
-    """The first `count` lengths of a trace, repeated if it is shorter and capped at `longest`."""
-    return [min(longest, rows[i % len(rows)].length) for i in range(count)]
-
-
-def forced(kind: str, mean: float | None, cv: float, seed: int, trace: Sequence[TraceRow]) -> Lengths | None:
-    """The rule for a `profile.lengths`; None for natural ones."""
+def forced(kind: str, mean: float | None, cv: float, seed: int) -> Lengths | None:
+    """Return the rule of a `profile.lengths`; None for natural ones."""
     if kind == "natural":
         return None
 
     def lengths(count: int, longest: int) -> list[int]:
         if kind == "full":
             return [longest] * count
-        if kind == "trace":
-            found = recorded(count, longest, trace)
-        else:
-            found = lognormal(count, longest, longest / 4 if mean is None else mean, cv, seed)
+        found = lognormal(count, longest, longest / 4 if mean is None else mean, cv, seed)
         found[found.index(max(found))] = longest
         return found
 
@@ -63,10 +51,8 @@ def forced(kind: str, mean: float | None, cv: float, seed: int, trace: Sequence[
 
 
 class ProfiledEngine:
-    """An engine that forces the lengths of its rollouts (None: leaves them alone) and records what it was asked for.
-
-    To force lengths, the wrapped engine must have no end-of-sequence token.
-    """
+    """An engine that forces the lengths of its rollouts (None: leaves them alone) and records what it generates. To
+    force lengths, the wrapped engine must have no end-of-sequence token."""
 
     def __init__(self, engine: Engine, lengths: Lengths | None) -> None:
         self._engine = engine
@@ -89,9 +75,9 @@ class ProfiledEngine:
         self._costs.append(self._engine.stats())
 
     def take(self) -> tuple[Workload, EngineStats]:
-        """What was asked for since the last `take`, in however many calls, and what it cost."""
+        """Return what was generated since the last `take`, in however many calls, and what it cost."""
         made = {prompt: tuple(lengths) for prompt, lengths in self._work.items() if lengths}
-        work = Workload(tuple(made), tuple(made.values()), self._longest)
+        work = Workload(tuple(len(prompt.token_ids) for prompt in made), tuple(made.values()), self._longest)
         cost = together(self._costs)
         self._work, self._costs, self._longest = {}, [], 0
         return work, cost

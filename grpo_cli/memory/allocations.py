@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-
-from grpo_cli.support.memory import storages
 
 _DEVICE = torch.ops.prim.device.default
 LOGITS, ACTIVATIONS, GRADIENTS = "logits", "activations", "gradients"
@@ -25,21 +23,12 @@ LOGITS, ACTIVATIONS, GRADIENTS = "logits", "activations", "gradients"
 class Allocations(TorchDispatchMode):
     """Live bytes by kind. Tensors whose last dimension is the vocabulary count as logits, what a parameter holds as
     gradients, and everything else as activations, unless `mark` says otherwise.
-
-    One layer may stand for several alike: what is allocated from the first use of one of its weights to that of another
-    weight counts so many times. Peaks are then looked for only where a weight outside all `inner` layers was used last:
-    bytes grow or shrink by as much from each layer to the next, so there are never more in between, and what a layer
-    leaves to the next for a moment only, which must not count so often, is gone.
     """
 
-    def __init__(self, model: Any, inner: Sequence[Any] = (), times: int = 1) -> None:
-        """Weights and buffers are not counted. The middle one of three `inner` layers stands for `times` of them."""
+    def __init__(self, model: Any) -> None:
+        """Weights and buffers are not counted."""
         super().__init__()
-        self._inner, self._at, self._times = bool(inner), 0, (1, 1, times, 1)
         parameters = list(model.parameters())
-        self._places = dict.fromkeys(storages(parameters), 0)  # 1 to 3: of an inner layer
-        for place, layer in enumerate(inner, 1):
-            self._places |= dict.fromkeys(storages(layer.parameters()), place)
         self._vocabulary = int(model.config.vocab_size)
         self._live: Counter[str] = Counter()
         self._held: dict[int, tuple[str | None, int]] = {}  # kind and bytes by storage; None for what does not count
@@ -80,10 +69,6 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is _DEVICE:  # two of three calls: autograd asks it of every fake tensor, which knows it
             return args[0].fake_device
-        if self._inner:
-            for tensor in args:
-                if isinstance(tensor, Tensor):
-                    self._at = self._places.get(tensor.untyped_storage()._cdata, self._at)
         result = function(*args, **(kwargs or {}))
         fresh = False
         for tensor in tree_iter(result):
@@ -100,7 +85,6 @@ class Allocations(TorchDispatchMode):
             before, size = self._held[key]
             self._count(before, -size)
         else:
-            size *= self._times[self._at]
             self._watchers[key] = weakref.ref(storage, lambda _: self._gone(key))
         self._held[key] = kind, size
         self._count(kind, size)
@@ -119,7 +103,7 @@ class Allocations(TorchDispatchMode):
             self.mark(parameter.grad, GRADIENTS)
 
     def _look(self) -> None:
-        if not self._at and self._live.total() > self._peak.total():
+        if self._live.total() > self._peak.total():
             self._peak = self._live.copy()
 
 

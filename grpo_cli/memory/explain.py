@@ -1,0 +1,73 @@
+"""What a phase holds, and which setting would lower it: the message in place of a failed allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from grpo_cli.config.prepare import Prepared
+from grpo_cli.memory.allocations import ACTIVATIONS, GRADIENTS, LOGITS
+from grpo_cli.memory.plan import KV, OPTIMIZER, REFERENCE, WEIGHTS, WORKSPACE, MemoryPlan
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import gib
+from grpo_cli.support.memory import held_by_others, is_out_of_memory
+from grpo_cli.support.meter import spans_around
+
+# Where not even one sequence fits.
+NOTHING_FITS = (
+    "sampling.max_new_tokens=<fewer>, or adapters, which need next to no gradients and optimizer: model.lora.rank=16"
+)
+_ROLLOUTS = "sampler=infinite with fewer sampler.slots, or lower n, train.prompts or sampling.max_new_tokens"
+_KEYS = {
+    WEIGHTS: "a smaller model, or model.dtype=bfloat16",
+    REFERENCE: "loss.kl_coef=0 needs no reference",
+    OPTIMIZER: "a smaller model, or model.lora.rank=16",
+    GRADIENTS: "a smaller model, or model.lora.rank=16",
+    KV: f"{_ROLLOUTS}, or sparsity=rkv",
+    LOGITS: "lower train.logprob_chunk",
+    ACTIVATIONS: "lower train.micro_batch_tokens, or model.gradient_checkpointing=full",
+    WORKSPACE: "no setting: the program and what its allocator keeps",
+}
+_IN_ROLLOUTS = {LOGITS: _ROLLOUTS, ACTIVATIONS: _ROLLOUTS}
+
+
+def breakdown(plan: MemoryPlan, phase: str) -> list[str]:
+    """Return a line for each kind that a phase is expected to hold, largest first, with the settings that lower it."""
+    keys = _KEYS | (_IN_ROLLOUTS if phase in ("prefill", "decode", "eval") else {})
+    parts = sorted(((size, kind) for kind, size in plan.phases[phase].items() if size), reverse=True)
+    lines = [f"with every rollout at full length {phase} takes {gib(plan.bytes_of(phase))}:"]
+    return lines + [f"  {kind} {gib(size)}: {keys[kind]}" for size, kind in parts]
+
+
+@contextmanager
+def memory_explained(run: Prepared[Any]) -> Iterator[None]:
+    """Turn a failed allocation into a UserError that says where it failed, and what would make it fit."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(run, error) from error
+
+
+def out_of_memory(run: Prepared[Any], error: BaseException) -> UserError:
+    """Build the message: the phase, what it was expected to hold, and what would lower that."""
+    from grpo_cli.memory.planner import Planner  # which loads the engine
+
+    spans = spans_around(error)
+    phase = next((name for name in reversed(spans) if name not in ("step", "update", "logprobs", "rollout")), "")
+    if "eval" in spans:
+        phase = "eval"
+    lines = [f"out of memory in {phase or (spans or ('setting up',))[-1]} ({' '.join(str(error).split())[:200]})"]
+    if run.device.type == "cuda":
+        others, free, whole = held_by_others(run.device)
+        lines.append(f"other processes hold {gib(others)} of the GPU's {gib(whole)}; {gib(free)} are free")
+    try:
+        plan = Planner(run, run.device, 0).plan()
+        lines += breakdown(plan, phase if phase in plan.phases else plan.fullest)
+    except (UserError, MemoryError, RuntimeError) as also:
+        return UserError("\n".join([*lines, f"its memory could not be planned: {also}"]))
+    if run.settings.fit == "none":
+        lines.append("fit=auto chooses settings that fit what is free when the run starts")
+    return UserError("\n".join([*lines, "what fits: grpo profile profile.plan_only=true fit=<memory> ..."]))

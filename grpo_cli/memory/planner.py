@@ -1,0 +1,206 @@
+"""From settings to plans: the model's shapes, the shape of a step, and both with some settings changed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from grpo_cli.collect.epochs import Epochs
+from grpo_cli.collect.equal import equal
+from grpo_cli.config.auto import AUTO
+from grpo_cli.config.compose import model_of
+from grpo_cli.config.instantiate import engine_parts, make
+from grpo_cli.config.prepare import Prepared
+from grpo_cli.experiment import is_ours
+from grpo_cli.learner.forward import packs_rows
+from grpo_cli.learner.logprobs import logprobs_at
+from grpo_cli.learner.old_policy import average_bytes, pass_before
+from grpo_cli.learner.optimizer import state_bytes
+from grpo_cli.memory.plan import EngineShape, MemoryPlan, StepShape, Workload, plan
+from grpo_cli.memory.shapes import ShapeModel, trained
+from grpo_cli.model.checks import window_of
+from grpo_cli.model.load import TINY, load_model, load_tokenizer, model_config
+from grpo_cli.settings import ModelSettings
+from grpo_cli.support.facts import fact
+from grpo_cli.support.memory import resident_bytes
+
+Values = Mapping[str, Any]  # by dotted key
+TOKENS, CHUNK, SLOTS = "train.micro_batch_tokens", "train.logprob_chunk", "sampler.slots"
+RECOMPUTE, OFFLOAD, PARK = "model.gradient_checkpointing", "model.offload_activations", "optim.park"
+ALL_AT_ONCE = 1 << 30  # tokens
+
+
+class Planner:
+    """Plans of one run on a device, whose process holds `workspace` bytes without the run. `lengths` are those of its
+    rollouts, by number and most tokens; `seen` are workloads in their place."""
+
+    def __init__(
+        self,
+        run: Prepared[Any],
+        device: torch.device,
+        workspace: int,
+        lengths: Callable[[int, int], Sequence[int]] | None = None,
+        seen: tuple[Workload, Workload | None] | None = None,
+    ) -> None:
+        self.run, self.device = run, device
+        self._shapes: dict[tuple[str, bool], ShapeModel] = {}
+        self._plans: dict[StepShape, MemoryPlan] = {}
+        self.step = self._step(workspace, *(seen or _workloads(run, lengths)))
+        self.full = self.step.at_full_length
+
+    def shapes(self, values: Values = {}) -> ShapeModel:  # noqa: B006
+        """The model's shapes, as these values would have it."""
+        model = self.run.settings.model
+        recompute = values.get(RECOMPUTE, model.gradient_checkpointing)
+        offload = recompute == "full" and values.get(OFFLOAD, model.offload_activations)
+        if (recompute, offload) not in self._shapes:
+            changed = replace(model, gradient_checkpointing=recompute, offload_activations=offload)
+            self._shapes[recompute, offload] = ShapeModel(changed, self.device)
+        return self._shapes[recompute, offload]
+
+    def step_with(self, values: Values, step: StepShape | None = None) -> StepShape:
+        """The step, by default that of rollouts of full length, with these values."""
+        step = step or self.full
+        tokens, chunk, parks = (
+            values.get(TOKENS, step.tokens),
+            values.get(CHUNK, step.chunk),
+            values.get(PARK, step.parks),
+        )
+        step = replace(step, tokens=tokens, chunk=chunk, parks=parks)
+        return step.with_slots(values[SLOTS]) if SLOTS in values and step.engine is not None else step
+
+    def plan(self, values: Values = {}, step: StepShape | None = None) -> MemoryPlan:  # noqa: B006
+        """Compute the plan of a step with these values."""
+        return plan(self.shapes(values), self.step_with(values, step))
+
+    def most(self, step_of: Callable[[int], StepShape], most: int, room: int, values: Values = {}) -> int | None:  # noqa: B006
+        """Return the largest number up to `most` whose step fits; None if not even one does."""
+        low, high = 0, most
+        if self.plan(values, step_of(most)).peak <= room:  # a single pass has no gradients of an earlier one
+            return most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.plan(values, step_of(middle)).peak <= room else (low, middle - 1)
+        return low or None
+
+    def most_tokens(self, room: int, values: Values = {}, step: StepShape | None = None) -> int | None:  # noqa: B006
+        """Return the most tokens of a pass with which a step fits."""
+        step = step or self.full
+        return self.most(
+            lambda count: replace(step, tokens=count), step.rollouts.tokens(step.m, step.share), room, values
+        )
+
+    def most_slots(self, room: int, values: Values = {}) -> int | None:  # noqa: B006
+        return self.most(self.full.with_slots, len(self.full.rollouts.lengths), room, values)
+
+    def _step(self, workspace: int, rollouts: Workload, evaluation: Workload | None) -> StepShape:
+        run, settings, device = self.run, self.run.settings, self.device
+        built = engine_parts(settings.parts, {"seed": settings.seed})
+        engine = EngineShape(
+            built["sampler"],
+            built["sparsity"],
+            built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0,
+            bool(settings.parts["engine"].get("packed_weights")) and device.type == "cpu",
+        )
+        correction, several = run.rules.correction, settings.train.epochs * settings.train.minibatches > 1
+        m = settings.m if settings.m < settings.n else rollouts.n
+        before = correction.needs_policy_logprobs or several or settings.model.lora.dropout > 0
+        over_all = correction.rejects and pass_before(correction.prox, True)
+        packs = window_of(model_config(settings.model, any_family=True)) is None
+        tokens = settings.train.micro_batch_tokens
+        return StepShape(
+            rollouts=rollouts,
+            m=m,
+            engine=engine if is_ours(settings) else None,
+            evaluation=evaluation,
+            tokens=ALL_AT_ONCE if tokens == AUTO else tokens,
+            chunk=settings.train.logprob_chunk,
+            share=packs_rows(settings.model, device, packs),
+            minibatches=settings.train.minibatches,
+            logprobs_of=rollouts.n if over_all else m if pass_before(correction.prox, before) else 0,
+            reference=run.rules.loss.needs_reference,
+            second_model=not settings.model.adapted or settings.model.adapter is not None,
+            optimizer=self._optimizer_bytes(),
+            parks=settings.optim.park and device.type != "cpu",
+            workspace=workspace,
+        )
+
+    def _optimizer_bytes(self) -> int:
+        """What persists between updates: optimizer state, the weights' moving average if used, and on a CPU the copy of
+        both and of the weights that a lazy checkpoint is written from."""
+        settings, prox = self.run.settings, self.run.settings.parts["correction"].get("prox")
+        copied = settings.train.checkpoint == "lazy" and self.device.type == "cpu"
+
+        def of(model: Any) -> int:
+            weights = trained(model)
+            kept = state_bytes(weights, settings.optim, self.device) + average_bytes(weights, prox)
+            return kept + copied * (kept + sum(weight.nbytes for weight in weights))
+
+        return self.shapes().of_all_layers(of)
+
+
+def process_alone(device: torch.device) -> int:
+    """Return the bytes of the process without a run: on a CPU the program and its libraries, after the embedded model
+    has loaded them by using them once; on a GPU what the allocator keeps for them."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return 0  # a plan for another machine
+    model = load_model(model_of(TINY), device)
+    load_tokenizer(model_of(TINY))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids, place = torch.zeros(2, 16, dtype=torch.long, device=device), torch.ones(8, dtype=torch.long, device=device)
+    logprobs_at(model, ids, 0 * place, place, 1.0, 8).sum().backward()
+    optimizer.step()
+    if device.type == "cpu":
+        return resident_bytes()
+    optimizer.zero_grad()
+    del model, optimizer, ids, place
+    gc.collect()
+    return int(torch.cuda.memory_allocated(device))
+
+
+def not_planned(run: Prepared[Any]) -> tuple[str, ...]:
+    """Return what of a run's memory cannot be computed from shapes."""
+    notes = list[str]()
+    if not is_ours(run.settings):
+        notes.append(
+            "rollouts of another engine: prefill, decode and eval are missing, and what fits is of updates alone"
+        )
+    if fact(run.rules.collector, "resumes"):
+        notes.append("rollouts that are left partial: all are taken to end in their step")
+    elif getattr(run.rules.collector, "func", None) is not equal:
+        notes.append("several rounds of rollouts: the most that the collector requests at a time count")
+    if run.settings.model.quantize != "none":
+        notes.append("products of quantised weights: each is made whole while it is used, and nothing else counts")
+    return tuple(notes)
+
+
+def _workloads(
+    run: Prepared[Any], lengths: Callable[[int, int], Sequence[int]] | None
+) -> tuple[Workload, Workload | None]:
+    """A step's rollouts and an evaluation's, on the first prompts of the task."""
+    settings, problems = run.settings, -(-run.at_once // run.settings.n)
+    tokenizer = load_tokenizer(_without_weights(settings.model))
+    # The run itself gives the warnings when it makes the task.
+    quiet: Callable[[str], None] = lambda line: None  # noqa: E731
+    offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": 1 << 20, "warn": quiet}
+    task = make("task", settings.parts["task"], offered)
+    longest = settings.sampling.max_new_tokens
+
+    def work(prompts: Sequence[Any], n: int) -> Workload:
+        forced = () if lengths is None else tuple(lengths(n * len(prompts), longest))
+        return Workload.equal((len(prompt.token_ids) for prompt in prompts), n, longest, forced)
+
+    step = Epochs(task.prompts("train"), settings.train.prompts, settings.seed).pick(0, problems, frozenset())
+    held_out = task.prompts("eval")
+    examined = [held_out[i] for i in range(min(settings.eval.problems, len(held_out)))]
+    wanted = getattr(getattr(settings, "profile", None), "eval", True) and settings.eval.every > 0
+    return work(step, settings.n), work(examined, 1 + settings.eval.k) if wanted else None
+
+
+def _without_weights(model: ModelSettings) -> ModelSettings:
+    """A plan needs only a preset's shape, if there is one, and the embedded tokenizer."""
+    return replace(model, random_init=True) if model.architecture is not None else model

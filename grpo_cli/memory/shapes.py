@@ -1,0 +1,281 @@
+"""The bytes of a forward and backward pass, from the model's own code on fake tensors, which have shapes and no memory.
+
+At each moment of a pass they are a + b L + c T + d L T for L layers and T tokens. Four runs find these numbers: models
+of one layer and of two, each with two numbers of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from grpo_cli.engine.step.decoder import PACKED_FROM
+from grpo_cli.engine.step.weights import linear_layers
+from grpo_cli.learner.logprobs import _AT_ONCE, ByRow, chosen_logprobs
+from grpo_cli.memory.allocations import GRADIENTS, Allocations
+from grpo_cli.model.anatomy import backbone
+from grpo_cli.model.checkpointing import last_states, recompute_layers, sparing
+from grpo_cli.model.checks import ARCHITECTURES
+from grpo_cli.model.load import load_model, model_config
+from grpo_cli.settings import ModelSettings
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.memory import storage_bytes
+
+Sizes = Mapping[str, int]  # bytes by kind
+LAYERS = (1, 2)  # of the two models that are run
+# Bits of a weight in NF4: 4, plus an 8-bit scale per 64 weights and a 32-bit one per 256 scales (arXiv 2305.14314, 3).
+BITS = {"none": None, "8bit": 8.0, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
+_ATTENTION = "grpo_shapes"
+
+
+def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+    """Allocate what a fused kernel keeps: its result and a number for each query."""
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype
+    q, k, v = (x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(_ATTENTION, _attend)
+AttentionMaskInterface.register(_ATTENTION, lambda *args, **options: None)
+
+
+class _Quantised(nn.Linear):
+    """Stands for a linear layer of bitsandbytes; not a plain one, whose weight rollouts would copy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Dequantised.apply(x, self.weight, self.bias).clone()  # as PEFT does before it adds an adapter's output
+
+
+class _Dequantised(torch.autograd.Function):
+    """A product with a frozen weight that is dequantised only while it is used, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(x, torch.empty_like(weight), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return gradients[0] @ torch.empty_like(weight), None, None
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Bytes by kind for L layers and T tokens, from those of `LAYERS` and of two numbers of tokens."""
+
+    tokens: tuple[int, int]
+    found: Sequence[Sequence[Sizes]]  # by layers, then by tokens
+
+    def __call__(self, layers: int, tokens: int) -> dict[str, int]:
+        depth = (layers - LAYERS[0]) / (LAYERS[1] - LAYERS[0])
+        length = (tokens - self.tokens[0]) / (self.tokens[1] - self.tokens[0])
+
+        def at(kind: str) -> int:
+            (a, b), (c, d) = ([sizes.get(kind, 0) for sizes in row] for row in self.found)
+            low, high = a + depth * (c - a), b + depth * (d - b)
+            return max(0, round(low + length * (high - low)))
+
+        return {kind: at(kind) for kind in {kind for row in self.found for sizes in row for kind in sizes}}
+
+
+class ShapeModel:
+    """A model without weights, and what its passes take. UserError for a model that is not Llama-shaped."""
+
+    def __init__(self, settings: ModelSettings, device: torch.device) -> None:
+        self.config = model_config(settings, any_family=True)
+        if self.config.model_type not in ARCHITECTURES:
+            raise UserError(
+                f"model.path={settings.path} is a {self.config.model_type}: memory is planned for Llama-shaped models "
+                "only; give train.micro_batch_tokens a number"
+            )
+        self.settings, self.device, self.layers = settings, device, int(self.config.num_hidden_layers)
+        self.on_cpu = device.type == "cpu"
+        self.bits = BITS[settings.quantize]
+        self.vocabulary, self.kv_heads = int(self.config.vocab_size), int(self.config.num_key_value_heads)
+        self.head_dim = getattr(self.config, "head_dim", None) or (
+            self.config.hidden_size // self.config.num_attention_heads
+        )
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._models = [self._made(layers) for layers in LAYERS]
+        self.train_lines = lru_cache(maxsize=None)(self._train_lines)
+
+    def _made(self, layers: int) -> Any:
+        settings = replace(self.settings, random_init=True, quantize="none", offload_activations=False)
+        with self._fake, _unmoved():
+            model = load_model(settings, torch.device("cpu"), any_family=True, layers=layers)
+        backbone(model).config._attn_implementation = _ATTENTION
+        if self.settings.offload_activations:
+            keep = lambda: saved_tensors_hooks(lambda x: (x.shape, x.dtype), lambda x: torch.empty(x[0], dtype=x[1]))  # noqa: E731
+            recompute_layers(model, "full", keep)
+        if self.bits is not None:
+            for module in _quantised(model):
+                module.__class__ = _Quantised
+            for module in model.modules():  # PEFT's adapters of quantised layers take their input as it is
+                if hasattr(module, "cast_input_dtype_enabled"):
+                    module.cast_input_dtype_enabled = False
+        return model
+
+    def of_all_layers(self, count: Any) -> int:
+        """Extrapolate a number that is affine in layers."""
+        few, many = map(count, self._models)
+        return int(few + (many - few) * (self.layers - LAYERS[0]))
+
+    @cached_property
+    def gradients(self) -> int:
+        return self.of_all_layers(lambda model: storage_bytes(trained(model)))
+
+    @property
+    def embedding_gradient(self) -> int:
+        weight = self._models[0].get_input_embeddings().weight
+        return int(weight.nbytes) if weight.requires_grad else 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of products."""
+        word = self.settings.dtype if self.settings.autocast == "none" else self.settings.autocast
+        found: torch.dtype = getattr(torch, word)
+        return found
+
+    def logits_bytes(self, rows: int) -> int:
+        return rows * self.vocabulary * self.dtype.itemsize
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows whose logits are converted to float32 together."""
+        return max(1, _AT_ONCE[self.device.type] // self.vocabulary)
+
+    def copied(self, packed: bool) -> int:
+        """Bytes of the copies of weights that rollouts multiply by: in another precision, or on a CPU packed (large
+        models), or joined (small ones)."""
+        is_small = self.of_all_layers(lambda model: sum(x.weight.numel() for x in linear_layers(model))) < PACKED_FROM
+        every = self.on_cpu and (packed or is_small)
+        return self.dtype.itemsize * self.of_all_layers(
+            lambda model: sum(
+                layer.weight.numel() for layer in linear_layers(model) if every or layer.weight.dtype != self.dtype
+            )
+        )
+
+    @cached_property
+    def weights(self) -> int:
+        """Bytes of all weights and buffers, shared ones counted once."""
+        whole = self.of_all_layers(lambda model: storage_bytes([*model.parameters(), *model.buffers()]))
+        if self.bits is None:
+            return whole
+        stored, numbers = (
+            self.of_all_layers(lambda model, of=of: sum(of(module.weight) for module in _quantised(model)))
+            for of in (lambda weight: weight.nbytes, lambda weight: weight.numel())
+        )
+        return whole - stored + int(numbers * self.bits / 8)
+
+    @contextmanager
+    def _watched(self, model: Any, spares: bool, training: bool) -> Iterator[Allocations]:
+        """Within it every new tensor is fake and counted."""
+        with ExitStack() as stack:
+            stack.enter_context(sparing(spares))
+            stack.enter_context(self._fake)
+            allocations = stack.enter_context(Allocations(model))
+            stack.enter_context(torch.set_grad_enabled(training))
+            precision = self.settings.autocast
+            stack.enter_context(
+                nullcontext() if precision == "none" else torch.autocast("cpu", getattr(torch, precision))
+            )
+            model.train(training)
+            yield allocations
+
+    def _train_lines(self, chunk: int, spares: bool) -> list[Affine]:
+        """Of each part of a forward and backward pass: layers, head, back through the head, the layers, the embedding.
+        Gradients of an earlier pass are there."""
+        tokens = max(2048, 4 * chunk), max(4096, 8 * chunk)
+        found = [[self._train_pass(model, count, chunk, spares) for count in tokens] for model in self._models]
+        return [Affine(tokens, part) for part in zip(*(zip(*row, strict=True) for row in found), strict=True)]
+
+    def _train_pass(self, model: Any, tokens: int, chunk: int, spares: bool) -> list[Sizes]:
+        peaks: list[Sizes] = []
+        with self._watched(model, spares, training=True) as allocations:
+            for parameter in trained(model):
+                parameter.grad = torch.zeros_like(parameter)
+                allocations.mark(parameter.grad, GRADIENTS)
+            allocations.take_peak()
+
+            def note(*_: Any) -> None:
+                peaks.append(allocations.take_peak())
+
+            def hook(module: Any, args: Any, out: Tensor) -> None:
+                if out.requires_grad:
+                    out.register_hook(note)
+
+            embedding = model.get_input_embeddings().register_forward_hook(hook)
+            ids = torch.zeros(1, tokens, dtype=torch.long)
+            states = last_states(model, ids)[0]
+            note()
+            states.register_hook(note)
+            few = ids[0, : 4 * chunk]  # more of them would take time and no other bytes
+            values = chosen_logprobs(model, states.index_select(0, few), few, 1.0, chunk, self._few_rows)
+            note()
+            del states
+            values.sum().backward()
+            note()
+            embedding.remove()
+            for parameter in trained(model):
+                parameter.grad = None
+        return peaks
+
+    @cached_property
+    def quiet_line(self) -> Affine:
+        """Of the layers without gradients, one after the other."""
+        tokens, found = (2048, 4096), list[Sizes]()
+        for count in tokens:
+            with self._watched(self._models[0], True, training=False) as allocations:
+                last_states(self._models[0], torch.zeros(1, count, dtype=torch.long))
+                found.append(allocations.take_peak())
+        return Affine(tokens, [found, found])
+
+    @cached_property
+    def _few_rows(self) -> ByRow:
+        """Allocate what a pass over the logits holds at its fullest: two numbers in float32 for each logit of some
+        rows."""
+        rows = self.rows_at_once
+
+        def chosen(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+            torch.log_softmax(logits[:rows].float(), dim=-1).exp()
+            return logits.new_empty(ids.shape, dtype=torch.float32)
+
+        def slope(logits: Tensor, *others: Any) -> None:
+            torch.log_softmax(logits[:rows].float(), dim=-1).exp()
+
+        return ByRow(chosen, slope)
+
+
+def trained(model: Any) -> list[Tensor]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _quantised(model: Any) -> list[nn.Linear]:
+    """The layers that bitsandbytes quantises: linear ones, but for the head and the adapters."""
+    named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [module for name, module in named if "lora_" not in name and not name.endswith("lm_head")]
+
+
+@contextmanager
+def _unmoved() -> Iterator[None]:
+    """Make `Module.to` do nothing: PEFT moves new adapters to the device that they are on already, and PyTorch moves a
+    fake parameter by swapping it, which is not allowed for one that the mode tracks."""
+    move = nn.Module.to
+    setattr(nn.Module, "to", lambda module, *_, **__: module)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(nn.Module, "to", move)  # noqa: B010

@@ -1,0 +1,182 @@
+"""Memory plans: hand-worked bytes of a small model, plans against what real passes allocate, and monotonic peaks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made import full, infinite
+
+from grpo_cli.config.compose import settings_of
+from grpo_cli.config.prepare import prepare
+from grpo_cli.engine.kv.eviction import Dense
+from grpo_cli.learner.logprobs import chosen_logprobs
+from grpo_cli.memory.allocations import ACTIVATIONS, GRADIENTS, LOGITS, Allocations
+from grpo_cli.memory.plan import (
+    KV,
+    OPTIMIZER,
+    REFERENCE,
+    WEIGHTS,
+    WORKSPACE,
+    EngineShape,
+    MemoryPlan,
+    StepShape,
+    Workload,
+    most_keys,
+    plan,
+)
+from grpo_cli.memory.planner import Planner
+from grpo_cli.memory.shapes import ShapeModel
+from grpo_cli.model.anatomy import backbone
+from grpo_cli.model.checkpointing import last_states, sparing
+from grpo_cli.model.load import load_model
+from grpo_cli.support.errors import UserError
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SHAPE = {"num_hidden_layers": 4, "hidden_size": 8, "intermediate_size": 12, "vocab_size": 20}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+SMALL = ("model=smollm2_135m", "model.random_init=true", *(f"model.architecture.{k}={v}" for k, v in SHAPE.items()))
+# A tied embedding; of each layer queries, keys, values, output, the MLP and two norms; a norm; rope's two frequencies.
+NUMBERS = 20 * 8 + 4 * (2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 12 + 2 * 8) + 8
+WORK = Workload((5, 7), ((17, 17), (17, 17)), 17)
+
+
+@cache
+def shapes(device: torch.device, *words: str) -> ShapeModel:
+    return ShapeModel(settings_of(*SMALL, "model.autocast=none", *words).model, device)
+
+
+def step(work: Workload = WORK, slots: int | None = None, **words: Any) -> StepShape:
+    sampler = full() if slots is None else infinite(slots=slots)
+    given = {"m": work.n, "engine": EngineShape(sampler, Dense()), "evaluation": None, "tokens": 64, "chunk": 4}
+    return StepShape(work, **{**given, "share": True, **words})
+
+
+def planned(device: torch.device = GPU, *words: str, **of: Any) -> MemoryPlan:
+    return plan(shapes(device, *words), step(**of))
+
+
+def test_what_shapes_alone_decide_has_the_bytes_that_one_counts_by_hand() -> None:
+    found = planned(reference=True, optimizer=9, workspace=7).phases
+    assert set(found) == {"prefill", "decode", "ref_logprobs", "forward", "backward", "optimizer"}
+    each = 4 * NUMBERS
+    for sizes in found.values():
+        assert abs(sizes[WEIGHTS] - each) <= 16 and sizes[REFERENCE] == sizes[WEIGHTS]
+        assert (sizes[OPTIMIZER], sizes[WORKSPACE]) == (9, 7)
+    assert found["optimizer"][GRADIENTS] == each
+    # Four rows of 16 keys (the last token is never fed back) in blocks of 16, two prompts in one each; on a GPU, where
+    # all is allocated at once, both prompts' also for one slot.
+    token = 2 * 4 * 1 * 4 * 4
+    assert found["decode"][KV] == (4 * 16 + 2 * 16) * token
+    assert [planned(device, slots=1).phases["decode"][KV] for device in (CPU, GPU)] == [32 * token, 48 * token]
+    # Of 4 rows, or of all rows of a step: logits, and two numbers for each in float32 (three for drawing).
+    assert found["ref_logprobs"][LOGITS] == 4 * 20 * (4 + 8) and found["decode"][LOGITS] == 4 * 20 * (4 + 12)
+
+
+def test_a_step_counts_a_shared_prompt_once_and_cuts_passes_at_a_row_or_more() -> None:
+    one = step(tokens=30)
+    assert one.tokens_of_update == 5 + 7 + 4 * 17 and replace(one, share=False).tokens_of_update == 2 * 12 + 4 * 17
+    assert one.in_a_pass(80) == 30 and replace(one, tokens=1).in_a_pass(80) == 24 and one.in_a_pass(9) == 9
+    assert replace(one, minibatches=3).tokens_of_update == 27
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 8), st.booleans(), st.integers(1, 16))
+@settings(max_examples=40, deadline=None)
+def test_keys_of_rows_are_those_of_a_run_step_by_step(lengths: list[int], slots: int, refills: bool, page: int) -> None:
+    waiting, running, most = list(lengths), list[list[int]](), 0
+    while waiting or running:
+        while waiting and len(running) < slots and (refills or not any(age for age, _ in running)):
+            running.append([0, waiting.pop(0)])
+        running = [[age + 1, end] for age, end in running]
+        most = max(most, sum(-(-age // page) * page for age, _ in running))
+        running = [row for row in running if row[0] < row[1]]
+    assert most_keys(lengths, slots, refills, page) == most
+
+
+KINDS = {
+    "float32": (),
+    "bfloat16": ("model.autocast=bfloat16",),
+    "adapters": ("model.lora.rank=2",),
+    "recomputed": ("model.gradient_checkpointing=full",),
+}
+
+
+@pytest.mark.parametrize("spares", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_passes_are_planned_as_they_allocate(kind: str, spares: bool) -> None:
+    """A second pass, of a model with all its layers, by real tensors; sizes that are in no line."""
+    words = settings_of(*SMALL, "model.autocast=none", *KINDS[kind]).model
+    model, lines = load_model(words, CPU), shapes(CPU, *KINDS[kind]).train_lines(4, spares)
+    backbone(model).config._attn_implementation = "grpo_shapes"
+    model.train()
+    precision = torch.autocast("cpu", torch.bfloat16, enabled=words.autocast == "bfloat16")
+    for tokens in (300, 3000):
+        with sparing(spares), Allocations(model) as seen:
+            ids = torch.zeros(1, tokens, dtype=torch.long)
+            for _ in range(2):
+                seen.take_peak()
+                with precision:
+                    states = last_states(model, ids)[0].index_select(0, ids[0, :16])
+                    values = chosen_logprobs(model, states, ids[0, :16], 1.0, 4)
+                forward = sum(seen.take_peak().values())
+                del states
+                values.sum().backward()
+                backward = sum(seen.take_peak().values())
+                del values
+        moments = [sum(line(4, tokens).values()) for line in lines]
+        assert max(moments[:2]) == pytest.approx(forward, rel=0.002)
+        assert max(moments[2:]) == pytest.approx(backward, rel=0.002)
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_more_of_anything_never_takes_less(device: torch.device) -> None:
+    def peaks(steps: list[StepShape]) -> list[int]:
+        plans = [plan(shapes(device), one) for one in steps]
+        return [sum(map(one.bytes_of, one.phases)) for one in plans]
+
+    base = step(slots=2)
+    for rising in (
+        peaks([replace(base, tokens=10**6).with_n(n) for n in (2, 3, 8, 60, 400)]),
+        peaks([base.with_slots(count) for count in (1, 2, 3, 4)]),
+        peaks([replace(base.with_n(50), tokens=count) for count in (1, 30, 100, 1000, 3000)]),
+    ):
+        assert rising == sorted(rising) and rising[0] < rising[-1]
+
+
+def test_a_first_pass_has_no_gradients_before_it_goes_back() -> None:
+    one, several = (planned(tokens=tokens).phases for tokens in (80, 79))
+    assert one["forward"][GRADIENTS] == 0 and several["forward"][GRADIENTS] == 4 * NUMBERS
+    assert sum(one["backward"].values()) < sum(several["backward"].values())
+    assert one["optimizer"] == several["optimizer"]
+
+
+def test_copies_of_weights_are_in_rollouts_and_a_parked_optimizer_is_not() -> None:
+    plain = planned(CPU).phases["decode"][ACTIVATIONS]
+    linear = 4 * (4 * (2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 12) + 20 * 8)
+    assert plain - planned(GPU).phases["decode"][ACTIVATIONS] == linear, "a small model's are joined on a CPU"
+    parked = planned(parks=True, optimizer=100).phases
+    assert {name for name, sizes in parked.items() if sizes[OPTIMIZER]} == {"forward", "backward", "optimizer"}
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_quantised_weights_take_their_bits(bits: str) -> None:
+    words = "model.lora.rank=2", "model.dtype=bfloat16", "model.autocast=bfloat16"
+    whole, found = (shapes(GPU, *words, *more) for more in ((), (f"model.quantize={bits}",)))
+    linear = 4 * (2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 12)
+    saved = whole.weights - found.weights
+    assert found.gradients == whole.gradients and saved == pytest.approx(linear * (2 - int(bits[0]) / 8), rel=0.02)
+    assert plan(found, step()).peak < plan(whole, step()).peak
+
+
+def test_another_family_is_refused_and_a_plan_reads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replace(settings_of(*SMALL).model, architecture={"model_type": "gpt2"})
+    with pytest.raises(UserError, match="gpt2"):
+        ShapeModel(model, CPU)
+    monkeypatch.setattr("safetensors.safe_open", None)
+    run = prepare(settings_of(*SMALL, "n=4", "train.prompts=2", "sampling.max_new_tokens=8"), lambda line: None)
+    assert Planner(run, CPU, 0).plan().peak > 4 * NUMBERS

@@ -27,6 +27,7 @@ engine/kv/cache
 engine/sequence
 engine/order/ engine/kv/ engine/admission engine/common
 engine/step/rows
+engine/step/attention
 engine/gpu/
 engine/step/
 engine/torch/

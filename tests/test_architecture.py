@@ -24,9 +24,8 @@ interfaces/ runs/
 rules/ metrics model/ tasks/
 engine/interfaces engine/costs engine/batching
 engine/kv/cache
-engine/sequence
+engine/sequence engine/step/rows
 engine/order/ engine/kv/ engine/admission engine/common
-engine/step/rows
 engine/step/attention
 engine/gpu/
 engine/step/

@@ -163,11 +163,12 @@ def parts_of(
     offered |= {"seed": settings.seed, "history": bench.history}
     curriculum = make("curriculum", settings.parts["curriculum"], offered)
     reference: Any = None
-    warmup = None
+    warmup: Sft | None = None
     if rules.loss.needs_reference:  # of the start's weights, never a checkpoint's
-        new = settings.model.adapted and settings.model.adapter is None  # adapters that have changed nothing
-        reference = AdapterOff(bench.model) if new else _load(settings.model, bench.device, settings)
-        reference = reference if new else reference.requires_grad_(False).eval()
+        if settings.model.adapted and settings.model.adapter is None:  # adapters that have changed nothing
+            reference = AdapterOff(bench.model)
+        else:
+            reference = _load(settings.model, bench.device, settings).requires_grad_(False).eval()
     if train.warmup == "sft":
         shown = demonstrations(settings, bench, context_of(bench.model.config), warn)
         warmup = Sft(train.warmup_steps, train.warmup_lr, shown, train.prompts * settings.m, settings.seed)

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.config.auto import decided
 from grpo_cli.config.choices import config_dir, shipped
-from grpo_cli.config.compose import COMMANDS, model_of, settings_of
+from grpo_cli.config.compose import COMMANDS, model_of, read_settings, settings_of
 from grpo_cli.config.instantiate import function, ready
 from grpo_cli.runs.record import RunRecord, read_record, write_record
 from grpo_cli.settings import (

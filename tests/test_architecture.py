@@ -23,7 +23,10 @@ history
 interfaces/ runs/
 rules/ metrics model/ tasks/
 engine/interfaces engine/costs engine/batching
-engine/order/ engine/kv/
+engine/kv/cache
+engine/sequence engine/step/rows
+engine/order/ engine/kv/ engine/admission engine/common
+engine/step/attention
 engine/gpu/
 engine/step/
 engine/torch/
@@ -35,19 +38,19 @@ config/
 sweep/ evaluate step
 train
 experiment
-profile/
+memory/
 cli/
 __main__
 """
 MOST_ROOMS = 29
 
 DOORS = {
-    "hydra": {"cli/", "config/", "experiment", "sweep/", "profile/"},
+    "hydra": {"cli/", "config/", "experiment", "sweep/", "memory/"},
     "omegaconf": {"cli/", "config/", "sweep/"},
     "wandb": {"tracking/"},
     "trackio": {"tracking/"},
     "vllm": {"engine/"},
-    "transformers": {"model/", "tasks/", "engine/generate/"},
+    "transformers": {"model/", "tasks/", "engine/generate/", "memory/"},
     "peft": {"model/"},
     "bitsandbytes": {"learner/"},
     "safetensors": {"model/"},
@@ -56,7 +59,7 @@ DOORS = {
     "httpx": {"tasks/"},
     "math_verify": {"tasks/"},
     "typer": {"cli/"},
-    "rich": {"cli/", "sweep/", "support/", "tracking/", "profile/", "report/"},
+    "rich": {"cli/", "sweep/", "support/", "tracking/", "memory/", "report/"},
     "jinja2": {"tasks/"},
     "matplotlib": {"report/"},
 }

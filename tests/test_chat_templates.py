@@ -169,14 +169,6 @@ def test_the_empty_place_for_reasoning_that_a_template_drops_is_named_and_kept_b
     )
 
 
-def test_a_chat_comes_back_word_for_word_and_one_question_does_not_split_chats(tmp_path: Path) -> None:
-    others = [[{"role": "system", "content": f"Be {i}."}, CHAT[1]] for i in range(10)]
-    task = made(asks(tmp_path / "p.jsonl", CHAT, *others), True)
-    first = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in CHAT)
-    assert prompts(task)[0] == f"{first}<|im_start|>assistant\n"
-    assert len(task.prompts("eval")) == 1 and len({*prompts(task)}) == 11
-
-
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
 
 

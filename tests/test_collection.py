@@ -335,7 +335,7 @@ def test_a_collector_of_one_s_own_is_tried_run_resumed_and_profiled(
     short = ["logger=jsonl", "eval.every=0", "device=cpu"]
     runner = CliRunner()
     refused = runner.invoke(app, ["train", *words, *short, "hydra.run.dir=none"])
-    assert refused.exit_code == 2 and "missing a required argument: 'more'; what else it needs" in refused.output
+    assert refused.exit_code == 2 and "missing a required argument: 'more'" in refused.output
     assert not (tmp_path / "none").exists()
     words.append("+collector.more=3")
     done = runner.invoke(app, ["train", *words, *short, "train.steps=2", "hydra.run.dir=run"])

@@ -48,12 +48,6 @@ def heard(task: Any, *said: str, prompt: int = 0) -> Any:
     return answer.result()
 
 
-def test_an_environment_hears_the_row_and_all_turns(rows):
-    task = talking(rows, environment="environments:Responding", reward="environments:score")
-    answer = task.prompts("train")[0].answer
-    assert heard(task, "a", "b") == ["2: not b !"] and heard(task, "a", answer) is None
-
-
 # What a user's code does, and what the model reads then: all but the last four with an error that is counted.
 ANSWERED = {
     "key": "error: KeyError: 'k'",

@@ -204,7 +204,7 @@ def test_a_rule_of_one_s_own_that_fails_is_told_in_a_run_as_before_it() -> None:
 def test_a_step_of_more_rollouts_than_can_be_held_is_refused(changed: dict[str, int]) -> None:
     from dataclasses import replace
 
-    with pytest.raises(UserError, match=f"n={2**62} .* lower n"):
+    with pytest.raises(UserError, match=f"n={2**62} "):
         check(replace(made.settings(), **changed))
 
 

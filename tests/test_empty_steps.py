@@ -101,8 +101,8 @@ def test_a_minibatch_of_equal_rewards_is_passed_over_and_the_next_one_is_still_o
     """One prompt, two minibatches of two: the pairs are equal within the first alone when the advantages are given."""
     spy = Spy()
 
-    def halves(kept_rewards: torch.Tensor, group_rewards: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=kept_rewards.dtype)
+    def halves(group: ScoredGroup, kept: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([0.0, 1.0, 0.0, 0.0])
 
     settings = quiet(settings_for(tmp_path, steps=1, prompts=1, minibatches=4))
     summary = make_trainer(settings, loss=spy, advantage=halves).fit()

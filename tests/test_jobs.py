@@ -22,7 +22,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.board import Board
 from grpo_cli.sweep.pool import Pool
 from grpo_cli.sweep.resume import Sweep
-from grpo_cli.sweep.status import Job, Status, is_done, is_running, read_status, write_status
+from grpo_cli.sweep.status import Job, JobState, is_done, is_running, read_status, write_status
 
 WAIT = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"  # for two minutes at most, and a trap can interrupt it
 COMPLETED = """echo '{"status": "completed"}' > summary.json"""
@@ -31,13 +31,13 @@ COMPLETED = """echo '{"status": "completed"}' > summary.json"""
 class Told(Board):
     """Keeps what it is told, and may answer."""
 
-    def __init__(self, answer: Callable[[Job, Status], None] = lambda job, status: None) -> None:
+    def __init__(self, answer: Callable[[Job, JobState], None] = lambda job, status: None) -> None:
         super().__init__()
         self.states: list[tuple[int, str]] = []
         self.said: list[str] = []
         self.answer = answer
 
-    def changed(self, job: Job, status: Status) -> None:
+    def changed(self, job: Job, status: JobState) -> None:
         self.states.append((job.number, status.state))
         self.answer(job, status)
 
@@ -49,7 +49,7 @@ def listed(sweep: Path, *lines: str) -> list[Job]:
     """Jobs whose one override is the shell line that they run, all of them waiting."""
     jobs = [Job(i, sweep / str(i), (line,), f"job{i}") for i, line in enumerate(lines)]
     for job in jobs:
-        write_status(job.folder, Status("waiting", None, job.overrides))
+        write_status(job.folder, JobState("waiting", None, job.overrides))
     return jobs
 
 
@@ -62,7 +62,7 @@ def run(jobs: list[Job], view: Board | None = None, places: list[dict[str, str]]
     return pool
 
 
-def status(job: Job) -> Status:
+def status(job: Job) -> JobState:
     kept = read_status(job.folder)
     assert kept is not None
     return kept
@@ -179,7 +179,7 @@ def test_asked_twice_it_kills_them_with_all_that_they_started(tmp_path: Path) ->
 
 
 def test_an_error_of_ours_leaves_no_process_behind_and_lets_it_save(tmp_path: Path) -> None:
-    def fail(job: Job, status: Status) -> None:
+    def fail(job: Job, status: JobState) -> None:
         eventually((job.folder / "ready").exists)
         raise RuntimeError("a bug in the view")
 
@@ -231,7 +231,7 @@ def test_the_table_shows_every_job_that_there_is_room_for_and_counts_all(tmp_pat
         (folder / "metrics.jsonl").write_text('{"step": 2, "reward/mean": 0.5, "eval/accuracy": 0.25}\n')
         job = Job(number, folder, (f"n={number}",), f"n={number}", steps=7)
         reason = {"failed": "no [memory]", "skipped": "m is more than n"}.get(state)
-        board.changed(job, Status(state, reason, job.overrides, seconds=61.0))
+        board.changed(job, JobState(state, reason, job.overrides, seconds=61.0))
     seconds = 14.0
     console.file = StringIO()
     console.print(board.table())

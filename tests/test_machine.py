@@ -77,7 +77,6 @@ import torch
 from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.step.invariance import invariance_of
 from test_same_rollouts import POLICIES, same_in_short
-from test_turns import same_episodes
 for threads in (3, 8):
     torch.set_num_threads(threads)
     for policy in (POLICIES["embedded"], POLICIES["576 wide"]):
@@ -85,8 +84,6 @@ for threads in (3, 8):
         holds = invariance_of(Decoder(model)).holds
         if holds:
             same_in_short(model, policy.requests())
-            if threads == 3 and policy is POLICIES["embedded"]:
-                same_episodes(model)
         print("held" if holds else "not held")
 """
 

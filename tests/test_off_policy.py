@@ -422,7 +422,7 @@ class Silent:
 
 def test_a_correction_of_one_s_own_that_lacks_a_member_is_refused() -> None:
     parts = {**made.settings().parts, "correction": {"_target_": "test_off_policy.Silent"}}
-    with pytest.raises(UserError, match="correction: test_off_policy.Silent has no count_rejected, prox, prox_window"):
+    with pytest.raises(UserError, match="correction: test_off_policy.Silent lacks count_rejected, prox, prox_window"):
         check(replace(made.settings(), parts=parts))
 
 

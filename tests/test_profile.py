@@ -84,8 +84,9 @@ def test_a_plan_reads_no_weights_and_runs_nothing(monkeypatch: pytest.MonkeyPatc
     assert found["schema"] == SCHEMA
 
 
-def test_a_plan_for_a_gpu_has_its_precision_and_its_allocators_ways():
+def test_a_plan_for_a_gpu_has_its_precision_and_its_allocators_ways(monkeypatch: pytest.MonkeyPatch):
     """No phase keeps what another has freed, nothing is resident beside the tensors, and 4 bits can be planned for."""
+    monkeypatch.setattr("grpo_cli.support.processor.fast_in_bfloat16", lambda device: False)
     words = ["model=smollm2_135m", "model.architecture.num_hidden_layers=1", "model.lora.rank=2", "model.quantize=4bit"]
     words += ["model.gradient_checkpointing=full", "model.offload_activations=true", "eval.every=0", "fit=2GB"]
     found, _ = profile("profile.plan_only=true", "profile.for_gpu=true", *words)
@@ -95,7 +96,7 @@ def test_a_plan_for_a_gpu_has_its_precision_and_its_allocators_ways():
     assert held["optimizer"]["activations"] == 0
     assert held["decode"]["activations"] > 0 and held["backward"]["activations"] > 0
     refused = grpo("profile", *SMALL, "profile.for_gpu=true").stderr
-    assert "profile.for_gpu=true plans for a GPU" in refused and "profile.plan_only=true" in refused
+    assert "profile.for_gpu=true" in refused and "profile.plan_only=true" in refused
 
 
 def test_a_gpu_that_is_named_says_what_it_has():

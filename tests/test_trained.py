@@ -85,7 +85,7 @@ def test_a_vetoed_rollout_counts_nowhere(tmp_path: Path, m: int) -> None:
 
 
 def test_a_rollout_whose_advantage_is_0_is_trained_on(tmp_path: Path) -> None:
-    record, _ = ran(tmp_path, correction=WITHOUT, advantage=lambda kept, group: torch.zeros(len(kept)))
+    record, _ = ran(tmp_path, correction=WITHOUT, advantage=lambda group, kept: torch.zeros(len(kept)))
     assert all(row.kept and row.advantage == 0.0 for row in record.examples)
     assert told(record) == (12, sum(row.length for row in record.examples))
 

@@ -62,6 +62,10 @@ def resumed(folder: Path, recorded: list[str], *typed: str) -> list[str]:
         "model=../../stranger/evil",
         "logger.name='${oc.env:HOME}'",
         "engine.options={options: {worker_cls: evil.Worker}}",
+        "logger.space_id=stranger/space",
+        "++logger.hosts=[stranger]",
+        "task.path=/etc/passwd",
+        "task.judge.base_url=http://stranger/v1",
     ],
 )
 def test_code_of_others_is_not_run_for_a_recorded_run_unless_it_is_typed_again(here: Path, word: str) -> None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from made import correction, fptas, full, infinite, loss, micro, prefix_head
-from small import EOS, FakeEngine, make_engine, one_and_the_rest, require_bits, small_model, some_requests
+from made import correction, fptas, infinite, loss, micro, prefix_head
+from small import EOS, FakeEngine, make_engine, one_and_the_rest, small_model, some_requests
 from talk import Talk
 from test_kv_budget import Ledger
 from test_resume import cut_off_and_resumed, rows
-from test_same_rollouts import POLICIES
 
 from grpo_cli.collect import episodes
 from grpo_cli.collect.episodes import play
@@ -202,26 +201,6 @@ def test_a_stop_string_ends_a_turn_and_is_not_looked_for_across_the_environment(
         for turn in one.turns:
             assert not any("5" in str(token) for token in turn[:-1])
     assert any("5" in str(turn[-1]) for one in plain.values() for turn in one.turns[:-1])
-
-
-@pytest.mark.parametrize("threads", [3, 8], indirect=True)
-def test_the_tokens_are_those_of_one_thread(model, expected, threads):
-    assert said(played(make_engine(model, sampler=infinite(slots=4)))) == expected
-
-
-def same_episodes(model: Any) -> None:
-    """In place, in rounds, and in few slots."""
-    expected = said(played(InRounds(make_engine(model))))
-    assert any(len(spans) > 1 for _, _, spans in expected.values())
-    for sampler in (full(), infinite(slots=3)):
-        assert said(played(make_engine(model, sampler=sampler), Talk(looks=2))) == expected
-
-
-@pytest.mark.parametrize("threads", [3], indirect=True)
-def test_episodes_of_a_wide_model_are_the_same_too(threads):
-    model = POLICIES["576 wide"].model()
-    require_bits(model)
-    same_episodes(model)
 
 
 def two_turns(logprob: float, version: int = 0) -> ScoredGroup:

@@ -63,8 +63,10 @@ def unusable(command: str, flags: Sequence[str], words: Sequence[str]) -> Iterat
             yield _without_dashes(command, flag, "" if value.startswith("-") else value)
         elif flag in FLAGS_WITH_VALUE - {"--info", "-i"} and value.startswith("-"):
             yield f"{flag} lacks its value"
-        elif flag in ("--config-name", "-cn") and value != command and (config_dir() / f"{value}.yaml").is_file():
-            yield f"{flag} {value} is not what grpo {command} reads: type grpo {value} ..."
+        elif flag.partition("=")[0] in ("--config-name", "-cn"):
+            name = (flag.partition("=")[2] or value).removesuffix(".yaml")
+            if name != command and (config_dir() / f"{name}.yaml").is_file():
+                yield f"--config-name {name} is not what grpo {command} reads: type grpo {name} ..."
     if "--resolve" in flags and not {"--cfg", "-c", "--help"} & {flag.partition("=")[0] for flag in flags}:
         yield "--resolve says how settings are printed: add --cfg job"
     for word in words:
@@ -160,8 +162,11 @@ def no_choice(group: str, choice: str, options: Sequence[str]) -> str:
             return absent(module, f"{group}={choice}")
     show = partial(marked, group)
     hint = closest(choice, options, show)
-    if re.search(r"[/.\\]", choice) and "path" in shipped(group, options[0]):
-        hint = f"; a path is given as {group}.path={choice}, beside {group}=<choice>"
+    for option in options if re.search(r"[/.\\]", choice) else ():
+        part = shipped(group, option)
+        if part.get("path", "") in (None, "???") and not part.get("default_path"):
+            hint = f"; a path is given as {group}={option} {group}.path={choice}"
+            break
     return f"{group}={choice} is not one of the choices {', '.join(map(show, options))}{hint}"
 
 

@@ -133,7 +133,7 @@ def _code(name: str, target: str) -> Any:
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             reason = hidden(target) or " ".join(str(error.__cause__ or error).splitlines()[:2])
             raise UserError(
-                f"{name}._target_={target} cannot be had: {reason}; "
+                f"{name}._target_={target} cannot be imported: {reason}; "
                 "write it as module.name, with the module in the current folder or installed"
             ) from error
     return code

@@ -112,5 +112,4 @@ def _number(value: Any) -> Any:
 def _fields(kind: Any, prefix: str) -> Iterator[str]:
     """Yield the dotted names of a dataclass's settings."""
     for name, hint in typing.get_type_hints(kind).items() if dataclasses.is_dataclass(kind) else ():
-        yield f"{prefix}{name}"
-        yield from _fields(hint, f"{prefix}{name}.")
+        yield from _fields(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else [f"{prefix}{name}"]

@@ -107,14 +107,18 @@ def with_recorded(command: str, cfg: DictConfig) -> DictConfig:
     if command == "train" and cfg.resume is not None:
         record = read_record(Path(cfg.run_dir))
         return cfg if record is None else merged(command, cfg, record, typed)
-    if command != "eval" or cfg.checkpoint is None:
+    if command != "eval":
+        return cfg
+    keys = {key_of(word) for word in typed}
+    if cfg.checkpoint is None:
+        _evaluate_whole_file(cfg, None, keys)
         return cfg
     weights = Path(str(cfg.checkpoint))
     record = _record_of(weights)
     if record is None and step_of(weights.name) is not None and value_of("task", typed) is None:
         raise UserError(f"{weights.parent.parent} has no {RUN} that names the task of checkpoint={weights}: type task=")
     cfg = merged(command, cfg, record, typed, _of_the_weights(weights, record))
-    _evaluate_whole_file(cfg, record, {key_of(word) for word in typed})
+    _evaluate_whole_file(cfg, record, keys)
     return cfg
 
 
@@ -127,7 +131,7 @@ def _of_the_weights(weights: Path, record: RunRecord | None) -> dict[str, Any]:
         return {"model.adapter": str(weights), "model.random_init": False, **base}
     model: Any = {} if record is None else record.config["model"]
     made = model.get("random_init") and model.get("architecture") and not Path(model["path"]).expanduser().is_dir()
-    ends = {"model.eos_tokens": []} if made else {}  # they would be of a tokenizer that was not loaded
+    ends: dict[str, Any] = {"model.eos_tokens": []} if made else {}  # they would be of a tokenizer that was not loaded
     return {"model.path": str(weights), "model.random_init": False, **ends}
 
 

@@ -22,6 +22,10 @@ OWN = ("task.reward", "task.environment", "task.tools")  # settings that name a 
 _OF_A_SWEEP = re.compile(r"hydra[./](launcher|sweeper)(\.(?!params\b)[a-z]\w*)*")
 # Where a run writes, whose answers it believes, and what it reveals of the environment.
 _TYPED_AGAIN = ("run_dir", "engine.address", "task.judge.key")
+# Files that are read, whose content reaches prompts, records and judges.
+_READ = ("task.judge.prompt", "train.warmup_path", *(f"task.{one}path" for one in ("", "eval_", "few_shot_")))
+_HERE = re.compile(r"https?://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?(/|$)")  # a server on this machine
+_OF_A_RUN = ("name", "group", "tags", "mode")  # settings of a logger that say nothing of where records are sent
 
 
 def taken(words: Sequence[str], typed: Sequence[str], folder: Path) -> list[str]:
@@ -70,7 +74,8 @@ def _override_is_foreign(word: str, folder: Path) -> bool:
 
 
 def is_foreign(key: str, value: Any, folder: Path) -> bool:
-    """True if a setting of the run in `folder` names code of others, or calls a resolver."""
+    """True if a setting of the run in `folder` names code of others, a file elsewhere or a place to send records or
+    replies to, or calls a resolver."""
     if isinstance(value, Mapping):
         return any(is_foreign(f"{key}.{name}", item, folder) for name, item in value.items())
     if isinstance(value, list):
@@ -85,6 +90,13 @@ def is_foreign(key: str, value: Any, folder: Path) -> bool:
         return not all(_is_here(module, one.strip(), folder) for one in names.split(","))
     if key in _TYPED_AGAIN or name == "trust_remote_code":
         return value not in (None, False, "auto")
+    if key in _READ:
+        is_below_here = Path(text).expanduser().resolve().is_relative_to(Path.cwd().resolve())
+        return value is not None and not (text.startswith("hub:") or is_below_here)
+    if key == "task.judge.base_url":
+        return value is not None and not _HERE.match(text)
+    if group == "logger" and name not in _OF_A_RUN and not isinstance(value, int | float | None):
+        return value not in [shipped("logger", one).get(name) for one in choices("logger")]
     of_another_program = key.startswith("engine.options.") and isinstance(value, str)
     return of_another_program or any(part.startswith("_") for part in inner) or ":" in text.partition("${")[2]
 

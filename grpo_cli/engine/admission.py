@@ -51,7 +51,7 @@ class Admission:
             return []
         return self._entering(running, free, room)
 
-    def _entering(self, running: Seq[Sequence], free: int, room: Room | None) -> list[Sequence]:
+    def _entering(self, running: Seq[Sequence], free: int, room: Headroom | None) -> list[Sequence]:
         entering = list[Sequence]()
 
         def enters(sequence: Sequence) -> bool:
@@ -127,11 +127,11 @@ class Memory:
         lengths = [BLOCK * blocks_for(self.capacity) if self.evicted else self.length(s, 0) for s in waiting]
         return max(1, min(slots, int(room * len(lengths) / sum(lengths))))
 
-    def beside(self, running: Seq[Sequence]) -> Room:
-        return Room(self, running)
+    def beside(self, running: Seq[Sequence]) -> Headroom:
+        return Headroom(self, running)
 
 
-class Room:
+class Headroom:
     """The room beside running sequences, now and, by forecast, at their peak."""
 
     def __init__(self, memory: Memory, running: Seq[Sequence]) -> None:

@@ -173,15 +173,15 @@ def plan(model: ShapeModel, step: StepShape) -> MemoryPlan:
     if step.evaluation is not None and step.engine is not None:
         phases = _rollouts(model, step.engine, step.evaluation, len(step.rollouts.lengths))
         found["eval"] = max(phases.values(), key=lambda sizes: sum(sizes.values()))
-    phases = {}
+    whole: dict[str, dict[str, int]] = {}
     for phase, sizes in found.items():
-        phases[phase] = {**steady, **sizes}
+        whole[phase] = {**steady, **sizes}
         if step.parks and phase in BEFORE_UPDATES:
-            phases[phase][OPTIMIZER] = 0
+            whole[phase][OPTIMIZER] = 0
         if model.on_cpu:
             beside = int(_BESIDE * sum(sizes.get(kind, 0) for kind in _COME_AND_GO))
-            phases[phase][WORKSPACE] += min(_MOST_BESIDE, beside)
-    return MemoryPlan(phases)
+            whole[phase][WORKSPACE] += min(_MOST_BESIDE, beside)
+    return MemoryPlan(whole)
 
 
 def _update(model: ShapeModel, step: StepShape) -> dict[str, Sizes]:

@@ -16,7 +16,7 @@ from grpo_cli.runs import layout
 from grpo_cli.runs.summary import read_object
 from grpo_cli.support import terminal as screen
 from grpo_cli.support.formatting import duration
-from grpo_cli.sweep.status import Job, Status, last_record
+from grpo_cli.sweep.status import Job, JobState, last_record
 
 # With more jobs than lines, those that need attention are shown first.
 STYLES = {"running": "cyan", "failed": "red", "skipped": "yellow", "done": "green", "waiting": "dim"}
@@ -29,7 +29,7 @@ class Board:
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or screen.console()
         self._clock = clock
-        self._jobs: dict[int, tuple[Job, Status, float]] = {}  # with when it changed
+        self._jobs: dict[int, tuple[Job, JobState, float]] = {}  # with when it changed
         self._live: Live | None = None
 
     def start(self) -> None:
@@ -44,7 +44,7 @@ class Board:
             self._live.stop()
             self._live = None
 
-    def changed(self, job: Job, status: Status) -> None:
+    def changed(self, job: Job, status: JobState) -> None:
         """Show a job's new state; waiting is shown in the table only."""
         self._jobs[job.number] = (job, status, self._clock())
         if self._live is None and (status.state != "waiting" or status.reason):
@@ -77,7 +77,7 @@ class Board:
         return table
 
 
-def _progress(job: Job, status: Status) -> str:
+def _progress(job: Job, status: JobState) -> str:
     """Return a job's step, reward and accuracy, from its last record; an evaluation's accuracy."""
     if status.state == "done" and status.command == "eval":
         return headline(read_object(job.folder / layout.SUMMARY))
@@ -88,5 +88,5 @@ def _progress(job: Job, status: Status) -> str:
     return "  ".join(parts)
 
 
-def _in_a_line(status: Status) -> str:
+def _in_a_line(status: JobState) -> str:
     return " ".join((status.reason or "").split())

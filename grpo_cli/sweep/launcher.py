@@ -29,7 +29,7 @@ from grpo_cli.sweep.board import Board
 from grpo_cli.sweep.gpus import chosen_gpus, places, visible_gpus
 from grpo_cli.sweep.pool import Pool, runner
 from grpo_cli.sweep.resume import Sweep, is_of
-from grpo_cli.sweep.status import Job, Status, is_done, is_running, read_status, write_status
+from grpo_cli.sweep.status import Job, JobState, is_done, is_running, read_status, write_status
 
 # Of Hydra's own settings, those that concern the sweep and not its jobs.
 _OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
@@ -119,7 +119,7 @@ class ProcessLauncher(Launcher):
         """Write every job's status file, and return the jobs to run."""
         to_run = []
         for job in jobs:
-            before = read_status(job.folder) or Status("waiting", None, job.overrides, command=self._sweep.command)
+            before = read_status(job.folder) or JobState("waiting", None, job.overrides, command=self._sweep.command)
             status = replace(before, state="waiting", reason=None, pid=None, host=None)
             if self._sweep.resume and is_done(job.folder):
                 status = replace(status, state="done", exit_code=0)

@@ -21,7 +21,7 @@ from grpo_cli.runs.files import regular
 from grpo_cli.runs.lock import try_lock
 from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.board import Board
-from grpo_cli.sweep.status import Job, Status, failure, read_status, write_status
+from grpo_cli.sweep.status import Job, JobState, failure, read_status, write_status
 
 POLL_SECONDS = 0.05
 STOPPED = "the sweep was stopped while it ran"
@@ -38,7 +38,7 @@ class RunningJob:
     place: Mapping[str, str]
     process: subprocess.Popen[bytes]
     log: IO[bytes]
-    status: Status
+    status: JobState
     began: float
 
     def end(self, number: signal.Signals) -> None:
@@ -46,7 +46,7 @@ class RunningJob:
         if self.process.poll() is None:
             self.process.terminate() if number == signal.SIGTERM else os.killpg(self.process.pid, number)
 
-    def ended(self, stopped: bool) -> Status:
+    def ended(self, stopped: bool) -> JobState:
         """Return its final status. If it was `stopped`, being unfinished is not a failure."""
         self.log.close()
         code = self.process.returncode
@@ -118,7 +118,7 @@ class Pool:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **place},
                 start_new_session=True,
             )
-        status = Status(
+        status = JobState(
             "running",
             None,
             job.overrides,
@@ -143,7 +143,7 @@ class Pool:
             self._free.append(running.place)
             self._note(running.job, running.ended(self.stopped))
 
-    def _note(self, job: Job, status: Status) -> None:
+    def _note(self, job: Job, status: JobState) -> None:
         write_status(job.folder, status)
         self._board.changed(job, status)
 
@@ -153,6 +153,6 @@ class Pool:
             self._board.say("stopping: each job finishes its step and saves; press ctrl-C again to kill them")
 
 
-def runner(status: Status | None) -> str:
+def runner(status: JobState | None) -> str:
     """Return the process that runs a job."""
     return f"process {status.pid} on {status.host}" if status and status.pid else "another process"

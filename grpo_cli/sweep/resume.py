@@ -18,7 +18,7 @@ from grpo_cli.runs.layout import CHECKPOINTS, MULTIRUN, SWEEP
 from grpo_cli.runs.record import has_record
 from grpo_cli.runs.summary import read_object
 from grpo_cli.support.errors import UserError
-from grpo_cli.sweep.status import Job, Status
+from grpo_cli.sweep.status import Job, JobState
 
 RESUME = "resume=sweep"
 # By default Optuna's sweeper minimises, stops at the first failure and draws two jobs at a time.
@@ -39,7 +39,7 @@ class Sweep:
     of_hydra: Sequence[str] = ()
     folder: Path | None = None
     jobs: dict[int, Job] = field(default_factory=dict)
-    outcomes: dict[int, Status] = field(default_factory=dict)
+    outcomes: dict[int, JobState] = field(default_factory=dict)
 
     @property
     def objective(self) -> str:

@@ -2,7 +2,7 @@
 
 <sweep>/sweep.json           what was asked for, and the list of jobs
 <sweep>/<number>/            a run's folder, as if it had been started by hand
-<sweep>/<number>/status.json the state of the job (`Status`)
+<sweep>/<number>/status.json the state of the job (`JobState`)
 <sweep>/<number>/log.txt     its output; locked as long as it runs
 """
 
@@ -37,7 +37,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Status:
+class JobState:
     """`status.json`. `seconds` are the total of all its processes: a resumed job has had several."""
 
     state: str  # waiting | running | done | failed | skipped
@@ -52,20 +52,20 @@ class Status:
     host: str | None = None
 
 
-def write_status(folder: Path, status: Status) -> None:
+def write_status(folder: Path, status: JobState) -> None:
     """Write a job's status."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / layout.STATUS, f"{json_line(asdict(status), indent=2)}\n".encode())
 
 
-def read_status(folder: Path) -> Status | None:
+def read_status(folder: Path) -> JobState | None:
     """Return a job's status; None if it was never listed. UserError if the file is damaged."""
     kept = read_object(folder / layout.STATUS)
     if not kept:
         return None
     try:
-        known = {field.name: kept[field.name] for field in fields(Status) if field.name in kept}
-        return Status(**known | {"overrides": tuple(kept["overrides"])})
+        known = {field.name: kept[field.name] for field in fields(JobState) if field.name in kept}
+        return JobState(**known | {"overrides": tuple(kept["overrides"])})
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{folder / layout.STATUS} is not a job's status ({error}); remove it to run the job"

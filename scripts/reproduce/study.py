@@ -56,7 +56,7 @@ from grpo_cli.report.curves import CLOCK, GREEDY, Curve, Rows, curve_of
 from grpo_cli.sweep.board import Board
 from grpo_cli.sweep.gpus import places
 from grpo_cli.sweep.pool import Pool
-from grpo_cli.sweep.status import Job, Status, is_done, is_running, read_status, write_status
+from grpo_cli.sweep.status import Job, JobState, is_done, is_running, read_status, write_status
 
 HERE = Path(__file__).resolve().parent
 STUDIES = sorted(file.stem for file in HERE.glob("*.yaml"))
@@ -243,7 +243,7 @@ def run_all(command: str, words: Mapping[str, Sequence[str]], out: Path, args: a
         print(f"{len(jobs) - len(left)} of {len(jobs)} of grpo {command} are done already in {out}", flush=True)
     for job in left:
         shutil.rmtree(job.folder, ignore_errors=True)
-        write_status(job.folder, Status("waiting", None, job.overrides, command=command))
+        write_status(job.folder, JobState("waiting", None, job.overrides, command=command))
 
     def command_of(job: Job) -> list[str]:
         folder = overrides({"hydra.run.dir": str(job.folder)})

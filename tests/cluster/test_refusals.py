@@ -42,7 +42,7 @@ def test_settings_that_cannot_be_meant(changed, words):
 def test_what_the_inner_engine_refuses():
     parts = dict(made.settings().parts) | {"engine": made.part("engine", "ray", inner="vllm")}
     parts["sparsity"] = made.part("sparsity", "rkv")
-    with pytest.raises(UserError, match="sparsity=rkv cannot be had with engine=vllm"):
+    with pytest.raises(UserError, match="sparsity=rkv is not supported by engine=vllm"):
         engine_parts(parts, {"seed": 0}, early=True)
 
 

@@ -102,11 +102,8 @@ class VllmEngine(SequenceEngine):
     def refuses(scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget) -> Iterator[str]:
         """What can be checked without a model."""
         if isinstance(sparsity, Budget):
-            yield (
-                f"sparsity={type(sparsity).__name__.lower()} cannot be had with engine=vllm: its cache is in blocks "
-                "that rollouts share, from which no policy can evict single KV entries; choose engine=torch or "
-                "sparsity=dense"
-            )
+            name = type(sparsity).__name__.lower()
+            yield f"sparsity={name} is not supported by engine=vllm; choose engine=torch or sparsity=dense"
         if scheduler.needs_lengths and predictor.prefix_tokens > 0:
             yield (
                 "engine=vllm does not expose its hidden states, which predictor=prefix reads; choose predictor=mean or "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,10 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import full, infinite
+from small import make_engine, small_model, some_requests
 
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
 from grpo_cli.engine.kv.eviction import Dense
+from grpo_cli.engine.torch.generation import Generation
 from grpo_cli.learner.logprobs import chosen_logprobs
 from grpo_cli.memory.allocations import ACTIVATIONS, GRADIENTS, LOGITS, Allocations
 from grpo_cli.memory.plan import (
@@ -180,3 +184,21 @@ def test_another_family_is_refused_and_a_plan_reads_no_weights(monkeypatch: pyte
     monkeypatch.setattr("safetensors.safe_open", None)
     run = prepare(settings_of(*SMALL, "n=4", "train.prompts=2", "sampling.max_new_tokens=8"), lambda line: None)
     assert Planner(run, CPU, 0).plan().peak > 4 * NUMBERS
+
+
+def test_keys_and_copies_of_weights_are_freed_when_a_generation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Any]] = []
+    serve = Generation.serve
+
+    def noted(generation: Generation, *of: Any, **more: Any) -> Any:
+        made.append(weakref.ref(generation))
+        return serve(generation, *of, **more)
+
+    monkeypatch.setattr(Generation, "serve", noted)
+    engine = make_engine(small_model())
+    gc.collect()
+    gc.disable()
+    try:
+        assert list(engine.generate(some_requests())) and made and all(one() is None for one in made)
+    finally:
+        gc.enable()

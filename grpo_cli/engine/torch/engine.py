@@ -185,6 +185,7 @@ class TorchEngine(SequenceEngine):
                 generation.details |= self._scheduler.details
         finally:
             self._stats = generation.stats()
+            generation.end()
 
     def _generation(self, requests: Seq[Request], replies: Replies | None) -> Generation:
         # A prefix is only useful if the scheduler orders by length.

@@ -114,6 +114,10 @@ class Generation:
                 if sequence.status is not Status.FINISHED:
                     yield sequence, self._ended(sequence, Finish.PARTIAL)
 
+    def end(self) -> None:
+        """Free keys, values and copies of weights now: in a cycle through its step they would stay for the update."""
+        del self._turn
+
     def halt(self) -> None:
         """Make `serve` stop with what has been drawn until now."""
         self.halted = True

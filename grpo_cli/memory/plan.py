@@ -172,7 +172,8 @@ def plan(model: ShapeModel, step: StepShape) -> MemoryPlan:
     found |= _update(model, step)
     if step.evaluation is not None and step.engine is not None:
         phases = _rollouts(model, step.engine, step.evaluation, len(step.rollouts.lengths))
-        found["eval"] = max(phases.values(), key=lambda sizes: sum(sizes.values())) | {KV: phases["decode"][KV]}
+        largest = max(phases.values(), key=lambda sizes: sum(sizes.values()))
+        found["eval"] = {**largest, KV: phases["decode"][KV]}
     whole: dict[str, dict[str, int]] = {}
     for phase, sizes in found.items():
         whole[phase] = {**steady, **sizes}

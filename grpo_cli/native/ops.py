@@ -73,9 +73,14 @@ def draw(
 
 
 # Custom operators, so that a checkpoint's policy can keep what they return and plans can run them on fake tensors.
+# Their schemas are spelt out, since PyTorch reads no annotations of a function that checks its own (jaxtyping's hook).
 
 
-@torch.library.custom_op("grpo_cli::tree_attention", mutates_args=())
+@torch.library.custom_op(
+    "grpo_cli::tree_attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, int[] trees, float scale) -> (Tensor, Tensor)",
+)
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, trees: list[int], scale: float) -> tuple[Tensor, Tensor]:
     """Compute the attention of trees, and the log-sum-exps of its scores by head.
 
@@ -86,7 +91,12 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, trees: list[int], scale: flo
     return out, logs
 
 
-@torch.library.custom_op("grpo_cli::tree_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "grpo_cli::tree_attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logs, int[] trees, float scale) "
+    "-> (Tensor, Tensor, Tensor)",
+)
 def tree_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, trees: list[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -79,7 +79,7 @@ class RunView:
         parts += [self._phase + f" {duration(waited)}" * (waited >= 2)] if self._phase else []
         yield Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
         rows = Table.grid(padding=(0, 2))
-        rows.add_column(style="dim", no_wrap=True)
+        rows.add_column(style="dim", no_wrap=True, min_width=len("eval accuracy"))
         rows.add_column(no_wrap=True, overflow="ellipsis")
         for name, text in self._rows(bars=console.encoding.startswith("utf")).items():
             rows.add_row(name, Text(text))

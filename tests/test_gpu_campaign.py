@@ -58,9 +58,9 @@ def test_every_command_is_accepted_and_every_criterion_is_missed_where_nothing_w
 def figures(decode: float, tokens: float = 0.0) -> dict[str, Any]:
     """Of 10 steps of a model of 6.7e9 float32 bytes, which reads half of that in bfloat16 in a millisecond."""
     phases = {"decode": {"tokens_per_second": tokens, "seconds_median": 0.01 * decode}}
-    engine, weights = {"engine/decode_steps": 10.0}, {"weights": 6.7e9}
-    measured = {"peak": {"bytes": 100}, "phases": phases, "engine": engine, "exact_bytes": weights}
-    return {"code": 0, "profile.json": {"predicted": {"peak": {"bytes": 95}}, "measured": measured}}
+    measured = {"peak": {"bytes": 100}, "phases": phases, "engine": {"engine/decode_steps": 10.0}}
+    predicted = {"peak": {"bytes": 95}, "phases": {"optimizer": {"held_by": {"weights": 6.7e9}}}}
+    return {"code": 0, "profile.json": {"predicted": predicted, "measured": measured}}
 
 
 def test_criteria_hold_or_are_missed_by_their_numbers(campaign: ModuleType) -> None:

@@ -150,7 +150,7 @@ BYTES_A_SECOND, OPERATIONS_A_SECOND = 3.35e12, 989e12
 def _weights(found: Mapping[str, Any]) -> float:
     """Bytes of the model's float32 weights."""
     profile = found.get("profile.json", {})
-    return float(profile["measured"]["exact_bytes"]["weights"]) if profile.get("measured") else 0.0
+    return float(profile["predicted"]["phases"]["optimizer"]["held_by"]["weights"]) if profile.get("measured") else 0.0
 
 
 def _over_weights(found: Mapping[str, Any]) -> float:

@@ -13,6 +13,7 @@ import multiprocessing
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -26,11 +27,11 @@ from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.config.instantiate import rules_of
 from grpo_cli.config.prepare import prepare
+from grpo_cli.engine.order.predict import key_of
 from grpo_cli.experiment import set_up
 from grpo_cli.history import History
 from grpo_cli.interfaces import Bench, Engine
-from grpo_cli.memory.lengths import NEVER, ProfiledEngine
-from grpo_cli.types import EngineStats, Request, Rollout, ScoredGroup
+from grpo_cli.types import EngineStats, Finish, Request, Rollout, ScoredGroup
 
 SAMPLERS: Mapping[str, tuple[str, ...]] = {
     "full": (),
@@ -43,6 +44,7 @@ COLLECTORS: Mapping[str, tuple[str, ...]] = {
 }
 MEAN, LONGEST, DEVIATION = 24.0, 192, 1.0  # tokens; the deviation as a share of the mean, before the longest are cut
 SHAPE = ("n=8", "m=8", "downsample=all", "train.prompts=16", f"sampling.max_new_tokens={LONGEST}", "device=cpu")
+NEVER = -1  # an end-of-sequence token that no model produces
 BEFORE = 10  # steps that are not counted: what is carried from step to step has to come to its usual number
 STEPS = 50
 
@@ -57,17 +59,24 @@ class Given:
     """An engine whose replies are as long as `length_of` says."""
 
     def __init__(self, engine: Engine) -> None:
-        self._inner = ProfiledEngine(engine, self._lengths)
-        self._fresh: list[Request] = []
-
-    def _lengths(self, count: int, longest: int) -> list[int]:
-        return [length_of(request.prompt.id, request.sample) for request in self._fresh]
+        self._inner = engine
 
     def generate(
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
     ) -> Iterator[Rollout]:
-        self._fresh = [request for request in requests if not request.resumed]
-        return self._inner.generate(requests, enough)
+        asked = {key_of(request): request for request in requests}
+
+        def given(rollout: Rollout) -> Rollout:
+            request = asked[key_of(rollout.request)]
+            ended = rollout.finish is Finish.LENGTH and len(rollout) < request.sampling.max_new_tokens
+            return replace(rollout, request=request, finish=Finish.EOS if ended else rollout.finish)
+
+        limited = []
+        for request in requests:
+            length = length_of(request.prompt.id.partition("+")[0], request.sample) - request.resumed
+            limited.append(replace(request, sampling=replace(request.sampling, max_new_tokens=max(1, length))))
+        stops = None if enough is None else lambda rollout: enough(given(rollout))
+        yield from map(given, self._inner.generate(limited, stops))
 
     def stats(self) -> EngineStats:
         return self._inner.stats()

@@ -42,7 +42,7 @@ from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.overrides import overrides
 from grpo_cli.config.prepare import prepare
 from grpo_cli.experiment import set_up
-from grpo_cli.learner.logprobs import token_logprobs
+from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.support.memory import peak_bytes
 
 SIZES = {16: (4, 2), 64: (1, 2), 256: (1, 2)}  # by n: prompts of a call of `generate`, and calls
@@ -117,11 +117,10 @@ def log_ratios(model: Any, rollouts: Sequence[Any]) -> list[np.ndarray]:
     for rollout in rollouts:
         prompt = rollout.request.prompt.token_ids
         ids = torch.tensor([[*prompt, *rollout.token_ids]])
-        mask = torch.zeros(ids.shape, dtype=torch.bool)
-        mask[:, len(prompt) :] = True
+        columns = torch.arange(len(prompt), ids.shape[1])
         with torch.no_grad():
-            policy = token_logprobs(model, ids, mask, rollout.request.sampling.temperature, 256)
-        found.append(policy[0, len(prompt) :].numpy() - np.array(rollout.sampler_logprobs, dtype=np.float32))
+            policy = logprobs_at(model, ids, 0 * columns, columns, rollout.request.sampling.temperature, 256)
+        found.append(policy.numpy() - np.array(rollout.sampler_logprobs, dtype=np.float32))
     return found
 
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from grpo_cli.memory.lengths import lognormal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import fptas
@@ -24,7 +25,6 @@ from grpo_cli.engine.order.makespan import (
     trimmed_programme,
 )
 from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf, planned_steps
-from grpo_cli.memory.lengths import lognormal
 from grpo_cli.support.errors import UserError
 
 SCHEDULERS = [Fifo, Sjf, Lpt, fptas, lambda: fptas(refill="lpt")]

@@ -58,8 +58,10 @@ def arm_table(comparison: Comparison, sparks: bool = True) -> Table:
 
     def spark(arm: Arm) -> str:
         steps, accuracy = arm.mean_curve.steps, arm.mean_curve.accuracy
-        places = np.linspace(steps[0], steps[-1], min(SPARK_WIDTH, len(steps))) if steps else []
-        return sparkline(np.interp(places, steps, accuracy).tolist(), *scale) if steps else ""
+        if not steps:
+            return ""
+        places = np.linspace(steps[0], steps[-1], min(SPARK_WIDTH, len(steps)))
+        return sparkline([float(value) for value in np.interp(places, steps, accuracy)], *scale)
 
     cells: dict[str, list[str]] = {"arm": [arm.label for arm in arms]}
     cells["runs"] = [str(len(arm.runs)) for arm in arms]

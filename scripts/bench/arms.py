@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,12 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Qw
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.overrides import overrides
-from grpo_cli.memory.lengths import NEVER, lognormal
 from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer
 from grpo_cli.settings import RunSettings
 from grpo_cli.types import Prompt, Request
 
 WARM_UP_TOKENS = 16
+NEVER = -1  # an end-of-sequence token that no model produces
 
 
 def _qwen2(vocabulary: int, *sizes: int) -> PreTrainedConfig:
@@ -136,6 +137,16 @@ def make_work(case: Case) -> Work:
         limits = lognormal(len(requests), longest, longest / 4, case.cv, case.seed)
         requests = [with_limit(request, limit) for request, limit in zip(requests, limits, strict=True)]
     return Work(requests, eos if case.lengths == "natural" else (NEVER,))
+
+
+def lognormal(count: int, longest: int, mean: float, cv: float, seed: int) -> list[int]:
+    """`count` lengths up to `longest`: quantiles of a log-normal distribution with this mean and coefficient of
+    variation, shuffled by the seed."""
+    sigma = np.sqrt(np.log1p(cv**2))
+    normal = np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)])
+    lengths = np.exp(np.log(mean) - sigma**2 / 2 + sigma * normal)
+    shuffled = np.random.default_rng(seed).permutation(np.clip(np.rint(lengths), 1, longest))
+    return shuffled.astype(int).tolist()
 
 
 def _task_prompts(case: Case) -> tuple[list[Prompt], tuple[int, ...]]:

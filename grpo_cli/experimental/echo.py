@@ -6,7 +6,7 @@ C_t is the probability of token t under the policy before the step. Constants an
 Of the paper are left out the weights of uncertain tokens (they wait for advantages per token), the tree of branching
 rollouts, which its script for AIME has switched off, and training on the most frequent answer as the right one.
 
-Measured: scripts/reproduce/frontier_c.md (the loss, with labels by majority: null).
+Measured: docs/studies.md (the loss, with labels by majority: null).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,7 +121,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def _with(batch: Batch, change: Callable[[str, Tensor], Tensor]) -> Batch:
     """Return the batch with each of its tensors changed."""
-    return replace(batch, **{name: change(name, at) for name, at in vars(batch).items() if isinstance(at, Tensor)})
+    found: dict[str, Any] = {name: change(name, at) for name, at in vars(batch).items() if isinstance(at, Tensor)}
+    return replace(batch, **found)
 
 
 def minibatches(batch: Batch, count: int, rng: np.random.Generator) -> list[Batch]:

@@ -70,8 +70,7 @@ def make_forward(train: TrainSettings, temperature: float, packs: bool, natively
     through at once."""
     if train.micro_batch_tokens == "auto":
         raise UserError(
-            "train.micro_batch_tokens=auto is decided by the command line, before anything is built: give a number, or "
-            "the settings that grpo_cli.memory.fit.with_tokens makes of these"
+            "train.micro_batch_tokens=auto is decided by the command line, before anything is built: give a number"
         )
     words = train.micro_batch_tokens, train.logprob_chunk, temperature
     return PackedTrees(*words, natively=natively) if packs else Padded(*words)

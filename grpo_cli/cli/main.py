@@ -150,12 +150,15 @@ def report(
     metric: Annotated[
         str, typer.Option(help="Which accuracy: greedy, or sampled such as eval/pass@1.")
     ] = "eval/accuracy",
+    base: Annotated[
+        str | None, typer.Option(help="The arm to compare the others with, such as n=8. Default: the first.")
+    ] = None,
 ) -> None:
     """Compare runs: a table here, plots and all numbers in a folder."""
     from grpo_cli.report.make import make
 
     with refusals():
-        make(folders, out, target, metric)
+        make(folders, out, target, metric, base)
 
 
 @app.command(epilog="an example is: grpo show outputs/train/my_run")

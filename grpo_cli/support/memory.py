@@ -6,9 +6,7 @@ import ctypes
 import gc
 import os
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -27,117 +25,6 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages(tensors).values())
-
-
-class PhasePeaks:
-    """Peak memory of each phase. `phase` is called with the open spans (`WallMeter(on_phase=...)`).
-
-    A reading at a transition belongs to the phases open before it. A phase that closes and reopens is one phase, so
-    that all decode steps of a rollout cost one reading.
-    """
-
-    def __init__(self, read: Callable[[], int]) -> None:
-        """`read` gives the peak since it was last called, in bytes."""
-        self._read = read
-        self._names: tuple[str, ...] = ()
-        self._peaks: dict[str, int] = {}
-
-    def phase(self, names: tuple[str, ...]) -> None:
-        if names and names in (self._names, self._names[:-1]):
-            return  # the innermost phase has closed or reopened
-        self._settle()
-        self._names = names
-
-    def take(self) -> Mapping[str, int]:
-        """Bytes by name of phase since the last `take`."""
-        self._settle()
-        peaks, self._peaks = self._peaks, {}
-        return peaks
-
-    def _settle(self) -> None:
-        peak = self._read()
-        for name in self._names:
-            self._peaks[name] = max(self._peaks.get(name, 0), peak)
-
-
-class ResidentPeak:
-    """Peak resident memory of this process and its children since the last `read`.
-
-    A thread samples every `interval` seconds; if the kernel's high-water mark of this process has risen it counts too,
-    so that the highest peak is never missed. Shared pages count in each process.
-    """
-
-    def __init__(self, interval: float = 0.05) -> None:
-        self._interval = interval
-        self._process = psutil.Process()
-        self._children: Sequence[psutil.Process] = ()
-        self._next_look = 0.0
-        self._stopped = threading.Event()
-        self._lock = threading.Lock()
-        self._peak = 0
-        self._mark = peak_bytes()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> ResidentPeak:
-        self._look_for_children()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def read(self) -> int:
-        self._sample()
-        mark = peak_bytes()
-        with self._lock:
-            peak, self._peak = self._peak, 0
-        if mark > self._mark:
-            self._mark = mark
-            peak = max(peak, mark + self._of_children())
-        return peak
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(self._interval):
-            if time.monotonic() > self._next_look:
-                self._look_for_children()
-            self._sample()
-
-    def _look_for_children(self) -> None:
-        """Takes a hundred times as long as the rest."""
-        self._children = self._process.children(recursive=True)
-        self._next_look = time.monotonic() + 5.0
-
-    def _sample(self) -> None:
-        resident = self._process.memory_info().rss + self._of_children()
-        with self._lock:
-            self._peak = max(self._peak, resident)
-
-    def _of_children(self) -> int:
-        total = 0
-        for child in self._children:
-            with suppress(psutil.NoSuchProcess):
-                total += child.memory_info().rss
-        return total
-
-
-class AllocatedPeak:
-    """Peak of the CUDA allocator's allocations since the last `read`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __enter__(self) -> AllocatedPeak:
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def read(self) -> int:
-        peak = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return peak
 
 
 # Freed memory that a process may keep, of all that it may use. What was returned to the system is handed out again
@@ -258,6 +145,15 @@ def peak_bytes(device: torch.device | str = "cpu") -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def start_peak(device: torch.device) -> None:
+    """Count the peak from here on. Only Linux can for a process; elsewhere the peak is that of its whole life."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
 
 
 def reserved_bytes(device: torch.device) -> dict[str, int]:

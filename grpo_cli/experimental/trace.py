@@ -30,7 +30,7 @@ def mixed(
     prior: Annotated[float, Field(gt=0)],
     decay: Annotated[float, Field(ge=0, le=1)],
 ) -> list[ScoredGroup]:
-    """As many rollouts as a plain step has, shared among `pool` times its prompts so that as many groups as possible
+    """Share as many rollouts as a plain step has among `pool` times its prompts so that as many groups as possible
     have right and wrong answers (TRACE, arXiv 2606.11119, its allocation at the root).
 
     A prompt's chance to be solved is taken to be of a Beta distribution, `prior` and the decayed counts of its earlier

@@ -80,7 +80,7 @@ def ci(
     most: int | None,
     explore: Annotated[float, Field(ge=0)],
 ) -> list[ScoredGroup]:
-    """As many rollouts as a plain step has, in `rounds` parts; after the first, which all prompts share alike, each
+    """Make as many rollouts as a plain step, in `rounds` parts; after the first, which all prompts share alike, each
     goes to where it narrows the interval of the solved share most. The deviation is that of (solved + 1) of (tried +
     2), since one answer says nothing of it."""
     n, prompts = step.n, step.prompts

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import IO
+from typing import IO, Any
 
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import regular
@@ -108,7 +108,7 @@ class Pool:
                 start_new_session=True,
             )
         started = before.started or datetime.now(UTC).isoformat(timespec="seconds")
-        here = {"command": self._name, "pid": process.pid, "host": platform.node()}
+        here: dict[str, Any] = {"command": self._name, "pid": process.pid, "host": platform.node()}
         status = JobState("running", None, job.overrides, started=started, seconds=before.seconds, **here)
         self._running.append(RunningJob(job, place, process, log, status, time.monotonic()))
         self._note(job, status)

@@ -83,7 +83,7 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: 
     job_process(process, folders[0]).kill()
     output, errors = process.communicate()
     assert (process.returncode, errors) == (1, ""), "one job has failed"
-    assert "job 1  n=2 m=4:  skipped  m=4 must not be more than n=2" in output
+    assert "job 1  n=2 m=4: skipped  m=4 must not be more than n=2" in output
     assert "4 jobs: 2 done, 1 failed, 1 skipped" in output
     assert "grpo train -m resume=sweep hydra.sweep.dir=sweep" in output
     assert [status(folder)["state"] for folder in folders] == ["failed", "skipped", "done", "done"]
@@ -197,7 +197,7 @@ def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, preten
     first = grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s")
     assert first.exit_code == 1
     assert [line for line in first.stdout.splitlines() if line.startswith("job 1 ")][-1].startswith(
-        "job 1  seed=1:  done"
+        "job 1  seed=1: done"
     )
     pretended.clear()
     assert "s already holds a sweep" in grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s").stderr

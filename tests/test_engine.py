@@ -12,12 +12,11 @@ from orders import Backwards, Forgetful, PromptsFirst
 from small import EOS, contents, make_engine, small_model, some_requests
 from tiny_hf import FAMILIES, LLAMA3_ROPE
 
-from grpo_cli.engine.batching import KvShape
-from grpo_cli.engine.interfaces import Running, Waiting
-from grpo_cli.engine.kv.cache import BLOCK, round_up
-from grpo_cli.engine.order.schedule import Fifo, Lpt
-from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.torch import generation
+from grpo_cli.engine import generation
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.kv_cache import BLOCK, round_up
+from grpo_cli.engine.samplers import KvShape
+from grpo_cli.engine.scheduling import Fifo, Lpt, Running, Waiting
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import parse_bytes

@@ -23,10 +23,10 @@ from transformers import GenerationConfig
 from grpo_cli.collect.resuming import begun, joined, rest_of
 from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
-from grpo_cli.engine.generate.engine import GenerateEngine
-from grpo_cli.engine.kv.eviction import Dense
-from grpo_cli.engine.order.predict import NoPredictor
-from grpo_cli.engine.order.schedule import Fifo, Lpt
+from grpo_cli.engine.eviction import Dense
+from grpo_cli.engine.length_predictor import NoPredictor
+from grpo_cli.engine.scheduling import Fifo, Lpt
+from grpo_cli.engine.transformers_engine import GenerateEngine
 from grpo_cli.experiment import build
 from grpo_cli.learner.learner import Learner
 from grpo_cli.learner.logprobs import token_logprobs

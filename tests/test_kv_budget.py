@@ -16,11 +16,11 @@ from made import fptas, full, infinite, mean_length, micro, prefix_head
 from orders import AnyOrder, Backwards, Forgetful, PromptsFirst
 from small import VOCABULARY, contents, make_engine, small_model, some_requests
 
-from grpo_cli.engine.batching import KvShape
-from grpo_cli.engine.kv.cache import BLOCK, PagedCache, round_up
-from grpo_cli.engine.kv.eviction import Dense
-from grpo_cli.engine.order.predict import NoPredictor
-from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
+from grpo_cli.engine.eviction import Dense
+from grpo_cli.engine.kv_cache import BLOCK, PagedCache, round_up
+from grpo_cli.engine.length_predictor import NoPredictor
+from grpo_cli.engine.samplers import KvShape
+from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
 from grpo_cli.memory.lengths import lognormal
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.streaming_llm import Streaming
@@ -166,8 +166,7 @@ def test_as_many_rows_as_have_a_page_and_as_many_to_their_end_as_fit_with_their_
     rows = [infinite(kv_budget=budget).fit(shape).slots for budget in (110, 129, 130, 809, 810, 10**6)]
     assert rows == [5, 5, 6, 39, 40, 40]
     assert [shape.slots(budget) for budget in (110, 219, 220, 440, 539, 540, 639, 640)] == [1, 1, 2, 4, 4, 5, 5, 6]
-    assert infinite(kv_budget=10**6).fit(shape, most=7).slots == 7
-    assert infinite(kv_budget=10**6, slots=3).fit(shape, most=7).slots == 3
+    assert infinite(kv_budget=10**6, slots=3).fit(shape).slots == 3
 
 
 def test_a_prefix_of_everybody_may_cost_half_of_the_slots_and_no_more() -> None:

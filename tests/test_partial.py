@@ -25,10 +25,10 @@ from grpo_cli.collect.equal import equal
 from grpo_cli.collect.resuming import begun, first_seed, joined, rest_of
 from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.instantiate import ready
-from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
-from grpo_cli.engine.ray.engine import RayEngine
-from grpo_cli.engine.step.sample import uniforms
-from grpo_cli.engine.torch.engine import TorchEngine
+from grpo_cli.engine.ray_engine import RayEngine
+from grpo_cli.engine.sampling import uniforms
+from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
+from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.experimental.dps import DynamicsPredictive
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.memory.lengths import ProfiledEngine

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from made import fptas
 from schedules import Simulation, simulate, synthetic_trace
 
-from grpo_cli.engine.interfaces import Running, Waiting
-from grpo_cli.engine.order.makespan import (
+from grpo_cli.engine.makespan import (
     assign,
     even_split,
     lower_bound,
@@ -23,7 +22,7 @@ from grpo_cli.engine.order.makespan import (
     resplit,
     trimmed_programme,
 )
-from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf, planned_steps
+from grpo_cli.engine.scheduling import Fifo, Lpt, Running, Sjf, Waiting, planned_steps
 from grpo_cli.support.errors import UserError
 
 SCHEDULERS = [Fifo, Sjf, Lpt, fptas, lambda: fptas(refill="lpt")]

@@ -10,9 +10,8 @@ from made import fptas, infinite, micro
 from schedules import compare, simulate, synthetic_trace
 from small import make_engine, small_model, some_requests
 
-from grpo_cli.engine.order.lengths import TraceRow
-from grpo_cli.engine.order.predict import Oracle
-from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
+from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
+from grpo_cli.experimental.oracle import Oracle, TraceRow
 
 pytestmark = pytest.mark.study
 

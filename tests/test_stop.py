@@ -9,8 +9,8 @@ import pytest
 from made import infinite
 from small import contents, make_engine, small_model, some_requests
 
-from grpo_cli.engine.order.schedule import Fifo
-from grpo_cli.engine.torch.engine import TorchEngine
+from grpo_cli.engine.scheduling import Fifo
+from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.types import Finish, Request, Rollout
 
 LETTERS = "_.abcdefghijklmnopqrstuvw"

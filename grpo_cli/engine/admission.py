@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from grpo_cli.engine.interfaces import Running, Scheduler, Waiting
-from grpo_cli.engine.kv.cache import BLOCK, PagedCache, blocks_for
+from grpo_cli.engine.kv_cache import BLOCK, PagedCache, blocks_for
+from grpo_cli.engine.scheduling import Running, Scheduler, Waiting
 from grpo_cli.engine.sequence import Sequence
 
 

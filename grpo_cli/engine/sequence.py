@@ -11,7 +11,7 @@ from math import inf, nan
 import numpy as np
 from torch import Tensor
 
-from grpo_cli.engine.kv.cache import CachedPrompt
+from grpo_cli.engine.kv_cache import CachedPrompt
 from grpo_cli.types import ENVIRONMENT, Finish, Request, Rollout, Span
 
 Decode = Callable[[Seq[int]], str]

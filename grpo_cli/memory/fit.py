@@ -18,7 +18,7 @@ import torch
 
 from grpo_cli.config.auto import AUTO
 from grpo_cli.config.prepare import Prepared
-from grpo_cli.engine.batching import DEFAULT_SLOTS
+from grpo_cli.engine.samplers import DEFAULT_SLOTS
 from grpo_cli.memory.explain import NOTHING_FITS, breakdown
 from grpo_cli.memory.plan import MemoryPlan, StepShape
 from grpo_cli.memory.planner import CHUNK, OFFLOAD, PARK, RECOMPUTE, SLOTS, TOKENS, Planner, Values, process_alone

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from grpo_cli.collect.resuming import first_seed
-from grpo_cli.engine.costs import together
-from grpo_cli.engine.order.predict import key_of
+from grpo_cli.engine.common import together
+from grpo_cli.engine.length_predictor import key_of
 from grpo_cli.interfaces import Engine
 from grpo_cli.memory.plan import Workload
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grpo_cli.engine.batching import Capped, KvShape, Sampler
-from grpo_cli.engine.kv.cache import BLOCK, KvLayout, blocks_for, round_up
-from grpo_cli.engine.kv.eviction import Budget, Dense
-from grpo_cli.engine.torch.generation import PREFILL_TOKENS
+from grpo_cli.engine.eviction import Budget, Dense
+from grpo_cli.engine.generation import PREFILL_TOKENS
+from grpo_cli.engine.kv_cache import BLOCK, KvLayout, blocks_for, round_up
+from grpo_cli.engine.samplers import KvShape, Sampler
 from grpo_cli.memory.allocations import ACTIVATIONS, GRADIENTS, LOGITS
 from grpo_cli.memory.shapes import ShapeModel, Sizes
 from grpo_cli.model.checkpointing import stored_bytes
@@ -220,8 +220,8 @@ def _rollouts(model: ShapeModel, engine: EngineShape, work: Workload, of_a_step:
     shape = KvShape(
         len(work.lengths), len(work.prompts), *(each * blocks_for(tokens) for tokens in (longest, first, keys, parked))
     )
-    room = Capped(engine.sampler, of_a_step).fit(shape)
-    rows, refills = room.slots, engine.sampler.refills or engine.sampler.all_at_once
+    room = engine.sampler.fit(shape, of_a_step)
+    rows, refills = room.slots, engine.sampler.refills
     prompts = sorted((BLOCK * blocks_for(tokens) for tokens in work.prompts), reverse=True)[:rows]
     waits = shape.parked_bytes * len(work.lengths) if room.probes else 0
     if model.on_cpu:  # where memory counts once it is written

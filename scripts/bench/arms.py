@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Qw
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.overrides import overrides
-from grpo_cli.engine.kv.cache import round_up
+from grpo_cli.engine.kv_cache import round_up
 from grpo_cli.memory.lengths import NEVER, lognormal
 from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, model_config
 from grpo_cli.settings import ModelSettings, RunSettings

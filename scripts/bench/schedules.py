@@ -22,10 +22,10 @@ import numpy as np
 from common import Figures, finish, parsed, parser, positive, settings_of, show
 
 from grpo_cli.config.instantiate import make
-from grpo_cli.engine.interfaces import Running, Scheduler, Waiting
-from grpo_cli.engine.order.lengths import LengthMeans, TraceRow, kendall_tau
-from grpo_cli.engine.order.makespan import lower_bound
-from grpo_cli.engine.order.schedule import Fifo
+from grpo_cli.engine.length_predictor import LengthMeans, kendall_tau
+from grpo_cli.engine.makespan import lower_bound
+from grpo_cli.engine.scheduling import Fifo, Running, Scheduler, Waiting
+from grpo_cli.experimental.oracle import TraceRow
 
 # The last is the same plan with the other refill rule.
 SCHEDULERS = {

@@ -34,7 +34,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 from common import write
 from schedules import simulate
 
-from grpo_cli.engine.order.schedule import Fifo
+from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.report.curves import CLOCK, Curve, deviation, mean_curve
 from grpo_cli.report.plots import COLOURS, GREY, paper_style
 from grpo_cli.support.intervals import student_95

@@ -23,12 +23,13 @@ from small import contents, make_engine, require_bits, small_model, some_request
 if importlib.util.find_spec("ray") is None:  # not imported: what it asks the environment it asks only then
     pytest.skip("Ray is not installed", allow_module_level=True)
 
-from grpo_cli.config.instantiate import ready  # noqa: E402
-from grpo_cli.engine.order.predict import MeanLength, NoPredictor  # noqa: E402
 from grpo_cli.engine.ray import engine as ray_module  # noqa: E402
-from grpo_cli.engine.ray.cluster import Cluster  # noqa: E402
-from grpo_cli.engine.ray.engine import RayEngine  # noqa: E402
-from grpo_cli.engine.ray.worker import numbers  # noqa: E402
+
+from grpo_cli.config.instantiate import ready  # noqa: E402
+from grpo_cli.engine.length_predictor import MeanLength, NoPredictor  # noqa: E402
+from grpo_cli.engine.ray_cluster import Cluster  # noqa: E402
+from grpo_cli.engine.ray_engine import RayEngine  # noqa: E402
+from grpo_cli.engine.ray_worker import numbers  # noqa: E402
 from grpo_cli.model.adapters import with_adapters  # noqa: E402
 from grpo_cli.settings import LoraSettings  # noqa: E402
 from grpo_cli.support.errors import UserError  # noqa: E402

@@ -13,11 +13,11 @@ from small import small_model
 
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.instantiate import engine_parts, inner_engine
-from grpo_cli.engine.order.predict import NoPredictor
-from grpo_cli.engine.order.schedule import Fifo
-from grpo_cli.engine.ray.cluster import Cluster, check_public, room_for
-from grpo_cli.engine.ray.engine import RayEngine
-from grpo_cli.engine.ray.worker import hollow, place
+from grpo_cli.engine.length_predictor import NoPredictor
+from grpo_cli.engine.ray_cluster import Cluster, check_public, room_for
+from grpo_cli.engine.ray_engine import RayEngine
+from grpo_cli.engine.ray_worker import hollow, place
+from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.support.errors import UserError
 
 

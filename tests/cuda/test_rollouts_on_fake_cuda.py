@@ -21,10 +21,10 @@ from small import make_generation, some_and_the_rest, some_requests
 from talk import Talk
 
 from grpo_cli.collect.episodes import Conversation, Spent
-from grpo_cli.engine.gpu.graph import GraphedTurns, TurnOutput
-from grpo_cli.engine.kv.eviction import Budget, Dense
-from grpo_cli.engine.order.schedule import Fifo
-from grpo_cli.engine.torch.generation import Generation
+from grpo_cli.engine.cuda_graph import GraphedTurns, TurnOutput
+from grpo_cli.engine.eviction import Budget, Dense
+from grpo_cli.engine.generation import Generation
+from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.memory.shapes import _unmoved
 from grpo_cli.methods.h2o import H2o
 from grpo_cli.methods.rkv import Rkv

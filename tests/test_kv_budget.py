@@ -16,9 +16,10 @@ from made import fptas, full, infinite, mean_length, micro, prefix_head
 from orders import AnyOrder, Backwards, Forgetful, PromptsFirst
 from small import VOCABULARY, contents, make_engine, small_model, some_requests
 
+from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.kv_cache import BLOCK, PagedCache, round_up
-from grpo_cli.engine.length_predictor import NoPredictor
+from grpo_cli.engine.length_predictor import GivenLengths, NoPredictor, key_of
 from grpo_cli.engine.samplers import KvShape
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
 from grpo_cli.memory.lengths import lognormal
@@ -269,10 +270,25 @@ def test_as_many_rollouts_run_as_there_is_room_for_what_eviction_leaves() -> Non
     assert stats.decode_steps == 2 * 99 and stats.details.get("engine/restarts", 0.0) == 0.0
 
 
-def test_prompts_that_nobody_runs_for_make_place() -> None:
-    """Four prompts take eight blocks, of which five are there."""
-    requests = some_requests(prompts=4, n=2, tokens=20)
-    budget = least_budget(requests)
-    _, engine, ledger = generate(requests, sampler=infinite(kv_budget=budget), scheduler=PromptsFirst())
-    assert ledger.peak <= budget
-    assert engine.stats().prefill_tokens >= sum(len(r.prompt.token_ids) for r in requests[::2])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_prompt_is_read_again_if_it_was_dropped_for_one_that_comes_before_its_next_sample(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts in turn, both samples of one run before the next prompt has room, as a sample of a prompt that lies
+    there needs less. Of the longest first, another prompt comes between a long and a short sample."""
+    requests = some_requests(prompts=4, n=2, tokens=60 if again else 20)
+    parts: dict[str, Any] = dict(scheduler=PromptsFirst())
+    if again:
+        requests = ending_at(requests, [60, 30, 59, 29, 58, 28, 57, 27])
+        lengths = {key_of(r): float(r.sampling.max_new_tokens) for r in requests}
+        parts = dict(scheduler=Lpt(), predictor=GivenLengths(lengths), eos_token_ids=(VOCABULARY,))
+    read, prefill = list[int](), Decoder.prefill
+
+    def counted(decoder: Decoder, prompts: Sequence[Sequence[int]], received: bool) -> Any:
+        read.extend(map(len, prompts))
+        return prefill(decoder, prompts, received)
+
+    monkeypatch.setattr(Decoder, "prefill", counted)
+    _, engine, _ = generate(requests, sampler=infinite(kv_budget=least_budget(requests)), **parts)
+    assert engine.stats().prefill_tokens == sum(read)
+    assert (sum(read) > sum(len(r.prompt.token_ids) for r in requests[::2])) == again

@@ -154,7 +154,7 @@ def test_what_ends_in_the_same_step_has_ended_and_the_rest_is_as_far_as_it_came(
 def test_predictors_learn_from_what_has_ended_by_itself_and_from_its_beginning_on() -> None:
     class Listening(type(mean_length())):  # type: ignore[misc]
         def __init__(self) -> None:
-            super().__init__(decay=0.9, max_prompts=100)
+            super().__init__(decay=0.9)
             self.learnt: list[Rollout] = []
 
         def learn(self, finished: Sequence[Rollout], hidden: Any) -> Any:

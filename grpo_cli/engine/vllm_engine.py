@@ -29,8 +29,7 @@ from grpo_cli.engine.length_predictor import Predictor
 from grpo_cli.engine.samplers import KvShape, Sampler
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Decode, Sequence, Status
-from grpo_cli.engine.vllm_options import check_options
-from grpo_cli.engine.vllm_process import OLD_RUNNER, guest, head_sizes, only, require_vllm, runner_of
+from grpo_cli.engine.vllm_process import OLD_RUNNER, check_options, guest, head_sizes, only, require_vllm, runner_of
 from grpo_cli.engine.vllm_served import Served
 from grpo_cli.interfaces import Meter, facts
 from grpo_cli.model.anatomy import unwrapped

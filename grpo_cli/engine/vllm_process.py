@@ -3,17 +3,19 @@ that is restored after its start."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.extras import require
 
 # Set before vLLM is imported. Only the first overrides a value that is already set.
@@ -53,6 +55,27 @@ def guest() -> Iterator[None]:
         torch.set_rng_state(states[2])
         if of_gpus:  # dropout of adapters draws from them
             torch.cuda.set_rng_state_all(of_gpus)
+
+
+# Options with which the sampler, or its log-probabilities, would not be the policy's distribution.
+_BIASING = (
+    "logprobs_mode logits_processors generation_config override_generation_config kv_cache_dtype quantization "
+    "speculative_config watermark_config hf_overrides"
+).split()
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """UserError for options that would bias the importance ratio, or that vLLM does not know."""
+    for word in options:
+        if word in _BIASING:
+            raise UserError(f"engine.options.{word} would bias the importance ratio: leave it out")
+    if options:
+        with guest():
+            from vllm.engine.arg_utils import EngineArgs
+        known = [field.name for field in dataclasses.fields(EngineArgs)]
+        for word in options:
+            if word not in known:
+                raise UserError(f"engine.options.{word} is no argument of vLLM's LLM{closest(word, known)}")
 
 
 def head_sizes(device: torch.device) -> list[int] | None:

@@ -14,7 +14,7 @@ import made
 from small import make_engine
 
 from grpo_cli.config.instantiate import ready
-from grpo_cli.engine.length_predictor import NoPredictor
+from grpo_cli.engine.length_predictor import GivenLengths, NoPredictor
 from grpo_cli.support.errors import UserError
 
 

@@ -90,21 +90,6 @@ def test_a_pool_outlives_the_graphs_that_are_thrown_away(monkeypatch: pytest.Mon
     assert len(begun) == 3 and len(alive) == 1
 
 
-def test_each_generation_captures_anew_and_keeps_nothing() -> None:
-    """A graph records addresses, so nothing of a generation would serve the next one."""
-    engine, captures = make_engine(small_model(), sampler=infinite(slots=4)), list[Again]()
-
-    def capture() -> Again:
-        captures.append(Again())
-        return captures[-1]
-
-    engine._capture = capture
-    for seed in range(2):
-        requests = some_requests(prompts=3, n=4, tokens=40, seed=seed)
-        assert contents(engine.generate(requests)) == contents(make_engine(small_model()).generate(requests))
-    assert len(captures) == 2 and all(one.captured for one in captures)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("sampler", [full(), micro(slots=5), infinite(slots=3)])
 @pytest.mark.parametrize("pauses", [False, True])

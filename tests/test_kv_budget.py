@@ -141,15 +141,6 @@ def test_no_order_of_rollouts_ever_holds_more_than_the_budget_or_changes_one(
     assert engine.stats().kv_peak_bytes == ledger.peak <= budget
 
 
-@pytest.mark.parametrize("scheduler", [Fifo, Lpt, PromptsFirst])
-@pytest.mark.parametrize("predictor", [NoPredictor, Forgetful])
-@pytest.mark.parametrize("sampler", [full(), micro(slots=2), infinite(slots=3)], ids=str)
-def test_the_peak_without_a_budget_is_what_lay_there_too(scheduler: Any, predictor: Any, sampler: Any) -> None:
-    requests = some_requests(prompts=7, n=3, tokens=24)
-    _, engine, ledger = generate(requests, sampler=sampler, scheduler=scheduler(), predictor=predictor())
-    assert engine.stats().kv_peak_bytes == ledger.peak
-
-
 @pytest.mark.bits
 @pytest.mark.parametrize("make", [micro, infinite])
 @pytest.mark.parametrize("parts", [{}, {"scheduler": PromptsFirst()}, {"scheduler": Sjf(), "predictor": Forgetful()}])
@@ -279,7 +270,7 @@ def test_a_prompt_is_read_again_if_it_was_dropped_for_one_that_comes_before_its_
     requests = some_requests(prompts=4, n=2, tokens=60 if again else 20)
     parts: dict[str, Any] = dict(scheduler=PromptsFirst())
     if again:
-        requests = ending_at(requests, [60, 30, 59, 29, 58, 28, 57, 27])
+        requests = ending_at(requests, [33, 30, 32, 28, 33, 20, 33, 20])
         lengths = {key_of(r): float(r.sampling.max_new_tokens) for r in requests}
         parts = dict(scheduler=Lpt(), predictor=GivenLengths(lengths), eos_token_ids=(VOCABULARY,))
     read, prefill = list[int](), Decoder.prefill

@@ -10,7 +10,7 @@ from made import fptas, infinite, micro
 from schedules import compare, simulate, synthetic_trace
 from small import make_engine, small_model, some_requests
 
-from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
+from grpo_cli.engine.scheduling import Fifo, Sjf
 from grpo_cli.experimental.oracle import Oracle, TraceRow
 
 pytestmark = pytest.mark.study
@@ -24,19 +24,6 @@ def test_a_request_holds_its_slot_for_one_step_less_than_it_has_tokens():
     assert ran.lower_bound == 5  # 4 + 1 + 3 + 2 steps on two slots
     assert ran.slot_utilisation == 10 / 12
     assert ran.bound_ratio == 6 / 5
-
-
-def test_rounds_wait_for_their_longest():
-    ran = simulate([5, 2, 4, 3], [None] * 4, Fifo(), slots=2, rounds=True)
-    assert ran.admitted == ((0, 0, 0), (1, 1, 0), (2, 0, 4), (3, 1, 4))
-    assert ran.decode_steps == 4 + 3
-
-
-def test_probing_is_charged():
-    # Two steps each, the first in pairs: 0 and 1, then 2 and 3 (which ends within its probe). Then 5, 2 and 1 remain.
-    ran = simulate([8, 5, 4, 2], [6.0, 3.0, 2.0, 1.0], Lpt(), slots=2, prefix_tokens=2)
-    assert [index for index, _, _ in ran.admitted] == [0, 1, 2]
-    assert ran.decode_steps == 2 + 2 + 5
 
 
 def test_the_simulator_counts_what_the_engine_does(tmp_path):

@@ -24,14 +24,14 @@ class SequenceEngine:
     _stats = EngineStats()
 
     def stats(self) -> EngineStats:
-        """The cost of the last `generate`; complete once its iterator is exhausted."""
+        """Return the cost of the last `generate`; complete once its iterator is exhausted."""
         return self._stats
 
     def update_weights(self) -> None:
         """Nothing to do: the modules are the trainer's."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """For a checkpoint, so that a resumed run continues bit for bit."""
+        """Return what a resumed run continues from bit for bit."""
         return {"predictor": self._predictor.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -90,8 +90,8 @@ _SUMMED = {"engine/evictions", "engine/restarts", "engine/restarted_tokens", "en
 _LARGEST = {"engine/kv_held_bytes", "engine/eviction_note_bytes"}
 
 
-def together(parts: Sequence[EngineStats]) -> EngineStats:
-    """The total of `parts`, of which there is at least one."""
+def together(parts: Seq[EngineStats]) -> EngineStats:
+    """Return the total of `parts`, of which there is at least one: of successive rounds, or of portions at workers."""
     if len(parts) == 1:
         return parts[0]
     capacity = [part.decode_steps * part.slots for part in parts]

@@ -59,7 +59,7 @@ class GraphedTurns:
 
 
 def _copied(value: Any) -> Any:
-    """A copy with cloned tensors."""
+    """Return a copy with cloned tensors."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, tuple):

@@ -56,7 +56,7 @@ class Dense:
     needs_received: ClassVar[bool] = False
 
     def capacity(self, max_new_tokens: int, longest: int) -> int:
-        """Keys a slot must have room for, if the longest prompt and response together have `longest` tokens.
+        """Return keys a slot must have room for, if the longest prompt and response together have `longest` tokens.
 
         The last token is never fed back, so it needs no key.
         """
@@ -102,10 +102,10 @@ class Budget(ABC):
 
     @abstractmethod
     def score(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:
-        """The worth of each candidate outside the window; the highest stay."""
+        """Return the worth of each candidate outside the window; the highest stay."""
 
     def choose(self, candidates: Candidates, sinks: Int[Tensor, "R"]) -> Int[Tensor, "L R H B"]:
-        """The indices of those that stay, ascending. Of equal scores, the older key stays."""
+        """Return the indices of those that stay, ascending. Of equal scores, the older key stays."""
         scores = self.score(candidates)
         if not self.per_head:
             scores = scores.sum(2, keepdim=True)
@@ -120,7 +120,7 @@ class Budget(ABC):
         return kept.expand(layers, rows, heads, -1)
 
     def capacity(self, max_new_tokens: int, longest: int) -> int:
-        """As `Dense.capacity`; if nothing can be evicted, no more than dense rollouts need."""
+        """Return it as `Dense.capacity`; if nothing can be evicted, no more than dense rollouts need."""
         dense = Dense().capacity(max_new_tokens, longest)
         room = self.budget + self.buffer
         if self.protect_prompt:

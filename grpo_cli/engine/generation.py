@@ -175,7 +175,7 @@ class Generation:
 
     @torch.inference_mode()
     def _step(self, pause_at: int | None) -> list[Sequence]:
-        """One token for every running sequence; returns those that have ended."""
+        """Make one token for every running sequence; return those that have ended."""
         self._take_blocks()
         if self.evictor.make_room(self.running, self.cache):
             self._batch.changed()
@@ -215,7 +215,7 @@ class Generation:
         return ended
 
     def _take_blocks(self) -> None:
-        """One more block for every sequence that needs one for its next key. If none is left, the youngest one is
+        """Take a block for every sequence that needs one for its next key. If none is left, the youngest one is
         preempted, and reads its tokens again later."""
         while True:
             needed = [blocks_for(self.evictor.left(s) + 1) - len(s.blocks) for s in self.running]
@@ -238,7 +238,7 @@ class Generation:
         sequence.made = sequence.held = 0
 
     def _leave(self, sequence: Sequence, status: Status) -> None:
-        """The sequence runs no more; unless it pauses it gives its blocks back."""
+        """Stop running a sequence, which gives its blocks back unless it pauses."""
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             self.evictor.release(sequence, pauses=status is Status.PAUSED)
@@ -302,7 +302,7 @@ class Generation:
                 self._leave(sequence, Status.PAUSED) if has_room else self._preempt(sequence)
 
     def _ended(self, sequence: Sequence, finish: Finish | None = None) -> Rollout:
-        """The rollout of a sequence, which gives up its blocks and its share of the prompt's."""
+        """Return the rollout of a sequence, which gives back its blocks and its share of the prompt's."""
         rollout, name = sequence.rollout(finish), sequence.request.prompt.id
         self._leave(sequence, Status.FINISHED)
         self._unfinished[name] -= 1
@@ -314,7 +314,7 @@ class Generation:
         return rollout
 
     def stats(self) -> EngineStats:
-        """The cost of serving so far."""
+        """Return the cost of serving so far."""
         slots = self.plan.room.slots if self._memory is None else self._most_rows
         capacity = self._steps * slots
         details = {"engine/kv_held_bytes": float(self._most_held * self.plan.layout.bytes_per_token)}

@@ -122,7 +122,7 @@ class PagedCache:
         return bool(idle)
 
     def read(self, views: Sequence[Tensor], table: Int[Tensor, "R K"], tokens: int) -> Float[Tensor, "L R H n D"]:
-        """A copy of the first `tokens` keys, or values, of each row of a table."""
+        """Return a copy of the first `tokens` keys, or values, of each row of a table."""
         return torch.stack([view[table].transpose(1, 2).flatten(2, 3)[:, :, :tokens] for view in views])
 
     def write(self, table: np.ndarray, keys: Float[Tensor, "L R H n D"], values: Float[Tensor, "L R H n D"]) -> None:
@@ -136,7 +136,7 @@ class PagedCache:
 
 
 def table_of(blocks: Sequence[Sequence[int]], fill: int = 0, width: int | None = None) -> np.ndarray:
-    """A table with one row for each list of blocks.
+    """Return a table with one row for each list of blocks.
 
     >>> table_of([[3], [0, 2]]).tolist()
     [[3, 0], [0, 2]]

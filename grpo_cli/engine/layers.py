@@ -72,7 +72,7 @@ class Block:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it consists of plain weights only, so that one compilation serves all layers."""
+        """True if it consists of plain weights only, so that one compilation serves all layers."""
         products = (self.qkv, self.o_proj, self.gate_up, self.down_proj)
         norms = (self.input_norm, self.q_norm, self.k_norm, self.post_norm)
         plain = all(map(is_plain, products)) and all(norm is None or type(norm) is Norm for norm in norms)
@@ -94,7 +94,7 @@ class Norm:
 
 
 def norm_of(module: Any) -> Any:
-    """The module, or a `Norm` for RMS norms."""
+    """Return the module, or a `Norm` for RMS norms."""
     if module is None or not type(module).__name__.endswith("RMSNorm"):
         return module
     return Norm(module.weight, module.variance_epsilon)
@@ -113,7 +113,7 @@ def before_attention(
 
 
 def after_attention(block: Block, hidden: Tensor, attended: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rest of the block."""
+    """Return the rest of the block."""
     hidden = hidden + block.o_proj(attended)
     return hidden + _mlp(block, block.post_norm(hidden).to(dtype))
 
@@ -127,7 +127,7 @@ def _mlp(block: Block, x: Float[Tensor, "N H"]) -> Float[Tensor, "N H"]:
 
 
 def _activation(module: Any) -> Any:
-    """The module, or for SiLU a version that gives an element the same bits at any position.
+    """Return the module, or for SiLU a version that gives an element the same bits at any position.
 
     PyTorch's silu is vectorised except for the end of each thread's share, where it uses a different exponential, so
     that bits depend on the number of rows. `exp` alone is computed the same way throughout.
@@ -136,7 +136,7 @@ def _activation(module: Any) -> Any:
 
 
 def is_silu(activation: Any) -> bool:
-    """Whether it is what `_activation` has for SiLU."""
+    """True if it is what `_activation` has for SiLU."""
     return activation is _silu
 
 

@@ -139,7 +139,7 @@ class Predictions:
 
 
 def key_of(request: Request) -> tuple[str, int, int]:
-    """The key of a request; with the seed, since an evaluation has a greedy sample besides sample 0."""
+    """Return the key of a request; with the seed, since an evaluation has a greedy sample besides sample 0."""
     return request.prompt.id, request.sample, request.seed
 
 
@@ -268,7 +268,7 @@ class PrefixHead:
         return metrics
 
     def _describe(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"]) -> Float[np.ndarray, "R F"]:
-        """The features of each request: hidden state, log of prompt length and mean length, temperature."""
+        """Return the features of each request: hidden state, log of prompt length and mean length, temperature."""
         states = np.nan_to_num(hidden.detach().to("cpu", torch.float64).numpy(), posinf=0.0, neginf=0.0)
         states = narrowed(states)
         plain = []

@@ -50,7 +50,7 @@ def lower_bound(lengths: Sequence[int], slots: int) -> int:
 
 
 def proven_lower_bound(lengths: Sequence[int], slots: int) -> int:
-    """A bound at least as high as `lower_bound`, from two more arguments.
+    """Return a bound at least as high as `lower_bound`, from two more arguments.
 
     Among the `k * slots + 1` longest jobs, some `k + 1` share a slot, and those take at least as long as the shortest
     `k + 1` of them (with 3 jobs of 10 on 2 slots: 20, where an equal share says 15). And every load is a multiple of
@@ -66,12 +66,12 @@ def proven_lower_bound(lengths: Sequence[int], slots: int) -> int:
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:
-    """The jobs by falling length, equal ones by their place."""
+    """Return the jobs by falling length, equal ones by their place."""
     return sorted(range(len(lengths)), key=lambda job: (-lengths[job], job))
 
 
 def makespan(lists: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
-    """The load of the fullest slot."""
+    """Return the load of the fullest slot."""
     return max(sum(lengths[job] for job in jobs) for jobs in lists)
 
 
@@ -112,7 +112,7 @@ def resplit(start: Lists, lengths: Sequence[int], target: int) -> Lists:
 
 
 def even_split(jobs: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The two halves of `jobs` whose loads differ least, the larger first: exact up to `EXACT_WORK` of work.
+    """Return the two halves of `jobs` whose loads differ least, the larger first: exact up to `EXACT_WORK` of work.
 
     `sums[i]` has bit s set when some of the first i jobs add up to s; one shift and one `or` per job.
     """
@@ -137,7 +137,7 @@ def even_split(jobs: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], 
 def trimmed_programme(
     lengths: Sequence[int], slots: int, epsilon: float, below: int, max_states: int
 ) -> tuple[Lists | None, bool]:
-    """The trimmed dynamic programme over slot loads: an FPTAS for a fixed number of slots (Horowitz and Sahni).
+    """Return the trimmed dynamic programme over slot loads: an FPTAS for a fixed number of slots (Horowitz and Sahni).
 
     A state is the loads after the first i jobs, in any order. States whose sorted loads fall into the same cells of
     width `epsilon * lower_bound / jobs` are merged, keeping the real loads of one; as each merge moves a load by less

@@ -245,20 +245,20 @@ class RayEngine:
         self._stats = replace(known, generated_tokens=tokens, details={**known.details, **details})
 
     def stats(self) -> EngineStats:
-        """The cost of the last `generate` over all workers: decode steps are summed, slots and bytes are the largest of
-        one worker."""
+        """Return the cost of the last `generate` over all workers: decode steps are summed, slots and bytes are the
+        largest of one worker."""
         return self._stats
 
     def facts(self) -> Mapping[str, Any]:
-        """For `summary.json`: the facts of a worker's engine, and where workers run."""
+        """Return, for `summary.json`, the facts of a worker's engine, and where workers run."""
         return {**self._facts, "workers": {str(one.number): dict(one.place) for one in self._workers if one.place}}
 
     def update_weights(self) -> None:
-        """The next `generate` sends the new weights."""
+        """Have the next `generate` send the new weights."""
         self._weights = None
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The trainer's predictor; what a worker's own predictor has learned is lost with it."""
+        """Return the trainer's predictor; what a worker's own predictor has learned is lost with it."""
         return {"predictor": self._predictor.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

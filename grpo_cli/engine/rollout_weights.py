@@ -77,7 +77,7 @@ class Each:
 
 
 def is_plain(product: Any) -> bool:
-    """Whether it consists of plain weights only, without modules."""
+    """True if it consists of plain weights only, without modules."""
     parts = {Beside: ("product", "read", "write"), Split: ("product",), Linear: ()}
     if isinstance(product, Each):
         return all(map(is_plain, product.layers))
@@ -118,7 +118,7 @@ class Copies:
         return plain
 
     def together(self, *layers: Any) -> Products:
-        """One product for all layers, if all are copied."""
+        """Return one product for all layers, if all are copied."""
         found = [adapters_of(layer) for layer in layers]
         bases = [getattr(layer, "base_layer", layer) for layer in layers]
         adapters = [own for own in found if own is not None]
@@ -166,7 +166,7 @@ class Copies:
 
 
 def adapters_of(layer: Any) -> list[Adapter] | None:
-    """The active adapters of a layer, empty for a plain one; None if they are not plain low-rank adapters."""
+    """Return the active adapters of a layer, empty for a plain one; None if they are not plain low-rank adapters."""
     down = getattr(layer, "lora_A", None)
     if down is None:
         return []
@@ -181,12 +181,12 @@ def adapters_of(layer: Any) -> list[Adapter] | None:
 
 
 def linear_layers(module: nn.Module) -> Iterator[nn.Linear]:
-    """The plain ones, which can be copied, adapters' included."""
+    """Yield the plain linear layers, which can be copied, adapters' included."""
     return (one for one in module.modules() if type(one) is nn.Linear)
 
 
 def can_pack() -> bool:
-    """Whether this PyTorch has oneDNN's packed products."""
+    """True if this PyTorch has oneDNN's packed products."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 

@@ -20,7 +20,7 @@ LEAST_ROWS = 16
 
 
 def bucket(rows: int) -> int:
-    """The number of rows, rounded up.
+    """Return the number of rows, rounded up.
 
     >>> bucket(1), bucket(16), bucket(17)
     (16, 16, 32)
@@ -65,7 +65,7 @@ class RunningBatch:
         self._drawing: Drawing | None = None
 
     def rows(self, running: Seq[Sequence]) -> Rows:
-        """What the decoder reads and draws by for one more token of each sequence."""
+        """Lay out what the decoder reads and samples by for one more token of each sequence."""
         count = len(running) if self._fills is None else bucket(len(running))
         missing = count - len(running)
         block, slot = self._fills or (0, 0)
@@ -91,7 +91,7 @@ class RunningBatch:
         return Rows(tokens, positions, held, write_to, seen_there, slots, drawn, self._sent, prompt, self._drawing)
 
     def _grown_tables(self, running: Seq[Sequence], count: int) -> list[np.ndarray]:
-        """The table of own blocks, if it is another one than before."""
+        """Return the table of own blocks, if it is another one than before."""
         lengths = [len(sequence.blocks) for sequence in running]
         if lengths == self._filled:
             return []

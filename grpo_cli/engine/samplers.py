@@ -218,8 +218,8 @@ class KvPlan:
         if room.budget is not None:
             most, spare = min(most, room.budget), 0
         dense = BLOCK * blocks_for(Dense().capacity(new, both))
-        blocks = (size // layout.block_bytes for size in (most, spare))
-        return cls(layout, shape, room, *blocks, keys, dense, blocks_for(longest))
+        blocks, spare_blocks = most // layout.block_bytes, spare // layout.block_bytes
+        return cls(layout, shape, room, blocks, spare_blocks, keys, dense, blocks_for(longest))
 
     @property
     def own_blocks(self) -> int:

@@ -47,7 +47,7 @@ class Drawing:
         return self.tempered, self.greedy, self.all_greedy, self.truncated
 
     def of(self, rows: slice) -> Drawing:
-        """That of some rows."""
+        """Return the settings of some rows."""
         some = {name: getattr(self, name)[rows] for name in ("temperature", "top_p", "top_k")}
         return replace(self, **some)
 
@@ -66,7 +66,7 @@ def uniforms(seeds: Sequence[int], count: int) -> np.ndarray:
 
 
 def drawing_of(settings: Sequence[Sampling], device: torch.device, natively: bool = False) -> Drawing:
-    """The drawing of rows with these settings."""
+    """Return the drawing of rows with these settings."""
     words = np.array([(s.temperature, s.top_p, s.top_k) for s in settings], dtype=np.float64).T
     temperature, top_p, top_k = send(device, *np.ascontiguousarray(words))
     greedy = words[0] == 0.0
@@ -111,7 +111,7 @@ def _draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], by: Drawing
 
 
 def rows_at_once(logits: Float[Tensor, "R V"]) -> int:
-    """Of lower-precision logits on a CPU, the rows that are converted and drawn from together."""
+    """Return how many rows of lower-precision logits a CPU converts and samples from together."""
     return max(1, _AT_ONCE // logits.shape[1])
 
 
@@ -163,7 +163,7 @@ def truncate(logits: Float[Tensor, "R V"], top_p: Float[Tensor, "R"], top_k: Int
 
 
 def _beyond(probabilities: Float[Tensor, "R N"], top_p: Float[Tensor, "R"]) -> Bool[Tensor, "R N"]:
-    """Which tokens, the most probable first, come after those that reach top_p."""
+    """Mark the tokens, the most probable first, that come after those that reach top_p."""
     before = probabilities.cumsum(-1) - probabilities
     later = torch.arange(probabilities.shape[1], device=probabilities.device) > 0
     return (before >= top_p[:, None]) & later & (top_p[:, None] < 1.0)

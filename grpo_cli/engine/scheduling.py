@@ -75,7 +75,7 @@ class Scheduler(Protocol):
 
 
 def planned_steps(waiting: Sequence[Waiting]) -> dict[int, int]:
-    """The decode steps that each request is planned with, by its index; at least 1.
+    """Return the decode steps that each request is planned with, by its index; at least 1.
 
     One less than the predicted tokens, and within its limit: a request's first token comes from the prompt's logits and
     needs no step. A request without a prediction counts as the mean of the others; when none has one, all count the
@@ -101,7 +101,7 @@ class InOrder(ABC):
 
     @abstractmethod
     def rank(self, steps: int) -> int:
-        """The sort key, given the planned steps: the smallest goes first, ties by request index."""
+        """Return the sort key, given the planned steps: the smallest goes first, ties by request index."""
 
     def start(self, waiting: Sequence[Waiting], slots: int) -> None:
         assert slots >= 1, "an engine without a slot has nothing to schedule"
@@ -214,7 +214,7 @@ class Fptas:
         return indices
 
     def _follow_lists(self, running: set[int], count: int) -> list[int]:
-        """The next requests of the lists that have none running. Slots are anonymous: an engine may move its rows."""
+        """Return the next requests of the lists that have none running; slots are anonymous."""
         refill = self._shortest_first if self._refill == "sjf" else self._longest_first
         idle = [place for place, index in enumerate(self._served) if index not in running]
         indices = []
@@ -224,7 +224,7 @@ class Fptas:
         return indices
 
     def _take(self, *queues: deque[int]) -> int:
-        """The first waiting request of the first queue that has one."""
+        """Return the first waiting request of the first queue that has one."""
         for queue in queues:
             while queue:
                 index = queue.popleft()

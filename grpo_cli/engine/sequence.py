@@ -96,7 +96,7 @@ class Sequence:
         return len(self.tokens) + tokens < self.limit
 
     def read(self, answer: Seq[int]) -> None:
-        """Its turn was answered with these tokens, which it reads next."""
+        """Add the environment's answer to its turn, which it reads next."""
         start = len(self.tokens)
         self.tokens += answer
         self.logprobs += [nan] * len(answer)
@@ -104,7 +104,7 @@ class Sequence:
         self.given.append((start, self._turn))
 
     def rollout(self, finish: Finish | None = None) -> Rollout:
-        """The rollout of what it has made so far."""
+        """Return the rollout of what it has made so far."""
         spans, last = list[Span](), 0
         for start, end in self.given:
             spans += [Span(0, start - last)] * (start > last) + [Span(ENVIRONMENT, end - start)]

@@ -98,9 +98,9 @@ class TorchEngine(SequenceEngine):
         enough: Callable[[Rollout], bool] | None = None,
         replies: Replies | None = None,
     ) -> Iterator[Rollout]:
-        """One rollout per request, in order of finishing. Once `enough` returns True for a finished one, the others are
-        returned partial, except those that end in the same step. With `replies` a rollout is an episode, and at the end
-        of each turn its environment is asked.
+        """Yield one rollout per request, in order of finishing. Once `enough` returns True for a finished one, the
+        others are partial, except those that end in the same step. With `replies` a rollout is an episode: its
+        environment answers each turn.
         """
         self._stats = EngineStats()
         self._check(requests, replies)
@@ -141,7 +141,7 @@ class TorchEngine(SequenceEngine):
             self._decoder = replace(self._decoder, functions=NATIVE)
 
     def facts(self) -> Mapping[str, Any]:
-        """The engine's part of `summary.json`. None before the first `generate`: nothing was tested yet."""
+        """Return the engine's part of `summary.json`. None before the first `generate`: nothing was tested yet."""
         found = self._invariance
         return {
             "invariant": None if found is None else found.holds,

@@ -100,7 +100,7 @@ class VllmEngine(SequenceEngine):
 
     @staticmethod
     def refuses(scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget) -> Iterator[str]:
-        """What can be checked without a model."""
+        """Yield what can be checked without a model."""
         if isinstance(sparsity, Budget):
             name = type(sparsity).__name__.lower()
             yield f"sparsity={name} is not supported by engine=vllm; choose engine=torch or sparsity=dense"
@@ -111,8 +111,8 @@ class VllmEngine(SequenceEngine):
             )
 
     def generate(self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None = None) -> Iterator[Rollout]:
-        """One rollout per request, in order of finishing. With `enough` or stop strings vLLM reports every token as it
-        is drawn, which costs some time; once `enough` returns True, unfinished requests are aborted and returned
+        """Yield one rollout per request, in order of finishing. With `enough` or stop strings vLLM reports every token
+        when it is sampled, which costs some time; once `enough` returns True, unfinished requests are aborted, and are
         partial."""
         self._stats = EngineStats()
         if not requests:
@@ -214,8 +214,8 @@ class VllmEngine(SequenceEngine):
         sequence.status = Status.RUNNING
 
     def _step(self, tally: Tally, running: int) -> list[Any]:
-        """One forward pass of vLLM; `eager` also keeps its sampling helpers from being compiled. It counts as a decode
-        step, since vLLM reads prompts in the same passes."""
+        """Run one forward pass of vLLM; `eager` also keeps its sampling helpers from being compiled. It counts as a
+        decode step, since vLLM reads prompts in the same passes."""
         stance = "force_eager" if self._eager else "default"
         with (
             self._answering(f"failed after {tally.steps} steps with {running} rollouts under way"),
@@ -257,7 +257,7 @@ class VllmEngine(SequenceEngine):
                 )
 
     def _limit(self) -> int:
-        """The most tokens of a request, prompt and reply together."""
+        """Return the most tokens of a request, prompt and reply together."""
         if self._llm is not None:
             return int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
         context: int = unwrapped(self._model).config.max_position_embeddings
@@ -332,7 +332,7 @@ class VllmEngine(SequenceEngine):
         self._shutdown = weakref.finalize(self, self._llm.llm_engine.engine_core.shutdown)
 
     def _share(self) -> float:
-        """The share of the whole GPU that vLLM may take: it refuses to start if that much is not free."""
+        """Return the share of the whole GPU that vLLM may take: it refuses to start if that much is not free."""
         give_back_cached(self._device)
         others, free, total = held_by_others(self._device)
         most = (free - MARGIN) / total
@@ -380,18 +380,18 @@ class VllmEngine(SequenceEngine):
         )
 
     def _held(self) -> float:
-        """Bytes in use: of the whole GPU (vLLM's memory is not the allocator's), or resident in this process."""
+        """Return the bytes in use: of the whole GPU (vLLM has its own allocator), or resident in this process."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             return float(total - free)
         return float(psutil.Process().memory_info().rss)
 
     def facts(self) -> Mapping[str, Any]:
-        """For `summary.json`: vLLM's kernels depend on the batch. `model_runner` is vLLM's, None before it starts."""
+        """Return facts for `summary.json`; `model_runner` is None before vLLM starts."""
         return {"invariant": False, "model_runner": self._runner}
 
     def update_weights(self) -> None:
-        """The next `generate` copies the weights first, when the update's memory is free again."""
+        """Have the next `generate` copy the weights first, when the update's memory is free again."""
         self._stale = True
 
 

@@ -79,7 +79,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def head_sizes(device: torch.device) -> list[int] | None:
-    """The head sizes of vLLM's kernels for this device; None on a GPU, where it has kernels of several kinds."""
+    """Return the head sizes of vLLM's kernels for this device; None on a GPU, where it has kernels of several kinds."""
     if device.type == "cuda":
         return None
     with guest():
@@ -92,7 +92,7 @@ OLD_RUNNER = "V1"
 
 
 def runner_of(llm: Any) -> str:
-    """Which of vLLM's two model runners drives the model: V1, or V2, which draws all rows in one kernel."""
+    """Return the model runner of vLLM that drives the model: V1, or V2, which samples all rows in one kernel."""
     return "V2" if llm.llm_engine.vllm_config.use_v2_model_runner else OLD_RUNNER
 
 

@@ -63,8 +63,8 @@ class Generation:
         slots = plan.room.slots + fills  # one more for rows that fill up a shape
         self.cache = PagedCache(layout, plan.blocks, decoder.device, fills)
         widths = plan.own_blocks, plan.prompt_blocks
-        tokens = (BLOCK * width for width in widths)
-        self.evictor = Evictor(sparsity, layout, slots, *tokens, decoder.scale, decoder.device)
+        own, of_prompt = (BLOCK * width for width in widths)
+        self.evictor = Evictor(sparsity, layout, slots, own, of_prompt, decoder.scale, decoder.device)
         self.sequences = [Sequence(index, request) for index, request in enumerate(requests)]
         self.waiting = list(self.sequences)
         self.running = list[Sequence]()

@@ -179,7 +179,7 @@ def plain_batch(mask: Any, input_ids: torch.Tensor | None = None, **fields: Any)
     given |= {"sampler_logprobs": zeros, "policy_logprobs": None, "ref_logprobs": None, "advantages": zeros + 1.0}
     for name, value in fields.items():
         given[name] = value[:, None].expand(response.shape) if value is not None and value.dim() == 1 else value
-    rows = {"group": torch.tensor([known.index(one) for one in prompts]), "lengths": own.sum(1)}
+    rows = {"group": torch.tensor([known.index(one) for one in prompts], dtype=torch.long), "lengths": own.sum(1)}
     return Batch(
         tuple(known), **rows, **{name: value if value is None else value[own] for name, value in given.items()}
     )

@@ -19,7 +19,7 @@ from grpo_cli.collect.warmup import Sft
 from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rule_of, says
 from grpo_cli.config.prepare import Prepared, pick_device, prepare
 from grpo_cli.config.recorded import checkpoint_to_resume
-from grpo_cli.engine.torch.engine import TorchEngine
+from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samples
 from grpo_cli.interfaces import Bench, Engine, Meter, Parts, Tracker
 from grpo_cli.model.anatomy import AdapterOff
@@ -134,14 +134,14 @@ def worker_engine(
     decode: Callable[..., Any],
     model: Any,
     tells_lengths: bool,
-    told: Mapping[tuple[str, int, int], float],
+    given: Mapping[tuple[str, int, int], float],
     **more: Any,
 ) -> Engine:
-    """Build the engine of a worker of `engine=ray`. `told` will have the lengths if the trainer `tells_lengths`."""
+    """Build the engine of a worker of `engine=ray`. `given` holds the lengths if the trainer predicts them."""
     parts = dict(settings.parts) | {"engine": inner_engine(settings.parts["engine"])}
     if tells_lengths:
-        parts["predictor"] = {"_target_": "grpo_cli.engine.order.predict.Told"}
-    return _engine(replace(settings, parts=parts), model, eos, pad, decode=decode, told=told, **more)
+        parts["predictor"] = {"_target_": "grpo_cli.engine.length_predictor.GivenLengths"}
+    return _engine(replace(settings, parts=parts), model, eos, pad, decode=decode, given=given, **more)
 
 
 def parts_of(

@@ -16,8 +16,8 @@ from tiny_hf import make_tokenizer
 from words import task_of
 
 from grpo_cli.collect.requests import requests_for
-from grpo_cli.engine.interfaces import Predictor
-from grpo_cli.engine.order.schedule import Lpt
+from grpo_cli.engine.length_predictor import Predictor
+from grpo_cli.engine.scheduling import Lpt
 from grpo_cli.evaluate import evaluate
 from grpo_cli.interfaces import Task
 from grpo_cli.model.load import load_tokenizer

@@ -148,7 +148,7 @@ def test_a_group_is_explained_by_its_choices_and_a_choice_by_its_settings():
     assert "\n  sampler=full      (the default) All rollouts" in group and "conf/sampler/" in group
     choice = said("explain", "sampler=infinite")
     assert choice.startswith("sampler=infinite: Continuous sampling") and "\n  sampler.slots=null  " in choice
-    assert "conf/sampler/infinite.yaml and builds grpo_cli.engine.batching.Infinite." in choice
+    assert "conf/sampler/infinite.yaml and builds grpo_cli.engine.samplers.Infinite." in choice
     assert "  train.prompts=8 " in said("explain", "experiment=pods_arithmetic")
 
 

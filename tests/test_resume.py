@@ -98,7 +98,7 @@ FEW = "task.train_problems=12"
 # The same in the middle of the third step's rollouts, as somebody is to take a slot that has fallen free.
 HALFWAY = """
 import pathlib, time
-from grpo_cli.engine.order.schedule import Fifo
+from grpo_cli.engine.scheduling import Fifo
 
 saved = pathlib.Path("outputs/train/killed/checkpoints/step_000002/COMPLETE")
 

@@ -10,8 +10,8 @@ from made import fptas, infinite, micro
 from simulation import simulate
 from small import make_engine, small_model, some_requests
 
-from grpo_cli.engine.order.predict import Oracle
-from grpo_cli.engine.order.schedule import Fifo, Sjf
+from grpo_cli.engine.scheduling import Fifo, Sjf
+from grpo_cli.experimental.oracle import Oracle
 
 
 def test_a_request_holds_its_slot_for_one_step_less_than_it_has_tokens():

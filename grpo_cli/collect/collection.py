@@ -15,7 +15,7 @@ import numpy as np
 from grpo_cli.collect.episodes import Spent, has_turns, play
 from grpo_cli.collect.requests import Goal, check_rewards, check_sampling, score_all, seed_of, with_rewards
 from grpo_cli.collect.resuming import begun, limited, unlimited
-from grpo_cli.engine.costs import together
+from grpo_cli.engine.common import together
 from grpo_cli.history import History
 from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, Task
 from grpo_cli.metrics import turn_metrics

@@ -24,9 +24,9 @@ from grpo_cli import interfaces
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
 from grpo_cli.config.overrides import is_ours, key_of
 from grpo_cli.config.read import read_argument
-from grpo_cli.engine.batching import Sampler
-from grpo_cli.engine.interfaces import Predictor, Scheduler
-from grpo_cli.engine.order.predict import NoPredictor
+from grpo_cli.engine.length_predictor import NoPredictor, Predictor
+from grpo_cli.engine.samplers import Sampler
+from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.support.errors import UserError, closest, gathered, hidden, own_code, own_code_unless_ours, refuse
 from grpo_cli.types import Batch, LossOutput, Totals

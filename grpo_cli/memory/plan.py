@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from grpo_cli.engine.batching import Capped, KvShape, Sampler
-from grpo_cli.engine.kv.cache import BLOCK, KvLayout, blocks_for, round_up
-from grpo_cli.engine.kv.eviction import Budget, Dense
-from grpo_cli.engine.torch.generation import PREFILL_TOKENS
+from grpo_cli.engine.eviction import Budget, Dense
+from grpo_cli.engine.generation import PREFILL_TOKENS
+from grpo_cli.engine.kv_cache import BLOCK, KvLayout, blocks_for, round_up
+from grpo_cli.engine.samplers import KvShape, Sampler
 from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS
 from grpo_cli.memory.shapes import ShapeModel, Sizes
 from grpo_cli.model.checkpointing import stored_bytes
@@ -180,7 +180,7 @@ def _rollouts(model: ShapeModel, engine: EngineShape, work: Workload, of_a_step:
     shape = KvShape(
         work.rollouts, len(work.prompts), *(each * blocks_for(tokens) for tokens in (longest, first, keys, parked))
     )
-    room = Capped(engine.sampler, of_a_step).fit(shape)
+    room = engine.sampler.fit(shape, of_a_step)
     rows, waits = room.slots, shape.parked_bytes * work.rollouts if room.probes else 0
     prompts = sorted((BLOCK * blocks_for(tokens) for tokens in work.prompts), reverse=True)[:rows]
     if model.on_cpu:  # where memory counts once it is written

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from grpo_cli.engine.kv.eviction import Candidates
+from grpo_cli.engine.eviction import Candidates
 from grpo_cli.methods.snapkv import AttentionOfWindow
 from grpo_cli.support.ranges import Share
 

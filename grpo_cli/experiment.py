@@ -1,4 +1,4 @@
-"""From settings to a run: builds the configured parts and connects them, nothing else."""
+"""Settings to a run: builds the configured parts and connects them, nothing else."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     for line in doubts(settings):
         console.warn(line)
     files = JsonlTracker(Path(settings.run_dir), settings.resume is not None, settings.accept_damage, console.warn)
-    if checkpoint is None and settings.resume is not None:  # it begins anew
+    if checkpoint is None and settings.resume is not None:  # it begins again
         files.load_state_dict({})
     trackers = files, console, _logger(settings, "train", console.say, console.warn)
     meter = WallMeter(bench.device, on_phase=console.phase)

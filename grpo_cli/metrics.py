@@ -187,8 +187,8 @@ def kept_metrics(chosen: Sequence[ScoredGroup], trained: Sequence[ScoredGroup]) 
 
 
 def reuse_metrics(batch: Batch) -> dict[str, float]:
-    """How much of what is trained on is old or was given. Lags are in updates, over drawn tokens. Empty if everything
-    in the step is new."""
+    """Compute how much of what is trained on is old or was given. Lags are in updates, over drawn tokens. Empty if
+    everything in the step is new."""
     if batch.lags is None:
         return {}
     trained = batch.trained_mask

@@ -28,7 +28,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def is_llama_shaped(model: Any) -> bool:
-    """Whether it is of the families whose layers are driven, packed and taken apart here, or not of transformers at
+    """True if it is of the families whose layers are driven, packed and taken apart here, or not of transformers at
     all. Of any other nothing is known but its two halves."""
     return not isinstance(unwrapped(model), PreTrainedModel) or is_of_a_known_family(model)
 
@@ -63,7 +63,7 @@ def head(model: Any) -> Any:
 
 
 class _States(tuple[Tensor]):
-    """What a backbone answers: its states, by name and as the first of what it gives, and nothing else."""
+    """The output of a backbone: its states, by name and as the first of what it gives, and nothing else."""
 
     @property
     def last_hidden_state(self) -> Tensor:
@@ -75,7 +75,7 @@ class _States(tuple[Tensor]):
 
 @dataclass(frozen=True)
 class _Given:
-    """In the place of a backbone, or of a part of it that the model calls by itself."""
+    """A stand-in for a backbone, or for a part of it that the model calls on its own."""
 
     states: Tensor
 
@@ -93,7 +93,7 @@ class _WholeAsHead:
     whole: Any
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Of [N, H] states the [N, V] logits."""
+        """Compute the [N, V] logits of [N, H] states."""
         modules, name = self.whole._modules, self.whole.base_model_prefix
         body, modules[name] = modules[name], _Given(states[None])
         try:  # there are no tokens to read: all that is left to do is what comes after the backbone
@@ -132,7 +132,7 @@ def place_of(model: Any) -> torch.device:
 
 
 def has_dropout(model: Any) -> bool:
-    """Whether it has active dropout, so that train mode differs from eval mode."""
+    """True if it has active dropout, so that train mode differs from eval mode."""
     return any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules())
 
 

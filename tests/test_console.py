@@ -173,15 +173,6 @@ def test_a_run_that_was_interrupted_ends_with_how_to_go_on_and_says_of_which_ste
     assert list(ending({"status": "failed"}, 3)) == ["failed"]
 
 
-def test_the_interval_at_the_end_is_that_of_the_accuracy_beside_it() -> None:
-    screen = Screen(total=20)
-    screen.tracker.log(Record(10, {**METRICS, **EVAL, "eval/problems": 100.0}))
-    for accuracy, told in ((0.71, "(0.660 to 0.760, 71 of 100)"), (0.5, "")):
-        assert screen.tracker.view.interval({"final_accuracy": accuracy}) == told.strip("()")
-    screen.tracker.close({**ENDED, "final_accuracy": 0.71})
-    assert "accuracy 0.710 (0.660 to 0.760, 71 of 100) at step 200" in screen.lines()[-1]
-
-
 def test_numbers_are_short() -> None:
     assert [short(x) for x in (0, 0.51234, 38.0, 999, 5321, 1.2e6, 3e9, -5321, float("nan"))] == (
         ["0", "0.512", "38", "999", "5.3k", "1.2M", "3.0G", "-5.3k", "nan"]

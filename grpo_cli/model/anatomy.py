@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_cli.model.checks import ARCHITECTURES, window_of
-from grpo_cli.support.errors import UserError
 
 PACKING = "grpo_packed"  # the name that transformers has for the attention of `model.packed`
 _NO_MASK = torch.empty(0, 0, 0, 0)
@@ -102,27 +101,6 @@ class _WholeAsHead:
         finally:
             modules[name] = body
         return logits[0]
-
-
-def layer_of(model: Any, number: int | None) -> Any:
-    """Layer `number` of the backbone, from 1; None: the one at two thirds, rounded up. UserError if there is none."""
-    body = backbone(model)
-    count = body.config.num_hidden_layers
-    layers = next((m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
-    if layers is None:
-        raise UserError(f"no hidden states can be read in {type(unwrapped(model)).__name__}: its layers are not found")
-    place = -(-2 * count // 3) if number is None else number
-    if not 1 <= place <= count:
-        raise UserError(f"layer={number} cannot be read: the model's are 1 to {count}; null is the one at two thirds")
-    return layers[place - 1]
-
-
-def ends(model: Any) -> list[torch.Tensor]:
-    """The weights of the embedding and of the head, which may be one; none of a model that has no such methods."""
-    inner = unwrapped(model)
-    has_them = hasattr(inner, "get_input_embeddings")
-    modules = [inner.get_input_embeddings(), inner.get_output_embeddings()] if has_them else []
-    return [module.weight for module in modules if module is not None]
 
 
 def place_of(model: Any) -> torch.device:

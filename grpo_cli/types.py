@@ -31,7 +31,7 @@ class Finish(StrEnum):
 
     @property
     def complete(self) -> bool:
-        """Whether the model ended it itself, rather than being cut off."""
+        """True if the model ended it itself, rather than being cut off."""
         return self in (Finish.EOS, Finish.STOP)
 
 
@@ -64,7 +64,7 @@ class Request:
 
     @property
     def teaches_length(self) -> bool:
-        """Whether a predictor may learn from how long the answer is."""
+        """True if a predictor may learn from how long the answer is."""
         return not (self.held_out or self.resumed)
 
 
@@ -149,7 +149,7 @@ class Group:
 
     @property
     def whole(self) -> bool:
-        """Whether every rollout is finished."""
+        """True if every rollout is finished."""
         return all(rollout.finish is not Finish.PARTIAL for rollout in self.rollouts)
 
     @property
@@ -186,7 +186,7 @@ class Reward:
 
     @property
     def solved(self) -> bool:
-        """Whether the answer is right, as graded."""
+        """True if the answer is right, as graded."""
         return self.parts.get(self.answer_part, self.total) >= 1.0
 
 
@@ -199,7 +199,7 @@ class ScoredGroup:
     rewards: tuple[Reward, ...]
 
     def take(self, indices: Sequence[int]) -> ScoredGroup:
-        """The group with only the rollouts at `indices`, in that order."""
+        """Return the group with only the rollouts at `indices`, in that order."""
         return replace(
             self,
             rollouts=tuple(self.rollouts[i] for i in indices),
@@ -215,7 +215,7 @@ class ScoredGroup:
 
     @property
     def mixed(self) -> bool:
-        """Whether rewards differ: compared as they are, since the floating-point deviation of equal ones need not be 0
+        """True if rewards differ: compared as they are, since the floating-point deviation of equal ones need not be 0
         (that of three times 0.1 is 1.4e-17)."""
         return bool((self.totals != self.totals[:1]).any())
 
@@ -365,7 +365,7 @@ class Example:
     environment: tuple[tuple[int, int], ...] | None = None
 
     def row(self) -> dict[str, Any]:
-        """The dictionary that is written; tokens are included only if they were asked for."""
+        """Return the dictionary that is written; tokens are included only if they were asked for."""
         return {name: value for name, value in vars(self).items() if value is not None or name not in _MAY_LACK}
 
 

@@ -22,13 +22,13 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 def unwrapped(model: Any) -> Any:
-    """The causal language model inside a PEFT wrapper (PEFT replaces layers in place); else the model itself."""
+    """Return the causal language model inside a PEFT wrapper (PEFT replaces layers in place); else the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def is_llama_shaped(model: Any) -> bool:
-    """Whether it is of the families whose layers are driven, packed and taken apart here, or not of transformers at
-    all. Of any other nothing is known but its two halves."""
+    """Return whether it is of the families whose layers are driven, packed and taken apart here, or not of transformers
+    at all. Of any other nothing is known but its two halves."""
     return not isinstance(unwrapped(model), PreTrainedModel) or is_of_a_known_family(model)
 
 
@@ -92,7 +92,7 @@ class _WholeAsHead:
     whole: Any
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Of [N, H] states the [N, V] logits."""
+        """Compute the [N, V] logits of [N, H] states."""
         modules, name = self.whole._modules, self.whole.base_model_prefix
         body, modules[name] = modules[name], _Given(states[None])
         try:  # there are no tokens to read: all that is left to do is what comes after the backbone
@@ -104,13 +104,13 @@ class _WholeAsHead:
 
 
 def place_of(model: Any) -> torch.device:
-    """The device that it computes on."""
+    """Return the device that it computes on."""
     place: torch.device = next(model.parameters()).device
     return place
 
 
 def has_dropout(model: Any) -> bool:
-    """Whether it has active dropout, so that train mode differs from eval mode."""
+    """Return whether it has active dropout, so that train mode differs from eval mode."""
     return any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules())
 
 

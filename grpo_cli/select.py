@@ -1,9 +1,9 @@
-"""Which rollouts of a group are trained on, and with what advantage: rejection, then down-sampling, then advantages.
+"""Selection of the rollouts to train on, and their advantages: rejection, then down-sampling, then advantages.
 
 The order matters where the rules meet. A rollout that the correction rejects, or that is cut off and left out for it
-(train.truncated), cannot teach, so with n > m it is never
-chosen in place of one that can. With m = n nothing is chosen: the rejected stay in the batch with weight 0, so that the
-divisors count them (as Sparse-RL's release has it), or are left out altogether, by `count_rejected`.
+(train.truncated), contributes no gradient, so with n > m it is never chosen in place of one that does. With m = n
+nothing is chosen: the rejected stay in the batch with weight 0, so that the divisors count them (as Sparse-RL's release
+has it), or are left out altogether, by `count_rejected`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def select(
     """Choose `keep` rollouts of a group, fewer if fewer are left, and compute their advantages.
 
     `rejections` says of each rollout why it is rejected, empty if it is not. With `count_rejected` the
-    rewards of the rejected still belong to the group's statistics (they were drawn from the same policy).
+    rewards of the rejected still belong to the group's statistics (they were sampled from the same policy).
     """
     size = len(group.rollouts)
     left = [index for index in range(size) if not rejections[index]]

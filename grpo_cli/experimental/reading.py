@@ -29,10 +29,10 @@ POOLED = 10  # tokens at the end of a prompt and of a response that features are
 
 @dataclass(frozen=True)
 class PolicyReading:
-    """What a pass has read in rollouts, in their order.
+    """The results of a pass over rollouts, in their order.
 
     `features` are the means of a layer's states over the last tokens of the prompt, then of what the model said itself.
-    Of each token that it said: the entropy in nats of the distribution that it was drawn from, and the two likeliest
+    Of each token that it said: the entropy in nats of the distribution that it was sampled from, and the two likeliest
     tokens there, the first first. Empty unless they were wanted.
     """
 

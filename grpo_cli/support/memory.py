@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -92,11 +93,6 @@ def free_bytes(device: torch.device) -> int:
     return min([int(psutil.virtual_memory().available), *(group.limit - group.used for group in _control_groups())])
 
 
-# Files of a control group: limit, usage, and the key of cached files in it, for versions 1 and 2.
-_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-_V2 = "memory.max", "memory.current", "inactive_file"
-
-
 @dataclass(frozen=True)
 class ControlGroup:
     """Its limit and what counts towards it, in bytes; cached files, which give way, do not count here."""
@@ -108,20 +104,19 @@ class ControlGroup:
 def _control_groups(
     own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[ControlGroup]:
-    """The process's control groups that limit memory, and their parents. In a container the paths may not exist, the
-    root being its group."""
+    """Yield the process's control groups that limit memory, and their parents. In a container the paths may not exist,
+    the root being its group."""
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers:  # of version 1
             continue
-        limit, used, cached = _V1 if controllers else _V2
-        top = root / "memory" if controllers else root
-        inner = top / path.lstrip("/")
+        inner = root / path.lstrip("/")
         for group in (inner, *inner.parents):
-            if group.is_relative_to(top) and (group / limit).exists() and (group / limit).read_text().strip() != "max":
+            limit = group / "memory.max"
+            if group.is_relative_to(root) and limit.exists() and limit.read_text().strip() != "max":
                 files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                held = int((group / used).read_text()) - int(files.get(cached, 0))
-                yield ControlGroup(int((group / limit).read_text()), held)
+                held = int((group / "memory.current").read_text()) - int(files.get("inactive_file", 0))
+                yield ControlGroup(int(limit.read_text()), held)
 
 
 def resident_bytes() -> int:
@@ -214,22 +209,11 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     if "during capture" in str(error) and error.__context__ is not None:
         return is_out_of_memory(error.__context__)
-    return any(sign in str(error) for sign in _OUT_OF_MEMORY)
+    return re.search(_OUT_OF_MEMORY, str(error)) is not None
 
 
-# Messages of the allocator; the driver and the runtime; cuBLAS, cuDNN and cuSOLVER; the host's allocator.
-_OUT_OF_MEMORY = (
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUDA driver error: out of memory",
-    "cudaErrorMemoryAllocation",
-    "CUDA_ERROR_OUT_OF_MEMORY",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-    "DefaultCPUAllocator",
-)
+# In messages of the allocator, the driver and the runtime; of cuBLAS, cuDNN and cuSOLVER; of the host's allocator.
+_OUT_OF_MEMORY = "out of memory|MemoryAllocation|OUT_OF_MEMORY|ALLOC_FAILED|ALLOCATION_FAILED|DefaultCPUAllocator"
 
 
 def tensors_of(value: Any) -> list[Tensor]:

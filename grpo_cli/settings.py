@@ -132,7 +132,6 @@ class TrainSettings(Strict):
     keep_checkpoints: Count
     checkpoint: Literal["now", "lazy"]
     native: bool
-    compile: bool | None
     threads: Count | Literal["auto"]
     count_by: Literal["rollout", "prompt"]
     truncated: Literal["train", "leave_out", "zero"]

@@ -334,7 +334,7 @@ def test_a_group_that_differs_by_what_is_left_out_alone_is_dropped(tmp_path: Pat
 
 def test_tokens_that_were_cut_off_are_in_no_divisor_and_have_no_weight(tmp_path: Path) -> None:
     batch = without_rows(plain_batch([[False, True, True], [False, True, False]]), [True, False])
-    assert batch.weights.tolist() == [[0, 0, 0], [0, 1, 0]] and batch.trained_mask.sum() == 1
+    assert batch.weights.tolist() == [0, 0, 1] and batch.trained_mask.sum() == 1
     everything = Verdict(batch.response_mask.float(), batch.response_mask, ("", ""), {})
     assert totals(corrected(batch, everything), 4) == Totals(2, 1, 4), "a correction gives nothing back"
 

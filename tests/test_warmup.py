@@ -13,11 +13,10 @@ from small import small_model
 from tiny_hf import make_folder, make_tokenizer
 
 from grpo_cli.collect.warmup import Sft
-from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
 from grpo_cli.learner.batch import collate, totals
-from grpo_cli.learner.logprobs import token_logprobs
+from grpo_cli.learner.forward import Padded
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.demonstrations import conversations, demonstration
 from grpo_cli.types import Prompt
@@ -90,9 +89,8 @@ def test_the_loss_is_the_mean_negative_log_likelihood_of_replies() -> None:
         demonstration(Prompt("b", (5, 6), ""), [(False, [13, 14, 1])]),
     ]
     warmup = Sft(3, None, tuple(shown), per_step=2, seed=0)
-    batch = collate(warmup.groups(0), 0, version=5)
-    logprobs = token_logprobs(model, batch.input_ids, batch.response_mask, 1.0, 512)
-    found = warmup.loss(logprobs, batch, totals(batch, 99))
+    batch = collate(warmup.groups(0), version=5)
+    found = warmup.loss(Padded(99, 512, 1.0).logprobs(model, batch), batch, totals(batch, 99))
     terms = []
     for tokens, learnt in (((5, 6, 7, 8, 9, 10, 11, 12, 1), (3, 4, 7, 8)), ((5, 6, 13, 14, 1), (2, 3, 4))):
         logs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
@@ -179,17 +177,6 @@ def test_conversations_of_a_file_warm_a_chat_model_up(tmp_path: Path) -> None:
     trainer.fit()
     losses = [row["warmup/loss"] for row in rows_of(tmp_path / "run") if "warmup/loss" in row]
     assert losses[1] < losses[0]
-
-
-def test_where_there_is_nothing_to_imitate_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="field working.*train.warmup_field"):
-        run_of(tmp_path / "run", "train.warmup_field=working")
-    with pytest.raises(UserError, match="field solution.*train.warmup_path"):
-        build(settings_of("task=guess", "train.warmup=sft", "logger=jsonl", f"run_dir={tmp_path / 'run'}"))
-    with pytest.raises(UserError, match="train.warmup_path needs a chat template"):
-        run_of(tmp_path / "run", "train.warmup_path=x.jsonl")
-    with pytest.raises(UserError, match="train.warmup_steps=6 must be less than train.steps=6"):
-        check(settings_of("train.warmup=sft", "train.warmup_steps=6", "train.steps=6", "logger=jsonl", "run_dir=x"))
 
 
 def test_a_task_that_works_solutions_out_is_imitated_with_its_answers(tmp_path: Path) -> None:

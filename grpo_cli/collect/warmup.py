@@ -33,7 +33,7 @@ class Sft:
         rollouts = (self.shown[_order(self.seed, *divmod(place, len(self.shown)), len(self.shown))] for place in places)
         return [ScoredGroup(one.request.prompt, (one,), (Reward(1.0),)) for one in rollouts]
 
-    def loss(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput:
+    def loss(self, logprobs: Float[Tensor, "N"], batch: Batch, totals: Totals) -> LossOutput:
         """Mean negative log-likelihood of the tokens that are to be said."""
         said = logprobs.float().masked_fill(~batch.loss_mask, 0.0) * batch.weights
         loss = -said.sum() / max(totals.tokens, 1)

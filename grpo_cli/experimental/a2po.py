@@ -105,10 +105,11 @@ class Regression:
 
     needs_reference = True
 
-    def __call__(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput:
+    def __call__(self, logprobs: Float[Tensor, "N"], batch: Batch, totals: Totals) -> LossOutput:
         mask = batch.loss_mask
         assert batch.ref_logprobs is not None, "it says that it needs a reference"
-        moved = (masked_float(logprobs, mask) - masked_float(batch.ref_logprobs, mask).detach()).sum(dim=1)
-        weights = masked_float(batch.weights, mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-        loss = (weights * (self.beta * moved - batch.advantages.float()).square()).sum() / max(totals.sequences, 1)
+        moved = batch.sums(masked_float(logprobs, mask) - masked_float(batch.ref_logprobs, mask).detach())
+        tokens = batch.sums(mask).clamp(min=1)
+        weights, advantages = (batch.sums(masked_float(x, mask)) / tokens for x in (batch.weights, batch.advantages))
+        loss = (weights * (self.beta * moved - advantages).square()).sum() / max(totals.sequences, 1)
         return LossOutput(loss, {"loss/policy": loss.detach()})

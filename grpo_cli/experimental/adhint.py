@@ -9,7 +9,7 @@
 Read from the paper's text. Ours: one w for all of a problem's second round, how many replies are in the first, and all
 numbers in the YAML. Left out: how the paper weighs its arms, and its modulation of given tokens by entropy.
 
-Measured: scripts/reproduce/frontier_c.md (no difference from equal groups seen; worse than imitating the solutions).
+Measured: docs/studies.md (no difference from equal groups seen; worse than imitating the solutions).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ All three look at right and wrong alone, so that a problem's expected gradient k
 gradient (summed over tokens, with rewards of 0 and 1). What changes is how much the problem counts: where a group of
 fixed size is trained on whole, 1 - 1 / (a + b + N) times.
 
-Measured: scripts/reproduce/rivals.md (the rule is as good as maximal variance and trains on fewer tokens; no gain seen
+Measured: docs/studies.md (the rule is as good as maximal variance and trains on fewer tokens; no gain seen
 of rounds and baseline; embedded model).
 """
 

@@ -14,7 +14,7 @@ its scores. What is left is not reweighed by 1 / s_i, so the gradient leans to b
 groups in the record, and what curricula know of problems, are those of what is left. `rule=random` prunes as many
 without looking, as a control. No predictor of lengths learns from such rounds.
 
-Measured: scripts/reproduce/frontier_c.md.
+Measured: docs/studies.md.
 """
 
 from __future__ import annotations

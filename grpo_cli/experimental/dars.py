@@ -3,7 +3,7 @@
     with p = max(solved, 1/2) / n < 1/2, and w = 1 (equal) or 2 (1 - p) (hard):
     rollouts = ceil(w n / S), at most `most`;  S = 4 p (1 - p), or 2 sqrt(p (1 - p)) with divided advantages
 
-Measured: scripts/reproduce/frontier_a.md (lower on average, and confounded: fewer steps at equal tokens).
+Measured: docs/studies.md (lower on average, and confounded: fewer steps at equal tokens).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ the lengths, and how many redundant rollouts each problem gets. The order above 
 
 It chooses without a look at rewards, but length tells of them: the gradient is that of a policy that ends sooner.
 
-Measured: scripts/reproduce/rivals.md (the embedded model unlearns its task).
+Measured: docs/studies.md (the embedded model unlearns its task).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ probabilities so far, and the mean of the last layer's states over the reply. Ou
 that rounding gives out no more than n places, the largest shares first; and the likeliest reply where no answer is
 read. The order of the counts, and 0.01, are the released code's, which does not run (a name in it is not defined).
 
-Measured: scripts/reproduce/frontier_c.md.
+Measured: docs/studies.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Left out: the adaptive choice of problems, which is `curriculum=target`, and DART-GUI's rescue of failed groups. The
 paper's loss is correction=decoupled; optim.ess=sqrt is the companion where updates are large.
 
-Measured: scripts/reproduce/frontier_b.md (accuracy was lower).
+Measured: docs/studies.md (accuracy was lower).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ and not by others, which alone teach (arXiv 2603.10887).
     T[s', s] = C[s', s] / sum_s' C[s', s];  P(next) = T P(now);  the highest P(next = mixed) are chosen
     after a visit  C <- decay C + (1 - decay) prior + xi,  xi[s', s] ~ [outcome = s'] T[s', s] P(before = s), of sum 1
 
-Measured: scripts/reproduce/frontier_a.md.
+Measured: docs/studies.md.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ and bound, for which there are at most 20 leaves. Ours: that; and q, the directi
 `search=dora` has them in place of a process reward model and an embedding model. In the paper kept nodes share keys and
 values; here a reply's beginning is read again at each step, so that what is cut saves tokens alone.
 
-Measured: scripts/reproduce/frontier_c.md.
+Measured: docs/studies.md.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ first one of each problem is an ordinary one; no branch begins with the end of a
 born; all trees have to be full for an early end. Left out: that stretches which begin with a symbol or a digit are not
 judged (a collector reads no text), and an engine's fork: what is shared is prefilled again (engine/prefill_tokens).
 
-Measured: scripts/reproduce/frontier_d.md.
+Measured: docs/studies.md.
 """
 
 from __future__ import annotations

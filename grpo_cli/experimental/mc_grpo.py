@@ -3,7 +3,7 @@ not be trained on (arXiv 2601.22582).
 
     A = (r - median) / (scale + floor)
 
-Measured: scripts/reproduce/frontier_a.md (n = 3 and 9, divided by the deviation; the form of the release was not).
+Measured: docs/studies.md (n = 3 and 9, divided by the deviation; the form of the release was not).
 """
 
 from __future__ import annotations

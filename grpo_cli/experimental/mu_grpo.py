@@ -33,9 +33,9 @@ class MuGrpo(Clipped):
 
     veto: Annotated[float | int, Field(gt=1)]
 
-    def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
+    def terms(self, logprobs: Float[Tensor, "N"], batch: Batch) -> Terms:
         log_ratio = log_policy_ratio(logprobs, batch)
         said = self.pessimistic(bounded_ratio(log_ratio), batch)
         beyond = (log_ratio.detach().abs() > math.log(self.veto)).int()
-        vetoed = (beyond.cumsum(dim=1) > beyond) & (batch.token_advantages < 0)
+        vetoed = (batch.running(beyond) > beyond) & (batch.advantages < 0)
         return Terms(said.terms.masked_fill(vetoed, 0.0), said.ratio, said.clipped | vetoed)

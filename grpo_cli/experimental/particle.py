@@ -12,7 +12,7 @@ not the same as a low temperature, which sharpens token by token), the steps of 
 the answer. p is what the sampler drew the tokens with, at eval.temperature. With one particle this is plain sampling,
 bit for bit. A copy goes on with the random stream of the particle whose place it takes.
 
-Measured: scripts/reproduce/frontier_c.md.
+Measured: docs/studies.md.
 """
 
 from __future__ import annotations

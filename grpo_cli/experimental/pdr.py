@@ -10,7 +10,7 @@ the drafts beside them, and that a prompt is plain text, since a chat template w
 draft it is sequential refinement, the longest chain at equal tokens, which arXiv 2504.07052 compares with best-of-k
 (search=best).
 
-Measured: scripts/reproduce/frontier_c.md.
+Measured: docs/studies.md.
 """
 
 from __future__ import annotations

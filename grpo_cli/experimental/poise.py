@@ -13,7 +13,7 @@ baseline, and this one shares what was learnt of all problems: at equal cost few
 The paper's text could be read, no code. Ours: layer, ridge and window; where states are wide, 256 fixed random
 directions of them; before there are `min_rollouts` rows, the mean of the others' rewards; `mix`.
 
-Measured: scripts/reproduce/frontier_c.md.
+Measured: docs/studies.md.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Ours: a problem that was set aside is answered anew by the weights of its long s
 had. With other streams, long answers would be drawn again until they are short. So, with weights that stand still, a
 problem's rollouts have the distribution that they would have had under `collector=equal`, only later.
 
-Measured: scripts/reproduce/rivals.md (no difference in accuracy seen, fewer decode steps; embedded model).
+Measured: docs/studies.md (no difference in accuracy seen, fewer decode steps; embedded model).
 """
 
 from __future__ import annotations

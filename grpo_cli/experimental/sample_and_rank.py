@@ -5,7 +5,7 @@
 p is what the sampler drew the tokens with, at eval.temperature. Ours: the mean in place of the sum, so that a reply is
 not preferred for being short; of equal ones the first. No reward is looked at.
 
-Measured: scripts/reproduce/frontier_c.md.
+Measured: docs/studies.md.
 """
 
 from __future__ import annotations

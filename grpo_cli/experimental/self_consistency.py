@@ -5,7 +5,7 @@
 Replies that end in no number, or were cut off, have no vote; without any vote the first reply is the answer. What is
 judged is the first reply that gives the answer. Ours: answers are numbers, compared exactly (1/2 is 0.5).
 
-Measured: scripts/reproduce/frontier_c.md.
+Measured: docs/studies.md.
 """
 
 from __future__ import annotations

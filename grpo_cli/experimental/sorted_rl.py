@@ -7,7 +7,7 @@ So a load is a small curriculum from short to long, and no rollout is older than
 secondary sources: whether a load of the paper has the size, and its cache the bound, that they have here was not
 recovered. What is partial goes on from its tokens; that begins anew (the paper has both) is `collector=tail`.
 
-Measured: scripts/reproduce/rivals.md (no difference in accuracy seen, fewer decode steps; embedded model).
+Measured: docs/studies.md (no difference in accuracy seen, fewer decode steps; embedded model).
 """
 
 from __future__ import annotations

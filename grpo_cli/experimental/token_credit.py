@@ -10,7 +10,7 @@ H_t is the entropy of the distribution that token t was drawn from, by a pass ov
 chance that it was drawn with, and z the distance from the mean of the group's kept tokens in deviations, where ECHO's
 release takes a minibatch's. Weights act on the policy loss alone: a token of weight 0 stays in its divisors and its KL.
 
-Measured: scripts/reproduce/frontier_b.md (`fresh`: accuracy was lower). The others were not.
+Measured: docs/studies.md (`fresh`: accuracy was lower). The others were not.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ come together (arXiv 2606.11119).
 
     gain of the k-th next rollout = E[v^k (1 - v)] + E[(1 - v)^k v], v ~ Beta(solved, failed)
 
-Measured: scripts/reproduce/frontier_a.md.
+Measured: docs/studies.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reward parts that look at a completion's form alone: thoughts and answer each between their tags, and its length.
 
-The published runs weigh them in different ways (see conf/README.md); each part lies between 0 and 1, `overlong` between
+The published runs weigh them in different ways (docs/cookbook.md); each part lies between 0 and 1, `overlong` between
 -1 and 0.
 """
 

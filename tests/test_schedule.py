@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import fptas
-from schedules import Simulation, simulate
+from simulation import Simulation, simulate
 
 from grpo_cli.engine.makespan import (
     assign,

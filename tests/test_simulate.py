@@ -1,19 +1,16 @@
-"""The simulator's clock (scripts/bench/schedules.py), its made-up lengths, and the comparison that it prints."""
+"""The simulator's clock (simulation.py), worked out by hand and against the engine."""
 
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 from made import fptas, infinite, micro
-from schedules import compare, simulate, synthetic_trace
+from simulation import simulate
 from small import make_engine, small_model, some_requests
 
+from grpo_cli.engine.length_predictor import GivenLengths, key_of
 from grpo_cli.engine.scheduling import Fifo, Sjf
-from grpo_cli.experimental.oracle import Oracle, TraceRow
-
-pytestmark = pytest.mark.study
 
 
 def test_a_request_holds_its_slot_for_one_step_less_than_it_has_tokens():
@@ -26,31 +23,20 @@ def test_a_request_holds_its_slot_for_one_step_less_than_it_has_tokens():
     assert ran.bound_ratio == 6 / 5
 
 
-def test_the_simulator_counts_what_the_engine_does(tmp_path):
+def test_rounds_wait_for_their_longest():
+    ran = simulate([5, 2, 4, 3], [None] * 4, Fifo(), slots=2, rounds=True)
+    assert ran.admitted == ((0, 0, 0), (1, 1, 0), (2, 0, 4), (3, 1, 4))
+    assert ran.decode_steps == 4 + 3
+
+
+def test_the_simulator_counts_what_the_engine_does():
     requests, model = some_requests(prompts=2, n=4, tokens=16), small_model()
     lengths = {(r.request.prompt.id, r.request.sample): len(r) for r in make_engine(model).generate(requests)}
     true = [lengths[request.prompt.id, request.sample] for request in requests]
-    rows = [dict(step=0, prompt_id=name, sample=sample, length=length) for (name, sample), length in lengths.items()]
-    (tmp_path / "rollouts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = {key_of(request): float(length) for request, length in zip(requests, true, strict=True)}
     for sampler, scheduler in itertools.product([micro(slots=3), infinite(slots=3)], [Sjf, fptas]):
-        engine = make_engine(
-            model, sampler=sampler, scheduler=scheduler(), predictor=Oracle(tmp_path / "rollouts.jsonl")
-        )
+        engine = make_engine(model, sampler=sampler, scheduler=scheduler(), predictor=GivenLengths(given))
         assert len(list(engine.generate(requests))) == len(requests)
         ran = simulate(true, [float(length) for length in true], scheduler(), 3, rounds=not sampler.refills)
         assert engine.stats().decode_steps == ran.decode_steps
         assert engine.stats().slot_utilisation == pytest.approx(ran.slot_utilisation)
-
-
-def outcomes(trace: list[TraceRow], slots: int) -> dict[str, dict[str, float]]:
-    return compare(trace, slots, tau=0.4, prefix_tokens=4, seed=0)
-
-
-def test_true_lengths_are_planned_best_and_guesses_are_best_taken_longest_first():
-    found = outcomes(synthetic_trace("lognormal", 3, 4, 32, 250.0, 0.8, 1024, seed=0), slots=16)
-    ratios = {name: figures["bound_ratio"] for name, figures in found.items()}
-    assert 1.0 <= ratios["infinite oracle fptas"] <= 1.005 < ratios["infinite oracle lpt"]
-    rising = ("oracle lpt", "prefix lpt", "none fifo", "prefix sjf")
-    assert all(ratios[f"infinite {a}"] < ratios[f"infinite {b}"] for a, b in itertools.pairwise(rising))
-    assert found["infinite oracle fptas"]["kendall_tau"] == pytest.approx(1.0)
-    assert "kendall_tau" not in found["infinite none fifo"]

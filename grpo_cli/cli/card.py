@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 
 from grpo_cli.config.choices import choices, config_dir, defaults_of, shipped
 from grpo_cli.config.overrides import is_ours
-from grpo_cli.report.asked import asked_by
 from grpo_cli.report.curves import GREEDY, Rows
 from grpo_cli.report.read import Run
+from grpo_cli.report.recorded_settings import settings_of_record
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.support.formatting import plain, shown
 from grpo_cli.tracking.redact import arguments_without_secrets
@@ -35,7 +35,7 @@ def facts_of(run: Run, rows: Rows) -> Iterator[tuple[str, str]]:
     first, last = (evaluated[0], evaluated[-1]) if evaluated else ({"step": 1}, {"step": 0})
     yield "accuracy before", "not measured" if first["step"] else _accuracy(first)
     yield "accuracy after", f"{_accuracy(last)}, after step {last['step']:.0f}" if last["step"] else "not measured"
-    yield "seed", shown(run.asked.seed)
+    yield "seed", shown(run.recorded.seed)
     ended = rows[-1] if rows else {}
     yield "tokens generated", f"{ended['tokens/generated']:,.0f}" if "tokens/generated" in ended else "unknown"
     seconds = ended.get("clock/train_seconds")
@@ -59,7 +59,10 @@ def recipe_of(record: RunRecord) -> list[str]:
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         usual: Any = OmegaConf.to_container(hydra.compose("train", ["run_dir=."]), resolve=False)
     usual |= {group: shipped(group, choice) for group, choice in record.choices.items() if choice in choices(group)}
-    by_itself, asked = asked_by(RunRecord("train", (), defaults_of("train"), usual, {})), asked_by(record)
+    by_itself, asked = (
+        settings_of_record(RunRecord("train", (), defaults_of("train"), usual, {})),
+        settings_of_record(record),
+    )
     found = {
         key: str(value).rpartition("/")[2] if str(value).startswith(("/", "~")) else shown(value)
         for key, value in asked.settings.items()

@@ -13,8 +13,8 @@ from grpo_cli.config.compose import model_of
 from grpo_cli.model.adapters import BASE, base_of, has_adapters
 from grpo_cli.model.export import check_repository, is_export, licence_of, upload, write_card, write_model
 from grpo_cli.model.load import DTYPES, TINY, at_checkpoint, source_of
-from grpo_cli.report.asked import asked_by
 from grpo_cli.report.read import read_rows, read_run
+from grpo_cli.report.recorded_settings import settings_of_record
 from grpo_cli.runs.files import folder_written_atomically
 from grpo_cli.runs.find import candidates, find_checkpoint
 from grpo_cli.runs.layout import METRICS, step_of
@@ -102,7 +102,7 @@ def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
 
 def _sampling(record: RunRecord | None) -> dict[str, Any]:
     """What `transformers` and vLLM call the settings that the run's rollouts were drawn with."""
-    settings = {} if record is None else asked_by(record).settings
+    settings = {} if record is None else settings_of_record(record).settings
     found = {name: settings.get(f"sampling.{name}") for name in ("temperature", "top_p", "top_k", "max_new_tokens")}
     numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
     return {"do_sample": True, **numbers} if numbers else {}

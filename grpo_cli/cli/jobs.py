@@ -36,15 +36,13 @@ def train(cfg: DictConfig) -> Any:
     from grpo_cli import experiment
     from grpo_cli.cli.start import started
     from grpo_cli.config.prepare import prepare
-    from grpo_cli.memory import explain, fit
+    from grpo_cli.memory import explain
     from grpo_cli.runs.stop import Stop
 
     run = prepare(settings, to_stderr)
     if _is_done(settings):
         return None
     run, chosen = _fitted(run, cfg)
-    run = fit.with_tokens(run, run.device, to_stderr)
-    fit.foresee(run, to_stderr)
     with (
         started("train", cfg, run.settings, settings.resume, settings.resume_wait, chosen) as go_on,
         explain.memory_explained(run),
@@ -58,15 +56,16 @@ def train(cfg: DictConfig) -> Any:
 
 
 def _fitted(run: Any, cfg: DictConfig) -> tuple[Any, tuple[str, ...]]:
-    """Return the run with what `fit` chooses, which goes into `cfg` too, and that as words. A resumed run computes as
-    it began."""
-    from grpo_cli.config.auto import decided
+    """Return the run with what `fit` or an automatic micro-batch chooses, which goes into `cfg` too, and that as words.
+    A resumed run computes as it began."""
+    from grpo_cli.config.auto import AUTO, decided
     from grpo_cli.memory import fit
 
-    if run.settings.fit == "none" or run.settings.resume is not None:
+    fits = run.settings.fit == "none" or run.settings.resume is not None
+    if fits and run.settings.train.micro_batch_tokens != AUTO:
         return run, ()
-    plan = fit.decided(run, fit.typed_keys(HydraConfig.get().overrides.task), to_stderr)
-    chosen = fit.words(run.settings, plan.values)
+    values = fit.decided(run, fit.typed_keys(HydraConfig.get().overrides.task), to_stderr)
+    chosen = fit.words(run.settings, values)
     with open_dict(cfg):
         for key, _, value in (word.partition("=") for word in chosen):
             OmegaConf.update(cfg, key, yaml.safe_load(value) if "." in key else shipped(key, value), merge=False)
@@ -127,9 +126,8 @@ def profile(cfg: DictConfig) -> Any:
         found = profiling.profile(run, command, to_stderr, experiment.say_to_stderr)
         found.show(console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")
-        peak = found.predicted.peak if found.measured is None else found.measured.peak_bytes
-        write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})
-    return peak
+        write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": found.peak_bytes})
+    return found.peak_bytes
 
 
 JOBS = {"train": train, "eval": evaluate, "profile": profile}

@@ -1,4 +1,4 @@
-"""One step's rollouts: problems are picked, requests numbered, seeded and completed, answers judged once."""
+"""One step's rollouts: prompts are picked, requests numbered, seeded and completed, answers judged once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from grpo_cli.support.facts import name_of
 from grpo_cli.types import EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, ScoredGroup
 
 MOST_CALLS = 4000  # of a step's methods; a collector that makes more is considered endless
-MOST_ROLLOUTS = 2**22  # and problems, of a step: each is a Python object
+MOST_ROLLOUTS = 2**22  # and prompts, of a step: each is a Python object
 
 
 @dataclass
@@ -45,8 +45,8 @@ class StepCollection:
     task: Task
     history: History
     version: int = 0
-    problems: float = math.inf
-    tokens_left: float = math.inf
+    problems: int | float = math.inf
+    tokens_left: int | float = math.inf
     truncated: str = "train"
     span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -54,8 +54,8 @@ class StepCollection:
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(seed_of(self.seed, self.step, "collector"))
         self.rollout_seconds = 0.0
-        self._prompts: dict[str, Prompt] = {}  # picked, requested or resumed, by problem
-        self._rollouts: dict[str, dict[int, Rollout]] = {}  # by problem and sample, in order of the requests
+        self._prompts: dict[str, Prompt] = {}  # picked, requested or resumed, by prompt
+        self._rollouts: dict[str, dict[int, Rollout]] = {}  # by prompt and sample, in order of the requests
         self._rewards: dict[str, dict[int, Reward]] = {}  # of those that were judged
         self._trained: dict[str, ScoredGroup] = {}  # what the collector returned
         self._notes: dict[str, float] = {}
@@ -91,9 +91,7 @@ class StepCollection:
         if count > MOST_ROLLOUTS:
             raise UserError(f"the collector requests {count} {what} in a step: lower its settings, n or train.prompts")
 
-    def generate(
-        self, requests: Iterable[tuple[Prompt, int] | Group], *, enough: int | None = None, limit: int | None = None
-    ) -> list[Group]:
+    def generate(self, requests: Iterable[Any], *, enough: int | None = None, limit: int | None = None) -> list[Group]:
         self._called()
         made, names = sum(map(len, self._rollouts.values())), dict[str, None]()
         partial: dict[tuple[str, int], Rollout] = {}

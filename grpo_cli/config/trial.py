@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.equal import equal
 from grpo_cli.history import History
-from grpo_cli.interfaces import Rules, SetUp
+from grpo_cli.interfaces import Curriculum, Engine, Rules, SetUp, Task
 from grpo_cli.learner.batch import collate, corrected, rows_of, totals, verdict_on
 from grpo_cli.rules.advantage import advantages
 from grpo_cli.rules.downsample import choose
@@ -35,10 +35,10 @@ def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
     kept, keep = list(range(size))[-m:], size if m == n else min(m, size - 1)
     if not isinstance(rules.downsample, SetUp):
         kept = choose(rules.downsample, group, keep, np.random.default_rng(0))
-    batch = rows_of(collate([group], 0), torch.tensor(kept))
+    batch = rows_of(collate([group]), torch.tensor(kept))
     if not isinstance(rules.advantage, SetUp):
         found = advantages(rules.advantage, group, kept)
-        batch = replace(batch, advantages=found.new_zeros(len(kept)) if found.dim() > 1 else found)
+        batch = replace(batch, advantages=batch.spread(found.new_zeros(len(kept)) if found.dim() > 1 else found))
     if not isinstance(rules.correction, SetUp):
         with own_code_unless_ours(f"correction {name_of(rules.correction)}", rules.correction):
             verdict: Any = verdict_on(rules.correction, batch, batch.sampler_logprobs)
@@ -63,19 +63,21 @@ def _try_loss(loss: Any, batch: Any) -> None:
 
 
 def _step(n: int, prompts: int) -> StepCollection:
-    made_up: Any = _MadeUp()
-    words = {"engine": made_up, "task": made_up, "curriculum": made_up, "history": History()}
+    made_up = _MadeUp()  # type: ignore[abstract]  # what else they have is not called
+    words: dict[str, Any] = {"engine": made_up, "task": made_up, "curriculum": made_up, "history": History()}
     return StepCollection(n=n, prompts=prompts, sampling=Sampling.plain(8), seed=0, step=0, **words)
 
 
-class _MadeUp:
+class _MadeUp(Engine, Task, Curriculum):
     """Engine, task and curriculum of a made-up step, whose every second answer is right."""
+
+    reads_stop_strings = False
 
     def pick(self, step: int, count: int, without: Set[str]) -> Sequence[Prompt]:
         return [Prompt(f"made-up-{len(without) + place}", (0,), "0") for place in range(count)]
 
-    def generate(self, requests: Sequence[Request], enough: Any = None) -> Sequence[Rollout]:
-        return [Rollout(request, (0,), (-1.0,), Finish.EOS, 0) for request in requests]
+    def generate(self, requests: Sequence[Request], enough: Any = None) -> Iterator[Rollout]:
+        return (Rollout(request, (0,), (-1.0,), Finish.EOS, 0) for request in requests)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         return Reward(float(rollout.request.sample % 2))

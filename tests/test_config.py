@@ -238,7 +238,6 @@ REFUSED = {
     "collector=dars collector.divided=true advantage=rloo": "collector=dars",
     "collector=partial sparsity=snapkv": "sparsity=snapkv",
     "collector=partial engine=ray": "engine=ray",
-    "collector=partial predictor=oracle predictor.lengths=x.jsonl": "predictor=oracle",
     "correction=tis correction.prox=drawn": "correction.prox=now",
     "correction.prox=drawn sparsity=snapkv": "sparsity=snapkv",
     "correction.prox=drawn engine=vllm": "engine=vllm",

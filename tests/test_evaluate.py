@@ -16,7 +16,6 @@ from tiny_hf import make_tokenizer
 from words import task_of
 
 from grpo_cli.collect.requests import requests_for
-from grpo_cli.engine.length_predictor import Predictor
 from grpo_cli.engine.scheduling import Lpt
 from grpo_cli.evaluate import evaluate
 from grpo_cli.interfaces import Task

@@ -141,21 +141,22 @@ def test_every_example_in_the_help_composes():
         ("sampler.slots=3", "sampler.slots", "sampler=infinite"),
         ("fast", "fast", "key=value or group=choice"),
         ("=5", "=5", "key=value or group=choice"),
-        ("n=[1", "n=[1", 'n="[1"'),
-        ("--n 32", "--n", "n=32"),
-        ("-n 32", "-n", "n=32"),
-        ("--num-generations=8", "--num-generations=8", "n=8"),
-        ("--learning_rate 1e-6", "--learning_rate", "optim.lr=1e-6"),
-        ("--steps 10", "--steps", "train.steps=10"),
+        ("n=[1", "n=[1", "n="),
+        ("--n 32", "--n", "n="),
+        ("-n 32", "-n", "n="),
+        ("--num-generations=8", "--num-generations", "n="),
+        ("--learning_rate 1e-6", "--learning_rate", "optim.lr="),
+        ("--steps 10", "--steps", "train.steps="),
         ("--use_vllm", "--use_vllm", "engine=vllm"),
         ("--config my.yaml", "--config", "--config-dir"),
-        ("--config-dir", "--config-dir", "value"),
+        ("--config-dir", "--config-dir", "argument"),
+        ("--config-dir nowhere", "--config-dir", "nowhere"),
         ("seed=range(3)", "seed=range(3)", "-m"),
         ("seed=0,1", "seed=0,1", "'seed=[0,1]'"),
         (f"train.steps={5000 * '9'}", "train.steps", "digits"),
         (f"optim.betas=[0.9,{5000 * '9'}]", "optim.betas", "digits"),
         ("n=0", "n=0", "at least 1"),
-        ("--config-name=other", "other", ""),
+        ("--config-name=other", "--config-name", ""),
         ("--no-such-flag", "--no-such-flag", ""),
     ],
 )
@@ -197,15 +198,13 @@ def test_a_missing_argument_is_answered_in_one_line_with_an_example(words):
 def test_the_folder_of_an_evaluation_may_have_any_name(elsewhere, name):
     if "/" not in name:
         (elsewhere / name).mkdir()
-    words = with_checkpoint(["--cfg", "job", name, "seed=1", "~logger", "hydra/launcher=processes"])
-    assert value_of("checkpoint", words) == name and words[:2] + words[3:] == [
-        *("--cfg", "job", "seed=1", "~logger", "hydra/launcher=processes")
-    ]
+    words = with_checkpoint([name, "seed=1", "~logger", "hydra/launcher=processes"])
+    assert value_of("checkpoint", words) == name and words[1:] == ["seed=1", "~logger", "hydra/launcher=processes"]
 
 
 def test_an_evaluation_is_of_one_folder_and_a_setting_is_none(elsewhere):
     (elsewhere / "seed=1").mkdir()
-    assert with_checkpoint(["-m", "seed=1"]) == ["-m", "seed=1"]
+    assert with_checkpoint(["seed=1"]) == ["seed=1"]
     for words in (["a", "b"], ["a", "checkpoint=b"]):
         with pytest.raises(UserError, match="a and b"):
             with_checkpoint(words)
@@ -235,16 +234,16 @@ def test_unknown_words_are_named_together_each_with_its_way_out():
 
 def test_a_run_folder_that_cannot_be_made_is_named(elsewhere):
     (elsewhere / "outputs").write_text("in the way")
-    assert "choose another folder with hydra.run.dir=<folder>" in refusal("train")
-    assert "choose another folder with hydra.sweep.dir=<folder>" in refusal("train", "-m", "seed=1,2")
+    assert "hydra.run.dir=<folder>" in refusal("train")
+    assert "hydra.sweep.dir=<folder>" in refusal("train", "-m", "seed=1,2")
 
 
 def fake_job(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Any]:
     """Replaces training: every call keeps its config, and then raises or returns `outcome`."""
     calls: list[Any] = []
 
-    def job(cfg: Any) -> Any:
-        calls.append(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
+    def job(command: Any) -> Any:
+        calls.append(OmegaConf.create(OmegaConf.to_container(command.cfg, resolve=True)))
         if isinstance(outcome, Exception):
             raise outcome
         return outcome

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import hydra
 import hydra.utils
@@ -21,9 +22,9 @@ from omegaconf import OmegaConf
 import grpo_cli.settings
 from grpo_cli.config.check import check, check_eval
 from grpo_cli.config.choices import EXPERIMENTAL, choices, config_dir, groups_of, parts_of, shipped
-from grpo_cli.config.compose import read_settings
+from grpo_cli.config.compose import Command, read_settings
 from grpo_cli.config.instantiate import RECIPE, drop_inherited
-from grpo_cli.config.recorded import merged
+from grpo_cli.config.recorded import Named, over_recorded
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
@@ -171,7 +172,6 @@ def test_a_typed_line_break_is_one(word, typed, meant):
 def test_a_part_of_ones_own_inherits_only_what_it_takes(group, monkeypatch):
     """Also from every other choice; what was typed, and what no choice has, stays to be refused."""
     takes = {"takes_nothing": [], "takes_seed": ["seed"], "takes_all": None}
-    monkeypatch.setattr("hydra.core.hydra_config.HydraConfig.initialized", lambda: False)  # nothing else was typed
     module = ModuleType("parts_of_mine")
     module.takes_nothing, module.takes_seed, module.takes_all = (lambda: None), (lambda seed: None), (lambda **of: None)
     for name in takes:
@@ -179,7 +179,7 @@ def test_a_part_of_ones_own_inherits_only_what_it_takes(group, monkeypatch):
     monkeypatch.setitem(sys.modules, "parts_of_mine", module)
     for choice, (name, taken) in itertools.product(choices(group), takes.items()):
         cfg = compose(f"{group}._target_=parts_of_mine.{name}", f"+{group}.zzz=1", f"{group}={choice}")
-        drop_inherited(cfg, [group])
+        drop_inherited(cfg, [group], set())
         kept = {key for key in shipped(group, choice) if key == RECIPE or taken is None or key in taken}
         assert set(cfg[group]) == {*kept, "_target_", "zzz"}, (choice, name)
 
@@ -338,13 +338,17 @@ def recorded(tmp_path: Path, *changed: str) -> RunRecord:
     return made.record(tmp_path, run, choices=CHOICES_OF_RUN)
 
 
+def merged(command: str, record: RunRecord, *typed: str, **decided: Any) -> Any:
+    """Return what `grpo <command>` reads of a recorded run and what is typed."""
+    words = [word for word in typed if word.partition("=")[0] in CHOICES_OF_RUN]
+    named = dict(word.split("=") for word in words)
+    base = Command(command, compose(*words, command=command), typed, CHOICES_OF_RUN | named)
+    kind = RunSettings if command == "train" else EvalRunSettings
+    return read_settings(over_recorded(base, Named(typed, record, decided)).cfg, kind, typed)
+
+
 def continued(tmp_path: Path, *typed: str) -> RunSettings:
-    """What `grpo train resume=... <typed>` runs with: Hydra composes what was chosen, and what is typed."""
-    groups = [word for word in typed if word.partition("=")[0] in CHOICES_OF_RUN]
-    cfg = compose(
-        "task=jsonl", "logger=jsonl", *groups, *(f"++{word.lstrip('+')}" for word in typed if word not in groups)
-    )
-    return read_settings(merged("train", cfg, recorded(tmp_path), typed), RunSettings)
+    return merged("train", recorded(tmp_path), *typed)
 
 
 def test_a_resumed_run_has_its_recorded_settings_and_what_is_typed(tmp_path: Path) -> None:
@@ -373,23 +377,21 @@ def test_a_resumed_run_has_its_recorded_settings_and_what_is_typed(tmp_path: Pat
     ],
 )
 def test_a_recorded_setting_that_names_foreign_code_has_to_be_typed(tmp_path: Path, changed: str, key: str) -> None:
-    cfg, record = compose(*RUN), recorded(tmp_path, changed.replace("+", ""))
-    with pytest.raises(UserError, match=re.escape(key)):
-        merged("train", cfg, record, ["n=4"])
-    merged("train", cfg, record, [f"{key}=null"])
+    record = recorded(tmp_path, changed.replace("+", ""))
+    with pytest.raises(UserError, match=f"^{re.escape(key)}.* is not taken"):
+        merged("train", record, "n=4")
+    with pytest.raises(UserError, match="(?!.*is not taken)"):
+        merged("train", record, f"{key}=3")
 
 
 def test_a_recorded_setting_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     record = recorded(tmp_path)
     with pytest.raises(UserError, match=r"optim\.zzz"):
-        config = {**record.config, "optim": {**record.config["optim"], "zzz": 1}}
-        read_settings(merged("train", compose(*RUN), replace(record, config=config), []), RunSettings)
+        merged("train", replace(record, config={**record.config, "optim": {**record.config["optim"], "zzz": 1}}))
 
 
 def test_a_run_is_evaluated_with_its_own_settings_and_the_checkpoint_s_weights(tmp_path: Path) -> None:
-    last = {"model.path": "ckpt", "model.random_init": False}
-    cfg = compose("task=jsonl", "logger=jsonl", "eval.k=9", "model=hf", command="eval")
-    cfg.model.path = "tiny"
-    run = read_settings(merged("eval", cfg, recorded(tmp_path), ["eval.k=9"], last), EvalRunSettings)
+    decided = {"model.path": "ckpt", "model.random_init": False}
+    run = merged("eval", recorded(tmp_path), "eval.k=9", **decided)
     assert (run.model.path, run.model.random_init, run.seed, run.eval.k) == ("ckpt", False, 5, 9)
     assert (run.parts["task"]["path"], run.sampling.max_new_tokens, run.eval.split) == ("x.jsonl", 7, "eval")

@@ -20,7 +20,6 @@ import torch
 from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
-from grpo_cli.cli.mistakes import unusable
 from grpo_cli.config.check import check
 from grpo_cli.report.read import read_run
 from grpo_cli.rules.downsample import choose
@@ -206,24 +205,6 @@ def test_a_step_of_more_rollouts_than_can_be_held_is_refused(changed: dict[str, 
 
     with pytest.raises(UserError, match=f"n={2**62} "):
         check(replace(made.settings(), **changed))
-
-
-@pytest.mark.parametrize(
-    ("flags", "words", "key"),
-    [
-        ([], ["collector=null"], "collector=null"),
-        ([], ["+collector=true"], "collector"),
-        ([], ["hydra.sweeper.max_batch_size=0"], "hydra.sweeper.max_batch_size"),
-        (["--resolve"], [], "--cfg"),
-        (["--config-name", "eval"], [], "grpo eval"),
-        (["--config-name=profile"], [], "grpo profile"),
-        (["--resolve", "--cfg", "job"], ["n=null", "~logger", "hydra.sweeper.max_batch_size=2", "model=hf"], None),
-        (["--config-name", "mine"], [], None),
-    ],
-)
-def test_what_hydra_would_end_with_a_traceback_is_refused_first(flags: list[str], words: list[str], key: Any) -> None:
-    told = [*unusable("train", flags, words)]
-    assert len(told) == (key is not None) and (key is None or key in told[0])
 
 
 @pytest.mark.parametrize(

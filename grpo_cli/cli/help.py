@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from grpo_cli.cli.mistakes import explained
 from grpo_cli.config.choices import choices, config_dir, is_experimental
 from grpo_cli.config.comments import Setting, flow, read_choice, read_conf
 from grpo_cli.support import terminal
-from grpo_cli.support.errors import UserError
 
-HELP = {"--help", "-h"}
-SWEEP = {"-m", "--multirun"}
 WIDEST = 38  # columns of a setting; a longer one pushes its comment to the right
 
 Row = tuple[str, str]  # a setting as typed, and its comment
 
 
-def print_help(command: str, arguments: Sequence[str]) -> None:
-    """The help page of a command. UserError if the arguments cannot be composed."""
-    values, template, choices_made = _composed(command, arguments)
-    chosen = {group: choice for group, choice in choices_made.items() if not group.startswith("hydra/")}
+def print_help(command: str, overrides: Sequence[str]) -> None:
+    """Print the help page of a command. UserError if the overrides cannot be composed."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    from grpo_cli.config.auto import fill
+    from grpo_cli.config.compose import by_hydra
+
+    with explained(command, overrides):
+        made = by_hydra(command, overrides)
+    template, values = str(HydraConfig.get().help.template), cast(dict[str, Any], OmegaConf.to_container(made.cfg))
+    fill(values)
+    chosen = {group: choice for group, choice in made.choices.items() if not group.startswith("hydra/")}
     said = dict(read_conf(config_dir() / f"{command}.yaml").settings)
     groups = "\n".join(line for group in reversed(chosen) for line in _lines(group))
     before, _, after = template.replace("$APP_CONFIG_GROUPS", f"{groups}\n").partition("$CONFIG")
@@ -71,29 +77,6 @@ def say_rows(rows: Iterable[Row]) -> None:
     for left, comment in rows:
         say(f"{left:<{width}}  {comment if comment != before else ''}".rstrip(), width + 2)
         before = comment
-
-
-def _composed(command: str, arguments: Sequence[str]) -> tuple[dict[str, Any], str, dict[str, str]]:
-    """A command's unresolved settings, the template of its page, and the choice of each group; for a sweep, without
-    the overrides that vary."""
-    import hydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-
-    from grpo_cli.config.auto import fill
-
-    overrides = [word for word in arguments if word not in HELP | SWEEP]
-    if SWEEP & set(arguments):
-        overrides = [word for word in overrides if "," not in word]
-    try:
-        with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-            cfg = hydra.compose(command, overrides, return_hydra_config=True)
-            template = str(cfg.hydra.help.template)
-            values: Any = OmegaConf.to_container(cfg)
-    except HydraException as error:
-        raise UserError(explained(error, command, overrides)) from error
-    fill(values)
-    return values, template, values.pop("hydra")["runtime"]["choices"]
 
 
 def _rows(values: Mapping[str, Any], said: Mapping[str, Setting], prefix: str = "") -> Iterator[Row]:

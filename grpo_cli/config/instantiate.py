@@ -11,18 +11,17 @@ import dataclasses
 import inspect
 import pkgutil
 import typing
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from grpo_cli import interfaces
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
-from grpo_cli.config.overrides import is_ours, key_of
+from grpo_cli.config.overrides import is_ours
 from grpo_cli.config.read import read_argument
 from grpo_cli.engine.batching import Sampler
 from grpo_cli.engine.interfaces import Predictor, Scheduler
@@ -72,13 +71,12 @@ def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, /, *
     return make(name, shipped(name, choice) | changed, offered or {})
 
 
-def drop_inherited(cfg: DictConfig, groups: Sequence[str]) -> None:
+def drop_inherited(cfg: DictConfig, groups: Sequence[str], typed: Set[str]) -> None:
     """Remove from a user's own parts the settings of the choices that they replace, unless typed or taken."""
-    typed = {key_of(word) for word in (HydraConfig.get().overrides.task if HydraConfig.initialized() else ())}
     for name in groups:
         part = cfg.get(name)
-        known = {word for choice in choices(name) for word in shipped(name, choice)} - {*_NO_ARGUMENTS}
         if isinstance(part, DictConfig) and isinstance(part.get("_target_"), str):
+            known = {word for choice in choices(name) for word in shipped(name, choice)} - {*_NO_ARGUMENTS}
             takes: Container[str] = ()
             with suppress(UserError):  # a target that cannot be imported is refused where it is built
                 takes = _takes(_code(name, str(part["_target_"])))

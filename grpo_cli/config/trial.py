@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.equal import equal
 from grpo_cli.history import History
-from grpo_cli.interfaces import Rules, SetUp
+from grpo_cli.interfaces import Curriculum, Engine, Rules, SetUp, Task
 from grpo_cli.learner.batch import collate, corrected, rows_of, totals, verdict_on
 from grpo_cli.rules.advantage import advantages
 from grpo_cli.rules.downsample import choose
@@ -63,19 +63,21 @@ def _try_loss(loss: Any, batch: Any) -> None:
 
 
 def _step(n: int, prompts: int) -> StepCollection:
-    made_up: Any = _MadeUp()
-    words = {"engine": made_up, "task": made_up, "curriculum": made_up, "history": History()}
-    return StepCollection(n=n, prompts=prompts, sampling=Sampling.plain(8), seed=0, step=0, **words)
+    made_up: Any = _MadeUp
+    parts = {group: made_up() for group in ("engine", "task", "curriculum")}
+    return StepCollection(n=n, prompts=prompts, sampling=Sampling.plain(8), seed=0, step=0, history=History(), **parts)
 
 
-class _MadeUp:
+class _MadeUp(Engine, Task, Curriculum):
     """Engine, task and curriculum of a made-up step, whose every second answer is right."""
+
+    reads_stop_strings = False
 
     def pick(self, step: int, count: int, without: Set[str]) -> Sequence[Prompt]:
         return [Prompt(f"made-up-{len(without) + place}", (0,), "0") for place in range(count)]
 
-    def generate(self, requests: Sequence[Request], enough: Any = None) -> Sequence[Rollout]:
-        return [Rollout(request, (0,), (-1.0,), Finish.EOS, 0) for request in requests]
+    def generate(self, requests: Sequence[Request], enough: Any = None) -> Iterator[Rollout]:
+        yield from (Rollout(request, (0,), (-1.0,), Finish.EOS, 0) for request in requests)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         return Reward(float(rollout.request.sample % 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import torch
-from hydra.core.hydra_config import HydraConfig
 
 from grpo_cli import __version__, experiment
 from grpo_cli.config.instantiate import make
@@ -63,7 +62,7 @@ def profile(run: Prepared[ProfileRunSettings], command: Sequence[str], say: Say,
     )
     findings.write(folder)
     if sized:
-        _say_what_fits(planner, room, say)
+        _say_what_fits(planner, room, fit.typed_keys(command), say)
     offered = {"run_dir": folder, "config": dataclasses.asdict(settings), "say": say, "warn": warn}
     tracker = make("logger", settings.parts["logger"], offered)
     tracker.log(Record(0, findings.metrics))
@@ -81,9 +80,9 @@ def _largest(planner: Planner, room: int) -> dict[str, int | None]:
     return {key: 0 if found == enough else found for key, (found, enough) in limits.items()}
 
 
-def _say_what_fits(planner: Planner, room: int, say: Say) -> None:
+def _say_what_fits(planner: Planner, room: int, typed: Set[str], say: Say) -> None:
     """Report what `fit` would choose for this room; nothing of it is used here."""
-    typed, room = fit.typed_keys(HydraConfig.get().overrides.task), fit.within(room, planner.device)
+    room = fit.within(room, planner.device)
     try:
         for line in fit.planned(planner, room, typed).lines(planner.run.settings.fit, room):
             say(line)

@@ -140,7 +140,7 @@ def kernel_backward(
         found[0][qs] = torch.einsum("hqk,khd->qhd", ds, k[ks].repeat_interleave(group, 1))
         found[1][ks] = torch.einsum("hqk,qhd->khd", ds, q[qs]).unflatten(1, (-1, group)).sum(2)
         found[2][ks] = torch.einsum("hqk,qhd->khd", share, grad[qs]).unflatten(1, (-1, group)).sum(2)
-    return found
+    return tuple(found)
 
 
 @pytest.mark.parametrize("trees", [UNEVEN, ((7,), (3,)), ((6, 14, 10),)], ids=["trees", "sequences", "one tree"])

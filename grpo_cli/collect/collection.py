@@ -45,8 +45,8 @@ class StepCollection:
     task: Task
     history: History
     version: int = 0
-    problems: float = math.inf
-    tokens_left: float = math.inf
+    problems: int | float = math.inf
+    tokens_left: int | float = math.inf
     truncated: str = "train"
     span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -91,9 +91,7 @@ class StepCollection:
         if count > MOST_ROLLOUTS:
             raise UserError(f"the collector requests {count} {what} in a step: lower its settings, n or train.prompts")
 
-    def generate(
-        self, requests: Iterable[tuple[Prompt, int] | Group], *, enough: int | None = None, limit: int | None = None
-    ) -> list[Group]:
+    def generate(self, requests: Iterable[Any], *, enough: int | None = None, limit: int | None = None) -> list[Group]:
         self._called()
         made, names = sum(map(len, self._rollouts.values())), dict[str, None]()
         partial: dict[tuple[str, int], Rollout] = {}

@@ -79,7 +79,7 @@ class Sequence:
         return self.finish is not None
 
     @property
-    def _most_of_turn(self) -> float:
+    def _most_of_turn(self) -> int | float:
         return self.request.sampling.max_turn_tokens or inf
 
     def _stops(self, decode: Decode | None) -> bool:

@@ -223,7 +223,7 @@ def test_how_a_run_ended_is_the_launcher_s_word_before_the_run_s_own(tmp_path, s
 @pytest.mark.parametrize("status", [None, "completed"])
 def test_a_run_is_running_as_long_as_a_process_holds_its_folder(tmp_path, status):
     run = leave(tmp_path / "0", status=status)
-    with sole_use(run, 0.0, print):
+    with sole_use(run, print):
         assert read_run(run, "0").state == State.RUNNING
     assert read_run(run, "0").state != State.RUNNING
 

@@ -54,7 +54,6 @@ def resumed(folder: Path, recorded: list[str], *typed: str) -> list[str]:
     "word",
     [
         "++logger={_target_: shutil.copyfile, src: a, dst: b}",
-        "++logger.src=[{_target_: os.mkdir, _args_: [x]}]",
         "logger._target_=grpo_cli.config.instantiate.hydra.utils.get_object",
         "downsample._target_=mine_and_trusted.copyfile",
         "logger._target_=stranger.evil.Tracker",
@@ -62,9 +61,7 @@ def resumed(folder: Path, recorded: list[str], *typed: str) -> list[str]:
         "++hydra.job.env_set.LD_PRELOAD=evil.so",
         "model=../../stranger/evil",
         "logger.name='${oc.env:HOME}'",
-        "engine.options={options: {worker_cls: evil.Worker}}",
         "logger.space_id=stranger/space",
-        "++logger.hosts=[stranger]",
         "task.path=/etc/passwd",
         "task.judge.base_url=http://stranger/v1",
     ],
@@ -119,7 +116,9 @@ def test_a_file_is_not_overwritten_by_resuming_a_folder(here: Path) -> None:
     assert (ended.exit_code, Path("precious").read_text()) == (2, "precious") and "shutil.copyfile" in ended.output
 
 
-@pytest.mark.parametrize("words", [["hydra.callbacks.x._target_=os.mkdir"], [f"{COPY},os.mkdir"], ["hydra.searchpath=[file://evil]"]])
+@pytest.mark.parametrize(
+    "words", [["hydra.callbacks.x._target_=os.mkdir"], [f"{COPY},os.mkdir"], ["hydra.searchpath=[file://evil]"]]
+)
 def test_a_recorded_sweep_is_judged_alike(here: Path, words: list[str]) -> None:
     asked = {"command": "train", "hydra": words, "overrides": ["seed=range(3)"]}
     (here / "sweep.json").write_text(json.dumps(asked))

@@ -6,7 +6,6 @@ Hydra is imported in functions, so that help and completion are immediate.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from grpo_cli.cli.mistakes import explained, fail, refusals, unusable
-from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.errors import refuse
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -44,7 +43,7 @@ def hand_over(
         if only_help:
             from grpo_cli.cli.help import print_help
 
-            print_help(command, [word for word in words if not (is_sweep and "," in word)])
+            print_help(command, [word for word in words if "," not in word])
             return
         refuse([*unusable(command, words, is_sweep)])
         if is_sweep and not only_print:
@@ -63,19 +62,15 @@ def hand_over(
             JOBS[command](found)
 
 
-def with_checkpoint(arguments: Sequence[str]) -> list[str]:
-    """Return the words of `grpo eval` with a folder among them as `checkpoint=<folder>`. UserError for more than one."""
-    from grpo_cli.config.overrides import overrides, value_of
+def with_checkpoint(words: Sequence[str]) -> list[str]:
+    """Return the words of `grpo eval`, of which the first may be a folder, with `checkpoint=<folder>`."""
+    from grpo_cli.config.overrides import overrides
 
-    words = list(arguments)
-    for place, word in enumerate(words):
-        key, equals, _ = word.partition("=")
-        if re.match(r"[^~=+]|~/", word) and (not equals or ("/" in key and not key.startswith("hydra/"))):
-            (words[place],) = (given.lstrip("+") for given in overrides({"checkpoint": word}))
-    named = [str(value_of("checkpoint", [word])) for word in words if word.startswith("checkpoint=")]
-    if len(named) > 1:
-        raise UserError(f"{' and '.join(named)}: grpo eval takes one of them; evaluate each by a command of its own")
-    return words
+    first, *rest = words or [""]
+    is_setting = first[:1] in ("", "+", "=") or "=" in first.partition("/")[0] or first.startswith("hydra/")
+    if is_setting or (first[:1] == "~" and first[:2] != "~/"):
+        return list(words)
+    return [*(word.lstrip("+") for word in overrides({"checkpoint": first})), *rest]
 
 
 @contextmanager

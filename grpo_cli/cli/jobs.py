@@ -47,8 +47,6 @@ def train(command: Command) -> Any:
     run = fit.with_tokens(run, run.device, to_stderr)
     fit.foresee(run, to_stderr)
     with started(command, run.settings, chosen) as go_on, explain.memory_explained(run), Stop(to_stderr) as stop:
-        if _is_done(settings):  # finished by the process that held the lock
-            return None
         trainer = experiment.build(run)
         go_on()
         return trainer.fit(stop)["final_accuracy"]

@@ -50,6 +50,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
 def _offer(ctx: Any, incomplete: str) -> list[str]:
     return offered(ctx.info_name or "", ctx.params.get("overrides") or (), incomplete)
 

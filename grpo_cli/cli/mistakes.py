@@ -6,7 +6,6 @@ Hydra is imported in functions, so that help is immediate.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -45,9 +44,9 @@ def named(text: str | Path) -> Path:
 def unusable(command: str, words: Sequence[str], is_sweep: bool) -> Iterator[str]:
     """Yield problems that Hydra would answer with a traceback, or misunderstand."""
     from grpo_cli.config.choices import choices, groups_of
-    from grpo_cli.config.removed import removed
+    from grpo_cli.config.elsewhere import removed
 
-    yield from (sentence for _, sentence in removed(words))
+    yield from removed(words)
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
         if not re.match(r"~?[^~=]", key) or not (equals or key.startswith("~")):
@@ -81,32 +80,24 @@ def explained(command: str, words: Sequence[str], composing: Callable[[], bool] 
 
 
 def _explanation(error: Any) -> str:
+    """Return what Hydra found, in one sentence."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
+    as_text = """text is typed in quotes that the shell keeps: 'task.path="my file.jsonl"'"""
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file is not None:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         return no_choice(group, choice, [option for option in error.options if not option.startswith("_")])
     if isinstance(error, OverrideParseException):
-        return f"{error.override} cannot be read{_as_text(str(error.override))}"
-    if sweep := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?:\n| requires)", str(error), re.S):
+        return f"{error.override} cannot be read; {as_text}"
+    if sweep := re.match(
+        r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?:\n| requires)", str(error), re.S
+    ):
         key, _, value = sweep[1].partition("=")
-        a_list = f"; a list is typed {shlex.quote(f'{key}=[{value}]')}" if "(" not in value else ""
-        return f"{sweep[1]} is a sweep: add -m{a_list}{_as_text(sweep[1])}"
+        return f"{sweep[1]} is a sweep: add -m; a list is typed {key}=[{value}], and {as_text}"
     if isinstance(error, OSError):
         where = error.filename or "the sweep's folder"  # a full disk names no file
         return f"cannot write {where}: {error.strerror or error}; choose another folder with hydra.sweep.dir=<folder>"
     return str(error).split("\n\n")[0].strip()
-
-
-def _as_text(word: str) -> str:
-    """Return how an override is typed whose value is text."""
-    from grpo_cli.config.overrides import overrides
-
-    key, equals, value = word.partition("=")
-    if not equals or len(word) > 500:
-        return ""
-    (quoted,) = overrides({key.lstrip("+"): value.replace("\\${", "${")})
-    return f"; as text it is typed {shlex.quote(quoted.lstrip('+'))}"
 
 
 def _unknown(command: str, words: Sequence[str]) -> Iterator[str]:
@@ -115,7 +106,7 @@ def _unknown(command: str, words: Sequence[str]) -> Iterator[str]:
 
     groups = groups_of(command)
     has_own = any(word.startswith("hydra.searchpath") for word in words)
-    known = known_keys(command, [word for word in words if word.partition("=")[0] in groups])
+    known = known_keys(command, words)
     for word in (word for word in words if re.match(r"[^-+~=][^=]*=", word)):
         key, _, value = word.partition("=")
         if key in groups:
@@ -156,33 +147,32 @@ def no_choice(group: str, choice: str, options: Sequence[str]) -> str:
 def no_setting(key: str, known: Sequence[str]) -> str:
     """Return what an unknown key may have meant: a setting of another choice of its group, a name of TRL or verl, a
     misspelling."""
-    from grpo_cli.config.choices import choices, shipped
+    from grpo_cli.config.choices import choices
+    from grpo_cli.config.comments import read_choice
     from grpo_cli.config.elsewhere import meant_by
 
     group, _, word = key.partition(".")
-    having = [f"{group}={one}" for one in choices(group) if group and word in _keys(shipped(group, one), "")]
+    having = [f"{group}={one}" for one in choices(group) if group and word in read_choice(group, one).settings]
     if having:
         return f"{key} is no setting of this {group}; it is one of {', '.join(having)}"
+    *above, _ = word.split(".")
+    for one in choices(group) if above else ():
+        found = read_choice(group, one).settings.get(".".join(above))
+        if found is not None and found.value == "{}":  # it takes any key
+            return f"{key} is new to {group}: type +{key}=..."
     ours = meant_by(key)
     return f"{key} is no setting{f'; did you mean {ours}?' if ours else closest(key, known)}"
 
 
-def known_keys(command: str, chosen: Sequence[str]) -> list[str]:
-    """Return every key of the configuration with these choices."""
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
+def known_keys(command: str, words: Sequence[str]) -> list[str]:
+    """Return every key of the configuration with the choices among these words."""
+    from grpo_cli.config.choices import choices, config_dir, defaults_of
+    from grpo_cli.config.comments import read_choice, read_conf
 
-    from grpo_cli.config.compose import by_hydra
-
-    try:
-        cfg = by_hydra(command, chosen).cfg
-    except HydraException:  # a choice is wrong too, or is a sweep's list
-        cfg = by_hydra(command, ()).cfg
-    return list(_keys(OmegaConf.to_container(cfg), ""))
-
-
-def _keys(values: Any, prefix: str) -> Iterator[str]:
-    for name, value in values.items():
-        yield f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _keys(value, f"{prefix}{name}.")
+    known = [*read_conf(config_dir() / f"{command}.yaml").settings]
+    for group, default in defaults_of(command).items():
+        typed = [word.partition("=")[2] for word in words if word.startswith(f"{group}=")]
+        choice = typed[-1] if typed and typed[-1] in choices(group) else default
+        if "/" not in group:
+            known += [group, *(f"{group}.{key}" for key in read_choice(group, choice).settings)]
+    return known

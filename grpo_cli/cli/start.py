@@ -42,13 +42,11 @@ def started(
     another run has the folder; then nothing in it is touched.
     """
     folder = Path(settings.run_dir)
-    is_resumed, wait = False, 0.0
-    if command.name == "train" and isinstance(settings, RunSettings):
-        is_resumed, wait = settings.resume is not None, settings.resume_wait
+    is_resumed = command.name == "train" and isinstance(settings, RunSettings) and settings.resume is not None
     _before(command.name, folder, is_resumed)  # once before the lock: a refusal leaves the folder untouched
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        with sole_use(folder, wait, to_stderr):
+        with sole_use(folder, to_stderr):
             before = _before(command.name, folder, is_resumed)
             record = _record(command, settings, chosen, before if is_resumed else None)
             if before is None:

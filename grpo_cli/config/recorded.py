@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from grpo_cli.config.compose import Command
 
 HERE = "here"  # resume=here: in the folder of hydra.run.dir, if a run was begun there
-OF_A_RESUME = ("resume", "resume_wait", "accept_damage", "run_dir")  # settings of a start, not of the run
+OF_A_RESUME = ("resume", "accept_damage", "run_dir")  # settings of a start, not of the run
 _OF_THIS_COMMAND = (*OF_A_RESUME, "checkpoint", "experiment", "search")
 
 

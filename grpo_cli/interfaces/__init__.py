@@ -247,7 +247,7 @@ class Loss(Protocol):
     """Log-probabilities to a scalar. Divisors come from `totals`, so micro-batching cannot change the sum.
 
     Called on an update in which `batch.loss_mask` leaves a token at all. If the gradient is zero, nothing moves. A
-    plain function may have `needs_reference` as an attribute (`config.instantiate.OwnLoss`).
+    plain function may have `needs_reference` as an attribute.
     """
 
     @property

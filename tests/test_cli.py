@@ -148,7 +148,7 @@ def test_every_example_in_the_help_composes():
         ("--learning_rate 1e-6", ("--learning_rate", "optim.lr=")),
         ("--use_vllm", ("--use_vllm", "engine=vllm")),
         ("--config-dir", ("--config-dir",)),
-        ("--config-dir nowhere", ("--config-dir", "nowhere")),
+        ("--config-dir=/dev/null", ("--config-dir=/dev/null",)),
         ("seed=range(3)", ("seed=range(3)", "-m")),
         ("seed=0,1", ("seed=0,1", "seed=[0,1]")),
         (f"optim.betas=[0.9,{5000 * '9'}]", ("optim.betas", "digits")),

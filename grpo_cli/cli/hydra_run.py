@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from grpo_cli.cli.mistakes import explained, fail, refusals, unusable
-from grpo_cli.support.errors import refuse
+from grpo_cli.support.errors import UserError, refuse
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -31,7 +31,6 @@ def hand_over(
     words: Sequence[str],
     is_sweep: bool = False,
     only_print: bool = False,
-    resolved: bool = False,
     own_choices: Path | None = None,
     only_help: bool = False,
 ) -> None:
@@ -39,6 +38,8 @@ def hand_over(
     with refusals(), _current_folder_on_the_path():
         words = with_checkpoint(words) if command == "eval" else words
         if own_choices is not None:
+            if not own_choices.is_dir():
+                raise UserError(f"--config-dir={own_choices} is not a folder: name the one that holds your choices")
             words = [f"hydra.searchpath=[file://{own_choices.absolute()}]", *words]
         if only_help:
             from grpo_cli.cli.help import print_help
@@ -57,7 +58,7 @@ def hand_over(
         if only_print:
             from omegaconf import OmegaConf
 
-            typer.echo(OmegaConf.to_yaml(found.cfg, resolve=resolved))
+            typer.echo(OmegaConf.to_yaml(found.cfg))
         else:
             JOBS[command](found)
 

@@ -67,11 +67,10 @@ def _add(name: str, about: str) -> None:
         overrides: Overrides = None,
         many: Annotated[bool, typer.Option("--multirun", "-m", help="A sweep.")] = False,
         cfg: Annotated[str | None, typer.Option("--cfg", "-c", help="job: print the settings.")] = None,
-        resolve: Annotated[bool, typer.Option("--resolve", help="Print them with references followed.")] = False,
-        own: Annotated[Path | None, typer.Option("--config-dir", exists=True, help="Choices of your own.")] = None,
+        own: Annotated[Path | None, typer.Option("--config-dir", help="A folder of your own choices.")] = None,
         helps: Annotated[bool, typer.Option("--help", "-h", help="List choices, settings and examples.")] = False,
     ) -> None:
-        hand_over(name, overrides or [], many, cfg is not None, resolve, own, helps)
+        hand_over(name, overrides or [], many, cfg is not None, own, helps)
 
     app.command(name, help=about, add_help_option=False, epilog=f"grpo {name} --help lists all settings")(run)
 

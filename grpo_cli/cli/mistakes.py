@@ -76,7 +76,8 @@ def explained(command: str, words: Sequence[str], composing: Callable[[], bool] 
         if not composing():
             raise
         refuse([*_unknown(command, words)])
-        raise UserError(_explanation(error)) from error
+        refers = [f"{word}: " for word in words if "${" in word and isinstance(error, OmegaConfBaseException)]
+        raise UserError("".join(refers[:1]) + _explanation(error)) from error
 
 
 def _explanation(error: Any) -> str:
@@ -155,13 +156,15 @@ def no_setting(key: str, known: Sequence[str]) -> str:
     having = [f"{group}={one}" for one in choices(group) if group and word in read_choice(group, one).settings]
     if having:
         return f"{key} is no setting of this {group}; it is one of {', '.join(having)}"
-    *above, _ = word.split(".")
-    for one in choices(group) if above else ():
-        found = read_choice(group, one).settings.get(".".join(above))
-        if found is not None and found.value == "{}":  # it takes any key
+    above = word.rpartition(".")[0]
+    if above and f"{group}.{above}" in known:
+        found = [
+            settings[above].value for one in choices(group) if above in (settings := read_choice(group, one).settings)
+        ]
+        if "{}" in found:  # it takes any key
             return f"{key} is new to {group}: type +{key}=..."
-    ours = meant_by(key)
-    return f"{key} is no setting{f'; did you mean {ours}?' if ours else closest(key, known)}"
+    ours, near = meant_by(key), [one for one in known if "." not in key or "." in one]
+    return f"{key} is no setting{f'; did you mean {ours}?' if ours else closest(key, near)}"
 
 
 def known_keys(command: str, words: Sequence[str]) -> list[str]:

@@ -135,6 +135,8 @@ def over_recorded(command: Command, run: Named) -> Command:
             raise UserError(f"{override.input_line} is a sweep: add -m")
         if override.is_delete():
             parent = OmegaConf.select(cfg, key.rpartition(".")[0]) if "." in key else cfg
+            if not OmegaConf.is_dict(parent):
+                raise UserError(f"{key} is no setting, so that there is nothing to delete")
             parent.pop(key.rpartition(".")[2], None)
         else:
             OmegaConf.update(cfg, key, override.value(), merge=True)

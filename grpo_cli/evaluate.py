@@ -99,7 +99,7 @@ def _scored(task: Task, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) 
 
 
 def _accuracy(name: str, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Of groups of one rollout each."""
+    """Compute the accuracy of groups of one rollout each, with its interval."""
     right = sum(group.solved for group in groups)
     low, high = wilson_interval(right, len(groups))
     return {name: right / len(groups), f"{name}_low": low, f"{name}_high": high}

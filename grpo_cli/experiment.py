@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pkgutil
 import random
 import time
@@ -32,7 +31,6 @@ from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import expand_segments
 from grpo_cli.support.meter import WallMeter
-from grpo_cli.support.processor import remarks
 from grpo_cli.support.terminal import to_stderr
 from grpo_cli.tasks.demonstrations import demonstrations
 from grpo_cli.tasks.prompting import turn_end
@@ -86,10 +84,7 @@ def set_up(
     """Load the model and build its task and engine; `engine` is offered to the engine's builder first."""
     settings: RunSettings | EvalRunSettings = run.settings if isinstance(run, Prepared) else run
     device = run.device if isinstance(run, Prepared) else pick_device(run.device)
-    if device.type == "cpu":
-        for remark in remarks(os.environ, torch.get_num_threads()):
-            warn(remark)
-    elif is_ours(settings):
+    if device.type == "cuda" and is_ours(settings):
         expand_segments()
     check_device(weights, device)
     tokenizer = load_tokenizer(weights)

@@ -127,7 +127,6 @@ METRICS: Mapping[str, str] = {
     "speed/tokens_per_second": "Generated tokens per second of rollout time.",
     "memory/peak_bytes": "Peak memory: resident size of the process on a CPU, what was allocated at a time on a GPU.",
     "memory/reserved_peak_bytes": "Most of a GPU that PyTorch held, freed blocks too; CUDA's own lies beside it.",
-    "profile/<figure>": "Of grpo profile: seconds are medians of the measured steps, bytes are peaks.",
     "eval/accuracy": "Share of held-out problems (or of the eval.split) solved by greedy decoding.",
     "eval/accuracy_low": "Lower end of the 95 % interval of eval/accuracy.",
     "eval/accuracy_high": "Upper end of the 95 % interval of eval/accuracy.",

@@ -1,9 +1,9 @@
-"""Which rollouts of a group are trained on, and with what advantage: rejection, then down-sampling, then advantages.
+"""Selection of the rollouts to train on, and their advantages: rejection, then down-sampling, then advantages.
 
 The order matters where the rules meet. A rollout that the correction rejects, or that is cut off and left out for it
-(train.truncated), cannot teach, so with n > m it is never
-chosen in place of one that can. With m = n nothing is chosen: the rejected stay in the batch with weight 0, so that the
-divisors count them (as Sparse-RL's release has it), or are left out altogether, by `count_rejected`.
+(train.truncated), contributes no gradient, so with n > m it is never chosen in place of one that does. With m = n
+nothing is chosen: the rejected stay in the batch with weight 0, so that the divisors count them (as Sparse-RL's release
+has it), or are left out altogether, by `count_rejected`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def select(
     """Choose `keep` rollouts of a group, fewer if fewer are left, and compute their advantages.
 
     `rejections` says of each rollout why it is rejected, empty if it is not. With `count_rejected` the
-    rewards of the rejected still belong to the group's statistics (they were drawn from the same policy).
+    rewards of the rejected still belong to the group's statistics (they were sampled from the same policy).
     """
     size = len(group.rollouts)
     left = [index for index in range(size) if not rejections[index]]
@@ -81,7 +81,7 @@ def settled(selected: Sequence[Selection], batch: Batch, rejections: Sequence[st
     """The same selections once the weights of their `batch` are known: a chosen rollout whose tokens all have weight 0
     gets a reason. `rejections` come from a correction that was asked about the batch, row by row; or there are none.
     """
-    trained, answered = (mask.any(dim=1).tolist() for mask in (batch.trained_mask, batch.response_mask))
+    trained, answered = (batch.any(mask).tolist() for mask in (batch.trained_mask, batch.response_mask))
     rows = zip(trained, answered, rejections or [""] * len(batch), strict=True)
     found = []
     for selection in selected:
@@ -116,16 +116,11 @@ def cut_off(groups: Sequence[ScoredGroup], truncated: str) -> list[str]:
     return [CUT_OFF if one.finish is left_out else "" for group in groups for one in group.rollouts]
 
 
-def batch_advantages(selected: Sequence[Selection], width: int) -> Float[Tensor, "K *T"]:
-    """Return the advantages of the selected rows; of each token in its place in the batch where a rule weighs
-    tokens."""
-    if all(selection.advantages.dim() == 1 for selection in selected):
-        return torch.cat([selection.advantages for selection in selected])
-    rows = []
+def batch_advantages(selected: Sequence[Selection]) -> Float[Tensor, "N"]:
+    """Return the advantage of each token of the selected rows."""
+    found = []
     for selection in selected:
         for index, own in zip(selection.indices, selection.advantages, strict=True):
-            rollout = selection.group.rollouts[index]
-            start, count = len(rollout.request.prompt.token_ids), len(rollout)
-            rows.append(torch.zeros(width))
-            rows[-1][start : start + count] = own if own.dim() == 0 else own[:count]
-    return torch.stack(rows)
+            count = len(selection.group.rollouts[index])
+            found.append(own.expand(count) if own.dim() == 0 else own[:count])
+    return torch.cat(found)

@@ -132,7 +132,6 @@ class TrainSettings(Strict):
     keep_checkpoints: Count
     checkpoint: Literal["now", "lazy"]
     native: bool
-    compile: bool | None
     threads: Count | Literal["auto"]
     count_by: Literal["rollout", "prompt"]
     truncated: Literal["train", "leave_out", "zero"]
@@ -199,9 +198,7 @@ class ProfileSettings(Strict):
     steps: Steps
     warmup: Annotated[int, Field(ge=0)]
     eval: bool
-    lengths: Literal["natural", "lognormal", "full"]
-    mean: float | None
-    cv: Annotated[float, Field(gt=0, le=100)]
+    lengths: Literal["natural", "full"]
     plan_only: bool
     for_gpu: bool | GpuWord
     trace: bool

@@ -74,7 +74,7 @@ class Step:
     def _imitate(self, warmup: Warmup, step: int, progress: Progress) -> Record:
         start = time.perf_counter()
         with self._span("step"), self._span("update"):
-            batch = collate(warmup.groups(step), self._bench.pad_token_id, self.learner.updates)
+            batch = collate(warmup.groups(step), self.learner.updates)
             updates = self._update(batch, step, progress, loss=warmup.loss, rate=warmup.rate)
         progress.train_seconds += time.perf_counter() - start
         return Record(step, warmup_metrics(progress, updates, batch))
@@ -105,7 +105,7 @@ class Step:
         A correction that rejects is called on all rollouts before any are chosen; another one on the chosen batch,
         before the updates if they need it, else with the log-probabilities of the learner's own pass.
         """
-        everything, verdict = collate(groups, self._bench.pad_token_id, version), None
+        everything, verdict = collate(groups, version), None
         reasons = cut_off(groups, self._settings.train.truncated)
         if any(reasons):
             everything = without_rows(everything, [bool(why) for why in reasons])
@@ -161,9 +161,9 @@ class Step:
     def _batch_of(self, selected: Sequence[Selection], everything: Batch) -> Batch:
         """Return the selected rows, with advantages and each token's weight before a correction."""
         batch = rows_of(everything, batch_rows(selected))
-        batch = replace(batch, advantages=batch_advantages(selected, batch.input_ids.shape[1]))
+        batch = replace(batch, advantages=batch_advantages(selected))
         if self._settings.train.count_by == "prompt":
-            batch = replace(batch, weights=batch.weights * row_weights(selected)[:, None])
+            batch = replace(batch, weights=batch.weights * batch.spread(row_weights(selected)))
         return batch
 
     def _update(self, batch: Batch, step: int, progress: Progress, **words: Any) -> tuple[Update, ...]:

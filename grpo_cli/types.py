@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from grpo_cli.settings import Sampling
@@ -226,58 +227,82 @@ class ScoredGroup:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rollouts as tensors, one row each: prompt, response, padding on the right.
+    """Rollouts as prefix trees: each prompt once, and the tokens of all completions one after the other.
 
-    Position t of every `B T` field speaks of token t (so a log-probability at t was predicted from t - 1); outside
-    `response_mask` the fields are zero, and `sampler_logprobs` also where a token was given. What an environment
-    answered is no response. `loss_mask` is the part of `response_mask` that is trained on (a correction may take tokens
-    away) and `weights` multiplies each token's loss. `policy_logprobs is None` means that the learner has not moved
-    since the step began: its own detached log-probabilities are the old policy's. Advantages are 0 until the rows that
-    are trained on have been selected.
-    `lags` is by how many updates the weights that drew a token are older than those at the start of the step, `GIVEN`
-    (-1) where there is no such number; None: all are of now.
+    Every field of N speaks of the completions' tokens (the log-probability of a token was predicted from the one
+    before), row after row. Outside `response_mask` are an environment's answers: they are read, and are no response.
+    There fields are zero, and `sampler_logprobs` also where a token was given. `loss_mask` is the part of the response
+    that is trained on (a correction may take tokens away) and `weights` multiplies each token's loss. `policy_logprobs
+    is None` means that the learner has not moved since the step began: its own detached log-probabilities are the old
+    policy's. Advantages are 0 until the rows that are trained on are chosen. `lags` says by how many updates each token
+    is older than the step, `GIVEN` of one that nobody drew; None: everything is drawn from the current weights.
     """
 
-    input_ids: Int[Tensor, "B T"]
-    response_mask: Bool[Tensor, "B T"]
-    loss_mask: Bool[Tensor, "B T"]
-    weights: Float[Tensor, "B T"]
-    sampler_logprobs: Float[Tensor, "B T"]
-    policy_logprobs: Float[Tensor, "B T"] | None
-    ref_logprobs: Float[Tensor, "B T"] | None
-    advantages: Float[Tensor, "B *each"]  # of a row, or of each of its tokens
-    lengths: Int[Tensor, "B"]  # prompt + response tokens of each row
-    lags: Int[Tensor, "B T"] | None = None
+    prompts: tuple[tuple[int, ...], ...]
+    group: Int[Tensor, "B"]  # the place of each row's prompt among them
+    lengths: Int[Tensor, "B"]  # tokens of each row's completion
+    token_ids: Int[Tensor, "N"]
+    response_mask: Bool[Tensor, "N"]
+    loss_mask: Bool[Tensor, "N"]
+    weights: Float[Tensor, "N"]
+    sampler_logprobs: Float[Tensor, "N"]
+    policy_logprobs: Float[Tensor, "N"] | None
+    ref_logprobs: Float[Tensor, "N"] | None
+    advantages: Float[Tensor, "N"]
+    lags: Int[Tensor, "N"] | None = None
 
     def __len__(self) -> int:
-        return self.input_ids.shape[0]
+        return len(self.lengths)
 
     @property
-    def trained_mask(self) -> Bool[Tensor, "B T"]:
+    def trained_mask(self) -> Bool[Tensor, "N"]:
         """The tokens that are trained on: those with a weight in the policy loss, even if their advantage is 0."""
         return self.loss_mask & (self.weights != 0)
 
     @property
-    def token_advantages(self) -> Float[Tensor, "B each"]:
-        """The advantages with a column for each token, or one for all."""
-        return self.advantages if self.advantages.dim() > 1 else self.advantages[:, None]
-
-    @property
-    def drawn_mask(self) -> Bool[Tensor, "B T"]:
+    def drawn_mask(self) -> Bool[Tensor, "N"]:
         """The response tokens that were drawn: the only ones with a mismatch."""
         return self.response_mask if self.lags is None else self.response_mask & (self.lags != GIVEN)
+
+    @property
+    def prompt_lengths(self) -> Int[Tensor, "B"]:
+        return torch.tensor([len(prompt) for prompt in self.prompts])[self.group]
+
+    @property
+    def positions(self) -> Int[Tensor, "N"]:
+        """The place of each token in its own prompt and completion."""
+        ends = self.prompt_lengths + self.lengths
+        return torch.arange(len(self.token_ids)) + self.spread(ends - self.lengths.cumsum(0))
+
+    def sums(self, values: Shaped[Tensor, "N"]) -> Float[Tensor, "B"]:
+        """Return the sum of each row's values."""
+        values = values if values.is_floating_point() else values.float()
+        return torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True, initial=0)
+
+    def running(self, values: Shaped[Tensor, "N"]) -> Float[Tensor, "N"]:
+        """Return the sum of a row's values up to and with each token."""
+        sums = self.sums(values)
+        return values.cumsum(0) - self.spread(sums.cumsum(0) - sums)
+
+    def any(self, mask: Bool[Tensor, "N"]) -> Bool[Tensor, "B"]:
+        """Return which rows have a token of the mask."""
+        return self.sums(mask) > 0
+
+    def spread(self, values: Shaped[Tensor, "B"]) -> Shaped[Tensor, "N"]:
+        """Return each row's value at all of its tokens."""
+        return values.repeat_interleave(self.lengths, output_size=len(self.token_ids))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A correction's answer about the rollouts that it was shown, one row each.
+    """A correction's answer about the rollouts of a batch.
 
     `weights` have no gradient and are 0 where nothing is trained, `mask` holds the tokens left to train on, and
     `reasons` says why a row adds nothing to the policy loss; it is empty for a row that does.
     """
 
-    weights: Float[Tensor, "B T"]
-    mask: Bool[Tensor, "B T"]
+    weights: Float[Tensor, "N"]
+    mask: Bool[Tensor, "N"]
     reasons: tuple[str, ...]
     metrics: Mapping[str, float]
 

@@ -6,7 +6,7 @@
 #     scripts/release.sh 3.12 ...       with these
 #     scripts/release.sh constraints    only makes scripts/constraints/ anew, by uv
 #
-# The version is that of grpo_cli/__init__.py, and scripts/CHANGELOG.md says what is in it. pip's own settings hold.
+# The version is that of grpo_cli/__init__.py, and CHANGELOG.md says what is in it. pip's own settings hold.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ ${1:-} == --help ]] && exec sed -n '2,/^set/{s/^# \{0,1\}//p}' scripts/release.sh
@@ -86,7 +86,7 @@ trap 'rm -rf "$work"' EXIT
 if [[ ${1:-} != constraints ]]; then
     [[ -z $(git status --porcelain) ]] || fail "the tree has changes that are not committed: git status"
     version="$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' grpo_cli/__init__.py)"
-    grep -qE "^## ${version//./\\.}(,|$)" scripts/CHANGELOG.md || fail "scripts/CHANGELOG.md has no heading '## $version'"
+    grep -qE "^## ${version//./\\.}(,|$)" CHANGELOG.md || fail "CHANGELOG.md has no heading '## $version'"
 fi
 "$(find_python)" -m venv "$work/tools"
 tools="$work/tools/bin"

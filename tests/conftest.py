@@ -31,7 +31,7 @@ LEFT = (layout.RUN, layout.EVERY_RESUMED, layout.LOCK, layout.METRICS, layout.RO
 LEFT += (layout.PROFILE, layout.CHECKPOINTS, layout.STATUS, layout.HYDRAS_SWEEP, layout.WANDB, ".hydra", "outputs/*/*")
 _THERE_BEFORE = pytest.StashKey[set[Path]]()
 SMOLLM2 = Path(os.environ.get("SMOLLM2", SCRIPTS.parent / "models" / "smollm2"))
-sys.path += [str(SCRIPTS), str(SCRIPTS / "bench"), str(SCRIPTS / "reproduce")]
+sys.path += [str(SCRIPTS), str(SCRIPTS / "bench")]
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Tests of W&B set their own: its service, once started, is one for the whole process, and dies with the test before.
 os.environ["WANDB_MODE"] = "disabled"

@@ -114,22 +114,15 @@ class Counter:
         return self.left
 
 
-class Stepping:
-    """skyrl-gym's way."""
+class Hearing:
+    """Scored by the turns that it has heard."""
 
     def reset(self, **row):
         self.heard = []
 
-    def step(self, turn):
+    def respond(self, turn):
         self.heard.append(turn)
-        if turn in ("none", "number"):
-            return behave(turn)
-        if turn == "over":
-            return {"done": True}
-        if turn == "silent":
-            return {"done": False, "observations": []}
-        said = [{"role": "user", "content": " ".join(self.heard)}]
-        return {"observations": said, "reward": 0.0, "done": turn == "end"}
+        return " ".join(self.heard)
 
     def get_reward(self):
         return len(self.heard)

@@ -38,4 +38,4 @@ def settings_on_a_gpu(*words: str) -> RunSettings:
 
 def peak_on_a_gpu(*words: str) -> float:
     """Bytes at the fullest moment of a step, every rollout as long as may be."""
-    return Planner(prepare(settings_on_a_gpu(*words)), torch.device("cuda"), 0).plan().peak
+    return Planner.of(prepare(settings_on_a_gpu(*words)), torch.device("cuda")).plan().peak

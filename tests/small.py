@@ -26,6 +26,7 @@ from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.engine.torch.generation import Generation
 from grpo_cli.engine.vllm.engine import VllmEngine
 from grpo_cli.interfaces import Downsample
+from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.metrics import METRICS
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import Sampling
@@ -160,14 +161,36 @@ def scored(
     return ScoredGroup(asked, rollouts, tuple(r if isinstance(r, Reward) else Reward(float(r)) for r in rewards))
 
 
-def plain_batch(mask: Any, **fields: Any) -> Batch:
-    """A batch with responses where `mask` is true, all of them trained on; what is not given is 0, advantages are 1."""
-    response = torch.as_tensor(mask).bool()
-    zeros, (rows, width) = torch.zeros(response.shape), response.shape
-    masks = {"response_mask": response, "loss_mask": response, "weights": response.float()}
-    others = {"policy_logprobs": None, "ref_logprobs": None, "advantages": torch.ones(rows)}
-    sizes = {"input_ids": zeros.long(), "sampler_logprobs": zeros, "lengths": torch.full((rows,), width)}
-    return Batch(**{**masks, **others, **sizes, **fields})
+def completions(mask: Any) -> torch.Tensor:
+    """Where completions are, if responses are where the mask [B, T] is: from each row's first true to its last."""
+    mask = torch.as_tensor(mask).bool()
+    return (mask.cumsum(1) > 0) & (mask.flip(1).cumsum(1).flip(1) > 0)
+
+
+def plain_batch(mask: Any, input_ids: torch.Tensor | None = None, **fields: Any) -> Batch:
+    """A batch with responses where the mask [B, T] is true, all of them trained on. What is not given is 0; advantages
+    are 1. Fields are as the mask, or have a number for each row."""
+    response, own = torch.as_tensor(mask).bool(), completions(mask)
+    ids = torch.zeros(response.shape, dtype=torch.long) if input_ids is None else input_ids
+    starts = torch.where(own.any(1), own.int().argmax(1), ids.shape[1])
+    prompts = [tuple(row[:start].tolist()) for row, start in zip(ids, starts, strict=True)]
+    known, zeros = list(dict.fromkeys(prompts)), torch.zeros(response.shape)
+    given = {"response_mask": response, "loss_mask": response, "weights": response.float(), "token_ids": ids}
+    given |= {"sampler_logprobs": zeros, "policy_logprobs": None, "ref_logprobs": None, "advantages": zeros + 1.0}
+    for name, value in fields.items():
+        given[name] = value[:, None].expand(response.shape) if value is not None and value.dim() == 1 else value
+    rows = {"group": torch.tensor([known.index(one) for one in prompts], dtype=torch.long), "lengths": own.sum(1)}
+    return Batch(
+        tuple(known), **rows, **{name: value if value is None else value[own] for name, value in given.items()}
+    )
+
+
+def token_logprobs(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor, temperature: float, chunk: int, **inputs: Any
+) -> torch.Tensor:
+    """The log-probabilities [B, T] of the tokens in the mask, by padded rows; 0 elsewhere."""
+    places = mask.nonzero(as_tuple=True)
+    return torch.zeros(ids.shape).index_put(places, logprobs_at(model, ids, *places, temperature, chunk, **inputs))
 
 
 def advantages_of(rule: Any, rewards: Sequence[float | Reward], kept: Sequence[int] | None = None, **words: Any) -> Any:

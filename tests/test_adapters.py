@@ -11,19 +11,17 @@ import made
 import pytest
 import torch
 from families import foreign_folder
-from small import VOCABULARY, make_engine, small_model, some_requests
+from small import VOCABULARY, make_engine, plain_batch, small_model, some_requests, token_logprobs
 from tiny_hf import FAMILIES, make_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_cli.learner.forward import PackedTrees
-from grpo_cli.learner.logprobs import token_logprobs
 from grpo_cli.model.adapters import base_of, with_adapters
 from grpo_cli.model.anatomy import AdapterOff
 from grpo_cli.model.export import write_card, write_model
 from grpo_cli.model.load import at_checkpoint, load_model, load_tokenizer, save_pretrained
 from grpo_cli.settings import LoraSettings, ModelSettings
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import Batch
 
 peft = pytest.importorskip("peft")
 CPU = torch.device("cpu")
@@ -92,12 +90,10 @@ def test_the_reference_is_the_model_with_its_adapters_off(packed: bool) -> None:
     reference = AdapterOff(model)
     way = PackedTrees(1000, 64, 1.0)
     if packed:
-        zeros = torch.zeros(2, 12)
-        batch = Batch(ids(), mask, mask, zeros, zeros, None, None, torch.ones(2), torch.tensor([12, 12]))
         way.prepare(reference)
         with torch.no_grad():
-            found = way.logprobs(reference, batch)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            found = way.logprobs(reference, plain_batch(mask, ids()))
+        torch.testing.assert_close(found, expected[mask], atol=1e-5, rtol=0)
     else:
         with torch.no_grad():
             assert torch.equal(token_logprobs(reference, ids(), mask, 1.0, 64), expected)

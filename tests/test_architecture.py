@@ -161,9 +161,8 @@ def test_a_method_says_its_source_and_what_was_measured_of_it():
     for module, file in modules().items():
         if module.startswith(("methods/", "experimental/")) and module not in SHARED:
             said = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-            assert re.search(r"^(Not measured|Measured: scripts/\S+\.md)", said, re.MULTILINE), module
+            assert re.search(r"^(Not measured|Measured: docs/studies\.md)", said, re.MULTILINE), module
             assert "arXiv" in said or module == "experimental/lightning_rl", module
-            assert all((PACKAGE.parent / page).is_file() for page in re.findall(r"scripts/\S+\.md", said)), module
 
 
 # Where a choice is made or a run is put together; words there that mean something else than the choice of that name.

@@ -87,19 +87,6 @@ def test_the_bytes_of_an_arm_are_its_shapes():
     assert held["infinite"] == (1 + 2) * 16 * TINY_BYTES
 
 
-def test_a_budget_is_what_so_many_slots_reserve_and_is_kept():
-    # Two slots of 100 tokens and one prompt, in tiles of 64.
-    wanted = case(n=6, max_new_tokens=100)
-    work = arms.make_work(wanted)
-    assert arms.budget_of(wanted, work) == (2 * 128 + 64) * TINY_BYTES
-    halved = case(n=6, max_new_tokens=100, words=("model.autocast=bfloat16",))
-    assert arms.budget_of(halved, work) == 320 * (TINY_BYTES // 2)
-    with ExitStack() as stack:
-        ran = arms.ARMS["budget"](wanted, work, stack)(work.requests)
-    assert sorted(ran.lengths) == sorted(r.sampling.max_new_tokens for r in work.requests)
-    assert 0 < ran.kv_bytes <= 320 * TINY_BYTES
-
-
 def figures(**words: float) -> dict[str, float]:
     names = ("tokens_per_second", "tokens_per_cpu_second", "steps", "kv_peak_bytes", "peak_bytes", "working_bytes")
     lengths = ("length_mean", "length_cv", "length_max")

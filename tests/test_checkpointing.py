@@ -10,17 +10,16 @@ from typing import Any
 import made
 import pytest
 import torch
-from small import VOCABULARY, small_model
+from small import VOCABULARY, small_model, token_logprobs
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from grpo_cli.learner.logprobs import token_logprobs
 from grpo_cli.memory.allocations import ACTIVATIONS, Allocations
 from grpo_cli.model import checkpointing
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.checkpointing import last_states, recompute_layers
-from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
+from grpo_cli.model.packed import allow_packing, packed_hidden
 from grpo_cli.native.ops import no_tree_attention
 from grpo_cli.support import memory
 
@@ -55,7 +54,7 @@ def gradients(model: Any, autocast: bool) -> dict[str, Tensor]:
 
 def packed(model: Any, natively: bool) -> dict[str, Tensor]:
     allow_packing(model)
-    packed_hidden(model, IDS.flatten(), [Tree(10, (20, 30))], natively).sum().backward()
+    packed_hidden(model, IDS.flatten(), [(10, 20, 30)], natively).sum().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -11,20 +10,11 @@ import pytest
 import torch
 from captured import Again
 from made import infinite
-from made import model as make_model
-from made import optim as make_optim
-from made import train as make_train
 from small import adapted_model, contents, make_engine, small_model, some_requests
-from test_learner import make_batch, steep
 from torch import nn
-from torch._inductor.utils import run_and_get_code
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_cli.learner import logprobs
-from grpo_cli.learner.learner import Learner
 from grpo_cli.model import compiling
-from grpo_cli.settings import Sampling
-from grpo_cli.support.meter import NullMeter
 
 
 class Counting:
@@ -107,62 +97,3 @@ def test_where_compiling_fails_steps_are_as_they_were_and_that_is_said_once(fail
         assert tokens(engine.generate(requests)) == plain
     assert compiler.compiled == compiler.fails_at + 1
     assert len(said) == 1 and "there is no compiler" in said[0] and "engine.compile=false" in said[0]
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_of_tokens_are_compiled_for_any_number_of_rows(
-    temperature: float, compiler: Counting
-) -> None:
-    """For the first number, for all others, and for a single row; forward and back."""
-    by_row = logprobs.compiled_by_row(pytest.fail)
-    for rows in (16, 5, 7, 16, 12, 1):
-        close(by_row, rows, torch.float32, temperature, 1e-6)
-    assert compiler.compiled == 3 * 2
-
-
-@pytest.mark.process  # the compiler's
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # PyTorch of itself
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_the_gradient_is_written_over_the_logits_by_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing else as large is allocated."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    by_row = logprobs.compiled_by_row(pytest.fail)
-    _, programs = run_and_get_code(close, by_row, 40, torch.bfloat16, 0.7, 4e-3)
-    allocated = [line for program in programs for line in program.splitlines() if "= empty_strided_cpu(" in line]
-    assert len(programs) == 2 and allocated and not any("1000" in line for line in allocated)
-
-
-def some_logits(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, 1000, generator=generator).to(dtype), torch.randint(1000, (rows,), generator=generator)
-
-
-def close(by_row: logprobs.ByRow, rows: int, dtype: torch.dtype, temperature: float, rounding: float) -> None:
-    """Whether it gives what is given without it, and writes that over the logits."""
-    logits, ids = some_logits(rows, dtype)
-    factors, found = torch.linspace(-1.0, 2.0, rows), []
-    for way in (logprobs.PLAIN, by_row):
-        leaf = logits.clone().requires_grad_()
-        held, room = leaf.clone(), torch.empty(rows)
-        chosen = logprobs._Chosen.apply(held, ids, temperature, way, room)
-        chosen.backward(factors)
-        assert torch.equal(held.detach(), leaf.grad)
-        found.append((chosen.detach(), leaf.grad, room))
-    torch.testing.assert_close(found[1], found[0], atol=rounding, rtol=rounding)
-
-
-@pytest.mark.parametrize("fails_at", [0, 1])
-def test_where_compiling_fails_updates_are_as_they_were_and_that_is_said_once(
-    fails_at: int, compiler: Counting
-) -> None:
-    """Forward; and backward, where log-probabilities were compiled. Two updates of two chunks each."""
-    compiler.fails_at, said, found = fails_at, list[str](), []
-    for compiles in (None, True):
-        train = make_train(micro_batch_tokens=10_000, logprob_chunk=2, compile=compiles)
-        parts = make_model(""), Sampling.plain(4), train, make_optim(), NullMeter(), said.append
-        learner = Learner(small_model(), steep, *parts)
-        found.append([learner.update(make_batch(), step).metrics for step in range(2)])
-    assert found[1] == [pytest.approx(metrics, rel=1e-5) for metrics in found[0]]
-    assert compiler.compiled == fails_at + 1
-    assert len(said) == 1 and "there is no compiler" in said[0] and "train.compile=false" in said[0]

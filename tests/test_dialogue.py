@@ -143,7 +143,7 @@ def test_an_episode_is_scored_by_what_the_model_has_read(rows):
     for words, tokenizer, said, worth in (
         ({"environment": "environments:Counter"}, chat, [take] * 3, -4.0),
         ({"environment": "environments:Counter"}, chat, [take], 0.0),
-        ({"environment": "environments:Stepping"}, PLAIN, ["a", "b", "c"], 3.0),
+        ({"environment": "environments:Hearing"}, PLAIN, ["a", "b", "c"], 3.0),
     ):
         task = talking(rows, tokenizer, reward="environment", **words)
         prompt = task.prompts("train")[0]
@@ -253,18 +253,12 @@ def test_no_tool_call_that_a_model_writes_ends_a_run(rows):
     assert len(warned) == len(set(warned)) < 99, "each kind is named once"
 
 
-def test_a_class_answers_as_in_trl_or_in_skyrl_gym(rows):
+def test_the_typed_methods_of_a_class_are_tools(rows):
     chat = make_tokenizer(chat_template=TOOLS)
     task = talking(rows, chat, environment="environments:Counter", turns=4)
     take = '<tool_call>{"name": "take", "arguments": {"count": 2}}</tool_call>'
     left = int(task.prompts("train")[0].answer)
     assert heard(task, take, take) == [f"{left - 4} left"] and heard(task, take) == [f"{left - 2} left"]
-    warned: list[str] = []
-    stepping = talking(rows, environment="environments:Stepping", warn=warned.append)
-    assert heard(stepping, "a", "b") == ["a b"] and heard(stepping, "a") == ["a"] and heard(stepping, "end") is None
-    assert heard(stepping, "over") is None and heard(stepping, "silent") == [""] and warned == []
-    assert heard(stepping, "none")[0].startswith("error: TypeError") and heard(stepping, "none", "a") == ["none a"]
-    assert len(warned) == 1 and stepping.counted() == {"turns/errors": 1.0}
 
 
 def test_what_reset_returns_goes_behind_the_question(rows):
@@ -350,7 +344,7 @@ def test_rewards_see_the_last_turn_and_own_functions_all_of_them(rows):
     for words, parts in (
         (RESPONDING, {"correct": 1.0}),
         ({**RESPONDING, "reward": "environments:score"}, {"correct": 1.0, "turns": 2.0}),
-        ({"environment": "environments:Stepping", "reward": "environment"}, {"environment": 2.0}),
+        ({"environment": "environments:Hearing", "reward": "environment"}, {"environment": 2.0}),
     ):
         (scored,) = score_all(talking(rows, **words), [Group(prompt, (episode,))])
         assert {name: scored.rewards[0].parts[name] for name in parts} == parts

@@ -14,9 +14,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from small import VOCABULARY, plain_batch, small_model
 
-from grpo_cli.learner.forward import PackedTrees, Padded
+from grpo_cli.learner.forward import PackedTrees, Padded, padded
 from grpo_cli.learner.learner import Learner, Update
-from grpo_cli.learner.logprobs import PLAIN, Entropy, _Chosen, few_rows, log_softmax
+from grpo_cli.learner.logprobs import PLAIN, _Chosen, few_rows, log_softmax
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.tracking.progress import Progress, Trained, step_metrics
@@ -39,16 +39,14 @@ def some_batch(seed: int = 0) -> Batch:
     weights = torch.rand(ids.shape, generator=g) * (torch.rand(ids.shape, generator=g) < 0.67) * mask
     ids = ids * (places < (prompts + replies)[:, None])
     numbers = torch.randn(5, generator=g)
-    return plain_batch(mask, input_ids=ids, weights=weights, advantages=numbers, lengths=prompts + replies)
+    return plain_batch(mask, input_ids=ids, weights=weights, advantages=numbers)
 
 
 @torch.no_grad()
 def brute_force(model: Any, batch: Batch, temperature: float) -> torch.Tensor:
     """Of the distribution that predicts each token, in float64."""
-    p = (model(batch.input_ids).logits[:, :-1].double() / temperature).softmax(-1)
-    found = torch.zeros(batch.input_ids.shape, dtype=torch.float64)
-    found[:, 1:] = -(p * p.log()).sum(-1)
-    return found
+    p = (model(padded(batch)).logits.double() / temperature).softmax(-1)
+    return -(p * p.log()).sum(-1)[batch.spread(torch.arange(len(batch))), batch.positions - 1]
 
 
 @pytest.mark.parametrize("way", FORWARDS)
@@ -58,11 +56,13 @@ def test_every_forward_measures_what_the_whole_logits_say(way: str, chunk: int, 
     model, batch = small_model(), some_batch(seed)
     forward = FORWARDS[way](chunk, temperature)
     forward.prepare(model)
-    entropy = Entropy(batch.trained_mask, int(batch.trained_mask.sum()))
-    forward.logprobs(model, batch, entropy).sum().backward()
-    expected = brute_force(model, batch, temperature)[batch.trained_mask].mean()
-    assert float(entropy.share()) == pytest.approx(float(expected), abs=1e-5)
-    assert not entropy.share().requires_grad
+    expected, found = brute_force(model, batch, temperature), torch.zeros(len(batch.token_ids))
+    forward.logprobs(model, batch, found).sum().backward()
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    with torch.no_grad():  # and forward where there is no gradient
+        again = torch.zeros_like(found)
+        forward.logprobs(model, batch, again)
+    assert torch.equal(again, found)
 
 
 def backward(logits: torch.Tensor, temperature: float = 1.0, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,9 +91,9 @@ def test_a_token_that_cannot_come_adds_nothing() -> None:
 def test_a_uniform_model_has_the_logarithm_of_its_vocabulary(dtype: torch.dtype) -> None:
     model, batch = small_model(vocab_size=1000, tie_word_embeddings=False).to(dtype), some_batch()
     model.lm_head.weight.data.zero_()
-    entropy = Entropy(batch.trained_mask, int(batch.trained_mask.sum()))
-    Padded(10_000, 7, 1.0).logprobs(model, batch, entropy).sum().backward()
-    assert float(entropy.share()) == pytest.approx(math.log(1000), abs=2e-6)
+    found = torch.zeros(len(batch.token_ids))
+    Padded(10_000, 7, 1.0).logprobs(model, batch, found).sum().backward()
+    assert found.tolist() == pytest.approx([math.log(1000)] * len(found), abs=2e-6)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -141,6 +141,6 @@ def test_without_a_trained_token_there_is_none() -> None:
 
 def test_several_updates_are_averaged_as_their_losses_are_and_one_without_is_passed_over() -> None:
     each = [{"loss/total": 1.0, "policy/entropy": 0.5}, {"loss/total": 2.0}, {"loss/total": 6.0, "policy/entropy": 0.2}]
-    updates = tuple(Update(metrics, torch.zeros(0, 0), None, True) for metrics in each)
+    updates = tuple(Update(metrics, torch.zeros(0), None, True) for metrics in each)
     found = step_metrics(Progress(), [], EngineStats(), Trained(updates, [], 0, {}, {}))
     assert (found["loss/total"], found["policy/entropy"]) == (pytest.approx(3.0), pytest.approx(0.35))

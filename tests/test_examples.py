@@ -38,7 +38,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (first, second)]
     assert [steps[-1]["step"] for steps in rows] == [20, 20]
     trained = [json.loads((run / "summary.json").read_text())["trained_rollouts"] for run in (first, second)]
-    assert trained == [20 * 4 * 8, 20 * 4 * 4]
+    assert trained == [20 * 8 * 8, 20 * 8 * 4]
     assert "memory, at its fullest" in said[-1]
 
 

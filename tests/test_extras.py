@@ -14,9 +14,8 @@ from test_cli import grpo
 
 from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.model.checks import check_device
-from grpo_cli.report import plots
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.extras import EXTRAS, installed
+from grpo_cli.support.extras import EXTRAS, absent, installed
 
 ROOT = Path(__file__).parent.parent
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -60,7 +59,7 @@ def test_what_needs_a_gpu_names_the_extra_where_there_is_one(monkeypatch: pytest
         check_optimizer(optim(name="adamw8bit"), gpu)
     with pytest.raises(UserError, match=re.escape("model.quantize=4bit" + sentence("bitsandbytes"))):
         check_device(model(quantize="4bit"), gpu)
-    assert plots.NO_PICTURES == f"a picture{sentence('matplotlib')}"
+    assert absent("matplotlib", "a picture") == f"a picture{sentence('matplotlib')}"
 
 
 def test_every_library_is_tried_and_stands_in_its_extra() -> None:

@@ -27,11 +27,12 @@ MIB = 2**20
 
 @cache
 def planner(device: torch.device = CPU, *words: str) -> Planner:
-    return Planner(prepare(settings_of(*RUN, "fit=auto", *words), lambda line: None), device, 0)
+    return Planner.of(prepare(settings_of(*RUN, "fit=auto", *words), lambda line: None), device)
 
 
-def plan(room: int, typed: frozenset[str] = frozenset()) -> fit.Fitted:
-    return fit.planned(planner(), room, typed)
+def chosen(room: int, device: torch.device = CPU, typed: frozenset[str] = frozenset()) -> fit.Fitted:
+    plans = planner(device)
+    return fit.chosen(plans, room, fit.choosable(plans, typed), "fit=auto")
 
 
 def grpo(*words: str, code: int = 0) -> Any:
@@ -42,39 +43,37 @@ def grpo(*words: str, code: int = 0) -> Any:
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
 def test_what_is_chosen_fits_and_is_needed_and_nothing_is_where_there_is_room(device: torch.device) -> None:
-    plans = planner(device, "engine.cuda_graph=true")
-    whole = fit.planned(plans, 2**40, frozenset())
-    assert whole.choices == () and whole.plan.peak == whole.before
+    whole = chosen(2**40, device)
+    assert whole.values == {} and whole.plan.peak == whole.before
     peaks = [whole.before]
     for share in (0.9, 0.6, 0.4):
         room = int(share * whole.before)
-        found = fit.planned(plans, room, frozenset())
-        assert found.choices and found.plan.peak <= room and found.before == whole.before
+        found = chosen(room, device)
+        assert found.values and found.plan.peak <= room and found.before == whole.before
         for key in found.values:
-            assert plans.plan({name: value for name, value in found.values.items() if name != key}).peak > room
+            less = {name: value for name, value in found.values.items() if name != key}
+            assert planner(device).plan(less).peak > room
         peaks.append(found.plan.peak)
     assert peaks == sorted(peaks, reverse=True)
 
 
 def test_what_is_typed_is_not_chosen_even_if_nothing_fits_so() -> None:
-    room = int(0.6 * plan(2**40).before)
-    (key, *_) = plan(room).values
-    with_it_typed = plan(room, typed=frozenset({key}))
-    assert key not in with_it_typed.values and with_it_typed.plan.peak <= room
-    everything = frozenset({fit.TOKENS, fit.CHUNK, fit.RECOMPUTE, fit.SLOTS})
-    with pytest.raises(UserError) as refused:
-        plan(room, typed=everything)
-    assert fit.TOKENS in str(refused.value)
+    room = int(0.6 * chosen(2**40).before)
+    (key, *_) = chosen(room).values
+    without = chosen(room, typed=frozenset({key}))
+    assert key not in without.values and without.plan.peak <= room
+    with pytest.raises(UserError, match="typed"):
+        chosen(room, typed=frozenset({fit.TOKENS, fit.CHUNK, fit.RECOMPUTE, fit.SLOTS}))
 
 
-def test_a_refusal_says_the_least_that_would_do_and_that_does() -> None:
+def test_a_refusal_names_the_least_that_would_do_and_that_does() -> None:
     with pytest.raises(UserError) as refused:
-        plan(MIB)
+        chosen(MIB)
     least = int(str(refused.value).split("give fit=")[1].split("MiB")[0]) * MIB
-    room = min(int(fit.MARGIN * least), least - fit.BESIDE)
-    assert plan(room).plan.peak <= room
+    room = fit.within(least, CPU)
+    assert chosen(room).plan.peak <= room
     with pytest.raises(UserError):
-        plan(room - 2 * MIB)
+        chosen(room - 2 * MIB)
 
 
 @pytest.mark.parametrize(("asked", "way_out"), [("0", "auto"), ("0GB", "auto"), ("1PB", "auto"), ("much", "2GB")])
@@ -91,27 +90,27 @@ def test_a_control_group_with_less_is_planned_for(monkeypatch: pytest.MonkeyPatc
     said: list[str] = []
     assert fit.room_of(replace(settings_of(*RUN), fit="1GB"), CPU, 0, said.append) == 400 * MIB - fit.BESIDE
     assert "fit=1GB" in said[0] and "400.0 MiB" in said[0]
-    assert fit.room_of(replace(settings_of(*RUN), fit="auto"), CPU, 0, said.append) == int(fit.SHARE * 400 * MIB)
+    for word in ("auto", "none"):
+        assert fit.room_of(replace(settings_of(*RUN), fit=word), CPU, 0, said.append) == (300 + 90) * MIB
 
 
 def test_a_resumed_run_goes_on_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fit, "process_alone", lambda device: 0)
-    monkeypatch.setattr(fit, "room_of", lambda *given: int(0.7 * whole.before))
-    whole = plan(2**40)
-    chosen = plan(int(0.7 * whole.before)).values
+    monkeypatch.setattr(fit, "room_of", lambda *given: room)
+    room = int(0.7 * chosen(2**40).before)
+    values = chosen(room).values
     begun = grpo(*RUN, "train.steps=2", "fit=auto", "hydra.run.dir=fitted")
     record = json.loads(Path("fitted/run.json").read_text())
-    for key, value in chosen.items():
+    for key, value in values.items():
         group, name = key.split(".")
         assert record["config"][group][name] == value and f"{key}={value}".lower() in begun.stderr.lower()
         assert not any(word.startswith(key) for word in record["overrides"])
-    monkeypatch.setattr(fit, "planned", lambda *given: pytest.fail("a resumed run was planned again"))
+    monkeypatch.setattr(fit, "chosen", lambda *given: pytest.fail("a resumed run was planned again"))
     again = grpo("resume=fitted", "train.steps=4", "fit=3GB").stderr
     assert "fit=auto is 3GB" in again
-    assert not list(Path("fitted").glob("resumed_*.json")) or "micro_batch" not in begun.stdout
-    typed = [f"{key}={str(value).lower()}" for key, value in chosen.items()]
-    sampler = ["sampler=infinite"] if fit.SLOTS in chosen else []
+    typed = [f"{key}={str(value).lower()}" for key, value in values.items()]
+    sampler = ["sampler=infinite"] if fit.SLOTS in values else []
     grpo(*RUN, "train.steps=4", *sampler, *typed, "hydra.run.dir=whole")
     assert rows(Path("fitted")) == rows(Path("whole"))
 

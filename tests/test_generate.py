@@ -14,7 +14,7 @@ import torch
 from families import CONFIGS, foreign_folder, foreign_model
 from made import micro
 from safetensors.torch import load_file
-from small import EOS, contents, make_engine, one_and_the_rest, plain_batch, small_model, some_requests
+from small import EOS, contents, make_engine, one_and_the_rest, plain_batch, small_model, some_requests, token_logprobs
 from talk import Talk
 from test_turns import played, said
 from torch import Tensor
@@ -29,7 +29,6 @@ from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.engine.order.schedule import Fifo, Lpt
 from grpo_cli.experiment import build
 from grpo_cli.learner.learner import Learner
-from grpo_cli.learner.logprobs import token_logprobs
 from grpo_cli.model import packed
 from grpo_cli.model.load import load_model
 from grpo_cli.settings import Sampling
@@ -135,7 +134,7 @@ def test_once_a_learner_is_built_sampler_and_learner_are_the_model(
             torch.testing.assert_close(torch.tensor(one.sampler_logprobs), expected, rtol=0, atol=1e-5)
             ids = torch.tensor([prompt + list(one.token_ids)])
             batch = plain_batch(torch.arange(ids.shape[1])[None] >= len(prompt), input_ids=ids)
-            found = learner.logprobs(model, batch)[0, len(prompt) :]
+            found = learner.logprobs(model, batch)
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import exp
+from statistics import NormalDist
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,7 +24,6 @@ from grpo_cli.engine.kv.cache import BLOCK, PagedCache, round_up
 from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
-from grpo_cli.memory.lengths import lognormal
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.support.errors import UserError
@@ -241,7 +243,8 @@ def test_what_is_allocated_follows_what_is_held(budget: Any) -> None:
     """Of slots that reserved the limit, 32 rollouts of log-normal lengths would take 32 x 256 x 256 bytes = 2 MiB."""
     model = small_model(num_hidden_layers=8, head_dim=16, max_position_embeddings=512)  # TOKEN x 8
     requests = some_requests(prompts=4, n=8, tokens=256)
-    limits = lognormal(32, 256, 64.0, 1.0, 0)
+    quantiles = [exp(3.81 + 0.833 * NormalDist().inv_cdf((i + 0.5) / 32)) for i in range(32)]
+    limits = np.random.default_rng(0).permutation(np.clip(np.rint(quantiles), 1, 256)).astype(int).tolist()
     requests = [
         replace(r, sampling=replace(r.sampling, max_new_tokens=m)) for r, m in zip(requests, limits, strict=True)
     ]

@@ -21,7 +21,7 @@ from grpo_cli.types import Batch, LossOutput, Totals
 def make_batch() -> Batch:
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
     mask = [[False, False, True, True], [False, False, True, False]]
-    return plain_batch(mask, input_ids=ids, advantages=torch.tensor([1.0, -1.0]), lengths=torch.tensor([4, 3]))
+    return plain_batch(mask, input_ids=ids, advantages=torch.tensor([1.0, -1.0]))
 
 
 def steep(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:

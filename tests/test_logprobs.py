@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from small import VOCABULARY, small_model
+from small import VOCABULARY, small_model, token_logprobs
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from grpo_cli.learner.logprobs import token_logprobs
 
 
 def some_rows() -> tuple[torch.Tensor, torch.Tensor]:

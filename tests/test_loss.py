@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import plain_batch
+from small import completions, plain_batch
 
 from grpo_cli.config.choices import choices
+from grpo_cli.learner.batch import rows_of, tokens_of
 from grpo_cli.rules import loss
 from grpo_cli.types import Batch, Totals
 
@@ -33,7 +34,7 @@ def random_batch(seed: int, rows: int = 5, width: int = 6, spread: float = 0.4) 
         policy_logprobs=logprobs + spread * torch.randn(rows, width, generator=g),
         ref_logprobs=logprobs + spread * torch.randn(rows, width, generator=g),
     )
-    return logprobs, batch, Totals(rows, int(mask.sum()), 9)
+    return logprobs[completions(mask)], batch, Totals(rows, int(mask.sum()), 9)
 
 
 def run(name: str, logprobs: torch.Tensor, batch: Batch, totals: Totals, **settings):
@@ -44,35 +45,27 @@ def run(name: str, logprobs: torch.Tensor, batch: Batch, totals: Totals, **setti
     return float(output.loss.detach()), leaf.grad, {name: float(value) for name, value in output.metrics.items()}
 
 
-def share_of(batch: Batch, row: int, totals: Totals, aggregation: str) -> float:
-    """What one token of `row` counts for."""
-    if aggregation == "sequence":
-        return 1 / sum(batch.loss_mask[row].tolist()) / totals.sequences
-    if aggregation == "token":
-        return 1 / totals.tokens
-    return 1 / (totals.sequences * totals.max_new_tokens)
-
-
 def oracle(variant, logprobs, batch, totals, clip_low, clip_high, kl_coef, aggregation):
     """Loss, gradient and metrics by loops over plain numbers, the gradient from the formulas by hand."""
-    rows, width = logprobs.shape
-    total, gradient = 0.0, [[0.0] * width for _ in range(rows)]
+    total, gradient = 0.0, [0.0] * len(logprobs)
     metrics = dict.fromkeys(("loss/policy", "loss/kl", "loss/clip_fraction", "loss/policy_ratio_mean"), 0.0)
-    for i in range(rows):
-        tokens = [t for t in range(width) if batch.loss_mask[i, t]]
-        differences = {t: float(logprobs[i, t] - batch.policy_logprobs[i, t]) for t in tokens}
+    for row in range(len(batch)):
+        tokens = [t for t in tokens_of(batch, torch.tensor([row])).tolist() if batch.loss_mask[t]]
+        counted = {"sequence": len(tokens) * totals.sequences, "token": totals.tokens}
+        share = 1 / counted.get(aggregation, totals.sequences * totals.max_new_tokens) if tokens else 0.0
+        differences = {t: float(logprobs[t] - batch.policy_logprobs[t]) for t in tokens}
         low, high = clip_low, clip_high
         if variant == "echo" and tokens:
-            certain = sum(math.exp(float(batch.policy_logprobs[i, t])) for t in tokens) / len(tokens)  # fewer than 16
+            certain = sum(math.exp(float(batch.policy_logprobs[t])) for t in tokens) / len(tokens)  # fewer than 16
             low = high = clip_low + (clip_high - clip_low) / (1 + math.exp(-4 * (1 - certain)))
             metrics["loss/clip_mean"] = metrics.get("loss/clip_mean", 0.0) + low * len(tokens) / totals.tokens
         far = [t for t in tokens if variant == "mu_grpo" and abs(differences[t]) > math.log(2.0)]
         for t in tokens:
-            share, advantage = share_of(batch, i, totals, aggregation), float(batch.advantages[i])
+            advantage = float(batch.advantages[t])
             ratio = math.exp(sum(differences.values()) / len(tokens) if variant == "gspo" else differences[t])
             bounded = min(max(ratio, 1 - low), 1 + high)
             if variant == "cispo":
-                value, slope = -bounded * advantage * float(logprobs[i, t]), -bounded * advantage
+                value, slope = -bounded * advantage * float(logprobs[t]), -bounded * advantage
                 clipped = bounded != ratio
             else:
                 clipped = bounded * advantage < ratio * advantage
@@ -80,10 +73,10 @@ def oracle(variant, logprobs, batch, totals, clip_low, clip_high, kl_coef, aggre
                 if far and t > far[0] and advantage < 0:
                     value, clipped = 0.0, True
                 slope = 0.0 if clipped else -ratio * advantage
-            behind = float(batch.ref_logprobs[i, t] - logprobs[i, t])
-            weight, kl = float(batch.weights[i, t]), math.exp(behind) - behind - 1
+            behind = float(batch.ref_logprobs[t] - logprobs[t])
+            weight, kl = float(batch.weights[t]), math.exp(behind) - behind - 1
             total += share * (weight * value + kl_coef * kl)
-            gradient[i][t] = share * (weight * slope + kl_coef * (1 - math.exp(behind)))
+            gradient[t] = share * (weight * slope + kl_coef * (1 - math.exp(behind)))
             metrics["loss/policy"] += share * weight * value
             metrics["loss/kl"] += share * kl
             metrics["loss/clip_fraction"] += clipped / totals.tokens
@@ -93,7 +86,7 @@ def oracle(variant, logprobs, batch, totals, clip_low, clip_high, kl_coef, aggre
 
 @pytest.mark.parametrize("aggregation", loss.AGGREGATIONS)
 @pytest.mark.parametrize("variant", LOSSES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_loss_gradient_and_metrics_are_those_of_a_plain_loop(variant, aggregation, seed):
     logprobs, batch, totals = random_batch(seed, rows=12)
     chosen = {"clip_low": 0.1, "clip_high": 0.15, "kl_coef": 0.3, "aggregation": aggregation}
@@ -109,11 +102,11 @@ def test_grpo_by_hand():
     """Two sequences: ratios 1.5 (clipped to 1.2, advantage 1) and 0.5, then 0.5 (clipped to 0.8, advantage -2)."""
     half, more = math.log(0.5), math.log(1.5)
     batch = plain_batch([[1, 1], [1, 0]], advantages=torch.tensor([1.0, -2.0]), policy_logprobs=torch.zeros(2, 2))
-    logprobs = torch.tensor([[more, half], [half, 0.0]])
+    logprobs = torch.tensor([more, half, half])
     value, gradient, metrics = run("grpo", logprobs, batch, Totals(2, 3, 4), clip_high=0.2)
     # sequence 1: -(1.2 + 0.5) / 2 = -0.85; sequence 2: -min(0.5 * -2, 0.8 * -2) = 1.6; mean 0.375
     assert value == pytest.approx(0.375)
-    assert gradient.flatten().tolist() == pytest.approx([0, -0.5 / 2 / 2, 0, 0])
+    assert gradient.tolist() == pytest.approx([0, -0.5 / 2 / 2, 0])
     assert metrics["loss/clip_fraction"] == pytest.approx(2 / 3)
     assert metrics["loss/policy_ratio_mean"] == pytest.approx(2.5 / 3)
     token = run("grpo", logprobs, batch, Totals(2, 3, 4), clip_high=0.2, aggregation="token")[0]
@@ -124,30 +117,14 @@ def test_grpo_by_hand():
 def test_gspo_by_hand():
     """Token ratios 4 and 1/4 are a sequence ratio of 1: nothing is clipped, each token pulls by 1 * A / 2."""
     batch = plain_batch([[1, 1]], advantages=torch.tensor([3.0]), policy_logprobs=torch.zeros(1, 2))
-    logprobs = torch.tensor([[math.log(4), -math.log(4)]])
-    value, gradient, metrics = run("gspo", logprobs, batch, Totals(1, 2, 2))
-    assert value == pytest.approx(-3) and gradient.flatten().tolist() == pytest.approx([-1.5, -1.5])
+    value, gradient, metrics = run("gspo", torch.tensor([math.log(4), -math.log(4)]), batch, Totals(1, 2, 2))
+    assert value == pytest.approx(-3) and gradient.tolist() == pytest.approx([-1.5, -1.5])
     assert metrics["loss/clip_fraction"] == 0 and metrics["loss/policy_ratio_mean"] == pytest.approx(1)
-
-
-def test_gspo_has_the_gradient_of_its_sequence_form():
-    logprobs, batch, totals = random_batch(3, spread=0.05)
-    batch = replace(batch, weights=torch.ones_like(batch.weights))
-    leaf = logprobs.double().requires_grad_()
-    sequence_loss = torch.zeros((), dtype=torch.float64)
-    for row in range(len(batch) - 1):
-        tokens = batch.loss_mask[row]
-        ratio = (leaf[row] - batch.policy_logprobs[row])[tokens].mean().exp()
-        sequence_loss = sequence_loss - ratio * batch.advantages[row] / totals.sequences
-    sequence_loss.backward()
-    value, gradient, _ = run("gspo", logprobs, batch, totals, clip_low=0.9, clip_high=9.0)
-    assert value == pytest.approx(float(sequence_loss.detach()), abs=1e-6)
-    torch.testing.assert_close(gradient.double(), leaf.grad, atol=1e-6, rtol=1e-5)
 
 
 def test_cispo_keeps_a_bounded_gradient_where_grpo_drops_it():
     batch = plain_batch([[1]], advantages=torch.tensor([1.0]), policy_logprobs=torch.tensor([[-5.0]]))
-    logprobs = torch.tensor([[-1.0]])  # ratio exp(4)
+    logprobs = torch.tensor([-1.0])  # ratio exp(4)
     assert run("grpo", logprobs, batch, Totals(1, 1, 1))[1].item() == 0
     value, gradient, metrics = run("cispo", logprobs, batch, Totals(1, 1, 1))
     assert gradient.item() == pytest.approx(-1.28) and value == pytest.approx(1.28)
@@ -161,10 +138,9 @@ def test_without_policy_logprobs_the_learner_is_the_old_policy(name):
     implied = run(name, logprobs, replace(batch, policy_logprobs=None), totals)
     given_ones = run(name, logprobs, replace(batch, policy_logprobs=logprobs.clone()), totals)
     assert implied[0] == given_ones[0] and torch.equal(implied[1], given_ones[1])
-    assert implied[2]["loss/policy_ratio_mean"] == pytest.approx(1)
     # the policy-gradient estimate: -A w per token, whatever the variant
-    shares = batch.loss_mask / batch.loss_mask.sum(1, keepdim=True).clamp(min=1) / totals.sequences
-    torch.testing.assert_close(implied[1], -shares * batch.weights * batch.advantages[:, None])
+    shares = batch.loss_mask / batch.spread(batch.sums(batch.loss_mask)).clamp(min=1) / totals.sequences
+    torch.testing.assert_close(implied[1], -shares * batch.weights * batch.advantages)
 
 
 @settings(max_examples=30)
@@ -176,109 +152,64 @@ def test_without_policy_logprobs_the_learner_is_the_old_policy(name):
 )
 def test_shares_of_micro_batches_add_up(seed, cuts, name, aggregation):
     logprobs, batch, totals = random_batch(seed)
-    whole = run(name, logprobs, batch, totals, kl_coef=0.1, aggregation=aggregation)
-    bounds = [0, *sorted(cuts), 5]
-    parts = [
-        run(name, logprobs[a:b], rows_of(batch, slice(a, b)), totals, kl_coef=0.1, aggregation=aggregation)
-        for a, b in zip(bounds, bounds[1:], strict=False)
-    ]
+    words = {"kl_coef": 0.1, "aggregation": aggregation}
+    whole = run(name, logprobs, batch, totals, **words)
+    parts = []
+    for rows in torch.arange(5).tensor_split(sorted(cuts)):
+        parts.append(run(name, logprobs[tokens_of(batch, rows)], rows_of(batch, rows), totals, **words))
     assert sum(part[0] for part in parts) == pytest.approx(whole[0], abs=1e-5)
     torch.testing.assert_close(torch.cat([part[1] for part in parts]), whole[1])
     for metric, value in whole[2].items():
         assert sum(part[2][metric] for part in parts) == pytest.approx(value, abs=1e-5)
 
 
-def rows_of(batch: Batch, rows: slice) -> Batch:
-    return replace(
-        batch,
-        **{name: getattr(batch, name)[rows] for name in batch.__dataclass_fields__ if getattr(batch, name) is not None},
-    )
-
-
 @pytest.mark.parametrize("aggregation", loss.AGGREGATIONS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_kept_rows_alone_have_the_loss_they_have_among_wider_padding(name, aggregation):
-    """What lies in the padding, NaN and -inf included, must not leak into the loss or its gradient."""
+def test_nothing_leaks_from_outside_the_mask_and_an_empty_batch_is_zero(name, aggregation):
+    """Tokens that are not trained on may be NaN or infinite."""
     logprobs, batch, totals = random_batch(1)
-    rubbish = torch.tensor([math.nan, -math.inf, math.inf, 1e30]).repeat(5, 1)
-    wide = torch.cat([logprobs, rubbish], dim=1).masked_fill(
-        ~torch.nn.functional.pad(batch.loss_mask, (0, 4)), math.nan
-    )
-    padded = replace(
-        batch,
-        **{
-            name: torch.nn.functional.pad(getattr(batch, name), (0, 4))
-            for name in ("input_ids", "response_mask", "loss_mask", "weights", "sampler_logprobs")
-        },
-        policy_logprobs=torch.cat([batch.policy_logprobs, rubbish.flip(0)], dim=1),
-        ref_logprobs=torch.cat([batch.ref_logprobs, rubbish], dim=1),
-    )
-    narrow = run(name, logprobs, batch, totals, kl_coef=0.1, aggregation=aggregation)
-    among = run(name, wide, padded, totals, kl_coef=0.1, aggregation=aggregation)
-    assert among[0] == pytest.approx(narrow[0]) and among[2] == pytest.approx(narrow[2])
-    torch.testing.assert_close(among[1][:, :6], narrow[1])
-    assert (among[1][:, 6:] == 0).all()
+    words = {"kl_coef": 0.1, "aggregation": aggregation}
+    expected = run(name, logprobs, batch, totals, **words)
+    outside = ~batch.loss_mask
+    assert outside.any()
+    rubbish = {key: getattr(batch, key).masked_fill(outside, bad) for key, bad in
+               (("policy_logprobs", math.nan), ("ref_logprobs", -math.inf))}  # fmt: skip
+    found = run(name, logprobs.masked_fill(outside, math.inf), replace(batch, **rubbish), totals, **words)
+    assert found[0] == expected[0] and found[2] == expected[2] and torch.equal(found[1], expected[1])
+    nothing = replace(batch, loss_mask=torch.zeros_like(outside))
+    value, gradient, _ = run(name, logprobs, nothing, Totals(0, 0, 2), **words)
+    assert value == 0 and not gradient.any()
 
 
 def test_a_sequence_with_nothing_to_train_on_adds_nothing_and_is_counted():
-    one = plain_batch([[1, 1]], advantages=torch.tensor([1.0]))
-    two = plain_batch([[1, 1], [0, 0]], advantages=torch.tensor([1.0, 5.0]))
-    logprobs = torch.tensor([[-1.0, -2.0]])
-    alone = run("grpo", logprobs, one, Totals(1, 2, 2))
-    beside = run("grpo", logprobs.repeat(2, 1), two, Totals(2, 2, 2))
-    assert alone[0] == -1 and beside[0] == -0.5
-    assert beside[1][1].tolist() == [0, 0]
-    per_token = run("grpo", logprobs.repeat(2, 1), two, Totals(2, 2, 2), aggregation="token")
-    assert per_token[0] == -1
-
-
-@pytest.mark.parametrize("aggregation", loss.AGGREGATIONS)
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_batch_with_nothing_to_train_on_has_zero_loss_and_gradient(name, aggregation):
-    batch = plain_batch([[0, 0]], advantages=torch.tensor([1.0]))
-    value, gradient, _ = run(name, torch.tensor([[-1.0, -2.0]]), batch, Totals(0, 0, 2), aggregation=aggregation)
-    assert value == 0 and gradient.tolist() == [[0, 0]]
+    two = plain_batch([[1, 1], [1, 1]], loss_mask=torch.tensor([[1, 1], [0, 0]]).bool())
+    logprobs = torch.tensor([-1.0, -2.0, -1.0, -2.0])
+    value, gradient, _ = run("grpo", logprobs, two, Totals(2, 2, 2))
+    assert value == -0.5 and gradient[2:].tolist() == [0, 0]
+    assert run("grpo", logprobs, two, Totals(2, 2, 2), aggregation="token")[0] == -1
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_mismatch_weights_scale_a_tokens_pull_and_neither_the_clip_nor_the_kl(name):
     logprobs, batch, totals = random_batch(2)
-    doubled = replace(batch, weights=2 * batch.weights)
-    once, twice = (run(name, logprobs, each, totals) for each in (batch, doubled))
+    weights = (2 * batch.weights).requires_grad_()
+    once, twice = (run(name, logprobs, each, totals) for each in (batch, replace(batch, weights=weights)))
     torch.testing.assert_close(twice[1], 2 * once[1])
+    assert weights.grad is None, "weights have no gradient"
     assert twice[2]["loss/policy"] == pytest.approx(2 * once[2]["loss/policy"])
-    for name in ("loss/kl", "loss/clip_fraction", "loss/policy_ratio_mean"):
-        assert twice[2][name] == once[2][name]
+    for metric in ("loss/kl", "loss/clip_fraction", "loss/policy_ratio_mean"):
+        assert twice[2][metric] == once[2][metric]
 
 
-def test_weights_have_no_gradient():
-    logprobs, batch, totals = random_batch(2)
-    weights = batch.weights.clone().requires_grad_()
-    leaf = logprobs.clone().requires_grad_()
-    made.loss()(leaf, replace(batch, weights=weights), totals).loss.backward()
-    assert weights.grad is None and leaf.grad is not None
-
-
-def test_kl_is_zero_at_the_reference_and_never_negative():
+def test_kl_is_zero_at_the_reference_and_measured_even_when_it_is_not_part_of_the_loss():
     logprobs, batch, totals = random_batch(4)
     same = run("grpo", logprobs, replace(batch, ref_logprobs=logprobs.clone()), totals, kl_coef=1.0)
     assert same[2]["loss/kl"] == pytest.approx(0, abs=1e-7)
     apart = run("grpo", logprobs, batch, totals, kl_coef=1.0)
-    assert apart[2]["loss/kl"] > 0
-    assert apart[0] == pytest.approx(apart[2]["loss/policy"] + apart[2]["loss/kl"])
-
-
-def test_kl_is_measured_with_a_reference_even_when_it_is_not_part_of_the_loss():
-    logprobs, batch, totals = random_batch(4)
+    assert apart[0] == pytest.approx(apart[2]["loss/policy"] + apart[2]["loss/kl"]) and apart[2]["loss/kl"] > 0
     value, _, metrics = run("grpo", logprobs, batch, totals, kl_coef=0.0)
     assert value == metrics["loss/policy"] and metrics["loss/kl"] > 0
     assert "loss/kl" not in run("grpo", logprobs, replace(batch, ref_logprobs=None), totals)[2]
-
-
-def test_a_kl_term_without_a_reference_is_our_own_mistake():
-    logprobs, batch, totals = random_batch(4)
-    with pytest.raises(AssertionError, match="without reference"):
-        made.loss(kl_coef=0.1)(logprobs, replace(batch, ref_logprobs=None), totals)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -288,7 +219,6 @@ def test_half_precision_inputs_are_computed_in_float32(name):
     low = run(name, coarse, batch, totals, kl_coef=0.1)
     high = run(name, coarse.float(), batch, totals, kl_coef=0.1)
     assert low[0] == high[0] and low[2] == high[2]
-    assert low[1].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -297,26 +227,20 @@ def test_half_precision_inputs_are_computed_in_float32(name):
 def test_a_policy_far_away_still_has_a_finite_loss_and_gradient(name, jump, advantage):
     """exp(200) overflows float32, and a zero advantage times infinity is no number."""
     batch = plain_batch([[1, 1]], advantages=torch.tensor([advantage]), policy_logprobs=torch.full((1, 2), -300.0))
-    batch = replace(batch, ref_logprobs=torch.full((1, 2), -300.0 - jump))
-    value, gradient, metrics = run(name, torch.full((1, 2), -300.0 + jump), batch, Totals(1, 2, 2), kl_coef=0.1)
+    batch = replace(batch, ref_logprobs=torch.full((2,), -300.0 - jump))
+    value, gradient, metrics = run(name, torch.full((2,), -300.0 + jump), batch, Totals(1, 2, 2), kl_coef=0.1)
     assert math.isfinite(value) and gradient.isfinite().all() and all(map(math.isfinite, metrics.values()))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_rollouts_without_an_advantage_have_no_gradient_unless_there_is_a_kl_term(name):
+    logprobs, batch, totals = random_batch(3)
+    batch = replace(batch, advantages=0 * batch.advantages)
+    for kl in (0.0, 1e-9, 1.0):
+        part = made.loss(name, kl_coef=kl)
+        assert (part.needs_reference, part.needs_advantage) == (kl > 0, kl == 0)
+        assert bool(run(name, logprobs, batch, totals, kl_coef=kl)[1].any()) == (kl > 0)
 
 
 def test_dapo_is_grpo_by_other_settings():
     assert made.loss("dapo") == made.loss("grpo", clip_high=0.28, aggregation="token")
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_needs_a_reference_when_it_has_a_kl_term(name):
-    needs = [made.loss(name, kl_coef=weight).needs_reference for weight in (0, 0.0, 1e-9, 1)]
-    assert needs == [False, False, True, True]
-
-
-def test_nothing_is_written_to_the_arguments():
-    logprobs, batch, totals = random_batch(8)
-    parts = [getattr(batch, name) for name in batch.__dataclass_fields__]
-    given = [logprobs, *(part for part in parts if part is not None)]
-    before = [part.clone() for part in given]
-    for name in LOSSES:
-        run(name, logprobs, batch, totals, kl_coef=0.1)
-    assert len(given) >= 8 and all(torch.equal(a, b) for a, b in zip(before, given, strict=True))

@@ -55,7 +55,7 @@ def test_runs_are_listed_with_what_they_were_asked_and_reached_the_newest_first(
     sure = "0.100..0.900"  # what `leave` writes
     assert rows[1] == f"train failed gsm8k tiny 8 8 10/20 0.400 {sure} - 3h00m outputs/train/broke"
     assert rows[2] == f"train completed gsm8k tiny 8 8 20/20 0.700 {sure} - 2 days outputs/train/old"
-    assert rows[3].startswith("outputs/train/going: no summary.json, and no process is at it; last record")
+    assert rows[3].startswith("outputs/train/going: no summary.json, and no process is at it")
     assert rows[4] == "outputs/train/broke: RuntimeError: it broke"
 
 
@@ -96,4 +96,4 @@ def test_damaged_files_cost_a_remark_and_nothing_else(elsewhere):
     assert len([line for line in said.stdout.splitlines() if line.startswith("train")]) == 3
     remarks = [line.partition(": ")[2] for line in said.stdout.splitlines() if "[red]: " in line]
     files = [re.match(r"\S+", remark)[0] for remark in remarks]
-    assert files[1:] == ["run.json", "summary.json", "metrics.jsonl:", "metrics.jsonl:"]
+    assert files[1:] == ["run.json", "summary.json", "metrics.jsonl:"]

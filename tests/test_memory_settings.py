@@ -131,7 +131,7 @@ def test_each_step_of_a_run_begins_with_its_state_parked(tmp_path: Path, monkeyp
 def test_a_parked_state_is_planned_to_take_nothing_during_rollouts() -> None:
     def planned(*words: str) -> Any:
         run = prepare(settings_of("device=cpu", *words), say=lambda line: None)
-        return Planner(run, GPU, 0).plan().phases
+        return Planner.of(run, GPU).plan().phases
 
     plain, parked = planned(), planned("optim.park=true")
     state = plain["decode"][OPTIMIZER]

@@ -94,15 +94,12 @@ def test_the_server_is_asked_to_hold_answers_to_json_where_that_is_wanted(server
 
 BAD = {
     "prose": "I would give it a 0.9.",
-    "no choice": (200, '{"choices": []}'),
     "a billion": '{"score": 1000000000.0}',
     "NaN": '{"score": NaN}',
     "true": '{"score": true}',
-    "text": '{"score": "0.5"}',
     "another word": '{"points": 0.5}',
     "digits": '{"score": ' + 5000 * "1" + "}",
     "deep": 9000 * "[",
-    "empty": "",
     "content of another kind": (200, said([{"type": "text"}])),
     "cut off": (200, said('{"score": 0.5}', "length")),
     "bad request": (400, "no"),
@@ -122,7 +119,7 @@ def test_an_answer_that_is_no_score_is_none(server: Server, answer: Any, tmp_pat
     assert scores(judge_of(server, tmp_path), completions("bad")) == [0.3], "a failure is not kept"
 
 
-@pytest.mark.parametrize("found", [[], [0.5], [0.1, 0.2, 0.3], "0.5", [0.5, None], {"1": 0.5}, [[0.5], [0.5]]])
+@pytest.mark.parametrize("found", [[0.5], "0.5", [0.5, None], [[0.5], [0.5]]])
 def test_scores_that_are_not_one_for_each_leave_their_group_out(server: Server, found: Any) -> None:
     server.answer = lambda question: json.dumps({"scores": found}) if "question 1" in question else by_length(question)
     lines = list[str]()

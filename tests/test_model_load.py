@@ -18,7 +18,7 @@ import pytest
 import torch
 from httpx import Request, Response
 from huggingface_hub.errors import GatedRepoError
-from small import make_engine, small_model, some_requests
+from small import make_engine, small_model, some_requests, token_logprobs
 from tiny_hf import make_folder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
@@ -33,7 +33,6 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from grpo_cli.learner.logprobs import token_logprobs
 from grpo_cli.model.checks import ARCHITECTURES, check_config, check_vocabulary
 from grpo_cli.model.load import (
     eos_token_ids,

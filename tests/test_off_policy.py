@@ -26,7 +26,7 @@ from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices
 from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
-from grpo_cli.learner.batch import collate, corrected, verdict_on
+from grpo_cli.learner.batch import collate, corrected, rows_of, verdict_on
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.metrics import reuse_metrics
 from grpo_cli.settings import Sampling
@@ -56,12 +56,7 @@ def rollout(sample: int, *spans: tuple[int, int], logprob: float = -1.0) -> Roll
 
 
 def batch_of(*rollouts: Rollout, version: int = 5) -> Batch:
-    return collate([ScoredGroup(PROMPT, rollouts, tuple(Reward(0.0) for _ in rollouts))], 0, version)
-
-
-def response(tensor: torch.Tensor) -> list[list[float]]:
-    """Without the prompt's one token."""
-    return tensor[:, 1:].tolist()
+    return collate([ScoredGroup(PROMPT, rollouts, tuple(Reward(0.0) for _ in rollouts))], version)
 
 
 # Given tokens.
@@ -70,8 +65,8 @@ def response(tensor: torch.Tensor) -> list[list[float]]:
 def test_the_nan_of_a_given_token_does_not_enter_the_batch_and_that_of_a_drawn_one_does():
     broken = replace(rollout(1, (5, 2)), sampler_logprobs=(-1.0, math.nan))
     batch = batch_of(rollout(0, (GIVEN, 1), (4, 1)), broken)
-    assert response(batch.sampler_logprobs)[0] == [0.0, -1.0] and batch.sampler_logprobs[1].isnan().sum() == 1
-    assert response(batch.drawn_mask) == [[False, True], [True, True]]
+    assert batch.sampler_logprobs[:3].tolist() == [0.0, -1.0, -1.0] and batch.sampler_logprobs[3].isnan()
+    assert batch.drawn_mask.tolist() == [False, True, True, True]
     assert batch_of(rollout(0, (5, 2))).drawn_mask.sum() == 2, "all are of now"
     with pytest.raises(UserError, match="no finite sampler log-probability for 1 of 3 response tokens"):
         verdict_on(made.correction(), batch, batch.sampler_logprobs)
@@ -81,23 +76,22 @@ def test_a_correction_is_shown_the_drawn_tokens_alone_and_given_ones_share_the_f
     """Rows: two drawn after one given; a vetoed one; one that was given whole; an empty one."""
     batch = batch_of(rollout(0, (GIVEN, 1), (4, 2)), rollout(1, (GIVEN, 1), (4, 1)), rollout(2, (GIVEN, 3)), rollout(3))
     policy = torch.full(batch.weights.shape, -1.0) + math.log(1.5)
-    policy[1, 2] = -40.0
-    policy[0, 1] = -90.0  # of a given token: nobody drew it, and nobody asks
+    policy[4] = -40.0
+    policy[0] = -90.0  # of a given token: nobody drew it, and nobody asks
     rules = made.correction(importance="token", is_threshold=2.0, rejection="veto")
     verdict = verdict_on(rules, batch, policy)
-    assert response(verdict.mask) == [[True, True, True], [False] * 3, [True] * 3, [False] * 3]
-    assert response(verdict.weights)[0] == pytest.approx([1.0, 1.5, 1.5])
-    assert response(verdict.weights)[1:] == [[0.0] * 3, [1.0] * 3, [0.0] * 3]
+    assert verdict.mask.tolist() == [True] * 3 + [False] * 2 + [True] * 3
+    assert verdict.weights.tolist() == pytest.approx([1.0, 1.5, 1.5, 0.0, 0.0, 1.0, 1.0, 1.0])
     assert [why.partition(":")[0] for why in verdict.reasons] == ["", "veto", "", "empty"]
     assert verdict.metrics["mismatch/ratio_mean"] == pytest.approx((1.5 + 1.5 + math.exp(-20)) / 3)
     weighted = corrected(replace(batch, weights=batch.weights * 3.0), verdict)
-    assert response(weighted.weights)[0] == pytest.approx([3.0, 4.5, 4.5]), "the row's weight is multiplied"
+    assert weighted.weights[:3].tolist() == pytest.approx([3.0, 4.5, 4.5]), "the row's weight is multiplied"
 
 
 def test_a_given_token_of_a_row_that_is_weighed_to_nothing_counts_in_the_divisor_alone():
     batch = batch_of(rollout(0, (GIVEN, 1), (4, 1)))
     verdict = verdict_on(made.correction("mis"), batch, torch.full(batch.weights.shape, 3.0))  # xi = e^4
-    assert response(verdict.mask) == [[True, True]] and not verdict.weights.any()
+    assert verdict.mask.tolist() == [True, True] and not verdict.weights.any()
 
 
 def aged(monkeypatch: pytest.MonkeyPatch, change: Callable[[Rollout, int], Rollout]) -> None:
@@ -137,7 +131,7 @@ def test_no_number_of_a_step_with_given_tokens_is_nan(
     summary = trainer.fit()
     assert summary["skipped_steps"] == 0
     for batch in spy.batches:
-        assert all(not tensor.isnan().any() for tensor in vars(batch).values() if tensor is not None)
+        assert all(not tensor.isnan().any() for tensor in vars(batch).values() if isinstance(tensor, torch.Tensor))
         given = batch.lags == GIVEN
         assert given.any() and set(batch.weights[given].tolist()) <= {1.0} and batch.loss_mask[given].all()
     for record in recorder.records[1:]:
@@ -176,14 +170,13 @@ def mean_gradient(policy: Table, sampler: torch.Tensor, rule: Any) -> torch.Tens
     mask[:, 0] = False
     lags = torch.full((9, 3), 2)
     batch = plain_batch(mask, input_ids=ids, sampler_logprobs=sampler.float(), advantages=REWARDS, lags=lags)
-    batch = corrected(batch, verdict_on(rule, batch, policy.logprobs().detach().float()))
+    batch = corrected(batch, verdict_on(rule, batch, policy.logprobs().detach().float()[:, 1:].flatten()))
     chances = sampler.sum(dim=1).exp()
     gradient = torch.zeros_like(policy.logits)
     for string, chance in enumerate(chances.tolist()):
-        one = {name: value[string : string + 1] for name, value in vars(batch).items() if value is not None}
         # One sequence, of at most one token: the sum over what it has.
         output = made.loss(aggregation="constant")(
-            policy.logprobs()[string : string + 1], replace(batch, **one), Totals(1, 2, 1)
+            policy.logprobs()[string, 1:], rows_of(batch, torch.tensor([string])), Totals(1, 2, 1)
         )
         gradient += chance * torch.autograd.grad(output.loss, policy.logits)[0]
     return gradient
@@ -224,8 +217,7 @@ def test_decoupled_weights_have_no_bias_where_only_the_last_token_is_paid_for(la
 
 def test_how_much_is_old_or_given_is_told_of_the_tokens_that_are_trained_on():
     batch = batch_of(rollout(0, (GIVEN, 1), (3, 2), (5, 1)), rollout(1, (4, 2)), rollout(2, (1, 4)))
-    weights = batch.weights.clone()
-    weights[2] = 0.0  # the oldest counts nothing
+    weights = batch.weights * batch.spread(torch.tensor([1.0, 1.0, 0.0]))  # the oldest counts nothing
     found = reuse_metrics(replace(batch, weights=weights))
     expected = {"off/token_share": 4 / 6, "off/lag_mean": (2 + 2 + 0 + 1 + 1) / 5, "off/lag_max": 2.0}
     assert found == {**expected, "off/given_share": 1 / 6}
@@ -246,8 +238,7 @@ def test_a_run_that_uses_nothing_again_has_no_metric_of_it(tmp_path: Path) -> No
 def weighed(*weights: float, tokens: int = 2) -> tuple[Batch, torch.Tensor]:
     """A batch of rows that the learner finds so many times as likely as the sampler did."""
     batch = batch_of(*(rollout(i, (5, tokens)) for i in range(len(weights))))
-    shift = torch.tensor(weights).log()[:, None] / tokens
-    return batch, torch.where(batch.response_mask, batch.sampler_logprobs + shift, 0.0)
+    return batch, batch.sampler_logprobs + batch.spread(torch.tensor(weights).log()) / tokens
 
 
 @pytest.mark.parametrize(
@@ -270,10 +261,9 @@ def test_the_rate_is_left_alone_from_the_reference_on():
 def test_given_tokens_and_rows_that_count_nothing_have_no_part_in_the_sample_size():
     batch = batch_of(rollout(0, (GIVEN, 1), (5, 1)), rollout(1, (4, 2)), rollout(2, (5, 2)), rollout(3, (GIVEN, 2)))
     logprobs = batch.sampler_logprobs.clone()
-    logprobs[0, 1] = -50.0  # of a given token
-    logprobs[2] += 9.0
-    weights = batch.weights.clone()
-    weights[2] = 0.0
+    logprobs[0] = -50.0  # of a given token
+    logprobs += 9.0 * (third := batch.spread(torch.tensor([False, False, True, False])))
+    weights = batch.weights * ~third
     assert effective_share(replace(batch, weights=weights), logprobs) == 1.0
     assert effective_share(batch, logprobs) == pytest.approx(1 / 3, rel=1e-3)
     assert effective_share(replace(batch, weights=0 * weights), logprobs) == 1.0
@@ -282,7 +272,7 @@ def test_given_tokens_and_rows_that_count_nothing_have_no_part_in_the_sample_siz
 def logged(*log_weights: float) -> tuple[Batch, torch.Tensor]:
     """A batch of rows of two tokens each, of which the learner's and the sampler's probabilities differ by so much."""
     batch, logprobs = weighed(*[1.0] * len(log_weights))
-    return batch, logprobs + torch.tensor(log_weights)[:, None] / 2 * batch.response_mask
+    return batch, logprobs + batch.spread(torch.tensor(log_weights)) / 2
 
 
 def by_definition(log_weights: Sequence[float]) -> float:
@@ -316,7 +306,7 @@ def test_what_is_no_number_is_not_taken_for_a_full_share(bad: float):
     assert math.isnan(effective_share(*logged(0.0, bad, -3.0)))
     batch = uneven()
     broken = batch.sampler_logprobs.clone()
-    broken[2, 1] = -bad
+    broken[-1] = -bad
     update = make_learner(small_model(), ess="sqrt").update(replace(batch, sampler_logprobs=broken), 0)
     assert update.fault == "off/ess is nan" and not update.moved
 
@@ -338,10 +328,9 @@ def uneven() -> Batch:
     ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 9, 0, 0], [5, 4, 3, 2, 0], [7, 8, 0, 0, 0]])
     lengths = torch.tensor([5, 3, 4, 2])
     mask = (torch.arange(5) < lengths[:, None]) & (torch.arange(5) > 0)
-    batch = plain_batch(mask, input_ids=ids, lengths=lengths, lags=0 * ids)
-    with torch.no_grad():
-        exact = make_learner(small_model()).logprobs(small_model(), batch)
-    return replace(batch, sampler_logprobs=exact + torch.tensor([[0.5], [-0.25], [0.0], [1.0]]) * mask)
+    batch = plain_batch(mask, input_ids=ids, lags=0 * ids)
+    exact = make_learner(small_model()).logprobs(small_model(), batch)
+    return replace(batch, sampler_logprobs=exact + batch.spread(torch.tensor([0.5, -0.25, 0.0, 1.0])))
 
 
 @pytest.mark.parametrize("tokens", [10_000, 10, 1])
@@ -416,7 +405,7 @@ class Silent:
 
     needs_policy_logprobs = rejects = False
 
-    def __call__(self, sampler: Any, policy: Any, mask: Any, advantages: Any) -> Verdict:
+    def __call__(self, batch: Any, policy_logprobs: Any) -> Verdict:
         raise AssertionError("it is not called")
 
 
@@ -448,11 +437,10 @@ def test_a_group_comes_back_from_plain_values_as_it_was() -> None:
 
 def test_the_ratio_is_to_the_policy_that_drew_a_token() -> None:
     """A group of version 2 with log-probability -2 beside one of version 5 with -1; the policy now says -1 of all."""
-    batch = collate([stored("a", version=5), stored("b", version=2, logprob=-2.0)], 0, 5)
+    batch = collate([stored("a", version=5), stored("b", version=2, logprob=-2.0)], 5)
     verdict = verdict_on(made.correction("decoupled"), batch, torch.full(batch.weights.shape, -1.0))
     weights = corrected(batch, verdict).weights
-    assert weights[:2, 2:].tolist() == [[1.0, 1.0]] * 2
-    assert weights[2:, 2:].flatten().tolist() == pytest.approx([math.e] * 4)
+    assert weights.tolist() == pytest.approx([1.0] * 4 + [math.e] * 4)
     assert reuse_metrics(batch) == {
         "off/token_share": 0.5,
         "off/lag_mean": 1.5,

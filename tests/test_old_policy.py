@@ -198,9 +198,9 @@ def test_drawn_is_refused_where_tokens_were_given(tmp_path: Path, monkeypatch: p
 class Weightless(Counted):
     """Notes the policy that a correction is told of."""
 
-    def __call__(self, sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor, advantages: Any) -> Any:
-        self.told = policy
-        return super().__call__(sampler, policy, mask, advantages)
+    def __call__(self, batch: Any, policy_logprobs: torch.Tensor) -> Any:
+        self.told = batch.sums(policy_logprobs)
+        return super().__call__(batch, policy_logprobs)
 
 
 def test_the_average_is_what_the_clip_measures_from_and_what_the_correction_is_told_of(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_the_average_is_what_the_clip_measures_from_and_what_the_correction_is_t
     assert close(second.policy_logprobs, said_by(once, second, 1.0))
     assert close(third.policy_logprobs, said_by(average, third, 1.0))
     assert not close(third.policy_logprobs, said_by(twice, third, 1.0))
-    rows = [told.sum(dim=1).sort().values for told in (correction.told, said_by(average, third, 1.0))]
+    rows = [sums.sort().values for sums in (correction.told, third.sums(said_by(average, third, 1.0)))]
     assert torch.allclose(*rows, atol=1e-4), "in the step's order, where the loss sees them by length"
 
 

@@ -79,8 +79,9 @@ def test_the_licences_go_along(installed):
 
 def test_the_version_is_said_alike_everywhere():
     """In the package, which all else reads, and in the lines that name it."""
-    assert f"## {__version__}" in (ROOT / "scripts" / "CHANGELOG.md").read_text()
-    assert f"pip install grpo-cli-{__version__}-py3-none-any.whl && grpo train" in (ROOT / "README.md").read_text()
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    quickstart = (ROOT / "grpo_cli" / "docs" / "quickstart.md").read_text()
+    assert f"pip install grpo-cli-{__version__}-py3-none-any.whl && grpo train" in quickstart
     cited = yaml.safe_load((ROOT / "scripts" / "CITATION.cff").read_text())
     assert cited["version"] == __version__ and cited["license"] == "Apache-2.0"
     said = {line for work in cited["references"] for line in (work["identifiers"][0]["value"].replace(":", " "),)}
@@ -104,13 +105,13 @@ def test_an_older_python_is_refused_by_the_metadata(installed):
 @pytest.mark.parametrize(
     ("file", "text", "said"),
     [
-        ("grpo_cli/__init__.py", '__version__ = "9.8.7"\n', "scripts/CHANGELOG.md has no heading '## 9.8.7'"),
+        ("grpo_cli/__init__.py", '__version__ = "9.8.7"\n', "CHANGELOG.md has no heading '## 9.8.7'"),
         ("new.py", "", "changes that are not committed"),
     ],
 )
 def test_a_version_without_an_entry_and_a_dirty_tree_are_not_released(tmp_path: Path, file: str, text: str, said: str):
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    for name in ("scripts/release.sh", "scripts/setup.sh", "scripts/CHANGELOG.md", "grpo_cli/__init__.py"):
+    for name in ("scripts/release.sh", "scripts/setup.sh", "CHANGELOG.md", "grpo_cli/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     commit = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam", "all"]

@@ -31,7 +31,6 @@ from grpo_cli.engine.step.sample import uniforms
 from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.experimental.dps import DynamicsPredictive
 from grpo_cli.interfaces import StepRollouts
-from grpo_cli.memory.lengths import ProfiledEngine
 from grpo_cli.methods.april import Partial
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.settings import Sampling
@@ -472,27 +471,6 @@ def test_a_rollout_goes_on_with_the_sampling_that_it_was_begun_with() -> None:
     said = "begun with sampling.max_new_tokens=40, and this run has sampling.max_new_tokens=2: resume with the former"
     with pytest.raises(UserError, match=said):
         step_of(engine, 1, tokens=2).run(rule)
-
-
-# A profile's forced lengths
-
-
-def test_a_forced_length_is_that_of_the_whole_rollout() -> None:
-    engine = ProfiledEngine(make_engine(MODEL, eos_token_ids=(-1,)), lambda count, longest: [4, 9, 6, 20][:count])
-    requests = some_requests(prompts=1, n=4, tokens=20)
-    partial = by_key(list(engine.generate(requests, after(1))))
-    assert [len(partial["p0", sample]) for sample in range(4)] == [4, 4, 4, 4]
-    left = [rollout for rollout in partial.values() if not ended(rollout)]
-    asked = [rest_of(rollout) for rollout in left]
-    rest = {rollout.request.sample: rollout for rollout in engine.generate(asked)}
-    whole = [joined(rollout, rest[rollout.request.sample], 0) for rollout in left]
-    assert {r.request.sample: (len(r), r.finish.value) for r in whole} == {
-        1: (9, "eos"),
-        2: (6, "eos"),
-        3: (20, "length"),
-    }
-    work, cost = engine.take()
-    assert sum(work.lengths) == cost.generated_tokens == 39
 
 
 # Whole runs

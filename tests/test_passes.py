@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import VOCABULARY, small_model
+from small import VOCABULARY, scored, small_model
 from tiny_hf import FAMILIES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_cli.learner import learner
-from grpo_cli.learner.batch import rows_of
-from grpo_cli.learner.forward import PackedTrees, Padded, RowShape, pack
+from grpo_cli.learner.batch import collate, rows_of, tokens_of
+from grpo_cli.learner.forward import PackedTrees, Padded, pack
 from grpo_cli.learner.learner import Learner
 from grpo_cli.model import flash
 from grpo_cli.model.load import load_model
-from grpo_cli.model.packed import Tree
 from grpo_cli.native.library import NoNative, library
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import NullMeter
@@ -36,18 +36,16 @@ OPTIM = made.optim(lr=1e-3, warmup_steps=0)
 def make_batch(groups: list[tuple[int, list[int]]], seed: int = 0) -> Batch:
     """One row per reply; a group is the length of its prompt and those of its replies."""
     generator = torch.Generator().manual_seed(seed)
-    rows = []
+
+    def drawn(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(2, VOCABULARY, (count,), generator=generator).tolist())
+
+    made = []
     for width, replies in groups:
-        prompt = torch.randint(2, VOCABULARY, (width,), generator=generator)
-        rows += [(width, torch.cat([prompt, torch.randint(2, VOCABULARY, (r,), generator=generator)])) for r in replies]
-    lengths = torch.tensor([len(ids) for _, ids in rows])
-    ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
-    mask = torch.zeros(ids.shape, dtype=torch.bool)
-    for row, (width, tokens) in enumerate(rows):
-        ids[row, : len(tokens)] = tokens
-        mask[row, width : len(tokens)] = True
-    zeros, advantages = torch.zeros(ids.shape), torch.randn(len(rows), generator=generator)
-    return Batch(ids, mask, mask, mask.float(), zeros, None, None, advantages, lengths)
+        prompt = drawn(width)
+        made.append(scored(*[0.0] * len(replies), prompt=prompt, replies=[drawn(reply) for reply in replies]))
+    batch = collate(made)
+    return replace(batch, advantages=batch.spread(torch.randn(len(batch), generator=generator)))
 
 
 UNEVEN = [(7, [9, 1, 4, 4]), (3, [2]), (12, [5, 8, 1]), (1, [3, 3])]
@@ -57,12 +55,12 @@ def computed(way: Any, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Te
     """Log-probabilities of all rows, and the gradient of their weighted sum, micro-batch by micro-batch."""
     way.prepare(model)
     model.zero_grad()
-    values = torch.zeros(batch.input_ids.shape)
-    for rows in way.micro_batches(batch):
+    values = torch.zeros(len(batch.token_ids))
+    for rows in map(torch.tensor, way.cut(batch)):
         part = rows_of(batch, rows)
         logprobs = way.logprobs(model, part)
-        (logprobs * part.advantages[:, None]).sum().backward()
-        values[rows, : logprobs.shape[1]] = logprobs.detach()
+        (logprobs * part.advantages).sum().backward()
+        values[tokens_of(batch, rows)] = logprobs.detach()
     return values, torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
 
@@ -103,7 +101,7 @@ def test_rows_of_a_group_may_lie_anywhere() -> None:
     order = torch.tensor([4, 0, 9, 7, 2, 8, 5, 1, 3, 6])
     plain, _ = computed(Padded(10_000, 64, 0.7), model, batch)
     values, _ = computed(PackedTrees(10_000, 64, 0.7), model, rows_of(batch, order))
-    torch.testing.assert_close(values, plain[order], atol=1e-5, rtol=0)
+    torch.testing.assert_close(values, plain[tokens_of(batch, order)], atol=1e-5, rtol=0)
 
 
 def test_gradient_checkpointing_goes_with_it() -> None:
@@ -117,13 +115,11 @@ def test_gradient_checkpointing_goes_with_it() -> None:
 
 def test_a_shared_prompt_stands_in_the_run_once() -> None:
     """Prompt a b with replies c and d e, and prompt f with reply g: the run is a b c d e f g."""
-    run = pack(make_batch([(2, [1, 2]), (1, [1])]))
-    assert run.trees == (Tree(2, (1, 2)), Tree(2))
-    assert list(zip(run.rows.tolist(), run.columns.tolist(), strict=True)) == [
-        (0, 0), (0, 1), (0, 2), (1, 2), (1, 3), (2, 0), (2, 1),
-    ]  # fmt: skip
-    assert run.targets.tolist() == [2, 3, 4, 6]
-    assert run.predicting.tolist() == [1, 1, 3, 5]  # b predicts both c and d
+    batch = make_batch([(2, [1, 2]), (1, [1])])
+    ids, trees, predicting = pack(batch)
+    assert trees == [(2, 1, 2), (2,)]
+    assert ids.tolist() == [*batch.prompts[0], *batch.token_ids[:3], *batch.prompts[1], batch.token_ids[3]]
+    assert predicting.tolist() == [1, 1, 3, 5]  # b predicts both c and d
 
 
 @settings(max_examples=60)
@@ -133,24 +129,20 @@ def test_a_shared_prompt_stands_in_the_run_once() -> None:
 )
 def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, tokens: int) -> None:
     batch = make_batch(groups)
-    parts = PackedTrees(tokens, 64, 0.7).micro_batches(batch)
-    assert sorted(row for rows in parts for row in rows.tolist()) == list(range(len(batch)))
+    parts = PackedTrees(tokens, 64, 0.7).cut(batch)
+    assert sorted(row for rows in parts for row in rows) == list(range(len(batch)))
     for rows in parts:
-        cost = sum(len(tree) for tree in pack(rows_of(batch, rows)).trees)
-        assert cost <= tokens or len(rows) == 1
+        ids, trees, _ = pack(rows_of(batch, torch.tensor(rows)))
+        assert (len(ids) <= tokens or len(rows) == 1) and sum(map(sum, trees)) == len(ids)
 
 
 def test_a_pass_is_filled_to_its_last_token() -> None:
     """Rows of 2 + 3 and 2 + 5 tokens: 10 with their prompt in common."""
-    rows = [RowShape(2, 3, "a"), RowShape(2, 5, "a")]
+    rows = make_batch([(2, [3, 5])])
     assert PackedTrees(10, 64, 0.7).cut(rows) == [[0, 1]]
     assert PackedTrees(9, 64, 0.7).cut(rows) == [[0], [1]]
     assert sorted(map(sorted, Padded(14, 64, 0.7).cut(rows))) == [[0, 1]]
     assert sorted(map(sorted, Padded(13, 64, 0.7).cut(rows))) == [[0], [1]]
-
-
-def _prompt_lengths(batch: Batch) -> torch.Tensor:
-    return batch.lengths - batch.response_mask.sum(1)
 
 
 def make_learner(model: Any, **train: Any) -> Learner:
@@ -166,6 +158,37 @@ def test_an_update_of_packed_rows_is_that_of_padded_ones(monkeypatch: pytest.Mon
     found = packed_rows.update(batch, 0)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("packs", [True, False])
+def test_groups_without_an_advantage_go_forward_alone_and_change_no_gradient(
+    name: str, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four groups two have none; in the third, which has, one row has none. Metrics are of all tokens as before."""
+    batch = make_batch(UNEVEN)
+    rows = torch.tensor([0.0] * 4 + [1.0] + [1.5, 0.0, -2.0] + [0.0] * 2)
+    batch = replace(batch, advantages=batch.spread(rows), policy_logprobs=torch.full(batch.weights.shape, -3.0))
+    monkeypatch.setattr(learner, "packs_rows", lambda *_: packs)
+    found = list[Any]()
+    for skips in (True, False):
+        model, grads, seen = small_model(), list[torch.Tensor](), list[int]()
+        policy = make_learner(model)
+        policy._optimizer.step = lambda model=model, grads=grads: grads.extend(p.grad for p in model.parameters())
+        loss = made.loss(name)
+
+        def watched(logprobs: Any, part: Batch, totals: Any, loss: Any = loss, seen: Any = seen) -> Any:
+            seen.extend([len(part)] if logprobs.requires_grad else [])
+            return loss(logprobs, part, totals)
+
+        watched.needs_advantage = skips and loss.needs_advantage  # type: ignore[attr-defined]
+        update = policy.update(batch, 0, watched)
+        assert seen == ([4] if skips else [10])
+        found.append((torch.cat([grad.flatten() for grad in grads]), update))
+    (few, update), (all_of_them, expected) = found
+    assert (few - all_of_them).norm() < 1e-6 * all_of_them.norm()
+    assert update.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-7)
+    torch.testing.assert_close(update.logprobs, expected.logprobs, atol=1e-5, rtol=0)
 
 
 def test_what_is_saved_does_not_know_of_it(tmp_path: Path) -> None:
@@ -185,6 +208,6 @@ def test_the_gradient_of_shared_prompts_has_the_same_bits_each_time(threads: int
     found = set()
     for _ in range(30):
         model.zero_grad()
-        (way.logprobs(model, batch) * torch.linspace(0, 1, batch.input_ids.shape[1])).sum().backward()
+        (way.logprobs(model, batch) * torch.linspace(0, 1, len(batch.token_ids))).sum().backward()
         found.add(tuple(float(p.grad.double().sum()) for p in model.parameters()))
     assert len(found) == 1

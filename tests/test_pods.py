@@ -18,9 +18,9 @@ from grpo_cli.cli import main as cli
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.compose import read_settings
-from grpo_cli.learner.batch import collate, micro_batch_rows, rows_of, totals
-from grpo_cli.learner.logprobs import token_logprobs
-from grpo_cli.select import Selection, select
+from grpo_cli.learner.batch import collate, rows_of, totals
+from grpo_cli.learner.forward import Padded
+from grpo_cli.select import Selection, batch_advantages, select
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
@@ -66,12 +66,11 @@ def gradients(model: Any) -> list[torch.Tensor]:
 def ours(selected: list[Selection], micro_batch_tokens: int) -> tuple[float, list[torch.Tensor]]:
     """Loss and gradients as the learner makes them."""
     model, total = small_model(), 0.0
-    advantages = torch.cat([s.advantages for s in selected])
-    batch = replace(collate([s.chosen for s in selected], pad_token_id=0), advantages=advantages)
-    for rows in micro_batch_rows(batch.lengths.tolist(), micro_batch_tokens):
+    batch = replace(collate([s.chosen for s in selected]), advantages=batch_advantages(selected))
+    way = Padded(micro_batch_tokens, 16, 1.0)
+    for rows in way.cut(batch):
         part = rows_of(batch, torch.tensor(rows))
-        logprobs = token_logprobs(model, part.input_ids, part.response_mask, 1.0, 16)
-        output = made.loss()(logprobs, part, totals(batch, 16))
+        output = made.loss()(way.logprobs(model, part), part, totals(batch, 16))
         output.loss.backward()
         total += output.loss.item()
     return total, gradients(model)

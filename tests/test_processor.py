@@ -78,19 +78,6 @@ def test_any_other_number_is_a_person_s_own_business(threads: str) -> None:
     assert environment["OMP_NUM_THREADS"] == threads
 
 
-def test_settings_of_a_person_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    a_machine(tmp_path, monkeypatch, "GenuineIntel", SKYLAKE)
-
-    def said(**environment: str) -> str:
-        return " ".join(processor.remarks(environment, 2))
-
-    assert said() == said(MKL_CBWR="AVX512,STRICT") == said(OMP_NUM_THREADS="2,4") == ""
-    assert "OMP_NUM_THREADS=1000 was asked for, and PyTorch computes with 2" in said(OMP_NUM_THREADS="1000")
-    assert "MKL_CBWR=AVX2 in the environment stays as it is (AVX512,STRICT would be set here)" in said(MKL_CBWR="AVX2")
-    a_machine(tmp_path, monkeypatch, "AuthenticAMD", SKYLAKE)
-    assert said(MKL_CBWR="BRANCH=AUTO,STRICT").startswith("MKL_CBWR=BRANCH=AUTO,STRICT in the environment stays")
-
-
 def test_a_command_refuses_a_number_of_threads_before_it_loads_anything() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "0"}
     ended = subprocess.run(

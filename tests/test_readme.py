@@ -1,4 +1,4 @@
-"""What the README files say that can be looked up: their links, commands, choices, rooms and the lines to copy."""
+"""What the pages show can be looked up: their links, commands, choices, settings, parts and the lines to copy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from test_architecture import ROWS
 
 from grpo_cli.cli.main import app
 from grpo_cli.config.check import check, check_eval
 from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, is_experimental, parts_of
-from grpo_cli.config.comments import read_choice, read_conf
+from grpo_cli.config.comments import flow, read_choice, read_conf
 from grpo_cli.config.compose import read_settings
 from grpo_cli.config.elsewhere import meant_by
 from grpo_cli.config.elsewhere import rows as other_words
@@ -27,13 +28,12 @@ from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 
 ROOT = Path(__file__).parent.parent
-FRONT = ROOT / "README.md"
-READMES = [FRONT, ROOT / "grpo_cli" / "README.md", *(ROOT / "conf").glob("*.md"), *(ROOT / "scripts").rglob("*.md")]
-FOR_BASH = [FRONT, ROOT / "conf/README.md", ROOT / "scripts/README.md", ROOT / "scripts/examples/first_run.ipynb"]
-PICTURES = ("train", "pods", "slots")
+FRONT, DOCS = ROOT / "README.md", ROOT / "grpo_cli" / "docs"
+PAGES = [*ROOT.glob("*.md"), *(page for of in ("grpo_cli", "conf", "scripts") for page in (ROOT / of).rglob("*.md"))]
 KINDS = {"train": RunSettings, "eval": EvalRunSettings, "profile": ProfileRunSettings}
 # Where they stand they need a file or a folder that is not here.
-ELSEWHERE = ("resume=", "checkpoint=", "hydra.", "hydra/")
+ELSEWHERE = ("resume=", "checkpoint=", "hydra.", "hydra/", "--config-dir", "experiment=mine", "experiment=sweep")
+FILE = re.compile(r"^    # (\w+\.py)\n(?:(?!    grpo )(?:    .*)?\n)*", re.MULTILINE)
 
 
 def anchor(heading: str) -> str:
@@ -41,68 +41,94 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-def links(file: Path) -> Iterator[str]:
-    yield from (link for link in re.findall(r"\]\(([^)\s]+)\)", file.read_text()) if not link.startswith("http"))
+def docs(page: str) -> str:
+    return (DOCS / f"{page}.md").read_text()
+
+
+def rows_of(text: str) -> Iterator[tuple[list[str], str]]:
+    """Yield the names in the first cell of each row of a table, and the row's other cells."""
+    for first, rest in re.findall(r"^\| ([^|]*`[^|]*) \|(.*)\|$", text, re.MULTILINE):
+        yield re.findall(r"`([^`]+)`", first), rest
 
 
 def commands() -> list[tuple[str, ...]]:
     """Every `grpo <command> ...` of an indented line or between backticks, without its comment and flags."""
     found = set()
-    for file in READMES:
-        for line in re.findall(r"(?:^    |`)grpo ([a-z][^`#\n]*)", file.read_text(), re.MULTILINE):
-            words = shlex.split(re.sub(r"<[^>]*>|\.\.\.", "somewhere", line))
+    for page in PAGES:
+        for line in re.findall(r"(?:^    |`)grpo ([a-z][^`#\n]*)", page.read_text(), re.MULTILINE):
+            words = shlex.split(re.sub(r"<[^>]*>|\.\.\.", "somewhere", line.rstrip("\\ ")))
             found.add(tuple(word for word in words if not word.startswith("-")))
     return sorted(found)
 
 
-def test_every_command_line_is_one_that_bash_can_read():
-    shown = r"(?:^(?:    .*\n)+|(?<=`)grpo [^`\n]*)"
-    texts = [block for file in FOR_BASH for block in re.findall(shown, file.read_text(), re.MULTILINE)]
-    for text in texts:
-        code = re.sub(r"<[^>\n]*>|\.\.\.", "somewhere", textwrap.dedent(text))
-        if not re.search(r"^ *(def|return) ", code, re.MULTILINE):  # of Python
-            found = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True)
-            assert not found.stderr, text
+def own_files() -> dict[str, str]:
+    """The Python files that pages show, by the name in their first line."""
+    return {found[1]: textwrap.dedent(found[0]) for page in PAGES for found in FILE.finditer(page.read_text())}
 
 
-def row_of(group: str) -> str:
-    """The last cell of a group's row."""
-    (row,) = re.findall(rf"^\| `{group}` \|.*\|(.*)\|$", FRONT.read_text(), re.MULTILINE)
-    return row
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_bash_can_read_every_command_line(page: Path) -> None:
+    shown = re.findall(
+        r"^    ((?:grpo|scripts/|python|pip|source|sbatch|ray|wandb) .*)$|`(grpo [^`\n]*)`", page.read_text(), re.M
+    )
+    lines = "\n".join(re.sub(r"<[^>\n]*>|\.\.\.", "somewhere", "".join(line)).rstrip("\\") for line in shown)
+    assert not subprocess.run(["bash", "-n"], input=lines, capture_output=True, text=True).stderr
 
 
-def test_the_front_page_is_read_in_one_go():
-    assert len(FRONT.read_text().splitlines()) <= 150
+def test_pages_are_short() -> None:
+    front = FRONT.read_text().splitlines()
+    assert len(front) <= 110 and max(map(len, front)) <= 160
+    assert all(len(page.read_text().splitlines()) < 200 for page in PAGES)
 
 
-@pytest.mark.parametrize("file", READMES, ids=lambda file: f"{file.parent.name}/{file.name}")
-def test_every_link_leads_to_a_file_and_a_heading(file):
-    for link in links(file):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         name, _, heading = link.partition("#")
-        target = (file.parent / name).resolve() if name else file
-        assert target.exists(), link
-        if heading:
+        target = (page.parent / name).resolve() if name else page
+        assert link.startswith("http") or target.exists(), link
+        if heading and target.suffix == ".md":
             assert heading in map(anchor, re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)), link
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_pictures_are_small(name):
-    assert (ROOT / "scripts" / "figures" / f"{name}.svg").stat().st_size < 60_000
-
-
 @pytest.mark.parametrize("group", sorted({*groups_of("train"), *groups_of("eval")}))
-def test_the_front_page_lists_the_choices_of_a_group_its_default_first(group):
-    named = re.findall(r"`(\w+)`", row_of(group))
-    assert sorted(named) == sorted(choices(group))
-    assert {*re.findall(r"`(\w+)`", row_of(group).partition("experimental:")[2])} == {
-        choice for choice in choices(group) if is_experimental(group, choice)
-    }
-    assert named[0] == {**defaults_of("eval"), **defaults_of("train")}[group]
+def test_the_settings_page_lists_the_choices_of_a_group_its_default_first(group: str) -> None:
+    ((_, row),) = [found for found in rows_of(docs("settings")) if found[0] == [group]]
+    core, _, experimental = row.partition("experimental:")
+    names = {experiment: re.findall(r"`(\w+)`", cell) for experiment, cell in ((False, core), (True, experimental))}
+    for experiment, named in names.items():
+        assert sorted(named) == sorted(one for one in choices(group) if is_experimental(group, one) is experiment)
+    assert names[False][0] == {**defaults_of("eval"), **defaults_of("train")}[group]
 
 
-def test_every_command_of_the_program_stands_on_the_front_page():
+def test_the_front_page_names_core_choices_the_default_first() -> None:
+    rows = {names[0]: row for names, row in rows_of(FRONT.read_text()) if names[0] in groups_of("train")}
+    assert len(rows) == 8
+    for group, row in rows.items():
+        named = re.findall(r"`(\w+)`", row)
+        assert named[0] == defaults_of("train")[group]
+        assert all(one in choices(group) and not is_experimental(group, one) for one in named)
+
+
+def test_the_settings_page_has_the_defaults() -> None:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        values = compose("train", ["run_dir=somewhere"])
+    text = docs("settings").partition("## What people change")[2].partition("And of the chosen parts")[0]
+    plain = OmegaConf.to_container(values)
+    for (key,), row in rows_of(text):
+        value = plain
+        for part in key.split("."):
+            value = value[part]
+        assert re.findall(r"`([^`]*)`", row)[0] == flow(value), key
+    known = {name for group in parts_of("train") for one in choices(group) for name in keys_of(group, one)}
+    known |= {*keys_of("model", "hf"), *read_conf(config_dir() / "train.yaml").settings, "hydra.run.dir"}
+    for names, _ in rows_of(docs("settings").partition("And of the chosen parts")[2].partition("## ")[0]):
+        assert [key for key in names if "." in key.strip(".") and "<" not in key and key not in known] == []
+
+
+def test_the_quickstart_lists_every_command_of_the_program() -> None:
     named = {str(command.name or command.callback.__name__) for command in app.registered_commands}
-    assert named == set(re.findall(r"^\| `grpo (\w+)", FRONT.read_text(), re.MULTILINE))
+    assert named == set(re.findall(r"^\| `grpo (\w+)`", docs("quickstart"), re.MULTILINE))
 
 
 def first_of(override: Override) -> str:
@@ -115,12 +141,10 @@ def first_of(override: Override) -> str:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_settings_of_every_command_can_be_read(name, tmp_path, monkeypatch):
+def test_the_settings_of_every_command_can_be_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are composed. A check tries its rules, so that of each set of choices only the longest is checked."""
-    (rule,) = re.findall(r"^    # my_rules\.py.*?\n(.*?)\n\n", FRONT.read_text(), re.MULTILINE | re.DOTALL)
-    (tmp_path / "my_rules.py").write_text(textwrap.dedent(rule))
-    (tmp_path / "somewhere").mkdir()
-    (tmp_path / "somewhere" / "samples.jsonl").touch()
+    for file, text in own_files().items():
+        (tmp_path / file).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     checked: set[frozenset[str]] = set()
@@ -128,7 +152,9 @@ def test_the_settings_of_every_command_can_be_read(name, tmp_path, monkeypatch):
         for words in sorted((words for command, *words in commands() if command == name), key=len, reverse=True):
             here = [word for word in words if "=" in word and not word.startswith(ELSEWHERE)]
             given = [first_of(override) for override in OverridesParser.create().parse_overrides(here)]
-            chosen = frozenset(word for word in given if word.partition("=")[0] in groups_of(name))
+            chosen = frozenset(
+                word for word in given if word.partition("=")[0] in groups_of(name) or "_target_" in word
+            )
             try:
                 settings = read_settings(compose(name, [*given, "run_dir=somewhere"]), KINDS[name])
                 if chosen not in checked:
@@ -138,32 +164,30 @@ def test_the_settings_of_every_command_can_be_read(name, tmp_path, monkeypatch):
             checked.add(chosen)
 
 
-def test_the_words_of_trl_and_verl_stand_in_the_settings_page():
+def test_the_words_of_trl_and_verl_stand_in_their_page() -> None:
     cells = [
         [", ".join(f"`{w}`" for w in words) for words in (row["trl"], row["verl"], (row["ours"],))]
         for row in other_words()
     ]
     table = "\n".join(["| TRL | verl | here |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)])
-    assert f"\n\n{table}\n\n" in (ROOT / "conf" / "README.md").read_text()
+    assert docs("coming_from").endswith(f"\n\n{table}\n")
 
 
-@pytest.mark.parametrize(("name", "words"), [("from_trl", r"^    (\w+)="), ("from_verl", r"^    ([\w.]+)=")])
-def test_each_word_of_their_scripts_is_translated_on_its_page(name, words):
-    page = (ROOT / "conf" / f"{name}.md").read_text()
-    (script,) = re.findall(r"^```(?:python|bash)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    rows = "\n".join(re.findall(r"^\| .*$", page, re.MULTILINE))
+@pytest.mark.parametrize(("name", "words"), [("TRL", r"^    (\w+)="), ("verl", r"^    ([\w.]+)=")])
+def test_each_word_of_their_scripts_is_translated(name: str, words: str) -> None:
+    part = docs("coming_from").partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    (script,) = re.findall(r"^```(?:python|bash)\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| .*$", part, re.MULTILINE)
     assert len(found := re.findall(words, script, re.MULTILINE)) > 10
     for word in found:
         known, (*_, last) = meant_by(word), word.split(".")
-        (row,) = [row for row in rows.splitlines() if re.search(rf"[`.]{last}`", row.split("|")[1])] or [""]
+        (row,) = [row for row in rows if re.search(rf"[`.]{last}`", row.split("|")[1])] or [""]
         assert row, f"{word} stands in no row"
         assert known is None or known.partition("=")[0] in row.split("|", 2)[2], f"{word} is {known}"
 
 
-def test_what_the_words_of_trl_and_verl_come_to_is_there():
-    keys = {
-        key for group in ("model", *parts_of("train")) for choice in choices(group) for key in keys_of(group, choice)
-    }
+def test_what_the_words_of_trl_and_verl_come_to_is_there() -> None:
+    keys = {key for group in ("model", *parts_of("train")) for one in choices(group) for key in keys_of(group, one)}
     keys |= {*read_conf(config_dir() / "train.yaml").settings, "hydra.run.dir"}
     for row in other_words():
         group, _, choice = row["ours"].partition("=")
@@ -176,14 +200,13 @@ def keys_of(group: str, choice: str) -> list[str]:
     return [f"{group}.{key}" for key in read_choice(group, choice).settings]
 
 
-def test_the_rooms_of_the_package_are_those_that_the_test_holds():
-    text = (ROOT / "grpo_cli" / "README.md").read_text()
-    rows = [set(re.findall(r"`([^`]*)`", row)) for row in re.findall(r"^\| \d+ \| ([^|]*) \|", text, re.MULTILINE)]
-    assert [set(" ".join(row).split()) for row in rows] == [set(row.split()) for row in ROWS.strip().splitlines()]
+def test_the_rows_of_the_architecture_page_are_those_that_the_test_holds() -> None:
+    rows = re.findall(r"^\| \d+ \| `([^`]*)` \|", docs("architecture"), re.MULTILINE)
+    assert [set(row.split()) for row in rows] == [set(row.split()) for row in ROWS.strip().splitlines()]
 
 
-def test_the_lines_for_a_notebook_train(tmp_path, monkeypatch):
-    text = (ROOT / "grpo_cli" / "README.md").read_text().partition("## From a notebook")[2].partition("\n## ")[0]
+def test_the_lines_for_a_notebook_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = docs("extending").partition("## From a notebook")[2]
     code = "\n".join(line[4:] for line in text.splitlines() if line.startswith("    "))
     small = '"n=2", "train.steps=1", "train.prompts=1", "eval.every=0", "logger=jsonl", '
     monkeypatch.chdir(tmp_path)

@@ -7,10 +7,11 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from grpo_cli.memory.lengths import lognormal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import fptas
-from schedules import Simulation, simulate, synthetic_trace
+from simulation import Simulation, simulate
 
 from grpo_cli.engine.interfaces import Running, Waiting
 from grpo_cli.engine.order.makespan import (
@@ -196,11 +197,10 @@ def _loads(lists: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[
     return sorted([lengths[job] for job in jobs] for jobs in lists)
 
 
-@pytest.mark.parametrize("kind", ["lognormal", "uniform"])
 @pytest.mark.parametrize(("n", "slots"), [(32, 2), (32, 3), (32, 8), (64, 16), (128, 8), (128, 32)])
-def test_plans_of_true_lengths_are_within_two_percent_of_the_lower_bound(kind, n, slots):
+def test_plans_of_true_lengths_are_within_two_percent_of_the_lower_bound(n, slots):
     for seed in range(3):
-        lengths = [row.length for row in synthetic_trace(kind, 1, 1, n, 250.0, 0.7, 1024, seed)]
+        lengths = lognormal(n, 1024, 250.0, 0.7, seed)
         assert assign(lengths, slots, 0.1, 20_000).bound_ratio <= 1.02
 
 

@@ -13,15 +13,13 @@ from types import ModuleType
 
 import common
 import pytest
-import study
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 BENCHES = [path.stem for path in (SCRIPTS / "bench").glob("*.py") if path.stem not in ("arms", "common", "step")]
-STUDIES = ["infinite_real", *study.STUDIES]
 # What a small run of each bench is asked with besides --quick; the others have tests of their own.
 SMALL = {
     "memory": [()],
-    "real": [("--parts", "floor", "train", "kv")],
+    "real": [("--parts", "floor", "train")],
 }
 
 
@@ -43,16 +41,8 @@ def test_every_bench_tells_its_options(name: str, capsys: pytest.CaptureFixture[
     assert f"scripts/bench/{name}.py" in said
 
 
-def test_the_studies_are_named_by_their_script():
-    script = str(SCRIPTS / "reproduce.sh")
-    told = subprocess.run([script, "--help"], capture_output=True, text=True, check=True).stdout
-    assert all(f"scripts/reproduce.sh {name} " in told for name in STUDIES)
-    wrong = subprocess.run([script, "pod"], capture_output=True, text=True)
-    assert wrong.returncode == 2 and "name a study: default" in wrong.stderr
-
-
 def test_no_bench_goes_untried():
-    assert {*SMALL, "rollout", "schedules", *BY_HAND} == set(BENCHES)
+    assert {*SMALL, "rollout", *BY_HAND} == set(BENCHES)
 
 
 @pytest.mark.study
@@ -89,17 +79,7 @@ def test_a_bound_that_is_missed_is_said_and_ends_with_1(tmp_path: Path, capsys: 
     assert [(check["words"], check["holds"]) for check in found["checks"]] == [("sorts", True), ("speed", False)]
 
 
-def test_figures_are_written_a_row_to_a_line():
-    value = {"curve": [i / 7 for i in range(40)], "rows": [{"a": 1, "b": [1, 2]}] * 9, "none": [], "text": 'a "b"'}
-    text = common.as_json(value)
-    assert json.loads(text) == value
-    lines = text.splitlines()
-    assert lines[1].startswith(' "curve": [0.0, ') and lines[1].endswith("],")
-    assert lines.count('  {"a": 1, "b": [1, 2]},') == 8 and len(lines) == 16
-
-
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
-def test_a_suite_that_leaves_a_run_behind_fails(workers: tuple[str, ...], tmp_path: Path):
+def test_a_suite_that_leaves_a_run_behind_fails(tmp_path: Path):
     tests = tmp_path / "tests"
     tests.mkdir()
     shutil.copy(Path(__file__).parent / "conftest.py", tests)
@@ -107,10 +87,9 @@ def test_a_suite_that_leaves_a_run_behind_fails(workers: tuple[str, ...], tmp_pa
 
     def tried(writes: str) -> subprocess.CompletedProcess[str]:
         (tests / "test_it.py").write_text(f"def test_it():\n    open({writes!r}, 'w').close()\n")
-        command = [sys.executable, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers]
+        command = [sys.executable, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
     left = tried("metrics.jsonl")
     assert left.returncode == 1 and str(tmp_path / "metrics.jsonl") in left.stderr
-    if not workers:
-        assert tried("summary.json").returncode == tried("metrics.jsonl").returncode == 0, "only what is new"
+    assert tried("summary.json").returncode == tried("metrics.jsonl").returncode == 0, "only what is new"

@@ -17,6 +17,7 @@ from small import FakeEngine, make_engine, small_model
 from test_train import GRPO, SPARSE_RL, CountTask, Recorder, make_trainer, settings_for, with_sampler_off_by
 
 from grpo_cli.interfaces import StepRollouts
+from grpo_cli.learner.forward import padded
 from grpo_cli.methods import pods
 from grpo_cli.rules import downsample
 from grpo_cli.rules.correction import Correct
@@ -59,10 +60,10 @@ class Spy:
 
 def said_by(model: Any, batch: Batch, temperature: float) -> torch.Tensor:
     """Log-probabilities of a batch's responses, from the model's logits as they are."""
+    ids = padded(batch)
     with torch.no_grad():
-        logits = model(input_ids=batch.input_ids).logits / temperature
-    said = torch.zeros(batch.input_ids.shape)
-    said[:, 1:] = logits[:, :-1].log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None])[..., 0]
+        logs = (model(input_ids=ids).logits / temperature).log_softmax(-1)
+    said = logs[batch.spread(torch.arange(len(batch))), batch.positions - 1, batch.token_ids]
     return said * batch.response_mask
 
 
@@ -161,12 +162,11 @@ def test_the_weights_and_the_mask_of_a_correction_reach_the_loss(tmp_path: Path)
     parts |= dict(engine=engine, loss=spy, advantage=sample_numbers)
     make_trainer(quiet(settings_for(tmp_path, steps=1)), model=model, **parts).fit()
     (batch,) = spy.batches
-    first = torch.zeros_like(batch.response_mask)
-    first[torch.arange(12), batch.response_mask.int().argmax(dim=1)] = True
-    outside = batch.advantages == 3.0
+    first = batch.running(batch.response_mask) == 1
+    outside = (batch.advantages == 3.0)[first]
     expected = torch.where(outside, 0.0, float(np.exp(-0.5)))
     torch.testing.assert_close(batch.weights[first], expected, atol=1e-3, rtol=0)
-    assert torch.equal(batch.loss_mask[first], ~outside)
+    assert torch.equal(batch.loss_mask[first], ~outside) and len(outside) == 12
     rest = batch.weights[batch.response_mask & ~first]
     torch.testing.assert_close(rest, torch.ones_like(rest), atol=1e-3, rtol=0)
 
@@ -181,9 +181,9 @@ class Counted:
         self.prox, self.prox_window = inner.prox, inner.prox_window
         self.asked: list[int] = []
 
-    def __call__(self, sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor, advantages: Any) -> Verdict:
-        self.asked.append(len(mask))
-        return self._inner(sampler, policy, mask, advantages)
+    def __call__(self, batch: Batch, policy_logprobs: torch.Tensor) -> Verdict:
+        self.asked.append(len(batch))
+        return self._inner(batch, policy_logprobs)
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,7 @@ def test_a_correction_is_asked_once_and_the_mismatch_named_by_the_rollouts_that_
     assert (correction.asked, made) == ([asked], passes)
     assert {metric.partition("/")[0] for metric in metrics if metric.startswith("mismatch")} == {name}
     assert metrics[f"{name}/ratio_min"] == pytest.approx(np.exp(lowest), abs=1e-3)
-    first = batch.response_mask.int().argmax(dim=1)[:, None]
-    off = (batch.sampler_logprobs - said_by(model, batch, 1.0)).gather(1, first)[:, 0]
+    off = (batch.sampler_logprobs - said_by(model, batch, 1.0))[batch.running(batch.response_mask) == 1]
     shifts = [1.0, 0.5, 0.0, 0.0] if m == 4 else [0.5, 0.0]
     assert sorted(off.tolist()) == pytest.approx(sorted(shifts * 3), abs=1e-4)
 
@@ -419,11 +418,11 @@ def test_the_best_accuracy_need_not_be_the_last_one(tmp_path: Path) -> None:
 def per_problem(spy: Spy) -> list[list[float]]:
     """What the rows of each problem weighed in the loss. All tokens of a reply weigh the same, and no others do."""
     (seen,) = spy.batches
-    rows = seen.weights.max(dim=1).values
-    assert torch.equal(seen.weights, rows[:, None] * seen.response_mask)
-    of: dict[tuple[int, ...], list[float]] = {}
-    for tokens, row in zip(seen.input_ids.tolist(), rows.tolist(), strict=True):
-        of.setdefault(tuple(tokens[:3]), []).append(row)  # prompts have three tokens
+    rows = seen.sums(seen.weights) / seen.sums(seen.response_mask)
+    torch.testing.assert_close(seen.weights, seen.spread(rows) * seen.response_mask)
+    of: dict[int, list[float]] = {}
+    for group, row in zip(seen.group.tolist(), rows.tolist(), strict=True):
+        of.setdefault(group, []).append(row)
     return list(of.values())
 
 

@@ -1,4 +1,4 @@
-"""The simulator's clock (scripts/bench/schedules.py), its made-up lengths, and the comparison that it prints."""
+"""The simulator's clock (simulation.py), worked out by hand and against the engine."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import json
 
 import pytest
 from made import fptas, infinite, micro
-from schedules import compare, simulate, synthetic_trace
+from simulation import simulate
 from small import make_engine, small_model, some_requests
 
-from grpo_cli.engine.order.lengths import TraceRow
 from grpo_cli.engine.order.predict import Oracle
-from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
-
-pytestmark = pytest.mark.study
+from grpo_cli.engine.order.schedule import Fifo, Sjf
 
 
 def test_a_request_holds_its_slot_for_one_step_less_than_it_has_tokens():
@@ -33,13 +30,6 @@ def test_rounds_wait_for_their_longest():
     assert ran.decode_steps == 4 + 3
 
 
-def test_probing_is_charged():
-    # Two steps each, the first in pairs: 0 and 1, then 2 and 3 (which ends within its probe). Then 5, 2 and 1 remain.
-    ran = simulate([8, 5, 4, 2], [6.0, 3.0, 2.0, 1.0], Lpt(), slots=2, prefix_tokens=2)
-    assert [index for index, _, _ in ran.admitted] == [0, 1, 2]
-    assert ran.decode_steps == 2 + 2 + 5
-
-
 def test_the_simulator_counts_what_the_engine_does(tmp_path):
     requests, model = some_requests(prompts=2, n=4, tokens=16), small_model()
     lengths = {(r.request.prompt.id, r.request.sample): len(r) for r in make_engine(model).generate(requests)}
@@ -54,17 +44,3 @@ def test_the_simulator_counts_what_the_engine_does(tmp_path):
         ran = simulate(true, [float(length) for length in true], scheduler(), 3, rounds=not sampler.refills)
         assert engine.stats().decode_steps == ran.decode_steps
         assert engine.stats().slot_utilisation == pytest.approx(ran.slot_utilisation)
-
-
-def outcomes(trace: list[TraceRow], slots: int) -> dict[str, dict[str, float]]:
-    return compare(trace, slots, tau=0.4, prefix_tokens=4, seed=0)
-
-
-def test_true_lengths_are_planned_best_and_guesses_are_best_taken_longest_first():
-    found = outcomes(synthetic_trace("lognormal", 3, 4, 32, 250.0, 0.8, 1024, seed=0), slots=16)
-    ratios = {name: figures["bound_ratio"] for name, figures in found.items()}
-    assert 1.0 <= ratios["infinite oracle fptas"] <= 1.005 < ratios["infinite oracle lpt"]
-    rising = ("oracle lpt", "prefix lpt", "none fifo", "prefix sjf")
-    assert all(ratios[f"infinite {a}"] < ratios[f"infinite {b}"] for a, b in itertools.pairwise(rising))
-    assert found["infinite oracle fptas"]["kendall_tau"] == pytest.approx(1.0)
-    assert "kendall_tau" not in found["infinite none fifo"]

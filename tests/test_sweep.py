@@ -83,7 +83,7 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: 
     job_process(process, folders[0]).kill()
     output, errors = process.communicate()
     assert (process.returncode, errors) == (1, ""), "one job has failed"
-    assert "job 1  n=2 m=4: skipped  m=4 must not be more than n=2" in output
+    assert "job 1  n=2 m=4:  skipped  m=4 must not be more than n=2" in output
     assert "4 jobs: 2 done, 1 failed, 1 skipped" in output
     assert "grpo train -m resume=sweep hydra.sweep.dir=sweep" in output
     assert [status(folder)["state"] for folder in folders] == ["failed", "skipped", "done", "done"]
@@ -181,7 +181,7 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(
     monkeypatch.setattr(resume.Sweep, "command_of", lambda self, job: presses)
     result = grpo("train", "-m", "seed=1,2,3", "hydra.sweep.dir=s")
     assert result.exit_code == 130
-    assert "stopping: each job finishes its step and saves" in result.stdout
+    assert "SIGINT: stopping after this step" in result.stdout
     assert "3 jobs: 1 done, 2 waiting\ngo on with: grpo train -m resume=sweep hydra.sweep.dir=s\n" in result.stdout
     monkeypatch.setattr(resume.Sweep, "command_of", finishes)
     assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 0
@@ -191,7 +191,9 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(
 def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, pretended: list[list[str]]) -> None:
     first = grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s")
     assert first.exit_code == 1
-    assert [line for line in first.stdout.splitlines() if line.startswith("job 1 ")][-1] == "job 1  seed=1: done"
+    assert [line for line in first.stdout.splitlines() if line.startswith("job 1 ")][-1].startswith(
+        "job 1  seed=1:  done"
+    )
     pretended.clear()
     assert "s already holds a sweep" in grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s").stderr
     (tmp_path / "s" / "2" / "status.json").unlink()
@@ -308,13 +310,6 @@ def test_optuna_is_not_left_without_an_accuracy(pretended: list[list[str]]) -> N
     assert result.stderr.endswith("error: job 0 has no final_accuracy to optimise; let it evaluate: eval.every=1\n")
 
 
-LISTED = """GPU 0: NVIDIA X (UUID: GPU-aa)
-  MIG 1g.10gb     Device  0: (UUID: MIG-11)
-  MIG 1g.10gb     Device  1: (UUID: MIG-22)
-GPU 1: NVIDIA X (UUID: GPU-bb)
-"""
-
-
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: list[list[str]]
 ) -> None:
@@ -324,16 +319,12 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(
     result = grpo("train", "-m", "seed=1,2", "hydra.launcher.gpus=[7]", "hydra.sweep.dir=s")
     assert (result.exit_code, pretended) == (2, [])
     assert "GPU 7" in result.stderr and "leave hydra.launcher.gpus out" in result.stderr
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{LISTED}'\n")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '0\n1'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    assert visible_gpus() == ["MIG-11", "MIG-22", "GPU-bb"], "a GPU that is cut into slices is those"
-    for asked in (["0", "1"], ["GPU-bb", "MIG-2"], ["GPU-aa"]):
-        assert chosen_gpus(asked) == asked
-    with pytest.raises(UserError, match=r"asks for GPU 2, .* there are 0, 1, GPU-aa, MIG-11, MIG-22, GPU-bb$"):
-        chosen_gpus(["1", "2"])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-cc,3")
-    assert chosen_gpus(["3", "GPU-c"]) == ["3", "GPU-c"] and visible_gpus() == ["GPU-cc", "3"]
-    with pytest.raises(UserError, match=r"asks for GPU 0, .* there are GPU-cc, 3$"):
+    assert visible_gpus() == chosen_gpus(["0", "1"]) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-cc,3")
+    assert visible_gpus() == chosen_gpus(["MIG-cc", "3"]) == ["MIG-cc", "3"]
+    with pytest.raises(UserError, match=r"asks for GPU 0, .* there are MIG-cc, 3$"):
         chosen_gpus(["0"])
 
 

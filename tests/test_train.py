@@ -324,7 +324,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight_is_dumped_and_stops_the_run
     assert any("loss/total is nan" in text for text in warnings)
     assert len(list((tmp_path / "bad_batches").iterdir())) == 2
     dumped = torch.load(next((tmp_path / "bad_batches").iterdir()), weights_only=True)
-    assert dumped["input_ids"].shape[0] == 12
+    assert dumped["lengths"].shape[0] == 12
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "failed" and "not finite" in summary["error"] and summary["skipped_steps"] == 2
 

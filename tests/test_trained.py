@@ -48,8 +48,8 @@ def ran(folder: Path, m: int = 4, train: Mapping[str, Any] | None = None, **part
 
 def of_the_loss(spy: Spy, epochs: int = 1) -> tuple[int, int]:
     """Rollouts and tokens that were given to the loss with a weight, once each."""
-    cells = [batch.loss_mask & (batch.weights != 0) for batch in spy.batches]
-    rows, tokens = (sum(int(some.sum()) for some in kind) for kind in ([c.any(dim=1) for c in cells], cells))
+    cells = [(batch, batch.trained_mask) for batch in spy.batches]
+    rows, tokens = sum(int(b.any(c).sum()) for b, c in cells), sum(int(c.sum()) for _, c in cells)
     return rows // epochs, tokens // epochs
 
 

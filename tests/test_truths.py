@@ -22,7 +22,8 @@ from grpo_cli import metrics, select
 from grpo_cli.cli.main import app
 from grpo_cli.collect.requests import group_rollouts
 from grpo_cli.config.choices import choices, shipped
-from grpo_cli.learner import batch, logprobs
+from grpo_cli.learner import batch
+from grpo_cli.learner.forward import Padded
 from grpo_cli.methods import pods
 from grpo_cli.rules import loss
 from grpo_cli.settings import Sampling
@@ -39,7 +40,8 @@ def a_group() -> ScoredGroup:
 
 
 def a_batch() -> Batch:
-    made = replace(batch.collate([a_group()], 0), advantages=torch.tensor([1.0, -1.0, 0.5, 0.0]))
+    made = batch.collate([a_group()])
+    made = replace(made, advantages=made.spread(torch.tensor([1.0, -1.0, 0.5, 0.0])))
     old = made.sampler_logprobs - 0.1 * made.response_mask
     return dataclasses.replace(made, policy_logprobs=old, ref_logprobs=old.clone())
 
@@ -87,7 +89,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     },
     "correction": (
         made.correction(importance="token", is_threshold=1.2, rejection="veto", mask_low=0.5, mask_high=1.5),
-        [a_batch().sampler_logprobs, new_logprobs(), a_batch().response_mask, a_batch().advantages],
+        [a_batch(), new_logprobs()],
     ),
     "select": (
         lambda group, why: select.select(group, why, 2, pods.maxvar, GRPO, RNG, True),
@@ -101,10 +103,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     ),
     "group_rollouts": (group_rollouts, [[a_group().prompt], list(a_group().rollouts)]),
     "metrics.rollout_metrics": (metrics.rollout_metrics, [[a_group()]]),
-    "logprobs": (
-        lambda ids, mask: logprobs.token_logprobs(small_model(), ids, mask, 1.0, 2),
-        [a_batch().input_ids, a_batch().response_mask],
-    ),
+    "forward.logprobs": (lambda part: Padded(99, 2, 1.0).logprobs(small_model(), part), [a_batch()]),
 }
 
 

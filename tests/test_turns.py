@@ -25,8 +25,7 @@ from grpo_cli.config.prepare import prepare
 from grpo_cli.evaluate import evaluate_with
 from grpo_cli.experiment import set_up
 from grpo_cli.learner.batch import collate, corrected, totals, verdict_on
-from grpo_cli.learner.forward import pack
-from grpo_cli.learner.logprobs import token_logprobs
+from grpo_cli.learner.forward import Padded, pack
 from grpo_cli.settings import Sampling
 from grpo_cli.types import ENVIRONMENT, Finish, Group, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
@@ -214,22 +213,22 @@ def two_turns(logprob: float, version: int = 0) -> ScoredGroup:
 
 
 def test_what_the_environment_says_is_read_and_is_no_response():
-    batch = collate([two_turns(float("nan"))], pad_token_id=0)
-    assert batch.input_ids[0].tolist() == [5, 6, 7, 8, EOS, 9, 10, EOS]
-    assert batch.response_mask.int().tolist() == [[0, 0, 1, 1, 1, 0, 0, 1], [0, 0, 1, 1, 0, 0, 0, 0]]
-    assert batch.lags is None and batch.lengths.tolist() == [8, 4]
-    older = collate([two_turns(float("nan"), version=3)], pad_token_id=0, version=5).lags
-    assert older is not None and older[0].tolist() == [0, 0, 2, 2, 2, 0, 0, 2]
+    batch = collate([two_turns(float("nan"))])
+    assert batch.token_ids.tolist() == [7, 8, EOS, 9, 10, EOS, 7, EOS]
+    assert batch.response_mask.int().tolist() == [1, 1, 1, 0, 0, 1, 1, 1]
+    assert batch.lags is None and batch.lengths.tolist() == [6, 2]
+    older = collate([two_turns(float("nan"), version=3)], version=5).lags
+    assert older is not None and older[:6].tolist() == [2, 2, 2, 0, 0, 2]
 
 
 def test_no_number_at_a_place_of_the_environment_moves_the_loss_or_the_gradient(model):
     def gradient(logprob: float) -> tuple[float, list[torch.Tensor]]:
-        batch = replace(collate([two_turns(logprob)], pad_token_id=0), advantages=torch.tensor([1.0, -1.0]))
-        verdict = verdict_on(correction("tis"), batch, torch.zeros(batch.input_ids.shape))
+        batch = collate([two_turns(logprob)])
+        batch = replace(batch, advantages=batch.spread(torch.tensor([1.0, -1.0])))
+        verdict = verdict_on(correction("tis"), batch, torch.zeros(len(batch.token_ids)))
         batch = corrected(batch, verdict)
         model.zero_grad()
-        found = token_logprobs(model, batch.input_ids, batch.response_mask, 1.0, 512)
-        output = loss("grpo")(found, batch, totals(batch, 9))
+        output = loss("grpo")(Padded(99, 512, 1.0).logprobs(model, batch), batch, totals(batch, 9))
         output.loss.backward()
         return output.loss.item(), [weight.grad.clone() for weight in model.parameters()]
 
@@ -240,13 +239,11 @@ def test_no_number_at_a_place_of_the_environment_moves_the_loss_or_the_gradient(
 
 
 def test_packed_rows_ask_for_the_tokens_that_padded_rows_do():
-    batch = collate([two_turns(float("nan"))], pad_token_id=0)
-    packed = pack(batch)
-    asked = sorted(zip(packed.rows[packed.targets].tolist(), packed.columns[packed.targets].tolist(), strict=True))
-    assert asked == [(0, 2), (0, 3), (0, 4), (0, 7), (1, 2), (1, 3)]
-    before = packed.columns[packed.predicting].tolist()
-    assert sorted(before) == sorted(column - 1 for _, column in asked)
-    assert len(packed.rows) == 8 + 4 - 2, "what the environment says goes through the model"
+    """The run is 5 6, 7 8 end 9 10 end, 7 end: what the environment says goes through the model."""
+    batch = collate([two_turns(float("nan"))])
+    ids, trees, predicting = pack(batch)
+    assert ids.tolist() == [5, 6, 7, 8, EOS, 9, 10, EOS, 7, EOS] and trees == [(2, 6, 2)]
+    assert predicting[batch.response_mask].tolist() == [1, 2, 3, 6, 1, 8]
 
 
 def test_a_group_of_several_turns_comes_back_from_a_checkpoint():

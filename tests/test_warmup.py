@@ -17,7 +17,7 @@ from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
 from grpo_cli.learner.batch import collate, totals
-from grpo_cli.learner.logprobs import token_logprobs
+from grpo_cli.learner.forward import Padded
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.demonstrations import conversations, demonstration
 from grpo_cli.types import Prompt
@@ -90,9 +90,8 @@ def test_the_loss_is_the_mean_negative_log_likelihood_of_replies() -> None:
         demonstration(Prompt("b", (5, 6), ""), [(False, [13, 14, 1])]),
     ]
     warmup = Sft(3, None, tuple(shown), per_step=2, seed=0)
-    batch = collate(warmup.groups(0), 0, version=5)
-    logprobs = token_logprobs(model, batch.input_ids, batch.response_mask, 1.0, 512)
-    found = warmup.loss(logprobs, batch, totals(batch, 99))
+    batch = collate(warmup.groups(0), version=5)
+    found = warmup.loss(Padded(99, 512, 1.0).logprobs(model, batch), batch, totals(batch, 99))
     terms = []
     for tokens, learnt in (((5, 6, 7, 8, 9, 10, 11, 12, 1), (3, 4, 7, 8)), ((5, 6, 13, 14, 1), (2, 3, 4))):
         logs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)

@@ -33,28 +33,30 @@ def train(command: Command) -> Any:
     from grpo_cli import experiment
     from grpo_cli.cli.start import started
     from grpo_cli.config.prepare import prepare
-    from grpo_cli.memory import explain, fit
+    from grpo_cli.memory import explain
     from grpo_cli.runs.stop import Stop
 
     run = prepare(settings, to_stderr)
     if _is_done(settings):
         return None
-    chosen: tuple[str, ...] = ()
-    if settings.fit != "none" and settings.resume is None:  # a resumed run computes as it began
-        found = fit.decided(run, fit.typed_keys(command.typed), to_stderr)
-        chosen = fit.words(settings, found.values)
-        run = replace(run, settings=_with(settings=run.settings, words=chosen, command=command))
-    run = fit.with_tokens(run, run.device, to_stderr)
-    fit.foresee(run, to_stderr)
+    run, chosen = _fitted(run, command)
     with started(command, run.settings, chosen) as go_on, explain.memory_explained(run), Stop(to_stderr) as stop:
         trainer = experiment.build(run)
         go_on()
         return trainer.fit(stop)["final_accuracy"]
 
 
-def _with(settings: RunSettings, words: tuple[str, ...], command: Command) -> RunSettings:
-    """Return the settings with the words that `fit` has chosen, which become part of the command's."""
-    for key, _, text in (word.partition("=") for word in words):
+def _fitted(run: Any, command: Command) -> tuple[Any, tuple[str, ...]]:
+    """Return the run with what `fit` or an automatic micro-batch chooses, which goes into the command too, and that as
+    words. A resumed run computes as it began."""
+    from grpo_cli.config.auto import AUTO
+    from grpo_cli.memory import fit
+
+    settings = run.settings
+    if (settings.fit == "none" or settings.resume is not None) and settings.train.micro_batch_tokens != AUTO:
+        return run, ()
+    chosen = fit.words(settings, fit.decided(run, fit.typed_keys(command.typed), to_stderr))
+    for key, _, text in (word.partition("=") for word in chosen):
         group, _, name = key.partition(".")
         value = yaml.safe_load(text) if name else shipped(group, text)
         OmegaConf.update(command.cfg, key, value, merge=False)
@@ -63,7 +65,7 @@ def _with(settings: RunSettings, words: tuple[str, ...], command: Command) -> Ru
             settings = replace(settings, parts={**settings.parts, group: part})
         else:
             settings = replace(settings, **{group: replace(getattr(settings, group), **{name: value})})
-    return settings
+    return replace(run, settings=settings), chosen
 
 
 def _is_done(settings: RunSettings) -> bool:
@@ -118,9 +120,8 @@ def profile(command: Command) -> Any:
         found = profiling.profile(run, ["grpo", "profile", *command.typed], to_stderr, experiment.say_to_stderr)
         found.show(console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")
-        peak = found.predicted.peak if found.measured is None else found.measured.peak_bytes
-        write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})
-    return peak
+        write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": found.peak_bytes})
+    return found.peak_bytes
 
 
 JOBS = {"train": train, "eval": evaluate, "profile": profile}

@@ -22,7 +22,7 @@ def list_runs(folder: Path) -> None:
     if not folder.is_dir() and folder != Path("outputs"):
         raise UserError(f"{plain(folder)} is not a folder: name one that holds runs; {FOLDERS}")
     console, found = terminal.console(), read_all([folder]) if folder.is_dir() else []
-    runs = sorted((run for run in found if run.asked.command in ("train", "eval")), key=_last_written, reverse=True)
+    runs = sorted((run for run in found if run.recorded.command in ("train", "eval")), key=_last_written, reverse=True)
     cells = [COLUMNS, *(tuple(map(plain, _cells(run, folder))) for run in runs)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
@@ -35,15 +35,15 @@ def list_runs(folder: Path) -> None:
 
 
 def _cells(run: Run, folder: Path) -> Iterator[str]:
-    asked = run.asked.settings
-    model = asked.get("model")
-    yield run.asked.command
+    settings = run.recorded.settings
+    model = settings.get("model")
+    yield run.recorded.command
     yield run.state.value
-    yield shown(asked.get("task", "-"))
-    yield shown(asked.get("model.path", "hf") if model == "hf" else asked.get("model", "-"))
-    yield shown(asked.get("n", "-"))
-    yield shown(asked.get("m", "-"))
-    yield "-" if run.asked.command == "eval" else f"{run.steps}/{shown(asked.get('train.steps', '?'))}"
+    yield shown(settings.get("task", "-"))
+    yield shown(settings.get("model.path", "hf") if model == "hf" else settings.get("model", "-"))
+    yield shown(settings.get("n", "-"))
+    yield shown(settings.get("m", "-"))
+    yield "-" if run.recorded.command == "eval" else f"{run.steps}/{shown(settings.get('train.steps', '?'))}"
     yield "-" if run.final_accuracy is None else f"{run.final_accuracy:.3f}"
     yield "-" if run.accuracy_interval is None else "{:.3f}..{:.3f}".format(*run.accuracy_interval)
     yield "-" if run.problems is None else str(run.problems)

@@ -20,7 +20,7 @@ from grpo_cli import __version__
 from grpo_cli.cli.completion import offered
 from grpo_cli.cli.hydra_run import hand_over
 from grpo_cli.cli.mistakes import fail, named, refusals, without_dashes
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.processor import settle
 from grpo_cli.support.terminal import outlive_the_reader
 
@@ -132,12 +132,15 @@ def report(
     metric: Annotated[
         str, typer.Option(help="Which accuracy: greedy, or sampled such as eval/pass@1.")
     ] = "eval/accuracy",
+    base: Annotated[
+        str | None, typer.Option(help="The arm to compare the others with, such as n=8. Default: the first.")
+    ] = None,
 ) -> None:
     """Compare runs: a table here, plots and all numbers in a folder."""
     from grpo_cli.report.make import make
 
     with refusals():
-        make(folders, out, target, metric)
+        make(folders, out, target, metric, base)
 
 
 @app.command(epilog="an example is: grpo show outputs/train/my_run")
@@ -215,3 +218,18 @@ def init(folder: Annotated[Path, typer.Argument(parser=named, help="A new folder
     with refusals():
         commands = written(folder)
     typer.echo("\n".join([f"cd {shlex.quote(str(folder))}", *commands]))
+
+
+@app.command(epilog="an example is: grpo docs quickstart")
+def docs(page: Annotated[str | None, typer.Argument(help="Which page. Default: a list of all.")] = None) -> None:
+    """List the pages about grpo-cli, or print one."""
+    folder = Path(__file__).parents[1] / "docs"
+    pages = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.md"))}
+    if page is None:
+        for name, text in pages.items():
+            typer.echo(f"{name:<17}{text.splitlines()[2].partition('. ')[0].rstrip('.')}")
+        typer.echo(f"\ngrpo docs <page> prints one; all are in {folder}")
+    elif page in pages:
+        typer.echo(pages[page], nl=False)
+    else:
+        fail(f"there is no page {page}{closest(page, pages)}; grpo docs lists them")

@@ -194,11 +194,9 @@ def _partial(chosen: Chosen) -> Iterator[str]:
 
 
 def _profile(settings: ProfileRunSettings) -> Iterator[str]:
-    profile, longest = settings.profile, settings.sampling.max_new_tokens
+    profile = settings.profile
     if profile.lengths != "natural" and (turns := settings.parts["task"].get("turns", 1)) > 1:
         yield f"profile.lengths={profile.lengths} cannot be forced with task.turns={turns}: use profile.lengths=natural"
-    if profile.mean is not None and not 1 <= profile.mean <= longest:
-        yield f"profile.mean={profile.mean} must be from 1 to sampling.max_new_tokens={longest}"
     named = isinstance(profile.for_gpu, str)
     if profile.for_gpu and not (profile.plan_only and (named or settings.fit not in ("none", "auto"))):
         has = "" if named else " and its memory, such as fit=80GB"

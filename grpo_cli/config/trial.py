@@ -35,10 +35,10 @@ def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
     kept, keep = list(range(size))[-m:], size if m == n else min(m, size - 1)
     if not isinstance(rules.downsample, SetUp):
         kept = choose(rules.downsample, group, keep, np.random.default_rng(0))
-    batch = rows_of(collate([group], 0), torch.tensor(kept))
+    batch = rows_of(collate([group]), torch.tensor(kept))
     if not isinstance(rules.advantage, SetUp):
         found = advantages(rules.advantage, group, kept)
-        batch = replace(batch, advantages=found.new_zeros(len(kept)) if found.dim() > 1 else found)
+        batch = replace(batch, advantages=batch.spread(found.new_zeros(len(kept)) if found.dim() > 1 else found))
     if not isinstance(rules.correction, SetUp):
         with own_code_unless_ours(f"correction {name_of(rules.correction)}", rules.correction):
             verdict: Any = verdict_on(rules.correction, batch, batch.sampler_logprobs)

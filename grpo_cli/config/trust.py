@@ -75,8 +75,8 @@ def is_foreign(key: str, value: Any, folder: Path) -> bool:
     (group, *inner), text = key.lstrip(".").split("."), str(value)
     name = inner[-1] if inner else group
     if group.startswith("hydra") or (config_dir() / key).is_dir():  # a choice: a path would be another file's
-        ours = not group.startswith("hydra") or _OF_A_SWEEP.fullmatch(key)
-        return not (ours and re.fullmatch(r"\w[\w-]*|", text))
+        may_be_set = not group.startswith("hydra") or _OF_A_SWEEP.fullmatch(key)
+        return not (may_be_set and re.fullmatch(r"\w[\w-]*|", text))
     if name == "_target_":
         ours = len(inner) == 1 and text in [shipped(group, choice).get(name) for choice in choices(group)]
         return not (ours or _is_here(*text.rpartition(".")[::2], folder))

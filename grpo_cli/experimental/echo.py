@@ -1,12 +1,12 @@
-"""ECHO (arXiv 2602.02150): replies whose ends are certain move less (`loss=echo`).
+"""ECHO (arXiv 2602.02150): completions whose ends are certain move less (`loss=echo`).
 
-    PPO's clip with eps_i = least + (most - least) sigmoid(slope (1 - mean of the last C_t of reply i))
+    PPO's clip with eps_i = least + (most - least) sigmoid(slope (1 - mean of the last C_t of completion i))
 
 C_t is the probability of token t under the policy before the step. Constants and formulas are the official release's.
 Of the paper are left out the weights of uncertain tokens (they wait for advantages per token), the tree of branching
 rollouts, which its script for AIME has switched off, and training on the most frequent answer as the right one.
 
-Measured: scripts/reproduce/frontier_c.md (the loss, with labels by majority: null).
+Measured: docs/studies.md (the loss, with labels by majority: null).
 """
 
 from __future__ import annotations
@@ -26,31 +26,30 @@ from grpo_cli.types import Batch, LossOutput, Totals
 
 @dataclass(frozen=True)
 class Echo(Clipped):
-    """GRPO, but that a reply's ratios may be `clip_low` (the least) to `clip_high` (the most) away from 1, either way:
-    the less, the more certain the old policy was of its last `tail` tokens (ECHO, arXiv 2602.02150)."""
+    """GRPO, but that a completion's ratios may be `clip_low` (the least) to `clip_high` (the most) away from 1, either
+    way: the less, the more certain the old policy was of its last `tail` tokens (ECHO, arXiv 2602.02150)."""
 
     slope: Annotated[float, Field(ge=0)]
     tail: Count
 
-    def __call__(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput:
+    def __call__(self, logprobs: Float[Tensor, "N"], batch: Batch, totals: Totals) -> LossOutput:
         """Return what `Clipped` does, and `loss/clip_mean`: how far from 1 ratios may be, mean over tokens."""
         said = super().__call__(logprobs, batch, totals)
-        away = self._away(logprobs, batch).expand_as(logprobs)
-        return replace(
-            said, metrics={**said.metrics, "loss/clip_mean": aggregate(away, batch.loss_mask, totals, "token")}
-        )
+        away = aggregate(self._away(logprobs, batch), batch, totals, "token")
+        return replace(said, metrics={**said.metrics, "loss/clip_mean": away})
 
-    def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
+    def terms(self, logprobs: Float[Tensor, "N"], batch: Batch) -> Terms:
         ratio, away = bounded_ratio(log_policy_ratio(logprobs, batch)), self._away(logprobs, batch)
-        advantage = batch.token_advantages.float()
+        advantage = batch.advantages.float()
         terms = -torch.minimum(ratio * advantage, ratio.clamp(1 - away, 1 + away) * advantage)
         above, below = ratio > 1 + away, ratio < 1 - away
         return Terms(terms, ratio, (above & (advantage > 0)) | (below & (advantage < 0)))
 
-    def _away(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, "B 1"]:
+    def _away(self, logprobs: Float[Tensor, "N"], batch: Batch) -> Float[Tensor, "N"]:
         mask = batch.response_mask
-        left = mask.flip(1).cumsum(dim=1).flip(1)  # of the response, from this token on
-        tail = mask & (left <= self.tail)
+        before = batch.running(mask) - mask.int()
+        tail = mask & (batch.spread(batch.sums(mask)) - before <= self.tail)  # the response from this token on
         old = masked_float(logprobs if batch.policy_logprobs is None else batch.policy_logprobs, mask).detach()
-        certain = (old.exp() * tail).sum(dim=1, keepdim=True) / tail.sum(dim=1, keepdim=True).clamp(min=1)
-        return self.clip_low + (self.clip_high - self.clip_low) * torch.sigmoid(self.slope * (1 - certain))
+        certain = batch.sums(old.exp() * tail) / batch.sums(tail).clamp(min=1)
+        away = self.clip_low + (self.clip_high - self.clip_low) * torch.sigmoid(self.slope * (1 - certain))
+        return batch.spread(away)

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
@@ -21,21 +21,20 @@ from grpo_cli.rules.correction import (
     Prox,
     Window,
     bounded_exp,
-    check_sampler,
     log_sparsity_ratio,
     masked_mean,
     mismatch_metrics,
 )
-from grpo_cli.types import Verdict
+from grpo_cli.types import Batch, Verdict
 
 Positive = Annotated[float | int | None, Field(gt=0)]
 
 
 @dataclass(frozen=True)
 class Gated:
-    """What a rollout is left out by is its estimated KL(policy || sampler); `gate` null: none is. One that is left out
-    counts in the divisors and in its group's statistics. The estimator is ours: the paper's was not available. This one
-    is unbiased for tokens of the sampler, and never negative."""
+    """A correction that leaves out rollouts by their estimated KL(policy || sampler); `gate` null: none. What it leaves
+    out counts in the divisors and in its group's statistics. The estimator is ours: the paper's was not available. This
+    one is unbiased for tokens of the sampler, and never negative."""
 
     is_threshold: Positive
     gate: Positive
@@ -46,25 +45,21 @@ class Gated:
     rejects = False
     count_rejected = True
 
-    def __call__(
-        self,
-        sampler_logprobs: Float[Tensor, "B T"],
-        policy_logprobs: Float[Tensor, "B T"],
-        mask: Bool[Tensor, "B T"],
-        advantages: Float[Tensor, "B *each"],
-    ) -> Verdict:
-        """As `Correct`, with `mismatch/gated`: the share of the answered rows that are left out."""
-        check_sampler(sampler_logprobs, mask)
-        log_ratio = log_sparsity_ratio(sampler_logprobs, policy_logprobs, mask)
-        distance = kl_of_rows(log_ratio)
+    def __call__(self, batch: Batch, policy_logprobs: Float[Tensor, "N"]) -> Verdict:
+        """Correct as `Correct` does, with `mismatch/gated`: the share of rows with sampled tokens that are left out."""
+        log_ratio, mask = log_sparsity_ratio(batch, policy_logprobs), batch.drawn_mask
+        bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # The estimate of KL(policy || sampler) from tokens of the sampler: the sum of xi log xi - xi + 1.
+        distance = batch.sums(bounded.exp() * bounded - bounded.expm1())
         most = math.inf if self.gate is None else self.gate
         # A NaN is not left out: the trainer's guard against bad steps is to see it.
-        gated = (advantages.reshape(len(mask), -1).sum(dim=1) <= 0) & (distance >= most)
+        gated = (batch.sums(batch.advantages) <= 0) & (distance >= most)
         weights = bounded_exp(log_ratio).clamp(max=math.inf if self.is_threshold is None else self.is_threshold)
-        weights = weights.masked_fill(~mask | gated[:, None], 0.0)
-        metrics = {**mismatch_metrics(log_ratio, weights, mask, mask)}
-        metrics["mismatch/gated"] = float(masked_mean(gated.float(), mask.any(dim=1)))
-        reasons = self._reasons(mask.any(dim=1).tolist(), gated.tolist(), distance.tolist())
+        weights = weights.masked_fill(~mask | batch.spread(gated), 0.0)
+        answered = batch.any(mask)
+        metrics = {**mismatch_metrics(batch, log_ratio, weights, mask)}
+        metrics["mismatch/gated"] = float(masked_mean(gated.float(), answered))
+        reasons = self._reasons(answered.tolist(), gated.tolist(), distance.tolist())
         return Verdict(weights, mask, reasons, metrics)
 
     def _reasons(self, answered: list[bool], gated: list[bool], distance: list[float]) -> tuple[str, ...]:
@@ -73,9 +68,3 @@ class Gated:
             empty if not some else f"gate: a KL of {kl:.3g} >= {self.gate}, and no advantage" if out else ""
             for some, out, kl in zip(answered, gated, distance, strict=True)
         )
-
-
-def kl_of_rows(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """The estimate of each row's KL(policy || sampler) from tokens of the sampler: the sum of xi log xi - xi + 1."""
-    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (bounded.exp() * bounded - bounded.expm1()).sum(dim=1)

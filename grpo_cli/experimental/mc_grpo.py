@@ -3,7 +3,7 @@ not be trained on (arXiv 2601.22582).
 
     A = (r - median) / (scale + floor)
 
-Measured: scripts/reproduce/frontier_a.md (n = 3 and 9, divided by the deviation; the form of the release was not).
+Measured: docs/studies.md (n = 3 and 9, divided by the deviation; the form of the release was not).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _downsample_goes_with(own: Mapping[str, Any], others: Others) -> Iterator[st
 
 @facts(goes_with=_downsample_goes_with)
 def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
-    """All but one in the middle of the rewards, drawn among equal ones (MC-GRPO, arXiv 2601.22582).
+    """All but one in the middle of the rewards, sampled among equal ones (MC-GRPO, arXiv 2601.22582).
 
     Its advantage over the median is 0, so that leaving it out changes the divisor of the loss and the cost only.
     """

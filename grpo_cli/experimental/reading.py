@@ -17,7 +17,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_cli.interfaces import Bench
-from grpo_cli.learner.batch import collate, micro_batch_rows, rows_of
+from grpo_cli.learner.batch import collate, rows_of
+from grpo_cli.learner.forward import padded, padded_parts
 from grpo_cli.model.anatomy import backbone, head, layer_of, place_of
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch, Group, Rollout
@@ -28,10 +29,10 @@ POOLED = 10  # tokens at the end of a prompt and of a response that features are
 
 @dataclass(frozen=True)
 class PolicyReading:
-    """What a pass has read in rollouts, in their order.
+    """The results of a pass over rollouts, in their order.
 
     `features` are the means of a layer's states over the last tokens of the prompt, then of what the model said itself.
-    Of each token that it said: the entropy in nats of the distribution that it was drawn from, and the two likeliest
+    Of each token that it said: the entropy in nats of the distribution that it was sampled from, and the two likeliest
     tokens there, the first first. Empty unless they were wanted.
     """
 
@@ -53,8 +54,8 @@ def read(
 ) -> PolicyReading:
     """Return what a pass over rollouts gives, `layer` from 1 (None: that at two thirds). UserError for states that are
     not finite, or without such a layer."""
-    batch = collate([Group(one.request.prompt, (one,)) for one in rollouts], bench.pad_token_id)
-    parts = micro_batch_rows(batch.lengths.tolist(), TOKENS_AT_A_TIME)
+    batch = collate([Group(one.request.prompt, (one,)) for one in rollouts])
+    parts = padded_parts((batch.prompt_lengths + batch.lengths).tolist(), TOKENS_AT_A_TIME)
     temperature = rollouts[0].request.sampling.temperature or 1.0
     features: dict[int, np.ndarray] = {}
     per_token: dict[int, tuple[np.ndarray, ...]] = {}
@@ -77,9 +78,9 @@ def read(
 
 def _pass(model: Any, part: Batch, layer: int | None, last: int) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "B F"]]:
     """Return the last hidden states, and the features."""
-    device = place_of(model)
-    with _pooled(model, layer, _ends(part, last).to(device)) as found:
-        states = backbone(model)(input_ids=part.input_ids.to(device), use_cache=False).last_hidden_state
+    device, ids = place_of(model), padded(part)
+    with _pooled(model, layer, _ends(part, last, ids.shape[1]).to(device)) as found:
+        states = backbone(model)(input_ids=ids.to(device), use_cache=False).last_hidden_state
     return states, found[0]
 
 
@@ -105,20 +106,26 @@ def _mean(states: Float[Tensor, "B T H"], over: Bool[Tensor, "B T"]) -> Float[Te
     return kept.sum(dim=1) / over.sum(dim=1).clamp(min=1)[:, None]
 
 
-def _ends(part: Batch, last: int) -> Bool[Tensor, "2 B T"]:
+def _ends(part: Batch, last: int, width: int) -> Bool[Tensor, "2 B T"]:
     """Return the last tokens of each prompt, and of each response."""
-    response, places = part.response_mask, torch.arange(part.input_ids.shape[1])
-    starts = torch.where(response.any(dim=1), response.int().argmax(dim=1), part.lengths)[:, None]
-    left = response.flip(1).cumsum(dim=1).flip(1)  # of the response, from this token on
-    return torch.stack([(places < starts) & (places >= starts - last), response & (left <= last)])
+    starts, places = part.prompt_lengths[:, None], torch.arange(width)
+    before = part.running(part.response_mask) - part.response_mask.int()
+    left = part.spread(part.sums(part.response_mask)) - before  # of the response, from this token on
+    of_response = torch.zeros(len(part), width, dtype=torch.bool)
+    of_response[_rows(part), part.positions] = part.response_mask & (left <= last)
+    return torch.stack([(places < starts) & (places >= starts - last), of_response])
+
+
+def _rows(part: Batch) -> Int[Tensor, "N"]:
+    return part.spread(torch.arange(len(part)))
 
 
 def _of_tokens(
     model: Any, part: Batch, states: Float[Tensor, "B T H"], temperature: float
 ) -> list[tuple[np.ndarray, ...]]:
     """Return of each row entropies, likeliest ids and their probabilities; a chunk of logits exists at a time."""
-    rows, columns = part.response_mask.nonzero(as_tuple=True)
-    chosen, to_logits = states[rows.to(states.device), columns.to(states.device) - 1], head(model)
+    places = torch.stack([_rows(part), part.positions - 1])[:, part.response_mask].to(states.device)
+    chosen, to_logits = states[places[0], places[1]], head(model)
     found: list[tuple[np.ndarray, ...]] = []
     for some in chosen.split(LOGITS_AT_A_TIME):
         logs = torch.log_softmax(to_logits(some).float() / temperature, dim=1)
@@ -126,6 +133,6 @@ def _of_tokens(
         entropies = -(logs * logs.exp()).nansum(dim=1)  # a token of probability 0 adds 0
         found.append(tuple(x.cpu().numpy() for x in (entropies.double(), ids, probs.exp().double())))
     joined = [np.concatenate(values) for values in zip(*found, strict=True)]
-    ends = np.cumsum(part.response_mask.sum(dim=1).numpy())[:-1]
+    ends = np.cumsum(part.sums(part.response_mask).long().numpy())[:-1]
     empty = [np.zeros(0), np.zeros((0, 2), np.int64), np.zeros((0, 2))]
     return list(zip(*(np.split(value, ends) for value in joined or empty), strict=True))

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.history import History
@@ -210,7 +210,7 @@ class Correction(Protocol):
     """Sampler/policy mismatch: importance weights and the tokens left to train on, from xi = policy / sampler.
 
     Called once in a step: on all rollouts if it `rejects`, with advantages of 0, as none is known yet; else on those
-    that are trained on. The mismatch is measured whatever is applied. `mask` holds the tokens that were drawn.
+    that are trained on. The mismatch is measured whatever is applied, of the tokens of `batch.drawn_mask`.
     """
 
     @property
@@ -233,13 +233,7 @@ class Correction(Protocol):
     def prox_window(self) -> float | int:
         """The window of ewma's average, in updates."""
 
-    def __call__(
-        self,
-        sampler_logprobs: Float[Tensor, "B T"],
-        policy_logprobs: Float[Tensor, "B T"],
-        mask: Bool[Tensor, "B T"],
-        advantages: Float[Tensor, "B *T"],
-    ) -> Verdict: ...
+    def __call__(self, batch: Batch, policy_logprobs: Float[Tensor, "N"]) -> Verdict: ...
 
 
 @runtime_checkable
@@ -247,14 +241,15 @@ class Loss(Protocol):
     """Log-probabilities to a scalar. Divisors come from `totals`, so micro-batching cannot change the sum.
 
     Called on an update in which `batch.loss_mask` leaves a token at all. If the gradient is zero, nothing moves. A
-    plain function may have `needs_reference` as an attribute.
+    plain function may have `needs_reference` as an attribute. Of one whose attribute `needs_advantage` is true, groups
+    whose advantages are all 0 have no backward pass.
     """
 
     @property
     def needs_reference(self) -> bool:
         """True if it reads `batch.ref_logprobs`, for which the run keeps the model as it was at the start."""
 
-    def __call__(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput: ...
+    def __call__(self, logprobs: Float[Tensor, "N"], batch: Batch, totals: Totals) -> LossOutput: ...
 
 
 LossFn = Callable[[Tensor, Batch, Totals], LossOutput]  # of a step: a `Loss`, or that of a warm-up

@@ -7,37 +7,29 @@ Both give the same log-probabilities and gradients to rounding (`tests/test_pass
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from grpo_cli.learner.batch import micro_batch_rows
-from grpo_cli.learner.logprobs import (
-    PLAIN,
-    ByRow,
-    Entropy,
-    chosen_logprobs,
-    token_logprobs,
-)
+from grpo_cli.learner.logprobs import chosen_logprobs
 from grpo_cli.model.anatomy import backbone, is_llama_shaped, place_of
-from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
+from grpo_cli.model.checkpointing import last_states
+from grpo_cli.model.packed import allow_packing, packed_hidden
 from grpo_cli.model.transfer import send
-from grpo_cli.native.ops import no_tree_attention
+from grpo_cli.native.ops import Trees, no_tree_attention
 from grpo_cli.settings import ModelSettings, TrainSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch
 
-
-class RowShape(NamedTuple):
-    """What a row's shape in a forward depends on: its number of tokens, and which rows share its prompt."""
-
-    prompt: int
-    completion: int
-    group: Hashable = None
+# What a forward and backward pass costs beyond its tokens, in tokens (measured with the embedded model on a CPU, where
+# 256 to 1024 are within a few per cent of each other).
+PASS_COST = 512
 
 
 @dataclass(frozen=True)
@@ -50,37 +42,37 @@ class Forward(ABC):
     tokens: int
     chunk: int
     temperature: float
-    by_row: ByRow = PLAIN
 
     @abstractmethod
     def prepare(self, model: Any) -> None:
         """Called before the first forward through a model."""
 
-    def micro_batches(self, batch: Batch) -> list[Tensor]:
-        """The rows of each micro-batch."""
-        return [torch.tensor(rows) for rows in self.cut(row_shapes(batch))]
+    @abstractmethod
+    def cut(self, batch: Batch) -> list[list[int]]:
+        """Return the rows of each micro-batch."""
 
     @abstractmethod
-    def cut(self, rows: Sequence[RowShape]) -> list[list[int]]:
-        """As `micro_batches`, for rows of these lengths."""
+    def states(self, model: Any, part: Batch) -> Float[Tensor, "M H"]:
+        """Compute the states that predict the tokens of a part's response."""
 
-    @abstractmethod
-    def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
-        """Like `logprobs.token_logprobs`: takes a part on the host, returns results on the model's device. The backward
-        pass measures `entropy`."""
+    def logprobs(self, model: Any, part: Batch, entropies: Float[Tensor, "M"] | None = None) -> Float[Tensor, "N"]:
+        """Compute log p(token | tokens before) of a part that is on the host, 0 outside the response, on the model's
+        device. `chosen_logprobs` writes to `entropies` those of the response's tokens."""
+        device, (places,) = place_of(model), part.response_mask.nonzero(as_tuple=True)
+        states = self.states(model, part)
+        labels, at = send(device, part.token_ids[places].numpy(), places.numpy())
+        chosen = chosen_logprobs(model, states, labels, self.temperature, self.chunk, entropies=entropies)
+        return torch.zeros(len(part.token_ids), device=device).index_put((at,), chosen)
 
 
-def make_forward(
-    train: TrainSettings, temperature: float, packs: bool, by_row: ByRow = PLAIN, natively: bool = False
-) -> Forward:
+def make_forward(train: TrainSettings, temperature: float, packs: bool, natively: bool = False) -> Forward:
     """Return the forward of a model that `packs_rows` or does not. UserError if `train` does not say how many tokens go
     through at once."""
     if train.micro_batch_tokens == "auto":
         raise UserError(
-            "train.micro_batch_tokens=auto is decided by the command line, before anything is built: give a number, or "
-            "the settings that grpo_cli.memory.fit.with_tokens makes of these"
+            "train.micro_batch_tokens=auto is decided by the command line, before anything is built: give a number"
         )
-    words = train.micro_batch_tokens, train.logprob_chunk, temperature, by_row
+    words = train.micro_batch_tokens, train.logprob_chunk, temperature
     return PackedTrees(*words, natively=natively) if packs else Padded(*words)
 
 
@@ -103,19 +95,52 @@ def attends_natively(train: TrainSettings, model: Any, packs: bool) -> tuple[boo
 
 @dataclass(frozen=True)
 class Padded(Forward):
-    """Rows of about equal length, padded on the right to the longest; `tokens` counts the padding."""
+    """Rows of about equal length, padded on the right to the longest, where a causal model never sees it; `tokens`
+    counts the padding."""
 
     def prepare(self, model: Any) -> None:
         """On a GPU transformers would check whether the positions are those of packed rows, and wait for the result."""
         if place_of(model).type == "cuda" and is_llama_shaped(model):
             allow_packing(model)
 
-    def cut(self, rows: Sequence[RowShape]) -> list[list[int]]:
-        return micro_batch_rows([row.prompt + row.completion for row in rows], self.tokens)
+    def cut(self, batch: Batch) -> list[list[int]]:
+        return padded_parts((batch.prompt_lengths + batch.lengths).tolist(), self.tokens)
 
-    def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
-        given = part.input_ids, part.response_mask, self.temperature, self.chunk
-        return token_logprobs(model, *given, self.by_row, entropy)
+    def states(self, model: Any, part: Batch) -> Float[Tensor, "M H"]:
+        rows = part.spread(torch.arange(len(part)))[part.response_mask]
+        tables = padded(part), rows, part.positions[part.response_mask] - 1
+        ids, rows, columns = send(place_of(model), *(table.numpy() for table in tables))
+        return last_states(model, input_ids=ids)[rows, columns]
+
+
+def padded(batch: Batch) -> Int[Tensor, "B T"]:
+    """Return each row's prompt and completion, and zeros up to the end of the longest."""
+    completions = batch.token_ids.split(batch.lengths.tolist())
+    prompts = [torch.tensor(prompt) for prompt in batch.prompts]
+    rows = [torch.cat([prompts[at], own]) for at, own in zip(batch.group.tolist(), completions, strict=True)]
+    return pad_sequence(rows, batch_first=True)
+
+
+def padded_parts(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Cut rows into parts of at most `tokens` tokens, padding included, longest first.
+
+    A part also ends where its padding would cost more than another pass, so that a large budget is no loss of time. A
+    row that is longer than `tokens` is a part of its own: nothing is dropped or cut.
+
+    >>> padded_parts([3, 9, 4, 10], tokens=20)
+    [[3, 1], [2, 0]]
+    """
+    parts: list[list[int]] = []
+    padding = 0
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        width = lengths[parts[-1][0]] if parts else 0
+        padding += width - lengths[row]
+        if parts and (len(parts[-1]) + 1) * width <= tokens and padding <= PASS_COST:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+            padding = 0
+    return parts
 
 
 @dataclass(frozen=True)
@@ -130,102 +155,51 @@ class PackedTrees(Forward):
     def prepare(self, model: Any) -> None:
         allow_packing(model)
 
-    def cut(self, rows: Sequence[RowShape]) -> list[list[int]]:
+    def cut(self, batch: Batch) -> list[list[int]]:
         """At most `tokens` tokens each, but at least one row. A group that is too large is split between its rows."""
+        prompts, lengths = batch.prompt_lengths.tolist(), batch.lengths.tolist()
+        groups: dict[int, list[int]] = {}
+        for row, at in enumerate(batch.group.tolist()):
+            groups.setdefault(at, []).append(row)
         parts: list[list[int]] = []
         used = 0
-        for group in prompt_groups(rows):
+        for group in groups.values():
             opened = False  # whether the group's prompt is in the last part
             for row in group:
-                whole = rows[row].prompt + rows[row].completion
-                cost = whole - (rows[row].prompt if opened else 0)
+                cost = lengths[row] + (0 if opened else prompts[row])
                 if parts and used + cost <= self.tokens:
                     parts[-1].append(row)
                     used += cost
                 else:
                     parts.append([row])
-                    used = whole
+                    used = prompts[row] + lengths[row]
                 opened = True
         return parts
 
-    def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
-        device, packed = place_of(model), pack(part)
-        tables = part.input_ids[packed.rows, packed.columns], packed.rows, packed.columns
-        targeted = [table[packed.targets] for table in tables]
-        ids, predicting, labels, *places = send(
-            device, *(table.numpy() for table in (tables[0], packed.predicting, *targeted))
-        )
+    def states(self, model: Any, part: Batch) -> Float[Tensor, "M H"]:
+        ids, trees, predicting = pack(part)
+        tables = ids, predicting[part.response_mask]
+        run, at = send(place_of(model), *(table.numpy() for table in tables))
         # A prompt's last state predicts several tokens, whose gradients are added up; with several threads the backward
         # pass of plain indexing does so in an order that differs from run to run.
-        states = packed_hidden(model, ids, packed.trees, self.natively).index_select(0, predicting)
-        room = None if entropy is None else entropy.room(*places)
-        chosen = chosen_logprobs(model, states, labels, self.temperature, self.chunk, self.by_row, room)
-        return torch.zeros(part.input_ids.shape, device=device).index_put(tuple(places), chosen)
+        return packed_hidden(model, run, trees, self.natively).index_select(0, at)
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A batch as one sequence of N tokens without padding.
+def pack(batch: Batch) -> tuple[Int[Tensor, "T"], Trees, Int[Tensor, "N"]]:
+    """Return the ids of a run of trees, the trees, and where the state is that predicts each token of the completions.
 
-    Token i comes from the batch's cell `rows[i], columns[i]`; `targets[j]` is the position of a completion's token, and
-    `predicting[j]` that of the token whose state predicts it.
+    Rows that share a prompt come one after the other; one that shares its prompt with none is a plain sequence.
     """
-
-    rows: Int[Tensor, "N"]
-    columns: Int[Tensor, "N"]
-    trees: tuple[Tree, ...]
-    targets: Int[Tensor, "M"]
-    predicting: Int[Tensor, "M"]
-
-
-def pack(batch: Batch) -> Packed:
-    """The rows of a batch as trees, in the order in which their prompts come."""
-    lengths = row_shapes(batch)
-    groups = prompt_groups(lengths)
-    rows, columns, targets, predicting = [], [], [], []
-    end = 0
-    for group in groups:
-        width = lengths[group[0]].prompt
-        rows.append(torch.full((width,), group[0]))
-        columns.append(torch.arange(width))
-        last = end + width - 1  # the prompt's last token predicts each completion's first
-        end += width
-        for row in group:
-            completion = lengths[row].completion
-            places = torch.arange(end, end + completion)
-            rows.append(torch.full_like(places, row))
-            columns.append(width + torch.arange(completion))
-            targets.append(places)
-            predicting.append(torch.cat([torch.tensor([last]), places[:-1]]))
-            end += completion
-    joined = (torch.cat(parts) for parts in (rows, columns, targets, predicting))
-    all_rows, all_columns, all_targets, all_predicting = joined
-    asked = batch.response_mask[all_rows[all_targets], all_columns[all_targets]]  # not an environment's answers
-    return Packed(all_rows, all_columns, tuple(_trees(lengths, groups)), all_targets[asked], all_predicting[asked])
-
-
-def row_shapes(batch: Batch) -> list[RowShape]:
-    """Return the rows' lengths, and their prompts' tokens."""
-    prompts = torch.where(batch.response_mask.any(dim=1), batch.response_mask.int().argmax(dim=1), batch.lengths)
-    lengths = zip(prompts.tolist(), (batch.lengths - prompts).tolist(), strict=True)
-    return [
-        RowShape(prompt, completion, tuple(batch.input_ids[row, :prompt].tolist()))
-        for row, (prompt, completion) in enumerate(lengths)
-    ]
-
-
-def prompt_groups(rows: Sequence[RowShape]) -> list[list[int]]:
-    """Return the rows with the same prompt, in the order in which prompts first come."""
-    groups: dict[Hashable, list[int]] = {}
-    for number, row in enumerate(rows):
-        groups.setdefault(row.group, []).append(number)
-    return list(groups.values())
-
-
-def _trees(rows: Sequence[RowShape], groups: Sequence[Sequence[int]]) -> list[Tree]:
-    """A tree for each group; a row that shares its prompt with no other is a plain sequence."""
-    trees = []
-    for group in groups:
-        prompt, completions = rows[group[0]].prompt, tuple(rows[row].completion for row in group)
-        trees.append(Tree(prompt + completions[0]) if len(group) == 1 else Tree(prompt, completions))
-    return trees
+    ids, trees, predicting, end = list[Tensor](), list[tuple[int, ...]](), list[int](), 0
+    completions = iter(batch.token_ids.split(batch.lengths.tolist()))
+    for place, rows in groupby(batch.group.tolist()):
+        branches, prompt = [next(completions) for _ in rows], torch.tensor(batch.prompts[place])
+        ids += [prompt, *branches]
+        sizes = len(prompt), *map(len, branches)
+        trees.append((sum(sizes),) if len(branches) == 1 else sizes)
+        last = end + len(prompt) - 1  # the prompt's last token predicts each completion's first
+        end += len(prompt)
+        for size in sizes[1:]:
+            predicting += [last, *range(end, end + size - 1)][:size]
+            end += size
+    return torch.cat(ids), trees, torch.tensor(predicting, dtype=torch.long)

@@ -5,8 +5,8 @@ It knows nothing about prompts, rewards or rollouts. Only the model and the opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +15,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.interfaces import LossFn, Meter
-from grpo_cli.learner.batch import rows_of, to_device, totals
+from grpo_cli.learner.batch import rows_of, to_device, tokens_of, totals
 from grpo_cli.learner.forward import Forward, attends_natively, make_forward, packs_rows
-from grpo_cli.learner.logprobs import PLAIN, Entropy, compiled_by_row
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights, state_by_name
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.model.anatomy import can_pack, has_dropout, is_of_a_known_family
-from grpo_cli.model.transfer import fetched
+from grpo_cli.model.transfer import fetched, send
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.threads import computing_with, threads_for
@@ -36,7 +35,7 @@ class Update:
     """
 
     metrics: Mapping[str, float]
-    logprobs: Float[Tensor, "B T"]
+    logprobs: Float[Tensor, "N"]
     fault: str | None
     moved: bool
 
@@ -66,11 +65,9 @@ class Learner:
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self._names, self._parameters = list(trained), list(trained.values())
         self._device = self._parameters[0].device
-        compiles = self._device.type == "cuda" if train.compile is None else train.compile
-        by_row = compiled_by_row(warn) if compiles else PLAIN
         packs = packs_rows(model_settings, self._device, is_of_a_known_family(model) and can_pack(model))
         self.native, is_fault = attends_natively(train, model, packs)
-        self._forward: Forward = make_forward(train, sampling.temperature, packs, by_row, self.native is True)
+        self._forward: Forward = make_forward(train, sampling.temperature, packs, self.native is True)
         self._forward.prepare(model)
         self._span, self._warn = meter.span, warn
         if is_fault:
@@ -97,63 +94,78 @@ class Learner:
         return torch.autocast(self._device.type, dtype=getattr(torch, self._autocast_word))
 
     @torch.no_grad()
-    def logprobs(self, model: Any, batch: Batch) -> Float[Tensor, "B T"]:
-        """Log-probabilities of the batch's response tokens under `model`, on the CPU, without gradient."""
+    def logprobs(self, model: Any, batch: Batch) -> Float[Tensor, "N"]:
+        """Compute log-probabilities of the batch's response tokens under `model`, without gradient. They are on the
+        CPU."""
         self._forward.prepare(model)
-        forward = self._forward
-        parts = forward.micro_batches(batch)
+        parts = [torch.tensor(rows) for rows in self._forward.cut(batch)]
         with self.autocast(), computing_with(self.threads):
-            values = [forward.logprobs(model, rows_of(batch, rows)) for rows in parts]
+            values = [self._forward.logprobs(model, rows_of(batch, rows)) for rows in parts]
         return _in_place(batch, parts, fetched(values))
 
     def update(self, batch: Batch, step: int, loss: LossFn | None = None, rate: float | None = None) -> Update:
         """Gradients of the whole batch, then one optimizer step, unless they are not finite or all exactly zero.
 
         Raises UserError if the step leaves a weight that is not finite; none of them is to be saved then."""
+        loss, optim, sums = loss or self._loss, self._optim, dict[str, Tensor]()
+        divisors, trained = totals(batch, self._max_new_tokens), int(batch.trained_mask.sum())
+        parts, logprobs = self._parts(batch, loss), list[Tensor]()
         self._optimizer.zero_grad(set_to_none=True)
-        divisors = totals(batch, self._max_new_tokens)
         with computing_with(self.threads):
-            return self._update(batch, step, loss, rate, divisors)
-
-    def _update(self, batch: Batch, step: int, loss: LossFn | None, rate: float | None, divisors: Totals) -> Update:
-        sums: dict[str, Tensor] = {}
-        logprobs = list[Tensor]()
-        with self._training():
-            parts = self._forward.micro_batches(batch)
-            trained = int(batch.trained_mask.sum())
-            for rows in parts:
-                values, shares = self._pass(rows_of(batch, rows), loss or self._loss, divisors, trained)
+            for rows, moves in parts:
+                values, shares = self._pass(rows_of(batch, rows), loss, divisors, trained, moves)
                 logprobs.append(values)
-                for name, share in shares.items():
-                    sums[name] = sums[name] + share if name in sums else share
-        with self._span("optimizer"):
-            sums["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, self._optim.max_grad_norm)
-            found = fetched([*logprobs, *(value.detach().to(self._device) for value in sums.values())])
-            metrics = dict(zip(sums, map(float, found[len(parts) :]), strict=True))
-            own = _in_place(batch, parts, found[: len(parts)])
-            if self._optim.ess != "none" or batch.lags is not None:
-                metrics["off/ess"] = effective_share(batch, own)
-            fault, moved = self._move(
-                metrics, learning_rate(self._optim, step, self._train.steps) if rate is None else rate, step
-            )
+                sums |= {name: share + sums.get(name, 0.0) for name, share in shares.items()}
+            with self._span("optimizer"):
+                sums["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, optim.max_grad_norm)
+                numbers = [number.detach().to(self._device).double() for number in sums.values()]
+                *logprobs, found = fetched([*logprobs, torch.stack(numbers)])
+                metrics = dict(zip(sums, found.tolist(), strict=True))
+                own = _in_place(batch, [rows for rows, _ in parts], logprobs)
+                if optim.ess != "none" or batch.lags is not None:
+                    metrics["off/ess"] = effective_share(batch, own)
+                rate = learning_rate(optim, step, self._train.steps) if rate is None else rate
+                fault, moved = self._move(metrics, rate, step)
         self._optimizer.zero_grad(set_to_none=True)
         give_back_freed(all_of_it=False)
         return Update(metrics, own, fault, moved)
 
+    def _parts(self, batch: Batch, loss: LossFn) -> list[tuple[Tensor, bool]]:
+        """Return the rows of each micro-batch, and whether it has a gradient: groups whose advantages are all 0 have
+        none of a loss that `needs_advantage`."""
+        moving, parts = torch.ones(len(batch.prompts), dtype=torch.bool), list[tuple[Tensor, bool]]()
+        if getattr(loss, "needs_advantage", False):
+            moving[:] = False
+            moving[batch.group[batch.any(batch.trained_mask & (batch.advantages != 0))]] = True
+        for moves in (True, False):
+            rows = (moving[batch.group] == moves).nonzero()[:, 0]
+            if len(rows):
+                parts += [(rows[some], moves) for some in self._forward.cut(rows_of(batch, rows))]
+        return parts
+
     def _pass(
-        self, part: Batch, loss: LossFn, divisors: Totals, trained: int
-    ) -> tuple[Float[Tensor, "B T"], Mapping[str, Tensor]]:
-        """A micro-batch forward and backward: its log-probabilities, and its shares of the metrics, of a batch with
-        `trained` tokens."""
-        there = to_device(part, self._device)
-        entropy = Entropy(there.trained_mask, trained)
-        with self._span("forward"), self.autocast():
-            values = self._forward.logprobs(self._model, part, entropy)
-        output = loss(values, there, divisors)
-        with self._span("backward"):
-            output.loss.backward()
+        self, part: Batch, loss: LossFn, divisors: Totals, trained: int, moves: bool
+    ) -> tuple[Float[Tensor, "N"], Mapping[str, Tensor]]:
+        """Compute a micro-batch forward and, if it `moves` weights, backward: its log-probabilities, and its shares of
+        the metrics of a batch with `trained` tokens."""
+        there, counted = to_device(part, self._device), part.trained_mask[part.response_mask]
+        entropies = torch.zeros(len(counted), device=self._device)
+        self._model.train(moves)  # recomputation and dropout are for gradients
+        try:
+            with torch.set_grad_enabled(moves):
+                with self._span("forward"), self.autocast():
+                    values = self._forward.logprobs(self._model, part, entropies)
+                output = loss(values, there, divisors)
+            if moves:
+                with self._span("backward"):
+                    output.loss.backward()
+        finally:
+            self._model.eval()
         shares = {"loss/total": output.loss.detach(), **output.metrics}
-        return values.detach(), shares | ({"policy/entropy": entropy.share()} if trained else {})
+        if trained:
+            [counts] = send(self._device, counted.long().numpy())
+            shares["policy/entropy"] = entropies.masked_fill(counts == 0, 0.0).sum() / trained
+        return values.detach(), shares
 
     def _move(self, metrics: dict[str, float], rate: float, step: int) -> tuple[str | None, bool]:
         """One optimizer step, if the gradient is finite and there is any: without one, the moments of earlier ones and
@@ -181,15 +193,6 @@ class Learner:
         found = [p.grad.any() for p in self._parameters if p.grad is not None]
         return bool(found) and bool(torch.stack(found).any())
 
-    @contextmanager
-    def _training(self) -> Iterator[None]:
-        """Training mode (gradient checkpointing asks for it), and back to evaluation for the rollouts."""
-        self._model.train()
-        try:
-            yield
-        finally:
-            self._model.eval()
-
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's, by the names of the weights."""
         return state_by_name(self._optimizer, self._names, self._parameters)
@@ -199,12 +202,9 @@ class Learner:
         load_state(self._optimizer, state, self._names, self._parameters)
 
 
-def _in_place(batch: Batch, parts: Sequence[Tensor], values: Sequence[Tensor]) -> Float[Tensor, "B T"]:
-    """The results of all parts, in the original order of the rows."""
-    result = torch.zeros(batch.input_ids.shape)
-    for rows, some in zip(parts, values, strict=True):
-        result[rows, : some.shape[1]] = some
-    return result
+def _in_place(batch: Batch, parts: Sequence[Tensor], values: Sequence[Tensor]) -> Float[Tensor, "N"]:
+    """Return the results of all parts, in the original order of the rows."""
+    return torch.cat(list(values))[torch.cat([tokens_of(batch, rows) for rows in parts]).argsort()]
 
 
 def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:

@@ -36,7 +36,7 @@ class OldPolicy(ABC):
         """Whether it differs from the learner at the start of the step, and so must be computed before an update."""
 
     @abstractmethod
-    def logprobs(self, batch: Batch) -> Float[Tensor, "B T"]:
+    def logprobs(self, batch: Batch) -> Float[Tensor, "N"]:
         """Of the batch's response tokens, on the CPU, without gradient. Called before the step's first update."""
 
     def follow(self) -> None:
@@ -83,7 +83,7 @@ class StepPolicy(OldPolicy):
     def __init__(self, model: Any, learner: Learner) -> None:
         self._model, self._learner = model, learner
 
-    def logprobs(self, batch: Batch) -> Float[Tensor, "B T"]:
+    def logprobs(self, batch: Batch) -> Float[Tensor, "N"]:
         return self._learner.logprobs(self._model, batch)
 
 
@@ -93,7 +93,7 @@ class SamplerPolicy(OldPolicy):
 
     kind, apart = "drawn", True
 
-    def logprobs(self, batch: Batch) -> Float[Tensor, "B T"]:
+    def logprobs(self, batch: Batch) -> Float[Tensor, "N"]:
         given = 0 if batch.lags is None else int((batch.lags == GIVEN).sum())
         if given:
             raise UserError(
@@ -128,7 +128,7 @@ class AveragedPolicy(OldPolicy):
     def apart(self) -> bool:
         return self._count > 0
 
-    def logprobs(self, batch: Batch) -> Float[Tensor, "B T"]:
+    def logprobs(self, batch: Batch) -> Float[Tensor, "N"]:
         with self._in_their_place():
             return self._learner.logprobs(self._model, batch)
 

@@ -2,144 +2,99 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import platform
 from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
 from grpo_cli import __version__, experiment
-from grpo_cli.config.instantiate import make
+from grpo_cli.config.auto import AUTO
 from grpo_cli.config.prepare import Prepared
-from grpo_cli.interfaces import Advantage
 from grpo_cli.memory import fit, gpus
 from grpo_cli.memory.explain import memory_explained
 from grpo_cli.memory.findings import MOST, Findings
-from grpo_cli.memory.lengths import NEVER, Lengths, ProfiledEngine, forced
-from grpo_cli.memory.measure import Measured, Probe, Subject, measure, write_trace
-from grpo_cli.memory.planner import SLOTS, TOKENS, Planner, not_planned, process_alone
+from grpo_cli.memory.measure import measure
+from grpo_cli.memory.planner import TOKENS, Planner, largest, not_planned, process_alone
+from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.layout import PROFILE
 from grpo_cli.settings import ProfileRunSettings
-from grpo_cli.step import Step
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib, parse_bytes
-from grpo_cli.types import Record, ScoredGroup
 
 Say = Callable[[str], None]
 
 
 def profile(run: Prepared[ProfileRunSettings], command: Sequence[str], say: Say, warn: Say) -> Findings:
-    """Measure (unless `profile.plan_only`), plan, and write `profile.json`; the logger gets the numbers."""
-    device = torch.device("cuda") if run.settings.profile.for_gpu else run.device
+    """Measure (unless `profile.plan_only`), plan, and write `profile.json`."""
+    wanted = run.settings.profile
+    device = torch.device("cuda") if wanted.for_gpu else run.device
     sized = run.settings.fit not in ("none", "auto")
-    lengths, room = _lengths(run.settings), _room(run.settings, device)
-    run = fit.with_tokens(run, device, say, room if sized else None)
+    if wanted.lengths != "natural" and not experiment.is_ours(run.settings):
+        raise UserError(f"profile.lengths={wanted.lengths} forces lengths, which only engine=torch can do")
+    room = _room(run.settings, device)
+    workspace, measured = process_alone(device), None
+    if run.settings.train.micro_batch_tokens == AUTO:
+        run = _with_tokens(run, Planner.of(run, device, workspace), fit.within(room, device))
     settings, folder = run.settings, Path(run.settings.run_dir)
-    workspace = process_alone(device)
-    measured = None if settings.profile.plan_only else _measured(run, lengths, folder, say, warn)
-    seen = None if measured is None else (measured.rollouts, measured.evaluation)
-    planner = Planner(run, device, workspace, lengths, seen)
+    if not wanted.plan_only:
+        with memory_explained(run):
+            measured = measure(run, say, warn)
+    planner = Planner.of(run, device, workspace)
+    gpu = wanted.for_gpu if isinstance(wanted.for_gpu, str) else "a GPU"
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     findings = Findings(
         about={
             "command": list(command),
-            "device": _named(run.device) if device == run.device else f"{_gpu(settings)} of {gib(room)}",
+            "device": f"{gpu} of {gib(room)}" if wanted.for_gpu else _named(device),
             "threads": torch.get_num_threads(),
             "versions": {"grpo_cli": __version__, "python": platform.python_version(), **versions},
-            "settings": dataclasses.asdict(settings),
+            "settings": asdict(settings),
         },
         measured=measured,
-        predicted=planner.plan(step=planner.step),
-        at_most=planner.plan(),
+        predicted=planner.plan(),
         room=room,
-        largest=_largest(planner, room),
+        largest_n=largest(MOST, lambda n: replace(planner, step=planner.step.with_n(n)).plan().peak <= room),
         not_predicted=not_planned(run),
     )
-    findings.write(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / PROFILE, (json_line(findings.document, indent=2) + "\n").encode())
     if sized:
         _say_what_fits(planner, room, fit.typed_keys(command), say)
-    offered = {"run_dir": folder, "config": dataclasses.asdict(settings), "say": say, "warn": warn}
-    tracker = make("logger", settings.parts["logger"], offered)
-    tracker.log(Record(0, findings.metrics))
-    tracker.close({"status": "completed", **findings.metrics})
     return findings
 
 
-def _largest(planner: Planner, room: int) -> dict[str, int | None]:
-    """Return the largest value of each setting that fits, each alone; None if none does, 0 if any does."""
-    step = planner.full
-    limits = {"n": (planner.most(step.with_n, MOST, room), MOST)}
-    if step.engine is not None:
-        limits[SLOTS] = planner.most_slots(room), len(step.rollouts.lengths)
-    limits[TOKENS] = planner.most_tokens(room), step.rollouts.tokens(step.m, step.share)
-    return {key: 0 if found == enough else found for key, (found, enough) in limits.items()}
+def _with_tokens(run: Prepared[ProfileRunSettings], planner: Planner, room: int) -> Prepared[ProfileRunSettings]:
+    values = fit.chosen(planner.of_updates, room, {TOKENS}, f"{TOKENS}=auto").values
+    train = replace(run.settings.train, micro_batch_tokens=values[TOKENS])
+    return replace(run, settings=replace(run.settings, train=train))
 
 
 def _say_what_fits(planner: Planner, room: int, typed: Set[str], say: Say) -> None:
     """Report what `fit` would choose for this room; nothing of it is used here."""
-    room = fit.within(room, planner.device)
+    room, name = fit.within(room, planner.device), f"fit={planner.run.settings.fit}"
     try:
-        for line in fit.planned(planner, room, typed).lines(planner.run.settings.fit, room):
+        for line in fit.chosen(planner, room, fit.choosable(planner, typed), name).lines(name, room):
             say(line)
     except UserError as error:
         say(str(error))
-
-
-def _gpu(settings: ProfileRunSettings) -> str:
-    return settings.profile.for_gpu if isinstance(settings.profile.for_gpu, str) else "a GPU"
 
 
 def _named(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
 
 
-def _lengths(settings: ProfileRunSettings) -> Lengths | None:
-    wanted = settings.profile
-    if wanted.lengths != "natural" and not experiment.is_ours(settings):
-        raise UserError(f"profile.lengths={wanted.lengths} forces lengths, which only engine=torch can do")
-    return forced(wanted.lengths, wanted.mean, wanted.cv, settings.seed)
-
-
-def _measured(
-    run: Prepared[ProfileRunSettings], lengths: Lengths | None, folder: Path, say: Say, warn: Say
-) -> Measured:
-    settings = run.settings
-    probe = Probe(run.device)
-    instead: dict[str, Any] = {} if lengths is None else {"eos_token_ids": (NEVER,)}
-    with memory_explained(run):
-        bench = experiment.set_up(run, settings.model, meter=probe, warn=warn, **instead)
-        engine = ProfiledEngine(bench.engine, lengths)
-        bench = replace(bench, engine=engine)
-        rules = replace(run.rules, advantage=partial(_never_all_equal, run.rules.advantage))
-        parts = experiment.parts_of(replace(run, rules=rules), bench, (), probe, say, warn)
-        subject = Subject(Step(settings, parts), settings, parts, engine, probe)
-        measured = measure(subject, settings.profile, settings.profile.eval and settings.eval.every > 0, say)
-        if settings.profile.trace:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_trace(subject, folder / "trace.json.gz")
-            say(f"wrote {folder / 'trace.json.gz'}")
-    return measured
-
-
-def _never_all_equal(rule: Advantage, group: ScoredGroup, kept: Sequence[int]) -> torch.Tensor:
-    """Return a group's advantages, ones where all are 0. Completions of forced length often all earn nothing, and
-    without a gradient the optimizer would neither step nor allocate its state."""
-    advantages = rule(group, kept)
-    return advantages if advantages.any() else torch.ones_like(advantages)
-
-
 def _room(settings: ProfileRunSettings, device: torch.device) -> int:
+    """Return the bytes that are planned for: those of `fit`, of the named GPU, or of this machine."""
     if settings.fit not in ("none", "auto"):
         return parse_bytes(settings.fit, "fit")
     if isinstance(settings.profile.for_gpu, str):
         return int(gpus.MEMORY[settings.profile.for_gpu])
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().total)
+    if not torch.cuda.is_available():
         raise UserError("device=cuda is planned on a machine without a GPU: give its memory, as in fit=80GB")
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(psutil.virtual_memory().total)
+    return int(torch.cuda.get_device_properties(device).total_memory)

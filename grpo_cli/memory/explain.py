@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from grpo_cli.config.prepare import Prepared
-from grpo_cli.memory.allocations import ACTIVATIONS, GRADIENTS, LOGITS
-from grpo_cli.memory.plan import KV, OPTIMIZER, REFERENCE, WEIGHTS, WORKSPACE, MemoryPlan
+from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS
+from grpo_cli.memory.plan import GRADIENTS, KV, OPTIMIZER, REFERENCE, WEIGHTS, WORKSPACE, MemoryPlan
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib
 from grpo_cli.support.memory import held_by_others, is_out_of_memory
@@ -64,7 +64,7 @@ def out_of_memory(run: Prepared[Any], error: BaseException) -> UserError:
         others, free, whole = held_by_others(run.device)
         lines.append(f"other processes hold {gib(others)} of the GPU's {gib(whole)}; {gib(free)} are free")
     try:
-        plan = Planner(run, run.device, 0).plan()
+        plan = Planner.of(run, run.device).plan()
         lines += breakdown(plan, phase if phase in plan.phases else plan.fullest)
     except (UserError, MemoryError, RuntimeError) as also:
         return UserError("\n".join([*lines, f"its memory could not be planned: {also}"]))

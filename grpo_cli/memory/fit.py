@@ -11,16 +11,15 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
 
 from grpo_cli.config.auto import AUTO
 from grpo_cli.config.prepare import Prepared
-from grpo_cli.engine.batching import DEFAULT_SLOTS
 from grpo_cli.memory.explain import NOTHING_FITS, breakdown
-from grpo_cli.memory.plan import MemoryPlan, StepShape
+from grpo_cli.memory.plan import MemoryPlan
 from grpo_cli.memory.planner import CHUNK, OFFLOAD, PARK, RECOMPUTE, SLOTS, TOKENS, Planner, Values, process_alone
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
@@ -28,64 +27,50 @@ from grpo_cli.support.formatting import gib, parse_bytes, shown
 from grpo_cli.support.memory import free_bytes, resident_bytes
 
 # What updates may do, the cheapest first; the micro-batch is the largest with which each of them fits.
-_CHUNKED = {CHUNK: 128}
-_WAYS: tuple[Values, ...] = ({}, _CHUNKED, {RECOMPUTE: "full"}, {RECOMPUTE: "full", **_CHUNKED})
-_ON_A_GPU: tuple[Values, ...] = ({RECOMPUTE: "full", OFFLOAD: True}, {RECOMPUTE: "full", OFFLOAD: True, **_CHUNKED})
+_FEWER_LOGITS, _RECOMPUTED, _OFFLOADED = {CHUNK: 128}, {RECOMPUTE: "full"}, {RECOMPUTE: "full", OFFLOAD: True}
+_WAYS: tuple[Values, ...] = ({}, _FEWER_LOGITS, _RECOMPUTED, {**_RECOMPUTED, **_FEWER_LOGITS})
+_WAYS += _OFFLOADED, {**_OFFLOADED, **_FEWER_LOGITS}
 SHARE = 0.9  # of free memory: plans are meant to be within a tenth of what a run takes
 # Of the given memory, and on a CPU at least so many bytes, by which runs of the same settings differ.
 MARGIN, BESIDE = 0.95, 32 * 2**20
 FEW_TOKENS = 1024  # a pass of fewer is slower than recomputing in a larger one
 _COSTS = {
+    TOKENS: "more and smaller passes",
     CHUNK: "next to nothing: logits in more and smaller parts",
     RECOMPUTE: "about a third of the time of updates",
     OFFLOAD: "copies between the GPU and the host in updates",
     PARK: "copies of the optimizer's state twice a step",
+    SLOTS: "more decode steps",
 }
-Settings = TypeVar("Settings", bound=RunSettings)
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A setting, what it costs, and by how many bytes the peak is lower than without it."""
-
-    key: str
-    value: Any
-    costs: str
-    saves: int
-
-
-@dataclass(frozen=True)
 class Fitted:
-    """What was chosen, the plan with all of it, and the peak with none; every rollout at full length."""
+    """The chosen settings, the plan with all of them, and the peak with none; every rollout at full length."""
 
-    choices: tuple[Choice, ...]
+    values: dict[str, Any]
     plan: MemoryPlan
     before: int
 
-    @property
-    def values(self) -> dict[str, Any]:
-        return {choice.key: choice.value for choice in self.choices}
-
-    def lines(self, fit: object, room: int) -> Iterator[str]:
+    def lines(self, name: str, room: int) -> Iterator[str]:
         """Format as a table."""
-        yield f"fit={fit}: at most {gib(self.plan.peak)} of {gib(room)} are expected to be held, in {self.plan.fullest}"
-        if not self.choices:
+        yield f"{name}: at most {gib(self.plan.peak)} of {gib(room)} are expected to be held, in {self.plan.fullest}"
+        if not self.values:
             yield "  nothing had to be chosen: all of it fits as it is"
             return
         yield f"  without these choices it would be {gib(self.before)}:"
-        rows = [(f"{one.key}={shown(one.value)}", f"saves {gib(one.saves)}", one.costs) for one in self.choices]
-        widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
-        for setting, saved, costs in rows:
-            yield f"  {setting:{widths[0]}}  {saved:{widths[1]}}  costs {costs}"
+        for key, value in self.values.items():
+            yield f"  {f'{key}={shown(value)}':42}  costs {_COSTS[key]}"
 
 
 def room_of(settings: RunSettings, device: torch.device, workspace: int, warn: Say) -> int:
     """Return the bytes that the run may hold, the program's `workspace` among them. UserError for none, or for more
     than the machine has; if less is free than was typed, what is free."""
-    free = free_bytes(device) + (resident_bytes() if device.type == "cpu" else workspace)
-    if settings.fit == AUTO:
-        return int(SHARE * free)
+    held = resident_bytes() if device.type == "cpu" else workspace
+    free = free_bytes(device) + held
+    if settings.fit in ("none", AUTO):
+        return int(SHARE * free_bytes(device)) + held
     if re.fullmatch(r"[0.]+ *[a-zA-Z]*", str(settings.fit)):
         raise UserError(f"fit={settings.fit} leaves a run nothing: give what it may take, or fit=auto for what is free")
     given, whole = parse_bytes(settings.fit, "fit"), int(psutil.virtual_memory().total)
@@ -105,32 +90,68 @@ def within(given: int, device: torch.device) -> int:
     return max(0, min(int(MARGIN * given), given - (BESIDE if device.type == "cpu" else 0)))
 
 
-def decided(run: Prepared[Any], typed: Set[str], say: Say) -> Fitted:
-    """Choose for a run on its own device, and report it as a table."""
-    planner = Planner(run, run.device, 0)
+def decided(run: Prepared[Any], typed: Set[str], say: Say) -> dict[str, Any]:
+    """Choose for a run on its own device, and report it: with `fit` all that is not typed, else the micro-batch, for
+    which updates alone are planned."""
+    planner = Planner.of(run, run.device)
     planner.plan()  # loads libraries, which the program then holds
     workspace = process_alone(run.device)
-    planner.full = replace(planner.full, workspace=workspace)
+    planner = replace(planner, step=replace(planner.step, workspace=workspace))
     room = room_of(run.settings, run.device, workspace, say)
-    fitted = planned(planner, room, typed)
-    for line in fitted.lines(run.settings.fit, room):
+    if run.settings.fit == "none" or run.settings.resume is not None:
+        name, planner, may = f"{TOKENS}=auto", planner.of_updates, frozenset({TOKENS})
+    else:
+        name, may = f"fit={run.settings.fit}", choosable(planner, typed)
+    fitted = chosen(planner, room, may, name)
+    for line in fitted.lines(name, room):
         say(line)
-    return fitted
+    return fitted.values
 
 
-def planned(planner: Planner, room: int, typed: Set[str]) -> Fitted:
-    """Choose for `room` bytes, nothing that is `typed`. UserError with the least that would do if none suffices."""
-    values = _of_updates(planner, room, typed)
-    values |= _of_rollouts(planner, values, room, typed)
-    for key in tuple(values):  # what other choices have made unnecessary
-        less = {name: value for name, value in values.items() if name != key}
-        values = less if planner.plan(less).peak <= room else values
-    last = planner.plan(values)
-    choices = []
-    for key, value in values.items():
-        without = planner.plan({name: kept for name, kept in values.items() if name != key})
-        choices.append(Choice(key, value, _cost(planner.full, key, value), max(0, without.peak - last.peak)))
-    return Fitted(tuple(choices), last, planner.plan().peak)
+def choosable(planner: Planner, typed: Set[str]) -> frozenset[str]:
+    """Return the keys that may be chosen beside these typed ones."""
+    may = {TOKENS, CHUNK, RECOMPUTE, SLOTS} | ({OFFLOAD, PARK} if planner.device.type == "cuda" else set())
+    engine = planner.step.engine
+    if engine is None or "sampler.kv_budget" in typed or ("sampler" in typed and engine.sampler.all_at_once):
+        may.remove(SLOTS)
+    return frozenset(may - typed)
+
+
+def chosen(planner: Planner, room: int, may: Set[str], name: str) -> Fitted:
+    """Choose for `room` bytes among the keys that `may` be chosen: for updates, then for rollouts. UserError with the
+    least that would do if none suffices."""
+
+    def fits(values: Values) -> bool:
+        return planner.plan(values).peak <= room
+
+    values = _of_updates(planner.of_updates, room, may)
+    for more in ({}, {PARK: True}) if PARK in may else ({},):
+        tried = {**values, **more}
+        slots = planner.most(SLOTS, room, tried) if SLOTS in may and not fits(tried) else None
+        tried |= {} if slots is None else {SLOTS: slots}
+        if fits(tried):
+            break
+    else:
+        raise _refused(planner, room, may, name)
+    for key in tuple(tried):  # what other choices have made unnecessary
+        less = {other: value for other, value in tried.items() if other != key}
+        is_auto = key == TOKENS and planner.run.settings.train.micro_batch_tokens == AUTO
+        tried = less if fits(less) and not is_auto else tried
+    return Fitted(tried, planner.plan(tried), planner.plan().peak)
+
+
+def _of_updates(planner: Planner, room: int, may: Set[str]) -> dict[str, Any]:
+    """Return the first way in which updates fit with passes that are not small, else the leanest; and the most tokens
+    of a pass."""
+    step, settings = planner.step, planner.run.settings
+    if settings.train.micro_batch_tokens != AUTO and planner.plan().peak <= room:
+        return {}
+    has = {CHUNK: step.chunk <= 128, RECOMPUTE: settings.model.gradient_checkpointing == "full"}
+    has[OFFLOAD] = settings.model.offload_activations
+    ways = [way for way in _WAYS if way.keys() <= may and not any(has[key] for key in way)]
+    few = {TOKENS: min(FEW_TOKENS, step.tokens)} if TOKENS in may else {}
+    way = next((way for way in ways if planner.plan({**way, **few}).peak <= room), ways[-1])
+    return {**way, **({TOKENS: min(planner.most(TOKENS, room, way) or 1, step.tokens)} if few else {})}
 
 
 def words(settings: RunSettings, values: Values) -> tuple[str, ...]:
@@ -144,115 +165,14 @@ def typed_keys(overrides: Sequence[str]) -> frozenset[str]:
     return frozenset(word.lstrip("+~").partition("=")[0] for word in overrides)
 
 
-def _of_updates(planner: Planner, room: int, typed: Set[str]) -> dict[str, Any]:
-    """Return the first way in which updates fit with passes that are not small, else the leanest; and the most tokens
-    of a pass."""
-    step, model = planner.full.of_updates, planner.run.settings.model
-    given = planner.run.settings.train.micro_batch_tokens != AUTO
-    if given and planner.plan({}, step).peak <= room:
-        return {}
-    has = {CHUNK: step.chunk <= _CHUNKED[CHUNK], RECOMPUTE: model.gradient_checkpointing == "full"}
-    has[OFFLOAD] = model.offload_activations
-    every = (*_WAYS, *(_ON_A_GPU if planner.device.type == "cuda" else ()))
-    ways = [way for way in every if not typed & way.keys() and not any(has[key] for key in way)]
-    whole = step.rollouts.tokens(step.m, step.share)
-    few = {} if given and TOKENS in typed else {TOKENS: min(FEW_TOKENS, whole, step.tokens)}
-    way = next((way for way in ways if planner.plan({**way, **few}, step).peak <= room), ways[-1])
-    most = planner.most_tokens(room, way, step) if few else None
-    if most is None and (few or planner.plan(way, step).peak > room):
-        raise _refused(planner, room, typed)
-    return {**way, **({} if most is None else {TOKENS: min(most, step.tokens)})}
-
-
-def _of_rollouts(planner: Planner, values: Values, room: int, typed: Set[str]) -> dict[str, Any]:
-    """Return the most slots that fit beside these choices; on a GPU also with the optimizer's state parked."""
-    parked = {PARK: True} if planner.device.type == "cuda" and PARK not in typed else {}
-    for more in ({}, parked):
-        if planner.plan({**values, **more}).peak <= room:
-            return dict(more)
-        engine = planner.full.engine
-        fixed = typed & {SLOTS, "sampler.kv_budget"}
-        if engine is None or fixed or ("sampler" in typed and engine.sampler.all_at_once):
-            continue
-        slots = planner.most_slots(room, {**values, **more})
-        if slots:
-            return {**more, SLOTS: slots}
-    raise _refused(planner, room, typed)
-
-
-def _cost(step: StepShape, key: str, value: Any) -> str:
-    if key == TOKENS:
-        whole = step.tokens_of_update
-        few, many = (-(-whole // step.in_a_pass(whole)) for step in (step, replace(step, tokens=value)))
-        return f"{many} passes over an update in place of {few}"
-    if key == SLOTS and step.engine is not None:
-        lengths, sampler = step.rollouts.lengths, step.engine.sampler
-        now = len(lengths) if sampler.all_at_once else min(len(lengths), sampler.slots or DEFAULT_SLOTS)
-        steps = [max(max(lengths), -(-sum(lengths) // slots)) for slots in (value, now)]
-        return f"at most {steps[0]} decode steps in place of {steps[1]}"
-    return _COSTS[key]
-
-
-def _refused(planner: Planner, room: int, typed: Set[str]) -> UserError:
-    """With everything that may be chosen at its smallest."""
-    ways = _ON_A_GPU if planner.device.type == "cuda" else _WAYS
-    values = {key: value for key, value in {**ways[-1], TOKENS: 1, SLOTS: 1}.items() if key not in typed}
-    settings = planner.run.settings
-    if "sampler" in typed and "slots" not in settings.parts["sampler"]:
-        values.pop(SLOTS, None)
-    least = planner.plan(values)
-    ours = sorted(typed & {CHUNK, RECOMPUTE, OFFLOAD, PARK, TOKENS, SLOTS, "sampler", "sampler.kv_budget"})
-    kept = f" with {', '.join(ours)} as typed, which stay as they are: leave them out, or" if ours else ":"
+def _refused(planner: Planner, room: int, may: Set[str], name: str) -> UserError:
+    """Build the error with everything that may be chosen at its smallest."""
+    leanest = [way for way in _WAYS if way.keys() <= may][-1]
+    least = planner.plan({**leanest, **{key: 1 for key in (TOKENS, SLOTS) if key in may}})
     beside = BESIDE if planner.device.type == "cpu" else 0
     enough = math.ceil(max(least.peak / MARGIN, least.peak + beside) / 2**20)
     return UserError(
-        f"fit={settings.fit}: at most {gib(room)} may be held, and the least that would do is "
-        f"{gib(least.peak)} (in {least.fullest}){kept} give fit={enough}MiB, or take {NOTHING_FITS}"
+        f"{name}: at most {gib(room)} may be held, and the least that would do with what is typed is "
+        f"{gib(least.peak)}: give fit={enough}MiB, leave out typed settings, or take {NOTHING_FITS}\n"
+        + "\n".join(breakdown(least, least.fullest))
     )
-
-
-def with_tokens(run: Prepared[Settings], device: torch.device, say: Say, room: int | None = None) -> Prepared[Settings]:
-    """Replace `train.micro_batch_tokens=auto` by a number, which is reported: the largest with which updates fit `room`
-    bytes, by default what is free. UserError if not even one sequence fits."""
-    if run.settings.train.micro_batch_tokens != AUTO:
-        return run
-    workspace = process_alone(device)  # already allocated, so not part of what is free
-    room = int(SHARE * free_bytes(device)) + workspace if room is None else room
-    planner = Planner(run, device, workspace)
-    step = planner.full.of_updates
-    count = planner.most_tokens(room, step=step)
-    if count is None:
-        least = planner.plan({TOKENS: 1}, step)
-        raise UserError(
-            f"train.micro_batch_tokens=auto: not one sequence fits. It takes at least {gib(least.peak)}, and "
-            f"{gib(room)} are free for it:\n" + "\n".join(breakdown(least, least.fullest)) + f"\n  {NOTHING_FITS}"
-        )
-    all_at_once = count >= step.tokens_of_update
-    say(
-        f"train.micro_batch_tokens=auto is {count}: {'all of a step at once' if all_at_once else 'the most that fit'}; "
-        f"updates are expected to take {gib(planner.plan({TOKENS: count}, step).peak)} of {gib(room)}. Elsewhere "
-        f"train.micro_batch_tokens={count} gives the same run"
-    )
-    return _with(run, count)
-
-
-def foresee(run: Prepared[Any], say: Say) -> None:
-    """Warn before a run on a GPU if its updates are not expected to fit, and name the setting that makes them fit. Not
-    on a CPU, whose memory can swap, nor for a resumed run, which has fitted before."""
-    if run.device.type != "cuda" or run.settings.resume is not None:
-        return
-    try:
-        planner = Planner(run, run.device, 0)
-        step = planner.full.of_updates
-        peak, room = planner.plan({}, step).peak, free_bytes(run.device)
-        least = planner.plan({TOKENS: 1}, step).peak
-    except (UserError, RuntimeError):
-        return  # not an ordinary model: the run itself will show
-    if peak > room:
-        fits = "train.micro_batch_tokens=auto makes them fit" if least <= SHARE * room else NOTHING_FITS
-        say(f"updates are expected to take {gib(peak)}, and {gib(room)} of the GPU are free: {fits}")
-
-
-def _with(run: Prepared[Settings], tokens: int) -> Prepared[Settings]:
-    train = replace(run.settings.train, micro_batch_tokens=tokens)
-    return replace(run, settings=replace(run.settings, train=train))

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from grpo_cli.engine.batching import Capped, KvShape, Sampler
 from grpo_cli.engine.kv.cache import BLOCK, KvLayout, blocks_for, round_up
 from grpo_cli.engine.kv.eviction import Budget, Dense
 from grpo_cli.engine.torch.generation import PREFILL_TOKENS
-from grpo_cli.memory.allocations import ACTIVATIONS, GRADIENTS, LOGITS
+from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS
 from grpo_cli.memory.shapes import ShapeModel, Sizes
 from grpo_cli.model.checkpointing import stored_bytes
 from grpo_cli.support.memory import is_little
 
-WEIGHTS, REFERENCE, OPTIMIZER, KV, WORKSPACE = "weights", "reference", "optimizer", "kv", "workspace"
+WEIGHTS, REFERENCE, OPTIMIZER, GRADIENTS = "weights", "reference", "optimizer", "gradients"
+KV, WORKSPACE = "kv", "workspace"
 # What holds memory, in display order; `workspace` is the program, and what its allocator and libraries keep.
 KINDS = (WEIGHTS, REFERENCE, OPTIMIZER, GRADIENTS, KV, LOGITS, ACTIVATIONS, WORKSPACE)
-EXACT = (WEIGHTS, REFERENCE, OPTIMIZER, GRADIENTS, KV)
 BEFORE_UPDATES = ("prefill", "decode", "policy_logprobs", "ref_logprobs", "eval")
 # Of what comes and goes in a phase on a CPU, and at most: what the allocator keeps between blocks of many sizes.
 _COME_AND_GO = (GRADIENTS, KV, LOGITS, ACTIVATIONS)
@@ -30,47 +27,28 @@ _DRAWN_AT_ONCE = 1 << 19  # logits in float32 from which a CPU draws together
 
 @dataclass(frozen=True)
 class Workload:
-    """What an engine generates: tokens of each prompt, and of the rollouts of each."""
+    """What an engine generates: the tokens of each prompt, and `n` rollouts of each, all of `longest` tokens."""
 
     prompts: tuple[int, ...]
-    groups: tuple[tuple[int, ...], ...]
-    longest: int  # most tokens of a rollout
-
-    @classmethod
-    def equal(cls, prompts: Iterable[int], n: int, longest: int, lengths: Sequence[int] = ()) -> Workload:
-        """`n` rollouts of each prompt; lengths prompt by prompt, by default all `longest`."""
-        prompts = tuple(prompts)
-        found = tuple(lengths) or (longest,) * (n * len(prompts))
-        return cls(prompts, tuple(found[i * n : (i + 1) * n] for i in range(len(prompts))), longest)
+    n: int
+    longest: int
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(length for group in self.groups for length in group)
-
-    @property
-    def n(self) -> int:
-        return max(map(len, self.groups))
-
-    @property
-    def at_full_length(self) -> Workload:
-        return replace(self, groups=tuple((self.longest,) * len(group) for group in self.groups))
-
-    def with_n(self, n: int) -> Workload:
-        return Workload.equal(self.prompts, n, self.longest)
-
-    def tokens(self, take: int, share: bool) -> int:
-        """Tokens of a forward pass over the first `take` rollouts of each prompt; with `share` a prompt counts once.
-
-        >>> work = Workload((10, 20), ((3, 4), (5, 6)), 6)
-        >>> work.tokens(2, share=True), work.tokens(2, share=False), work.tokens(1, share=True)
-        (48, 78, 38)
-        """
-        pairs = zip(self.prompts, self.groups, strict=True)
-        return sum(sum(group[:take]) + prompt * (1 if share else len(group[:take])) for prompt, group in pairs)
+    def rollouts(self) -> int:
+        return self.n * len(self.prompts)
 
     @property
     def longest_row(self) -> int:
-        return max(prompt + max(group) for prompt, group in zip(self.prompts, self.groups, strict=True))
+        return max(self.prompts) + self.longest
+
+    def tokens(self, take: int, share: bool) -> int:
+        """Return the tokens of a pass over `take` rollouts of each prompt; with `share` a prompt counts once.
+
+        >>> work = Workload((10, 20), 2, 6)
+        >>> work.tokens(2, share=True), work.tokens(2, share=False), work.tokens(1, share=True)
+        (54, 84, 42)
+        """
+        return sum(prompt * (1 if share else take) + take * self.longest for prompt in self.prompts)
 
 
 @dataclass(frozen=True)
@@ -104,22 +82,9 @@ class StepShape:
     parks: bool = False  # the optimizer's state is elsewhere until the first update
     workspace: int = 0  # bytes of the process without the run
 
-    @property
-    def at_full_length(self) -> StepShape:
-        evaluation = None if self.evaluation is None else self.evaluation.at_full_length
-        return replace(self, rollouts=self.rollouts.at_full_length, evaluation=evaluation)
-
-    @property
-    def of_updates(self) -> StepShape:
-        return replace(self, engine=None, evaluation=None)
-
     def with_n(self, n: int) -> StepShape:
         m = n if self.m == self.rollouts.n else min(self.m, n)
-        return replace(self, rollouts=self.rollouts.with_n(n), m=m)
-
-    def with_slots(self, slots: int) -> StepShape:
-        assert self.engine is not None, "only engine=torch has slots"
-        return replace(self, engine=replace(self.engine, sampler=self.engine.sampler.with_slots(slots)))
+        return replace(self, rollouts=replace(self.rollouts, n=n), m=m)
 
     @property
     def tokens_of_update(self) -> int:
@@ -148,11 +113,6 @@ class MemoryPlan:
     def peak(self) -> int:
         return self.bytes_of(self.fullest)
 
-    @property
-    def exact(self) -> Sizes:
-        """The kinds that shapes alone decide, each at its own peak."""
-        return {kind: max(sizes.get(kind, 0) for sizes in self.phases.values()) for kind in EXACT}
-
 
 def plan(model: ShapeModel, step: StepShape) -> MemoryPlan:
     """Compute each phase at its fullest moment, with what is there all the time."""
@@ -164,19 +124,21 @@ def plan(model: ShapeModel, step: StepShape) -> MemoryPlan:
     }
     found: dict[str, Sizes] = {}
     if step.engine is not None:
-        found |= _rollouts(model, step.engine, step.rollouts, len(step.rollouts.lengths))
+        found |= _rollouts(model, step.engine, step.rollouts, step.rollouts.rollouts)
     if step.logprobs_of:
         found["policy_logprobs"] = _quiet(model, step, step.rollouts.tokens(step.logprobs_of, step.share))
     if step.reference:
         found["ref_logprobs"] = _quiet(model, step, step.rollouts.tokens(step.m, step.share))
     found |= _update(model, step)
     if step.evaluation is not None and step.engine is not None:
-        phases = _rollouts(model, step.engine, step.evaluation, len(step.rollouts.lengths))
+        phases = _rollouts(model, step.engine, step.evaluation, step.rollouts.rollouts)
         largest = max(phases.values(), key=lambda sizes: sum(sizes.values()))
         found["eval"] = {**largest, KV: phases["decode"][KV]}
     whole: dict[str, dict[str, int]] = {}
     for phase, sizes in found.items():
         whole[phase] = {**steady, **sizes}
+        if phase != "optimizer":
+            whole[phase][ACTIVATIONS] += model.dequantised
         if step.parks and phase in BEFORE_UPDATES:
             whole[phase][OPTIMIZER] = 0
         if model.on_cpu:
@@ -190,24 +152,22 @@ def _update(model: ShapeModel, step: StepShape) -> dict[str, Sizes]:
     every = step.tokens_of_update
     tokens = step.in_a_pass(every)
     spares = not model.on_cpu or not is_little(model.layers * stored_bytes(model.config, tokens))
-    lines = model.train_lines(step.chunk, spares)
-    moments: list[dict[str, int]] = [line(model.layers, tokens) for line in lines]
-    whole = {GRADIENTS: model.gradients}
+    lines, some = model.train_lines(step.chunk, spares), min(step.chunk, tokens)
+    moments = [{GRADIENTS: model.gradients, **line(model.layers, tokens)} for line in lines]
+    for moment in moments[1:3]:  # in the head
+        moment[LOGITS] = moment.get(LOGITS, 0) * some // step.chunk + model.softmax_bytes(some)
     if every <= tokens:
-        early = {GRADIENTS: model.gradients - model.embedding_gradient}  # before that of the embedding
-        last = [{**lines[3](1, tokens), **early}, *({**moment, **early} for moment in moments[4:])]
+        early = model.gradients - model.embedding_gradient
+        last = [{**lines[3](1, tokens), GRADIENTS: early}, *({**moment, GRADIENTS: early} for moment in moments[4:])]
         moments = [*({**moment, GRADIENTS: 0} for moment in moments[:4]), *last]
-    for moment in moments:
-        moment[LOGITS] = min(moment.get(LOGITS, 0), moment.get(LOGITS, 0) * tokens // step.chunk)
-    forward, backward = (max(some, key=lambda one: sum(one.values())) for some in (moments[:2], moments[2:]))
-    return {"forward": forward, "backward": backward, "optimizer": whole}
+    forward, backward = (max(part, key=lambda one: sum(one.values())) for part in (moments[:2], moments[2:]))
+    return {"forward": forward, "backward": backward, "optimizer": {GRADIENTS: model.gradients}}
 
 
 def _quiet(model: ShapeModel, step: StepShape, of: int) -> Sizes:
     tokens = step.in_a_pass(of)
     some = min(step.chunk, tokens)
-    logits = model.logits_bytes(some) + 8 * model.vocabulary * min(some, model.rows_at_once)
-    return {**model.quiet_line(model.layers, tokens), LOGITS: logits}
+    return {**model.quiet_line(model.layers, tokens), LOGITS: model.logits_bytes(some) + model.softmax_bytes(some)}
 
 
 def _rollouts(model: ShapeModel, engine: EngineShape, work: Workload, of_a_step: int) -> dict[str, Sizes]:
@@ -218,16 +178,14 @@ def _rollouts(model: ShapeModel, engine: EngineShape, work: Workload, of_a_step:
     parked = engine.sparsity.capacity(engine.prefix + 1, longest + engine.prefix + 1) if engine.prefix else 0
     first = keys if isinstance(engine.sparsity, Budget) else 1
     shape = KvShape(
-        len(work.lengths), len(work.prompts), *(each * blocks_for(tokens) for tokens in (longest, first, keys, parked))
+        work.rollouts, len(work.prompts), *(each * blocks_for(tokens) for tokens in (longest, first, keys, parked))
     )
     room = Capped(engine.sampler, of_a_step).fit(shape)
-    rows, refills = room.slots, engine.sampler.refills or engine.sampler.all_at_once
+    rows, waits = room.slots, shape.parked_bytes * work.rollouts if room.probes else 0
     prompts = sorted((BLOCK * blocks_for(tokens) for tokens in work.prompts), reverse=True)[:rows]
-    waits = shape.parked_bytes * len(work.lengths) if room.probes else 0
     if model.on_cpu:  # where memory counts once it is written
-        lengths = [min(length, keys) for length in work.lengths]
-        kv = layout.bytes_per_token * (sum(prompts) + most_keys(lengths, rows, refills, BLOCK)) + waits
-        begun = min(kv, layout.bytes_per_token * sum(prompts) + shape.page_bytes * rows)
+        begun = layout.bytes_per_token * sum(prompts) + shape.page_bytes * rows
+        kv = layout.bytes_per_token * (sum(prompts) + rows * round_up(min(work.longest, keys), BLOCK)) + waits
     else:
         begun = kv = min(shape.most, shape.prompts * shape.prompt_bytes + rows * shape.slot_bytes + waits)
     if room.budget is not None:
@@ -246,24 +204,3 @@ def _drawing(model: ShapeModel, rows: int) -> int:
     """Bytes of probabilities and their sums, in float32; a CPU draws from few rows at a time."""
     some = min(rows, max(1, _DRAWN_AT_ONCE // model.vocabulary)) if model.on_cpu else rows
     return 3 * 4 * some * model.vocabulary
-
-
-def most_keys(lengths: Sequence[int], slots: int, refills: bool, page: int) -> int:
-    """Return the most keys that rows hold together, in whole pages, if they start in order in so many slots.
-
-    >>> most_keys([4, 8], slots=2, refills=True, page=1), most_keys([4, 8], slots=1, refills=True, page=1)
-    (8, 8)
-    """
-    if len(set(lengths)) == 1:
-        return min(slots, len(lengths)) * round_up(lengths[0], page)
-    starts, free = np.zeros(len(lengths), dtype=np.int64), [0] * slots
-    for i, length in enumerate(lengths):
-        if not refills and i % slots == 0:
-            free = [max(free)] * slots
-        starts[i] = heapq.heappop(free)
-        heapq.heappush(free, int(starts[i]) + length)
-    ends = starts + np.array(lengths)
-    moments = np.unique(ends)[:: 1 + len(ends) // 512]
-    ages = moments[:, None] - starts
-    running = (ages > 0) & (moments[:, None] <= ends)
-    return int((running * (-(-ages // page) * page)).sum(axis=1).max())

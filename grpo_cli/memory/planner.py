@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from grpo_cli.memory.plan import EngineShape, MemoryPlan, StepShape, Workload, p
 from grpo_cli.memory.shapes import ShapeModel, trained
 from grpo_cli.model.checks import window_of
 from grpo_cli.model.load import TINY, load_model, load_tokenizer, model_config
-from grpo_cli.settings import ModelSettings
 from grpo_cli.support.facts import fact
 from grpo_cli.support.memory import resident_bytes
 
@@ -34,71 +33,19 @@ RECOMPUTE, OFFLOAD, PARK = "model.gradient_checkpointing", "model.offload_activa
 ALL_AT_ONCE = 1 << 30  # tokens
 
 
+@dataclass(frozen=True)
 class Planner:
-    """Plans of one run on a device, whose process holds `workspace` bytes without the run. `lengths` are those of its
-    rollouts, by number and most tokens; `seen` are workloads in their place."""
+    """Plans of one run on a device, every rollout at full length, and with some settings changed."""
 
-    def __init__(
-        self,
-        run: Prepared[Any],
-        device: torch.device,
-        workspace: int,
-        lengths: Callable[[int, int], Sequence[int]] | None = None,
-        seen: tuple[Workload, Workload | None] | None = None,
-    ) -> None:
-        self.run, self.device = run, device
-        self._shapes: dict[tuple[str, bool], ShapeModel] = {}
-        self._plans: dict[StepShape, MemoryPlan] = {}
-        self.step = self._step(workspace, *(seen or _workloads(run, lengths)))
-        self.full = self.step.at_full_length
+    run: Prepared[Any]
+    device: torch.device
+    step: StepShape
+    _shapes: dict[tuple[str, bool], ShapeModel] = field(default_factory=dict, repr=False)
 
-    def shapes(self, values: Values = {}) -> ShapeModel:  # noqa: B006
-        """The model's shapes, as these values would have it."""
-        model = self.run.settings.model
-        recompute = values.get(RECOMPUTE, model.gradient_checkpointing)
-        offload = recompute == "full" and values.get(OFFLOAD, model.offload_activations)
-        if (recompute, offload) not in self._shapes:
-            changed = replace(model, gradient_checkpointing=recompute, offload_activations=offload)
-            self._shapes[recompute, offload] = ShapeModel(changed, self.device)
-        return self._shapes[recompute, offload]
-
-    def step_with(self, values: Values, step: StepShape | None = None) -> StepShape:
-        """The step, by default that of rollouts of full length, with these values."""
-        step = step or self.full
-        tokens, chunk, parks = (
-            values.get(TOKENS, step.tokens),
-            values.get(CHUNK, step.chunk),
-            values.get(PARK, step.parks),
-        )
-        step = replace(step, tokens=tokens, chunk=chunk, parks=parks)
-        return step.with_slots(values[SLOTS]) if SLOTS in values and step.engine is not None else step
-
-    def plan(self, values: Values = {}, step: StepShape | None = None) -> MemoryPlan:  # noqa: B006
-        """Compute the plan of a step with these values."""
-        return plan(self.shapes(values), self.step_with(values, step))
-
-    def most(self, step_of: Callable[[int], StepShape], most: int, room: int, values: Values = {}) -> int | None:  # noqa: B006
-        """Return the largest number up to `most` whose step fits; None if not even one does."""
-        low, high = 0, most
-        if self.plan(values, step_of(most)).peak <= room:  # a single pass has no gradients of an earlier one
-            return most
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.plan(values, step_of(middle)).peak <= room else (low, middle - 1)
-        return low or None
-
-    def most_tokens(self, room: int, values: Values = {}, step: StepShape | None = None) -> int | None:  # noqa: B006
-        """Return the most tokens of a pass with which a step fits."""
-        step = step or self.full
-        return self.most(
-            lambda count: replace(step, tokens=count), step.rollouts.tokens(step.m, step.share), room, values
-        )
-
-    def most_slots(self, room: int, values: Values = {}) -> int | None:  # noqa: B006
-        return self.most(self.full.with_slots, len(self.full.rollouts.lengths), room, values)
-
-    def _step(self, workspace: int, rollouts: Workload, evaluation: Workload | None) -> StepShape:
-        run, settings, device = self.run, self.run.settings, self.device
+    @classmethod
+    def of(cls, run: Prepared[Any], device: torch.device, workspace: int = 0) -> Planner:
+        """Build it for a process that holds `workspace` bytes without the run."""
+        settings, (rollouts, evaluation) = run.settings, _workloads(run)
         built = engine_parts(settings.parts, {"seed": settings.seed})
         engine = EngineShape(
             built["sampler"],
@@ -112,7 +59,8 @@ class Planner:
         over_all = correction.rejects and pass_before(correction.prox, True)
         packs = window_of(model_config(settings.model, any_family=True)) is None
         tokens = settings.train.micro_batch_tokens
-        return StepShape(
+        shapes = ShapeModel(settings.model, device)
+        step = StepShape(
             rollouts=rollouts,
             m=m,
             engine=engine if is_ours(settings) else None,
@@ -124,23 +72,74 @@ class Planner:
             logprobs_of=rollouts.n if over_all else m if pass_before(correction.prox, before) else 0,
             reference=run.rules.loss.needs_reference,
             second_model=not settings.model.adapted or settings.model.adapter is not None,
-            optimizer=self._optimizer_bytes(),
+            optimizer=_optimizer_bytes(settings, shapes),
             parks=settings.optim.park and device.type != "cpu",
             workspace=workspace,
         )
+        model = settings.model
+        return cls(run, device, step, {(model.gradient_checkpointing, model.offload_activations): shapes})
 
-    def _optimizer_bytes(self) -> int:
-        """What persists between updates: optimizer state, the weights' moving average if used, and on a CPU the copy of
-        both and of the weights that a lazy checkpoint is written from."""
-        settings, prox = self.run.settings, self.run.settings.parts["correction"].get("prox")
-        copied = settings.train.checkpoint == "lazy" and self.device.type == "cpu"
+    @property
+    def of_updates(self) -> Planner:
+        """The planner of a step without rollouts."""
+        return replace(self, step=replace(self.step, engine=None, evaluation=None))
 
-        def of(model: Any) -> int:
-            weights = trained(model)
-            kept = state_bytes(weights, settings.optim, self.device) + average_bytes(weights, prox)
-            return kept + copied * (kept + sum(weight.nbytes for weight in weights))
+    def plan(self, values: Values = {}) -> MemoryPlan:  # noqa: B006
+        """Compute the plan with these settings in place of the run's."""
+        step = replace(
+            self.step,
+            tokens=values.get(TOKENS, self.step.tokens),
+            chunk=values.get(CHUNK, self.step.chunk),
+            parks=values.get(PARK, self.step.parks),
+        )
+        if SLOTS in values and step.engine is not None:
+            sampler = step.engine.sampler.with_slots(values[SLOTS])
+            step = replace(step, engine=replace(step.engine, sampler=sampler))
+        return plan(self._shapes_with(values), step)
 
-        return self.shapes().of_all_layers(of)
+    def most(self, key: str, room: int, values: Values = {}) -> int | None:  # noqa: B006
+        """Return the largest micro-batch or number of slots with which a step fits; None if not even one does."""
+        rollouts = self.step.rollouts
+        most = rollouts.rollouts if key == SLOTS else rollouts.tokens(self.step.m, self.step.share)
+        return largest(most, lambda number: self.plan({**values, key: number}).peak <= room)
+
+    def _shapes_with(self, values: Values) -> ShapeModel:
+        model = self.run.settings.model
+        recompute = values.get(RECOMPUTE, model.gradient_checkpointing)
+        offload = recompute == "full" and values.get(OFFLOAD, model.offload_activations)
+        if (recompute, offload) not in self._shapes:
+            changed = replace(model, gradient_checkpointing=recompute, offload_activations=offload)
+            self._shapes[recompute, offload] = ShapeModel(changed, self.device)
+        return self._shapes[recompute, offload]
+
+
+def largest(most: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the largest number up to `most` that fits, if each below it does too; None if not even 1 does.
+
+    >>> largest(10, lambda number: number < 7), largest(10, lambda number: True), largest(10, lambda number: False)
+    (6, 10, None)
+    """
+    if fits(most):  # a single pass, which has no gradients of an earlier one, may fit where two smaller ones do not
+        return most
+    low, high = 0, most - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low or None
+
+
+def _optimizer_bytes(settings: Any, shapes: ShapeModel) -> int:
+    """Return what persists between updates: optimizer state, the weights' moving average if used, and on a CPU the copy
+    of both and of the weights that a lazy checkpoint is written from."""
+    prox = settings.parts["correction"].get("prox")
+    copied = settings.train.checkpoint == "lazy" and shapes.on_cpu
+
+    def of(model: Any) -> int:
+        weights = trained(model)
+        kept = state_bytes(weights, settings.optim, shapes.device) + average_bytes(weights, prox)
+        return kept + copied * (kept + sum(weight.nbytes for weight in weights))
+
+    return shapes.of_all_layers(of)
 
 
 def process_alone(device: torch.device) -> int:
@@ -166,41 +165,29 @@ def not_planned(run: Prepared[Any]) -> tuple[str, ...]:
     """Return what of a run's memory cannot be computed from shapes."""
     notes = list[str]()
     if not is_ours(run.settings):
-        notes.append(
-            "rollouts of another engine: prefill, decode and eval are missing, and what fits is of updates alone"
-        )
+        notes.append("rollouts of another engine: prefill, decode and eval are missing, and what fits is of updates")
     if fact(run.rules.collector, "resumes"):
         notes.append("rollouts that are left partial: all are taken to end in their step")
     elif getattr(run.rules.collector, "func", None) is not equal:
         notes.append("several rounds of rollouts: the most that the collector requests at a time count")
-    if run.settings.model.quantize != "none":
-        notes.append("products of quantised weights: each is made whole while it is used, and nothing else counts")
     return tuple(notes)
 
 
-def _workloads(
-    run: Prepared[Any], lengths: Callable[[int, int], Sequence[int]] | None
-) -> tuple[Workload, Workload | None]:
-    """A step's rollouts and an evaluation's, on the first prompts of the task."""
-    settings, problems = run.settings, -(-run.at_once // run.settings.n)
-    tokenizer = load_tokenizer(_without_weights(settings.model))
+def _workloads(run: Prepared[Any]) -> tuple[Workload, Workload | None]:
+    """Return a step's rollouts and an evaluation's, on the first prompts of the task."""
+    settings, problems, model = run.settings, -(-run.at_once // run.settings.n), run.settings.model
+    # A plan needs only a preset's shape, if there is one, and the embedded tokenizer.
+    tokenizer = load_tokenizer(model if model.architecture is None else replace(model, random_init=True))
     # The run itself gives the warnings when it makes the task.
     quiet: Callable[[str], None] = lambda line: None  # noqa: E731
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": 1 << 20, "warn": quiet}
     task = make("task", settings.parts["task"], offered)
-    longest = settings.sampling.max_new_tokens
 
     def work(prompts: Sequence[Any], n: int) -> Workload:
-        forced = () if lengths is None else tuple(lengths(n * len(prompts), longest))
-        return Workload.equal((len(prompt.token_ids) for prompt in prompts), n, longest, forced)
+        return Workload(tuple(len(prompt.token_ids) for prompt in prompts), n, settings.sampling.max_new_tokens)
 
     step = Epochs(task.prompts("train"), settings.train.prompts, settings.seed).pick(0, problems, frozenset())
     held_out = task.prompts("eval")
     examined = [held_out[i] for i in range(min(settings.eval.problems, len(held_out)))]
     wanted = getattr(getattr(settings, "profile", None), "eval", True) and settings.eval.every > 0
     return work(step, settings.n), work(examined, 1 + settings.eval.k) if wanted else None
-
-
-def _without_weights(model: ModelSettings) -> ModelSettings:
-    """A plan needs only a preset's shape, if there is one, and the embedded tokenizer."""
-    return replace(model, random_init=True) if model.architecture is not None else model

@@ -13,7 +13,6 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -23,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from grpo_cli.engine.step.decoder import PACKED_FROM
 from grpo_cli.engine.step.weights import linear_layers
 from grpo_cli.learner.logprobs import _AT_ONCE, ByRow, chosen_logprobs
-from grpo_cli.memory.allocations import GRADIENTS, Allocations
+from grpo_cli.memory.allocations import Allocations
 from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.checkpointing import last_states, recompute_layers, sparing
 from grpo_cli.model.checks import ARCHITECTURES
@@ -47,29 +46,10 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: 
     return out.transpose(1, 2), None
 
 
+# In place of a pass over the logits, whose few rows in float32 are added by `softmax_bytes`.
+_OF_NO_SIZE = ByRow(lambda logits, ids, _: logits.new_empty(ids.shape, dtype=torch.float32), lambda *_: None)
 AttentionInterface.register(_ATTENTION, _attend)
 AttentionMaskInterface.register(_ATTENTION, lambda *args, **options: None)
-
-
-class _Quantised(nn.Linear):
-    """Stands for a linear layer of bitsandbytes; not a plain one, whose weight rollouts would copy."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Dequantised.apply(x, self.weight, self.bias).clone()  # as PEFT does before it adds an adapter's output
-
-
-class _Dequantised(torch.autograd.Function):
-    """A product with a frozen weight that is dequantised only while it is used, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)
-        return F.linear(x, torch.empty_like(weight), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (weight,) = ctx.saved_tensors
-        return gradients[0] @ torch.empty_like(weight), None, None
 
 
 @dataclass(frozen=True)
@@ -103,7 +83,7 @@ class ShapeModel:
             )
         self.settings, self.device, self.layers = settings, device, int(self.config.num_hidden_layers)
         self.on_cpu = device.type == "cpu"
-        self.bits = BITS[settings.quantize]
+        self._bits = BITS[settings.quantize]
         self.vocabulary, self.kv_heads = int(self.config.vocab_size), int(self.config.num_key_value_heads)
         self.head_dim = getattr(self.config, "head_dim", None) or (
             self.config.hidden_size // self.config.num_attention_heads
@@ -120,12 +100,6 @@ class ShapeModel:
         if self.settings.offload_activations:
             keep = lambda: saved_tensors_hooks(lambda x: (x.shape, x.dtype), lambda x: torch.empty(x[0], dtype=x[1]))  # noqa: E731
             recompute_layers(model, "full", keep)
-        if self.bits is not None:
-            for module in _quantised(model):
-                module.__class__ = _Quantised
-            for module in model.modules():  # PEFT's adapters of quantised layers take their input as it is
-                if hasattr(module, "cast_input_dtype_enabled"):
-                    module.cast_input_dtype_enabled = False
         return model
 
     def of_all_layers(self, count: Any) -> int:
@@ -152,14 +126,15 @@ class ShapeModel:
     def logits_bytes(self, rows: int) -> int:
         return rows * self.vocabulary * self.dtype.itemsize
 
-    @property
-    def rows_at_once(self) -> int:
-        """Rows whose logits are converted to float32 together."""
-        return max(1, _AT_ONCE[self.device.type] // self.vocabulary)
+    def softmax_bytes(self, rows: int) -> int:
+        """Bytes of two numbers in float32 for each logit of the rows that are converted together."""
+        return 8 * self.vocabulary * min(rows, max(1, _AT_ONCE[self.device.type] // self.vocabulary))
 
     def copied(self, packed: bool) -> int:
         """Bytes of the copies of weights that rollouts multiply by: in another precision, or on a CPU packed (large
         models), or joined (small ones)."""
+        if self._bits is not None:
+            return 0
         is_small = self.of_all_layers(lambda model: sum(x.weight.numel() for x in linear_layers(model))) < PACKED_FROM
         every = self.on_cpu and (packed or is_small)
         return self.dtype.itemsize * self.of_all_layers(
@@ -172,13 +147,17 @@ class ShapeModel:
     def weights(self) -> int:
         """Bytes of all weights and buffers, shared ones counted once."""
         whole = self.of_all_layers(lambda model: storage_bytes([*model.parameters(), *model.buffers()]))
-        if self.bits is None:
-            return whole
-        stored, numbers = (
-            self.of_all_layers(lambda model, of=of: sum(of(module.weight) for module in _quantised(model)))
-            for of in (lambda weight: weight.nbytes, lambda weight: weight.numel())
+        spared = self.of_all_layers(
+            lambda model: sum(w.nbytes - w.numel() * (self._bits or 0) / 8 for w in _quantised(model))
         )
-        return whole - stored + int(numbers * self.bits / 8)
+        return whole - (0 if self._bits is None else spared)
+
+    @property
+    def dequantised(self) -> int:
+        """Bytes of the largest quantised weight, which is made whole while it is used."""
+        if self._bits is None:
+            return 0
+        return self.dtype.itemsize * max(weight.numel() for weight in _quantised(self._models[0]))
 
     @contextmanager
     def _watched(self, model: Any, spares: bool, training: bool) -> Iterator[Allocations]:
@@ -204,11 +183,10 @@ class ShapeModel:
 
     def _train_pass(self, model: Any, tokens: int, chunk: int, spares: bool) -> list[Sizes]:
         peaks: list[Sizes] = []
-        with self._watched(model, spares, training=True) as allocations:
+        with self._fake:
             for parameter in trained(model):
                 parameter.grad = torch.zeros_like(parameter)
-                allocations.mark(parameter.grad, GRADIENTS)
-            allocations.take_peak()
+        with self._watched(model, spares, training=True) as allocations:
 
             def note(*_: Any) -> None:
                 peaks.append(allocations.take_peak())
@@ -223,14 +201,14 @@ class ShapeModel:
             note()
             states.register_hook(note)
             few = ids[0, : 4 * chunk]  # more of them would take time and no other bytes
-            values = chosen_logprobs(model, states.index_select(0, few), few, 1.0, chunk, self._few_rows)
+            values = chosen_logprobs(model, states.index_select(0, few), few, 1.0, chunk, _OF_NO_SIZE)
             note()
             del states
             values.sum().backward()
             note()
             embedding.remove()
-            for parameter in trained(model):
-                parameter.grad = None
+        for parameter in trained(model):
+            parameter.grad = None
         return peaks
 
     @cached_property
@@ -243,30 +221,15 @@ class ShapeModel:
                 found.append(allocations.take_peak())
         return Affine(tokens, [found, found])
 
-    @cached_property
-    def _few_rows(self) -> ByRow:
-        """Allocate what a pass over the logits holds at its fullest: two numbers in float32 for each logit of some
-        rows."""
-        rows = self.rows_at_once
-
-        def chosen(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
-            torch.log_softmax(logits[:rows].float(), dim=-1).exp()
-            return logits.new_empty(ids.shape, dtype=torch.float32)
-
-        def slope(logits: Tensor, *others: Any) -> None:
-            torch.log_softmax(logits[:rows].float(), dim=-1).exp()
-
-        return ByRow(chosen, slope)
-
 
 def trained(model: Any) -> list[Tensor]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _quantised(model: Any) -> list[nn.Linear]:
-    """The layers that bitsandbytes quantises: linear ones, but for the head and the adapters."""
+def _quantised(model: Any) -> list[Tensor]:
+    """Return the weights that bitsandbytes quantises: of linear layers, but for the head and the adapters."""
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return [module for name, module in named if "lora_" not in name and not name.endswith("lm_head")]
+    return [module.weight for name, module in named if "lora_" not in name and not name.endswith("lm_head")]
 
 
 @contextmanager

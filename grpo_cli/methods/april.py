@@ -3,7 +3,7 @@
     in flight = ceil((1 + surplus) * prompts);  a step ends when `prompts` groups are whole
     a held group whose oldest token has lag >= max_lag updates is finished first
 
-Measured: scripts/reproduce/frontier_b.md (no difference in accuracy seen, fewer decode steps).
+Measured: docs/studies.md (no difference in accuracy seen, fewer decode steps).
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ class Cispo(Clipped):
     bound (clip_low 1.0), kl_coef 0, aggregation token; the upper bound is not in the paper, ScaleRL (arXiv 2510.13786)
     uses rho <= 5, that is clip_high 4.0. Its value is no measure of progress: it contains log pi itself."""
 
-    def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
+    def terms(self, logprobs: Float[Tensor, "N"], batch: Batch) -> Terms:
         ratio = bounded_ratio(log_policy_ratio(logprobs, batch)).detach()
         weight = self.bounded(ratio)
-        terms = -weight * batch.token_advantages.float() * masked_float(logprobs, batch.loss_mask)
+        terms = -weight * batch.advantages.float() * masked_float(logprobs, batch.loss_mask)
         return Terms(terms, ratio, weight != ratio)

@@ -6,7 +6,7 @@
 The rest of DAPO is `loss=dapo` (more room upwards, a mean over tokens) and the reward part `overlong`
 (`tasks/formats.py`).
 
-Measured: scripts/reproduce/dapo.md (no gain in accuracy seen at equal tokens; what is dropped is paid for).
+Measured: docs/studies.md (no gain in accuracy seen at equal tokens; what is dropped is paid for).
 """
 
 from __future__ import annotations

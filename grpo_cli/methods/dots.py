@@ -2,7 +2,7 @@
 
     P(problem) ~ exp(-|rate - target| / temperature), without replacement
 
-Measured: scripts/reproduce/frontier_a.md (no difference at the end, earlier in every seed).
+Measured: docs/studies.md (no difference at the end, earlier in every seed).
 """
 
 from __future__ import annotations

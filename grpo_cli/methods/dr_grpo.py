@@ -2,7 +2,7 @@
 
     A = r - mean(r)
 
-Not measured on its own; it is the advantage of two arms of scripts/reproduce/frontier_a.md.
+Not measured on its own; it is the advantage of two arms of a study (docs/studies.md).
 """
 
 from __future__ import annotations

@@ -20,9 +20,8 @@ class Gspo(Clipped):
     clip is all-or-nothing for a sequence. Published settings: clip_low 3e-4, clip_high 4e-4, kl_coef 0, aggregation
     sequence: sequence ratios stay much nearer to 1 than token ratios."""
 
-    def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
+    def terms(self, logprobs: Float[Tensor, "N"], batch: Batch) -> Terms:
         log_ratio = log_policy_ratio(logprobs, batch)
-        num_tokens = batch.loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
-        sequence_log_ratio = log_ratio.detach().sum(dim=1, keepdim=True) / num_tokens
-        ratio = bounded_ratio(sequence_log_ratio + (log_ratio - log_ratio.detach()))
+        of_rows = batch.sums(log_ratio.detach()) / batch.sums(batch.loss_mask).clamp(min=1)
+        ratio = bounded_ratio(batch.spread(of_rows) + (log_ratio - log_ratio.detach()))
         return self.pessimistic(ratio, batch)

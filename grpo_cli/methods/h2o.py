@@ -2,7 +2,7 @@
 
     score_j = sum over steps t >= j of (mean over the group's queries of softmax(q_t K^T / sqrt(d))_j)
 
-Measured: scripts/reproduce/sparse_rl.md.
+Measured: docs/studies.md.
 """
 
 from __future__ import annotations

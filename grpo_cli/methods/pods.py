@@ -6,7 +6,7 @@ group's own random stream, so that early samples are never favoured.
 
     kept = the m of n rewards with the largest variance: the k largest and the m - k smallest, for the best k
 
-Measured: scripts/reproduce/pods.md (embedded model), scripts/reproduce/pods_real.md (135 M).
+Measured: docs/studies.md (embedded model and 135 M).
 """
 
 from __future__ import annotations

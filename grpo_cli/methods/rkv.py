@@ -2,7 +2,7 @@
 
     score = importance * attention - (1 - importance) * redundancy
 
-Measured: scripts/reproduce/sparse_rl.md.
+Measured: docs/studies.md.
 """
 
 from __future__ import annotations

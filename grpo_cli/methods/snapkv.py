@@ -2,7 +2,7 @@
 
     score = maxpool_kernel(mean over the window's queries of softmax(max over the group of q K^T / sqrt(d)))
 
-Measured: scripts/reproduce/sparse_rl.md.
+Measured: docs/studies.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     kept = the first `sinks` positions and the latest budget - sinks keys;  score_j = j
 
-Measured: scripts/reproduce/sparse_rl.md.
+Measured: docs/studies.md.
 """
 
 from __future__ import annotations

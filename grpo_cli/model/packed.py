@@ -6,7 +6,6 @@ exactly what it would see in a row of its own. A prompt's gradients add up over 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,29 +23,14 @@ from grpo_cli.model import flash
 from grpo_cli.model.anatomy import PACKING, backbone
 from grpo_cli.model.checkpointing import last_states
 from grpo_cli.model.transfer import send
-from grpo_cli.native.ops import PRECISIONS, flat, reference, tree_attention
-
-
-@dataclass(frozen=True)
-class Tree:
-    """A trunk (prompt) and the branches (completions) after it, in this order; a plain sequence has no branches."""
-
-    trunk: int
-    branches: tuple[int, ...] = ()
-
-    def __len__(self) -> int:
-        return self.trunk + sum(self.branches)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return self.trunk, *self.branches
+from grpo_cli.native.ops import PRECISIONS, Trees, flat, reference, tree_attention
 
 
 @dataclass(frozen=True)
 class Layout:
     """The trees of a run. `natively`: on a CPU their attention is computed in C."""
 
-    trees: tuple[Tree, ...]
+    trees: Trees
     natively: bool
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -54,8 +38,8 @@ class Layout:
         natively = self.natively or isinstance(q, FakeTensor)  # a plan, of the operator's results alone
         if flash.serves(q) or (natively and q.device.type == "cpu" and q.dtype == k.dtype == v.dtype in PRECISIONS):
             q, k, v = (x.contiguous() for x in (q, k, v))
-            return tree_attention(q, k, v, flat([tree.sizes for tree in self.trees]), scale)[0]
-        return reference(q, k, v, [tree.sizes for tree in self.trees], scale).contiguous()
+            return tree_attention(q, k, v, flat(self.trees), scale)[0]
+        return reference(q, k, v, self.trees, scale).contiguous()
 
 
 def allow_packing(model: Any) -> None:
@@ -65,17 +49,13 @@ def allow_packing(model: Any) -> None:
 
 
 def packed_hidden(
-    model: Any, input_ids: Int[Tensor, "N"], trees: Sequence[Tree], natively: bool = False
+    model: Any, input_ids: Int[Tensor, "N"], trees: Trees, natively: bool = False
 ) -> Float[Tensor, "N H"]:
     """Compute the last hidden state of every token of the run. The model must have been through `allow_packing`."""
-    assert sum(map(len, trees)) == len(input_ids), "the trees cover the run"
-    spans = [
-        np.arange(start, start + size)
-        for tree in trees
-        for start, size in ((0, tree.trunk), *((tree.trunk, size) for size in tree.branches))
-    ]
+    assert sum(map(sum, trees)) == len(input_ids), "the trees cover the run"
+    spans = [np.arange(size) + (tree[0] if place else 0) for tree in trees for place, size in enumerate(tree)]
     (positions,) = send(input_ids.device, np.concatenate(spans))
-    layout = Layout(tuple(trees), natively)
+    layout = Layout(trees, natively)
     return last_states(model, input_ids=input_ids[None], position_ids=positions[None], packed_layout=layout)[0]
 
 

@@ -15,11 +15,7 @@ GREEDY = "eval/accuracy"
 
 # What accuracy is plotted against besides steps: the metric and its label.
 CLOCK = "clock/train_seconds"
-AXES = {
-    CLOCK: "training seconds",
-    "tokens/generated": "generated tokens",
-    "tokens/trained": "trained tokens",
-}
+AXES = {CLOCK: "training seconds", "tokens/generated": "generated tokens"}
 
 
 def spoken(metric: str) -> str:
@@ -39,9 +35,9 @@ class Curve:
         """Return the positions of the evaluations on an axis of AXES, or on "step"."""
         return tuple(map(float, self.steps)) if axis == "step" else self.axes[axis]
 
-    def first_reaching(self, accuracy: float, axis: str = CLOCK) -> float | None:
-        """Return the position of the first evaluation with at least this accuracy, None if there is none."""
-        return next((x for x, y in zip(self.along(axis), self.accuracy, strict=True) if y >= accuracy), None)
+    def first_reaching(self, accuracy: float) -> float | None:
+        """Return the seconds up to the first evaluation with at least this accuracy, None if there is none."""
+        return next((x for x, y in zip(self.axes[CLOCK], self.accuracy, strict=True) if y >= accuracy), None)
 
 
 def curve_of(rows: Rows, metric: str = GREEDY) -> Curve:
@@ -61,34 +57,28 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     Runs evaluated at different steps are interpolated linearly between their evaluations; only steps that all of them
     cover are used, so that no run enters or leaves the mean on the way. Empty if there are none.
     """
-    steps, accuracy = at_common_steps(curves)
-    if not steps:
-        return Curve((), (), {axis: () for axis in AXES})
-    axes = {axis: _interpolated(curves, steps, [curve.axes[axis] for curve in curves]) for axis in AXES}
+    steps = _common_steps(curves)
+    axes = {axis: _at(steps, curves, [curve.axes[axis] for curve in curves]).mean(axis=0) for axis in AXES if steps}
+    accuracy = _at(steps, curves, [curve.accuracy for curve in curves]).mean(axis=0) if steps else np.zeros(0)
     return Curve(
-        steps=tuple(steps),
-        accuracy=tuple(accuracy.mean(axis=0).tolist()),
-        axes={axis: tuple(values.mean(axis=0).tolist()) for axis, values in axes.items()},
+        tuple(steps), tuple(accuracy.tolist()), {axis: tuple(axes[axis].tolist()) if steps else () for axis in AXES}
     )
 
 
 def deviation(curves: Sequence[Curve]) -> Float[np.ndarray, " steps"]:
-    """Return standard deviation over runs at each step of `mean_curve`; 0 for a single run."""
-    _, accuracy = at_common_steps(curves)
-    return accuracy.std(axis=0, ddof=1 if len(curves) > 1 else 0)
+    """Return the standard deviation over two or more runs at each step of `mean_curve`."""
+    return _at(_common_steps(curves), curves, [curve.accuracy for curve in curves]).std(axis=0, ddof=1)
 
 
-def at_common_steps(curves: Sequence[Curve]) -> tuple[list[int], Float[np.ndarray, "runs steps"]]:
-    """Return the steps at which any run is evaluated within the range that all cover, and every run's accuracy
-    there."""
+def _common_steps(curves: Sequence[Curve]) -> list[int]:
+    """Return the steps at which any run is evaluated within the range that all cover."""
     if not curves or not all(curve.steps for curve in curves):
-        return [], np.zeros((len(curves), 0))
+        return []
     first, last = max(curve.steps[0] for curve in curves), min(curve.steps[-1] for curve in curves)
-    steps = sorted({step for curve in curves for step in curve.steps if first <= step <= last})
-    return steps, _interpolated(curves, steps, [curve.accuracy for curve in curves])
+    return sorted({step for curve in curves for step in curve.steps if first <= step <= last})
 
 
-def _interpolated(
-    curves: Sequence[Curve], steps: Sequence[int], values: Sequence[Sequence[float]]
+def _at(
+    steps: Sequence[int], curves: Sequence[Curve], values: Sequence[Sequence[float]]
 ) -> Float[np.ndarray, "runs steps"]:
     return np.stack([np.interp(steps, curve.steps, of_run) for curve, of_run in zip(curves, values, strict=True)])

@@ -15,7 +15,7 @@ from grpo_cli.report.tables import NOTHING, Table
 from grpo_cli.runs import layout
 from grpo_cli.runs.summary import read_object
 from grpo_cli.support import terminal
-from grpo_cli.support.formatting import shown
+from grpo_cli.support.formatting import is_a, shown
 
 # Columns: what they show of a summary. An accuracy comes with its 95 % interval over problems.
 _ACCURACIES = {"search": "search/accuracy", "greedy": "eval/accuracy", "sampled": "eval/pass@1"}
@@ -23,40 +23,34 @@ _TOKENS = {"tokens": "search/tokens", "one after another": "search/sequential", 
 
 
 def headline(summary: Mapping[str, Any]) -> str:
-    """Return an evaluation's first accuracy, in a word or two."""
-    return next((f"{word} {summary[name]:.3f}" for word, name in _ACCURACIES.items() if _is_there(summary, name)), "")
+    """Return an evaluation's first accuracy, and of which kind it is."""
+    found = (f"{word} {summary[name]:.3f}" for word, name in _ACCURACIES.items() if is_a(float, summary.get(name)))
+    return next(found, "")
 
 
 def show_evaluations(evaluations: Sequence[tuple[str, Path]], console: Console | None = None) -> None:
     """Print a table of evaluations, given as (name, folder)."""
     found = [(name, read_object(folder / layout.SUMMARY)) for name, folder in evaluations]
-    kinds = {**dict.fromkeys(_ACCURACIES, _accuracy), **dict.fromkeys(_TOKENS, _tokens)}
     names = _ACCURACIES | _TOKENS
-    columns = [word for word, name in names.items() if any(_is_there(summary, name) for _, summary in found)]
-    rows = tuple((name, *(kinds[word](summary, names[word]) for word in columns)) for name, summary in found)
+    columns = [word for word, name in names.items() if any(is_a(float, summary.get(name)) for _, summary in found)]
+    rows = tuple((name, *(_cell(summary, names[word]) for word in columns)) for name, summary in found)
     print_table(console or terminal.console(), Table(("evaluation", *columns), rows, frozenset(columns)))
 
 
-def named(runs: Sequence[Run]) -> list[tuple[str, Path]]:
-    """Return evaluations by what differs in how they were asked for, or by their folders where nothing does."""
-    columns, _ = differences([run.asked for run in runs])
+def labelled(runs: Sequence[Run]) -> list[tuple[str, Path]]:
+    """Return the folder of each evaluation after what differs in its settings, or after its name where nothing does."""
+    columns, _ = differences([run.recorded for run in runs])
     words = [
-        [f"{key}={shown(run.asked.settings[key])}" for key in columns if key in run.asked.settings] for run in runs
+        [f"{key}={shown(run.recorded.settings[key])}" for key in columns if key in run.recorded.settings]
+        for run in runs
     ]
-    return [(" ".join(asked) or run.name, run.folder) for asked, run in zip(words, runs, strict=True)]
+    return [(" ".join(typed) or run.name, run.folder) for typed, run in zip(words, runs, strict=True)]
 
 
-def _is_there(summary: Mapping[str, Any], name: str) -> bool:
-    return isinstance(summary.get(name), int | float)
-
-
-def _accuracy(summary: Mapping[str, Any], name: str) -> str:
-    ends = [f"{name}_low", f"{name}_high"]
-    if not _is_there(summary, name):
+def _cell(summary: Mapping[str, Any], name: str) -> str:
+    value, low, high = (summary.get(key) for key in (name, f"{name}_low", f"{name}_high"))
+    if not is_a(float, value):
         return NOTHING
-    interval = "–".join(f"{summary[end]:.3f}" for end in ends if _is_there(summary, end))
-    return f"{summary[name]:.3f}" + f" ({interval})" * bool(interval)
-
-
-def _tokens(summary: Mapping[str, Any], name: str) -> str:
-    return f"{summary[name]:,.0f}" if _is_there(summary, name) else NOTHING
+    if name in _TOKENS.values():
+        return f"{value:,.0f}"
+    return f"{value:.3f}" + (f" ({low:.3f}–{high:.3f})" if is_a(float, low) and is_a(float, high) else "")

@@ -19,17 +19,14 @@ def records(file: Path, parse: Callable[[bytes], Row], notes: list[str]) -> Iter
     A record ends with its newline: a last line that lacks one and cannot be read is half written.
     """
     bad: list[str] = []
-    cut = False
     try:
         with open(file, "rb", opener=regular) as lines:
             for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
                 try:
-                    yield parse(line)
+                    if line.strip():
+                        yield parse(line)
                 except _NO_RECORD:
-                    cut = not line.endswith(b"\n")
-                    bad += [] if cut else [str(number)]
+                    bad.append(str(number) if line.endswith(b"\n") else f"{number} (half written)")
     except FileNotFoundError:
         return
     except OSError as error:
@@ -37,5 +34,3 @@ def records(file: Path, parse: Callable[[bytes], Row], notes: list[str]) -> Iter
     if bad:
         named = ", ".join(bad[:MOST_NAMED]) + (", ..." if len(bad) > MOST_NAMED else "")
         notes.append(f"{file.name}: {'line' if len(bad) == 1 else 'lines'} {named} cannot be read and were left out")
-    if cut:
-        notes.append(f"{file.name}: its last line is half written and was left out")

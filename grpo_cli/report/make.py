@@ -10,8 +10,8 @@ from rich.console import Console
 from grpo_cli.report import plots
 from grpo_cli.report.compare import Comparison, compare
 from grpo_cli.report.curves import GREEDY
-from grpo_cli.report.evaluations import named, show_evaluations
-from grpo_cli.report.read import of_training, read_all
+from grpo_cli.report.evaluations import labelled, show_evaluations
+from grpo_cli.report.read import Run, read_all
 from grpo_cli.report.show import show
 from grpo_cli.report.tables import as_json
 from grpo_cli.runs import layout
@@ -19,6 +19,8 @@ from grpo_cli.runs.files import json_line
 from grpo_cli.runs.record import has_record
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.extras import absent, installed
+from grpo_cli.support.formatting import plain
 
 
 def make(
@@ -26,6 +28,7 @@ def make(
     out: Path | None = None,
     target: float | None = None,
     metric: str = GREEDY,
+    base: str | None = None,
     console: Console | None = None,
 ) -> Comparison | None:
     """Report on every run in or below `folders`, into `out` or a new folder below outputs/report.
@@ -38,15 +41,14 @@ def make(
         raise UserError(f"--out={out} is the folder of a run, and a report would write into it: choose another")
     out = out or layout.new_folder("report")
     read = read_all(folders, metric)
-    if read and all(run.asked.command == "eval" for run in read):
-        show_evaluations(named(read), console)
+    if read and all(run.recorded.command == "eval" for run in read):
+        show_evaluations(labelled(read), console)
         return None
-    found = of_training(read, folders, metric)
-    comparison = compare(found.runs, target, metric)
-    notes = [] if plots.can_draw() else [plots.NO_PICTURES]
-    if found.others:
-        notes.append(f"Left out, not being training runs: {', '.join(run.name for run in found.others)}.")
-    drawn = plots.pictures(comparison) if plots.can_draw() else {}
+    comparison = compare(training_runs(read, folders, metric), target, metric, base)
+    notes = [] if installed("matplotlib") else [absent("matplotlib", "a picture")]
+    if others := [run.name for run in read if run.recorded.command != "train"]:
+        notes.append(f"Left out, not being training runs: {', '.join(others)}.")
+    drawn = plots.pictures(comparison) if installed("matplotlib") else {}
     files = {**drawn, "report.json": json_line(as_json(comparison), indent=1).encode()}
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -59,3 +61,20 @@ def make(
         console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(f"{', '.join(files)}: {out}", markup=False, highlight=False, soft_wrap=True)
     return comparison
+
+
+def training_runs(read: Sequence[Run], folders: Sequence[Path], metric: str) -> list[Run]:
+    """Return the training runs of `read`, from `folders`. UserError if there is none, or if they have measured other
+    accuracies than `metric`."""
+    runs = [run for run in read if run.recorded.command == "train"]
+    if not runs:
+        named = ", ".join(plain(folder) for folder in folders)
+        raise UserError(
+            f"no training run in or below {named}; `grpo train` leaves them in {layout.OUTPUTS}/train, "
+            f"`grpo train -m` in {layout.MULTIRUN}"
+        )
+    measured = sorted({name for run in runs for name in run.accuracies})
+    if metric not in measured and (measured or metric != GREEDY):
+        there = f"they have {', '.join(measured)}" if measured else "they were not evaluated (eval.every=0)"
+        raise UserError(f"--metric={plain(metric)} is no accuracy in these runs: {there}")
+    return runs

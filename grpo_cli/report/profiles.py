@@ -33,7 +33,6 @@ class ProfileRow:
     kv_bytes: int
     peak_bytes: int
     peak_phase: str
-    held_by: Mapping[str, int]
 
 
 _COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
@@ -64,12 +63,11 @@ def profile_row(name: str, found: Mapping[str, Any]) -> ProfileRow:
     if measured is None:
         peak, phases = predicted["peak"], predicted["phases"]
         kv = phases["decode"]["held_by"]["kv"] if "decode" in phases else 0  # engine=torch only
-        held_by = phases[peak["phase"]]["held_by"]
-        return ProfileRow(name, None, None, None, None, kv, peak["bytes"], peak["phase"], held_by)
+        return ProfileRow(name, None, None, None, None, kv, peak["bytes"], peak["phase"])
     engine, peak, phases = measured["engine"], measured["peak"], measured["phases"]
     seconds, speed = phases["step"]["seconds_median"], phases["decode"]["tokens_per_second"]
     steps, busy, kv = (engine[f"engine/{name}"] for name in ("decode_steps", "slot_utilisation", "kv_peak_bytes"))
-    return ProfileRow(name, seconds, steps, speed, busy, int(kv), peak["bytes"], peak["phase"], peak["held_by"])
+    return ProfileRow(name, seconds, steps, speed, busy, int(kv), peak["bytes"], peak["phase"])
 
 
 def compare_profiles(jobs: Sequence[tuple[str, Path]], folder: Path, console: Console | None = None) -> None:

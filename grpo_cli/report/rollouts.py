@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,25 @@ from grpo_cli.report.lines import records
 from grpo_cli.runs import layout
 from grpo_cli.support.formatting import plain
 
-RECORDS = (layout.ROLLOUTS, layout.SAMPLES)
-
 
 @dataclass(frozen=True)
 class Recorded:
     """One rollout as text. What its row lacks is None, or empty."""
 
     prompt_id: str
-    sample: int
     prompt: str
     reply: str
+    answer: str
+    finish: str
+    reason: str
+    sample: int
+    step: int | None
+    length: int | None
     reward: float
-    step: int | None = None
-    answer: str = ""
-    parts: Mapping[str, float] = field(default_factory=dict)
-    length: int | None = None
-    finish: str = ""
-    kept: bool = False
-    reason: str = ""
-    advantage: float | None = None
-    turns: tuple[tuple[bool, str], ...] = ()  # (spoken by the environment, text)
+    parts: Mapping[str, float]
+    kept: bool
+    advantage: float | None
+    turns: tuple[tuple[bool, str], ...]  # (spoken by the environment, text)
 
 
 @dataclass(frozen=True)
@@ -53,32 +50,25 @@ class Recording:
 
 def read_recording(folder: Path, step: int | None = None) -> Recording | None:
     """Return the rollouts of a step, by default the last; None if the folder has no file of rollouts."""
-    file = next((folder / name for name in RECORDS if (folder / name).is_file()), None)
+    file = next((folder / name for name in (layout.ROLLOUTS, layout.SAMPLES) if (folder / name).is_file()), None)
     if file is None:
         return None
-    rollouts: list[Recorded] = []
     steps: set[int] = set()
     notes: list[str] = []
-    last: int | None = None
-    for row in records(file, partial(_recorded, has_step=file.name == layout.ROLLOUTS), notes):
-        if row.step is not None:
-            steps.add(row.step)
-            if last is None or row.step > last:
-                last = row.step
-                rollouts = rollouts if step is not None else []
-        if row.step == (last if step is None else step):
+    rollouts: list[Recorded] = []
+    for row in records(file, _evaluated if file.name == layout.SAMPLES else _recorded, notes):
+        if row.step is not None and step is None and row.step > max(steps, default=-1):
+            rollouts.clear()
+        steps |= set() if row.step is None else {row.step}
+        if row.step == (max(steps, default=None) if step is None else step):
             rollouts.append(row)
-    return Recording(file, last if step is None else step, tuple(rollouts), tuple(sorted(steps)), tuple(notes))
-
-
-def ranked(rollouts: Sequence[Recorded]) -> list[Recorded]:
-    """Sort from the highest reward to the lowest, those without a number last."""
-    return sorted(rollouts, key=lambda row: -math.inf if math.isnan(row.reward) else row.reward, reverse=True)
+    shown = max(steps, default=None) if step is None else step
+    return Recording(file, shown, tuple(rollouts), tuple(sorted(steps)), tuple(notes))
 
 
 def extremes(rollouts: Sequence[Recorded], best: int, worst: int) -> list[Recorded]:
     """Return the `best` highest rewards, then the `worst` lowest, each rollout once."""
-    order = ranked(rollouts)
+    order = sorted(rollouts, key=lambda row: -math.inf if math.isnan(row.reward) else row.reward, reverse=True)
     return order[:best] + order[max(best, len(order) - worst) :]
 
 
@@ -93,11 +83,10 @@ def by_prompt(rollouts: Sequence[Recorded]) -> dict[str, list[Recorded]]:
 def facts(row: Recorded) -> list[str]:
     """Return a rollout in words: its reward and its parts, advantage, length, and whether it was kept."""
     parts = ", ".join(f"{plain(name)} {value:g}" for name, value in row.parts.items())
-    told = [f"reward {row.reward:g}" + (f" ({parts})" if parts else "")]
-    told += [f"advantage {row.advantage:+.3g}"] if row.advantage is not None else []
-    told += [f"{row.length} tokens, {plain(row.finish)}"] if row.length is not None else []
-    fate = "kept" if row.kept else plain(row.reason) if row.step is None else f"dropped: {plain(row.reason)}"
-    return [*told, fate]
+    words = [f"reward {row.reward:g}" + (f" ({parts})" if parts else "")]
+    words += [f"advantage {row.advantage:+.3g}"] if row.advantage is not None else []
+    words += [f"{row.length} tokens, {plain(row.finish)}"] if row.length is not None else []
+    return [*words, "kept" if row.kept else plain(row.reason) if row.step is None else f"dropped: {plain(row.reason)}"]
 
 
 def visible(text: str) -> str:
@@ -109,13 +98,16 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
-def _recorded(line: bytes, has_step: bool) -> Recorded:
+def _evaluated(line: bytes) -> Recorded:
+    return _recorded(line, has_step=False)
+
+
+def _recorded(line: bytes, has_step: bool = True) -> Recorded:
     """Return one row. ValueError, TypeError, KeyError, AttributeError or OverflowError for any other line."""
     row: dict[str, Any] = {"answer": "", "finish": "", "reason": "", **json.loads(line)}
     texts = {name: row[name] for name in ("prompt_id", "prompt", "reply", "answer", "finish", "reason")}
     whole = {"sample": row["sample"], "step": row["step"] if has_step else None, "length": row.get("length")}
-    numbers = [number for number in whole.values() if number is not None]
-    if not all(isinstance(text, str) for text in texts.values()) or not all(type(number) is int for number in numbers):
+    if not all(type(text) is str for text in texts.values()) or {*map(type, whole.values())} - {int, type(None)}:
         raise TypeError("another type")
     return Recorded(
         **texts,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.ranges import OneOf
-from grpo_cli.types import Verdict
+from grpo_cli.types import Batch, Verdict
 
 # As in verl and slime: exp(20) = 5e8 is larger than any useful weight, and a longer product would overflow.
 MAX_LOG_RATIO = 20.0
@@ -90,33 +90,24 @@ class Correct:
     def _has_band(self) -> bool:
         return self.mask_low is not None or self.mask_high is not None
 
-    def __call__(
-        self,
-        sampler_logprobs: Float[Tensor, "B T"],
-        policy_logprobs: Float[Tensor, "B T"],
-        mask: Bool[Tensor, "B T"],
-        advantages: Float[Tensor, "B *each"],
-    ) -> Verdict:
-        """All rows are judged at once: batch normalisation and quantiles are over all of them.
+    def __call__(self, batch: Batch, policy_logprobs: Float[Tensor, "N"]) -> Verdict:
+        """Judge all rows at once: batch normalisation and quantiles are over all of them.
 
         A row adds to the policy loss if and only if one of its weights is positive.
         """
-        check_sampler(sampler_logprobs, mask)
-        log_ratio = log_sparsity_ratio(sampler_logprobs, policy_logprobs, mask)
-        vetoed = self._vetoed(log_ratio)
-        kept = mask & ~vetoed[:, None] & self._in_band(log_ratio)
-        weights = self._weights(log_ratio, mask).masked_fill(~kept, 0.0)
-        flags = torch.stack([mask.any(dim=1), vetoed, kept.any(dim=1), (weights > 0).any(dim=1)], dim=1)
-        return Verdict(weights, kept, self._reasons(log_ratio, flags), mismatch_metrics(log_ratio, weights, kept, mask))
+        log_ratio, mask = log_sparsity_ratio(batch, policy_logprobs), batch.drawn_mask
+        vetoed = self._vetoed(batch, log_ratio)
+        kept = mask & ~batch.spread(vetoed) & self._in_band(log_ratio)
+        weights = self._weights(batch, log_ratio).masked_fill(~kept, 0.0)
+        flags = torch.stack([batch.any(mask), vetoed, batch.any(kept), batch.any(weights > 0)], dim=1)
+        reasons = self._reasons(batch, log_ratio, flags)
+        return Verdict(weights, kept, reasons, mismatch_metrics(batch, log_ratio, weights, kept))
 
-    def _reasons(self, log_ratio: Float[Tensor, "B T"], flags: Bool[Tensor, "B 4"]) -> tuple[str, ...]:
+    def _reasons(self, batch: Batch, log_ratio: Float[Tensor, "N"], flags: Bool[Tensor, "B 4"]) -> tuple[str, ...]:
         """In words for `rollouts.jsonl`; of each row the flags say whether it is answered, vetoed, left and trained."""
-        lowest = bounded_exp(log_ratio.amin(dim=1)).tolist()
-        product = bounded_exp(log_ratio.sum(dim=1)).tolist()
-        return tuple(
-            self._reason(*row, lowest=low, product=xi)
-            for row, low, xi in zip(flags.tolist(), lowest, product, strict=True)
-        )
+        lowest = torch.segment_reduce(log_ratio, "min", lengths=batch.lengths, unsafe=True, initial=0)
+        columns = flags.tolist(), bounded_exp(lowest).tolist(), bounded_exp(batch.sums(log_ratio)).tolist()
+        return tuple(self._reason(*row, lowest=low, product=xi) for row, low, xi in zip(*columns, strict=True))
 
     def _reason(self, answered: bool, vetoed: bool, left: bool, trained: bool, *, lowest: float, product: float) -> str:
         if trained:
@@ -129,26 +120,25 @@ class Correct:
             return f"mask: no token with xi in [{self.mask_low}, {self.mask_high}]"
         return f"importance: no weight in [{self.is_threshold_low}, {self.is_threshold}] (product of xi {product:.2g})"
 
-    def _vetoed(self, log_ratio: Float[Tensor, "B T"]) -> Bool[Tensor, " B"]:
-        """Sequences with an impossible token. Not clamped, so that any `veto` can be reached."""
-        if self.rejection == "none":
-            return torch.zeros(len(log_ratio), dtype=torch.bool, device=log_ratio.device)
-        return (log_ratio < math.log(self.veto)).any(dim=1)
+    def _vetoed(self, batch: Batch, log_ratio: Float[Tensor, "N"]) -> Bool[Tensor, "B"]:
+        """Return which sequences have an impossible token. Not clamped, so that any `veto` can be reached."""
+        veto = -math.inf if self.rejection == "none" else math.log(self.veto)
+        return batch.any(log_ratio < veto)
 
-    def _in_band(self, log_ratio: Float[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    def _in_band(self, log_ratio: Float[Tensor, "N"]) -> Bool[Tensor, "N"]:
         ratio = bounded_exp(log_ratio)
         low = -math.inf if self.mask_low is None else self.mask_low
         high = math.inf if self.mask_high is None else self.mask_high
         return ~((ratio < low) | (ratio > high))  # a NaN stays in, where the trainer's guard against bad steps sees it
 
-    def _weights(self, log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """The factor of each response token before any rejection."""
+    def _weights(self, batch: Batch, log_ratio: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
+        """Return the factor of each response token before any rejection."""
         if self.importance == "none":
             return torch.ones_like(log_ratio)
         if self.importance == "token":
-            weights, counted = bounded_exp(log_ratio), mask
-        else:  # one column: a weight per sequence
-            weights, counted = bounded_exp(log_ratio.sum(dim=1, keepdim=True)), mask.any(dim=1, keepdim=True)
+            weights, counted = bounded_exp(log_ratio), batch.drawn_mask
+        else:
+            weights, counted = bounded_exp(batch.sums(log_ratio)), batch.any(batch.drawn_mask)
         low = -math.inf if self.is_threshold_low is None else self.is_threshold_low
         high = math.inf if self.is_threshold is None else self.is_threshold
         if self.is_mode == "truncate":
@@ -157,32 +147,25 @@ class Correct:
             weights = weights.masked_fill((weights < low) | (weights > high), 0.0)
         if self.batch_normalise:
             weights = weights / masked_mean(weights, counted).clamp(min=torch.finfo(weights.dtype).tiny)
-        return weights.expand_as(log_ratio)
+        return weights if self.importance == "token" else batch.spread(weights)
 
 
-def log_sparsity_ratio(
-    sampler_logprobs: Float[Tensor, "B T"], policy_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
-    """log xi = log(dense old policy / sampler) of each response token, float32, 0 elsewhere, without gradient."""
-    difference = policy_logprobs.detach().float() - sampler_logprobs.detach().float()
-    return difference.masked_fill(~mask, 0.0)
-
-
-def check_sampler(sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> None:
-    missing = int((~sampler_logprobs.isfinite() & mask).sum())
+def log_sparsity_ratio(batch: Batch, policy_logprobs: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Return log xi = log(dense old policy / sampler) of each drawn token, float32, 0 elsewhere, without gradient.
+    UserError for a drawn token whose probability is not known."""
+    sampler, mask = batch.sampler_logprobs.detach().float(), batch.drawn_mask
+    missing = int((~sampler.isfinite() & mask).sum())
     if missing:
         raise UserError(
             f"the engine gave no finite sampler log-probability for {missing} of {int(mask.sum())} response tokens, so "
             "the mismatch cannot be known (recomputed ones would make every xi 1 and hide it): use an engine that "
             "reports the log-probability of each token it samples, such as engine=torch"
         )
+    return (policy_logprobs.detach().float() - sampler).masked_fill(~mask, 0.0)
 
 
 def mismatch_metrics(
-    log_ratio: Float[Tensor, "B T"],
-    weights: Float[Tensor, "B T"],
-    kept: Bool[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
+    batch: Batch, log_ratio: Float[Tensor, "N"], weights: Float[Tensor, "N"], kept: Bool[Tensor, "N"]
 ) -> Mapping[str, float]:
     """How far sampler and policy are apart, over all response tokens, and what the correction did about it.
 
@@ -191,19 +174,18 @@ def mismatch_metrics(
     tokens, that add nothing to the policy loss, whatever took them out. `weight_mean` is over tokens left in the mask.
     One transfer from the device for all of them. With no response token at all there is no mismatch.
     """
+    mask, trained = batch.drawn_mask, weights > 0
     token_log_ratios = log_ratio[mask]
     if not len(token_log_ratios):
         token_log_ratios = log_ratio.new_zeros(1)
     ratios = bounded_exp(token_log_ratios)
-    trained = weights > 0
-    answered = mask.any(dim=1)
     values = {
         "mismatch/ratio_mean": ratios.mean(),
         "mismatch/ratio_min": ratios.min(),
         "mismatch/log_ratio_q001": lower_quantile(token_log_ratios, 0.001),
         "mismatch/log_ratio_q01": lower_quantile(token_log_ratios, 0.01),
         "mismatch/kl": (ratios - 1 - token_log_ratios).mean(),
-        "mismatch/rejected": masked_mean((~trained.any(dim=1)).float(), answered),
+        "mismatch/rejected": masked_mean((~batch.any(trained)).float(), batch.any(mask)),
         "mismatch/masked_tokens": masked_mean((~trained).float(), mask),
         "mismatch/weight_mean": masked_mean(weights, kept),
     }

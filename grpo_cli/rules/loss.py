@@ -36,9 +36,9 @@ _MAX_LOG_RATIO = 20.0
 class Terms:
     """What each token contributes, its policy ratio, and whether the clip acts on it."""
 
-    terms: Float[Tensor, "B T"]
-    ratio: Float[Tensor, "B T"]
-    clipped: Bool[Tensor, "B T"]
+    terms: Float[Tensor, "N"]
+    ratio: Float[Tensor, "N"]
+    clipped: Bool[Tensor, "N"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,12 @@ class Clipped(ABC):
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
 
-    def __call__(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput:
+    @property
+    def needs_advantage(self) -> bool:
+        """True if a rollout whose advantages are all 0 adds nothing to the gradient."""
+        return not self.kl_coef
+
+    def __call__(self, logprobs: Float[Tensor, "N"], batch: Batch, totals: Totals) -> LossOutput:
         """Weights, KL, averages and metrics: what every variant does with its per-token terms.
 
         Metrics are detached tensors, so nothing waits for the device. The clip fraction and the ratio are means over
@@ -70,34 +75,34 @@ class Clipped(ABC):
         mask = batch.loss_mask
         said = self.terms(logprobs, batch)
         weighed = said.terms * batch.weights.detach().float()
-        loss = policy = aggregate(weighed, batch.loss_mask, totals, self.aggregation)
+        loss = policy = aggregate(weighed, batch, totals, self.aggregation)
         metrics = {
             "loss/policy": policy.detach(),
-            "loss/clip_fraction": aggregate(said.clipped.float(), mask, totals, "token"),
-            "loss/policy_ratio_mean": aggregate(said.ratio.detach(), mask, totals, "token"),
+            "loss/clip_fraction": aggregate(said.clipped.float(), batch, totals, "token"),
+            "loss/policy_ratio_mean": aggregate(said.ratio.detach(), batch, totals, "token"),
         }
         assert batch.ref_logprobs is not None or not self.needs_reference, (
             "a KL term without reference log-probabilities"
         )
         if batch.ref_logprobs is not None:
-            kl = aggregate(k3(logprobs, batch.ref_logprobs, mask), mask, totals, self.aggregation)
+            kl = aggregate(k3(logprobs, batch.ref_logprobs, mask), batch, totals, self.aggregation)
             metrics["loss/kl"] = kl.detach()
             if self.kl_coef:
                 loss = policy + self.kl_coef * kl
         return LossOutput(loss, metrics)
 
     @abstractmethod
-    def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
+    def terms(self, logprobs: Float[Tensor, "N"], batch: Batch) -> Terms:
         """What a variant says of each token; read only where `batch.loss_mask` is true."""
 
-    def pessimistic(self, ratio: Float[Tensor, "B T"], batch: Batch) -> Terms:
+    def pessimistic(self, ratio: Float[Tensor, "N"], batch: Batch) -> Terms:
         """PPO's terms, and where the clip takes the gradient away."""
-        advantage = batch.token_advantages.float()
+        advantage = batch.advantages.float()
         terms = -torch.minimum(ratio * advantage, self.bounded(ratio) * advantage)
         above, below = ratio > 1 + self.clip_high, ratio < 1 - self.clip_low
         return Terms(terms, ratio, (above & (advantage > 0)) | (below & (advantage < 0)))
 
-    def bounded(self, ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    def bounded(self, ratio: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
         return ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
 
 
@@ -108,24 +113,22 @@ class Grpo(Clipped):
     rho is 1 with a gradient, and the clip never acts.
     """
 
-    def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
+    def terms(self, logprobs: Float[Tensor, "N"], batch: Batch) -> Terms:
         return self.pessimistic(bounded_ratio(log_policy_ratio(logprobs, batch)), batch)
 
 
-def aggregate(
-    values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], totals: Totals, aggregation: str
-) -> Float[Tensor, ""]:
-    """This batch's share of the mean of `values` over the tokens in `mask` (see the module for the three means)."""
-    masked = values.masked_fill(~mask, 0.0)
+def aggregate(values: Float[Tensor, "N"], batch: Batch, totals: Totals, aggregation: str) -> Float[Tensor, ""]:
+    """Return this batch's share of the mean of `values` over the tokens in the loss (see the module for the means)."""
+    masked = values.masked_fill(~batch.loss_mask, 0.0)
     if aggregation == "sequence":
-        means = masked.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+        means = batch.sums(masked) / batch.sums(batch.loss_mask).clamp(min=1)
         return means.sum() / max(totals.sequences, 1)
     if aggregation == "token":
         return masked.sum() / max(totals.tokens, 1)
     return masked.sum() / max(totals.sequences * totals.max_new_tokens, 1)
 
 
-def log_policy_ratio(logprobs: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, "B T"]:
+def log_policy_ratio(logprobs: Float[Tensor, "N"], batch: Batch) -> Float[Tensor, "N"]:
     """log(learner / old policy), 0 outside the loss mask; the learner itself is the old policy until it has moved."""
     learner = masked_float(logprobs, batch.loss_mask)
     if batch.policy_logprobs is None:
@@ -133,18 +136,16 @@ def log_policy_ratio(logprobs: Float[Tensor, "B T"], batch: Batch) -> Float[Tens
     return learner - masked_float(batch.policy_logprobs, batch.loss_mask).detach()
 
 
-def k3(
-    logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
+def k3(logprobs: Float[Tensor, "N"], ref_logprobs: Float[Tensor, "N"], mask: Bool[Tensor, "N"]) -> Float[Tensor, "N"]:
     """Schulman's k3 estimator of KL(learner || reference): exp(d) - d - 1 >= 0 with d = log(reference / learner)."""
     difference = masked_float(ref_logprobs, mask).detach() - masked_float(logprobs, mask)
     return bounded_ratio(difference) - difference - 1
 
 
-def bounded_ratio(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def bounded_ratio(log_ratio: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
-def masked_float(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def masked_float(values: Float[Tensor, "N"], mask: Bool[Tensor, "N"]) -> Float[Tensor, "N"]:
     """In float32, 0 outside the mask before anything is computed: what padding holds (-inf, NaN) cannot leak."""
     return values.float().masked_fill(~mask, 0.0)

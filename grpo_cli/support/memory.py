@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -27,117 +26,6 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages(tensors).values())
-
-
-class PhasePeaks:
-    """Peak memory of each phase. `phase` is called with the open spans (`WallMeter(on_phase=...)`).
-
-    A reading at a transition belongs to the phases open before it. A phase that closes and reopens is one phase, so
-    that all decode steps of a rollout cost one reading.
-    """
-
-    def __init__(self, read: Callable[[], int]) -> None:
-        """`read` gives the peak since it was last called, in bytes."""
-        self._read = read
-        self._names: tuple[str, ...] = ()
-        self._peaks: dict[str, int] = {}
-
-    def phase(self, names: tuple[str, ...]) -> None:
-        if names and names in (self._names, self._names[:-1]):
-            return  # the innermost phase has closed or reopened
-        self._settle()
-        self._names = names
-
-    def take(self) -> Mapping[str, int]:
-        """Bytes by name of phase since the last `take`."""
-        self._settle()
-        peaks, self._peaks = self._peaks, {}
-        return peaks
-
-    def _settle(self) -> None:
-        peak = self._read()
-        for name in self._names:
-            self._peaks[name] = max(self._peaks.get(name, 0), peak)
-
-
-class ResidentPeak:
-    """Peak resident memory of this process and its children since the last `read`.
-
-    A thread samples every `interval` seconds; if the kernel's high-water mark of this process has risen it counts too,
-    so that the highest peak is never missed. Shared pages count in each process.
-    """
-
-    def __init__(self, interval: float = 0.05) -> None:
-        self._interval = interval
-        self._process = psutil.Process()
-        self._children: Sequence[psutil.Process] = ()
-        self._next_look = 0.0
-        self._stopped = threading.Event()
-        self._lock = threading.Lock()
-        self._peak = 0
-        self._mark = peak_bytes()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> ResidentPeak:
-        self._look_for_children()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def read(self) -> int:
-        self._sample()
-        mark = peak_bytes()
-        with self._lock:
-            peak, self._peak = self._peak, 0
-        if mark > self._mark:
-            self._mark = mark
-            peak = max(peak, mark + self._of_children())
-        return peak
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(self._interval):
-            if time.monotonic() > self._next_look:
-                self._look_for_children()
-            self._sample()
-
-    def _look_for_children(self) -> None:
-        """Takes a hundred times as long as the rest."""
-        self._children = self._process.children(recursive=True)
-        self._next_look = time.monotonic() + 5.0
-
-    def _sample(self) -> None:
-        resident = self._process.memory_info().rss + self._of_children()
-        with self._lock:
-            self._peak = max(self._peak, resident)
-
-    def _of_children(self) -> int:
-        total = 0
-        for child in self._children:
-            with suppress(psutil.NoSuchProcess):
-                total += child.memory_info().rss
-        return total
-
-
-class AllocatedPeak:
-    """Peak of the CUDA allocator's allocations since the last `read`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __enter__(self) -> AllocatedPeak:
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def read(self) -> int:
-        peak = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return peak
 
 
 # Freed memory that a process may keep, of all that it may use. What was returned to the system is handed out again
@@ -205,11 +93,6 @@ def free_bytes(device: torch.device) -> int:
     return min([int(psutil.virtual_memory().available), *(group.limit - group.used for group in _control_groups())])
 
 
-# Files of a control group: limit, usage, and the key of cached files in it, for versions 1 and 2.
-_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-_V2 = "memory.max", "memory.current", "inactive_file"
-
-
 @dataclass(frozen=True)
 class ControlGroup:
     """Its limit and what counts towards it, in bytes; cached files, which give way, do not count here."""
@@ -221,20 +104,19 @@ class ControlGroup:
 def _control_groups(
     own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[ControlGroup]:
-    """The process's control groups that limit memory, and their parents. In a container the paths may not exist, the
-    root being its group."""
+    """Yield the process's control groups that limit memory, and their parents. In a container the paths may not exist,
+    the root being its group."""
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers:  # of version 1
             continue
-        limit, used, cached = _V1 if controllers else _V2
-        top = root / "memory" if controllers else root
-        inner = top / path.lstrip("/")
+        inner = root / path.lstrip("/")
         for group in (inner, *inner.parents):
-            if group.is_relative_to(top) and (group / limit).exists() and (group / limit).read_text().strip() != "max":
+            limit = group / "memory.max"
+            if group.is_relative_to(root) and limit.exists() and limit.read_text().strip() != "max":
                 files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                held = int((group / used).read_text()) - int(files.get(cached, 0))
-                yield ControlGroup(int((group / limit).read_text()), held)
+                held = int((group / "memory.current").read_text()) - int(files.get("inactive_file", 0))
+                yield ControlGroup(int(limit.read_text()), held)
 
 
 def resident_bytes() -> int:
@@ -258,6 +140,15 @@ def peak_bytes(device: torch.device | str = "cpu") -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def start_peak(device: torch.device) -> None:
+    """Count the peak from here on. Only Linux can for a process; elsewhere the peak is that of its whole life."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
 
 
 def reserved_bytes(device: torch.device) -> dict[str, int]:
@@ -318,22 +209,11 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     if "during capture" in str(error) and error.__context__ is not None:
         return is_out_of_memory(error.__context__)
-    return any(sign in str(error) for sign in _OUT_OF_MEMORY)
+    return re.search(_OUT_OF_MEMORY, str(error)) is not None
 
 
-# Messages of the allocator; the driver and the runtime; cuBLAS, cuDNN and cuSOLVER; the host's allocator.
-_OUT_OF_MEMORY = (
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUDA driver error: out of memory",
-    "cudaErrorMemoryAllocation",
-    "CUDA_ERROR_OUT_OF_MEMORY",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-    "DefaultCPUAllocator",
-)
+# In messages of the allocator, the driver and the runtime; of cuBLAS, cuDNN and cuSOLVER; of the host's allocator.
+_OUT_OF_MEMORY = "out of memory|MemoryAllocation|OUT_OF_MEMORY|ALLOC_FAILED|ALLOCATION_FAILED|DefaultCPUAllocator"
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -1,5 +1,5 @@
 """Settings of numerical libraries, through environment variables that they read once: call `settle` before torch
-computes anything, at best before it is loaded. Values set by the user are kept and logged.
+computes anything, at best before it is loaded. Values set by the user are kept.
 
 MKL_CBWR   MKL's strict reproducibility: a row of a float32 product has the same bits whatever the number of rows and
            threads. Documented (oneMKL's developer reference, "Reproducibility Conditions") for Intel's processors with
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from grpo_cli.support.errors import UserError
@@ -99,17 +99,3 @@ def strict_branch(environment: Mapping[str, str]) -> str | None:
     if extensions >= _AVX512 and not cut:
         return "AVX512,STRICT"
     return "AVX2,STRICT" if "avx2" in extensions else None
-
-
-def remarks(environment: Mapping[str, str], threads: int) -> Iterator[str]:
-    """Remarks on the user's own settings, given that torch computes with `threads` on the CPU."""
-    asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if asked and int(asked) != threads:
-        yield (
-            f"OMP_NUM_THREADS={asked} was asked for, and PyTorch computes with {threads}: MKL takes no more than the "
-            "processor has cores (MKL_DYNAMIC=FALSE makes it)"
-        )
-    strict, own = strict_branch(environment), environment.get("MKL_CBWR")
-    if own is not None and own != strict:
-        here = f" ({strict} would be set here)" if strict else ""
-        yield f"MKL_CBWR={own} in the environment stays as it is{here}; a value that MKL does not know is AUTO to it"

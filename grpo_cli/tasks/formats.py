@@ -1,6 +1,6 @@
 """Reward parts that look at a completion's form alone: thoughts and answer each between their tags, and its length.
 
-The published runs weigh them in different ways (see conf/README.md); each part lies between 0 and 1, `overlong` between
+The published runs weigh them in different ways (docs/cookbook.md); each part lies between 0 and 1, `overlong` between
 -1 and 0.
 """
 
@@ -17,7 +17,6 @@ from grpo_cli.types import Rollout
 OVERLONG = "overlong"
 OverlongTokens = Annotated[int | None, Field(ge=1)]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _OPENED, _TURNED = "<think>\n", "\n</think>\n<answer>\n"
 _CLOSED = re.compile(r"\n</answer>$", re.MULTILINE)
 _FROM_THOUGHT_TO_ANSWER = re.compile(r"</think>\s{0,8}<answer>")
@@ -49,16 +48,10 @@ def tag_count(text: str) -> float:
     return sum(text.count(tag) == 1 for tag in TAGS) / len(TAGS)
 
 
-def tag_lines(text: str) -> float:
-    """Return a quarter for each of the four tags that stands exactly once at the edge of its line, as in open-r1."""
-    return sum(text.count(tag) == 1 for tag in _TAG_LINES) / len(_TAG_LINES)
-
-
 FORMATS: Mapping[str, Callable[[str], float]] = {
     "format": strict_format,
     "format_soft": soft_format,
     "tag_count": tag_count,
-    "tag_lines": tag_lines,
 }
 
 

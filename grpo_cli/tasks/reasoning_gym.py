@@ -1,4 +1,4 @@
-"""Problems without a data set: the generators of the library `reasoning-gym` (arXiv 2505.24760), one or a mix of them.
+"""Problems without a data set: the generators of the library `reasoning-gym` (arXiv 2505.24760).
 
 The library makes and scores problems in processes of its own (`worker.py`), since it is slow to import, some of its
 problems depend on PYTHONHASHSEED, and a scorer that hangs on what a model wrote must be killed. Tasks whose scorers
@@ -10,16 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import count
+from itertools import count, islice
 from math import isfinite
-from random import Random
 from typing import Annotated, Any, Unpack
 
 from pydantic import Field
 
-from grpo_cli.support.errors import UserError, closest, refuse
+from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.extras import require
-from grpo_cli.support.formatting import is_a
 from grpo_cli.support.ranges import OneOf
 from grpo_cli.tasks.generated import EvalProblems, TrainProblems, is_held_out
 from grpo_cli.tasks.judges import GRADINGS, Weight
@@ -35,7 +33,7 @@ _EXECUTES = (
 REFUSED: Mapping[str, str] = {
     **{name: "its scorer executes the model's answer as Python" for name in _EXECUTES.split()},
     "complex_arithmetic": "its scorer accepts nan as the answer to everything",
-    "composite": "it is a mix of others: use task.mix",
+    "composite": "it is a mix of others",
     "game_of_life_halting": "its scorer reads any text but True as False",
 }
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -52,7 +50,7 @@ class GymWeights:
 
 
 class ReasoningGym(Speaks):
-    """The task. A prompt's id names the problem: `train-000012`, of a mix `gcd/train-000012`.
+    """The task. A prompt's id names the problem: `train-000012`.
 
     A problem is a function of its task, the config, its number and the seed, on which `eval` does not depend; a hash of
     its question says whether it is held out. A reward has the parts `correct` (a score of 1), `score`, `format` (there
@@ -65,7 +63,6 @@ class ReasoningGym(Speaks):
         seed: int,
         *,
         name: str | None,
-        mix: Mapping[str, Any] | None,
         config: Mapping[str, Any] | None,
         few_shot: Annotated[int, Field(ge=0)],
         grading: Annotated[str, OneOf(tuple(GRADINGS))],
@@ -81,13 +78,12 @@ class ReasoningGym(Speaks):
     ) -> None:
         require("reasoning_gym", "task=reasoning_gym")
         self._workers, self._seconds = Workers("gym", judge_workers, judge_seconds), judge_seconds
-        self._is_mix, (self._shares, self._configs) = mix is not None, _shares(name, mix, config or {})
+        self._name, self._config = name or "", dict(config or {})
         self._check()
         self._seed, self._strict, self._weights = seed, grading == "strict", asdict(weights)
-        self._most_tokens, self._cut = max_prompt_tokens, set[str]()
+        self._most_tokens, self._has_cut = max_prompt_tokens, False
         self._talk(tokenizer, turns, chat_defaults, warn)
-        self._shown = {task: self._examples(task, few_shot) for task in self._shares}
-        self._puts = {task: replace(self._prompting, examples=shown) for task, shown in self._shown.items()}
+        self._prompting = replace(self._prompting, examples=self._examples(few_shot))
         self._train = MadePrompts(self._train_prompt, train_problems)
         self._eval = self._held_out(eval_problems)
         self._train_prompt(0)  # to find mistakes at once
@@ -113,8 +109,8 @@ class ReasoningGym(Speaks):
         return rewards
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
-        where = self._named(prompt.id)
-        return {"task": where["task"], "question": self._made([where])[0]["question"], "answer": prompt.answer}
+        question = self._made([self._named(prompt.id)])[0]["question"]
+        return {"task": self._name, "question": question, "answer": prompt.answer}
 
     def _answer(self, text: str) -> str | None:
         """Return the text between the last tags; without tags all of it, or nothing under strict grading."""
@@ -122,41 +118,31 @@ class ReasoningGym(Speaks):
         return marked[-1].strip() if marked else None if self._strict else text.strip()
 
     def _train_prompt(self, index: int) -> Prompt:
-        names, shares = zip(*self._shares.items(), strict=True)
-        (task,) = Random(f"mix/{self._seed}/{index}").choices(names, shares)
         for number in range(index, index + _IN_VAIN * len(self._train), len(self._train)):
-            if prompt := self._prompt(task, "train", number, self._made([self._where(task, "train", number)])[0]):
+            if prompt := self._prompt("train", number, self._made([self._where("train", number)])[0]):
                 return prompt
         raise UserError(
-            f"task=reasoning_gym found no problem of {task} to train on: all are held out, or have more than "
+            f"task=reasoning_gym found no problem of {self._name} to train on: all are held out, or have more than "
             f"{self._most_tokens} tokens; see task.config"
         )
 
     def _held_out(self, wanted: int) -> list[Prompt]:
-        """Return the eval split: every prefix of it has the tasks of a mix in their shares."""
-        sources, found = {task: self._eval_of(task) for task in self._shares}, list[Prompt]()
-        taken = dict.fromkeys(sources, 0)
-        while sources and len(found) < wanted:
-            task = max(sources, key=lambda task: self._shares[task] / (taken[task] + 1))
-            taken[task] += 1
-            if prompt := next(sources[task], None):
-                found.append(prompt)
-            else:
-                del sources[task]
+        """Return the eval split."""
+        found = [*islice(self._different(), wanted)]
         if not found:
             fit = "" if self._most_tokens is None else f" of at most {self._most_tokens} tokens"
-            raise UserError(f"{' and '.join(self._shares)}: found no problem{fit} to evaluate on; see task.config")
+            raise UserError(f"{self._name}: found no problem{fit} to evaluate on; see task.config")
         if len(found) < wanted:
             self._warn(f"task.eval_problems={wanted}, but only {len(found)} different held-out problems were found")
         return found
 
-    def _eval_of(self, task: str) -> Iterator[Prompt]:
+    def _different(self) -> Iterator[Prompt]:
         seen, in_vain, size = set[tuple[int, ...]](), 0, 8
         for start in count(0, size):
             numbers = range(start, start + size)
-            made = self._made([self._where(task, "eval", number) for number in numbers])
+            made = self._made([self._where("eval", number) for number in numbers])
             for number, entry in zip(numbers, made, strict=True):
-                prompt = self._prompt(task, "eval", number, entry)
+                prompt = self._prompt("eval", number, entry)
                 if prompt and prompt.token_ids not in seen:
                     seen.add(prompt.token_ids)
                     in_vain = 0
@@ -164,36 +150,35 @@ class ReasoningGym(Speaks):
                 elif (in_vain := in_vain + 1) == _IN_VAIN:
                     return
 
-    def _prompt(self, task: str, split: str, number: int, made: Reply) -> Prompt | None:
+    def _prompt(self, split: str, number: int, made: Reply) -> Prompt | None:
         """Build a prompt; None if the problem belongs to the other split, is an example, or is too long."""
         question = made["question"]
-        if is_held_out(question, one_in=4) != (split == "eval") or question in dict(self._shown[task]):
+        if is_held_out(question, one_in=4) != (split == "eval") or question in dict(self._prompting.examples):
             return None
-        token_ids = self._puts[task].encode(question)
+        token_ids = self._prompting.encode(question)
         if self._most_tokens is not None and len(token_ids) > self._most_tokens:
-            if task not in self._cut:
-                self._warn(f"problems of {task} with more than {self._most_tokens} tokens are left out")
-            self._cut.add(task)
+            if not self._has_cut:
+                self._warn(f"problems of {self._name} with more than {self._most_tokens} tokens are left out")
+            self._has_cut = True
             return None
-        return Prompt(f"{task}/" * self._is_mix + f"{split}-{number:06d}", token_ids, made["answer"])
+        return Prompt(f"{split}-{number:06d}", token_ids, made["answer"])
 
-    def _examples(self, task: str, wanted: int) -> tuple[tuple[str, str], ...]:
+    def _examples(self, wanted: int) -> tuple[tuple[str, str], ...]:
         """Return solved problems, in neither split, to show before the question."""
-        made = self._made([self._where(task, "shown", number) for number in range(8 * wanted)])
+        made = self._made([self._where("shown", number) for number in range(8 * wanted)])
         fit = {one["question"]: one["answer"] for one in made if one["answer"] and not is_held_out(one["question"], 4)}
         if len(fit) < wanted:
-            raise UserError(f"task.few_shot={wanted}, but {task} has only {len(fit)} solved problems to show: lower it")
+            raise UserError(f"task.few_shot={wanted}, but {self._name} has only {len(fit)} solved problems: lower it")
         return tuple((question, f"<answer>{answer}</answer>") for question, answer in [*fit.items()][:wanted])
 
-    def _where(self, task: str, split: str, number: int) -> Question:
+    def _where(self, split: str, number: int) -> Question:
         """Return what identifies a problem for the worker process."""
         stream = f"train/{self._seed}" if split == "train" else split
-        return {"task": task, "config": self._configs.get(task, {}), "seed": stream, "index": number}
+        return {"task": self._name, "config": self._config, "seed": stream, "index": number}
 
     def _named(self, prompt_id: str) -> Question:
-        task, _, name = prompt_id.rpartition("/")
-        split, _, number = name.partition("-")
-        return self._where(task or next(iter(self._shares)), split, int(number))
+        split, _, number = prompt_id.partition("-")
+        return self._where(split, int(number))
 
     def _made(self, wanted: Sequence[Question]) -> list[Reply]:
         replies = self._workers.ask(wanted)
@@ -205,21 +190,18 @@ class ReasoningGym(Speaks):
         return replies
 
     def _check(self) -> None:
-        """Raise UserError for tasks that do not exist, are refused, or reject their config."""
-        problems: list[str] = []
-        asked = [{"check": task, "config": self._configs.get(task, {})} for task in self._shares]
-        for task, reply in zip(self._shares, self._workers.ask(asked), strict=True):
-            key = f"task.config.{task}" if self._is_mix else "task.config"
-            if task in REFUSED:
-                problems.append(f"task=reasoning_gym does not take {task}: {REFUSED[task]}")
-            elif names := set(reply.get("names", ())) - REFUSED.keys():
-                problems.append(f"reasoning-gym has no task {task}{closest(task, names)}; it has {_listed(names)}")
-            elif words := reply.get("words"):
-                word = reply["unknown"]
-                problems.append(f"{key}.{word} is no setting of {task}{closest(word, words)}; it has {_listed(words)}")
-            elif reply:
-                problems.append(f"{task} does not accept {key}: {reply.get('refused', reply)}")
-        refuse(problems)
+        """Raise UserError for a task that does not exist, is refused, or rejects its config."""
+        task = self._name
+        (reply,) = self._workers.ask([{"check": task, "config": self._config}])
+        if task in REFUSED:
+            raise UserError(f"task=reasoning_gym does not take task.name={task}: {REFUSED[task]}")
+        if names := set(reply.get("names", ())) - REFUSED.keys():
+            raise UserError(f"reasoning-gym has no task.name={task}{closest(task, names)}; it has {_listed(names)}")
+        if words := reply.get("words"):
+            word = reply["unknown"]
+            raise UserError(f"task.config.{word} is unknown to {task}{closest(word, words)}; it has {_listed(words)}")
+        if reply:
+            raise UserError(f"{task} does not accept task.config: {reply.get('refused', reply)}")
 
 
 def library_names() -> list[str]:
@@ -230,23 +212,3 @@ def library_names() -> list[str]:
 
 def _listed(words: Any) -> str:
     return ", ".join(sorted(words)) or "none"
-
-
-def _shares(
-    name: str | None, mix: Mapping[str, Any] | None, config: Mapping[str, Any]
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return each task's share of the problems and its config: all of `config` if there is only one task."""
-    if not mix or name is not None:
-        if mix is not None or name is None:
-            raise UserError("task=reasoning_gym needs one task, task.name=chain_sum, or a mix: task.mix={gcd:2,lcm:1}")
-        return {name: 1.0}, {name: dict(config)}
-    refuse(
-        [
-            f"task.mix.{task}={share} must be a finite number above 0"
-            for task, share in mix.items()
-            if not is_a(float, share) or not 0 < share < float("inf")
-        ]
-        + [f"task.config.{task} names no task of the mix{closest(task, mix)}" for task in config if task not in mix]
-        + [f"task.config.{task} must be a group of settings" for task, it in config.items() if not isinstance(it, dict)]
-    )
-    return {str(task): float(share) for task, share in mix.items()}, dict(config)

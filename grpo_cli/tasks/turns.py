@@ -156,13 +156,6 @@ def _text(value: Any) -> str:
     return text
 
 
-# The methods that answer a turn, with the messages in what each returns: text, or None; and as in skyrl-gym.
-_READS: Mapping[str, Callable[[Any], list[str] | None]] = {
-    "step": lambda value: None if value["done"] else [_text(one["content"]) for one in value["observations"]],
-    "respond": lambda value: None if value is None else [_text(value)],
-}
-
-
 class Environment:
     """Functions that the model may call: what answers a turn, from its text, the prompt and its row."""
 
@@ -197,17 +190,17 @@ def _called(
 
 
 class Episodes(Environment):
-    """Objects of a class as TRL takes it: `reset(**row)`, typed methods as tools; or with `step(turn)`, as in
-    skyrl-gym, or `respond(turn)`, which return what the model reads. Each episode has an object of its own."""
+    """Objects of a class as TRL takes it: `reset(**row)` and typed methods as tools, or `respond(turn)`, which returns
+    what the model reads, or None. Each episode has an object of its own."""
 
     def __init__(self, made: Any, name: str, seconds: float, thinks: bool) -> None:
         if not isinstance(made, type) or not callable(getattr(made, "reset", None)):
             raise UserError(f"{name} must be a class with reset(**row), as TRL takes one; functions are task.tools")
-        self._made, self._member = made, next((word for word in _READS if callable(getattr(made, word, None))), None)
-        kept = {"reset", "get_reward", "close", *_READS}
+        self._made, self._responds = made, callable(getattr(made, "respond", None))
+        kept = {"reset", "get_reward", "close"}
         found = [word for word, _ in inspect.getmembers(made, callable) if not word.startswith("_")]
-        self._methods = [word for word in found if word not in kept and self._member is None]
-        if self._member is None and not self._methods:
+        self._methods = [word for word in found if word not in kept and not self._responds]
+        if not self._responds and not self._methods:
             raise UserError(f"{name} has no method that answers: add typed methods as tools, or respond")
         instance = None
         if self._methods:
@@ -262,10 +255,11 @@ class Episodes(Environment):
         return _limited(begin, self._seconds, who)
 
     def _hear(self, instance: Any, turn: str, who: str) -> Reply:
-        if (member := self._member) is None:
+        if not self._responds:
             functions = {word: getattr(instance, word) for word in self._methods}
             return _called(functions, turn, self._thinks, self._seconds, who)
-        return _reply(member, lambda: getattr(instance, member)(turn), _READS[member], self._seconds, who)
+        read: Callable[[Any], Any] = lambda value: None if value is None else [_text(value)]  # noqa: E731
+        return _reply("respond", lambda: instance.respond(turn), read, self._seconds, who)
 
     def _replayed(self, row: Mapping[str, Any], turns: Sequence[str], who: str) -> tuple[Any, Reply]:
         instance, reply = self._begun(row, who)[0], Reply(None)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,12 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Qw
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.overrides import overrides
-from grpo_cli.engine.kv.cache import round_up
-from grpo_cli.memory.lengths import NEVER, lognormal
-from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, model_config
-from grpo_cli.settings import ModelSettings, RunSettings
+from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer
+from grpo_cli.settings import RunSettings
 from grpo_cli.types import Prompt, Request
 
 WARM_UP_TOKENS = 16
+NEVER = -1  # an end-of-sequence token that no model produces
 
 
 def _qwen2(vocabulary: int, *sizes: int) -> PreTrainedConfig:
@@ -117,7 +117,6 @@ class Ran:
     lengths: Sequence[int]
     steps: int
     kv_bytes: int
-    details: Mapping[str, float] = field(default_factory=dict)  # what an engine says besides
 
 
 Run = Callable[[Sequence[Request]], Ran]
@@ -138,6 +137,16 @@ def make_work(case: Case) -> Work:
         limits = lognormal(len(requests), longest, longest / 4, case.cv, case.seed)
         requests = [with_limit(request, limit) for request, limit in zip(requests, limits, strict=True)]
     return Work(requests, eos if case.lengths == "natural" else (NEVER,))
+
+
+def lognormal(count: int, longest: int, mean: float, cv: float, seed: int) -> list[int]:
+    """`count` lengths up to `longest`: quantiles of a log-normal distribution with this mean and coefficient of
+    variation, shuffled by the seed."""
+    sigma = np.sqrt(np.log1p(cv**2))
+    normal = np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)])
+    lengths = np.exp(np.log(mean) - sigma**2 / 2 + sigma * normal)
+    shuffled = np.random.default_rng(seed).permutation(np.clip(np.rint(lengths), 1, longest))
+    return shuffled.astype(int).tolist()
 
 
 def _task_prompts(case: Case) -> tuple[list[Prompt], tuple[int, ...]]:
@@ -162,16 +171,6 @@ def ours(*given: Any) -> Run:
     return _run_by(_engine(case, work.eos, *words))
 
 
-def under(policy: str, case: Case, work: Work, stack: ExitStack) -> Run:
-    """Decoding in slots with half of the memory that completions at the limit need, a quarter of it as the buffer."""
-    room = case.max_new_tokens // 2
-    budget, buffer = room - room // 4, room // 4
-    window = budget // 2 if policy == "h2o" else 8
-    values = {"budget": budget, "buffer": buffer, "window": window}
-    words = [f"sparsity.{key}={value}" for key, value in values.items()] if policy != "dense" else []
-    return _run_by(_engine(case, work.eos, "sampler=infinite", f"sparsity={policy}", *words))
-
-
 def _engine(case: Case, eos: Sequence[int], *words: str) -> Any:
     model = case.loaded()
     if case.lengths == "full":  # a longer context than it may have learnt; nobody reads what it says
@@ -184,29 +183,9 @@ def _run_by(engine: Any) -> Run:
     def run(requests: Sequence[Request]) -> Ran:
         lengths = [len(rollout) for rollout in engine.generate(requests)]
         stats = engine.stats()
-        return Ran(lengths, stats.decode_steps, stats.kv_peak_bytes, stats.details)
+        return Ran(lengths, stats.decode_steps, stats.kv_peak_bytes)
 
     return run
-
-
-def reserved_bytes(settings: ModelSettings, slots: int, tokens: int, prompts: int, prompt: int) -> int:
-    """What the keys and values of `slots` completions at the limit and of all prompts take, in tiles of 64."""
-    config = model_config(settings)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    number = 2 if "bfloat16" in (settings.dtype, settings.autocast) else 4
-    token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * number
-    return token * (slots * round_up(tokens, 64) + prompts * round_up(prompt, 64))
-
-
-def budget_of(case: Case, work: Work) -> int:
-    longest = max(len(request.prompt.token_ids) for request in work.requests)
-    return reserved_bytes(case.settings.model, case.slots, case.max_new_tokens, case.prompts, longest)
-
-
-def budgeted(case: Case, work: Work, stack: ExitStack) -> Run:
-    """As many rows as there is room for where that many slots would be reserved."""
-    budget = f"sampler.kv_budget={budget_of(case, work)}"
-    return _run_by(_engine(case, work.eos, "sampler=infinite", "sampler.slots=null", budget))
 
 
 class Watch:
@@ -298,16 +277,13 @@ def vllm(word: str, case: Case, work: Work, stack: ExitStack) -> Run:
     return without_prompts
 
 
-POLICIES = ("dense", "streaming", "h2o", "snapkv", "rkv")
 ARMS: Mapping[str, Arm] = {
     "full": partial(ours, "sampler=full"),
     "micro": partial(ours, "sampler=micro"),
     "infinite": partial(ours, "sampler=infinite"),
     "infinite-graph": partial(ours, "sampler=infinite", "engine.cuda_graph=true"),
-    "budget": budgeted,
     "generate": partial(generate, False),
     "generate-slots": partial(generate, True),
     "vllm": partial(vllm, "sampler=full"),
     "vllm-slots": partial(vllm, "sampler=infinite"),
-    **{policy: partial(under, policy) for policy in POLICIES},
 }

@@ -195,21 +195,6 @@ def told(checks: Sequence[Check]) -> list[dict[str, Any]]:
     return [{k: v for k, v in asdict(c).items() if v not in (inf, -inf)} | {"holds": c.holds} for c in checks]
 
 
-# Metrics that are no function of the run: times, and what is measured of the machine.
-MEASURED = ("time/", "memory/", "speed/", "clock/")
-
-
-def lasting(folder: Path, not_the_same: tuple[str, ...] = MEASURED) -> dict[str, Any]:
-    """What two runs of the same settings agree in: the metrics of each step, and hashes of the last weights by file."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    last = max((folder / "checkpoints").iterdir(), key=lambda checkpoint: checkpoint.name)
-    files = {str(file.relative_to(last)): file for file in sorted(last.rglob("*.safetensors"))}
-    return {
-        "metrics": [{k: v for k, v in row.items() if not k.startswith(not_the_same)} for row in rows],
-        "weights": {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
-    }
-
-
 def document(args: argparse.Namespace, *packages: str) -> dict[str, Any]:
     """What figures depend on: the settings they were asked with, and the environment. Of files and folders the name:
     where they lie concerns one machine."""
@@ -252,26 +237,4 @@ def installed(name: str) -> str | None:
 
 def write(path: Path, value: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(as_json(value) + "\n", encoding="utf-8")
-
-
-def as_json(value: Any, indent: str = "") -> str:
-    """JSON in which what fits on a line stands on one, and a row of numbers always.
-
-    >>> print(as_json({"a": [1, 2], "b": {"c": "x" * 60, "d": "y" * 60}}).replace("x" * 60, "x").replace("y" * 60, "y"))
-    {
-     "a": [1, 2],
-     "b": {
-      "c": "x",
-      "d": "y"
-     }
-    }
-    """
-    text = json.dumps(value)
-    row = isinstance(value, list | tuple) and not any(isinstance(item, dict | list | tuple) for item in value)
-    if row or not isinstance(value, dict | list | tuple) or len(indent) + len(text) <= 110:
-        return text
-    pairs = value.items() if isinstance(value, dict) else ((None, item) for item in value)
-    lines = [("" if k is None else f"{json.dumps(str(k))}: ") + as_json(item, indent + " ") for k, item in pairs]
-    begin, end = "{}" if isinstance(value, dict) else "[]"
-    return f",\n{indent} ".join([f"{begin}\n{indent} {lines[0]}", *lines[1:]]) + f"\n{indent}{end}"
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -126,7 +126,7 @@ def sizes(words: Sequence[str]) -> tuple[int, int]:
     sys.path.append("")  # the current folder, as for `grpo`
     with a_folder() as place, chdir(place):
         settings = settings_of(*words, *LEAN)
-        step = Planner(prepare(settings, lambda line: None), torch.device("cpu"), 0).full
+        step = Planner.of(prepare(settings, lambda line: None), torch.device("cpu"), 0).full
     return step.tokens_of_update, len(step.rollouts.lengths)
 
 

@@ -1,8 +1,8 @@
-"""A pretrained model of 135 M parameters: rollouts, what a decode step could take, training, the KV cache.
+"""A pretrained model of 135 M parameters: rollouts, what a decode step could take, and training.
 
     scripts/get_smollm2.sh models/smollm2
     python scripts/bench/real.py --model models/smollm2 --data train.jsonl --json scripts/baselines/bench_real.json
-    python scripts/bench/real.py --parts rollout kv --precisions bfloat16 --rounds 1
+    python scripts/bench/real.py --parts rollout --precisions bfloat16 --rounds 1
     python scripts/bench/real.py --model grpo_cli/model/tiny --parts train --precisions float32
 
 Every measurement is a process of its own; arms take turns, and ratios are of what one round measured. With one thread
@@ -16,8 +16,6 @@ floor     our decode step beside the product floor: the linear layers of a step 
 train     rounds of 2 problems x 8 completions of up to 96 tokens (of the embedded model 16 x 16 of up to 128, on
           its own task), every weight trained; in float32 and autocast beside TRL's (the extra `bench`); peaks of all
           processes
-kv        128 completions of log-normal lengths, mean a quarter of the limit, with room (sampler.kv_budget) for 8 that
-          reserve the limit: ours by that budget, and in 8 slots
 """
 
 from __future__ import annotations
@@ -36,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import ARMS, Case, budget_of, make_work
+from arms import ARMS, Case, make_work
 from common import ROOT, Check, Figures, bench_parser, clock_of, engine_of, finish, in_a_process, parsed, rotated, show
-from rollout import HELD, KV, PEAK, PROCESSOR, SPEED, Row, measure, weights_folder
+from rollout import KV, PEAK, PROCESSOR, SPEED, Row, measure, weights_folder
 from step import PHASES, WAYS, measured
 
 from grpo_cli.engine.step.decoder import Padding
@@ -54,9 +52,9 @@ PRECISIONS = {
     "autocast": ("model.dtype=float32", "model.autocast=bfloat16"),
 }
 OVER_FLOOR = "step_over_floor"
-# Prompts, completions of each, tokens: of rollouts, of training, of the KV part.
-SIZES = {"rollout": (8, 8, 48), "train": (2, 8, 96), "kv": (8, 16, 256)}
-QUICK = {"rollout": (2, 2, 8), "train": (1, 2, 8), "kv": (1, 4, 32)}
+# Prompts, completions of each, tokens: of rollouts, of training.
+SIZES = {"rollout": (8, 8, 48), "train": (2, 8, 96)}
+QUICK = {"rollout": (2, 2, 8), "train": (1, 2, 8)}
 RATE = "rate"  # what ratios are of: tokens, or rounds of training, a second
 _MEMORY = {"KV MiB": (f"{KV}_mib", ",.0f"), "peak MiB": (f"{PEAK}_mib", ",.0f")}
 _SPEED = {"tokens/s": (SPEED, ",.0f"), "/CPU-s": (PROCESSOR, ",.0f")}
@@ -67,7 +65,6 @@ COLUMNS: Mapping[str, dict[str, tuple[str, str]]] = {
     "rollout": _SPEED | _MEMORY | _RATIO,
     "floor": _ROWS | {"step ms": ("step_ms", ".1f"), "floor ms": ("floor_ms", ".1f"), "over": (OVER_FLOOR, ".2f")},
     "train": _SECONDS | {phase: (phase, ".3g") for phase in PHASES} | _MEMORY | _RATIO,
-    "kv": _SPEED | _ROWS | {"held MiB": (f"{HELD}_mib", ",.0f")} | _MEMORY | _RATIO,
 }
 
 
@@ -156,10 +153,6 @@ def groups_of(args: argparse.Namespace, scratch: Path) -> Groups:
             lines = {"ours": Line("train grpo-cli", wanted)}
             lines["TRL"] = Line("train trl", wanted)
             found[f"train: {precision}"] = lines
-        if precision != "autocast":
-            wanted = case("kv", precision, lengths="forced", slots=2 if args.quick else 8)
-            lines = {"ours": Line("budget", wanted), "reserved": Line("infinite", wanted)}
-            found[f"kv: {precision}"] = lines
     if "rollout" in args.parts and not args.quick:
         folder = weights_folder("50m", "cpu", args.seed, scratch)
         random = dict(model="50m", folder=folder, prompts=1, n=32, lengths="forced", max_new_tokens=128)
@@ -198,7 +191,7 @@ def wanted_of(groups: Groups, title: str) -> list[Check]:
     """What is wanted of a group, as far as its arms have run."""
     part, lines = title.partition(":")[0], groups[title]
     ours = lines["ours"]
-    least = {"vLLM": 1.5, "generate": 3.0, "TRL": 3.0, "reserved": 1.5}
+    least = {"vLLM": 1.5, "generate": 3.0, "TRL": 3.0}
     # What it is, what was found, at least and at most.
     asked = [(f"speed over {arm}", ours.over(lines[arm], RATE), least[arm], inf) for arm in lines if arm in least]
     if title.startswith("rollout: autocast"):
@@ -209,12 +202,6 @@ def wanted_of(groups: Groups, title: str) -> list[Check]:
     if part == "train":
         asked.append(("peak, GiB", ours.median(PEAK) / 2**30, -inf, 4.0))
         asked.append(("peak over TRL's", ours.over(lines.get("TRL"), PEAK), -inf, 1.0))
-    if part == "kv":
-        asked += [(f"rows over {arm}", ours.over(lines[arm], "rows"), 2.0, inf) for arm in lines if arm != "ours"]
-        budget = budget_of(ours.case, make_work(ours.case))
-        asked.append(("KV over the budget", max(figures[KV] for figures in ours.rounds) / budget, -inf, 1.0))
-        if HELD in ours.rounds[0]:
-            asked.append(("KV given out over held", ours.median(KV) / ours.median(HELD), -inf, 1.3))
     return [Check(f"{title}: {words}", found, *bounds) for words, found, *bounds in asked if found is not None]
 
 
@@ -223,7 +210,7 @@ def show_part(groups: Groups, part: str) -> None:
     for title, lines in groups.items():
         for arm, line in lines.items() if title.startswith(f"{part}:") else ():
             figures = {name: line.median(name) for name in line.rounds[0]} if line.rounds else {}
-            figures |= {f"{name}_mib": figures[name] / 2**20 for name in (KV, PEAK, HELD) if name in figures}
+            figures |= {f"{name}_mib": figures[name] / 2**20 for name in (KV, PEAK) if name in figures}
             found_ratio = lines["ours"].over(line, RATE) if arm != "ours" else None
             figures |= {} if found_ratio is None else {"ratio": found_ratio}
             found[f"{title.partition(': ')[2]}: {arm}"] = figures
@@ -231,7 +218,7 @@ def show_part(groups: Groups, part: str) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parts = ("rollout", "floor", "train", "kv")
+    parts = ("rollout", "floor", "train")
     parser = bench_parser(__doc__, rounds=3, threads=1)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2", help="its folder")
     parser.add_argument("--data", type=Path, help="GSM8K's training problems, JSONL")

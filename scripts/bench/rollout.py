@@ -1,8 +1,6 @@
 """Rollouts side by side on the same weights, prompts and lengths: our samplers, `transformers` and vLLM.
 
     python scripts/bench/rollout.py --prompts 16 --n 16 --slots 64 --json out.json
-    python scripts/bench/rollout.py --case n512         # process peak of n=512 in 16 slots, KV peak at slots = n/4
-    python scripts/bench/rollout.py --case sparsity     # decoding under eviction, with half of the keys, beside dense
 
 Arms: `full`, `micro`, `infinite`, on a GPU `infinite-graph`; `generate` of `transformers` (everything in one padded
 batch); `vllm` where it is installed. The last two also as `<arm>-slots`, with only `slots` rows at a time.
@@ -29,9 +27,9 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,7 @@ import numpy as np
 import psutil
 import torch
 import transformers
-from arms import ARMS, POLICIES, SHAPES, WARM_UP_TOKENS, Case, Ran, make_work
+from arms import ARMS, SHAPES, WARM_UP_TOKENS, Case, Ran, make_work
 from common import Figures, bench_parser, clocked, finish, in_a_process, over, parsed, show
 from transformers import AutoModelForCausalLM
 
@@ -48,7 +46,6 @@ from grpo_cli.support.memory import peak_bytes
 
 DEFAULT_ARMS = ("full", "micro", "infinite", "generate", "generate-slots", "vllm")
 SPEED, PROCESSOR, KV, PEAK = "tokens_per_second", "tokens_per_cpu_second", "kv_peak_bytes", "peak_bytes"
-HELD = "engine/kv_held_bytes"  # of keys and values in use when most were given out, where an engine tells
 COLUMNS = {
     "tokens/s": (SPEED, ",.0f"),
     "/CPU-s": (PROCESSOR, ",.0f"),
@@ -120,7 +117,6 @@ def _of_one(ran: Ran, clock: Figures) -> Figures:
         "seconds": clock["seconds"],
         "tokens": int(lengths.sum()),
         "steps": ran.steps,
-        **{name: value for name, value in ran.details.items() if name == HELD},
         "length_mean": float(lengths.mean()),
         "length_cv": float(lengths.std() / lengths.mean()),
         "length_max": int(lengths.max()),
@@ -154,16 +150,6 @@ def measure_in_a_process(row: Row, folder: Path) -> None:
 def side_by_side(case: Case, arms: Sequence[str]) -> Comparison:
     shape = f"{case.prompts} prompt(s), n={case.n}, slots={case.slots}, at most {case.max_new_tokens} tokens"
     return Comparison(f"{case.model} on {case.device}: {shape}", [Row(arm, case) for arm in arms])
-
-
-def memory_cases(case: Case) -> list[Comparison]:
-    """512 rollouts where 16 fit, and a quarter of the slots for a quarter of the keys at full length."""
-    rows = [Row("full", replace(case, n=16, slots=16)), Row("infinite", replace(case, n=512, slots=16))]
-    even = replace(case, n=64, slots=16, lengths="full", repeats=1)
-    return [
-        Comparison("n=512 in 16 slots beside n=16", rows),
-        Comparison("all replies at full length, slots = n/4", [Row("full", even), Row("infinite", even)]),
-    ]
 
 
 def show_comparison(comparison: Comparison) -> None:
@@ -203,23 +189,14 @@ def weights_folder(model: str, device: str, seed: int, scratch: Path) -> str:
     return str(folder)
 
 
-# What is asked of a case when nothing else is said, besides what its model's shape says.
-CASES: Mapping[str, dict[str, Any]] = {
-    "rollout": {},
-    "n512": {},
-    "sparsity": {"prompts": 4, "n": [16], "slots": 64, "lengths": "full", "max_new_tokens": [128, 512], "repeats": 1},
-}
-
-
 def options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = bench_parser(__doc__, rounds=3)
-    parser.add_argument("--case", choices=tuple(CASES), default="rollout")
     parser.add_argument("--model", choices=tuple(SHAPES), default="tiny")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(DEFAULT_ARMS), help="of rollout")
+    parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(DEFAULT_ARMS))
     parser.add_argument("--n", nargs="+", type=int, help="rollouts per prompt; a table for each")
-    parser.add_argument("--prompts", type=int, help="1, or 4 of sparsity")
-    parser.add_argument("--slots", type=int, help="n/4, or 64 of sparsity")
+    parser.add_argument("--prompts", type=int, default=1)
+    parser.add_argument("--slots", type=int, help="default: n/4")
     parser.add_argument("--max-new-tokens", nargs="+", type=int, help="a table for each")
     parser.add_argument("--lengths", choices=("natural", "forced", "full"), help="natural for tiny, forced for others")
     parser.add_argument("--cv", type=float, default=0.9, help="coefficient of variation of forced lengths")
@@ -227,30 +204,23 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
     args = parsed(parser, words, rounds=1, repeats=1, n=[8], max_new_tokens=[16], arms=["full", "micro", "infinite"])
     shape = SHAPES[args.model]
     natural = "natural" if shape.config is None else "forced"
-    usual = {"n": [shape.n], "prompts": 1, "max_new_tokens": [shape.max_new_tokens], "repeats": shape.repeats}
-    for name, value in ({"lengths": natural} | usual | CASES[args.case]).items():
+    usual = {"n": [shape.n], "max_new_tokens": [shape.max_new_tokens], "repeats": shape.repeats}
+    for name, value in ({"lengths": natural} | usual).items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     return args
-
-
-def comparisons(args: argparse.Namespace, folder: str) -> list[Comparison]:
-    same = ("model", "device", "prompts", "lengths", "cv", "threads", "repeats", "seed")
-    given = {name: getattr(args, name) for name in same} | {"folder": folder}
-    cases = [
-        Case(n=n, slots=args.slots or max(1, n // 4), max_new_tokens=tokens, **given)
-        for n in args.n
-        for tokens in args.max_new_tokens
-    ]
-    if args.case == "n512":
-        return memory_cases(cases[0])
-    arms = POLICIES if args.case == "sparsity" else args.arms
-    return [side_by_side(case, arms) for case in cases]
 
 
 def main(words: Sequence[str] | None = None) -> int:
     args = options(words)
     with tempfile.TemporaryDirectory() as scratch:
-        compared = comparisons(args, weights_folder(args.model, args.device, args.seed, Path(scratch)))
+        same = ("model", "device", "prompts", "lengths", "cv", "threads", "repeats", "seed")
+        given = {name: getattr(args, name) for name in same}
+        given["folder"] = weights_folder(args.model, args.device, args.seed, Path(scratch))
+        compared = [
+            side_by_side(Case(n=n, slots=args.slots or max(1, n // 4), max_new_tokens=tokens, **given), args.arms)
+            for n in args.n
+            for tokens in args.max_new_tokens
+        ]
         for turn in range(args.rounds):
             for row in (row for comparison in compared for row in comparison.rows):
                 print(

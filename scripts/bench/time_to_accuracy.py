@@ -1,8 +1,8 @@
 """Minutes of training until a real model answers half, and four fifths, of its samples on held-out problems rightly:
 TRL's GRPOTrainer, plain GRPO here, our recipe, and the recipe with one ingredient less at a time.
 
-    scripts/bench/time_to_accuracy.sh --model models/smollm2 --json scripts/baselines/bench_time_to_accuracy.json
-    scripts/bench/time_to_accuracy.sh --stages rates --hours 3     # which is python scripts/bench/time_to_accuracy.py
+    python scripts/bench/time_to_accuracy.py --model models/smollm2 --json scripts/baselines/bench_time_to_accuracy.json
+    python scripts/bench/time_to_accuracy.py --stages rates --hours 3
 
 Every run has the whole machine for itself. The clock counts training only, without evaluation and start-up. First each
 arm's learning rate is chosen from the same few, by a seed that is not counted (`rates`): the one that is soonest at
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, Check, as_json, document, engine_of, parsed, parser, settings_of
+from common import ROOT, Check, document, engine_of, parsed, parser, settings_of
 
 from grpo_cli.evaluate import evaluate
 from grpo_cli.support.intervals import student_95
@@ -311,7 +311,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 runs[cell.name] = train_ours(cell, args, folder)
         print(f"{cell.name}: {runs[cell.name]['curve'][-1]}", flush=True)
         if args.json:
-            args.json.write_text(as_json(document(args, "trl") | {"runs": runs}) + "\n")
+            args.json.write_text(json.dumps(document(args, "trl") | {"runs": runs}, indent=1) + "\n")
     if cell is not None:
         print(f"not run yet, and what follows from it: {cell.name}")
     checks = told(runs, args)

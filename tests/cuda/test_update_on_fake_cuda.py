@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,20 +12,21 @@ import made
 import pytest
 import torch
 from fake_cuda import CUDA, gpu, model_of
-from small import some_and_the_rest
+from small import scored, some_and_the_rest
 from test_rollouts_on_fake_cuda import SMALL, adapted
 
+from grpo_cli.learner.batch import collate
 from grpo_cli.learner.learner import Learner
 from grpo_cli.learner.logprobs import chosen_logprobs, logprobs_at
 from grpo_cli.learner.optimizer import make_optimizer
 from grpo_cli.model import flash, packed
-from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
+from grpo_cli.model.packed import allow_packing, packed_hidden
 from grpo_cli.native.ops import flat
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import Batch, Totals
 
-TREES = {"padded": None, "packed": [Tree(7)] * 4, "shared": [Tree(4, (3, 3))] * 2}
+TREES = {"padded": None, "packed": [(7,)] * 4, "shared": [(4, 3, 3)] * 2}
 
 
 @pytest.mark.parametrize(
@@ -44,17 +46,17 @@ def test_an_update_mixes_no_devices_and_no_types(
         model = model_of(watched, torch.bfloat16 if precision == "bfloat16" else torch.float32, **SMALL)
         model = adapted(model) if adapters else model
         with CUDA:
-            ids, places, cells = torch.zeros(4, 7, dtype=torch.long), torch.ones(12, dtype=torch.long), torch.ones(4, 7)
+            ids, places = torch.zeros(4, 7, dtype=torch.long), torch.ones(12, dtype=torch.long)
+            cells, rows = torch.ones(12), torch.full((4,), 3)
+            part = Batch(((1,) * 4,), 0 * rows, rows, places, *[cells.bool()] * 2, cells, cells, None, None, cells)
         with torch.autocast("cuda", torch.bfloat16) if precision == "autocast" else nullcontext():
             if trees is None:
                 chosen = logprobs_at(model, ids, places, places, 1.0, 8)
             else:
                 allow_packing(model)
-                states = packed_hidden(model, ids.view(-1)[: sum(map(len, trees))], trees)
+                states = packed_hidden(model, ids.view(-1)[: sum(map(sum, trees))], trees)
                 chosen = chosen_logprobs(model, states[places], places, 1.0, 8)
-        values, mask = torch.zeros_like(cells).index_put((places, places), chosen), cells.bool()
-        part = Batch(ids, mask, mask, cells, cells, None, None, cells[:, 0], ids[:, 0])
-        output = loss(values, part, Totals(4, 12, 8))
+        output = loss(chosen, part, Totals(4, 12, 8))
         assert output.loss.device.type == "cuda" and output.loss.requires_grad
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = make_optimizer(trained, made.optim())
@@ -95,9 +97,9 @@ def test_a_sampler_hides_padding_and_what_is_outside_of_a_window(
 
 def some_batch() -> Batch:
     """Two rollouts of three tokens of each of two prompts of four."""
-    ids = torch.arange(4)[:, None] // 2 + torch.arange(7)
-    mask, ones = torch.arange(7).expand(4, 7) >= 4, torch.ones(4, 7)
-    return Batch(ids, mask, mask, mask.float(), ones, None, None, torch.ones(4), torch.full((4,), 7), None)
+    groups = [scored(0, 0, prompt=(place,) * 4, replies=[(1, 2, 3)] * 2) for place in range(2)]
+    batch = collate(groups)
+    return replace(batch, advantages=torch.ones(len(batch.token_ids)))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_the_host_waits_twice_in_an_update_whatever_it_is_cut_into(
         parts = made.model("", autocast=autocast), Sampling.plain(3), train, made.optim(), NullMeter(), pytest.fail
         learner = Learner(model, made.loss(), *parts)
         watched.waits.clear()
-        assert learner.logprobs(model, batch).shape == (4, 7)
+        assert learner.logprobs(model, batch).shape == (12,)
         assert watched.waits == ["_to_copy"]
         for _ in range(2):
             watched.waits.clear()

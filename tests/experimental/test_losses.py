@@ -15,9 +15,9 @@ import torch
 from bank import Scripted
 from small import advantages_of, plain_batch
 
-from grpo_cli.experimental import f_tis
 from grpo_cli.experimental.a2po import value
 from grpo_cli.interfaces import Bench
+from grpo_cli.learner.batch import rows_of
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt, Reward, Totals
 
@@ -77,9 +77,9 @@ def test_the_gradient_is_that_of_the_regularised_reward_and_0_at_its_best_policy
 
     def loss(policy: torch.Tensor, advantages: torch.Tensor) -> list[torch.Tensor]:
         """Of each sequence, whose log-probability stands in one token."""
-        batch = replace(plain_batch([[1]] * 9), advantages=advantages, ref_logprobs=ref[:, None])
-        rows = [replace(batch, **{k: v[i : i + 1] for k, v in vars(batch).items() if v is not None}) for i in range(9)]
-        return [rule(policy[i : i + 1, None], row, Totals(1, 1, 1)).loss for i, row in enumerate(rows)]
+        batch = plain_batch([[1]] * 9, advantages=advantages, ref_logprobs=ref)
+        rows = [rows_of(batch, torch.tensor([i])) for i in range(9)]
+        return [rule(policy[i : i + 1], row, Totals(1, 1, 1)).loss for i, row in enumerate(rows)]
 
     policy = logits.log_softmax(0)
     chances = policy.exp().detach()
@@ -98,9 +98,9 @@ def test_a_reply_whose_end_is_certain_has_a_narrower_clip() -> None:
     """Of the last two tokens: probabilities 1 and 1 give 0.05 + 0.15 sigmoid(0) = 0.125, and 0.5 and 0 give
     0.05 + 0.15 sigmoid(4 * 0.75)."""
     old = torch.tensor([[-3.0, 0.0, 0.0], [-3.0, math.log(0.5), -100.0]])
-    batch = replace(plain_batch([[1, 1, 1]] * 2), policy_logprobs=old, advantages=torch.tensor([1.0, 1.0]))
+    batch = plain_batch([[1, 1, 1]] * 2, policy_logprobs=old)
     moved = old + torch.tensor([[0.5, 0.0, 0.0]] * 2)
-    output = made.loss("echo", tail=2)(moved, batch, Totals(2, 6, 3))
+    output = made.loss("echo", tail=2)(moved.flatten(), batch, Totals(2, 6, 3))
     clips = [0.05 + 0.15 / (1 + math.exp(-x)) for x in (0.0, 3.0)]
     assert output.metrics["loss/clip_mean"].item() == pytest.approx(sum(clips) / 2)
     # exp(0.5) = 1.65 is clipped; the other two ratios of each reply are 1
@@ -113,13 +113,13 @@ def test_mu_grpo_by_hand():
     ratios = torch.tensor([1.0, 3.0, 1.0, 1 / 3])
     logprobs = torch.stack([ratios, ratios, ratios.flip(0)]).log()
     batch = plain_batch(torch.ones(3, 4), advantages=torch.tensor([-2.0, 1.0, -1.0]), policy_logprobs=torch.zeros(3, 4))
-    leaf = logprobs.requires_grad_()
+    leaf = logprobs.flatten().requires_grad_()
     output = made.loss("mu_grpo", clip_low=1.0, clip_high=9.0, veto=2.9)(leaf, batch, Totals(3, 12, 4))
     output.loss.backward()
     gradient, metrics = leaf.grad, output.metrics
     assert output.loss.item() == pytest.approx(((2 + 6) - (1 + 3 + 1 + 1 / 3) + 1 / 3) / 4 / 3)
     wanted = [[2, 6, 0, 0], [-1, -3, -1, -1 / 3], [1 / 3, 0, 0, 0]]
-    torch.testing.assert_close(gradient * 12, torch.tensor(wanted))
+    torch.testing.assert_close(gradient.reshape(3, 4) * 12, torch.tensor(wanted))
     assert metrics["loss/clip_fraction"].item() == pytest.approx(5 / 12)
 
 
@@ -133,12 +133,12 @@ def test_a_rollout_without_an_advantage_and_far_from_the_policy_weighs_nothing_a
     log_ratio = (torch.arange(8) < tokens[:, None]) * math.log(low)
     mask = torch.ones(4, 8, dtype=torch.bool)
     part = made.correction("ftis")
-    verdict = part(torch.zeros(4, 8), log_ratio, mask, torch.tensor([1.0, -1.0, -1.0, 0.5]))
-    assert f_tis.kl_of_rows(log_ratio).tolist() == pytest.approx([80, 10, 80, 0], rel=1e-5, abs=1e-6)
-    assert [bool(row.any()) for row in verdict.weights] == [True, True, False, True]
+    batch = plain_batch(mask, advantages=torch.tensor([1.0, -1.0, -1.0, 0.5]))
+    verdict = part(batch, log_ratio.flatten())
+    assert batch.any(verdict.weights > 0).tolist() == [True, True, False, True]
     assert verdict.mask.all() and verdict.metrics["mismatch/gated"] == 0.25
     assert (verdict.metrics["mismatch/rejected"], verdict.metrics["mismatch/masked_tokens"]) == (0.25, 0.25)
     assert verdict.reasons == ("", "", "gate: a KL of 80 >= 50.0, and no advantage", "")
-    assert verdict.weights[0].tolist() == [2.0] * 8 and verdict.weights[3].tolist() == [1.0] * 8
-    none_better = part(torch.zeros(4, 8), log_ratio, mask, torch.zeros(4))
-    assert [bool(row.any()) for row in none_better.weights] == [False, True, False, True], "0 is no advantage"
+    assert verdict.weights[:8].tolist() == [2.0] * 8 and verdict.weights[24:].tolist() == [1.0] * 8
+    none_better = part(replace(batch, advantages=0 * batch.advantages), log_ratio.flatten())
+    assert batch.any(none_better.weights > 0).tolist() == [False, True, False, True], "0 is no advantage"

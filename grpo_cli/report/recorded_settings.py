@@ -1,0 +1,71 @@
+"""A run's settings by key, from its record. No resolver runs on what a file contains."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_cli.runs.record import RunRecord
+from grpo_cli.support.formatting import plain
+
+Setting = str | int | float | bool | None
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+@dataclass(frozen=True)
+class RecordedSettings:
+    """Settings by key: `optim.lr`, or a group's name for the choice made in it (`groups`).
+
+    `typed` are the keys of the command line, `references` those that follow another key (`m` follows `n`). Without a
+    record (`known` is False) only the typed settings are there.
+    """
+
+    settings: Mapping[str, Setting]
+    typed: tuple[str, ...] = ()
+    groups: frozenset[str] = frozenset()
+    references: Mapping[str, str] = field(default_factory=dict)
+    command: str = "train"
+    known: bool = True
+
+    @property
+    def seed(self) -> Setting:
+        return self.settings.get("seed")
+
+
+def settings_of_record(record: RunRecord) -> RecordedSettings:
+    """Return the settings of a record, references such as `m: ${n}` followed."""
+    settings = {key: value for key, value in _flat(dict(record.config), "") if ".recipe." not in key}
+    references = {key: match[1] for key, value in settings.items() if (match := _REFERENCE.fullmatch(str(value)))}
+    settings |= {key: settings[other] for key, other in references.items() if other in settings}
+    choices = {plain(group): plain(choice) for group, choice in record.choices.items()}
+    typed = tuple(dict(map(_override, record.overrides)))
+    return RecordedSettings(settings | choices, typed, frozenset(choices), references, record.command)
+
+
+def settings_of_overrides(overrides: Sequence[str], command: str) -> RecordedSettings:
+    """Return the settings of a job that has no record yet: the overrides that it starts with."""
+    typed = dict(map(_override, overrides))
+    return RecordedSettings(typed, tuple(typed), command=command, known=False)
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Setting]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{plain(key)}" if name else plain(key))
+    else:
+        yield name, _setting(json.dumps(value, default=str).replace('"', "") if isinstance(value, list) else value)
+
+
+def _setting(value: Any) -> Setting:
+    """Return a setting, text as one printable line."""
+    return value if value is None or isinstance(value, int | float) else plain(value)
+
+
+def _override(word: str) -> tuple[str, Setting]:
+    """Return the key and the value of `+optim.lr=1e-4`; of `~optim.lr` the key and nothing."""
+    key, _, value = word.partition("=")
+    return plain(key.lstrip("+~").partition("@")[0]), plain(value)

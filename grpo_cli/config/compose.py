@@ -57,7 +57,7 @@ def by_hydra(name: str, words: Sequence[str]) -> Command:
     with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
         cfg.hydra.runtime.output_dir = os.path.abspath(cfg.hydra.run.dir)
     HydraConfig.instance().set_config(cfg)
-    return of_hydra(name, OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]))
+    return of_hydra(name, OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
 
 
 def of_hydra(name: str, cfg: DictConfig) -> Command:

@@ -162,7 +162,7 @@ def function(name: str, part: Mapping[str, Any]) -> Any:
     """Return a callable rule: an instance, or a function with its settings bound. UserError if it does not take the
     arguments of its kind."""
     factory = _factory(name, part)
-    rule = make(name, part, {}) if isinstance(factory.func, type) else factory
+    rule: Any = make(name, part, {}) if isinstance(factory.func, type) else factory
     called_with = [*inspect.signature(PROTOCOLS[name].__call__).parameters][1:]
     try:
         inspect.signature(rule).bind(*called_with)

@@ -80,7 +80,8 @@ def percentile_indices(rewards: Float[np.ndarray, " G"], keep: int, rng: np.rand
 
 
 def _best_num_top(ordered: Float[np.ndarray, " G"], keep: int) -> int:
-    """How many of the `keep` come from the top end when the rest are the smallest: the least k of greatest variance.
+    """Return how many of the `keep` come from the top end when the rest are the smallest: the least k of greatest
+    variance.
 
     Going from k to k + 1 swaps the largest kept small one, b, for the next large one, t. With d = t - b and S the sum
     of the kept, the sum of squared deviations grows by d * (t + b - (2 S + d) / keep). As k grows, t and b fall and S

@@ -34,7 +34,7 @@ _MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class Terms:
-    """What each token contributes, its policy ratio, and whether the clip acts on it."""
+    """The contribution of each token, its policy ratio, and whether the clip acts on it."""
 
     terms: Float[Tensor, "N"]
     ratio: Float[Tensor, "N"]
@@ -93,7 +93,7 @@ class Clipped(ABC):
 
     @abstractmethod
     def terms(self, logprobs: Float[Tensor, "N"], batch: Batch) -> Terms:
-        """What a variant says of each token; read only where `batch.loss_mask` is true."""
+        """Return the terms of each token; read only where `batch.loss_mask` is true."""
 
     def pessimistic(self, ratio: Float[Tensor, "N"], batch: Batch) -> Terms:
         """PPO's terms, and where the clip takes the gradient away."""
@@ -147,5 +147,6 @@ def bounded_ratio(log_ratio: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
 
 
 def masked_float(values: Float[Tensor, "N"], mask: Bool[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """In float32, 0 outside the mask before anything is computed: what padding holds (-inf, NaN) cannot leak."""
+    """Return it in float32, 0 outside the mask before anything is computed: what padding holds (-inf, NaN) cannot
+    leak."""
     return values.float().masked_fill(~mask, 0.0)

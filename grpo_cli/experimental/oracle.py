@@ -1,6 +1,6 @@
 """Lengths that an earlier run recorded, for studies of Infinite Sampling's schedulers (arXiv 2506.22950).
 
-Measured: docs/studies.md (fewer decode steps than by predicted lengths).
+Measured: docs/studies.md
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def _hints(code: Any) -> dict[str, Any]:
 
 
 def _code(name: str, target: str) -> Any:
-    """Return the class or function that a part's `_target_` names. UserError if it cannot be had."""
+    """Return the class or function that a part's `_target_` names. UserError if it cannot be imported."""
     with own_code(f"{name}._target_={target}"):
         try:
             code: Any = pkgutil.resolve_name(target)

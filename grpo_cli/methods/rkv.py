@@ -25,8 +25,8 @@ SIMILARITIES_AT_ONCE = {"cpu": 2**18, "cuda": 2**26}
 
 @dataclass(frozen=True)
 class Rkv(AttentionOfWindow):
-    """As in Cai et al.'s `r1_kv.py`, retain direction `last`: attention is SnapKV's score, `importance` the paper's
-    lambda. The two are on one scale only roughly: a softmax of cosines is nearly flat, one of logits is not."""
+    """A policy as in Cai et al.'s `r1_kv.py`, retain direction `last`: attention is SnapKV's score, `importance` the
+    paper's lambda. The two are on one scale only roughly: a softmax of cosines is nearly flat, one of logits is not."""
 
     importance: Share
     threshold: Annotated[float, Field(ge=-1, le=1)]

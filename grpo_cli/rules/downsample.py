@@ -1,4 +1,4 @@
-"""Which rollouts of a group are trained on: the down-sampling rules of PODS, and the check that every answer passes.
+"""The choice of rollouts to train on: the down-sampling rules of PODS, and the check that every answer passes.
 
 Rules read rewards and nothing else. Rollouts of equal reward are exchangeable: which of them is kept is drawn from the
 group's own random stream, so that early samples are never favoured. Advantages are computed elsewhere, afterwards.

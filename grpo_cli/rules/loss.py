@@ -34,7 +34,7 @@ _MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class Terms:
-    """What each token contributes, its policy ratio, and whether the clip acts on it."""
+    """The contribution of each token, its policy ratio, and whether the clip acts on it."""
 
     terms: Float[Tensor, "N"]
     ratio: Float[Tensor, "N"]

@@ -206,7 +206,7 @@ def test_kill_9_while_one_is_written_leaves_the_one_before(tmp_path: Path) -> No
     assert records(tmp_path / "alone") == records(tmp_path / "killed")
 
 
-@pytest.mark.parametrize(("fails_at", "every", "left"), [(2, 2, 0), (3, 1, 2)])
+@pytest.mark.parametrize(("fails_at", "every", "left"), [(1, 1, 0), (3, 1, 2)])
 def test_a_full_disk_is_named_by_the_next_save_evaluation_or_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int, every: int, left: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Which sequences run: at most so many at a time, in the scheduler's order, and no more than memory has room for."""
+"""Admission of sequences: at most so many at a time, in the scheduler's order, and no more than memory has room for."""
 
 from __future__ import annotations
 
@@ -187,6 +187,6 @@ def fullest(made: np.ndarray, lengths: np.ndarray) -> int:
 
 
 def youngest(running: Seq[Sequence]) -> Sequence:
-    """Return the sequence that loses least when it begins anew: the last of those that have made the fewest tokens."""
+    """Return the sequence that loses least when it begins again: the last of those that have made the fewest tokens."""
     assert len(running) > 1, "there is room for one sequence"
     return min(reversed(running), key=lambda sequence: sequence.made)

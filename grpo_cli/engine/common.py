@@ -1,4 +1,4 @@
-"""What all engines share: the check of requests, predicted lengths, state, and costs."""
+"""The base of all engines: the check of requests, predicted lengths, state, and costs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check_context(requests: Iterable[Request], context: int, more: str = "") -> 
 
 @dataclass
 class Tally:
-    """What serving has cost so far. `row_steps` are decode steps of single sequences."""
+    """The cost of serving so far. `row_steps` are decode steps of single sequences."""
 
     slots: int
     steps: int = 0

@@ -1,4 +1,4 @@
-"""Which keys and values a sequence keeps: all of them, or as many as a budget allows.
+"""Eviction of keys and values from a sequence: none, or those beyond a budget.
 
 A policy is a subclass of `Budget` with a `score` of each key's worth. The rest is common to all policies: `Evictor`
 records what they need of past steps, and cuts full sequences down. Keys are stored after rotation, at their true
@@ -66,7 +66,8 @@ class Dense:
 @facts(evicts=True)
 @dataclass(frozen=True)
 class Budget(ABC):
-    """At most `budget` keys, and `buffer` more between two evictions, for each rollout, layer and key-value head.
+    """An eviction policy that keeps at most `budget` keys, and `buffer` more between two evictions, for each rollout,
+    layer and key-value head.
 
     budget          keys that are left after an eviction: the `window` latest, the sinks, and the best by score.
     buffer          steps between two evictions: one happens when a rollout holds budget + buffer keys. A slot has room
@@ -311,7 +312,7 @@ class _Note:
 
 
 class _PromptKept(_Note):
-    """How many keys of its prompt each sequence holds among its own, where they come first."""
+    """Return how many keys of its prompt each sequence holds among its own, where they come first."""
 
     def __init__(self, layout: KvLayout, slots: int, device: torch.device) -> None:
         self.store = torch.zeros(layout.layers, slots, layout.heads, dtype=torch.long, device=device)

@@ -1,4 +1,4 @@
-"""How many tokens each rollout will have: predicted for schedulers, and learned from the rollouts that have ended."""
+"""The length of each rollout: predicted for schedulers, and learned from the rollouts that have ended."""
 
 from __future__ import annotations
 

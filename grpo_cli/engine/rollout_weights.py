@@ -153,7 +153,7 @@ class Copies:
         return lambda x: multiply(x, packed, bias, "none", [], None)
 
     def _beside(self, product: Product, bases: Sequence[nn.Linear], adapters: Sequence[Sequence[Adapter]]) -> Product:
-        """With adapters: all down projections as one product, all up projections as another."""
+        """Compute the adapters: all down projections as one product, all up projections as another."""
         downs = _joined([adapter.down.detach().to(self.dtype) for own in adapters for adapter in own])
         sizes = [base.out_features for base in bases]
         ups = downs.new_zeros(sum(sizes), len(downs))

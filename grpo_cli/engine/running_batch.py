@@ -30,8 +30,8 @@ def bucket(rows: int) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the rows of a decode step read, where they write, and how they draw. A table has any block where a row has
-    none."""
+    """The inputs of a decode step: what its rows read, where they write, and how they sample. A table has any block
+    where a row has none."""
 
     tokens: Int[Tensor, "R"]
     positions: Int[Tensor, "R"]

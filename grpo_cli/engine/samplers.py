@@ -1,4 +1,4 @@
-"""How many rollouts are decoded at a time: the three modes of Infinite Sampling (arXiv 2506.22950), and the keys and
+"""The number of rollouts decoded at a time: the three modes of Infinite Sampling (arXiv 2506.22950), and the keys and
 values that they need. The scheduler decides the order."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class KvShape:
 
 @dataclass(frozen=True)
 class Room:
-    """What a generation may allocate: at most `slots` rows at a time, and `budget` bytes of KV cache (None: no bound).
+    """The limits of a generation: at most `slots` rows at a time, and `budget` bytes of KV cache (None: no bound).
 
     `probes`: there are fewer slots than requests, and room for all prompts and every request's KV after its prefix.
     `probes_with`: the smallest kv_budget with that room if the given one is smaller, else 0.
@@ -174,7 +174,7 @@ class Infinite(_Slots):
 
 @dataclass(frozen=True)
 class KvPlan:
-    """What a generation allocates, computed from its requests, the model and the sampler's limits.
+    """The allocations of a generation, computed from its requests, the model and the sampler's limits.
 
     Of `blocks`, `spare_blocks` are for sequences that pause. A sequence has at most `keys` of its own, in `own_blocks`,
     and reads a prompt of at most `prompt_blocks`; `dense_keys` are those that it would hold without eviction.

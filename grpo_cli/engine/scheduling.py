@@ -142,10 +142,9 @@ class Fptas:
 
     Infinite Sampling's "FPTAS" stage; what exactly the paper minimises is not public. Here it is the makespan of the
     predicted lengths (see `makespan.assign`): by the trimmed dynamic programme with its guarantee of (1 + epsilon) for
-    up to three slots, unless one of its layers outgrows `max_states`; beyond that by LPT with exact re-splits of pairs
-    of slots, which is no FPTAS, though mostly within a hundredth of the lower bound.
+    up to three slots, unless one of its layers outgrows `max_states`; beyond that by LPT.
 
-    A slot that falls free takes the next, longest first, of the list whose request has ended. With an empty list it
+    A free slot takes the next, longest first, of the list whose request has ended. With an empty list it
     takes a request from another's: the one of all that wait with the shortest predicted length (`refill="sjf"`, as
     published) or the longest (`refill="lpt"`). While predictions are true this never makes the plan longer: the request
     starts no later than it would have. When nothing is running although the requests of the last plan had unequal

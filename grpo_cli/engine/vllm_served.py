@@ -28,7 +28,7 @@ class Served:
 
     @classmethod
     def of(cls, model: Any, head_sizes: Sequence[int] | None) -> Served:
-        """For a model and the head sizes that vLLM supports (None: any). UserError if none fits."""
+        """Return how vLLM serves a model, by the head sizes that it supports (None: any). UserError if none fits."""
         inner = unwrapped(model)
         attention = inner.model.layers[0].self_attn
         dim: int = attention.head_dim

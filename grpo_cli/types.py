@@ -199,7 +199,7 @@ class ScoredGroup:
     rewards: tuple[Reward, ...]
 
     def take(self, indices: Sequence[int]) -> ScoredGroup:
-        """The group with only the rollouts at `indices`, in that order."""
+        """Return the group with only the rollouts at `indices`, in that order."""
         return replace(
             self,
             rollouts=tuple(self.rollouts[i] for i in indices),
@@ -365,7 +365,7 @@ class Example:
     environment: tuple[tuple[int, int], ...] | None = None
 
     def row(self) -> dict[str, Any]:
-        """The dictionary that is written; tokens are included only if they were asked for."""
+        """Return the dictionary that is written; tokens are included only if they were asked for."""
         return {name: value for name, value in vars(self).items() if value is not None or name not in _MAY_LACK}
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_cli.engine.admission import Admission, Memory, youngest
+from grpo_cli.engine.common import Tally
 from grpo_cli.engine.cuda_graph import Capture, GraphedTurns, TurnOutput
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.eviction import Budget, Dense, Evictor
@@ -86,7 +87,7 @@ class Generation:
         self._unfinished = Counter(request.prompt.id for request in requests)
         self._preempted = self._read_again = self._most_rows = self._most_held = 0
         self._paused_keys = self._paused_blocks = 0
-        self._steps = self._row_steps = self._generated = self._prefilled = 0
+        self._tally = Tally(plan.room.slots)
 
     def serve(self, scheduler: Scheduler, pause_at: int | None = None) -> Iterator[tuple[Sequence, Rollout]]:
         """Serve everything that waits, in the scheduler's order, and yield what ends.
@@ -169,7 +170,7 @@ class Generation:
             received = None if done.received is None else done.received[:, place]
             blocks = self.cache.take(blocks_for(len(ids)))
             self.cache.prompts[name] = CachedPrompt(blocks, len(ids), done.logits[place].clone(), received)
-            self._prefilled += len(ids)
+            self._tally.prefilled += len(ids)
         table = table_of([self.cache.prompts[name].blocks for name in prompts], fill=-1)
         self.cache.write(table, done.keys, done.values)
 
@@ -186,8 +187,8 @@ class Generation:
         rows = self._batch.rows(running)
         hidden, *drawn = self._turn(rows)
         columns = read(*(x[: len(running)] for x in (*drawn, *self.evictor.prompt_kept(rows))))
-        self._steps += 1
-        self._row_steps += len(running)
+        self._tally.steps += 1
+        self._tally.row_steps += len(running)
         for sequence in running:
             sequence.held += 1
         done = self._noted(running, *columns)
@@ -308,28 +309,20 @@ class Generation:
         self._unfinished[name] -= 1
         if not self._unfinished[name] and name in self.cache.prompts:
             self.cache.drop_prompt(name)
-        self._generated += rollout.num_drawn
+        self._tally.generated += rollout.num_drawn
         if self._memory is not None:
             self._memory.ended(len(rollout))
         return rollout
 
     def stats(self) -> EngineStats:
         """Return the cost of serving so far."""
-        slots = self.plan.room.slots if self._memory is None else self._most_rows
-        capacity = self._steps * slots
-        details = {"engine/kv_held_bytes": float(self._most_held * self.plan.layout.bytes_per_token)}
-        if self._steps:
-            details["engine/rows_mean"] = self._row_steps / self._steps
+        tally, bytes_per_token = self._tally, self.plan.layout.bytes_per_token
+        details = {"engine/kv_held_bytes": float(self._most_held * bytes_per_token)}
+        if tally.steps:
+            details["engine/rows_mean"] = tally.row_steps / tally.steps
         if self._memory is not None:
+            tally.slots = self._most_rows
             details |= {"engine/restarts": float(self._preempted), "engine/restarted_tokens": float(self._read_again)}
         if evictions := self.evictor.details():
             details |= {**evictions, "engine/kv_saving_allocated": self.plan.saved}
-        return EngineStats(
-            decode_steps=self._steps,
-            generated_tokens=self._generated,
-            prefill_tokens=self._prefilled,
-            slots=slots,
-            slot_utilisation=self._row_steps / capacity if capacity else 1.0,
-            kv_peak_bytes=self.cache.peak_bytes,
-            details={**details, **self.details},
-        )
+        return tally.stats(self.cache.peak_bytes, {**details, **self.details})

@@ -142,8 +142,7 @@ class Fptas:
 
     Infinite Sampling's "FPTAS" stage; what exactly the paper minimises is not public. Here it is the makespan of the
     predicted lengths (see `makespan.assign`): by the trimmed dynamic programme with its guarantee of (1 + epsilon) for
-    up to three slots, unless one of its layers outgrows `max_states`; beyond that by LPT with exact re-splits of pairs
-    of slots, which is no FPTAS, though mostly within a hundredth of the lower bound.
+    up to three slots, unless one of its layers outgrows `max_states`; beyond that by LPT.
 
     A free slot takes the next, longest first, of the list whose request has ended. With an empty list it
     takes a request from another's: the one of all that wait with the shortest predicted length (`refill="sjf"`, as

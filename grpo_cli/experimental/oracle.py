@@ -17,20 +17,18 @@ from torch import Tensor
 
 from grpo_cli.engine.length_predictor import Predictions
 from grpo_cli.history import of_kind
-from grpo_cli.interfaces import facts
 from grpo_cli.runs.files import regular
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Request, Rollout
 
 
-@facts(of_whole_rollouts=True)
 class Oracle:
     """Replays known lengths, as the best possible predictor would. For studies.
 
     `lengths` is the `rollouts.jsonl` of an earlier run with the same seed and settings that recorded all its rollouts
     (`record.rollouts=-1`). A prompt that comes for the k-th time gets the lengths of its k-th recorded step. Held-out
     requests, and requests none of whose prompts were recorded, get no prediction. Raises UserError if only some of the
-    requests were recorded.
+    requests were recorded. Not for collectors that leave rollouts partial.
     """
 
     prefix_tokens = 0

@@ -42,11 +42,6 @@ def goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
         )
     if (others.setting("task", "turns") or 1) > 1:
         yield f"{named} copies replies of one turn, and {others.named('task')} has several; use task.turns=1, {instead}"
-    if others.says("predictor", "of_whole_rollouts"):
-        yield (
-            f"{others.named('predictor')} knows how long whole rollouts were, and {named} makes them in parts; use "
-            f"predictor=mean, {instead}"
-        )
 
 
 @facts(goes_with=goes_with)

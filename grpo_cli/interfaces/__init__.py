@@ -241,8 +241,8 @@ class Loss(Protocol):
     """Log-probabilities to a scalar. Divisors come from `totals`, so micro-batching cannot change the sum.
 
     Called on an update in which `batch.loss_mask` leaves a token at all. If the gradient is zero, nothing moves. A
-    plain function may have `needs_reference` as an attribute (`config.instantiate.OwnLoss`). Of one whose attribute
-    `needs_advantage` is true, groups whose advantages are all 0 have no backward pass.
+    plain function may have `needs_reference` as an attribute. Of one whose attribute `needs_advantage` is true, groups
+    whose advantages are all 0 have no backward pass.
     """
 
     @property

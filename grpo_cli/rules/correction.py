@@ -104,8 +104,8 @@ class Correct:
         return Verdict(weights, kept, reasons, mismatch_metrics(batch, log_ratio, weights, kept))
 
     def _reasons(self, batch: Batch, log_ratio: Float[Tensor, "N"], flags: Bool[Tensor, "B 4"]) -> tuple[str, ...]:
-        """Return the reasons for `rollouts.jsonl`; of each row the flags say whether it is answered, vetoed, left and
-        trained."""
+        """Return reasons in words for `rollouts.jsonl`; of each row the flags say whether it is answered, vetoed, left
+        and trained."""
         lowest = torch.segment_reduce(log_ratio, "min", lengths=batch.lengths, unsafe=True, initial=0)
         columns = flags.tolist(), bounded_exp(lowest).tolist(), bounded_exp(batch.sums(log_ratio)).tolist()
         return tuple(self._reason(*row, lowest=low, product=xi) for row, low, xi in zip(*columns, strict=True))
@@ -194,7 +194,8 @@ def mismatch_metrics(
 
 
 def lower_quantile(values: Float[Tensor, " N"], q: float) -> Float[Tensor, ""]:
-    """The `q` quantile, linear between order statistics, as `torch.quantile`, which refuses more than 2**24 values.
+    """Return the `q` quantile, linear between order statistics, as `torch.quantile`, which refuses more than 2**24
+    values.
 
     Only the smallest share `q` is sorted, so a small q is cheap.
     """
@@ -205,7 +206,7 @@ def lower_quantile(values: Float[Tensor, " N"], q: float) -> Float[Tensor, ""]:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Float[Tensor, ""]:
-    """Mean over the mask, 0 over none."""
+    """Return the mean over the mask, 0 over none."""
     return values.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 

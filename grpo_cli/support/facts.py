@@ -36,7 +36,6 @@ class Facts(TypedDict, total=False):
     unequal: bool  # a collector's groups may have another size than n
     stops: bool  # a collector stops rollouts before their end (`enough`)
     resumes: bool  # a collector goes on with partial rollouts, or with tokens that are given
-    of_whole_rollouts: bool  # a predictor knows nothing of a rollout that goes on
     evicts: bool  # a sparsity drops KV entries
     is_policy: bool  # an engine draws from the trainer's own policy (left to `engine.inner` where there is one)
     stops_early: bool  # an engine can stop rollouts before their end

@@ -16,7 +16,7 @@ from grpo_cli.config.check import check_eval
 from grpo_cli.config.choices import EXPERIMENTAL, config_dir
 from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build, evaluate_model
-from grpo_cli.runs.layout import METRICS, ROLLOUTS
+from grpo_cli.runs.layout import METRICS
 
 CHOICES = sorted(f"{file.parent.name}={file.stem}" for file in EXPERIMENTAL.glob("*/[!_]*.yaml"))
 SMALL = (
@@ -62,12 +62,10 @@ def test_no_choice_hides_one_of_the_core() -> None:
 @pytest.mark.parametrize("choice", [one for one in CHOICES if not one.startswith("search=") and "a2po" not in one])
 def test_a_choice_takes_two_steps(choice: str, tmp_path: Path) -> None:
     folder = []
-    if choice in ("collector=folder", "predictor=oracle"):
+    if choice == "collector=folder":
         recorded = ["record.rollouts=-1", "record.tokens=true", f"run_dir={tmp_path / 'before'}", "logger=jsonl"]
         build(settings_of(*SMALL, *recorded, "device=cpu")).fit()
         folder = [f"collector.path={tmp_path / 'before'}"]
-        if choice == "predictor=oracle":
-            folder = ["scheduler=lpt", f"predictor.lengths={tmp_path / 'before' / ROLLOUTS}"]
         tmp_path = tmp_path / "run"
     words = [choice, *folder, *WITH.get(choice, []), "device=cpu", "logger=jsonl", f"run_dir={tmp_path}"]
     assert build(settings_of(*SMALL, *words)).fit()["step"] == 2

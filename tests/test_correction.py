@@ -152,7 +152,7 @@ def test_without_a_mismatch_no_preset_changes_anything(name):
     assert part.needs_policy_logprobs == (name not in WEIGHTLESS) and isinstance(part, Correction)
 
 
-@settings(max_examples=40)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10_000), vocabulary=st.integers(2, 40))
 def test_the_weight_of_a_token_is_one_on_average_over_the_sampler(seed, vocabulary):
     """E[xi | prefix] under the sampler is the policy's total probability: 1. Summed over the whole vocabulary.
@@ -203,7 +203,7 @@ def test_a_veto_below_the_bound_on_ratios_still_fires():
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     values=st.lists(st.floats(-30, 5, width=32), min_size=1, max_size=60), q=st.sampled_from([0.001, 0.01, 0.3, 1.0])
 )
@@ -272,7 +272,7 @@ def test_a_correction_says_whether_it_can_take_out_a_whole_sequence(words, rejec
     assert made.correction(**words).rejects == rejects
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(
     importance=st.sampled_from(["none", "token", "sequence"]),
     is_mode=st.sampled_from(["truncate", "mask"]),

@@ -196,9 +196,9 @@ def test_a_line_tells_how_far_a_job_came_and_why_it_ended(tmp_path: Path) -> Non
     job = Job(1, tmp_path, ("n=1",), "n=1", steps=7)
     failed = JobState("failed", "no [memory]\nat all", job.overrides, seconds=61.0)
     assert (
-        status_line(job, failed) == "job 1  n=1:  failed  step 2/7  reward 0.500  eval 0.250  1m01s  no [memory] at all"
+        status_line(job, failed) == "job 1  n=1: failed  step 2/7  reward 0.500  eval 0.250  1m01s  no [memory] at all"
     )
-    assert status_line(job, JobState("skipped", "m > n", job.overrides)) == "job 1  n=1:  skipped  m > n"
+    assert status_line(job, JobState("skipped", "m > n", job.overrides)) == "job 1  n=1: skipped  m > n"
 
 
 @pytest.mark.parametrize(("signalled", "ends", "queued"), [(True, 0, "requeue 7\n"), (False, 3, "")])

@@ -174,7 +174,7 @@ def engine_says(warned: list[str]) -> Any:
 def test_the_oldest_instructions_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     march(monkeypatch)
     for dtype in (torch.float32, torch.bfloat16):
-        for dim, group in ((24, 2), (64, 3), (64, 7), (128, 4), (96, 1)):
+        for dim, group in ((24, 2), (64, 3)):
             case = Case([5, 31, 16, 90, 0], [20, 48, 1], (2, group, dim), dtype, dim + group)
             wanted = case.wanted()
             assert case.close(case.found(in_c), wanted)

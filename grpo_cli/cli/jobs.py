@@ -11,7 +11,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from grpo_cli.config.choices import shipped
-from grpo_cli.config.compose import COMMANDS, Command, read_settings
+from grpo_cli.config.compose import COMMANDS, read_settings
+from grpo_cli.config.recorded import Command
 from grpo_cli.runs.find import completed_steps
 from grpo_cli.runs.layout import PROFILE, SAMPLES
 from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings

@@ -14,9 +14,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from grpo_cli.config.auto import resolved
-from grpo_cli.config.compose import Command
 from grpo_cli.config.overrides import is_ours, key_of, leaves
-from grpo_cli.config.recorded import OF_A_RESUME
+from grpo_cli.config.recorded import OF_A_RESUME, Command
 from grpo_cli.runs.files import json_line
 from grpo_cli.runs.layout import CHECKPOINTS, METRICS, PROFILE, ROLLOUTS, RUN, SAMPLES, SUMMARY
 from grpo_cli.runs.lock import sole_use

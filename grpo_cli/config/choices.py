@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -51,8 +52,9 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return {**below, **above, **both}
 
 
-def defaults_of(command: str) -> dict[str, str]:
-    """A command's default choice in each group, Hydra's own groups included."""
+@functools.cache
+def defaults_of(command: str) -> Mapping[str, str]:
+    """Return a command's default choice in each group, Hydra's own groups included."""
     entries = [entry for values in _files(command) for entry in values.get("defaults", []) if isinstance(entry, dict)]
     return {group.removeprefix("override "): choice for entry in entries for group, choice in entry.items()}
 

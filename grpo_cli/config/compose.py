@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import hydra
@@ -18,7 +17,7 @@ from grpo_cli.config.auto import decided, decided_model, fill
 from grpo_cli.config.choices import choices, config_dir, groups_of, parts_of, shipped
 from grpo_cli.config.overrides import is_ours, key_of, leaves
 from grpo_cli.config.read import read
-from grpo_cli.config.recorded import named, over_recorded
+from grpo_cli.config.recorded import Command, named, over_recorded
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.processor import fast_in_bfloat16
@@ -26,16 +25,6 @@ from grpo_cli.support.processor import fast_in_bfloat16
 Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
 
 COMMANDS: Mapping[type[Any], str] = {RunSettings: "train", EvalRunSettings: "eval", ProfileRunSettings: "profile"}
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command with its composed settings, the words that were typed, and the choice of each group."""
-
-    name: str
-    cfg: DictConfig
-    typed: tuple[str, ...]
-    choices: Mapping[str, str]
 
 
 def composed(name: str, typed: Sequence[str]) -> Command:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config.choices import choices, groups_of
@@ -23,12 +23,19 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
 from grpo_cli.support.terminal import to_stderr
 
-if TYPE_CHECKING:
-    from grpo_cli.config.compose import Command
-
 HERE = "here"  # resume=here: in the folder of hydra.run.dir, if a run was begun there
 OF_A_RESUME = ("resume", "accept_damage", "run_dir")  # settings of a start, not of the run
 _OF_THIS_COMMAND = (*OF_A_RESUME, "checkpoint", "experiment", "search")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command with its composed settings, the words that were typed, and the choice of each group."""
+
+    name: str
+    cfg: DictConfig
+    typed: tuple[str, ...]
+    choices: Mapping[str, str]
 
 
 @dataclass(frozen=True)

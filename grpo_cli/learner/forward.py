@@ -22,6 +22,7 @@ from grpo_cli.model.anatomy import backbone, is_llama_shaped, place_of
 from grpo_cli.model.checkpointing import last_states
 from grpo_cli.model.packed import allow_packing, packed_hidden
 from grpo_cli.model.transfer import send
+from grpo_cli.native.library import NoNative
 from grpo_cli.native.ops import Trees, no_tree_attention
 from grpo_cli.settings import ModelSettings, TrainSettings
 from grpo_cli.support.errors import UserError
@@ -81,16 +82,14 @@ def packs_rows(model: ModelSettings, device: torch.device, can_pack: bool) -> bo
     return can_pack and (device.type == "cpu" or "bfloat16" in (model.dtype, model.autocast))
 
 
-def attends_natively(train: TrainSettings, model: Any, packs: bool) -> tuple[bool | str, bool]:
-    """Return whether packed rows are attended to in C, or why not; and whether that is a fault of what the machine
-    has."""
+def attends_natively(train: TrainSettings, model: Any, packs: bool) -> bool | NoNative:
+    """Return whether packed rows are attended to in C, or why they cannot be."""
     if not train.native or place_of(model).type != "cpu" or not packs:
-        return False, False
+        return False
     config = backbone(model).config
     heads, queries = config.num_key_value_heads, config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // queries
-    found = no_tree_attention(heads, queries // heads, dim)
-    return (True, False) if found is None else (str(found), found.is_fault)
+    return no_tree_attention(heads, queries // heads, dim) or True
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from grpo_cli.interfaces import LossFn, Meter
 from grpo_cli.learner.batch import rows_of, to_device, tokens_of, totals
-from grpo_cli.learner.forward import Forward, attends_natively, make_forward, packs_rows
+from grpo_cli.learner.forward import attends_natively, make_forward, packs_rows
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights, state_by_name
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.model.anatomy import can_pack, has_dropout, is_of_a_known_family
 from grpo_cli.model.transfer import fetched, send
+from grpo_cli.native.library import NoNative
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.threads import computing_with, threads_for
@@ -66,14 +67,13 @@ class Learner:
         self._names, self._parameters = list(trained), list(trained.values())
         self._device = self._parameters[0].device
         packs = packs_rows(model_settings, self._device, is_of_a_known_family(model) and can_pack(model))
-        self.native, is_fault = attends_natively(train, model, packs)
-        self._forward: Forward = make_forward(train, sampling.temperature, packs, self.native is True)
+        native = attends_natively(train, model, packs)
+        self.native = native if isinstance(native, bool) else str(native)
+        self._forward = make_forward(train, sampling.temperature, packs, native is True)
         self._forward.prepare(model)
-        self._span, self._warn = meter.span, warn
-        if is_fault:
-            warn(
-                f"updates attend by PyTorch's kernel, which is slower: {self.native}. To do without: train.native=false"
-            )
+        self._span = meter.span
+        if isinstance(native, NoNative) and native.is_fault:
+            warn(f"updates attend by PyTorch's kernel, which is slower: {native}. To do without: train.native=false")
         self._autocast_word = model_settings.autocast
         self.drops = has_dropout(model)  # then the passes of `update` differ from those of `logprobs`
         self.threads = threads_for(train.threads, model, most=2)

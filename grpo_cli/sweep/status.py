@@ -93,7 +93,8 @@ def status_line(job: Job, status: JobState) -> str:
             parts += [f"{word} {float(seen[name]):.3f}"] if name in seen else []
     if status.seconds is not None:
         parts.append(duration(status.seconds))
-    return "  ".join([f"job {job.number}  {job.label}:", *parts, *([plain(status.reason)] if status.reason else [])])
+    parts += [plain(status.reason)] if status.reason else []
+    return f"job {job.number}  {job.label}: {'  '.join(parts)}"
 
 
 def _last_record(folder: Path) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def evaluate_with(
 def search_with(
     bench: Bench, search: Search, settings: SplitExamSettings, sampling: SampleSettings, seed: int
 ) -> EvalResult:
-    """Return the accuracy of what `search` answers to the same problems, drawn at the same temperature; nothing if it
+    """Return the accuracy of what `search` answers to the same problems, sampled at the same temperature; nothing if it
     does not search."""
     prompts = _asked(bench.task, settings, settings.split)
     found = search(bench, prompts, sampling.at(settings.temperature), seed)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from random import Random
 
 import made
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
-from grpo_cli.tasks.arithmetic import Arithmetic, Sum, draw_sum, final_answer, is_well_formed, worked_solution
+from grpo_cli.tasks.arithmetic import Arithmetic, Sum, draw_sum, is_well_formed, worked_solution
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout
 
 TOKENIZER = load_tokenizer(made.model())
@@ -90,25 +89,9 @@ def test_well_formed_means_lines_of_sums_that_end_in_a_number(reply: str, well_f
     assert is_well_formed(reply) is well_formed
 
 
-def test_the_final_answer_is_a_plain_number_or_nothing() -> None:
-    assert final_answer("14+30=44") == "44"
-    assert final_answer("0") == "0"
-    assert [final_answer(reply) for reply in ("044", "4=4=", "-4", "12345", "44\n", "٤")] == [None] * 6
-
-
-def test_a_reply_as_long_as_a_book_is_judged_at_once() -> None:
-    assert final_answer("1+" * 100_000 + "=" * 100_000) is None
-    assert not is_well_formed("1+" * 100_000)
-
-
 def as_sum(prompt: Prompt) -> Sum:
     text = TOKENIZER.decode(list(prompt.token_ids)).removesuffix("=")
     return Sum(tuple(int(term) for term in text.replace("-", "+-").split("+")))
-
-
-def test_answers_are_what_the_problem_adds_up_to() -> None:
-    for prompt in [*task().prompts("train")[0:100], *task().prompts("eval")[:100]]:
-        assert sum(as_sum(prompt).terms) == int(prompt.answer)
 
 
 def test_every_beginning_of_the_eval_split_has_all_numbers_of_terms_evenly() -> None:
@@ -121,9 +104,3 @@ def test_the_train_split_has_all_numbers_of_terms_about_evenly() -> None:
     counts = [number_of_terms(prompt) for prompt in task().prompts("train")[0:1400]]
     assert set(counts) == set(range(2, 9))
     assert all(150 <= counts.count(n) <= 250 for n in range(2, 9))
-
-
-def test_the_lengths_of_careful_replies_within_one_step_vary_by_half_their_mean() -> None:
-    step = task().prompts("train")[0:16]
-    lengths = np.array([len(worked_solution(as_sum(prompt))) + 1 for prompt in step])
-    assert lengths.std() / lengths.mean() >= 0.5

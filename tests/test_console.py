@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from grpo_cli.interfaces import Tracker
 from grpo_cli.tracking.console import (
     ConsoleTracker,
     RunView,
-    duration,
     ending,
-    short,
-    size,
     sparkline,
     step_line,
 )
@@ -94,35 +90,6 @@ def test_the_time_left_is_that_of_the_steps_to_come() -> None:
     assert screen.tracker.view.seconds_left() == pytest.approx(8 * 3.0)
 
 
-def test_the_live_view_shows_everything_and_fits() -> None:
-    screen = Screen(total=20, terminal=True, _environ={"TERM": "xterm-256color"})
-    tracker: Tracker = screen.tracker
-    screen.tracker.phase(("eval",))
-    assert "starting" in screen.view() and "eval" in screen.view()
-    for step in range(1, 11):
-        screen.now += 1.0
-        tracker.log(Record(step, {**METRICS, "reward/mean": step / 10} | (EVAL if step == 5 else {})))
-    screen.tracker.warn("response/truncated is 0.95 " * 5)
-    screen.tracker.phase(("step", "rollout"))
-    screen.now += 3.0
-    view = screen.view()
-    for part in ("step 10/20", "10 s left", "rollout 3 s", "1.000", "▁", "█", "0.710 (0.660 to 0.760)"):
-        assert part in view
-    for part in (
-        "length 38",
-        "2% cut off",
-        "entropy 0.234",
-        "5.3k tokens/s",
-        "update 0.70 s  rollout 0.60 s",
-        "811 MiB",
-        "! step 10:",
-    ):
-        assert part in view
-    tracker.close({"status": "finished"})
-    assert "finished" in screen.lines()[-1]
-    assert "\x1b[?25h" in screen.file.getvalue(), "the cursor is back"
-
-
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_the_live_view_fits_and_keeps_labels_and_what_comes_first(width) -> None:
     now = 0.0
@@ -163,31 +130,6 @@ def test_a_run_ends_with_a_sentence_and_where_it_is() -> None:
     for part in ("completed at step 200 of 200", "accuracy 0.710 (0.660 to 0.760, 71 of 100)", "best 0.750", "3m52s"):
         assert part in first
     assert "grpo show 'a b/R'" in second and "grpo report 'a b/R'" in second
-
-
-def test_a_run_that_was_interrupted_ends_with_how_to_go_on_and_says_of_which_step_its_accuracy_is() -> None:
-    stopped = {**ENDED, "status": "interrupted", "step": 47, "stopped_by": "SIGINT", "final_accuracy_step": 40}
-    first, *_, last = ending(stopped, 200, Path("R"))
-    assert "step 47" in first and "SIGINT" in first and "0.710 at step 40" in first
-    assert last.endswith("grpo train resume=R")
-    assert list(ending({"status": "failed"}, 3)) == ["failed"]
-
-
-def test_the_interval_at_the_end_is_that_of_the_accuracy_beside_it() -> None:
-    screen = Screen(total=20)
-    screen.tracker.log(Record(10, {**METRICS, **EVAL, "eval/problems": 100.0}))
-    for accuracy, told in ((0.71, "(0.660 to 0.760, 71 of 100)"), (0.5, "")):
-        assert screen.tracker.view.interval({"final_accuracy": accuracy}) == told.strip("()")
-    screen.tracker.close({**ENDED, "final_accuracy": 0.71})
-    assert "accuracy 0.710 (0.660 to 0.760, 71 of 100) at step 200" in screen.lines()[-1]
-
-
-def test_numbers_are_short() -> None:
-    assert [short(x) for x in (0, 0.51234, 38.0, 999, 5321, 1.2e6, 3e9, -5321, float("nan"))] == (
-        ["0", "0.512", "38", "999", "5.3k", "1.2M", "3.0G", "-5.3k", "nan"]
-    )
-    assert [duration(x) for x in (0.4, 59, 61, 3599, 11_100)] == ["0 s", "59 s", "1m01s", "59m59s", "3h05m"]
-    assert [size(x) for x in (850e6, 1.5e9)] == ["811 MiB", "1.4 GiB"]
 
 
 def test_a_sparkline_spans_its_own_range() -> None:

@@ -11,14 +11,12 @@ from small import FakeEngine, contents, make_engine, small_model, some_requests
 from tiny_hf import make_tokenizer
 
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.collect.requests import group_rollouts, requests_for
 from grpo_cli.evaluate import evaluate
 from grpo_cli.interfaces import Task
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.problems import LazyPrompts, Problem
-from grpo_cli.tasks.prompting import MadePrompts, Prompting
+from grpo_cli.tasks.prompting import MadePrompts
 from grpo_cli.types import Prompt, Request, Reward, Rollout
 
 TOKENIZER = make_tokenizer()
@@ -58,14 +56,6 @@ def test_a_run_refuses_at_its_start_a_list_of_prompts_with_an_id_twice() -> None
     Epochs([A, B, replace(OTHER_A, id="c")], per_step=1, seed=0)
 
 
-def test_prompts_that_are_made_when_asked_for_are_not_made_to_look_at_their_ids() -> None:
-    prompts, made_of = lazy([A, B, OTHER_A] * 100)
-    order = Epochs(prompts, per_step=300, seed=0)
-    assert len(made_of) < 10  # the type checks of the tests take one at random, here and there
-    with pytest.raises(UserError, match="'[ab]' is the id of two of the prompts asked about together"):
-        requests_for(order.pick(0, 300, frozenset()), 4, Sampling.plain(128), seed=0, step=0)
-
-
 def test_an_evaluation_refuses_an_id_that_comes_twice_before_the_first_rollout() -> None:
     for prompts in ([A, OTHER_A], lazy([B, A, A])[0]):
         with pytest.raises(UserError, match="'a' is the id of two"):
@@ -80,29 +70,7 @@ def test_prompts_of_generated_tasks_have_ids_of_their_own_over_both_splits(name:
     assert len(everyone) > 500 and len(set(everyone)) == len(everyone)
 
 
-def test_problems_of_one_line_are_no_two_problems_of_a_split() -> None:
-    asked = [Problem(line, f"p.jsonl, line {line}", f"question {i}", "1") for i, line in enumerate((1, 2, 1))]
-    prompting = Prompting(TOKENIZER, "{question}", None, use_chat_template=False)
-    LazyPrompts("train", asked[:2], prompting, None, "refuse", print)
-    with pytest.raises(AssertionError, match="a line of its own"):
-        LazyPrompts("train", asked, prompting, None, "refuse", print)
-
-
 # Rollouts and their groups
-
-
-def test_two_prompts_are_never_one_group() -> None:
-    engine = make_engine(small_model())
-    of_a, of_other = (
-        list(engine.generate(requests_for([p], 2, Sampling.plain(4), seed=0, step=0))) for p in (A, OTHER_A)
-    )
-    assert [len(group.rollouts) for group in group_rollouts([A], of_a)] == [2]
-    with pytest.raises(UserError, match="'a' is the id of two"):
-        group_rollouts([A, OTHER_A], [*of_a, *of_other])
-    with pytest.raises(UserError, match="'a' is the id of two"):
-        group_rollouts([A, A], of_a)
-    with pytest.raises(AssertionError, match="of a prompt that was not asked about: a"):
-        group_rollouts([A], [*of_a, *of_other])
 
 
 def test_the_engine_refuses_two_prompts_of_one_id_before_it_serves_anybody() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -80,18 +79,6 @@ def test_a_job_that_fails_stops_no_other_and_says_why(tmp_path: Path) -> None:
     assert [job.number for job in jobs if job.number != 7 and is_done(job.folder)] == [1, 8]
 
 
-def test_the_status_file_is_what_a_report_reads(tmp_path: Path) -> None:
-    (job,) = listed(tmp_path, "true")
-    assert json.loads((job.folder / "status.json").read_text())["state"] == "waiting"
-    run([job])
-    kept = json.loads((job.folder / "status.json").read_text())
-    assert kept.pop("seconds") > 0 and kept.pop("started").endswith("+00:00")
-    assert kept == json.loads(
-        '{"state": "done", "reason": null, "overrides": ["true"], "exit_code": 0, "command": "train",'
-        ' "pid": null, "host": null}'
-    )
-
-
 @pytest.mark.parametrize("places", [1, 3])
 def test_as_many_jobs_run_at_a_time_as_there_are_places(tmp_path: Path, places: int) -> None:
     lines, jobs = list[str](), listed(tmp_path, *["sleep 0.2; echo $PLACE $PYTHONUNBUFFERED"] * 4)
@@ -146,7 +133,7 @@ def test_asked_to_stop_it_lets_jobs_save_and_starts_no_more(tmp_path: Path, numb
     assert [status(job).state for job in jobs] == ["waiting", "waiting"]
     assert status(jobs[0]).reason == "the sweep was stopped while it ran"
     assert signal.getsignal(number) is before
-    assert [line.split()[0] for line in lines] == ["job", f"{number.name}:", "job"]
+    assert sorted(line.split()[0] for line in lines) == [f"{number.name}:", "job", "job"]
 
 
 def test_asked_twice_it_kills_them_with_all_that_they_started(tmp_path: Path) -> None:

@@ -13,10 +13,8 @@ from typing import Any
 import made
 import pytest
 from tiny_hf import make_tokenizer
-from typer.testing import CliRunner
 from words import rollout_of, task_of
 
-from grpo_cli.cli.main import app
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.jsonl import Jsonl
 from grpo_cli.tasks.problems import read_problems
@@ -242,15 +240,6 @@ def test_a_few_answers_that_cannot_be_read_are_counted_and_left_out(tmp_path: Pa
     assert len(said) == 1 and "line 4 (and 1 more of 50 rows): no answer was understood" in said[0]
 
 
-def test_bad_settings_are_refused_together(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", *problems(3))
-    bad = {"eval_fraction": 1.5, "max_unreadable": 1.0, "grading": "harsh", "long_prompts": "cut", "few_shot": -1}
-    bad |= {"judge_seconds": 0.0, "judge_workers": 0, "formats_on": "no"}
-    message = message_of(lambda: make(path, **bad))
-    assert all(f"task.{key}=" in message for key in bad)
-    assert "write {question}" in message_of(lambda: make(path, template="Question: {problem}"))
-
-
 # The hub
 
 
@@ -271,36 +260,6 @@ def test_a_hub_data_set_is_read_like_a_file(tmp_path: Path, monkeypatch: pytest.
     message = message_of(lambda: make("hub:someone/sums:train", eval_path="hub:someone/sums:hard:test"))
     assert "hub:someone/sums:hard:test, row 1: no answer was understood" in message
     assert asked == [("someone/sums", "train")] * 2 + [("someone/sums", "hard", "test")]
-
-
-def test_a_run_takes_a_published_data_set_of_mathematics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("math_verify")
-    rows = [{"problem": f"What is {i}/3?", "answer": rf"\frac{{{i}}}{{3}}", "solution": "..."} for i in range(20)]
-    asked: list[tuple[str, ...]] = []
-    hub(monkeypatch, lambda *names, split: asked.append((*names, split)) or rows)
-    monkeypatch.chdir(tmp_path)
-    words = "task=jsonl task.path=hub:agentica-org/DeepScaleR-Preview-Dataset:train task.question_field=problem "
-    words += "task.reward=math n=2 train.prompts=2 train.steps=1 sampling.max_new_tokens=4 eval.every=0 eval.problems=1"
-    result = CliRunner().invoke(app, ["train", *words.split(), "hydra.run.dir=run", "record.rollouts=-1"])
-    assert result.exit_code == 0, result.output
-    assert {*asked} == {("agentica-org/DeepScaleR-Preview-Dataset", "train")}
-    shown = [json.loads(line) for line in Path("run/rollouts.jsonl").read_text().splitlines()]
-    assert len(shown) == 4 and all(row["prompt"].startswith("Question: What is ") for row in shown)
-
-
-@pytest.mark.parametrize("error", [ConnectionError("no route"), ValueError("no route"), None])
-def test_a_hub_that_cannot_be_read_says_how_to_give_a_path(
-    monkeypatch: pytest.MonkeyPatch, error: Exception | None
-) -> None:
-    def load_dataset(*names: str, split: str) -> Any:
-        assert error is not None
-        raise error
-
-    hub(monkeypatch, load_dataset)
-    if error is None:
-        monkeypatch.setitem(sys.modules, "datasets", None)
-    message = message_of(lambda: make("hub:someone/sums:train"))
-    assert ("no route" if error else "grpo-cli[hub]") in message and "task.path=<file.jsonl>" in message
 
 
 # Examples

@@ -84,13 +84,6 @@ def asked(library: Path, *questions: tuple[str, str]) -> tuple[list[dict[str, An
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr.splitlines(), done.returncode
 
 
-def test_the_first_comparison_is_made_before_anybody_waits_for_one(library: Path) -> None:
-    """A worker that loads its grammar on the first question's time never answers within a short limit."""
-    replies, events, code = asked(library)
-    assert replies == [{"ready": True}] and code == 0
-    assert events == ["parse x+1", "parse 1+x", "reduce x+1", "a library that talks"]
-
-
 def test_each_answer_is_compared_with_the_gold_one_and_what_fails_has_a_name(library: Path) -> None:
     words = ("a", "b", "unread", "odd", "huge", "deep", "huge text", "lost", "a")
     replies, _, code = asked(library, *(("a", word) for word in words))
@@ -117,10 +110,3 @@ def test_memory_and_processor_time_have_an_end_even_if_the_asker_has_gone(librar
     memory, core, seconds = json.loads(asked(library, ("a", "limits"))[1][-1])
     assert 0 < memory <= worker.MEMORY and core == 0
     assert 30 < seconds < 120  # the comparison's thirty, and what the start took
-
-
-def test_an_error_of_another_kind_and_a_missing_library_end_the_worker_with_their_names(library: Path) -> None:
-    replies, _, code = asked(library, ("a", "broken"), ("a", "a"))
-    assert replies[1:] == [{"died": "OSError: no such file"}] and code == 1
-    (library / "math_verify.py").write_text("import nothing_of_that_name")
-    assert asked(library)[0] == [{"died": "ModuleNotFoundError: No module named 'nothing_of_that_name'"}]

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_cli.cli.export import export
-from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
 from grpo_cli.learner import learner
@@ -193,19 +192,3 @@ def test_what_is_saved_is_read_and_merged_as_it_was(tmp_path: Path, kinds: dict[
     for other in {"dora", "rslora"} - kinds.keys():
         with pytest.raises(UserError, match=f"model.lora.{other}=true"):
             load_model(settings(adapter=str(saved), lora=replace(lora, **{other: True})), CPU)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("optim.park=true optim.offload=true", "optim.offload=true"),
-        ("optim.park=true optim.name=adamw8bit", "optim.name=adamw8bit"),
-        ("model.lora.dora=true", "model.lora.rank=16"),
-        ("model.lora.rslora=true", "model.lora.rank=16"),
-    ],
-)
-def test_what_cannot_work_is_refused_in_one_line(words: str, said: str) -> None:
-    with pytest.raises(UserError) as refused:
-        check(settings_of(*words.split()))
-    (line,) = refused.value.problems
-    assert said in line

@@ -163,11 +163,6 @@ def test_an_answer_that_does_not_come_is_not_waited_for(server: Server) -> None:
     assert "task.judge.timeout" in lines[0]
 
 
-def test_no_more_are_asked_at_a_time_than_is_said(server: Server) -> None:
-    assert None not in scores(judge_of(server, concurrency=2), completions(*"abcdefghijkl"))
-    assert server.most <= 2
-
-
 def test_the_words_of_a_template_are_put_in_once(server: Server, tmp_path: Path) -> None:
     prompt = tmp_path / "rubric.txt"
     prompt.write_text('{question}|{answer}|{reply} {"score": x}', encoding="utf-8")

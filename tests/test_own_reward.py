@@ -15,11 +15,8 @@ import pytest
 from tiny_hf import make_tokenizer
 from words import rollout_of, task_of
 
-from grpo_cli.metrics import METRICS
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.jsonl import Jsonl
-from grpo_cli.tasks.judges import RESERVED
-from grpo_cli.tasks.own_reward import own
 from grpo_cli.types import Finish, Reward
 
 TOKENIZER = make_tokenizer()
@@ -63,9 +60,6 @@ def anything(**words):
 def ended(finished, row, question):
     return {"finished": finished, "is_last": row["question"] == "q5" == question}
 
-def exits(reply):
-    raise SystemExit(0)
-
 def ends(reply):
     raise GeneratorExit
 
@@ -84,7 +78,7 @@ def empties(row):
 
 number = 5
 """
-BROKEN = {"syntax": "def f(:", "fails": "x = 1 / 0", "leaves": "import sys; sys.exit(0)", "ends": "raise GeneratorExit"}
+BROKEN = {"ends": "raise GeneratorExit"}
 
 
 @pytest.fixture(autouse=True)
@@ -177,14 +171,6 @@ def test_rows_are_copies_with_the_same_types_from_every_format(tmp_path: Path) -
         assert type(row["tags"][0]["p"]) is float
 
 
-def test_a_file_that_pythons_own_module_hides_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, function in (("string", "capwords"), ("code", "score"), ("sys", "exit"), ("json.tool", "main")):
-        (tmp_path / f"{name.partition('.')[0]}.py").write_text(f"def {function}(reply): return 1")
-        with pytest.raises(UserError, match=f"{name.partition('.')[0]}.py is hidden by"):
-            own(f"{name}:{function}", "task.reward")
-
-
 def test_named_parts_are_added_with_their_weights(tmp_path: Path) -> None:
     task = make(tmp_path, "parts", weights={"correct": 2.0, "short": 10.0, "tag_count": 1.0})
     prompt = task.prompts("train")[1]
@@ -202,16 +188,6 @@ def test_a_reply_is_finished_unless_it_was_cut_off(tmp_path: Path) -> None:
     assert found == {Finish.EOS: 1.0, Finish.STOP: 1.0, Finish.LENGTH: 0.0, Finish.PARTIAL: 0.0}
 
 
-def test_evaluated_replies_are_judged_by_rows_of_their_own(tmp_path: Path) -> None:
-    """Both splits have a line 6 when each has its own file."""
-    other = tmp_path / "e.jsonl"
-    other.write_text("".join(f'{{"question": "{name}", "answer": "1"}}\n' for name in ("a", "b", "c", "d", "e", "f")))
-    task = make(tmp_path, "ended", eval_path=str(other))
-    for split, is_last in (("train", 1.0), ("eval", 0.0)):
-        prompt = task.prompts(split)[5]
-        assert task.reward(prompt, rollout_of(prompt, "a", TOKENIZER)).parts["is_last"] == is_last
-
-
 def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:
     task = make(tmp_path, "many")
     answers = [prompt.answer for prompt in task.prompts("train")]
@@ -227,21 +203,16 @@ def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:
     ("function", "replies", "expected"),
     [
         ("raises", ["ok", "abc"], "raised ZeroDivisionError.*rewards_of_mine.py, line 24.* for sample 1 .*'abc'"),
-        ("exits", ["abc"], "raised SystemExit: 0 .* for sample 0 of prompt train-"),
         ("ends", ["abc"], "raised GeneratorExit "),
-        ("no_number", ["nan"], "returned nan as no_number for sample 0 of prompt train-"),
-        ("no_number", ["none"], "returned None as no_number"),
         ("no_number", ["text"], "returned '1' as no_number"),
         ("no_number", ["else"], "returned no part for sample 0"),
         ("short", ["a", "b", "c"], "returned 2 rewards for the 3 rollouts from sample 0 of prompt train-"),
         ("named", ["a/b"], "called a part 'a/b' for sample 0"),
         ("named", ["mean"], "reward/mean"),
         ("wants", ["a"], "takes temperature, but by name it can get reply, turns, answer, question"),
-        ("huge", ["400"], f"returned 1{199 * '0'}... as huge for sample 0"),
         ("huge", ["5000"], "returned a number of 16610 bits as huge for sample 0"),
         ("far", ["above"], "returned 1.3510798882111488e.16 as far.*from -2.53 to 2.53"),
         ("nothing", ["a"], "rewards_of_mine has no function nothing"),
-        ("number", ["a"], "rewards_of_mine has no function number"),
     ],
 )
 def test_a_mistake_names_the_function_and_the_rollout(
@@ -260,13 +231,7 @@ def test_the_largest_rewards_are_those_that_are_exact(tmp_path: Path) -> None:
     ("reward", "expected"),
     [
         ("maths", "written as module:name"),
-        (":f", "written as module:name"),
-        ("..mod:f", "written as module:name"),
         ("no_such_module:f", "the module no_such_module cannot be imported: No module named 'no_such_module'"),
-        ("builtins:int", "wrap it"),
-        ("syntax_of_mine:f", "raised SyntaxError: invalid syntax (syntax_of_mine.py, line 1)"),
-        ("fails_of_mine:f", "raised ZeroDivisionError: division by zero ("),
-        ("leaves_of_mine:f", "raised SystemExit: 0 ("),
         ("ends_of_mine:f", "raised GeneratorExit ("),
     ],
 )
@@ -281,8 +246,3 @@ def test_weights_must_go_with_the_parts(tmp_path: Path) -> None:
     assert "task.weights.format adds a part" in message_of(tmp_path, "named", ["format"], weights={"format": 1.0})
     assert "task.formats_on=wrong" in message_of(tmp_path, "match", formats_on="wrong")
     assert "task.grading=strict is for task.reward=numbers" in message_of(tmp_path, "match", grading="strict")
-
-
-def test_the_reserved_names_are_those_of_the_metrics() -> None:
-    named = {name.partition("/")[2] for name in METRICS if name.startswith("reward/")}
-    assert named - {"<part>"} == RESERVED

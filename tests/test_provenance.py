@@ -7,12 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
-from grpo_cli import __version__
 from grpo_cli.runs import provenance
-from grpo_cli.runs.provenance import checkout_state, code_version
+from grpo_cli.runs.provenance import checkout_state
 
 
 @pytest.fixture
@@ -73,13 +70,3 @@ def test_without_git_without_commits_and_with_a_git_that_hangs_there_is_no_commi
     (programs / "git").chmod(0o755)
     monkeypatch.setattr(provenance, "GIT_SECONDS", 0.1)
     assert checkout_state(repository) == (None, None)
-
-
-def test_the_code_that_is_asked_about_is_the_whole_package() -> None:
-    assert (provenance.SOURCE / "grpo_cli" / "runs" / "provenance.py").samefile(provenance.__file__)
-
-
-def test_versions_are_those_of_the_libraries_that_are_loaded() -> None:
-    code = code_version()
-    assert (code.grpo_cli, code.torch, code.transformers) == (__version__, torch.__version__, transformers.__version__)
-    assert code is code_version(), "asked once"

@@ -155,15 +155,10 @@ def test_a_job_is_started_as_one_would_by_hand(tmp_path: Path, pretended: list[l
     result = grpo("train", "--config-dir", "mine", "-m", *words)
     assert result.exit_code == 0, result.output
     (first, second) = pretended
-    words = [
-        "hydra.job.chdir=false",
-        "hydra.job.num=0",
-        "hydra.job.id=0",
-        "seed=1",
-        f"++hydra.run.dir='{tmp_path}/s/0'",
-    ]
-    assert first == ["train", "--config-dir", "mine", *words]
-    assert second[-2:] == ["seed=2", f"++hydra.run.dir='{tmp_path}/s/1'"]
+    mine = f"hydra.searchpath=[file://{tmp_path}/mine]"
+    of_hydra = ["hydra.job.chdir=false", "hydra.job.num=0", "hydra.job.id=0"]
+    assert first == ["train", mine, *of_hydra, "seed=1", f"hydra.run.dir='{tmp_path}/s/0'"]
+    assert second[-2:] == ["seed=2", f"hydra.run.dir='{tmp_path}/s/1'"]
 
 
 def test_the_exit_code_is_the_number_of_failed_jobs(
@@ -207,7 +202,7 @@ def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, preten
     saved.mkdir(parents=True)
     (saved / "COMPLETE").touch()
     assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 1
-    assert [command[-1] for command in pretended] == [f"resume='{tmp_path}/s/0'", f"++hydra.run.dir='{tmp_path}/s/2'"]
+    assert [command[-1] for command in pretended] == [f"resume='{tmp_path}/s/0'", f"hydra.run.dir='{tmp_path}/s/2'"]
     assert grpo("eval", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 2
 
 

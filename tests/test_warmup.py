@@ -13,7 +13,6 @@ from small import small_model
 from tiny_hf import make_folder, make_tokenizer
 
 from grpo_cli.collect.warmup import Sft
-from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
 from grpo_cli.learner.batch import collate, totals
@@ -178,17 +177,6 @@ def test_conversations_of_a_file_warm_a_chat_model_up(tmp_path: Path) -> None:
     trainer.fit()
     losses = [row["warmup/loss"] for row in rows_of(tmp_path / "run") if "warmup/loss" in row]
     assert losses[1] < losses[0]
-
-
-def test_where_there_is_nothing_to_imitate_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="field working.*train.warmup_field"):
-        run_of(tmp_path / "run", "train.warmup_field=working")
-    with pytest.raises(UserError, match="field solution.*train.warmup_path"):
-        build(settings_of("task=guess", "train.warmup=sft", "logger=jsonl", f"run_dir={tmp_path / 'run'}"))
-    with pytest.raises(UserError, match="train.warmup_path needs a chat template"):
-        run_of(tmp_path / "run", "train.warmup_path=x.jsonl")
-    with pytest.raises(UserError, match="train.warmup_steps=6 must be less than train.steps=6"):
-        check(settings_of("train.warmup=sft", "train.warmup_steps=6", "train.steps=6", "logger=jsonl", "run_dir=x"))
 
 
 def test_a_task_that_works_solutions_out_is_imitated_with_its_answers(tmp_path: Path) -> None:

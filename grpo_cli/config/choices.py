@@ -33,9 +33,14 @@ def is_experimental(group: str, choice: str) -> bool:
 
 
 def shipped(group: str, choice: str) -> dict[str, Any]:
-    """A choice's keys and values, including those of its base files."""
+    """Return a choice's keys and values, including those of its base files."""
+    return values_of(f"{group}/{choice}")
+
+
+def values_of(name: str) -> dict[str, Any]:
+    """Return the keys and values of a file of `conf/`, including those of its base files."""
     merged: dict[str, Any] = {}
-    for values in _files(f"{group}/{choice}"):
+    for values in _files(name):
         merged = _over(merged, {key: value for key, value in values.items() if key != "defaults"})
     return merged
 

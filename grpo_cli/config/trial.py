@@ -52,9 +52,9 @@ def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
 
 
 def _try_loss(loss: Any, batch: Any) -> None:
-    name, code = f"loss {name_of(getattr(loss, 'inner', loss))}", getattr(loss, "inner", loss)
+    name = f"loss {name_of(loss)}"
     logprobs = batch.sampler_logprobs.clone().requires_grad_()
-    with own_code_unless_ours(name, getattr(code, "func", code)):
+    with own_code_unless_ours(name, getattr(loss, "func", loss)):
         output: Any = loss(logprobs, batch, totals(batch, 1))
     if not isinstance(output, LossOutput) or output.loss.dim():
         raise UserError(f"{name} returned {output!r:.60}: return a LossOutput with a scalar")

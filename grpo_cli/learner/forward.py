@@ -45,7 +45,7 @@ class Forward(ABC):
 
     @abstractmethod
     def prepare(self, model: Any) -> None:
-        """Called before the first forward through a model."""
+        """Prepare for forward passes through a model."""
 
     @abstractmethod
     def cut(self, batch: Batch) -> list[list[int]]:
@@ -99,7 +99,7 @@ class Padded(Forward):
     counts the padding."""
 
     def prepare(self, model: Any) -> None:
-        """On a GPU transformers would check whether the positions are those of packed rows, and wait for the result."""
+        """Select our attention on a GPU: transformers would wait there to see whether positions are of packed rows."""
         if place_of(model).type == "cuda" and is_llama_shaped(model):
             allow_packing(model)
 
@@ -156,7 +156,8 @@ class PackedTrees(Forward):
         allow_packing(model)
 
     def cut(self, batch: Batch) -> list[list[int]]:
-        """At most `tokens` tokens each, but at least one row. A group that is too large is split between its rows."""
+        """Return parts of at most `tokens` tokens each, but of at least one row. A group that is too large is split
+        between its rows."""
         prompts, lengths = batch.prompt_lengths.tolist(), batch.lengths.tolist()
         groups: dict[int, list[int]] = {}
         for row, at in enumerate(batch.group.tolist()):

@@ -39,7 +39,7 @@ class Rkv(AttentionOfWindow):
 
 
 def redundancy(keys: Float[Tensor, "N T D"], threshold: float) -> Float[Tensor, "N T"]:
-    """How much the other keys of a head resemble each one: softmax over keys of the mean cosine.
+    """Return how much the other keys of a head resemble each one: softmax over keys of the mean cosine.
 
     For each key, the last other key that resembles it by more than `threshold` is let off (as the release does it: key
     0 if there is none), so that of many copies the newest counts as needed. Of exactly two, each lets off the other.

@@ -31,7 +31,7 @@ def all_rollouts(group: ScoredGroup, keep: int, rng: np.random.Generator) -> lis
 
 
 def choose(rule: Downsample, group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
-    """The indices that `rule` keeps, ascending, once they are known to be `keep` distinct ones of this group.
+    """Return the indices that `rule` keeps, ascending, once they are known to be `keep` distinct ones of this group.
 
     A group of `keep` rollouts or fewer is kept whole without the rule: n = m is plain GRPO under any rule.
     """

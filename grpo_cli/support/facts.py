@@ -1,4 +1,4 @@
-"""What a part can do, known before it is made: attributes of its function or class."""
+"""The capabilities of a part, known before it is made: attributes of its function or class."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Facts(TypedDict, total=False):
     is_policy: bool  # an engine draws from the trainer's own policy (left to `engine.inner` where there is one)
     stops_early: bool  # an engine can stop rollouts before their end
     any_family: bool  # an engine takes causal models of any family, not only Llama-shaped ones
-    answers_in_place: bool  # an engine's `generate` takes `replies`, and goes on with a row once its turn is answered
+    answers_in_place: bool  # an engine's `generate` takes `replies`, and continues with a row once its turn is answered
 
 
 Part = TypeVar("Part")

@@ -146,7 +146,7 @@ class ProcessLauncher(Launcher):
         ]
         # The folder and the mode are typed again when the sweep is resumed.
         of_hydra = list(dict.fromkeys(word for word in self._typed_of_hydra if not is_of(word, ("sweep.dir", "mode"))))
-        about = {"command": self._sweep.command, "flags": list(self._sweep.flags), "overrides": self._typed}
+        about = {"command": self._sweep.command, "overrides": self._typed}
         listed = {**about, "hydra": of_hydra, "jobs": jobs}
         write_atomically(self._folder / SWEEP, f"{json_line(listed, indent=2)}\n".encode())
 

@@ -66,7 +66,8 @@ NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "In
 
 @dataclass(frozen=True)
 class Story:
-    """What happens: a beginning, `groups` of `start` each (1: `start` things), then changes, none of them 0."""
+    """The events of a story: a beginning, `groups` of `start` each (1: `start` things), then changes, none of them
+    0."""
 
     groups: int
     start: int

@@ -63,7 +63,7 @@ def evaluate_with(
 def search_with(
     bench: Bench, search: Search, settings: SplitExamSettings, sampling: SampleSettings, seed: int
 ) -> EvalResult:
-    """Return the accuracy of what `search` answers to the same problems, drawn at the same temperature; nothing if it
+    """Return the accuracy of what `search` answers to the same problems, sampled at the same temperature; nothing if it
     does not search."""
     prompts = _asked(bench.task, settings, settings.split)
     found = search(bench, prompts, sampling.at(settings.temperature), seed)
@@ -99,7 +99,7 @@ def _scored(task: Task, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) 
 
 
 def _accuracy(name: str, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Of groups of one rollout each."""
+    """Compute the accuracy of groups of one rollout each, with its interval."""
     right = sum(group.solved for group in groups)
     low, high = wilson_interval(right, len(groups))
     return {name: right / len(groups), f"{name}_low": low, f"{name}_high": high}

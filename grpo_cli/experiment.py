@@ -1,4 +1,4 @@
-"""From settings to a run: builds the configured parts and connects them, nothing else."""
+"""Settings to a run: builds the configured parts and connects them, nothing else."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from hydra.core.hydra_config import HydraConfig
 
 from grpo_cli.collect.warmup import Sft
 from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rule_of, says
 from grpo_cli.config.prepare import Prepared, pick_device, prepare
 from grpo_cli.config.recorded import checkpoint_to_resume
-from grpo_cli.engine.torch.engine import TorchEngine
+from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samples
 from grpo_cli.interfaces import Bench, Engine, Meter, Parts, Tracker
 from grpo_cli.model.anatomy import AdapterOff
 from grpo_cli.model.checks import check_device, check_vocabulary, context_of
 from grpo_cli.model.load import at_checkpoint, eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
 from grpo_cli.runs.provenance import code_version
+from grpo_cli.runs.record import read_record
 from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.support.errors import UserError
@@ -67,7 +67,7 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     for line in doubts(settings):
         console.warn(line)
     files = JsonlTracker(Path(settings.run_dir), settings.resume is not None, settings.accept_damage, console.warn)
-    if checkpoint is None and settings.resume is not None:  # it begins anew
+    if checkpoint is None and settings.resume is not None:  # it begins again
         files.load_state_dict({})
     trackers = files, console, _logger(settings, "train", console.say, console.warn)
     meter = WallMeter(bench.device, on_phase=console.phase)
@@ -134,14 +134,14 @@ def worker_engine(
     decode: Callable[..., Any],
     model: Any,
     tells_lengths: bool,
-    told: Mapping[tuple[str, int, int], float],
+    given: Mapping[tuple[str, int, int], float],
     **more: Any,
 ) -> Engine:
-    """Build the engine of a worker of `engine=ray`. `told` will have the lengths if the trainer `tells_lengths`."""
+    """Build the engine of a worker of `engine=ray`. `given` holds the lengths if the trainer predicts them."""
     parts = dict(settings.parts) | {"engine": inner_engine(settings.parts["engine"])}
     if tells_lengths:
-        parts["predictor"] = {"_target_": "grpo_cli.engine.order.predict.Told"}
-    return _engine(replace(settings, parts=parts), model, eos, pad, decode=decode, told=told, **more)
+        parts["predictor"] = {"_target_": "grpo_cli.engine.length_predictor.GivenLengths"}
+    return _engine(replace(settings, parts=parts), model, eos, pad, decode=decode, given=given, **more)
 
 
 def parts_of(
@@ -175,11 +175,11 @@ def _logger(
     settings: RunSettings | EvalRunSettings, job_type: str, say: Callable[[str], None], warn: Callable[[str], None]
 ) -> Tracker:
     """Build the tracker besides the run's files and the console. `job_type` is the command."""
-    chosen = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    record = read_record(Path(settings.run_dir))
     offered = {
         "run_dir": Path(settings.run_dir),
         "config": asdict(settings) | {"code": asdict(code_version())},
-        "choices": {str(group): str(choice) for group, choice in chosen.items() if not str(group).startswith("hydra/")},
+        "choices": {} if record is None else record.choices,
         "job_type": job_type,
         "say": say,
         "warn": warn,

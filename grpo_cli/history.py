@@ -1,4 +1,4 @@
-"""What a run knows about each problem: for each visit, how often it was tried and how often it was solved.
+"""The record of each prompt in a run: for each visit, how many rollouts it had and how many solved it.
 
 Kept by every run, and part of its checkpoint. Two rules may read one history differently: the caller says
 how visits are weighted.
@@ -19,7 +19,7 @@ UNSEEN = 0.5  # the solve rate assumed for a problem before its first visit
 
 
 class Solved(StrEnum):
-    """Which of a visit's rollouts solved the problem."""
+    """The outcome of a visit: none, some or all of its rollouts solved the prompt."""
 
     NONE = "none"
     MIXED = "mixed"
@@ -48,20 +48,21 @@ class History:
         self._distinct = len(self._visits)
 
     def __len__(self) -> int:
-        """How many different problems the run has visited."""
+        """Return how many different prompts the run has visited."""
         return self._distinct
 
     def visits(self, problem: str) -> tuple[Visit, ...]:
-        """The last ones, oldest first."""
+        """Return the last visits, oldest first."""
         return self._visits.get(problem, ())
 
     def outcome(self, problem: str) -> Solved | None:
-        """Of the last visit."""
+        """Return the outcome of the last visit."""
         visits = self.visits(problem)
         return visits[-1].outcome if visits else None
 
     def rate(self, problem: str, decay: float) -> float:
-        """The mean share of rollouts that solved it, visits weighted by decay^age; `UNSEEN` if there was none."""
+        """Return the mean share of rollouts that solved it, visits weighted by decay^age; `UNSEEN` if there was
+        none."""
         weights = self._weights(problem, decay)
         shares = [visit.solved / visit.tried for visit in self.visits(problem)]
         return sum(w * share for w, share in zip(weights, shares, strict=True)) / sum(weights) if weights else UNSEEN

@@ -91,15 +91,15 @@ METRICS: Mapping[str, str] = {
     "off/lag_max": "The largest of those numbers.",
     "off/given_share": "Share of the trained tokens that nobody drew: they were given.",
     "off/ess": "Effective sample size of an update's rollouts by their importance weights, as a share of their number.",
-    "off/active": "Share of tokens neither masked nor clipped; below 0.9 correction.prox=ewma averages anew.",
-    "off/prox_resets": "How often that average has begun anew since the run began.",
+    "off/active": "Share of tokens neither masked nor clipped; below 0.9 correction.prox=ewma averages again.",
+    "off/prox_resets": "How often that average has begun again since the run began.",
     "engine/decode_steps": "Batched forward passes that made one token per busy slot.",
     "engine/slots": "Slots the engine decoded with; under sampler.kv_budget the most rollouts that ran at a time.",
     "engine/slot_utilisation": "Share of slot-steps that produced a token.",
     "engine/kv_peak_bytes": "Most bytes of key-value cache that were allocated at once, exact from shapes.",
     "engine/kv_held_bytes": "Most bytes of it that rollouts and prompts held at once, without what is empty.",
     "engine/rows_mean": "Rollouts in flight, on average over the decode steps.",
-    "engine/restarts": "Rollouts that had to begin anew because sampler.kv_budget ran out.",
+    "engine/restarts": "Rollouts that were preempted because sampler.kv_budget ran out.",
     "engine/restarted_tokens": "Tokens that those had made, and made again.",
     "engine/prefill_tokens": "Prompt tokens that were run through the model.",
     "engine/weight_update_seconds": "Seconds until an engine with weights of its own had those of this step.",
@@ -144,7 +144,7 @@ METRICS: Mapping[str, str] = {
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Metrics of all the step's rollouts, before selection. A step that made none has no means, which would say
+    """Compute metrics of all the step's rollouts, before selection. A step that made none has no means, which would say
     something of a policy that was not sampled."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -165,7 +165,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics of episodes of several turns. Partial ones count in the step that finishes them."""
+    """Return metrics of episodes of several turns. Partial ones count in the step that finishes them."""
     episodes = [one for group in groups for one in group.rollouts if one.finish is not Finish.PARTIAL]
     if not episodes:
         return {}
@@ -179,16 +179,16 @@ def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def kept_metrics(chosen: Sequence[ScoredGroup], trained: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Metrics of the rollouts that were chosen, and of those that are trained on. Means over no rollouts are left
-    out."""
+    """Return metrics of the rollouts that were chosen, and of those that are trained on. Means over no rollouts are
+    left out."""
     totals = np.concatenate([np.zeros(0), *(group.totals for group in trained)])
     found = {"reward/kept_mean": float(totals.mean())} if len(totals) else {}
     return found | ({"group/zero_std_kept": zero_std_share(chosen)} if any(len(one.totals) for one in chosen) else {})
 
 
 def reuse_metrics(batch: Batch) -> dict[str, float]:
-    """How much of what is trained on is old or was given. Lags are in updates, over drawn tokens. Empty if everything
-    in the step is new."""
+    """Measure how much of what is trained on is old or was given. Lags are in updates, over drawn tokens. Empty if
+    everything in the step is new."""
     if batch.lags is None:
         return {}
     trained = batch.trained_mask
@@ -203,12 +203,12 @@ def reuse_metrics(batch: Batch) -> dict[str, float]:
 
 
 def of_trained(mismatch: Mapping[str, float]) -> dict[str, float]:
-    """A correction's metrics, renamed to say that it was asked about the trained rollouts only."""
+    """Return a correction's metrics, renamed to say that it was asked about the trained rollouts only."""
     return {name.replace("mismatch/", "mismatch_trained/", 1): value for name, value in mismatch.items()}
 
 
 def zero_std_share(groups: Sequence[ScoredGroup]) -> float:
-    """Share of the groups whose rewards are all exactly equal; groups without rollouts do not count.
+    """Return the share of the groups whose rewards are all exactly equal; groups without rollouts do not count.
 
     Equality and not a small standard deviation: a group of equal rewards has an advantage of exactly 0, and one of
     nearly equal rewards, once divided by its deviation, does not.

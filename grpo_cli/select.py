@@ -1,9 +1,9 @@
-"""Which rollouts of a group are trained on, and with what advantage: rejection, then down-sampling, then advantages.
+"""Selection of the rollouts to train on, and their advantages: rejection, then down-sampling, then advantages.
 
 The order matters where the rules meet. A rollout that the correction rejects, or that is cut off and left out for it
-(train.truncated), cannot teach, so with n > m it is never
-chosen in place of one that can. With m = n nothing is chosen: the rejected stay in the batch with weight 0, so that the
-divisors count them (as Sparse-RL's release has it), or are left out altogether, by `count_rejected`.
+(train.truncated), contributes no gradient, so with n > m it is never chosen in place of one that does. With m = n
+nothing is chosen: the rejected stay in the batch with weight 0, so that the divisors count them (as Sparse-RL's release
+has it), or are left out altogether, by `count_rejected`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def select(
     """Choose `keep` rollouts of a group, fewer if fewer are left, and compute their advantages.
 
     `rejections` says of each rollout why it is rejected, empty if it is not. With `count_rejected` the
-    rewards of the rejected still belong to the group's statistics (they were drawn from the same policy).
+    rewards of the rejected still belong to the group's statistics (they were sampled from the same policy).
     """
     size = len(group.rollouts)
     left = [index for index in range(size) if not rejections[index]]
@@ -78,9 +78,9 @@ def select(
 
 
 def settled(selected: Sequence[Selection], batch: Batch, rejections: Sequence[str]) -> list[Selection]:
-    """The same selections once the weights of their `batch` are known: a chosen rollout whose tokens all have weight 0
-    gets a reason. `rejections` come from a correction that was asked about the batch, row by row; or there are none.
-    """
+    """Return the same selections once the weights of their `batch` are known: a chosen rollout whose tokens all have
+    weight 0 gets a reason. `rejections` come from a correction that was asked about the batch, row by row; or there are
+    none."""
     trained, answered = (batch.any(mask).tolist() for mask in (batch.trained_mask, batch.response_mask))
     rows = zip(trained, answered, rejections or [""] * len(batch), strict=True)
     found = []
@@ -94,15 +94,15 @@ def settled(selected: Sequence[Selection], batch: Batch, rejections: Sequence[st
 
 
 def row_weights(selected: Sequence[Selection]) -> Float[Tensor, "K"]:
-    """Weights of the selected rollouts that make each prompt count the same: the mean number of rollouts per prompt in
-    the batch, divided by the prompt's own. Their mean is 1; a prompt without rollouts is not counted."""
+    """Return weights of the selected rollouts that make each prompt count the same: the mean number of rollouts per
+    prompt in the batch, divided by the prompt's own. Their mean is 1; a prompt without rollouts is not counted."""
     counts = [len(selection.indices) for selection in selected if selection.indices]
     mean = sum(counts) / len(counts)
     return torch.tensor([mean / count for count in counts for _ in range(count)])
 
 
 def batch_rows(selected: Sequence[Selection]) -> Int[Tensor, "K"]:
-    """Indices of the selected rollouts among all rollouts of the step, group by group."""
+    """Return indices of the selected rollouts among all rollouts of the step, group by group."""
     rows, start = [], 0
     for selection in selected:
         rows += [start + index for index in selection.indices]

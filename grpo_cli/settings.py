@@ -213,7 +213,6 @@ class RunSettings(Strict):
     m: Count
     seed: Seed
     resume: str | None
-    resume_wait: Annotated[float, Field(ge=0)]
     accept_damage: bool
     fit: int | str  # bytes, auto or none (`memory.fit`)
     device: Device

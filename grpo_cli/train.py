@@ -164,7 +164,8 @@ class Trainer:
         }
 
     def _changing(self) -> dict[str, Any]:
-        """What updates change: state in the order in which it is saved, and the weights if they are to be copied."""
+        """Return what updates change: state in the order in which it is saved, and the weights if they are to be
+        copied."""
         state: dict[str, Any] = {"optimizer": self._learner.state_dict()}
         state["schedule"] = schedule_of(self._settings.optim, self._settings.train)
         if (old_policy := self._step.old_policy.state_dict()) is not None:
@@ -172,7 +173,7 @@ class Trainer:
         return {"state": state, "weights": self._parts.bench.model.state_dict() if self._saver.lazy else None}
 
     def _writer(self, state: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Path]:
-        """What writes a checkpoint, perhaps later: `state`, and what it is given of `_changing`."""
+        """Return what writes a checkpoint, perhaps later: `state`, and what it is given of `_changing`."""
         root, keep = self._run_dir / layout.CHECKPOINTS, self._settings.train.keep_checkpoints
 
         def write(changing: Mapping[str, Any]) -> Path:

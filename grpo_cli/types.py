@@ -22,7 +22,7 @@ from grpo_cli.settings import Sampling
 
 
 class Finish(StrEnum):
-    """Why a rollout ended."""
+    """The reason for which a rollout ended."""
 
     EOS = "eos"
     STOP = "stop"  # one of `sampling.stop`
@@ -31,7 +31,7 @@ class Finish(StrEnum):
 
     @property
     def complete(self) -> bool:
-        """Whether the model ended it itself, rather than being cut off."""
+        """True if the model ended it itself, rather than being cut off."""
         return self in (Finish.EOS, Finish.STOP)
 
 
@@ -64,18 +64,18 @@ class Request:
 
     @property
     def teaches_length(self) -> bool:
-        """Whether a predictor may learn from how long the answer is."""
+        """True if a predictor may learn from how long the answer is."""
         return not (self.held_out or self.resumed)
 
 
-# In place of a version, and of the number of updates by which a token is older: nobody drew it; or it is what the
+# In place of a version, and of the number of updates by which a token is older: nobody sampled it; or it is what the
 # environment answered, and is read but never trained on.
 GIVEN, ENVIRONMENT = -1, -2
 
 
 @dataclass(frozen=True)
 class Span:
-    """`count` consecutive tokens of a rollout, drawn from the weights after `version` updates."""
+    """`count` consecutive tokens of a rollout, sampled from the weights after `version` updates."""
 
     version: int
     count: int
@@ -86,11 +86,11 @@ class Rollout:
     """One completion, or an episode of several turns. `token_ids` ends with the end-of-sequence token when `finish` is
     `EOS`.
 
-    `sampler_logprobs` has one entry per token: the log-probability under the distribution the token was really drawn
+    `sampler_logprobs` has one entry per token: the log-probability under the distribution the token was really sampled
     from (temperature, truncation and evicted KV entries included), and NaN for a token that was given. `kept_kv` is the
-    most response tokens whose KV the engine held for this rollout in any layer. `spans` says which weights drew which
-    tokens and which are the environment's; an engine says no more than the latter, with version 0 for what it drew, and
-    nothing where all is drawn. The step that asked knows the version.
+    most response tokens whose KV the engine held for this rollout in any layer. `spans` says which weights sampled
+    which tokens and which are the environment's; an engine says no more than the latter, with version 0 for what it
+    sampled, and nothing where all is sampled. The step that asked knows the version.
     """
 
     request: Request
@@ -149,7 +149,7 @@ class Group:
 
     @property
     def whole(self) -> bool:
-        """Whether every rollout is finished."""
+        """True if every rollout is finished."""
         return all(rollout.finish is not Finish.PARTIAL for rollout in self.rollouts)
 
     @property
@@ -186,7 +186,7 @@ class Reward:
 
     @property
     def solved(self) -> bool:
-        """Whether the answer is right, as graded."""
+        """True if the answer is right, as graded."""
         return self.parts.get(self.answer_part, self.total) >= 1.0
 
 
@@ -199,7 +199,7 @@ class ScoredGroup:
     rewards: tuple[Reward, ...]
 
     def take(self, indices: Sequence[int]) -> ScoredGroup:
-        """The group with only the rollouts at `indices`, in that order."""
+        """Return the group with only the rollouts at `indices`, in that order."""
         return replace(
             self,
             rollouts=tuple(self.rollouts[i] for i in indices),
@@ -215,13 +215,13 @@ class ScoredGroup:
 
     @property
     def mixed(self) -> bool:
-        """Whether rewards differ: compared as they are, since the floating-point deviation of equal ones need not be 0
+        """True if rewards differ: compared as they are, since the floating-point deviation of equal ones need not be 0
         (that of three times 0.1 is 1.4e-17)."""
         return bool((self.totals != self.totals[:1]).any())
 
     @cached_property
     def solved(self) -> int:
-        """How many of the rollouts have the right answer."""
+        """Return how many of the rollouts have the right answer."""
         return sum(reward.solved for reward in self.rewards)
 
 
@@ -235,7 +235,7 @@ class Batch:
     that is trained on (a correction may take tokens away) and `weights` multiplies each token's loss. `policy_logprobs
     is None` means that the learner has not moved since the step began: its own detached log-probabilities are the old
     policy's. Advantages are 0 until the rows that are trained on are chosen. `lags` says by how many updates each token
-    is older than the step, `GIVEN` of one that nobody drew; None: everything is drawn from the current weights.
+    is older than the step, `GIVEN` of one that nobody sampled; None: everything is sampled from the current weights.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -261,7 +261,7 @@ class Batch:
 
     @property
     def drawn_mask(self) -> Bool[Tensor, "N"]:
-        """The response tokens that were drawn: the only ones with a mismatch."""
+        """The response tokens that were sampled: the only ones with a mismatch."""
         return self.response_mask if self.lags is None else self.response_mask & (self.lags != GIVEN)
 
     @property
@@ -365,7 +365,7 @@ class Example:
     environment: tuple[tuple[int, int], ...] | None = None
 
     def row(self) -> dict[str, Any]:
-        """The dictionary that is written; tokens are included only if they were asked for."""
+        """Return the dictionary that is written; tokens are included only if they were asked for."""
         return {name: value for name, value in vars(self).items() if value is not None or name not in _MAY_LACK}
 
 

@@ -58,7 +58,7 @@ from grpo_cli.cli.main import main
 main()
 END
 chmod +x "$venv/bin/grpo"
-"$venv/bin/python" -c 'import vllm, grpo_cli.engine.vllm.engine; print("vLLM", vllm.__version__)' 2>/dev/null || {
+"$venv/bin/python" -c 'import vllm, grpo_cli.engine.vllm_engine; print("vLLM", vllm.__version__)' 2>/dev/null || {
     echo "error: vLLM is installed in $venv but cannot be imported: $venv/bin/python -c 'import vllm' says why" >&2
     exit 1
 }

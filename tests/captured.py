@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grpo_cli.engine.gpu.graph import TurnOutput
+from grpo_cli.engine.cuda_graph import TurnOutput
 
 
 class Again:

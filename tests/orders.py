@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from grpo_cli.engine.interfaces import Running, Waiting
-from grpo_cli.engine.order.predict import NoPredictor
-from grpo_cli.engine.order.schedule import Fifo
+from grpo_cli.engine.length_predictor import NoPredictor
+from grpo_cli.engine.scheduling import Fifo, Running, Waiting
 from grpo_cli.types import Request, Rollout
 
 

@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_cli.engine.interfaces import Running, Scheduler, Waiting
-from grpo_cli.engine.order.makespan import lower_bound
+from grpo_cli.engine.makespan import lower_bound
+from grpo_cli.engine.scheduling import Running, Scheduler, Waiting
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from grpo_cli.engine.kv.eviction import Budget
+from grpo_cli.engine.eviction import Budget
 from grpo_cli.methods.h2o import H2o
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.snapkv import SnapKv

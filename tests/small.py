@@ -17,14 +17,14 @@ from tiny_hf import FAMILIES, _randomise
 from transformers import PreTrainedModel
 
 from grpo_cli.collect.requests import seed_of
-from grpo_cli.engine.kv.eviction import Dense
-from grpo_cli.engine.order.predict import NoPredictor
-from grpo_cli.engine.order.schedule import Fifo
-from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.step.invariance import Invariance
-from grpo_cli.engine.torch.engine import TorchEngine
-from grpo_cli.engine.torch.generation import Generation
-from grpo_cli.engine.vllm.engine import VllmEngine
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.determinism import Invariance
+from grpo_cli.engine.eviction import Dense
+from grpo_cli.engine.generation import Generation
+from grpo_cli.engine.length_predictor import NoPredictor
+from grpo_cli.engine.scheduling import Fifo
+from grpo_cli.engine.torch_engine import TorchEngine
+from grpo_cli.engine.vllm_engine import VllmEngine
 from grpo_cli.interfaces import Downsample
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.metrics import METRICS
@@ -179,7 +179,7 @@ def plain_batch(mask: Any, input_ids: torch.Tensor | None = None, **fields: Any)
     given |= {"sampler_logprobs": zeros, "policy_logprobs": None, "ref_logprobs": None, "advantages": zeros + 1.0}
     for name, value in fields.items():
         given[name] = value[:, None].expand(response.shape) if value is not None and value.dim() == 1 else value
-    rows = {"group": torch.tensor([known.index(one) for one in prompts]), "lengths": own.sum(1)}
+    rows = {"group": torch.tensor([known.index(one) for one in prompts], dtype=torch.long), "lengths": own.sum(1)}
     return Batch(
         tuple(known), **rows, **{name: value if value is None else value[own] for name, value in given.items()}
     )

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seq
 import torch
 
 from grpo_cli.engine.admission import Admission, Memory
-from grpo_cli.engine.interfaces import Running, Waiting
-from grpo_cli.engine.kv.cache import CachedPrompt, KvLayout, PagedCache
+from grpo_cli.engine.kv_cache import CachedPrompt, KvLayout, PagedCache
+from grpo_cli.engine.scheduling import Running, Waiting
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Request

@@ -13,8 +13,7 @@ import grpo_cli
 
 PACKAGE = Path(grpo_cli.__file__).parent
 
-# A room is a module of the package's top level, or a folder (a wing), whose modules may also import each other. In the
-# engine each folder has a row of its own.
+# A room is a module of the package's top level, or a folder (a wing), whose modules may also import each other.
 ROWS = """
 support/
 settings native/
@@ -22,15 +21,8 @@ types
 history
 interfaces/ runs/
 rules/ metrics model/ tasks/
-engine/interfaces engine/costs engine/batching
-engine/kv/cache
-engine/sequence engine/step/rows
-engine/order/ engine/kv/ engine/admission engine/common
-engine/step/attention
-engine/gpu/
-engine/step/
-engine/torch/
-learner/ engine/generate/ engine/vllm/ engine/ray/ select report/
+engine/
+learner/ select report/
 collect/ tracking/
 methods/
 experimental/
@@ -50,7 +42,7 @@ DOORS = {
     "wandb": {"tracking/"},
     "trackio": {"tracking/"},
     "vllm": {"engine/"},
-    "transformers": {"model/", "tasks/", "engine/generate/", "memory/"},
+    "transformers": {"model/", "tasks/", "engine/", "memory/"},
     "peft": {"model/"},
     "bitsandbytes": {"learner/"},
     "safetensors": {"model/"},

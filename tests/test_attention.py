@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from small import make_engine, small_model
 from torch import Tensor
 
-from grpo_cli.engine.gpu.paged import in_one_kernel, reason_against
-from grpo_cli.engine.kv.cache import BLOCK, KvLayout, PagedCache, blocks_for, table_of
-from grpo_cli.engine.step import native
-from grpo_cli.engine.step.attention import Attention, reference
-from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.step.rows import Rows
-from grpo_cli.engine.step.sample import drawing_of
+from grpo_cli.engine.attention import Attention, by_triton, no_triton, paged_attention, reference
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, blocks_for, table_of
+from grpo_cli.engine.running_batch import Rows
+from grpo_cli.engine.sampling import drawing_of
 from grpo_cli.methods.h2o import H2o
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.native.library import NoNative, library
@@ -36,7 +34,7 @@ def in_c(rows: Rows, cache: PagedCache, scale: float) -> Attention:
         library("decode")
     except NoNative as error:
         pytest.skip(str(error))
-    return native.attention(rows, cache, scale)
+    return paged_attention("c", rows, cache, scale)
 
 
 Backend = Callable[[Rows, PagedCache, float], Attention]
@@ -181,7 +179,7 @@ def test_the_kernel_computes_the_same(dtype: torch.dtype, rows: int, shape: tupl
     held = torch.randint(0, 140, (rows,), generator=torch.Generator().manual_seed(0)).tolist()
     case = Case(held, [70, 3, 100], shape, dtype, 2, "cuda", by_token=True)
     wanted = case.wanted()
-    found = case.found(in_one_kernel).double()
+    found = case.found(by_triton).double()
     assert (found - wanted).norm() < (1e-5 if dtype == torch.float32 else 8e-3) * wanted.norm()
     for row, count in enumerate(held):
         assert torch.equal(case.cache.keys[0][case.own[row][count // BLOCK], :, count % BLOCK], case.k[row])
@@ -192,7 +190,7 @@ def test_the_kernel_computes_the_same(dtype: torch.dtype, rows: int, shape: tupl
     [("cpu", 64, "the model is on cpu"), ("cuda", 264, "the model's have 264"), ("cuda", 64, "")],
 )
 def test_a_reason_against_the_kernel_is_named(device: str, dim: int, said: str) -> None:
-    found = reason_against(torch.device(device), dim)
+    found = no_triton(torch.device(device), dim)
     assert (said in found) if said else not found
 
 

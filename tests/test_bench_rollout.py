@@ -93,32 +93,6 @@ def figures(**words: float) -> dict[str, float]:
     return dict.fromkeys((*names, *lengths), 1) | words
 
 
-def test_ratios_pair_what_was_measured_in_one_round():
-    # Twice as fast in every round, though the machine's speed changed tenfold: the ratio of the medians would be 1.
-    ours, theirs = bench.Row("infinite", case()), bench.Row("micro", case())
-    for mine, other in ((10, 5), (200, 100), (20, 10)):
-        ours.rounds.append(figures(tokens_per_second=mine))
-        theirs.rounds.append(figures(tokens_per_second=other))
-    assert ours.over(theirs, "tokens_per_second") == 2
-    assert ours.median("tokens_per_second") == 20
-    assert ours.over(bench.Row("generate", case(), reason="absent"), "tokens_per_second") is None
-
-
-def test_an_arm_that_fails_is_a_line_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    stub = tmp_path / "python"
-    stub.write_text("#!/bin/sh\necho 'RuntimeError: no room' >&2\nexit 3\n")
-    stub.chmod(0o755)
-    monkeypatch.setattr(bench.sys, "executable", str(stub))
-    broken = bench.Row("full", case())
-    bench.measure_in_a_process(broken, tmp_path)
-    assert broken.rounds == []
-    assert broken.reason == "exit status 3: RuntimeError: no room"
-    bench.show_comparison(bench.Comparison("title", [broken]))
-    assert f"full: left out, {broken.reason}" in capsys.readouterr().out
-
-
 def test_a_run_leaves_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "deep" / "out.json"
     assert bench.main([*"--quick --arms infinite --json".split(), str(out)]) == 0

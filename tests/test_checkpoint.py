@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import re
@@ -240,25 +239,6 @@ def test_auto_is_the_run_that_saved_last_and_has_something_good(tmp_path: Path) 
         shutil.rmtree(train / run)
 
 
-def test_auto_is_an_unfinished_run_where_there_is_one(tmp_path: Path) -> None:
-    train = tmp_path / "train"
-    for run, status in (("failed", "failed"), ("killed", None), ("done", "completed"), ("done_later", "completed")):
-        save(train / run / "checkpoints", 7)
-        if status is not None:
-            write_summary(train / run, {"status": status, "step": 7})
-    for expected in ("killed", "failed", "done_later", "done"):
-        assert resolve_run("auto", tmp_path) == train / expected
-        shutil.rmtree(train / expected)
-
-
-def test_a_run_or_a_checkpoint_can_be_named(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(root, 3)
-    assert resolve_run(str(root.parent), tmp_path) == resolve_run(str(root), tmp_path) == root.parent
-    assert resolve_run(f"{path}/", tmp_path) == path
-    monkeypatch.chdir(path)
-    assert resolve_run(".", tmp_path) == path
-
-
 def test_random_states_continue_where_they_were(root: Path) -> None:
     def draw() -> tuple[Any, ...]:
         ours = np.random.rand(3).tolist(), np.random.randn()
@@ -275,16 +255,3 @@ def test_random_states_continue_where_they_were(root: Path) -> None:
         assert draw() == expected
     finally:
         set_rng_state(before)
-
-
-def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_summary(tmp_path, {"status": "first"})
-
-    def fail(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(files.os, "fsync", fail)
-    with pytest.raises(UserError, match="No space left"):
-        write_summary(tmp_path, {"status": "second"})
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"status": "first"}
-    assert names(tmp_path) == ["summary.json"]

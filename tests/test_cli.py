@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from typer.testing import CliRunner, Result
 
@@ -102,7 +100,7 @@ def test_a_screen_that_is_not_utf_8_gets_question_marks():
     assert (said.returncode, said.stdout) == (0, "0.2?0.4\n")
 
 
-@pytest.mark.parametrize("words", [["train", "--help"], ["report", OLD_RUN], ["show", OLD_RUN], ["explain", "n"]])
+@pytest.mark.parametrize("words", [["train", "--help"], ["report", OLD_RUN]])
 def test_a_reader_who_leaves_costs_no_word_and_no_failure(words):
     """`grpo train --help | head` ended in "Broken pipe", and `grpo report | head` with exit code 1."""
     program = [sys.executable, "-c", "from grpo_cli.cli.main import main; main()", *words]
@@ -133,82 +131,52 @@ def test_every_example_in_the_help_composes():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "key", "way_out"),
+    ("arguments", "keys"),
     [
-        ("sampler=ful", "sampler=ful", "full, infinite, micro; did you mean full?"),
-        ("-m sampler=full,ful", "sampler=ful", "full, infinite, micro; did you mean full?"),
-        ("sampler=micro sampler.slot=3", "sampler.slot ", "did you mean sampler.slots?"),
-        ("sampler.slots=3", "sampler.slots", "sampler=infinite"),
-        ("fast", "fast", "key=value or group=choice"),
-        ("=5", "=5", "key=value or group=choice"),
-        ("n=[1", "n=[1", 'n="[1"'),
-        ("--n 32", "--n", "n=32"),
-        ("-n 32", "-n", "n=32"),
-        ("--num-generations=8", "--num-generations=8", "n=8"),
-        ("--learning_rate 1e-6", "--learning_rate", "optim.lr=1e-6"),
-        ("--steps 10", "--steps", "train.steps=10"),
-        ("--use_vllm", "--use_vllm", "engine=vllm"),
-        ("--config my.yaml", "--config", "--config-dir"),
-        ("--config-dir", "--config-dir", "value"),
-        ("seed=range(3)", "seed=range(3)", "-m"),
-        ("seed=0,1", "seed=0,1", "'seed=[0,1]'"),
-        (f"train.steps={5000 * '9'}", "train.steps", "digits"),
-        (f"optim.betas=[0.9,{5000 * '9'}]", "optim.betas", "digits"),
-        ("n=0", "n=0", "at least 1"),
-        ("--config-name=other", "other", ""),
-        ("--no-such-flag", "--no-such-flag", ""),
+        ("sampler=ful", ("sampler=ful", "did you mean full?")),
+        ("-m sampler=full,ful", ("sampler=ful", "did you mean full?")),
+        ("sampler=micro sampler.slot=3", ("sampler.slot ", "did you mean sampler.slots?")),
+        ("sampler.slots=3", ("sampler.slots", "sampler=infinite")),
+        ("engine=vllm engine.options.cuda_grap=true", ("+engine.options.cuda_grap=",)),
+        ("task=./rows.jsonl", ("task=./rows.jsonl", "task=jsonl task.path=./rows.jsonl")),
+        ("fast", ("fast", "key=value")),
+        ("=5", ("=5", "key=value")),
+        ("n=[1", ("n=[1",)),
+        ("--n 32", ("--n", "n=")),
+        ("-n 32", ("-n", "n=")),
+        ("--num-generations=8", ("--num-generations", " n=")),
+        ("--learning_rate 1e-6", ("--learning_rate", "optim.lr=")),
+        ("--use_vllm", ("--use_vllm", "engine=vllm")),
+        ("--config-dir", ("--config-dir",)),
+        ("--config-dir=/dev/null", ("--config-dir=/dev/null",)),
+        ("seed=range(3)", ("seed=range(3)", "-m")),
+        ("seed=0,1", ("seed=0,1", "seed=[0,1]")),
+        (f"optim.betas=[0.9,{5000 * '9'}]", ("optim.betas", "digits")),
+        ("n=0", ("n=0", "at least 1")),
+        ("--no-such-flag", ("--no-such-flag",)),
+        ("hydra.sweeper.max_batch_size=0", ("hydra.sweeper.max_batch_size",)),
+        ("collector=null", ("collector=null",)),
+        ("hydra.run.dir=", ("hydra.run.dir",)),
     ],
 )
-def test_what_a_person_got_wrong_is_one_message_and_exit_code_2(arguments, key, way_out):
+def test_what_a_person_got_wrong_is_one_message_and_exit_code_2(arguments: str, keys: tuple[str, ...]) -> None:
     message = refusal("train", *arguments.split())
-    assert key in message and way_out in message
+    assert all(key in message for key in keys), message
 
 
-HARD_TO_TYPE = [
-    *(
-        "data dir/my rows (1).jsonl",
-        "données.jsonl",
-        "it's.jsonl",
-        "{question}",
-        "a, b",
-        'say "hi" (now',
-        "[x",
-        "n=${n}",
-    ),
-    *('"half', "a (b\\", "q: {x}\nA:"),
-]
-
-
-@pytest.mark.parametrize("text", HARD_TO_TYPE)
-def test_text_that_hydra_cannot_read_is_answered_with_a_word_that_it_reads(text):
-    (word,) = shlex.split(refusal("train", "task=jsonl", f"task.path={text}").rpartition(" typed ")[2])
-    assert OverridesParser.create().parse_override(word).value() == text
-
-
-@pytest.mark.parametrize(
-    "words", ["report", "show", "export", "export a", "init", "explain", "show --fast", "show a --step b"]
-)
+@pytest.mark.parametrize("words", ["report", "export a", "show --fast", "show a --step b"])
 def test_a_missing_argument_is_answered_in_one_line_with_an_example(words):
     (line,) = refusal(*words.split()).splitlines()
     assert line.startswith(f"error: grpo {words.split()[0]}: ") and f": grpo {words.split()[0]} " in line
 
 
-@pytest.mark.parametrize("name", ["out/lr=1e-3", "a, b", "it's ${n}", "~/x=1", "out/new=0", "plain"])
-def test_the_folder_of_an_evaluation_may_have_any_name(elsewhere, name):
-    if "/" not in name:
-        (elsewhere / name).mkdir()
-    words = with_checkpoint(["--cfg", "job", name, "seed=1", "~logger", "hydra/launcher=processes"])
-    assert value_of("checkpoint", words) == name and words[:2] + words[3:] == [
-        *("--cfg", "job", "seed=1", "~logger", "hydra/launcher=processes")
-    ]
-
-
-def test_an_evaluation_is_of_one_folder_and_a_setting_is_none(elsewhere):
-    (elsewhere / "seed=1").mkdir()
-    assert with_checkpoint(["-m", "seed=1"]) == ["-m", "seed=1"]
-    for words in (["a", "b"], ["a", "checkpoint=b"]):
-        with pytest.raises(UserError, match="a and b"):
-            with_checkpoint(words)
+@pytest.mark.parametrize("name", ["out/lr=1e-3", "a, b", "it's ${n}", "~/x=1", "plain"])
+def test_the_first_word_of_an_evaluation_may_be_a_folder_of_any_name(name: str) -> None:
+    words = with_checkpoint([name, "seed=1", "~logger"])
+    assert value_of("checkpoint", words) == name and words[1:] == ["seed=1", "~logger"]
+    for setting in ("seed=1", "~logger", "+a.b=1", "hydra/launcher=processes", "=5"):
+        assert with_checkpoint([setting, "n=1"]) == [setting, "n=1"]
+    assert with_checkpoint([]) == []
 
 
 UNKNOWN = {
@@ -235,16 +203,16 @@ def test_unknown_words_are_named_together_each_with_its_way_out():
 
 def test_a_run_folder_that_cannot_be_made_is_named(elsewhere):
     (elsewhere / "outputs").write_text("in the way")
-    assert "choose another folder with hydra.run.dir=<folder>" in refusal("train")
-    assert "choose another folder with hydra.sweep.dir=<folder>" in refusal("train", "-m", "seed=1,2")
+    assert "hydra.run.dir=<folder>" in refusal("train")
+    assert "hydra.sweep.dir=<folder>" in refusal("train", "-m", "seed=1,2")
 
 
 def fake_job(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Any]:
     """Replaces training: every call keeps its config, and then raises or returns `outcome`."""
     calls: list[Any] = []
 
-    def job(cfg: Any) -> Any:
-        calls.append(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
+    def job(command: Any) -> Any:
+        calls.append(OmegaConf.create(OmegaConf.to_container(command.cfg, resolve=True)))
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -253,12 +221,9 @@ def fake_job(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Any]:
     return calls
 
 
-def test_an_error_of_the_user_inside_a_run_is_printed_alone(monkeypatch):
+def test_an_error_of_the_user_is_printed_alone_and_one_of_ours_keeps_its_traceback(monkeypatch):
     fake_job(monkeypatch, UserError("task.path=x is empty"))
     assert refusal("train") == "error: task.path=x is empty\n"
-
-
-def test_an_error_of_ours_inside_a_run_keeps_its_traceback(monkeypatch):
     fake_job(monkeypatch, OSError("a bug"))
     result = grpo("train")
     assert (result.exit_code, type(result.exception)) == (1, OSError)
@@ -283,7 +248,7 @@ def test_modules_in_the_current_folder_can_be_named_and_hide_nothing(monkeypatch
     (elsewhere / "json.py").write_text("raise RuntimeError('hides the library')\n")
     seen = []
 
-    def job(cfg: Any) -> None:
+    def job(command: Any) -> None:
         import my_rules_for_this_test
 
         seen.append((my_rules_for_this_test.mine, sys.path[-1]))
@@ -304,7 +269,6 @@ def test_modules_in_the_current_folder_can_be_named_and_hide_nothing(monkeypatch
         (["sampler"], "", ["full", "infinite", "micro"]),  # how bash cuts `sampler=`
         (["n", "=", "4", "sampler", "="], "in", ["infinite"]),  # and `sampler=in`
         ([], "s", ["sampler=", "scheduler=", "sparsity="]),
-        ([], "samp", ["sampler=full", "sampler=infinite", "sampler=micro"]),
         ([], "nothing=", []),
     ],
 )
@@ -390,7 +354,7 @@ def test_a_run_whose_task_s_code_is_gone_is_refused_in_one_line(elsewhere, monke
         result = grpo(*words)
         (line,) = result.stderr.splitlines()
         assert result.exit_code == 2
-        assert "task._target_=" in line and "task_for_this_test" in line and "command line" in line
+        assert "task._target_=" in line and "task_for_this_test" in line
     assert (elsewhere / "out" / "summary.json").read_text() == before
 
 
@@ -400,15 +364,12 @@ def test_a_run_whose_task_s_code_is_gone_is_refused_in_one_line(elsewhere, monke
         (["train", "resume=auto"], "resume=auto found no run"),
         (["train", "resume=nowhere"], "resume=nowhere does not exist"),
         (["train", "resume=empty"], "resume=empty is not a run folder"),
-        (["train", "resume='it\\'s'"], "resume=it's is not a run folder"),
         (["train", "-m", "resume=empty", "seed=1,2"], "leave out -m"),
         (["train", "resume=sweep"], "add -m"),
-        (["train", "-m", "resume=sweep"], "hydra.sweep.dir=<folder>"),
         (["train", "-m", "resume=sweep", "hydra.sweep.dir=empty"], "empty holds no sweep"),
         (["eval", "checkpoint=nowhere"], "checkpoint=nowhere is not a folder"),
         (["eval", "no where"], "checkpoint=no where is not a folder"),
         (["eval", "checkpoint=empty"], "checkpoint=empty holds no complete checkpoint"),
-        (["eval", "eval.k=0"], "eval.k=0"),
         (["eval", "loss=grpo"], "loss is no setting"),
     ],
 )

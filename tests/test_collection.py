@@ -24,7 +24,7 @@ from grpo_cli.collect.requests import requests_for, with_surplus
 from grpo_cli.config.choices import choices, shipped
 from grpo_cli.config.instantiate import rules_of
 from grpo_cli.config.trial import try_rules
-from grpo_cli.engine.costs import together
+from grpo_cli.engine.common import together
 from grpo_cli.history import History
 from grpo_cli.interfaces import Collector, StepRollouts
 from grpo_cli.methods import pods

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import hydra
 import hydra.utils
@@ -23,15 +24,16 @@ from grpo_cli.config.check import check, check_eval
 from grpo_cli.config.choices import EXPERIMENTAL, choices, config_dir, groups_of, parts_of, shipped
 from grpo_cli.config.compose import read_settings
 from grpo_cli.config.instantiate import RECIPE, drop_inherited
-from grpo_cli.config.recorded import merged
+from grpo_cli.config.recorded import Command, Named, over_recorded
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 
 CONF = config_dir()
 GROUP_FILES = sorted([*CONF.glob("*/[!_]*.yaml"), *EXPERIMENTAL.glob("*/[!_]*.yaml")])
-# Named experiments are composed and checked in test_pods.py.
+# Named experiments are composed and checked in test_pods.py, experimental choices in experimental/test_every_choice.py.
 CHOICES = [file for file in GROUP_FILES if file.parent.name != "experiment"]
+GROUPS = sorted({file.parent.name for file in CHOICES})
 
 
 def settings(*overrides: str) -> RunSettings:
@@ -59,45 +61,29 @@ def test_the_defaults_of_eval_are_accepted():
     assert set(run.parts) == set(parts_of("eval"))
 
 
-@pytest.mark.parametrize("file", CHOICES, ids=lambda file: f"{file.parent.name}={file.stem}")
-def test_every_choice_can_be_composed(file, tmp_path):
-    group, words = file.parent.name, shipped(file.parent.name, file.stem)
-    if group not in groups_of("train"):
-        check_eval(read_settings(compose(f"{group}={file.stem}", command="eval"), EvalRunSettings))
-        return
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_choice_can_be_composed(group: str) -> None:
     trace = Path(__file__).parent / "old_run" / "rollouts.jsonl"
-    required = [f"{group}.{key}={trace}" for key, value in words.items() if value == "???"]
-    predictor = ["predictor=mean"] if group == "scheduler" else []
-    fewer = ["m=8"] if group == "downsample" and file.stem != "all" else []
-    others = {"collector=dars": ["advantage=dr_grpo"], "advantage=median": ["n=9"], "downsample=median": ["n=9"]}
-    others["advantage=median_release"] = ["n=9"]
-    answers = tmp_path / "samples.jsonl"
-    answers.write_text('{"prompt_id": "p", "reason": "sampled", "solved": true}')
-    others["advantage=a2po"] = others["loss=a2po"] = ["advantage=a2po", f"advantage.answers={answers}"]
-    besides = others.get(f"{group}={file.stem}", [])
-    check(settings(f"{group}={file.stem}", *predictor, *fewer, *besides, *required))
+    for choice in choices(group):
+        if (EXPERIMENTAL / group / f"{choice}.yaml").is_file():
+            continue
+        if group not in groups_of("train"):
+            check_eval(read_settings(compose(f"{group}={choice}", command="eval"), EvalRunSettings))
+            continue
+        required = [f"{group}.{key}={trace}" for key, value in shipped(group, choice).items() if value == "???"]
+        besides = ["predictor=mean"] * (group == "scheduler") + ["m=8"] * (group == "downsample" and choice != "all")
+        check(settings(f"{group}={choice}", *besides, *required))
 
 
-@pytest.mark.parametrize("file", CHOICES, ids=lambda file: f"{file.parent.name}={file.stem}")
-def test_every_target_exists_and_takes_what_its_yaml_gives(file):
-    if file.parent.name == "model":  # no target: settings of the package's own
-        return
-    words = shipped(file.parent.name, file.stem)
-    words.pop(RECIPE, None)
-    target = hydra.utils.get_object(words.pop("_target_"))
-    if isinstance(target, type):
-        assert callable(target)
-    inspect.signature(target).bind_partial(**words)
-
-
-@pytest.mark.parametrize("file", GROUP_FILES, ids=lambda file: f"{file.parent.name}={file.stem}")
-def test_no_setting_of_a_part_has_a_second_default_in_its_constructor(file):
-    words = shipped(file.parent.name, file.stem)
-    if "_target_" not in words or file.parent.name == "logger":  # the package's own, below; one class for two loggers
-        return
-    parameters = inspect.signature(hydra.utils.get_object(words["_target_"])).parameters
-    twice = [word for word in words if word in parameters and parameters[word].default is not inspect.Parameter.empty]
-    assert twice == []
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_target_takes_what_its_yaml_gives_and_has_no_second_default(group: str) -> None:
+    for choice in choices(group) if group != "model" else ():  # no target: settings of the package's own
+        words = shipped(group, choice)
+        words.pop(RECIPE, None)
+        signature = inspect.signature(hydra.utils.get_object(words.pop("_target_")))
+        signature.bind_partial(**words)
+        twice = [word for word in words if word in signature.parameters and group != "logger"]
+        assert [w for w in twice if signature.parameters[w].default is not inspect.Parameter.empty] == []
 
 
 def test_no_setting_has_a_second_default_in_its_dataclass():
@@ -108,19 +94,9 @@ def test_no_setting_has_a_second_default_in_its_dataclass():
     assert [(k, f.name) for k, f in fields if f.default is not unset or f.default_factory is not unset] == []
 
 
-BASES = sorted(CONF.glob("*/_*.yaml"))
-
-
-@pytest.mark.parametrize("file", BASES, ids=lambda file: f"{file.parent.name}={file.stem}")
-def test_what_choices_have_in_common_is_no_choice_itself(file):
-    group = file.parent.name
-    assert file.stem not in choices(group)
-    assert group in refusal(f"{group}={file.stem}")
-
-
 def test_what_is_read_of_a_choice_without_hydra_is_what_hydra_composes():
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        for group, choice in ((file.parent.name, file.stem) for file in CHOICES):
+        for group, choice in ((file.parent.name, file.stem) for file in CHOICES if "defaults:" in file.read_text()):
             assert shipped(group, choice) == OmegaConf.to_container(hydra.compose(f"{group}/{choice}"))[group]
 
 
@@ -167,21 +143,20 @@ def test_a_typed_line_break_is_one(word, typed, meant):
     assert part[word] == meant
 
 
-@pytest.mark.parametrize("group", parts_of("train"))
-def test_a_part_of_ones_own_inherits_only_what_it_takes(group, monkeypatch):
+def test_a_part_of_ones_own_inherits_only_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from every other choice; what was typed, and what no choice has, stays to be refused."""
     takes = {"takes_nothing": [], "takes_seed": ["seed"], "takes_all": None}
-    monkeypatch.setattr("hydra.core.hydra_config.HydraConfig.initialized", lambda: False)  # nothing else was typed
     module = ModuleType("parts_of_mine")
     module.takes_nothing, module.takes_seed, module.takes_all = (lambda: None), (lambda seed: None), (lambda **of: None)
     for name in takes:
         getattr(module, name).__module__ = "parts_of_mine"
     monkeypatch.setitem(sys.modules, "parts_of_mine", module)
-    for choice, (name, taken) in itertools.product(choices(group), takes.items()):
-        cfg = compose(f"{group}._target_=parts_of_mine.{name}", f"+{group}.zzz=1", f"{group}={choice}")
-        drop_inherited(cfg, [group])
-        kept = {key for key in shipped(group, choice) if key == RECIPE or taken is None or key in taken}
-        assert set(cfg[group]) == {*kept, "_target_", "zzz"}, (choice, name)
+    for group, (name, taken) in itertools.product(("task", "loss", "logger"), takes.items()):
+        for choice in choices(group):
+            cfg = compose(f"{group}._target_=parts_of_mine.{name}", f"+{group}.zzz=1", f"{group}={choice}")
+            drop_inherited(cfg, [group], {f"{group}.path"})
+            kept = {key for key in shipped(group, choice) if key in (RECIPE, "path") or taken is None or key in taken}
+            assert set(cfg[group]) == {*kept, "_target_", "zzz"}, (choice, name)
 
 
 # Every number of every setting is tried by test_bad_commands.py; here is one of each kind, range and relation.
@@ -189,56 +164,36 @@ REFUSED = {
     "n=abc": "n=abc",
     "n=0": "n=0",
     "seed=true": "seed=true",
-    "seed=1.0": "seed=1.0",
     "train.steps='3'": "train.steps=3",
     "optim.lr=null": "optim.lr=null",
     "train.micro_batch_tokens=all": "train.micro_batch_tokens=all",
-    "train.micro_batch_tokens=0": "train.micro_batch_tokens=0",
     "train.max_generated=-5e6": "train.max_generated=-5000000.0",
     "train.count_by=promt": "did you mean prompt?",
     "model.random_init=1": "model.random_init=1",
-    "model.architecture=3": "model.architecture=3",
     "optim.betas=[0.9]": "optim.betas",
-    "optim.betas=[0.9,x]": "optim.betas[1]=x",
-    "optim.betas=[0.9,1]": "optim.betas[1]=1",
     "optim.betas=[0.9,nan]": "optim.betas[1]=nan",
-    "optim.lr=-inf": "optim.lr=-inf",
     "optim.eps=1e39": "optim.eps=1e+39",
-    "optim=3": "optim=3",
     "+optim.lrr=3": "did you mean optim.lr?",
     "task=jsonl": "task.path=...",
     "n=${nowhere}": "n",
     "sampler=null": "sampler",
-    "loss=_clip": "loss",
-    "sampling.top_p=1.5": "sampling.top_p=1.5",
     'sampling.stop=["a",""]': "sampling.stop[1]",
     f"seed={2**64}": f"seed={2**64}",
     f"train.steps={10**400}": "train.steps=a number of 401 digits",
     "model=qwen3_0_6b model.architecture.rms_norm_eps=1e39": "model.architecture.rms_norm_eps",
     "sampler=infinite sampler.kv_budget=lots": "sampler.kv_budget=lots",
-    "sampler=infinite sampler.kv_budget=0GB": "sampler.kv_budget=0GB",
-    "sampler=micro sampler.slots=2.5": "sampler.slots=2.5",
     "loss.clip_low=null": "loss.clip_low=null",
     "correction=tis correction.is_threshold=inf": "correction.is_threshold=inf",
-    "engine=vllm engine.options=fast": "engine.options=fast",
     "+loss.clip_hihg=2": "did you mean clip_high?",
     "n=1": "n=1",
     "n=4 m=8": "m=8",
     "m=4 downsample=all": "m=4",
     "m=1 downsample=maxvar advantage.stats_over=group": "m=1",
-    "m=1 downsample=random": "m=1",
     "train.prompts=2 n=2 train.minibatches=5": "train.minibatches=5",
     "train.warmup=sft train.steps=20": "train.warmup_steps=20",
-    "advantage=median n=8": "n=8",
-    "advantage=median n=9 collector=mixed": "collector=mixed",
-    "advantage=median advantage.stats_over=kept n=9 m=4": "m=4",
-    "downsample=median n=9 m=8 collector=ci": "collector=ci",
-    "downsample=median n=9 m=4": "n=9",
     "collector=dars": "collector=dars",
-    "collector=dars collector.divided=true advantage=rloo": "collector=dars",
     "collector=partial sparsity=snapkv": "sparsity=snapkv",
     "collector=partial engine=ray": "engine=ray",
-    "collector=partial predictor=oracle predictor.lengths=x.jsonl": "predictor=oracle",
     "correction=tis correction.prox=drawn": "correction.prox=now",
     "correction.prox=drawn sparsity=snapkv": "sparsity=snapkv",
     "correction.prox=drawn engine=vllm": "engine=vllm",
@@ -281,19 +236,15 @@ def test_all_errors_are_listed_at_once_and_none_twice(words: str, keys: tuple[st
 def test_the_largest_group_is_checked_at_once():
     """Of 2^22 rollouts a step, which are the most."""
     check(settings(f"n={2**18}", "train.prompts=16"))
-    assert "downsample=all" in refusal(f"n={2**18}", "m=100000", "downsample=all")
 
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
         (r'["\n"]', "\n"),
-        (r"['\t']", "\t"),
         (r'["a\n\nb\r"]', "a\n\nb\r"),
         (r'["\\n"]', r"\n"),
-        (r'["\\boxed{"]', r"\boxed{"),
         ('["\n"]', "\n"),
-        ('["plain"]', "plain"),
     ],
 )
 def test_a_stop_string_is_read_as_it_is_meant(typed, meant):
@@ -307,21 +258,14 @@ def test_a_stop_string_is_read_as_it_is_meant(typed, meant):
 @pytest.mark.parametrize(
     "words",
     [
-        ["collector=dars", "advantage=rloo"],
-        ["collector=dars", "collector.divided=true"],
-        ["advantage=median", "downsample=median", "n=9", "m=8"],
-        ["advantage=median", "advantage.scale=mad", "n=3"],
-        ["advantage=per_part", "+advantage.weights.short=0.5"],
-        ["advantage=novelty", "collector=ci", "train.count_by=prompt", "train.max_generated=5e6"],
-        ["train.max_generated=1000", "loss.kl_coef=1"],
-        ["n=2", "m=1", "downsample=random", "advantage.stats_over=group"],
-        ["train.prompts=2", "n=2", "train.minibatches=4"],
-        ["collector=partial", "advantage=median", "n=9"],
+        "train.max_generated=1000 loss.kl_coef=1 train.count_by=prompt",
+        "n=2 m=1 downsample=random advantage.stats_over=group",
+        "train.prompts=2 n=2 train.minibatches=4",
+        "collector=partial advantage=rloo",
     ],
-    ids=" ".join,
 )
-def test_rules_that_go_together_do(words):
-    check(settings(*words))
+def test_settings_that_go_together_do(words: str) -> None:
+    check(settings(*words.split()))
 
 
 def test_eval_may_truncate_and_takes_all_problems():
@@ -338,13 +282,17 @@ def recorded(tmp_path: Path, *changed: str) -> RunRecord:
     return made.record(tmp_path, run, choices=CHOICES_OF_RUN)
 
 
+def merged(command: str, record: RunRecord, *typed: str, **decided: Any) -> Any:
+    """Return what `grpo <command>` reads of a recorded run and what is typed."""
+    words = [word for word in typed if word.partition("=")[0] in CHOICES_OF_RUN]
+    named = dict(word.split("=") for word in words)
+    base = Command(command, compose(*words, command=command), typed, CHOICES_OF_RUN | named)
+    kind = RunSettings if command == "train" else EvalRunSettings
+    return read_settings(over_recorded(base, Named(typed, record, decided)).cfg, kind, typed)
+
+
 def continued(tmp_path: Path, *typed: str) -> RunSettings:
-    """What `grpo train resume=... <typed>` runs with: Hydra composes what was chosen, and what is typed."""
-    groups = [word for word in typed if word.partition("=")[0] in CHOICES_OF_RUN]
-    cfg = compose(
-        "task=jsonl", "logger=jsonl", *groups, *(f"++{word.lstrip('+')}" for word in typed if word not in groups)
-    )
-    return read_settings(merged("train", cfg, recorded(tmp_path), typed), RunSettings)
+    return merged("train", recorded(tmp_path), *typed)
 
 
 def test_a_resumed_run_has_its_recorded_settings_and_what_is_typed(tmp_path: Path) -> None:
@@ -373,23 +321,21 @@ def test_a_resumed_run_has_its_recorded_settings_and_what_is_typed(tmp_path: Pat
     ],
 )
 def test_a_recorded_setting_that_names_foreign_code_has_to_be_typed(tmp_path: Path, changed: str, key: str) -> None:
-    cfg, record = compose(*RUN), recorded(tmp_path, changed.replace("+", ""))
-    with pytest.raises(UserError, match=re.escape(key)):
-        merged("train", cfg, record, ["n=4"])
-    merged("train", cfg, record, [f"{key}=null"])
+    record = recorded(tmp_path, changed.replace("+", ""))
+    with pytest.raises(UserError, match=f"^{re.escape(key)}.* is not taken"):
+        merged("train", record, "n=4")
+    with pytest.raises(UserError, match="(?!.*is not taken)"):
+        merged("train", record, f"{key}=3")
 
 
 def test_a_recorded_setting_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     record = recorded(tmp_path)
     with pytest.raises(UserError, match=r"optim\.zzz"):
-        config = {**record.config, "optim": {**record.config["optim"], "zzz": 1}}
-        read_settings(merged("train", compose(*RUN), replace(record, config=config), []), RunSettings)
+        merged("train", replace(record, config={**record.config, "optim": {**record.config["optim"], "zzz": 1}}))
 
 
 def test_a_run_is_evaluated_with_its_own_settings_and_the_checkpoint_s_weights(tmp_path: Path) -> None:
-    last = {"model.path": "ckpt", "model.random_init": False}
-    cfg = compose("task=jsonl", "logger=jsonl", "eval.k=9", "model=hf", command="eval")
-    cfg.model.path = "tiny"
-    run = read_settings(merged("eval", cfg, recorded(tmp_path), ["eval.k=9"], last), EvalRunSettings)
+    decided = {"model.path": "ckpt", "model.random_init": False}
+    run = merged("eval", recorded(tmp_path), "eval.k=9", **decided)
     assert (run.model.path, run.model.random_init, run.seed, run.eval.k) == ("ckpt", False, 5, 9)
     assert (run.parts["task"]["path"], run.sampling.max_new_tokens, run.eval.split) == ("x.jsonl", 7, "eval")

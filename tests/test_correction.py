@@ -106,12 +106,6 @@ def test_one_impossible_token_vetoes_its_sequence_and_no_other():
     assert metrics["mismatch/rejected"] == close(1 / 3) and metrics["mismatch/masked_tokens"] == close(3 / 8)
 
 
-def test_sequences_without_a_response_are_not_counted_as_rejected():
-    veto = made.correction(rejection="veto")
-    metrics = apply(veto, [[1e-9, 1.0], [1.0, 1.0], [1.0, 1.0]], [[1, 1], [1, 1], [0, 0]])[2]
-    assert metrics["mismatch/rejected"] == 0.5
-
-
 def test_the_mask_band_takes_tokens_out_one_by_one():
     part = made.correction(mask_low=0.5, mask_high=1.5)
     weights, kept, metrics = apply(part, [[0.49, 0.51, 1.0, 1.49, 1.51]])
@@ -139,12 +133,6 @@ def test_batch_normalised_weights_have_mean_one():
     assert apply(replace(part, is_mode="mask", is_threshold=0.01), [[1.0, 2.0]])[0] == [[0, 0]]
 
 
-def test_the_published_preset_is_a_veto_and_a_truncated_reweighting():
-    weights, kept, _ = apply(PRESETS["sparse_rl"], [[0.2, 1.0, 4.0], [1e-5, 1.0, 1.0]])
-    assert kept == [[1, 1, 1], [0, 0, 0]]
-    assert weights[0] == close([0.2, 1.0, 1.5]) and weights[1] == [0, 0, 0]
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_without_a_mismatch_no_preset_changes_anything(name):
     part = PRESETS[name]
@@ -164,7 +152,7 @@ def test_without_a_mismatch_no_preset_changes_anything(name):
     assert part.needs_policy_logprobs == (name not in WEIGHTLESS) and isinstance(part, Correction)
 
 
-@settings(max_examples=40)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10_000), vocabulary=st.integers(2, 40))
 def test_the_weight_of_a_token_is_one_on_average_over_the_sampler(seed, vocabulary):
     """E[xi | prefix] under the sampler is the policy's total probability: 1. Summed over the whole vocabulary.
@@ -206,18 +194,6 @@ def test_vetoed_sequences_and_masked_tokens_do_not_move_the_policy():
     assert gradient[1].tolist() == close([-1.0 / 2 / 3, 0, -1.2 / 2 / 3])
 
 
-def test_ratios_too_large_to_represent_are_bounded():
-    for level in ("token", "sequence"):
-        verdict = asked(
-            made.correction(importance=level),
-            torch.full((1, 3), -200.0),
-            torch.full((1, 3), -1.0),
-            torch.ones(1, 3, dtype=torch.bool),
-        )
-        assert verdict.weights[0].tolist() == close([math.exp(20)] * 3)
-        assert all(map(math.isfinite, verdict.metrics.values()))
-
-
 def test_a_veto_below_the_bound_on_ratios_still_fires():
     """exp(-20) is 2e-9: a bound on xi for the sake of its weight must not hide a token of xi = e**-30."""
     part, log_ratio = made.correction(rejection="veto", veto=1e-12), torch.tensor([[-30.0], [-25.0]])
@@ -227,7 +203,7 @@ def test_a_veto_below_the_bound_on_ratios_still_fires():
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     values=st.lists(st.floats(-30, 5, width=32), min_size=1, max_size=60), q=st.sampled_from([0.001, 0.01, 0.3, 1.0])
 )
@@ -296,7 +272,7 @@ def test_a_correction_says_whether_it_can_take_out_a_whole_sequence(words, rejec
     assert made.correction(**words).rejects == rejects
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(
     importance=st.sampled_from(["none", "token", "sequence"]),
     is_mode=st.sampled_from(["truncate", "mask"]),

@@ -9,10 +9,9 @@ from pathlib import Path
 import made
 import pytest
 import torch
-from safetensors.torch import load_file
 from test_adapters import moved
 from test_learner import make_batch, make_learner
-from test_model_runs import last_record, trainer
+from test_model_runs import trainer
 from torch import nn
 
 from grpo_cli.model.load import load_model
@@ -24,14 +23,6 @@ DROPPING = LoraSettings(rank=2, alpha=4.0, dropout=0.5, targets=("q_proj",), dor
 TINY = replace(made.model(), lora=DROPPING)
 WORDS = ("model.lora.rank=2", "model.lora.dropout=0.5", "optim.lr=0.01", "optim.warmup_steps=0")
 SPARSE_RL = "correction=sparse_rl"
-
-
-def saved(folder: Path, step: int = 2) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / f"step_{step:06d}" / "adapter_model.safetensors")
-
-
-def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -55,17 +46,6 @@ def test_an_update_recomputes_activations_where_that_was_asked_for(checkpointing
     assert calls == [True] * (1 + checkpointing)
 
 
-def test_recomputing_activations_changes_no_weight_and_no_metric_under_dropout(tmp_path: Path) -> None:
-    """Also across a resume: rollouts and evaluations are without dropout either way, and updates draw the same."""
-    words = (*WORDS, "eval.every=1", "eval.problems=4", "eval.k=1")
-    trainer(tmp_path / "plain", words).fit()
-    recomputing = (*words, "model.gradient_checkpointing=full")
-    trainer(tmp_path / "recomputing", (*recomputing, "train.steps=1")).fit()
-    trainer(tmp_path / "recomputing", (*recomputing, f"resume={tmp_path / 'recomputing'}")).fit()
-    assert equal(saved(tmp_path / "plain"), saved(tmp_path / "recomputing"))
-    assert last_record(tmp_path / "plain") == pytest.approx(last_record(tmp_path / "recomputing"), rel=1e-6)
-
-
 def records(folder: Path) -> list[dict[str, float]]:
     """What was logged of each step."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -76,7 +56,7 @@ TRUNCATED = ("correction.importance=token", "correction.is_threshold=2")
 VETOED = (*TRUNCATED, "correction.rejection=veto")
 
 
-@pytest.mark.parametrize("correction", [(), TRUNCATED, VETOED], ids=["none", "tis", "veto"])
+@pytest.mark.parametrize("correction", [(), VETOED], ids=["none", "veto"])
 def test_dropout_is_no_mismatch_and_clips_nothing(correction: tuple[str, ...], tmp_path: Path) -> None:
     """The old policy of an update whose learner has not moved yet is the learner itself, dropout included."""
     trainer(tmp_path, (*WORDS, *correction)).fit()

@@ -9,22 +9,18 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import made
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
-from grpo_cli.cli.mistakes import unusable
 from grpo_cli.config.check import check
 from grpo_cli.report.read import read_run
-from grpo_cli.rules.downsample import choose
-from grpo_cli.runs.checkpoint import _save_state, clear_leftovers
+from grpo_cli.runs.checkpoint import clear_leftovers
 from grpo_cli.runs.find import completed_steps
 from grpo_cli.runs.lock import is_held, sole_use
 from grpo_cli.runs.stop import TOGETHER_SECONDS, Stop
@@ -66,12 +62,12 @@ def test_a_run_is_done_where_its_last_checkpoint_is_whatever_its_summary_says(tm
     assert [finished(tmp_path / str(odd), odd, 1) for odd in (None, "1", 1.5, True, [1])] == [None] * 5
 
 
-@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "summary.json", "run.json", "status.json"])
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "run.json"])
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     if name == ".lock":
         assert not is_held(tmp_path / name)
-        with pytest.raises(UserError, match=r"\.lock"), sole_use(tmp_path, 0.0, print):
+        with pytest.raises(UserError, match=r"\.lock"), sole_use(tmp_path, print):
             pass
         return
     if name == "metrics.jsonl":
@@ -84,7 +80,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: s
 
 
 WRITES: dict[str, Callable[[Path], Any]] = {
-    ".lock": lambda run: contextlib.ExitStack().enter_context(sole_use(run, 0.0, print)),
+    ".lock": lambda run: contextlib.ExitStack().enter_context(sole_use(run, print)),
     ".summary.json.tmp": lambda run: write_summary(run, {"status": "completed"}),
     "metrics.jsonl": lambda run: JsonlTracker(run, resumed=True).log(Record(1, {})),
     "rollouts.jsonl": lambda run: JsonlTracker(run, resumed=True),
@@ -121,42 +117,14 @@ def test_a_second_sigterm_that_comes_later_ends_what_hangs(monkeypatch: pytest.M
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_ctrl_c_in_the_middle_of_a_save_is_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def save(state: Any, file: Any) -> None:  # PyTorch closes its archive, which then is not whole
-        try:
-            raise KeyboardInterrupt
-        finally:
-            raise RuntimeError("[enforce fail at inline_container.cc] . unexpected pos 64 vs 0")
-
-    monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(KeyboardInterrupt):
-        _save_state(tmp_path / "trainer_state.pt", {})
-
-
-class Mute(Exception):
-    def __str__(self) -> str:
-        raise self
-
-
-def test_an_error_that_cannot_say_what_it_is_is_named() -> None:
-    with pytest.raises(UserError, match=r"^mine raised Mute \(.*test_edges\.py"), own_code("mine"):
-        raise Mute
-
-
 @pytest.mark.parametrize(
     ("line", "state"),
     [
         ("os.chdir('/')", os.getcwd),
-        ("os.environ.clear()", lambda: dict(os.environ)),
-        ("os.environ['PATH'] = ''", lambda: dict(os.environ)),
         ("sys.stdout = io.StringIO()", lambda: sys.stdout),
-        ("sys.stderr = None", lambda: sys.stderr),
         ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", lambda: signal.getsignal(signal.SIGTERM)),
         ("torch.set_grad_enabled(False)", torch.is_grad_enabled),
-        ("torch.set_default_dtype(torch.float64)", torch.get_default_dtype),
-        ("torch.set_default_device('meta')", torch.get_default_device),
         ("torch.set_num_threads(7)", torch.get_num_threads),
-        ("torch.use_deterministic_algorithms(True)", torch.are_deterministic_algorithms_enabled),
         ("torch.autocast('cpu', torch.bfloat16).__enter__()", lambda: torch.is_autocast_enabled("cpu")),
     ],
 )
@@ -172,34 +140,6 @@ def test_own_code_that_changes_what_the_run_shares_is_named_and_undone(line: str
     assert os.environ.pop("MINE") == "1"
 
 
-@pytest.mark.parametrize("method", ["__float__", "__abs__", "__repr__", "__str__", "__lt__"])
-def test_a_reward_whose_own_methods_fail_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    from test_own_reward import TOKENIZER, judged
-    from words import task_of
-
-    def fails(*words: object) -> Any:
-        raise Mute
-
-    kind = type("Odd", (Fraction,), {method: fails})
-    monkeypatch.setattr(
-        "grpo_cli.tasks.own_reward.own", lambda name, key: lambda reply: kind(2**60)
-    )  # is repeated to who reads
-    (tmp_path / "p.jsonl").write_text("\n".join(f'{{"question": "q{i}", "answer": "4"}}' for i in range(6)))
-    task = task_of("jsonl", TOKENIZER, path=str(tmp_path / "p.jsonl"), reward="mine:odd")
-    with pytest.raises(UserError, match=r"task\.reward=mine:odd"):
-        judged(task, ["a"])
-
-
-def test_a_rule_of_one_s_own_that_fails_is_told_in_a_run_as_before_it() -> None:
-    from small import scored
-
-    def rule(group: Any, keep: int, rng: Any) -> Any:
-        yield 1 // 0
-
-    with pytest.raises(UserError, match=r"test_edges\.\S*rule .*ZeroDivisionError.*line"):
-        choose(rule, scored(0.0, 1.0, 0.0), 2, np.random.default_rng(0))
-
-
 @pytest.mark.parametrize("changed", [{"n": 2**62, "m": 2**62}, {"n": 2**62, "m": 4}])
 def test_a_step_of_more_rollouts_than_can_be_held_is_refused(changed: dict[str, int]) -> None:
     from dataclasses import replace
@@ -209,30 +149,10 @@ def test_a_step_of_more_rollouts_than_can_be_held_is_refused(changed: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("flags", "words", "key"),
-    [
-        ([], ["collector=null"], "collector=null"),
-        ([], ["+collector=true"], "collector"),
-        ([], ["hydra.sweeper.max_batch_size=0"], "hydra.sweeper.max_batch_size"),
-        (["--resolve"], [], "--cfg"),
-        (["--config-name", "eval"], [], "grpo eval"),
-        (["--config-name=profile"], [], "grpo profile"),
-        (["--resolve", "--cfg", "job"], ["n=null", "~logger", "hydra.sweeper.max_batch_size=2", "model=hf"], None),
-        (["--config-name", "mine"], [], None),
-    ],
-)
-def test_what_hydra_would_end_with_a_traceback_is_refused_first(flags: list[str], words: list[str], key: Any) -> None:
-    told = [*unusable("train", flags, words)]
-    assert len(told) == (key is not None) and (key is None or key in told[0])
-
-
-@pytest.mark.parametrize(
     ("words", "key"),
     [
         (["report", ""], "empty"),
         (["report", ".", "--out", " "], "--out"),
-        (["ls", ""], "empty"),
-        (["show", ""], "empty"),
         (["export", "", "new"], "empty"),
         (["report", "other", "--out", "run"], "--out=run"),
     ],

@@ -7,20 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from made import fptas, full, infinite, micro, prefix_head
+from made import fptas, full, infinite, micro
 from orders import Backwards, Forgetful, PromptsFirst
 from small import EOS, contents, make_engine, small_model, some_requests
 from tiny_hf import FAMILIES, LLAMA3_ROPE
 
-from grpo_cli.engine.batching import KvShape
-from grpo_cli.engine.interfaces import Running, Waiting
-from grpo_cli.engine.kv.cache import BLOCK, round_up
-from grpo_cli.engine.order.schedule import Fifo, Lpt
-from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.torch import generation
+from grpo_cli.engine import generation
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.kv_cache import BLOCK, round_up
+from grpo_cli.engine.samplers import KvShape
+from grpo_cli.engine.scheduling import Lpt, Running, Waiting
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.types import Finish, Prompt, Request, Rollout
 
 
@@ -79,15 +77,6 @@ def test_a_predictor_sees_the_state_after_each_request_s_own_prefix_and_learns_f
             state = model.model(ids).last_hidden_state[0, -1]
         torch.testing.assert_close(witness.seen[rollout.request], state, atol=2e-5, rtol=0)
         assert torch.equal(witness.learnt[rollout], witness.seen[rollout.request])
-
-
-def test_nobody_waits_for_a_prefix_that_nobody_orders_by() -> None:
-    for scheduler, slots, waits in ((Fifo(), 3, False), (Lpt(), 12, False), (Lpt(), 3, True)):
-        engine = make_engine(
-            small_model(), sampler=infinite(slots=slots), scheduler=scheduler, predictor=prefix_head(prefix_tokens=3)
-        )
-        list(engine.generate(some_requests(prompts=3, n=4)))
-        assert ("engine/probe_steps" in engine.stats().details) == waits
 
 
 def test_what_a_plan_promises_is_among_the_figures() -> None:
@@ -186,35 +175,12 @@ def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:
         list(make_engine(small_model()).generate([request]))
 
 
-def test_no_requests_no_rollouts() -> None:
-    engine = make_engine(small_model())
-    assert list(engine.generate([])) == [] and engine.stats().decode_steps == 0
-
-
-def test_sizes_are_read_as_people_write_them() -> None:
-    assert [parse_bytes(t) for t in ("512MiB", "1.5kb", 7, "2 GB")] == [512 * 2**20, 1500, 7, 2 * 10**9]
-    with pytest.raises(UserError, match="is no size"):
-        parse_bytes("lots")
-
-
 @pytest.mark.parametrize("make", [micro, infinite])
 def test_a_sampler_has_at_least_one_slot_and_sixteen_if_nobody_says(make: Any) -> None:
     shape = KvShape(requests=100, prompts=1, prompt_bytes=1, page_bytes=1, slot_bytes=1)
     assert make().fit(shape).slots == 16 and make(kv_budget=30).fit(shape).slots == 29
     with pytest.raises(UserError, match="must be at least 1"):
         make(slots=0)
-
-
-@pytest.mark.parametrize("make", [micro, infinite])
-def test_no_more_slots_are_allocated_than_there_are_requests(make: Any):
-    shape = KvShape(requests=8, prompts=1, prompt_bytes=1, page_bytes=1, slot_bytes=1)
-    for sampler, slots in (
-        (make(slots=500), 8),
-        (make(), 8),
-        (make(kv_budget=1000), 8),
-        (make(slots=5, kv_budget=1000), 5),
-    ):
-        assert sampler.fit(shape).slots == slots
 
 
 def test_an_evaluation_has_no_more_rows_at_a_time_than_a_step():

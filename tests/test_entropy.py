@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import made
@@ -130,13 +129,6 @@ def test_an_update_tells_the_mean_over_its_trained_tokens_however_it_is_cut(toke
     found = learner_of(model, tokens).update(batch, 0).metrics["policy/entropy"]
     assert found == pytest.approx(float(expected), abs=1e-5)
     assert expected != pytest.approx(float(brute_force(model, batch, 0.7)[batch.response_mask].mean()), abs=1e-3)
-
-
-def test_without_a_trained_token_there_is_none() -> None:
-    batch = some_batch()
-    assert (
-        "policy/entropy" not in learner_of(small_model()).update(replace(batch, weights=0 * batch.weights), 0).metrics
-    )
 
 
 def test_several_updates_are_averaged_as_their_losses_are_and_one_without_is_passed_over() -> None:

@@ -10,14 +10,13 @@ from typing import Any
 import made
 import pytest
 import torch
-from made import infinite, mean_length, prefix_head
+from made import infinite, mean_length
 from small import FakeEngine, make_engine, small_model
 from tiny_hf import make_tokenizer
 from words import task_of
 
 from grpo_cli.collect.requests import requests_for
-from grpo_cli.engine.interfaces import Predictor
-from grpo_cli.engine.order.schedule import Lpt
+from grpo_cli.engine.scheduling import Lpt
 from grpo_cli.evaluate import evaluate
 from grpo_cli.interfaces import Task
 from grpo_cli.model.load import load_tokenizer
@@ -81,12 +80,11 @@ def half_marked(request: Request) -> str:
 # What counts as right
 
 
-@pytest.mark.parametrize("settings", [{}, {"few_shot": 1}, {"weights": {"correct": 1.0, "format": 0.5}}], ids=str)
 @pytest.mark.parametrize("name", ["gsm8k", "jsonl", "math"])
-def test_accuracy_is_of_the_grading_that_was_asked_for(name: str, settings: Mapping[str, Any], tmp_path: Path) -> None:
+def test_accuracy_is_of_the_grading_that_was_asked_for(name: str, tmp_path: Path) -> None:
     if name == "math":
         pytest.importorskip("math_verify")
-    words = {"path": file_of(tmp_path, 5), "eval_fraction": 1.0, **settings}
+    words = {"path": file_of(tmp_path), "eval_fraction": 1.0}
     lenient = measured(task_of(name, TOKENIZER, **words, grading="lenient"), half_marked)
     strict = measured(task_of(name, TOKENIZER, **words, grading="strict"), half_marked)
     assert (lenient["accuracy"], lenient["pass@1"], lenient["pass@2"]) == (1.0, 1.0, 1.0)
@@ -104,13 +102,6 @@ def test_an_own_reward_is_right_by_its_part_correct_else_by_a_total_of_one(
         assert measured(task_of("jsonl", TOKENIZER, **words), half_marked)["accuracy"] == accuracy
     words |= {"reward": "own_of_evaluation:whole"}
     assert measured(task_of("jsonl", TOKENIZER, **words), lambda r: r.prompt.answer)["accuracy"] == 1.0
-
-
-def test_generated_tasks_are_right_by_their_part_correct() -> None:
-    tokenizer = load_tokenizer(made.model())
-    task = made.task("arithmetic", tokenizer)
-    assert measured(task, lambda r: r.prompt.answer, tokenizer=tokenizer)["accuracy"] == 1.0
-    assert measured(task, lambda r: "0" + r.prompt.answer, tokenizer=tokenizer)["accuracy"] == 0.0
 
 
 def test_a_reward_says_which_of_its_parts_is_the_answer_s() -> None:
@@ -162,14 +153,6 @@ def test_metrics_are_those_of_hand_counted_answers(tmp_path: Path) -> None:
     assert alone == {name: value for name, value in found.items() if "pass@" not in name}
 
 
-def test_samples_that_agree_narrow_the_interval_of_pass_at_1_as_coin_flips_would(tmp_path: Path) -> None:
-    """Two of four in each of four prompts: Wilson's interval of 8 in 16 is 0.5 -+ 0.2728 / 1.2401, by hand."""
-    task = task_of("jsonl", TOKENIZER, path=file_of(tmp_path), eval_fraction=1.0)
-    found = measured(task, lambda request: request.prompt.answer if request.sample < 2 else "no", k=4)
-    assert (found["pass@1_low"], found["pass@1_high"]) == pytest.approx((0.28, 0.72), abs=1e-4)
-    assert (found["pass@4"], found["pass@4_low"]) == (1.0, pytest.approx(1 / (1 + 3.8415 / 4), abs=1e-4))
-
-
 def test_every_answer_can_be_read_with_what_it_was(tmp_path: Path) -> None:
     task = task_of("jsonl", TOKENIZER, path=file_of(tmp_path), eval_fraction=1.0)
     prompts = list(task.prompts("eval"))[:2]
@@ -188,20 +171,19 @@ def test_every_answer_can_be_read_with_what_it_was(tmp_path: Path) -> None:
 # That it leaves no trace
 
 
-@pytest.mark.parametrize("make", [mean_length, lambda: prefix_head(prefix_tokens=2, min_rollouts=8)])
-def test_an_evaluation_teaches_the_length_predictor_nothing(make: Callable[[], Predictor]) -> None:
+def test_an_evaluation_teaches_the_length_predictor_nothing() -> None:
     """It asks about other prompts, greedily or at another temperature, and ever the same ones."""
-    predictor = make()
+    predictor = mean_length()
     engine = make_engine(small_model(), sampler=infinite(slots=4), scheduler=Lpt(), predictor=predictor)
     prompts = [Prompt(f"p{i}", (2 + i, 3, 4 + i), "1") for i in range(4)]
     asked = requests_for(prompts, 4, Sampling.plain(20), seed=0, step=0)
     task = made.task("arithmetic", load_tokenizer(made.model()))
     sampling = Sampling.plain(20, temperature=0.5)
     evaluate(engine, task, prompts, sampling, k=3, seed=0)
-    assert tensors_as_lists(predictor.state()) == tensors_as_lists(make().state())
+    assert tensors_as_lists(predictor.state()) == tensors_as_lists(mean_length().state())
     list(engine.generate(asked))
     learnt = tensors_as_lists(predictor.state())
-    assert learnt != tensors_as_lists(make().state())
+    assert learnt != tensors_as_lists(mean_length().state())
     evaluate(engine, task, prompts, sampling, k=3, seed=0)
     assert tensors_as_lists(predictor.state()) == learnt
     # What was said of the evaluation is forgotten with it, and what is said of the next step is judged alone.

@@ -14,7 +14,7 @@ from slow_eviction import slow_h2o, slow_redundancy, slow_rkv, slow_snapkv
 from torch import Tensor
 
 from grpo_cli.config.instantiate import ready
-from grpo_cli.engine.kv.eviction import Budget, Candidates
+from grpo_cli.engine.eviction import Budget, Candidates
 from grpo_cli.methods import rkv as r_kv
 from grpo_cli.methods.h2o import H2o
 from grpo_cli.methods.rkv import Rkv, redundancy

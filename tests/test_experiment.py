@@ -21,10 +21,8 @@ from grpo_cli.config.instantiate import PROTOCOLS, make, rules_of
 from grpo_cli.config.prepare import pick_device, prepare
 from grpo_cli.config.trial import try_rules
 from grpo_cli.experiment import set_up
-from grpo_cli.memory.explain import out_of_memory
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.memory import expand_segments
 from grpo_cli.tracking.introduction import introduction
 
 GRPO, LOSS = made.part("advantage", "grpo"), made.part("loss", "grpo")
@@ -133,18 +131,13 @@ def test_a_part_gets_its_own_words_and_the_objects_that_it_names(user_module):
     assert vars(thing) == {"own": [1, {"b": 2}], "seed": 3}
 
 
-def test_the_yaml_s_word_goes_before_an_object_of_that_name():
-    assert made.micro({"slots": 3}, slots=5).slots == 5
-
-
 def test_the_rules_of_the_package_pass_their_trial():
     made_rules = rules(4, 2, downsample=made.part("downsample", "maxvar"))
     assert advantages_of(made_rules.advantage, [0.0, 1.0]) == pytest.approx([-0.7070, 0.7070], abs=1e-4)
 
 
-@pytest.mark.parametrize("partial", [{"_partial_": True}, {}], ids=["_partial_", ""])
-def test_a_function_of_one_s_own_is_found_and_called(user_module, partial):
-    found = rules(4, 2, downsample={"_target_": f"{user_module}.last", "start": 1, **partial})
+def test_a_function_of_one_s_own_is_found_and_called(user_module):
+    found = rules(4, 2, downsample={"_target_": f"{user_module}.last", "start": 1})
     assert list(found.downsample(None, 2, np.random.default_rng(0))) == [1, 2]
 
 
@@ -248,28 +241,12 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, error: B
     assert all("device=auto is cpu: there is a GPU driver, but" in line and "11040" in line for line in told)
 
 
-def test_out_of_memory_on_a_gpu_says_who_holds_it(monkeypatch: pytest.MonkeyPatch):
-    with_a_gpu(monkeypatch, free=2**30, reserved=3 * 2**30)
-    settings = settings_of("device=cuda", "n=2", "train.prompts=1", "eval.every=0", "run_dir=outputs/x")
-    said = str(out_of_memory(prepare(settings), torch.OutOfMemoryError("CUDA out of memory")))
-    assert "other processes hold 19.50 GiB of the GPU's 24.00 GiB; 1.00 GiB are free" in said
-    assert "train.micro_batch_tokens" in said and "could not be planned" not in said
-
-
 def test_jobs_that_share_a_gpu_leave_room_for_what_cuda_takes_of_each(monkeypatch: pytest.MonkeyPatch):
     asked = with_a_gpu(monkeypatch, free=0)
     pick_device("cuda")
     monkeypatch.setenv("GRPO_GPU_SHARE", "0.25")
     pick_device("cuda")
     assert asked == [1.0, 0.25 - 0.5 / 24]
-
-
-def test_blocks_that_grow_do_so_in_place_unless_a_person_says_how_it_is_to_be(monkeypatch: pytest.MonkeyPatch):
-    asked = with_a_gpu(monkeypatch, free=0)
-    expand_segments({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"})
-    assert asked == []
-    expand_segments({})
-    assert asked == ["expandable_segments:True"]
 
 
 def test_an_engine_that_lacks_what_a_run_asks_for_is_refused_before_the_first_step(user_module: str):

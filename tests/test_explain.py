@@ -45,8 +45,6 @@ parts:
     - y
 """
 
-LOSSES = "cispo, dapo, grpo, gspo, a2po (experimental), echo (experimental), mu_grpo (experimental)"
-
 
 def grpo(*arguments: str) -> Result:
     return CliRunner().invoke(cli.app, list(arguments), prog_name="grpo")
@@ -92,55 +90,26 @@ def test_a_value_is_one_line_that_reads_back(value):
     assert "\n" not in flow(value) and yaml.safe_load(flow(value)) == value
 
 
-def test_a_help_page_has_every_setting_in_a_line_with_its_value_and_its_comment():
+def test_a_help_page_has_every_setting_in_a_line_with_its_value_and_its_comment() -> None:
     lines = said("train", "--help").splitlines()
-    settings = read_conf(config_dir() / "train.yaml").settings
-    filled = {"optim.lr": "0.0005", "optim.weight_decay": "0.0", "optim.max_grad_norm": "1.0"}
-    filled |= {"sampling.max_new_tokens": "128", "eval.problems": "200", "eval.every": "20"}
-    told = {f"{key}={filled.get(key, one.value)}": one.comment for key, one in settings.items() if one.value}
+    told = {f"{key}={one.value}": one.comment for key, one in read_conf(config_dir() / "train.yaml").settings.items()}
     for heading in filter(None, (re.match(r"(\w+)=(\w+): ", line) for line in lines)):
         below = read_choice(heading[1], heading[2]).settings
-        told |= {f"{heading[1]}.{key}={one.value}": one.comment for key, one in below.items() if one.value}
+        told |= {f"{heading[1]}.{key}={one.value}": one.comment for key, one in below.items()}
+    told = {left: comment for left, comment in told.items() if not left.endswith("=")}
     found = {left: [line for line in lines if line.startswith(f"{left}  ") or line == left] for left in told}
-    assert [left for left, having in found.items() if len(having) != 1] == []
-    assert len(told) > 60
+    assert [left for left, having in found.items() if len(having) != 1] == [] and len(told) > 60
     above = {line: before for before, line in itertools.pairwise(lines)}
     for left, (line,) in found.items():  # a comment that is that of the line above is not repeated
         assert line.endswith(told[left]) or (line == left and above[line] and told[left]), left
 
 
-def test_a_help_page_is_of_the_choices_and_values_that_stand_beside_it():
-    page = said("train", "sampler=infinite", "n=32", "optim.lr=1e-3", "--help")
-    assert "sampler=infinite: Continuous sampling" in page and "sampler.slots=null" in page
-    assert "\nn=32 " in page and "optim.lr=0.001" in page and "m=${n}" in page
-    assert "\nn=64 " in said("train", "experiment=pods_arithmetic", "--help")
-    of_a_sweep = said("train", "-m", "seed=1,2", "loss=gspo", "--help")
-    assert "loss=gspo: " in of_a_sweep and "\nseed=0 " in of_a_sweep
-    assert "loss" not in said("eval", "--help").partition("==")[2][:900]
-    profile = said("profile", "--help")
-    assert re.search("\nprofile.plan_only=false +Only predict", profile) and "train.steps=80 " in profile
-
-
-def test_help_refuses_what_it_cannot_compose_and_leaves_other_flags_to_hydra(tmp_path):
+def test_a_help_page_is_of_the_choices_that_stand_beside_it() -> None:
+    page = said("train", "sampler=infinite", "-m", "seed=1,2", "experiment=pods_arithmetic", "--help")
+    assert "sampler=infinite: " in page and "sampler.slots=null" in page and "\nn=64 " in page
+    assert "loss=" not in said("eval", "--help") and "\nprofile.plan_only=false " in said("profile", "--help")
     result = grpo("train", "loss=grop", "--help")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert f"loss=grop is not one of the choices {LOSSES}; did you mean grpo?" in result.stderr
-    assert "See https://hydra.cc" in said("train", "--hydra-help")
-    assert "\n  max_new_tokens: auto\n" in said("train", "--help", f"--config-dir={tmp_path}")
-
-
-@pytest.mark.parametrize(
-    ("word", "meant"),
-    [
-        ("model=/some/folder", "model=hf model.path=/some/folder"),
-        ("model=Qwen/Qwen3-0.6B", "model=hf model.path=Qwen/Qwen3-0.6B"),
-        ("task=./rows.jsonl", "task=jsonl task.path=./rows.jsonl"),
-    ],
-)
-def test_a_path_in_place_of_a_choice_is_told_where_it_goes(word, meant):
-    result = grpo("train", word)
-    assert result.exit_code == 2 and result.stderr.startswith(f"error: {word} is not one of the choices ")
-    assert f"; a path is given as {meant}\n" in result.stderr
+    assert (result.exit_code, result.stdout) == (2, "") and "did you mean grpo?" in result.stderr
 
 
 def test_a_group_is_explained_by_its_choices_and_a_choice_by_its_settings():
@@ -148,7 +117,7 @@ def test_a_group_is_explained_by_its_choices_and_a_choice_by_its_settings():
     assert "\n  sampler=full      (the default) All rollouts" in group and "conf/sampler/" in group
     choice = said("explain", "sampler=infinite")
     assert choice.startswith("sampler=infinite: Continuous sampling") and "\n  sampler.slots=null  " in choice
-    assert "conf/sampler/infinite.yaml and builds grpo_cli.engine.batching.Infinite." in choice
+    assert "conf/sampler/infinite.yaml and builds grpo_cli.engine.samplers.Infinite." in choice
     assert "  train.prompts=8 " in said("explain", "experiment=pods_arithmetic")
 
 
@@ -203,10 +172,8 @@ def keys_of(group: str) -> list[str]:
     [
         ("optim.lrr", "did you mean optim.lr?"),
         ("mismatch/kll", "did you mean mismatch/kl?"),
-        ("loss=grop", f"{LOSSES}; did you mean grpo?"),
-        ("loss=../loss/grpo", LOSSES),
+        ("loss=grop", "a2po (experimental), echo (experimental), mu_grpo (experimental); did you mean grpo?"),
         ("zzzzzzz", "zzzzzzz is no group, choice, setting or metric\n"),
-        ("", " is no group, choice, setting or metric\n"),
     ],
 )
 def test_an_unknown_word_gets_the_nearest_one(word, message):

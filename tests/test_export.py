@@ -6,9 +6,7 @@ import errno
 import json
 import os
 import re
-import resource
 import shutil
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -83,7 +81,7 @@ def generated(folder: Path, prompts: list[str]) -> dict[str, str]:
     return dict(zip(prompts, tokenizer.batch_decode(made, skip_special_tokens=True), strict=True))
 
 
-@pytest.mark.parametrize(("kind", "flags"), [("whole", []), ("run", ["--merge"]), ("run", [])])
+@pytest.mark.parametrize(("kind", "flags"), [("whole", []), ("run", ["--merge"])])
 def test_transformers_answers_50_of_50_problems_as_the_run_does(
     kind: str, flags: list[str], request: pytest.FixtureRequest, tmp_path: Path
 ):
@@ -148,21 +146,21 @@ def test_the_card_says_the_recipe_and_what_was_measured(whole: Path, tmp_path: P
     assert card.data.license == "apache-2.0" and card.data.library_name == "transformers" and "grpo" in card.data.tags
     first, *_, last = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     for row, when in ((first, "before"), (last, "after")):
-        low, high = (f"{row[f'eval/accuracy_{end}']:.3f}" for end in ("low", "high"))
-        said = f"| accuracy {when} | {row['eval/accuracy']:.3f} of 8 held-out problems (95 % interval {low} to {high})"
-        assert said in card.text
-    assert f"| tokens generated | {last['tokens/generated']:,.0f} |" in card.text and "# my model" in card.text
-    assert re.search(r"\| minutes of training \| \d+\.\d \|", card.text) and f"torch {torch.__version__}" in card.text
+        assert f"| accuracy {when} | {row['eval/accuracy']:.3f} at step {row['step']} |" in card.text
+    assert "# my model" in card.text and f"torch {torch.__version__}" in card.text and "| seed | 7 |" in card.text
     recipe = set(re.findall(r"^    (\S+=.*)$", card.text, re.MULTILINE))
     assert {"n=4", "optim.lr=0.003", "sampling.max_new_tokens=48", "train.steps=2"} <= recipe
-    assert not any(word.startswith(("seed=", "m=", "logger", "model.path", "train.prompts=16")) for word in recipe)
-    assert "| seed | 7 |" in card.text
+    assert not any(word.startswith(("logger", "model.path", "hydra")) for word in recipe)
 
 
-def test_a_card_of_an_earlier_step_says_what_was_known_then(whole: Path, tmp_path: Path):
-    grpo("export", whole / "checkpoints" / "step_000000", tmp_path / "out")
-    said = (tmp_path / "out" / "README.md").read_text()
-    assert "| accuracy after | not measured |" in said and "| steps | 0 |" in said
+def test_adapters_are_merged_into_a_base_that_has_moved_and_refused_without_one(run: Path, tmp_path: Path):
+    base = Path(shutil.copytree(TINY, tmp_path / "base"))
+    words = ("model=hf", f"model.path={base}", "model.lora.rank=2", *SHORT, "eval.every=0", "logger=jsonl")
+    grpo("train", *words, f"hydra.run.dir={tmp_path / 'r'}")
+    base.rename(tmp_path / "moved")
+    assert f"model.path={base}" in refused(tmp_path / "r", tmp_path / "out", "--merge")
+    grpo("export", tmp_path / "r", tmp_path / "found", "--merge", "--base", tmp_path / "moved")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_without_a_good_checkpoint_is_refused(run: Path, whole: Path, tmp_path: Path):
@@ -199,57 +197,9 @@ def test_nothing_but_an_export_is_written_over(run: Path, whole: Path, tmp_path:
     assert not {"left.txt", "adapter_config.json"} & set(os.listdir(tmp_path / "out"))
 
 
-def test_adapters_whose_base_is_gone_quantised_or_nowhere_else_are_refused(run: Path, tmp_path: Path):
-    base = Path(shutil.copytree(TINY, tmp_path / "base"))
-    words = ("model=hf", f"model.path={base}", "model.lora.rank=2", *SHORT, "eval.every=0", "logger=jsonl")
-    grpo("train", *words, f"hydra.run.dir={tmp_path / 'r'}")
-    base.rename(tmp_path / "moved")
-    with pytest.MonkeyPatch.context() as patched:  # every file would be read
-        patched.setattr("grpo_cli.runs.find.sha256", lambda path: pytest.fail("verified first"))
-        assert f"model.path={base} is not a folder here" in refused(tmp_path / "r", tmp_path / "out", "--merge")
-    grpo("export", tmp_path / "r", tmp_path / "found", "--merge", "--base", tmp_path / "moved")
-    config = json.loads((tmp_path / "moved" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (tmp_path / "moved" / "config.json").write_text(json.dumps(config))
-    said = refused(tmp_path / "r", tmp_path / "out", "--merge", "--base", tmp_path / "moved")
-    assert "is stored quantised (bitsandbytes): name the model that it was made from" in said
-    random = ("model.random_init=true", "model.lora.rank=2", *SHORT, "eval.every=0", "logger=jsonl")
-    grpo("train", *random, f"hydra.run.dir={tmp_path / 'random'}")
-    assert "lies only beside it" in refused(tmp_path / "random", tmp_path / "out")
-    grpo("export", tmp_path / "random", tmp_path / "one", "--merge")
-    assert "| its licence | unknown" in (tmp_path / "one" / "README.md").read_text()
-    assert not (tmp_path / "out").exists()
-
-
-def test_who_may_read_an_export_is_as_the_umask_says(run: Path, tmp_path: Path):
-    before = os.umask(0o027)
-    try:
-        grpo("export", run, tmp_path / "out", "--merge")
-    finally:
-        os.umask(before)
-    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o640}
-
-
 def test_there_is_nothing_to_merge_without_adapters(whole: Path, tmp_path: Path):
     assert "holds no adapters but an ordinary model; leave it out" in refused(whole, tmp_path / "out", "--merge")
     assert os.listdir(tmp_path) == []
-
-
-@pytest.fixture
-def small_disk() -> Iterator[None]:
-    """No file may be larger than half of the embedded model's weights."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_disk_that_is_full_half_way_leaves_nothing(whole: Path, tmp_path: Path, small_disk: None):
-    said = refused(whole, tmp_path / "new" / "out")
-    assert (
-        f"{tmp_path / 'new' / 'out'} could not be written ({os.strerror(errno.EFBIG)})" in said and "Make room" in said
-    )
-    assert os.listdir(tmp_path / "new") == []
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_the_older_export(
@@ -301,12 +251,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return api
 
 
-def test_without_a_token_the_command_to_log_in_is_said(run: Path, hub: Any, tmp_path: Path):
-    assert "log in with `hf auth login`, or set HF_TOKEN" in refused(run, "hub:me/mine", "--merge")
-    assert "hub:me/mine/too names no repository" in refused(run, "hub:me/mine/too")
-    assert hub.mock_calls == []
-
-
 def test_a_model_is_uploaded_in_one_commit(whole: Path, hub: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("HF_TOKEN", "hf_made_up")
     monkeypatch.chdir(tmp_path)
@@ -319,17 +263,3 @@ def test_a_model_is_uploaded_in_one_commit(whole: Path, hub: Any, monkeypatch: p
     assert "hub:me/mine exists; name a new one, or add --overwrite" in refused(whole, "hub:me/mine")
     grpo("export", whole, "hub:me/mine", "--overwrite")
     assert hub.upload_folder.call_args.kwargs["delete_patterns"] == "*" and hub.upload_folder.call_count == 2
-
-
-def test_a_disk_too_small_for_what_is_to_be_uploaded_is_said(
-    whole: Path, hub: Any, monkeypatch: pytest.MonkeyPatch, small_disk: None
-):
-    monkeypatch.setenv("HF_TOKEN", "hf_made_up")
-    assert "could not be written" in refused(whole, "hub:me/mine") and not hub.create_repo.called
-
-
-def test_a_hub_that_cannot_be_reached_is_said(whole: Path, monkeypatch: pytest.MonkeyPatch):
-    """HF_HUB_OFFLINE=1, as in all tests."""
-    monkeypatch.setenv("HF_TOKEN", "hf_made_up")
-    said = refused(whole, "hub:me/mine", "--overwrite")
-    assert "hub:me/mine could not be written" in said and "`hf upload` a folder" in said

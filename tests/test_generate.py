@@ -23,10 +23,10 @@ from transformers import GenerationConfig
 from grpo_cli.collect.resuming import begun, joined, rest_of
 from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
-from grpo_cli.engine.generate.engine import GenerateEngine
-from grpo_cli.engine.kv.eviction import Dense
-from grpo_cli.engine.order.predict import NoPredictor
-from grpo_cli.engine.order.schedule import Fifo, Lpt
+from grpo_cli.engine.eviction import Dense
+from grpo_cli.engine.length_predictor import NoPredictor
+from grpo_cli.engine.scheduling import Fifo, Lpt
+from grpo_cli.engine.transformers_engine import GenerateEngine
 from grpo_cli.experiment import build
 from grpo_cli.learner.learner import Learner
 from grpo_cli.model import packed
@@ -249,7 +249,7 @@ def test_a_cache_that_forgets_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         (["sparsity=snapkv", "correction=sparse_rl"], "sparsity=snapkv is not supported by engine=generate"),
         (["sampler=infinite"], "sampler=infinite refills slots"),
         (["sampler=micro", "sampler.kv_budget=1GB"], "sampler.kv_budget=1GB is not supported"),
-        (["scheduler=lpt"], "predictor=mean or oracle"),
+        (["scheduler=lpt"], "predictor=mean"),
     ],
 )
 def test_what_it_cannot_do_is_refused_before_a_model_is_read(words: list[str], key: str) -> None:

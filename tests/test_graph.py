@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,17 +16,17 @@ from captured import Again
 from made import full, infinite, micro, prefix_head
 from small import contents, make_engine, make_generation, small_model, some_requests
 
-from grpo_cli.engine.gpu.graph import WORTH_CAPTURING, CudaGraphs
-from grpo_cli.engine.order.schedule import Fifo, Lpt
-from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.step.invariance import invariance_of
+from grpo_cli.engine.cuda_graph import WORTH_CAPTURING, CudaGraphs
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.determinism import invariance_of
+from grpo_cli.engine.scheduling import Fifo, Lpt
 from grpo_cli.support.errors import UserError
 
 
 def served(sampler: Any, capture: Any, requests: Any) -> Any:
-    decoder = Decoder(small_model())
+    decoder = Decoder.of(small_model())
     generation = make_generation(
-        decoder.padded(invariance_of(decoder).padding), requests, sampler=sampler, capture=capture
+        replace(decoder, padding=invariance_of(decoder).padding), requests, sampler=sampler, capture=capture
     )
     return contents(rollout for _, rollout in generation.serve(Fifo()))
 
@@ -87,21 +88,6 @@ def test_a_pool_outlives_the_graphs_that_are_thrown_away(monkeypatch: pytest.Mon
         assert capture(lambda number=number: (torch.tensor(number),))()[0] == number  # and the replay is dropped
         gc.collect()
     assert len(begun) == 3 and len(alive) == 1
-
-
-def test_each_generation_captures_anew_and_keeps_nothing() -> None:
-    """A graph records addresses, so nothing of a generation would serve the next one."""
-    engine, captures = make_engine(small_model(), sampler=infinite(slots=4)), list[Again]()
-
-    def capture() -> Again:
-        captures.append(Again())
-        return captures[-1]
-
-    engine._capture = capture
-    for seed in range(2):
-        requests = some_requests(prompts=3, n=4, tokens=40, seed=seed)
-        assert contents(engine.generate(requests)) == contents(make_engine(small_model()).generate(requests))
-    assert len(captures) == 2 and all(one.captured for one in captures)
 
 
 @pytest.mark.gpu

@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
-from io import StringIO
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import made
 import psutil
 import pytest
-from rich.console import Console
 
 from grpo_cli.runs.lock import try_lock
 from grpo_cli.support.errors import UserError
-from grpo_cli.sweep.board import Board
 from grpo_cli.sweep.pool import Pool
 from grpo_cli.sweep.resume import Sweep
-from grpo_cli.sweep.status import Job, JobState, is_done, is_running, read_status, write_status
+from grpo_cli.sweep.status import Job, JobState, is_done, is_running, read_status, status_line, write_status
 
 WAIT = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"  # for two minutes at most, and a trap can interrupt it
 COMPLETED = """echo '{"status": "completed"}' > summary.json"""
-
-
-class Told(Board):
-    """Keeps what it is told, and may answer."""
-
-    def __init__(self, answer: Callable[[Job, JobState], None] = lambda job, status: None) -> None:
-        super().__init__()
-        self.states: list[tuple[int, str]] = []
-        self.said: list[str] = []
-        self.answer = answer
-
-    def changed(self, job: Job, status: JobState) -> None:
-        self.states.append((job.number, status.state))
-        self.answer(job, status)
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
 
 
 def listed(sweep: Path, *lines: str) -> list[Job]:
@@ -53,11 +32,13 @@ def listed(sweep: Path, *lines: str) -> list[Job]:
     return jobs
 
 
-def run(jobs: list[Job], view: Board | None = None, places: list[dict[str, str]] | None = None) -> Pool:
+def run(
+    jobs: list[Job], say: Callable[[str], None] = lambda line: None, places: Sequence[dict[str, str]] = ({},)
+) -> Pool:
     def command(job: Job) -> list[str]:
         return ["sh", "-c", f"cd {job.folder}; {job.overrides[0]}"]
 
-    pool = Pool(places or [{}], command, "train", view or Told())
+    pool = Pool(places, command, "train", say)
     pool.run(jobs)
     return pool
 
@@ -98,25 +79,13 @@ def test_a_job_that_fails_stops_no_other_and_says_why(tmp_path: Path) -> None:
     assert [job.number for job in jobs if job.number != 7 and is_done(job.folder)] == [1, 8]
 
 
-def test_the_status_file_is_what_a_report_reads(tmp_path: Path) -> None:
-    (job,) = listed(tmp_path, "true")
-    assert json.loads((job.folder / "status.json").read_text())["state"] == "waiting"
-    run([job])
-    kept = json.loads((job.folder / "status.json").read_text())
-    assert kept.pop("seconds") > 0 and kept.pop("started").endswith("+00:00")
-    assert kept == json.loads(
-        '{"state": "done", "reason": null, "overrides": ["true"], "exit_code": 0, "log": "log.txt", "command": "train",'
-        ' "pid": null, "host": null}'
-    )
-
-
 @pytest.mark.parametrize("places", [1, 3])
 def test_as_many_jobs_run_at_a_time_as_there_are_places(tmp_path: Path, places: int) -> None:
-    view, jobs = Told(), listed(tmp_path, *["sleep 0.2; echo $PLACE $PYTHONUNBUFFERED"] * 4)
-    run(jobs, view, [{"PLACE": str(i)} for i in range(places)])
+    lines, jobs = list[str](), listed(tmp_path, *["sleep 0.2; echo $PLACE $PYTHONUNBUFFERED"] * 4)
+    run(jobs, lines.append, [{"PLACE": str(i)} for i in range(places)])
     running, most = 0, 0
-    for _, state in view.states:
-        running += 1 if state == "running" else -1
+    for line in lines:
+        running += 1 if line.endswith("running") else -1
         most = max(most, running)
     assert (running, most) == (0, places)
     said = {(job.folder / "log.txt").read_text() for job in jobs}
@@ -156,15 +125,15 @@ def press(number: signal.Signals, *when: Callable[[], bool]) -> threading.Thread
 def test_asked_to_stop_it_lets_jobs_save_and_starts_no_more(tmp_path: Path, number: signal.Signals) -> None:
     saves = f"trap 'echo saved; exit 0' TERM; touch ready; {WAIT}"
     jobs = listed(tmp_path, f"""echo '{{"status": "interrupted"}}' > summary.json; {saves}""", COMPLETED)
-    view, before = Told(), signal.getsignal(number)
+    lines, before = list[str](), signal.getsignal(number)
     thread = press(number, (jobs[0].folder / "ready").exists)
-    assert run(jobs, view).stopped
+    assert run(jobs, lines.append).stopped
     thread.join()
     assert (jobs[0].folder / "log.txt").read_text() == "saved\n"
     assert [status(job).state for job in jobs] == ["waiting", "waiting"]
     assert status(jobs[0]).reason == "the sweep was stopped while it ran"
-    assert "press ctrl-C again" in view.said[0]
-    assert signal.getsignal(number) is before and len(view.said) == 1
+    assert signal.getsignal(number) is before
+    assert sorted(line.split()[0] for line in lines) == [f"{number.name}:", "job", "job"]
 
 
 def test_asked_twice_it_kills_them_with_all_that_they_started(tmp_path: Path) -> None:
@@ -179,13 +148,14 @@ def test_asked_twice_it_kills_them_with_all_that_they_started(tmp_path: Path) ->
 
 
 def test_an_error_of_ours_leaves_no_process_behind_and_lets_it_save(tmp_path: Path) -> None:
-    def fail(job: Job, status: JobState) -> None:
-        eventually((job.folder / "ready").exists)
-        raise RuntimeError("a bug in the view")
+    def fail(line: str) -> None:
+        if line.endswith("running"):
+            eventually((job.folder / "ready").exists)
+            raise RuntimeError("a bug in the view")
 
     (job,) = listed(tmp_path, f"trap 'echo saved; exit 1' TERM; touch ready; {WAIT}")
     with pytest.raises(RuntimeError):
-        run([job], Told(fail))
+        run([job], fail)
     assert not is_running(job.folder) and status(job).state == "waiting"
     assert (job.folder / "log.txt").read_text() == "saved\n"
 
@@ -221,29 +191,14 @@ def test_a_training_that_was_begun_goes_on_and_any_other_job_begins(
     assert ("seed=1" in words) == (last[0] == "+")
 
 
-def test_the_table_shows_every_job_that_there_is_room_for_and_counts_all(tmp_path: Path) -> None:
-    seconds = 10.0
-    console = Console(file=StringIO(), width=100, height=10, force_terminal=False)
-    board = Board(console, clock=lambda: seconds)
-    for number, state in enumerate(["done", "done", "running", "failed", "waiting", "waiting", "skipped"]):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "metrics.jsonl").write_text('{"step": 2, "reward/mean": 0.5, "eval/accuracy": 0.25}\n')
-        job = Job(number, folder, (f"n={number}",), f"n={number}", steps=7)
-        reason = {"failed": "no [memory]", "skipped": "m is more than n"}.get(state)
-        board.changed(job, JobState(state, reason, job.overrides, seconds=61.0))
-    seconds = 14.0
-    console.file = StringIO()
-    console.print(board.table())
-    shown = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
-    assert shown == [
-        "job settings state progress time reason",
-        "0 n=0 done step 2/7 reward 0.500 eval 0.250 1m01s",
-        "2 n=2 running step 2/7 reward 0.500 eval 0.250 1m05s",
-        "3 n=3 failed step 2/7 reward 0.500 eval 0.250 1m01s no [memory]",
-        "6 n=6 skipped 1m01s m is more than n",
-        "1 running, 1 failed, 1 skipped, 2 done, 2 waiting",
-    ]
+def test_a_line_tells_how_far_a_job_came_and_why_it_ended(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "reward/mean": 0.5, "eval/accuracy": 0.25}\n{')
+    job = Job(1, tmp_path, ("n=1",), "n=1", steps=7)
+    failed = JobState("failed", "no [memory]\nat all", job.overrides, seconds=61.0)
+    assert (
+        status_line(job, failed) == "job 1  n=1: failed  step 2/7  reward 0.500  eval 0.250  1m01s  no [memory] at all"
+    )
+    assert status_line(job, JobState("skipped", "m > n", job.overrides)) == "job 1  n=1: skipped  m > n"
 
 
 @pytest.mark.parametrize(("signalled", "ends", "queued"), [(True, 0, "requeue 7\n"), (False, 3, "")])

@@ -19,11 +19,12 @@ from made import fptas, full, infinite, mean_length, micro, prefix_head
 from orders import AnyOrder, Backwards, Forgetful, PromptsFirst
 from small import VOCABULARY, contents, make_engine, small_model, some_requests
 
-from grpo_cli.engine.batching import KvShape
-from grpo_cli.engine.kv.cache import BLOCK, PagedCache, round_up
-from grpo_cli.engine.kv.eviction import Dense
-from grpo_cli.engine.order.predict import NoPredictor
-from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.eviction import Dense
+from grpo_cli.engine.kv_cache import BLOCK, PagedCache, round_up
+from grpo_cli.engine.length_predictor import GivenLengths, NoPredictor, key_of
+from grpo_cli.engine.samplers import KvShape
+from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.support.errors import UserError
@@ -142,15 +143,6 @@ def test_no_order_of_rollouts_ever_holds_more_than_the_budget_or_changes_one(
     assert engine.stats().kv_peak_bytes == ledger.peak <= budget
 
 
-@pytest.mark.parametrize("scheduler", [Fifo, Lpt, PromptsFirst])
-@pytest.mark.parametrize("predictor", [NoPredictor, Forgetful])
-@pytest.mark.parametrize("sampler", [full(), micro(slots=2), infinite(slots=3)], ids=str)
-def test_the_peak_without_a_budget_is_what_lay_there_too(scheduler: Any, predictor: Any, sampler: Any) -> None:
-    requests = some_requests(prompts=7, n=3, tokens=24)
-    _, engine, ledger = generate(requests, sampler=sampler, scheduler=scheduler(), predictor=predictor())
-    assert engine.stats().kv_peak_bytes == ledger.peak
-
-
 @pytest.mark.bits
 @pytest.mark.parametrize("make", [micro, infinite])
 @pytest.mark.parametrize("parts", [{}, {"scheduler": PromptsFirst()}, {"scheduler": Sjf(), "predictor": Forgetful()}])
@@ -168,8 +160,7 @@ def test_as_many_rows_as_have_a_page_and_as_many_to_their_end_as_fit_with_their_
     rows = [infinite(kv_budget=budget).fit(shape).slots for budget in (110, 129, 130, 809, 810, 10**6)]
     assert rows == [5, 5, 6, 39, 40, 40]
     assert [shape.slots(budget) for budget in (110, 219, 220, 440, 539, 540, 639, 640)] == [1, 1, 2, 4, 4, 5, 5, 6]
-    assert infinite(kv_budget=10**6).fit(shape, most=7).slots == 7
-    assert infinite(kv_budget=10**6, slots=3).fit(shape, most=7).slots == 3
+    assert infinite(kv_budget=10**6, slots=3).fit(shape).slots == 3
 
 
 def test_a_prefix_of_everybody_may_cost_half_of_the_slots_and_no_more() -> None:
@@ -273,10 +264,25 @@ def test_as_many_rollouts_run_as_there_is_room_for_what_eviction_leaves() -> Non
     assert stats.decode_steps == 2 * 99 and stats.details.get("engine/restarts", 0.0) == 0.0
 
 
-def test_prompts_that_nobody_runs_for_make_place() -> None:
-    """Four prompts take eight blocks, of which five are there."""
-    requests = some_requests(prompts=4, n=2, tokens=20)
-    budget = least_budget(requests)
-    _, engine, ledger = generate(requests, sampler=infinite(kv_budget=budget), scheduler=PromptsFirst())
-    assert ledger.peak <= budget
-    assert engine.stats().prefill_tokens >= sum(len(r.prompt.token_ids) for r in requests[::2])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_prompt_is_read_again_if_it_was_dropped_for_one_that_comes_before_its_next_sample(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts in turn, both samples of one run before the next prompt has room, as a sample of a prompt that lies
+    there needs less. Of the longest first, another prompt comes between a long and a short sample."""
+    requests = some_requests(prompts=4, n=2, tokens=60 if again else 20)
+    parts: dict[str, Any] = dict(scheduler=PromptsFirst())
+    if again:
+        requests = ending_at(requests, [33, 30, 32, 28, 33, 20, 33, 20])
+        lengths = {key_of(r): float(r.sampling.max_new_tokens) for r in requests}
+        parts = dict(scheduler=Lpt(), predictor=GivenLengths(lengths), eos_token_ids=(VOCABULARY,))
+    read, prefill = list[int](), Decoder.prefill
+
+    def counted(decoder: Decoder, prompts: Sequence[Sequence[int]], received: bool) -> Any:
+        read.extend(map(len, prompts))
+        return prefill(decoder, prompts, received)
+
+    monkeypatch.setattr(Decoder, "prefill", counted)
+    _, engine, _ = generate(requests, sampler=infinite(kv_budget=least_budget(requests)), **parts)
+    assert engine.stats().prefill_tokens == sum(read)
+    assert (sum(read) > sum(len(r.prompt.token_ids) for r in requests[::2])) == again

@@ -97,19 +97,3 @@ def test_damaged_files_cost_a_remark_and_nothing_else(elsewhere):
     remarks = [line.partition(": ")[2] for line in said.stdout.splitlines() if "[red]: " in line]
     files = [re.match(r"\S+", remark)[0] for remark in remarks]
     assert files[1:] == ["run.json", "summary.json", "metrics.jsonl:"]
-
-
-def test_a_folder_without_runs_is_answered_kindly_and_one_that_is_none_is_refused(elsewhere):
-    assert grpo().stdout.startswith("no runs yet: grpo train leaves runs in outputs/train")
-    (elsewhere / "outputs").mkdir()
-    assert grpo().stdout.startswith("no runs in or below outputs: grpo train leaves")
-    (elsewhere / "file").write_text("")
-    for name in ("nowhere", "file"):
-        said = grpo(name)
-        assert (said.exit_code, said.stdout) == (2, "")
-        assert f"{name} is not a folder: name one that holds runs" in said.stderr
-
-
-def test_a_run_s_own_folder_is_listed_by_its_name(elsewhere):
-    leave(elsewhere / "run")
-    assert listed("run")[1][-1] == "run" and listed(".")[1][-1] == "run"

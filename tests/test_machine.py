@@ -20,9 +20,9 @@ from test_same_rollouts import embedded, same_in_short
 from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
-from grpo_cli.engine.step.block import _silu
-from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.step.invariance import invariance_of
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.determinism import invariance_of
+from grpo_cli.engine.layers import _silu
 from grpo_cli.support.processor import strict_branch
 
 SETTLED = """
@@ -72,14 +72,14 @@ import os, sys
 from grpo_cli.support.processor import settle
 settle()
 import torch
-from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.step.invariance import invariance_of
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.determinism import invariance_of
 from test_same_rollouts import POLICIES, same_in_short
 for threads in (3, 8):
     torch.set_num_threads(threads)
     for policy in (POLICIES["embedded"], POLICIES["576 wide"]):
         model = policy.model()
-        holds = invariance_of(Decoder(model)).holds
+        holds = invariance_of(Decoder.of(model)).holds
         if holds:
             same_in_short(model, policy.requests())
         print("held" if holds else "not held")
@@ -134,7 +134,7 @@ def test_a_product_that_depends_on_its_rows_is_found_out_and_said_once() -> None
 def test_rows_are_padded_until_they_agree() -> None:
     model = with_product(Crowded, "up_proj")
     require_bits(small_model())
-    found = invariance_of(Decoder(model))
+    found = invariance_of(Decoder.of(model))
     assert found.holds and found.padding.least >= 24
     same_in_short(model, some_requests(prompts=2, n=8, tokens=14))
 

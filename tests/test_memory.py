@@ -15,8 +15,8 @@ from small import make_engine, small_model, some_requests
 
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
-from grpo_cli.engine.kv.eviction import Dense
-from grpo_cli.engine.torch.generation import Generation
+from grpo_cli.engine.eviction import Dense
+from grpo_cli.engine.generation import Generation
 from grpo_cli.learner.logprobs import chosen_logprobs
 from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS, Allocations
 from grpo_cli.memory.plan import (

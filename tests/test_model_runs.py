@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import read_settings
-from grpo_cli.config.recorded import _of_the_weights
+from grpo_cli.config.recorded import of_the_weights
 from grpo_cli.experiment import build
 from grpo_cli.model.anatomy import AdapterOff
 from grpo_cli.settings import RunSettings
@@ -107,7 +107,7 @@ def test_evaluation_finds_the_base_of_saved_adapters(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     trainer(tmp_path / "run", LORA).fit()
     saved = tmp_path / "run" / "checkpoints" / "step_000002"
-    values = _of_the_weights(saved, None)
+    values = of_the_weights(saved, None)
     assert values["model.adapter"] == str(saved) and values["model.path"].endswith("tiny")
 
 

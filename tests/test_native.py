@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small import contents, make_engine, small_model, some_requests
+from small import make_engine, small_model, some_requests
 from test_attention import Case, in_c
 from torch import Tensor
 
 from grpo_cli.native import library as loader
-from grpo_cli.native.library import WRONG, NoNative, library
+from grpo_cli.native.library import NoNative, library
 from grpo_cli.native.ops import draw, norm, rotate, silu
 from grpo_cli.support.threads import computing_with
 
@@ -93,13 +93,6 @@ def test_the_exponential_over_all_of_its_range() -> None:
     assert out[0, :-3][gate[0, :-3] <= -80].abs().max() < 1e-30
 
 
-def test_logits_that_are_all_far_below_zero_are_drawn_from_as_any() -> None:
-    """23 of them, which is not a multiple of what is read at a time."""
-    logits = numbers(50, 23) * 3
-    tokens, logprobs = draw(logits - 300, torch.rand(50, dtype=torch.float64), torch.ones(50))
-    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("numbers_of", [(torch.nan, 1.0, 2.0), (torch.inf, 1.0, 2.0), (-torch.inf,) * 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draw_from_what_is_no_distribution_ends_and_says_so(numbers_of: Any, temperature: float) -> None:
@@ -130,17 +123,6 @@ def test_a_row_has_the_same_bits_alone_and_among_others_and_with_any_number_of_t
                 assert [x[0] for x in alone] == [x[row] for x in drawn]
 
 
-def test_rollouts_are_those_of_pytorchs_operations_but_for_rounding() -> None:
-    model, requests = small_model(), some_requests(prompts=3, n=4, tokens=40)
-    ours, plain = (make_engine(model, native=native) for native in (True, False))
-    mine, theirs = contents(ours.generate(requests)), contents(plain.generate(requests))
-    assert (ours.facts()["native"], plain.facts()["native"]) == (True, False)
-    assert {key: one[0] for key, one in mine.items()} == {key: one[0] for key, one in theirs.items()}
-    for key, (_, logprobs, _) in mine.items():
-        assert logprobs == pytest.approx(theirs[key][1], abs=2e-4)
-    assert mine != theirs, "they are made in two ways"
-
-
 # ---- where it cannot be made
 
 NATIVE_FLAGS = loader.FLAGS
@@ -168,11 +150,10 @@ def change(name: str, right: str, wrong: str) -> None:
     library.cache_clear()
 
 
-def march(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    has, needs = torch.cpu.get_capabilities(), {"x86-64-v3": "avx2", "x86-64-v4": "avx512_f"}.get(name, "architecture")
-    if has["architecture"] != "x86_64" or not has.get(needs):
-        pytest.skip(f"this processor is not {name}")
-    monkeypatch.setattr(loader, "FLAGS", ("-O1", f"-march={name}", *NATIVE_FLAGS[2:]))
+def march(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cpu.get_capabilities()["architecture"] != "x86_64":
+        pytest.skip("this processor is not x86-64")
+    monkeypatch.setattr(loader, "FLAGS", ("-O1", "-march=x86-64", *NATIVE_FLAGS[2:]))
 
 
 def compiler(script: str, anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,12 +170,11 @@ def engine_says(warned: list[str]) -> Any:
     return engine.facts()["native"]
 
 
-@pytest.mark.parametrize("name", ["x86-64", "x86-64-v3", "x86-64-v4"])
 @pytest.mark.usefixtures("anew")
-def test_other_instructions_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    march(name, monkeypatch)
+def test_the_oldest_instructions_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    march(monkeypatch)
     for dtype in (torch.float32, torch.bfloat16):
-        for dim, group in ((24, 2), (64, 3), (64, 7), (128, 4), (96, 1)):
+        for dim, group in ((24, 2), (64, 3)):
             case = Case([5, 31, 16, 90, 0], [20, 48, 1], (2, group, dim), dtype, dim + group)
             wanted = case.wanted()
             assert case.close(case.found(in_c), wanted)
@@ -229,10 +209,7 @@ def test_threads_other_than_pytorchs_are_not_used(fault: str, anew: Path, monkey
     [
         (None, b"", 0o700),  # as it was made: loaded, and not made again
         (None, b"", 0o722),  # others could have written it
-        (0, b"anything", 0o700),
-        (0, b"", 0o700),
         (9000, b"", 0o700),  # a bus error if it is loaded
-        (-1, b"\0", 0o700),
     ],
 )
 def test_a_library_that_is_not_as_it_was_made_is_made_again(
@@ -286,8 +263,6 @@ def test_two_processes_compile_at_once_and_an_interrupted_one_leaves_nothing_tha
     [
         (None, "there is no C compiler"),
         ("echo 'decode.c:1: error: no such machine' >&2; exit 1", "cannot compile it: decode.c:1: error: no such m"),
-        ("kill -9 $$", "cannot compile it"),
-        ("exit 0", "cannot be loaded"),
         ("noexec", "cannot be loaded: failed to map segment"),
     ],
 )
@@ -308,15 +283,3 @@ def test_a_compiler_that_fails_is_said_once(
     warned: list[str] = []
     assert said in engine_says(warned)
     assert len(warned) == (script is not None) and all(said in w and "engine.native=false" in w for w in warned)
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [("sums(parts[g]) * scale", "sums(parts[g])"), ("1.0f / sqrtf", "1.1f / sqrtf"), ("log(total)", "total")],
-)
-@pytest.mark.usefixtures("anew")
-def test_functions_that_compute_something_else_are_not_used(right: str, wrong: str) -> None:
-    change("decode", right, wrong)
-    warned: list[str] = []
-    assert engine_says(warned) == WRONG
-    assert len(warned) == 1 and "engine.native=false" in warned[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,14 +17,13 @@ from hypothesis import strategies as st
 from small import describe, one_and_the_rest, plain_batch, small_model
 from test_learner import make_learner
 from test_seams import Spy, quiet
-from test_train import Recorder, make_trainer, records_of, settings_for
+from test_train import Recorder, make_trainer, settings_for
 
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices
 from grpo_cli.config.compose import settings_of
-from grpo_cli.experiment import build
 from grpo_cli.learner.batch import collate, corrected, rows_of, verdict_on
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.metrics import reuse_metrics
@@ -227,11 +225,6 @@ def test_how_much_is_old_or_given_is_told_of_the_tokens_that_are_trained_on():
     assert set(nothing.values()) == {0.0} and all(type(value) is float for value in nothing.values())
 
 
-def test_a_run_that_uses_nothing_again_has_no_metric_of_it(tmp_path: Path) -> None:
-    records = records_of(quiet(settings_for(tmp_path, steps=2)))
-    assert [name for record in records for name in record.metrics if name.startswith("off/")] == []
-
-
 # optim.ess
 
 
@@ -251,11 +244,6 @@ def test_an_update_is_worth_its_effective_sample_size(weights: tuple[float, ...]
     assert rate_factor("sqrt", found, 1.0) == pytest.approx(root, abs=5e-6)
     assert rate_factor("linear", found, 1.0) == found and rate_factor("none", found, 1.0) == 1.0
     assert effective_share(*weighed(*(7 * w for w in weights))) == pytest.approx(found, rel=1e-5)
-
-
-def test_the_rate_is_left_alone_from_the_reference_on():
-    assert [rate_factor("linear", share, 0.5) for share in (0.125, 0.5, 0.9)] == [0.25, 1.0, 1.0]
-    assert rate_factor("sqrt", 0.125, 0.5) == 0.5
 
 
 def test_given_tokens_and_rows_that_count_nothing_have_no_part_in_the_sample_size():
@@ -295,12 +283,6 @@ def test_the_share_is_that_of_the_definition_however_far_all_rollouts_are_off(lo
     assert effective_share(*logged(*(one + further for one in log_weights))) == share
 
 
-def test_of_four_rollouts_that_are_far_off_the_nearest_alone_counts():
-    assert effective_share(*logged(-25.0, -60.0, -40.0, -90.0)) == pytest.approx(0.25)
-    assert effective_share(*logged(-25.0, -25.0, -40.0, -90.0)) == pytest.approx(0.5)
-    assert effective_share(*logged(0.0, 0.0, 0.0, -math.inf)) == 0.75, "what is impossible now is worth nothing"
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_no_number_is_not_taken_for_a_full_share(bad: float):
     assert math.isnan(effective_share(*logged(0.0, bad, -3.0)))
@@ -309,18 +291,6 @@ def test_what_is_no_number_is_not_taken_for_a_full_share(bad: float):
     broken[-1] = -bad
     update = make_learner(small_model(), ess="sqrt").update(replace(batch, sampler_logprobs=broken), 0)
     assert update.fault == "off/ess is nan" and not update.moved
-
-
-def test_a_run_whose_sampler_is_far_off_does_not_keep_the_full_rate(tmp_path: Path):
-    """Two KV entries are kept of replies of 50 tokens and more; of eight rollouts of a step one or two are left."""
-    words = ["sparsity=streaming", "sparsity.budget=2", "sparsity.window=1", "sparsity.sinks=1", "sparsity.buffer=1"]
-    words += ["task.min_terms=8", "optim.ess=sqrt", "n=4", "train.prompts=2", "train.steps=6", "eval.every=0"]
-    build(settings_of(*words, "optim.lr=1e-3", "optim.warmup_steps=0", "logger=jsonl", f"run_dir={tmp_path}")).fit()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()][1:]
-    shares = [row["off/ess"] for row in rows]
-    assert len(shares) == 6 and max(shares) < 0.5
-    assert shares[4] == pytest.approx(1 / 8, abs=1e-3)
-    assert [row["optim/lr"] for row in rows] == pytest.approx([1e-3 * math.sqrt(share) for share in shares])
 
 
 def uneven() -> Batch:
@@ -393,11 +363,6 @@ def test_what_answers_for_old_tokens(
 def test_what_cannot_work_is_refused_before_a_model_is_loaded(words: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check(settings_of(*words.split()))
-
-
-def test_drawn_is_taken_where_the_sampler_is_the_policy() -> None:
-    check(settings_of("correction.prox=drawn"))
-    check(settings_of("correction.prox=drawn", "engine=ray"))
 
 
 class Silent:

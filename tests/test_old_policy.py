@@ -16,7 +16,7 @@ from test_off_policy import aged, given_then_old
 from test_seams import Counted, Spy, close, quiet, said_by
 from test_train import Recorder, lasting, make_trainer, settings_for
 
-from grpo_cli.learner.old_policy import AveragedPolicy, average_bytes, pass_before
+from grpo_cli.learner.old_policy import AveragedPolicy, average_bytes
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.support.errors import UserError
@@ -119,14 +119,6 @@ def test_the_average_begins_anew_where_fewer_than_nine_tenths_of_the_tokens_teac
     assert seen(policy) == 2.0
     moved(policy, model, 4.0)
     assert seen(policy) == 4.0
-
-
-@pytest.mark.parametrize(
-    ("prox", "needed", "made_before"),
-    [("now", False, False), ("now", True, True), ("drawn", True, False), ("ewma", False, True)],
-)
-def test_which_of_them_cost_a_pass(prox: str, needed: bool, made_before: bool):
-    assert pass_before(prox, needed) is made_before
 
 
 # In whole steps.

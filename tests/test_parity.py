@@ -10,7 +10,7 @@ from small import VOCABULARY, make_engine, small_model, tried
 from tiny_hf import LLAMA3_ROPE
 
 from grpo_cli.collect.requests import seed_of
-from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.engine.decoder import Decoder
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Request
 

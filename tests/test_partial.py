@@ -25,10 +25,10 @@ from grpo_cli.collect.equal import equal
 from grpo_cli.collect.resuming import begun, first_seed, joined, rest_of
 from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.instantiate import ready
-from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
-from grpo_cli.engine.ray.engine import RayEngine
-from grpo_cli.engine.step.sample import uniforms
-from grpo_cli.engine.torch.engine import TorchEngine
+from grpo_cli.engine.ray_engine import RayEngine
+from grpo_cli.engine.sampling import uniforms
+from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
+from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.experimental.dps import DynamicsPredictive
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.methods.april import Partial
@@ -153,7 +153,7 @@ def test_what_ends_in_the_same_step_has_ended_and_the_rest_is_as_far_as_it_came(
 def test_predictors_learn_from_what_has_ended_by_itself_and_from_its_beginning_on() -> None:
     class Listening(type(mean_length())):  # type: ignore[misc]
         def __init__(self) -> None:
-            super().__init__(decay=0.9, max_prompts=100)
+            super().__init__(decay=0.9)
             self.learnt: list[Rollout] = []
 
         def learn(self, finished: Sequence[Rollout], hidden: Any) -> Any:

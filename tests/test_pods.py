@@ -167,7 +167,7 @@ def ends(group, keep, rng, first=0):
 
 def only_in_trial(answer):
     # right on the group that a rule is tried on before the run, wrong in the run
-    return lambda group, keep: [0, 1] if group.prompt.id.startswith("made-up") else answer
+    return lambda group, keep: [0, 1] if group.prompt.id.startswith("synthetic") else answer
 
 def twice(group, keep, rng):
     return only_in_trial([3, 3])(group, keep)

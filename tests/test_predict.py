@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import mean_length, prefix_head
 
-from grpo_cli.engine.order.lengths import LengthMeans, kendall_tau, read_trace
-from grpo_cli.engine.order.predict import NoPredictor, Oracle, PrefixHead
-from grpo_cli.rules.ridge import WIDTH, fit_ridge, narrowed
+from grpo_cli.engine.length_predictor import PrefixHead, kendall_tau
+from grpo_cli.rules.ridge import WIDTH, fit_ridge
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Prompt, Request, Rollout
@@ -90,108 +87,12 @@ def test_predictions_are_judged_before_they_are_learnt_from_and_only_once():
     assert predictor.learn(finished, None) == {}
 
 
-def test_means_are_kept_of_the_prompts_seen_last():
-    predictor = mean_length(decay=1.0, max_prompts=2)
-    predictor.learn([rollout(request("a"), 10), rollout(request("b"), 20)], None)
-    predictor.learn([rollout(request("a"), 30)], None)  # so that b is now the one not seen for longest
-    predictor.learn([rollout(request("c"), 60)], None)
-    asked = [request("a"), request("b"), request("c")]
-    assert predictor.predict(asked, None) == [20.0, 30.0, 60.0]  # b is as good as new: the mean of all
-    assert list(predictor.state()["prompts"]) == ["a", "c"]
-    predictor.learn([rollout(request(name), 50) for name in "vwxyz"], None)  # more than fit, at once
-    assert list(predictor.state()["prompts"]) == ["y", "z"]
-
-
-def test_a_resumed_run_forgets_what_the_first_would_have_forgotten():
-    first, resumed = (mean_length(decay=0.5, max_prompts=3) for _ in range(2))
-    for name, length in (("a", 10), ("b", 20), ("c", 30), ("a", 40)):
-        first.learn([rollout(request(name), length)], None)
-    resumed.load_state(json.loads(json.dumps(first.state())))
-    for one in (first, resumed):
-        one.learn([rollout(request("d"), 50)], None)
-        assert list(one.state()["prompts"]) == ["c", "a", "d"]
-    assert resumed.state() == first.state()
-
-
-def test_what_a_checkpoint_has_too_many_of_is_forgotten_from_its_beginning():
-    means = LengthMeans(decay=0.9, max_prompts=2)
-    means.load_state({"prompts": {"a": [1.0, 5.0], "b": [1.0, 6.0], "c": [2.0, 8.0]}, "all": [4.0, 19.0]})
-    assert means.state() == {"prompts": {"b": [1.0, 6.0], "c": [2.0, 8.0]}, "all": [4.0, 19.0]}
-    assert (means.mean("c"), means.mean("a"), means.seen("a")) == (4.0, 4.75, False)
-
-
-def test_what_cannot_be_read_is_refused_by_its_name(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for name in ("pipe", "nothing.jsonl"):
-        with pytest.raises(UserError, match=rf"predictor\.lengths=.*{name} cannot be read"):
-            Oracle(tmp_path / name)
-
-
-def trace_file(folder, rows: Sequence[tuple[int, str, int, int]]):
-    path = folder / "rollouts.jsonl"
-    names = ("step", "prompt_id", "sample", "length")
-    path.write_text("".join(json.dumps(dict(zip(names, row, strict=True)) | {"reply": "x"}) + "\n" for row in rows))
-    return path
-
-
-def test_the_oracle_replays_a_run_step_by_step(tmp_path):
-    path = trace_file(tmp_path, [(4, "a", 0, 40), (1, "a", 0, 10), (1, "b", 0, 11)])
-    predictor = Oracle(str(path))
-    assert predictor.predict([request("a"), request("b")], None) == [10.0, 11.0]
-    predictor.learn([rollout(request("a"), 10), rollout(request("b"), 11)], None)
-    assert predictor.predict([request("a")], None) == [40.0]
-    resumed = Oracle(path)
-    resumed.load_state(predictor.state())
-    assert resumed.predict([request("a")], None) == [40.0]
-
-
-def test_the_oracle_counts_how_often_a_prompt_came_and_not_its_samples(tmp_path):
-    rows = [(step, "a", sample, 10 * step + sample + 1) for step in (1, 2, 3) for sample in (0, 1)]
-    predictor, asked, said = Oracle(trace_file(tmp_path, rows)), [request("a"), request("a", 1)], []
-    for _ in range(3):
-        said.append(predictor.predict(asked, None))
-        predictor.learn([rollout(one, 5) for one in asked], None)
-    assert said == [[11.0, 12.0], [21.0, 22.0], [31.0, 32.0]]
-    predictor.learn([rollout(request("not recorded"), 5)], None)
-    assert predictor.state() == {"kind": "oracle", "replayed": {"a": 3}}
-
-
-def test_the_oracle_is_silent_about_evaluations_and_refuses_gaps(tmp_path):
-    predictor = Oracle(trace_file(tmp_path, [(0, "a", 0, 10)]))
-    assert predictor.predict([request("eval-1"), request("eval-2")], None) is None
-    held_out = replace(request("a"), held_out=True)  # whatever it is called
-    assert predictor.predict([held_out, replace(request("a", 1), held_out=True)], None) is None
-    with pytest.raises(UserError, match="sample 1 of prompt a.*record.rollouts=-1"):
-        predictor.predict([request("a", 0), request("a", 1)], None)
-    predictor.learn([rollout(request("a"), 10)], None)
-    with pytest.raises(UserError, match="for time 2"):
-        predictor.predict([request("a", 0)], None)
-
-
 def test_what_was_said_of_an_evaluation_is_judged_never():
     predictor = mean_length()
     predictor.learn([rollout(request("a"), 10)], None)
     predictor.predict([replace(request("a"), held_out=True)], None)
     assert predictor.learn([], None) == {}
     assert predictor.learn([rollout(request("a"), 30)], None) == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("", "has no rollouts"),
-        ("{}\n", "line 1 needs"),
-        ('{"step": 0, "prompt_id": "a", "sample": 0, "length": 5}\n{"step', "line 2 is not JSON"),
-        ('{"step": 0, "prompt_id": "a", "sample": 0, "length": 0}\n', "line 1 needs"),
-        ('{"step": 0, "prompt_id": 3, "sample": 0, "length": 5}\n', "prompt_id=3"),
-        ("[1, 2]\n", "line 1 needs"),
-    ],
-)
-def test_a_file_that_is_no_trace_is_refused_with_its_line(tmp_path, text, found):
-    path = tmp_path / "rollouts.jsonl"
-    path.write_text(text)
-    with pytest.raises(UserError, match=found):
-        read_trace(path)
 
 
 def generate(predictor: PrefixHead, seed: int, count: int = 64, width: int = 12, noise: float = 0.1):
@@ -232,15 +133,6 @@ def test_a_state_that_says_nothing_is_shrunk_to_the_mean():
     assert predicted is not None and 40 < min(predicted) and max(predicted) < 160
 
 
-def test_it_has_no_idea_before_it_has_seen_enough():
-    predictor = prefix_head(min_rollouts=65)
-    generate(predictor, seed=0)
-    assert predictor.predict([request("a")], torch.zeros(1, 12)) is None
-    generate(predictor, seed=1)
-    assert predictor.predict([request("a")], torch.zeros(1, 12)) is not None
-    assert predictor.predict([request("a")], None) is None
-
-
 def test_rollouts_that_end_within_the_prefix_teach_nothing():
     predictor = prefix_head(prefix_tokens=4, min_rollouts=2)
     predictor.learn([rollout(request("a", i), 4) for i in range(8)], torch.randn(8, 3))
@@ -252,14 +144,6 @@ def test_a_rollout_cut_off_at_its_limit_is_an_observation_and_no_prediction_exce
     predictor.learn([rollout(request("a", i, limit=50), 50) for i in range(8)], torch.randn(8, 3))
     assert predictor.predict([request("a", limit=50)], torch.zeros(1, 3)) == [pytest.approx(46.0)]
     assert predictor.predict([request("a", limit=20)], torch.zeros(1, 3)) == [16.0]
-
-
-def test_what_it_remembers_is_bounded_and_the_newest():
-    predictor = prefix_head(min_rollouts=2, replay=16)
-    predictor.learn([rollout(request("a", i), 90) for i in range(64)], torch.zeros(64, 3))
-    predictor.learn([rollout(request("a", i), 14) for i in range(16)], torch.ones(16, 3))
-    assert predictor.state()["features"][:, :3].tolist() == [[1.0, 1.0, 1.0]] * 16
-    assert predictor.predict([request("a")], torch.ones(1, 3)) == [pytest.approx(10.0)]
 
 
 def test_wide_states_are_narrowed_and_still_read():
@@ -280,36 +164,15 @@ def test_the_same_rollouts_give_the_same_predictions_and_a_resumed_one_goes_on_b
     assert generate(resumed, seed=2) == generate(first, seed=2)
 
 
-def test_states_are_plain_values_and_tensors_that_later_learning_does_not_change():
-    predictor = prefix_head()
-    generate(predictor, seed=0)
-    state = predictor.state()
-    before = {name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
-    generate(predictor, seed=1)
-    assert all(torch.equal(state[name], value) for name, value in before.items())
-    for other in (NoPredictor(), mean_length()):
-        other.learn([rollout(request("a"), 5)], None)
-        assert json.loads(json.dumps(other.state())) == other.state()
-
-
 def test_another_predictor_s_state_is_refused():
     with pytest.raises(UserError, match="predictor=mean has learnt.*predictor=prefix"):
         prefix_head().load_state(mean_length().state())
-
-
-def test_another_model_s_width_is_refused():
-    predictor = prefix_head()
-    generate(predictor, seed=0, width=12)
-    with pytest.raises(UserError, match="another width"):
-        generate(predictor, seed=1, width=13)
 
 
 @pytest.mark.parametrize(
     ("make", "named"),
     [
         (lambda: mean_length(decay=0.0), "predictor.decay=0.0"),
-        (lambda: mean_length(max_prompts=0), "predictor.max_prompts=0"),
-        (lambda: prefix_head(max_prompts=-1), "predictor.max_prompts=-1"),
         (lambda: prefix_head(decay=1.5), "predictor.decay=1.5"),
         (lambda: prefix_head(prefix_tokens=0), "predictor.prefix_tokens=0"),
         (lambda: prefix_head(min_rollouts=10, replay=5), "predictor.min_rollouts=10"),
@@ -327,9 +190,3 @@ def test_the_ridge_is_the_closed_form() -> None:
     centred = (features - features.mean(0)) / features.std(0)
     weights = np.linalg.solve(centred.T @ centred + 0.05 * 30 * np.eye(4), centred.T @ (targets - targets.mean()))
     assert head(features) == pytest.approx(centred @ weights + targets.mean(), abs=1e-12)
-
-
-def test_wide_states_are_looked_at_in_a_few_directions() -> None:
-    states = np.random.default_rng(0).standard_normal((3, 2 * WIDTH))
-    assert narrowed(states).shape == (3, WIDTH) and np.array_equal(narrowed(states), narrowed(states))
-    assert narrowed(states[:, :WIDTH]) is not None and narrowed(states[:, :9]).shape == (3, 9)

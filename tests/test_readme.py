@@ -82,13 +82,15 @@ def test_pages_are_short() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+def test_every_link_and_every_file_that_is_named_is_there(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         name, _, heading = link.partition("#")
         target = (page.parent / name).resolve() if name else page
         assert link.startswith("http") or target.exists(), link
         if heading and target.suffix == ".md":
             assert heading in map(anchor, re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)), link
+    for file in re.findall(r"`((?:\w+/)+\w+\.(?:py|sh|yaml))`", page.read_text()):
+        assert any((folder / file).is_file() for folder in (ROOT, ROOT / "grpo_cli", page.parent)), file
 
 
 @pytest.mark.parametrize("group", sorted({*groups_of("train"), *groups_of("eval")}))

@@ -169,7 +169,7 @@ def test_how_a_run_ended_is_the_launcher_s_word_before_the_run_s_own(tmp_path, s
         launched(run, *status)
     found = read_run(run, "0")
     assert (found.state, found.reason) == (state, reason)
-    with sole_use(run, 0.0, print):
+    with sole_use(run, print):
         assert read_run(run, "0").state == State.RUNNING
 
 

@@ -25,11 +25,11 @@ from made import fptas, infinite, micro, prefix_head
 from orders import AnyOrder, Backwards, Forgetful, PromptsFirst
 from small import adapted_model, contents, make_engine, require_bits, small_model, some_requests
 
-from grpo_cli.engine.kv.eviction import Dense
-from grpo_cli.engine.order.schedule import Lpt, Sjf
-from grpo_cli.engine.step import decoder as decoders
-from grpo_cli.engine.torch import generation
-from grpo_cli.engine.torch.engine import TorchEngine
+from grpo_cli.engine import decoder as decoders
+from grpo_cli.engine import generation
+from grpo_cli.engine.eviction import Dense
+from grpo_cli.engine.scheduling import Lpt, Sjf
+from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.methods.h2o import H2o
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.snapkv import SnapKv

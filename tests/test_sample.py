@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import some_requests
 
-from grpo_cli.engine.step import sample
-from grpo_cli.engine.step.rows import Drawing
-from grpo_cli.engine.step.sample import _truncated, draw, drawing_of, inverse, truncate, uniforms
+from grpo_cli.engine import sampling as sample
+from grpo_cli.engine.sampling import Drawing, _truncated, draw, drawing_of, inverse, truncate, uniforms
 from grpo_cli.native.library import NoNative, library
 from grpo_cli.settings import Sampling
 

@@ -22,10 +22,9 @@ print("went on", file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("lines", [1, 20_000], ids=["in the buffer", "beyond it"])
-def test_a_program_goes_on_and_ends_well_without_a_reader(lines: int) -> None:
+def test_a_program_goes_on_and_ends_well_without_a_reader() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", WRITES.format(lines=lines)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITES.format(lines=20_000)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     process.stdout.close()
@@ -35,7 +34,7 @@ def test_a_program_goes_on_and_ends_well_without_a_reader(lines: int) -> None:
     assert (process.wait(), said) == (0, "went on\n")
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
 def test_a_screen_that_is_closed_from_the_start_costs_nothing(closed: str, tmp_path: Path) -> None:
     """What is opened next would be printed into, and what is printed was a traceback."""
     program = "from grpo_cli.support.terminal import outlive_the_reader as o; o()"

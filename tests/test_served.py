@@ -12,11 +12,11 @@ import torch
 from made import infinite, micro
 from small import small_model, some_requests, vllm_engine
 
-import grpo_cli.engine.vllm.engine as engine_module
+import grpo_cli.engine.vllm_engine as engine_module
 from grpo_cli.engine.sequence import Status
-from grpo_cli.engine.vllm.engine import VllmEngine
-from grpo_cli.engine.vllm.process import guest
-from grpo_cli.engine.vllm.served import Served
+from grpo_cli.engine.vllm_engine import VllmEngine
+from grpo_cli.engine.vllm_process import guest
+from grpo_cli.engine.vllm_served import Served
 from grpo_cli.model.weights import merged_weights
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError

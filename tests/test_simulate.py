@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 from made import fptas, infinite, micro
 from simulation import simulate
 from small import make_engine, small_model, some_requests
 
-from grpo_cli.engine.order.predict import Oracle
-from grpo_cli.engine.order.schedule import Fifo, Sjf
+from grpo_cli.engine.length_predictor import GivenLengths, key_of
+from grpo_cli.engine.scheduling import Fifo, Sjf
 
 
 def test_a_request_holds_its_slot_for_one_step_less_than_it_has_tokens():
@@ -30,16 +29,13 @@ def test_rounds_wait_for_their_longest():
     assert ran.decode_steps == 4 + 3
 
 
-def test_the_simulator_counts_what_the_engine_does(tmp_path):
+def test_the_simulator_counts_what_the_engine_does():
     requests, model = some_requests(prompts=2, n=4, tokens=16), small_model()
     lengths = {(r.request.prompt.id, r.request.sample): len(r) for r in make_engine(model).generate(requests)}
     true = [lengths[request.prompt.id, request.sample] for request in requests]
-    rows = [dict(step=0, prompt_id=name, sample=sample, length=length) for (name, sample), length in lengths.items()]
-    (tmp_path / "rollouts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = {key_of(request): float(length) for request, length in zip(requests, true, strict=True)}
     for sampler, scheduler in itertools.product([micro(slots=3), infinite(slots=3)], [Sjf, fptas]):
-        engine = make_engine(
-            model, sampler=sampler, scheduler=scheduler(), predictor=Oracle(tmp_path / "rollouts.jsonl")
-        )
+        engine = make_engine(model, sampler=sampler, scheduler=scheduler(), predictor=GivenLengths(given))
         assert len(list(engine.generate(requests))) == len(requests)
         ran = simulate(true, [float(length) for length in true], scheduler(), 3, rounds=not sampler.refills)
         assert engine.stats().decode_steps == ran.decode_steps

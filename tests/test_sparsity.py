@@ -19,9 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_cli.config import instantiate as making
 from grpo_cli.config.choices import choices, config_dir
-from grpo_cli.engine.kv.eviction import Budget, Dense
-from grpo_cli.engine.kv.keeper import Keeper
-from grpo_cli.engine.order.schedule import Lpt
+from grpo_cli.engine.eviction import Budget, Dense, Evictor
+from grpo_cli.engine.scheduling import Lpt
 from grpo_cli.methods.h2o import H2o
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.snapkv import SnapKv
@@ -56,16 +55,16 @@ class Recorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        evict = Keeper.evict
+        evict = Evictor.evict
 
-        def noted(keeper: Keeper, sequences: Sequence[Any], cache: Any) -> Tensor:
-            prompt = keeper._of_prompt(sequences[0])
-            kept = evict(keeper, sequences, cache)
+        def noted(evictor: Evictor, sequences: Sequence[Any], cache: Any) -> Tensor:
+            prompt = evictor._of_prompt(sequences[0])
+            kept = evict(evictor, sequences, cache)
             for row, sequence in enumerate(sequences):
                 self.evictions.setdefault(sequence.index, []).append((prompt, kept[:, row].clone()))
             return kept
 
-        with patch.object(Keeper, "evict", noted):
+        with patch.object(Evictor, "evict", noted):
             yield
 
 
@@ -213,14 +212,14 @@ def test_kept_keys_are_ordered_and_within_the_budget_with_window_and_sinks(
 @pytest.mark.parametrize("protect_prompt", [True, False])
 def test_no_slot_ever_holds_more_than_budget_and_buffer(protect_prompt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    count = Keeper.count
+    count = Evictor.count
 
-    def spy(self: Keeper, running: Sequence[Any], prompt_keys: int) -> None:
+    def spy(self: Evictor, running: Sequence[Any], prompt_keys: int) -> None:
         seen.extend(one.held + 1 for one in running)  # a step adds one
         assert all(len(one.blocks) <= 1 for one in running), "14 keys lie in a block"
         count(self, running, prompt_keys)
 
-    monkeypatch.setattr(Keeper, "count", spy)
+    monkeypatch.setattr(Evictor, "count", spy)
     requests = some_requests(prompts=2, n=3, tokens=40)
     for sampler in (full(), infinite(slots=3)):
         rollouts, engine = generate(make(SnapKv, protect_prompt=protect_prompt), requests, sampler=sampler)

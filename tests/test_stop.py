@@ -9,8 +9,7 @@ import pytest
 from made import infinite
 from small import contents, make_engine, small_model, some_requests
 
-from grpo_cli.engine.order.schedule import Fifo
-from grpo_cli.engine.torch.engine import TorchEngine
+from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.types import Finish, Request, Rollout
 
 LETTERS = "_.abcdefghijklmnopqrstuvw"
@@ -62,19 +61,3 @@ def test_a_rollout_is_cut_after_the_token_that_completes_a_string(stop: tuple[st
         assert stopped[name] == (rollout.token_ids[:count], rollout.sampler_logprobs[:count], reason)
         reasons.add(reason)
     assert len(stop[0]) > 5 or "stop" in reasons  # the case has cases
-
-
-def test_each_request_has_its_own_strings() -> None:
-    requests = some_requests(n=6)
-    mixed = [*stopping(requests[::2], ("d",)), *requests[1::2]]
-    rollouts = list(engine().generate(mixed))
-    assert {r.finish for r in rollouts if not r.request.sampling.stop} <= {Finish.EOS, Finish.LENGTH}
-    assert Finish.STOP in {r.finish for r in rollouts if r.request.sampling.stop}
-
-
-def test_fewer_tokens_are_made_and_all_slots_fall_free() -> None:
-    requests = some_requests(n=6)
-    plain, stopped = engine(scheduler=Fifo()), engine(scheduler=Fifo())
-    list(plain.generate(requests)), list(stopped.generate(stopping(requests, ("d", "e"))))
-    assert stopped.stats().generated_tokens < plain.stats().generated_tokens
-    assert stopped.stats().decode_steps <= plain.stats().decode_steps

@@ -18,7 +18,6 @@ import yaml
 from processes import ROOT, Forked
 from typer.testing import CliRunner
 
-from grpo_cli.cli import hydra_run
 from grpo_cli.cli import main as cli
 from grpo_cli.metrics import METRICS
 from grpo_cli.runs.lock import try_lock
@@ -27,7 +26,7 @@ from grpo_cli.sweep import resume
 from grpo_cli.sweep.gpus import chosen_gpus, places, visible_gpus
 
 SMALL = (
-    "train.prompts=1 n=2,4 m=2,4 sampling.max_new_tokens=4 eval.every=0 train.steps=6 train.checkpoint_every=1".split()
+    "train.prompts=1 n=2 m=2,4 sampling.max_new_tokens=4 eval.every=0 train.steps=6 train.checkpoint_every=1".split()
 )
 SMALL += "advantage._target_=held.advantage logger=jsonl device=cpu hydra.sweep.dir=sweep hydra.launcher.jobs=2".split()
 # The job with n=2 waits in its third step (the first call is the trial's) for as long as there is a file `hold`.
@@ -74,8 +73,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: Path) -> None:
-    sweep = tmp_path / "sweep"
-    folders = [sweep / str(number) for number in range(4)]
+    folders = [tmp_path / "sweep" / str(number) for number in range(2)]
     (tmp_path / "held.py").write_text(HELD)
     (tmp_path / "hold").touch()
     process = start(tmp_path, *SMALL)
@@ -83,39 +81,27 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: 
     job_process(process, folders[0]).kill()
     output, errors = process.communicate()
     assert (process.returncode, errors) == (1, ""), "one job has failed"
-    assert "job 1  n=2 m=4: skipped  m=4 must not be more than n=2" in output
-    assert "4 jobs: 2 done, 1 failed, 1 skipped" in output
+    assert "job 1  m=4: skipped  m=4 must not be more than n=2" in output
+    assert "2 jobs: 1 failed, 1 skipped" in output
     assert "grpo train -m resume=sweep hydra.sweep.dir=sweep" in output
-    assert [status(folder)["state"] for folder in folders] == ["failed", "skipped", "done", "done"]
+    assert [status(folder)["state"] for folder in folders] == ["failed", "skipped"]
     assert status(folders[0])["reason"].startswith("killed by SIGKILL")
-    assert "m=4 must not be more than n=2" in status(folders[1])["reason"]
-    listed = json.loads((sweep / "sweep.json").read_text())["jobs"]
-    assert [(job["number"], job["folder"], job["overrides"][:3]) for job in listed] == [
-        (0, "0", ["train.prompts=1", "n=2", "m=2"]),
-        (1, "1", ["train.prompts=1", "n=2", "m=4"]),
-        (2, "2", ["train.prompts=1", "n=4", "m=2"]),
-        (3, "3", ["train.prompts=1", "n=4", "m=4"]),
+    listed = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["jobs"]
+    assert [(job["number"], job["folder"], job["overrides"][1:3]) for job in listed] == [
+        (0, "0", ["n=2", "m=2"]),
+        (1, "1", ["n=2", "m=4"]),
     ]
-    before = [(folder / "metrics.jsonl").read_bytes() for folder in folders[2:]]
     assert steps(folders[0]) == [0, 1, 2]
 
     (tmp_path / "hold").unlink()
     process = start(tmp_path, "resume=sweep", "hydra.sweep.dir=sweep")
     output, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")
-    assert "4 jobs: 3 done, 1 skipped" in output
-    assert output.count("running") == 1, "finished jobs are not run again"
-    assert [(folder / "metrics.jsonl").read_bytes() for folder in folders[2:]] == before
+    assert "2 jobs: 1 done, 1 skipped" in output
     assert steps(folders[0]) == list(range(7))
     assert "resumed at step" in (folders[0] / "log.txt").read_text()
     assert json.loads((folders[0] / "summary.json").read_text())["status"] == "completed"
-    for folder in folders:
-        assert (folder / "run.json").exists() == (folder != folders[1])
-
-    reported = grpo("report", str(sweep), "--out", str(tmp_path / "report"))
-    assert reported.exit_code == 0, reported.output
-    assert "Means over the 3 completed of 4 runs" in " ".join(reported.output.split())
-    assert (tmp_path / "report" / "report.json").is_file()
+    assert [(folder / "run.json").exists() for folder in folders] == [True, False]
 
 
 def test_the_process_that_starts_the_jobs_loads_no_torch() -> None:
@@ -155,25 +141,15 @@ def test_a_job_is_started_as_one_would_by_hand(tmp_path: Path, pretended: list[l
     result = grpo("train", "--config-dir", "mine", "-m", *words)
     assert result.exit_code == 0, result.output
     (first, second) = pretended
-    words = [
-        "hydra.job.chdir=false",
-        "hydra.job.num=0",
-        "hydra.job.id=0",
-        "seed=1",
-        f"++hydra.run.dir='{tmp_path}/s/0'",
-    ]
-    assert first == ["train", "--config-dir", "mine", *words]
-    assert second[-2:] == ["seed=2", f"++hydra.run.dir='{tmp_path}/s/1'"]
+    mine = f"hydra.searchpath=[file://{tmp_path}/mine]"
+    of_hydra = ["hydra.job.chdir=false", "hydra.job.num=0", "hydra.job.id=0"]
+    assert first == ["train", mine, *of_hydra, "seed=1", f"hydra.run.dir='{tmp_path}/s/0'"]
+    assert second[-2:] == ["seed=2", f"hydra.run.dir='{tmp_path}/s/1'"]
 
 
-def test_the_exit_code_is_the_number_of_failed_jobs(
-    pretended: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    result = grpo("train", "-m", "seed=13,1", "optim.lr=1e-3,1e-4")
-    assert result.exit_code == 2
-    assert "4 jobs: 2 done, 2 failed" in result.stdout
-    monkeypatch.setattr(hydra_run, "MOST_FAILED", 1)
-    assert grpo("train", "-m", "seed=13,13").exit_code == 1
+def test_the_exit_code_is_the_number_of_failed_jobs(pretended: list[list[str]]) -> None:
+    result = grpo("train", "-m", "seed=13,13,1")
+    assert result.exit_code == 2 and "3 jobs: 1 done, 2 failed" in result.stdout
 
 
 def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(
@@ -186,7 +162,7 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(
     monkeypatch.setattr(resume.Sweep, "command_of", lambda self, job: presses)
     result = grpo("train", "-m", "seed=1,2,3", "hydra.sweep.dir=s")
     assert result.exit_code == 130
-    assert "stopping: each job finishes its step and saves" in result.stdout
+    assert "SIGINT: stopping after this step" in result.stdout
     assert "3 jobs: 1 done, 2 waiting\ngo on with: grpo train -m resume=sweep hydra.sweep.dir=s\n" in result.stdout
     monkeypatch.setattr(resume.Sweep, "command_of", finishes)
     assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 0
@@ -196,7 +172,9 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(
 def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, pretended: list[list[str]]) -> None:
     first = grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s")
     assert first.exit_code == 1
-    assert [line for line in first.stdout.splitlines() if line.startswith("job 1 ")][-1] == "job 1  seed=1: done"
+    assert [line for line in first.stdout.splitlines() if line.startswith("job 1 ")][-1].startswith(
+        "job 1  seed=1: done"
+    )
     pretended.clear()
     assert "s already holds a sweep" in grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s").stderr
     (tmp_path / "s" / "2" / "status.json").unlink()
@@ -205,7 +183,7 @@ def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, preten
     saved.mkdir(parents=True)
     (saved / "COMPLETE").touch()
     assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 1
-    assert [command[-1] for command in pretended] == [f"resume='{tmp_path}/s/0'", f"++hydra.run.dir='{tmp_path}/s/2'"]
+    assert [command[-1] for command in pretended] == [f"resume='{tmp_path}/s/0'", f"hydra.run.dir='{tmp_path}/s/2'"]
     assert grpo("eval", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 2
 
 
@@ -313,13 +291,6 @@ def test_optuna_is_not_left_without_an_accuracy(pretended: list[list[str]]) -> N
     assert result.stderr.endswith("error: job 0 has no final_accuracy to optimise; let it evaluate: eval.every=1\n")
 
 
-LISTED = """GPU 0: NVIDIA X (UUID: GPU-aa)
-  MIG 1g.10gb     Device  0: (UUID: MIG-11)
-  MIG 1g.10gb     Device  1: (UUID: MIG-22)
-GPU 1: NVIDIA X (UUID: GPU-bb)
-"""
-
-
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: list[list[str]]
 ) -> None:
@@ -329,16 +300,12 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(
     result = grpo("train", "-m", "seed=1,2", "hydra.launcher.gpus=[7]", "hydra.sweep.dir=s")
     assert (result.exit_code, pretended) == (2, [])
     assert "GPU 7" in result.stderr and "leave hydra.launcher.gpus out" in result.stderr
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{LISTED}'\n")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '0\n1'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    assert visible_gpus() == ["MIG-11", "MIG-22", "GPU-bb"], "a GPU that is cut into slices is those"
-    for asked in (["0", "1"], ["GPU-bb", "MIG-2"], ["GPU-aa"]):
-        assert chosen_gpus(asked) == asked
-    with pytest.raises(UserError, match=r"asks for GPU 2, .* there are 0, 1, GPU-aa, MIG-11, MIG-22, GPU-bb$"):
-        chosen_gpus(["1", "2"])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-cc,3")
-    assert chosen_gpus(["3", "GPU-c"]) == ["3", "GPU-c"] and visible_gpus() == ["GPU-cc", "3"]
-    with pytest.raises(UserError, match=r"asks for GPU 0, .* there are GPU-cc, 3$"):
+    assert visible_gpus() == chosen_gpus(["0", "1"]) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-cc,3")
+    assert visible_gpus() == chosen_gpus(["MIG-cc", "3"]) == ["MIG-cc", "3"]
+    with pytest.raises(UserError, match=r"asks for GPU 0, .* there are MIG-cc, 3$"):
         chosen_gpus(["0"])
 
 

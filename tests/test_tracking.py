@@ -6,7 +6,6 @@ import json
 import math
 import os
 import resource
-import socket
 import struct
 import sys
 import time
@@ -102,7 +101,6 @@ def test_a_resumed_run_cuts_off_what_was_logged_after_its_checkpoint(tmp_path: P
     [
         lambda lines: lines[:2] + lines[3:],  # one is missing
         lambda lines: [*lines[:2], *lines[1:]],  # one is doubled
-        lambda lines: [*lines[:2], lines[2].replace(b"2", b"7"), *lines[3:]],
         lambda lines: [*lines[:1], lines[1][:9]],  # cut short
     ],
 )
@@ -144,12 +142,6 @@ def test_a_fresh_run_does_not_write_into_the_records_of_another(tmp_path: Path) 
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_folder_that_cannot_be_made_is_an_error_for_people(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be written \(Not a directory\).*hydra.run.dir"):
-        JsonlTracker(tmp_path / "file" / "run")
-
-
 def test_secrets_are_hidden_by_name_by_value_and_by_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "correct horse")
     token = "hf_" + "a1B2" * 8
@@ -171,7 +163,9 @@ def test_secrets_are_hidden_by_name_by_value_and_by_looks(monkeypatch: pytest.Mo
     }
     config = {**hidden, **shown, "args": ("--token", token)}
     assert without_secrets(config) == {**blacked_out(hidden), **shown, "args": ["--token", HIDDEN]}
-    assert config["note"] == "my correct horse!"
+    words = ["grpo", "n=4", "++task.api_key=k", "task.url=http://u:pw@h", "a correct horse", "x=1=2"]
+    cleaned = ["grpo", "n=4", f"++task.api_key={HIDDEN}", f"task.url={HIDDEN}", HIDDEN, "x=1=2"]
+    assert arguments_without_secrets(words) == cleaned
 
 
 def blacked_out(value: Any) -> Any:
@@ -267,13 +261,6 @@ def test_a_whole_run_is_complete_in_w_and_b(tmp_path: Path, lonely: pytest.Monke
     assert sum(len(table["data"]) for table in tables) == len(read(run / "rollouts.jsonl"))
 
 
-def test_secrets_on_the_command_line_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "correct horse")
-    words = ["grpo", "n=4", "++task.api_key=k", "task.url=http://u:pw@h", "a correct horse", "x=1=2"]
-    hidden = ["grpo", "n=4", f"++task.api_key={HIDDEN}", f"task.url={HIDDEN}", HIDDEN, "x=1=2"]
-    assert arguments_without_secrets(words) == hidden
-
-
 def test_the_agent_of_a_w_and_b_sweep_names_the_run(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
     lonely.setenv("WANDB_RUN_ID", "theirs")
     assert tracking._run_id(tmp_path) != "theirs", "only where an agent has set it"
@@ -295,24 +282,6 @@ def test_a_resumed_run_is_the_same_w_and_b_run_and_may_go_back(tmp_path: Path, l
     ids = {record.run.run_id for record in records if record.WhichOneof("record_type") == "run"}
     assert ids == {(tmp_path / "wandb_id.txt").read_text().strip()}
     assert [(row["step"], row["life"]) for row in history(records)] == [(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)]
-
-
-@pytest.fixture
-def dumb_server(lonely: pytest.MonkeyPatch) -> Iterator[None]:
-    """A server that takes connections and never answers."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        lonely.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
-        yield
-
-
-def test_with_a_key_a_server_that_does_not_answer_is_an_error(tmp_path: Path, dumb_server: None) -> None:
-    netrc = tmp_path / "no_netrc"
-    netrc.write_text(f"machine {os.environ['WANDB_BASE_URL']} login user password {'a' * 40}\n".replace("http://", ""))
-    netrc.chmod(0o600)
-    with pytest.raises(UserError, match="logger.mode=auto, but .*logger.mode=offline"):
-        wandb_tracker(tmp_path, {})
 
 
 def test_only_failures_of_w_and_b_are_forgiven(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
@@ -343,8 +312,3 @@ def test_disabled_w_and_b_is_not_even_imported(tmp_path: Path, monkeypatch: pyte
         tracker.log(Record(1, METRICS))
         tracker.close({})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_settings_beyond_their_range_are_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="(?s)logger.mode=on must be one of auto, online.*logger.table_every=-1"):
-        wandb_tracker(tmp_path, {}, mode="on", table_every=-1)

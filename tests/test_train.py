@@ -19,7 +19,7 @@ from made import full, infinite, micro
 from small import FakeEngine, make_engine, small_model
 
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.config.instantiate import OwnLoss, rules_of
+from grpo_cli.config.instantiate import rules_of
 from grpo_cli.interfaces import Bench, Loss, Parts
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.methods import pods
@@ -117,7 +117,7 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
         *(ignored, ignored),
     )
     if "loss" in parts and not isinstance(parts["loss"], Loss):
-        parts["loss"] = OwnLoss(parts["loss"])
+        parts["loss"].needs_reference = False
     for name, value in parts.items():
         if hasattr(rules, name):
             plain = replace(plain, rules=replace(plain.rules, **{name: value}))

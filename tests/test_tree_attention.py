@@ -91,7 +91,7 @@ def test_a_token_that_sees_two_keys_weighs_them_by_hand() -> None:
     torch.testing.assert_close(out.flatten(), torch.tensor([4.0, 7.0, 10.0]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     trees=st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=4), min_size=1, max_size=4),
     heads=st.integers(1, 3),
@@ -155,7 +155,7 @@ def test_two_calls_of_a_flash_kernel_are_merged_to_the_definition(
     assert close(found, by_hand(trees, runs, 0.25), torch.float32)
 
 
-@pytest.mark.parametrize("size", [1, 3, 4, 5, 17, 31, 33])
+@pytest.mark.parametrize("size", [1, 5, 31])
 def test_what_fills_up_a_block_of_queries_reaches_nothing(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room that holds NaN before it is used; and what comes after the last of the logs stays as it is."""
     trees, heads, group, dim = [(size, 2)], 2, 2, 8
@@ -225,17 +225,9 @@ def retried(anew: Path) -> Iterator[Path]:  # noqa: F811
     no_tree_attention.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("(*grad - common)", "(*grad + common)"),
-        ("best = greater(x, best);", "best = all(1e4f);"),
-        ("+= y * x", "-= y * x"),
-    ],
-)
 @pytest.mark.usefixtures("retried")
-def test_a_compiler_whose_work_is_wrong_is_named_and_not_used(right: str, wrong: str) -> None:
-    change("tree", right, wrong)
+def test_a_compiler_whose_work_is_wrong_is_named_and_not_used() -> None:
+    change("tree", "(*grad - common)", "(*grad + common)")
     warned: list[str] = []
     assert learner(warned).native == WRONG
     assert len(warned) == 1 and "train.native=false" in warned[0]
@@ -251,10 +243,9 @@ def test_without_a_compiler_nothing_is_said_and_updates_do_without(
     assert without.update(make_batch(), 0).moved
 
 
-@pytest.mark.parametrize("name", ["x86-64", "x86-64-v3", "x86-64-v4"])
 @pytest.mark.usefixtures("retried")
-def test_other_instructions_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    march(name, monkeypatch)
+def test_the_oldest_instructions_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    march(monkeypatch)
     for dtype in (torch.float32, torch.bfloat16):
         for group, dim in ((2, 24), (3, 64), (1, 80)):
             runs = runs_of(UNEVEN, 2, group, dim, dtype)

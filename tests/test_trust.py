@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
 from grpo_cli.config.compose import model_of
-from grpo_cli.config.trust import is_foreign, not_taken, taken
+from grpo_cli.config.overrides import key_of
+from grpo_cli.config.trust import is_foreign, taken
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.resume import started_with
@@ -53,7 +54,6 @@ def resumed(folder: Path, recorded: list[str], *typed: str) -> list[str]:
     "word",
     [
         "++logger={_target_: shutil.copyfile, src: a, dst: b}",
-        "++logger.src=[{_target_: os.mkdir, _args_: [x]}]",
         "logger._target_=grpo_cli.config.instantiate.hydra.utils.get_object",
         "downsample._target_=mine_and_trusted.copyfile",
         "logger._target_=stranger.evil.Tracker",
@@ -61,9 +61,7 @@ def resumed(folder: Path, recorded: list[str], *typed: str) -> list[str]:
         "++hydra.job.env_set.LD_PRELOAD=evil.so",
         "model=../../stranger/evil",
         "logger.name='${oc.env:HOME}'",
-        "engine.options={options: {worker_cls: evil.Worker}}",
         "logger.space_id=stranger/space",
-        "++logger.hosts=[stranger]",
         "task.path=/etc/passwd",
         "task.judge.base_url=http://stranger/v1",
     ],
@@ -71,7 +69,7 @@ def resumed(folder: Path, recorded: list[str], *typed: str) -> list[str]:
 def test_code_of_others_is_not_run_for_a_recorded_run_unless_it_is_typed_again(here: Path, word: str) -> None:
     with pytest.raises(UserError) as refused:
         resumed(here / "stranger", ["n=4", word])
-    assert word.lstrip("+")[:15] in str(refused.value) and "n=4" not in str(refused.value)
+    assert key_of(word) in str(refused.value) and "n=4" not in str(refused.value)
     assert word in resumed(here / "stranger", [word], word)
 
 
@@ -90,10 +88,10 @@ def test_code_of_others_is_not_run_for_a_recorded_run_unless_it_is_typed_again(h
     ],
 )
 def test_values_choices_of_ours_and_code_of_one_s_own_are_taken_as_they_are(here: Path, word: str) -> None:
-    assert not_taken([word], here / "stranger") == []
-    assert not_taken([word], here / "package" / "0") == [word] * word.endswith(
-        "package.Tracker"
-    )  # it came with the run
+    assert resumed(here / "stranger", [word]) == [word]
+    if word.endswith("package.Tracker"):
+        with pytest.raises(UserError):  # it came with the run
+            resumed(here / "package" / "0", [word])
 
 
 def test_a_typed_value_or_choice_replaces_what_is_not_taken(here: Path) -> None:
@@ -118,14 +116,15 @@ def test_a_file_is_not_overwritten_by_resuming_a_folder(here: Path) -> None:
     assert (ended.exit_code, Path("precious").read_text()) == (2, "precious") and "shutil.copyfile" in ended.output
 
 
-@pytest.mark.parametrize("words", [["hydra.callbacks.x._target_=os.mkdir"], [f"{COPY},os.mkdir"]])
+@pytest.mark.parametrize(
+    "words", [["hydra.callbacks.x._target_=os.mkdir"], [f"{COPY},os.mkdir"], ["hydra.searchpath=[file://evil]"]]
+)
 def test_a_recorded_sweep_is_judged_alike(here: Path, words: list[str]) -> None:
-    asked = {"command": "train", "flags": ["--config-dir", "evil"], "hydra": [], "overrides": ["seed=range(3)", *words]}
+    asked = {"command": "train", "hydra": words, "overrides": ["seed=range(3)"]}
     (here / "sweep.json").write_text(json.dumps(asked))
-    for flags, typed in ((asked["flags"], []), ([], words)):
-        with pytest.raises(UserError):
-            started_with("train", ["hydra.sweep.dir=.", *typed], flags)
-    assert started_with("train", ["hydra.sweep.dir=.", *words], asked["flags"])
+    with pytest.raises(UserError):
+        started_with("train", ["hydra.sweep.dir=."])
+    assert started_with("train", ["hydra.sweep.dir=.", *words])
 
 
 @pytest.mark.parametrize(

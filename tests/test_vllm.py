@@ -22,11 +22,11 @@ from made import infinite, micro
 from small import contents, make_engine, small_model, some_requests, vllm_engine
 from transformers import PreTrainedModel
 
-import grpo_cli.engine.vllm.engine as engine_module
+import grpo_cli.engine.vllm_engine as engine_module
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.collect.resuming import begun, joined, rest_of
-from grpo_cli.engine.vllm.engine import VllmEngine
+from grpo_cli.engine.vllm_engine import VllmEngine
 from grpo_cli.model.load import load_model, load_tokenizer
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -285,13 +285,13 @@ def test_a_budget_bounds_the_cache(model: PreTrainedModel, task: Arithmetic):
     ("options", "said"),
     [
         ({"logprobs_mode": "raw_logprobs"}, "bias the importance ratio"),
-        ({"seed": 3}, "set by this engine"),
+        ({"seed": 3}, "could not be started: TypeError"),
         ({"swap_spaces": 3}, "is no argument of vLLM's LLM"),
     ],
 )
-def test_words_for_vllm_are_checked(model: PreTrainedModel, options: dict[str, Any], said: str):
+def test_words_for_vllm_are_checked(model: PreTrainedModel, task: Arithmetic, options: dict[str, Any], said: str):
     with pytest.raises(UserError, match=said):
-        vllm_engine(model, options=options)
+        list(vllm_engine(model, options=options).generate(requests_of(task, 1, 1)))
 
 
 def test_norms_of_keys_forbid_larger_heads():
@@ -301,7 +301,7 @@ def test_norms_of_keys_forbid_larger_heads():
 
 # Trains through vLLM for nine steps, with an evaluation after the eighth; in the tenth, vLLM fails among the rollouts.
 RUN = """
-import grpo_cli.engine.vllm.engine as engine
+import grpo_cli.engine.vllm_engine as engine
 from grpo_cli.cli.main import main
 
 calls, build = [0], engine.VllmEngine._update

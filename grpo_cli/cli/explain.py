@@ -14,13 +14,12 @@ from pathlib import Path
 import yaml
 
 import grpo_cli
-from grpo_cli.cli.help import Row, say, say_rows
+from grpo_cli.cli.help import Row, rows_of, say, say_rows
 from grpo_cli.cli.mistakes import no_choice
 from grpo_cli.config.choices import choices, config_dir, defaults_of, is_experimental, marked
 from grpo_cli.config.comments import Setting, read_choice, read_conf
-from grpo_cli.config.elsewhere import meant_by
-from grpo_cli.config.removed import removed
-from grpo_cli.support.errors import UserError, closest
+from grpo_cli.config.elsewhere import meant_by, removed
+from grpo_cli.support.errors import UserError, closest, refuse
 
 
 def explain_each(words: Sequence[str]) -> None:
@@ -50,8 +49,7 @@ def explain(word: str) -> None:
     if ours is not None and ours.rpartition(".")[2] != name:
         say(f"{name} of TRL or verl is {ours} here: grpo explain {ours.partition('=')[0]}")
     elif not (name in concepts() or name in _groups() or settings or having or metrics):
-        for _, why in removed([word]):
-            raise UserError(why)
+        refuse([*removed([word])])
         every = [choice for group in _groups() for choice in choices(group)]
         near = closest(name, [*_groups(), *_settings(), *_metrics(), *every, *concepts()])
         raise UserError(f"{word} is no group, choice, setting or metric{near}")
@@ -139,8 +137,7 @@ def _say_choice(group: str, choice: str) -> None:
     file = read_choice(group, choice)
     prefix = "" if group == "experiment" else f"{group.replace('/', '.')}."
     say(f"{group}={choice}: {file.about}")
-    settings = [(key, said) for key, said in file.settings.items() if said.value or said.comment]
-    say_rows((f"  {prefix}{key}{f'={said.value}' if said.value else ':'}", said.comment) for key, said in settings)
+    say_rows((f"  {left}", comment) for left, comment in rows_of(file.settings, prefix))
     if is_experimental(group, choice):
         say("experimental: may change or go (grpo_cli/experimental/README.md)")
     folder = "grpo_cli/experimental/conf" if is_experimental(group, choice) else "conf"

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from grpo_cli.cli.card import card_text, facts_of, recipe_of
 from grpo_cli.config.compose import model_of
+from grpo_cli.config.overrides import key_of
 from grpo_cli.model.adapters import BASE, base_of, has_adapters
 from grpo_cli.model.export import check_repository, is_export, licence_of, upload, write_card, write_model
 from grpo_cli.model.load import DTYPES, TINY, at_checkpoint, source_of
-from grpo_cli.report.read import read_rows, read_run
-from grpo_cli.report.recorded_settings import settings_of_record
+from grpo_cli.report.curves import GREEDY
+from grpo_cli.report.read import read_rows
 from grpo_cli.runs.files import folder_written_atomically
 from grpo_cli.runs.find import candidates, find_checkpoint
 from grpo_cli.runs.layout import METRICS, step_of
 from grpo_cli.runs.record import RunRecord, read_record
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.formatting import plain
+from grpo_cli.support.formatting import plain, shown
 from grpo_cli.support.terminal import to_stderr
 from grpo_cli.tasks.prompting import turn_end
+from grpo_cli.tracking.redact import arguments_without_secrets
 
 _HUB = "hub:"
 _OF_THE_MODEL = ("path", "dtype", "eos_tokens", "random_init", "architecture")
+_OF_THE_MACHINE = ("model.path", "device", "logger", "hydra", "record")  # not in a recipe
 
 
 def export(
     place: Path, target: str, merge: bool, base: str | None = None, dtype: str | None = None, overwrite: bool = False
 ) -> str:
-    """Write a run's newest checkpoint, or the one that is named, to the folder `target` or to hub:<you>/<model>;
-    returns where it is. Without a `dtype` weights stay as they were trained, without a `base` that of the run is taken.
+    """Write a run's newest checkpoint, or the one that is named, to the folder `target` or to hub:<you>/<model>; return
+    where it is. Weights keep their precision without a `dtype`, adapters their base without a `base`.
 
-    Adapters of PEFT without a run are taken too. UserError if there is no checkpoint, if `target` is there already, and
-    as in `write_model`; then nothing is written.
+    UserError if there is no checkpoint, if `target` is there already, and as in `write_model`; then nothing is written.
     """
     if dtype not in (None, *DTYPES):
         raise UserError(f"--dtype={dtype} must be one of {', '.join(DTYPES)}")
@@ -60,7 +61,8 @@ def export(
             licence = None if settings.random_init else licence_of(settings.path)
             facts = {"base": _name_of(settings.path), "its licence": licence or "unknown: its files do not tell"}
             facts |= {"weights": settings.dtype + (", adapters merged" if merge else "")}
-            write_card(written, settings.path, licence, _card(repo or folder.name, facts, record, checkpoint))
+            facts |= {} if record is None else _measured(record, checkpoint)
+            write_card(written, settings.path, licence, _card(repo or folder.name, facts, record))
         return str(folder) if repo is None else upload(repo, home)
 
 
@@ -86,14 +88,12 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
 
 
 def _record(checkpoint: Path) -> RunRecord | None:
-    """Of the checkpoint's run; None for adapters without one."""
-    if step_of(checkpoint.name) is None:
-        return None
-    return read_record(checkpoint.resolve().parent.parent)
+    """Return the record of the checkpoint's run; None for adapters without one."""
+    return None if step_of(checkpoint.name) is None else read_record(checkpoint.resolve().parent.parent)
 
 
 def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
-    """The settings that say what the checkpoint's weights are those of."""
+    """Return the settings that name the checkpoint's weights."""
     if record is None:
         return {"path": base_of(checkpoint) if has_adapters(checkpoint) else str(checkpoint), "dtype": "float32"}
     model = record.config.get("model")
@@ -101,24 +101,46 @@ def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
 
 
 def _sampling(record: RunRecord | None) -> dict[str, Any]:
-    """What `transformers` and vLLM call the settings that the run's rollouts were drawn with."""
-    settings = {} if record is None else settings_of_record(record).settings
-    found = {name: settings.get(f"sampling.{name}") for name in ("temperature", "top_p", "top_k", "max_new_tokens")}
-    numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
+    """Return the settings that the run's rollouts were drawn with, by the names of `transformers` and vLLM."""
+    sampling = {} if record is None else record.config.get("sampling")
+    found = sampling if isinstance(sampling, Mapping) else {}
+    names = ("temperature", "top_p", "top_k", "max_new_tokens")
+    numbers = {name: found[name] for name in names if isinstance(found.get(name), int | float)}
     return {"do_sample": True, **numbers} if numbers else {}
 
 
-def _card(name: str, facts: Mapping[str, str], record: RunRecord | None, checkpoint: Path) -> str:
-    if record is None:
-        return card_text(name, facts, [])
+def _measured(record: RunRecord, checkpoint: Path) -> dict[str, str]:
+    """Return what the run's records state until the exported step."""
     folder, step = checkpoint.resolve().parent.parent, step_of(checkpoint.name)
-    rows = [row for row in read_rows(folder / METRICS)[0] if step is None or row["step"] <= step]
-    measured = facts_of(read_run(folder, folder.name), rows)
-    return card_text(name, {**facts, "steps": str(step), **dict(measured)}, recipe_of(record))
+    rows = [row for row in read_rows(folder / METRICS)[0] if GREEDY in row and (step is None or row["step"] <= step)]
+    accuracy = {row["step"]: f"{row[GREEDY]:.3f} at step {row['step']:.0f}" for row in rows}
+    before, after = accuracy.pop(0, "not measured"), [*accuracy.values()] or ["not measured"]
+    code = record.about.get("code")
+    versions = ", ".join(f"{name} {value}" for name, value in code.items()) if isinstance(code, Mapping) else "unknown"
+    facts = {"steps": str(step), "accuracy before": before, "accuracy after": after[-1]}
+    return facts | {"seed": shown(record.config.get("seed")), "versions": versions}
+
+
+def _card(name: str, facts: Mapping[str, str], record: RunRecord | None) -> str:
+    """Return the card in Markdown: a table of facts, and the recipe as it is typed."""
+    rows = [f"| {key} | {plain(value).replace('|', '&#124;')} |" for key, value in facts.items()]
+    lines = [f"# {plain(name)}", "", "Trained with GRPO by grpo-cli.", "", "| | |", "|---|---|", *rows]
+    recipe = [] if record is None else [f"    {word}" for word in _recipe(record)]
+    return "\n".join([*lines, "", "## Recipe", "", "What was typed, and what `auto` came to:", "", *recipe, ""])
+
+
+def _recipe(record: RunRecord) -> Iterator[str]:
+    """Yield a run's settings as typed, without secrets; of a place on this machine only the name."""
+    words = [word for word in record.overrides if not key_of(word).startswith(_OF_THE_MACHINE)]
+    optim = record.config.get("optim")
+    if isinstance(optim, Mapping) and not any(key_of(word) == "optim.lr" for word in words):
+        words.append(f"optim.lr={optim.get('lr')}")
+    for key, _, value in (word.partition("=") for word in arguments_without_secrets(words)):
+        yield plain(f"{key}={value.rpartition('/')[2] if value.startswith(('/', '~')) else value}")
 
 
 def _name_of(path: str) -> str:
-    """The base as others may know it, without the folders of this machine."""
+    """Return the base as others may know it, without the folders of this machine."""
     if path == TINY:
         return "tiny, the model embedded in grpo-cli"
     return plain(Path(path).expanduser().resolve().name if Path(path).expanduser().is_dir() else path)

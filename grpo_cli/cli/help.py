@@ -1,51 +1,50 @@
-"""`grpo train --help`: the choices, and every setting with its value and its comment from `conf/` in one line.
-
-The page's template is Hydra's own (`hydra.help.template`); the settings are those composed from the arguments.
-"""
+"""`grpo train --help`: the choices, and every setting with its value and its comment from `conf/` in one line."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
-from grpo_cli.cli.mistakes import explained
-from grpo_cli.config.choices import choices, config_dir, is_experimental
-from grpo_cli.config.comments import Setting, flow, read_choice, read_conf
+from grpo_cli.cli.mistakes import no_choice
+from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, is_experimental, values_of
+from grpo_cli.config.comments import Setting, read_choice, read_conf
 from grpo_cli.support import terminal
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.errors import refuse
 
-HELP = {"--help", "-h"}
-SWEEP = {"-m", "--multirun"}
 WIDEST = 38  # columns of a setting; a longer one pushes its comment to the right
 
 Row = tuple[str, str]  # a setting as typed, and its comment
 
 
-def print_help(command: str, arguments: Sequence[str]) -> None:
-    """The help page of a command. UserError if the arguments cannot be composed."""
-    values, template, choices_made = _composed(command, arguments)
-    chosen = {group: choice for group, choice in choices_made.items() if not group.startswith("hydra/")}
-    said = dict(read_conf(config_dir() / f"{command}.yaml").settings)
-    groups = "\n".join(line for group in reversed(chosen) for line in _lines(group))
-    before, _, after = template.replace("$APP_CONFIG_GROUPS", f"{groups}\n").partition("$CONFIG")
-    say(before.rstrip("\n") + "\n")
-    say_rows(_rows({key: value for key, value in values.items() if not isinstance(value, dict)}, said))
-    for group, below in values.items():
-        if not isinstance(below, dict):
-            continue
-        about = ""
-        if chosen.get(group) in choices(group):  # otherwise it comes from the user's own folder
-            choice = read_choice(group, chosen[group])
-            said |= {f"{group}.{key}": setting for key, setting in choice.settings.items()}
-            about = f"{group}={chosen[group]}: {choice.about}"
-        say(f"\n{about}".rstrip(" "))
-        say_rows(_rows(below, said, f"{group}."))
-    say(after.rstrip("\n"))
+def print_help(command: str, words: Sequence[str]) -> None:
+    """Print the help page of a command with the choices among these words. UserError for one that does not exist."""
+    typed = {
+        group: choice for group, _, choice in (word.partition("=") for word in words) if group in groups_of(command)
+    }
+    chosen = {group: typed.get(group, choice) for group, choice in defaults_of(command).items() if "/" not in group}
+    refuse([no_choice(*one, choices(one[0])) for one in chosen.items() if one[1] not in choices(one[0])])
+    about = values_of(command)["hydra"]["help"]
+    say(f"grpo {command}: {about['header']}\n\n== Choices (group=choice) ==\n")
+    for group in reversed(chosen):
+        say("\n".join(_lines(group)))
+    say("\n== Settings and their values (key=value) ==\n")
+    say_rows(rows_of(read_conf(config_dir() / f"{command}.yaml").settings))
+    for group, choice in chosen.items():
+        file = read_choice(group, choice)
+        say(f"\n{group}={choice}: {file.about}")
+        say_rows(rows_of(file.settings, "" if group == "experiment" else f"{group}."))
+    say(f"\n== Examples ==\n\n{about['footer']}\n\ngrpo {command} --cfg job prints the settings and runs nothing.")
+
+
+def rows_of(settings: Mapping[str, Setting], prefix: str = "") -> Iterator[Row]:
+    """Yield settings as they are typed, each with its comment."""
+    for key, setting in settings.items():
+        if setting.value or setting.comment:
+            yield f"{prefix}{key}{f'={setting.value}' if setting.value else ':'}", setting.comment
 
 
 def _lines(group: str) -> Iterator[str]:
-    """The choices of a group, experimental ones in a line of their own."""
+    """Yield the choices of a group, experimental ones in a line of their own."""
     apart: dict[bool, list[str]] = {False: [], True: []}
     for choice in choices(group):
         apart[is_experimental(group, choice)].append(choice)
@@ -71,37 +70,3 @@ def say_rows(rows: Iterable[Row]) -> None:
     for left, comment in rows:
         say(f"{left:<{width}}  {comment if comment != before else ''}".rstrip(), width + 2)
         before = comment
-
-
-def _composed(command: str, arguments: Sequence[str]) -> tuple[dict[str, Any], str, dict[str, str]]:
-    """A command's unresolved settings, the template of its page, and the choice of each group; for a sweep, without
-    the overrides that vary."""
-    import hydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-
-    from grpo_cli.config.auto import fill
-
-    overrides = [word for word in arguments if word not in HELP | SWEEP]
-    if SWEEP & set(arguments):
-        overrides = [word for word in overrides if "," not in word]
-    try:
-        with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-            cfg = hydra.compose(command, overrides, return_hydra_config=True)
-            template = str(cfg.hydra.help.template)
-            values: Any = OmegaConf.to_container(cfg)
-    except HydraException as error:
-        raise UserError(explained(error, command, overrides)) from error
-    fill(values)
-    return values, template, values.pop("hydra")["runtime"]["choices"]
-
-
-def _rows(values: Mapping[str, Any], said: Mapping[str, Setting], prefix: str = "") -> Iterator[Row]:
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        comment = said[key].comment if key in said else ""
-        if isinstance(value, dict) and value:
-            yield from [(f"{key}:", comment)] if comment else []
-            yield from _rows(value, said, f"{key}.")
-        elif name not in ("_target_", "_partial_"):
-            yield f"{key}={flow(value)}", comment

@@ -8,31 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.compose import COMMANDS, read_settings
-from grpo_cli.config.recorded import with_recorded
+from grpo_cli.config.recorded import Command
 from grpo_cli.runs.find import completed_steps
 from grpo_cli.runs.layout import PROFILE, SAMPLES
 from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.terminal import console, to_stderr
 
 
-def check(command: str, cfg: DictConfig) -> None:
+def check(command: Command) -> None:
     """UserError for settings that the command would refuse: a sweep's job is checked before it starts."""
-    (kind,) = (kind for kind, name in COMMANDS.items() if name == command)
-    settings = read_settings(with_recorded(command, cfg), kind)
+    (kind,) = (kind for kind, name in COMMANDS.items() if name == command.name)
+    settings = read_settings(command.cfg, kind, command.typed)
     from grpo_cli.config import check as checks
 
     checks.check_eval(settings) if isinstance(settings, EvalRunSettings) else checks.check(settings)
 
 
-def train(cfg: DictConfig) -> Any:
+def train(command: Command) -> Any:
     """Train, and return the value that a sweeper optimizes."""
-    cfg = with_recorded("train", cfg)
-    settings = read_settings(cfg, RunSettings)
+    settings = read_settings(command.cfg, RunSettings, command.typed)
     from grpo_cli import experiment
     from grpo_cli.cli.start import started
     from grpo_cli.config.prepare import prepare
@@ -42,34 +40,33 @@ def train(cfg: DictConfig) -> Any:
     run = prepare(settings, to_stderr)
     if _is_done(settings):
         return None
-    run, chosen = _fitted(run, cfg)
-    with (
-        started("train", cfg, run.settings, settings.resume, settings.resume_wait, chosen) as go_on,
-        explain.memory_explained(run),
-        Stop(to_stderr) as stop,
-    ):
-        if _is_done(settings):  # finished by the process that held the lock
-            return None
+    run, chosen = _fitted(run, command)
+    with started(command, run.settings, chosen) as go_on, explain.memory_explained(run), Stop(to_stderr) as stop:
         trainer = experiment.build(run)
         go_on()
         return trainer.fit(stop)["final_accuracy"]
 
 
-def _fitted(run: Any, cfg: DictConfig) -> tuple[Any, tuple[str, ...]]:
-    """Return the run with what `fit` or an automatic micro-batch chooses, which goes into `cfg` too, and that as words.
-    A resumed run computes as it began."""
-    from grpo_cli.config.auto import AUTO, decided
+def _fitted(run: Any, command: Command) -> tuple[Any, tuple[str, ...]]:
+    """Return the run with what `fit` or an automatic micro-batch chooses, which goes into the command too, and that as
+    words. A resumed run computes as it began."""
+    from grpo_cli.config.auto import AUTO
     from grpo_cli.memory import fit
 
-    fits = run.settings.fit == "none" or run.settings.resume is not None
-    if fits and run.settings.train.micro_batch_tokens != AUTO:
+    settings = run.settings
+    if (settings.fit == "none" or settings.resume is not None) and settings.train.micro_batch_tokens != AUTO:
         return run, ()
-    values = fit.decided(run, fit.typed_keys(HydraConfig.get().overrides.task), to_stderr)
-    chosen = fit.words(run.settings, values)
-    with open_dict(cfg):
-        for key, _, value in (word.partition("=") for word in chosen):
-            OmegaConf.update(cfg, key, yaml.safe_load(value) if "." in key else shipped(key, value), merge=False)
-    return replace(run, settings=decided(read_settings(cfg, RunSettings), lambda line: None)), chosen
+    chosen = fit.words(settings, fit.decided(run, fit.typed_keys(command.typed), to_stderr))
+    for key, _, text in (word.partition("=") for word in chosen):
+        group, _, name = key.partition(".")
+        value = yaml.safe_load(text) if name else shipped(group, text)
+        OmegaConf.update(command.cfg, key, value, merge=False)
+        if group in settings.parts:
+            part = {**settings.parts[group], name: value} if name else value
+            settings = replace(settings, parts={**settings.parts, group: part})
+        else:
+            settings = replace(settings, **{group: replace(getattr(settings, group), **{name: value})})
+    return replace(run, settings=settings), chosen
 
 
 def _is_done(settings: RunSettings) -> bool:
@@ -81,16 +78,15 @@ def _is_done(settings: RunSettings) -> bool:
     return True
 
 
-def evaluate(cfg: DictConfig) -> Any:
+def evaluate(command: Command) -> Any:
     """Evaluate, print a table, and return the accuracy."""
-    cfg = with_recorded("eval", cfg)
-    settings = read_settings(cfg, EvalRunSettings)
+    settings = read_settings(command.cfg, EvalRunSettings, command.typed)
     from grpo_cli import experiment
     from grpo_cli.cli.start import started
     from grpo_cli.config.prepare import prepare_eval
 
     settings = prepare_eval(settings, to_stderr)
-    with started("eval", cfg, settings):
+    with started(command, settings):
         result = experiment.evaluate_model(settings)
     _print_table(result.metrics)
     print(f"every answer ({settings.eval.split} split): {settings.run_dir}/{SAMPLES}")
@@ -110,9 +106,9 @@ def _print_table(metrics: Mapping[str, float]) -> None:
     console().print(table)
 
 
-def profile(cfg: DictConfig) -> Any:
+def profile(command: Command) -> Any:
     """Profile, print what was found, and return the peak memory."""
-    settings = read_settings(cfg, ProfileRunSettings)
+    settings = read_settings(command.cfg, ProfileRunSettings, command.typed)
     from grpo_cli import experiment
     from grpo_cli.cli.start import started
     from grpo_cli.config.prepare import prepare
@@ -121,9 +117,8 @@ def profile(cfg: DictConfig) -> Any:
     from grpo_cli.runs.summary import write_summary
 
     run = prepare(settings, to_stderr, fast_when_planned(settings.profile.for_gpu))
-    command = ["grpo", "profile", *HydraConfig.get().overrides.task]
-    with started("profile", cfg, run.settings):
-        found = profiling.profile(run, command, to_stderr, experiment.say_to_stderr)
+    with started(command, run.settings):
+        found = profiling.profile(run, ["grpo", "profile", *command.typed], to_stderr, experiment.say_to_stderr)
         found.show(console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")
         write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": found.peak_bytes})

@@ -6,10 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.text import Text
-
 from grpo_cli.report.read import Run, State, read_all
-from grpo_cli.report.show import STATE_STYLES
 from grpo_cli.runs import layout
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError
@@ -17,37 +14,24 @@ from grpo_cli.support.formatting import duration, plain, shown
 
 COLUMNS = ("command", "state", "task", "model", "n", "m", "steps", "accuracy", "interval", "of", "age", "folder")
 FOLDERS = "grpo train leaves runs in outputs/train, grpo eval in outputs/eval, grpo train -m in outputs/multirun"
-WRITTEN = (
-    layout.METRICS,
-    layout.SUMMARY,
-    layout.STATUS,
-    layout.RUN,
-)  # whose modification times show when a run was alive
+WRITTEN = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.RUN)  # their times show when a run was alive
 
 
 def list_runs(folder: Path) -> None:
     """Print the trainings and evaluations in or below a folder. UserError if it is not a folder."""
-    console = terminal.console()
-    if not folder.exists() and folder == Path("outputs"):
-        console.print(f"no runs yet: {FOLDERS}", markup=False, highlight=False, soft_wrap=True)
-        return
-    if not folder.is_dir():
+    if not folder.is_dir() and folder != Path("outputs"):
         raise UserError(f"{plain(folder)} is not a folder: name one that holds runs; {FOLDERS}")
-    runs = sorted((run for run in read_all([folder]) if run.recorded.command in ("train", "eval")), key=_last_written)
-    if not runs:
-        console.print(f"no runs in or below {plain(folder)}: {FOLDERS}", markup=False, highlight=False, soft_wrap=True)
-        return
-    cells = [COLUMNS, *(tuple(map(plain, _cells(run, folder))) for run in reversed(runs))]
+    console, found = terminal.console(), read_all([folder]) if folder.is_dir() else []
+    runs = sorted((run for run in found if run.recorded.command in ("train", "eval")), key=_last_written, reverse=True)
+    cells = [COLUMNS, *(tuple(map(plain, _cells(run, folder))) for run in runs)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        line = Text()
-        for name, cell, width in zip(COLUMNS, row, widths, strict=True):
-            style = STATE_STYLES.get(cell, "yellow") if name == "state" and row is not COLUMNS else ""
-            line.append(cell if name == "folder" else f"{cell:<{width}}  ", style="bold" if row is COLUMNS else style)
-        console.print(line, soft_wrap=True)
-    for run in reversed(runs):
-        for remark in filter(None, (run.reason * (run.state is not State.COMPLETED), *run.notes)):
-            console.print(Text(f"{_path(run, folder)}: {plain(remark)}", style="yellow"), soft_wrap=True)
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines = lines if runs else [f"no runs in or below {plain(folder)}: {FOLDERS}"]
+    for run in runs:
+        remarks = (run.reason * (run.state is not State.COMPLETED), *run.notes)
+        lines += [f"{_path(run, folder)}: {plain(remark)}" for remark in remarks if remark]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _cells(run: Run, folder: Path) -> Iterator[str]:
@@ -69,18 +53,18 @@ def _cells(run: Run, folder: Path) -> Iterator[str]:
 
 
 def _path(run: Run, folder: Path) -> str:
-    """The run's path, relative if `folder` is."""
+    """Return the run's path, relative if `folder` is."""
     return plain(folder if run.folder == folder.resolve() else folder / run.name)
 
 
 def _last_written(run: Run) -> float:
-    """When the run last wrote something: seconds since the epoch, 0 if unknown."""
+    """Return when the run last wrote something: seconds since the epoch, 0 if unknown."""
     times = [path.stat().st_mtime for name in WRITTEN if (path := run.folder / name).exists()]
     return max(times, default=0.0)
 
 
 def _age(seconds: float) -> str:
-    """In days from 48 hours on.
+    """Return seconds in words, in days from 48 hours on.
 
     >>> _age(59), _age(7 * 3600), _age(50 * 3600)
     ('59 s', '7h00m', '2 days')

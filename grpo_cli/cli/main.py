@@ -18,8 +18,8 @@ from typer.core import TyperGroup
 
 from grpo_cli import __version__
 from grpo_cli.cli.completion import offered
-from grpo_cli.cli.hydra_run import hand_over, with_checkpoint
-from grpo_cli.cli.mistakes import fail, named, refusals
+from grpo_cli.cli.hydra_run import hand_over
+from grpo_cli.cli.mistakes import fail, named, refusals, without_dashes
 from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.processor import settle
 from grpo_cli.support.terminal import outlive_the_reader
@@ -36,6 +36,8 @@ class _Group(TyperGroup):
         except UsageError as error:
             wrong: Any = error
             of, fault = wrong.ctx or ctx, wrong.format_message().rstrip(".")
+            if of.info_name in RUNS and hasattr(wrong, "possibilities"):  # a setting typed as an option
+                fail(without_dashes(of.info_name, wrong.option_name))
             fail(f"{of.command_path}: {fault[:1].lower()}{fault[1:300]}; {of.command.epilog}")
 
 
@@ -48,38 +50,38 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# Everything after the command is Hydra's: overrides, -m, --cfg, --help.
-_HANDS_OVER: dict[str, Any] = {
-    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
-    "add_help_option": False,
-}
-
 
 def _offer(ctx: Any, incomplete: str) -> list[str]:
     return offered(ctx.info_name or "", ctx.params.get("overrides") or (), incomplete)
 
 
-def _help(ctx: Any, overrides: list[str] | None) -> list[str] | None:
-    """A command's help page, if it is asked for; with other Hydra flags the page is Hydra's own."""
-    flags = {word for word in overrides or [] if word.startswith("-")}
-    if ctx.resilient_parsing or not {"--help", "-h"} & flags or flags - {"--help", "-h", "-m", "--multirun"}:
-        return overrides
-    from grpo_cli.cli.help import print_help
-
-    with refusals():
-        print_help(ctx.info_name or "", overrides or [])
-    raise typer.Exit()
-
-
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[group=choice ...] [key=value ...]",
-        autocompletion=_offer,
-        callback=_help,
-        help="Hydra overrides and flags; `--help` after the command lists them.",
-    ),
+    list[str] | None, typer.Argument(metavar="[group=choice ...] [key=value ...]", autocompletion=_offer)
 ]
+
+
+def _add(name: str, about: str) -> None:
+    """Add a command that composes settings: its words are Hydra's overrides."""
+
+    def run(
+        overrides: Overrides = None,
+        many: Annotated[bool, typer.Option("--multirun", "-m", help="A sweep.")] = False,
+        cfg: Annotated[str | None, typer.Option("--cfg", "-c", help="job: print the settings.")] = None,
+        own: Annotated[Path | None, typer.Option("--config-dir", help="A folder of your own choices.")] = None,
+        helps: Annotated[bool, typer.Option("--help", "-h", help="List choices, settings and examples.")] = False,
+    ) -> None:
+        hand_over(name, overrides or [], many, cfg is not None, own, helps)
+
+    app.command(name, help=about, add_help_option=False, epilog=f"grpo {name} --help lists all settings")(run)
+
+
+RUNS = {
+    "train": "Train a model with groups of rollouts.",
+    "eval": "Measure a checkpoint's accuracy and pass@k.",
+    "profile": "Measure and predict where memory and time go.",
+}
+for _name, _about in RUNS.items():
+    _add(_name, _about)
 
 
 def main() -> None:
@@ -113,26 +115,6 @@ def grpo(
     ] = None,
 ) -> None:
     pass
-
-
-@app.command(**_HANDS_OVER)
-def train(overrides: Overrides = None) -> None:
-    """Train a model with groups of rollouts."""
-    hand_over("train", overrides or [])
-
-
-@app.command("eval", **_HANDS_OVER)
-def evaluate(overrides: Overrides = None) -> None:
-    """Measure a checkpoint's accuracy and pass@k."""
-    with refusals():
-        arguments = with_checkpoint(overrides or [])
-    hand_over("eval", arguments)
-
-
-@app.command("profile", **_HANDS_OVER)
-def profile(overrides: Overrides = None) -> None:
-    """Measure and predict where memory and time go."""
-    hand_over("profile", overrides or [])
 
 
 @app.command(epilog="an example is: grpo report outputs/train")

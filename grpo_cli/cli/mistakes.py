@@ -6,11 +6,9 @@ Hydra is imported in functions, so that help is immediate.
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,15 +17,6 @@ import typer
 from grpo_cli.support.errors import UserError, closest, refuse
 from grpo_cli.support.extras import EXTRAS, absent, installed
 from grpo_cli.support.formatting import legible
-
-FLAGS_WITH_VALUE = {
-    *("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-path", "-cp", "--config-name", "-cn"),
-    *("--config-dir", "-cd", "--experimental-rerun"),
-}
-_FLAGS = FLAGS_WITH_VALUE | {
-    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
-    *("--shell-completion", "-sc"),
-}
 
 
 @contextmanager
@@ -52,156 +41,141 @@ def named(text: str | Path) -> Path:
     return Path(text)
 
 
-def unusable(command: str, flags: Sequence[str], words: Sequence[str]) -> Iterator[str]:
+def unusable(command: str, words: Sequence[str], is_sweep: bool) -> Iterator[str]:
     """Yield problems that Hydra would answer with a traceback, or misunderstand."""
-    from grpo_cli.config.choices import choices, config_dir, groups_of
-    from grpo_cli.config.removed import removed
+    from grpo_cli.config.choices import choices, groups_of
+    from grpo_cli.config.elsewhere import removed
 
-    yield from (sentence for _, sentence in removed(words))
-    for flag, value in pairwise([*flags, "-"]):
-        if flag.startswith("-") and flag.partition("=")[0] not in _FLAGS:
-            yield _without_dashes(command, flag, "" if value.startswith("-") else value)
-        elif flag in FLAGS_WITH_VALUE - {"--info", "-i"} and value.startswith("-"):
-            yield f"{flag} lacks its value"
-        elif flag.partition("=")[0] in ("--config-name", "-cn"):
-            name = (flag.partition("=")[2] or value).removesuffix(".yaml")
-            if name != command and (config_dir() / f"{name}.yaml").is_file():
-                yield f"--config-name {name} is not what grpo {command} reads: type grpo {name} ..."
-    if "--resolve" in flags and not {"--cfg", "-c", "--help"} & {flag.partition("=")[0] for flag in flags}:
-        yield "--resolve says how settings are printed: add --cfg job"
+    yield from removed(words)
     for word in words:
-        key, _, value = word.lstrip("+").partition("=")
-        if re.search(r"\d{1000}", value):
+        key, equals, value = word.lstrip("+").partition("=")
+        if not re.match(r"~?[^~=]", key) or not (equals or key.startswith("~")):
+            yield f"{word} cannot be read: write key=value or group=choice"
+        elif re.search(r"\d{1000}", value):
             yield f"{key} has a number of more than 1000 digits: give a shorter one"
         elif key in groups_of(command) and value in ("null", "true", "false", ""):
             yield no_choice(key, value, choices(key))
-        elif key in groups_of("eval") and key not in groups_of(command):
-            yield f"{word} is for grpo eval alone: leave it out"
+        elif word == "resume=sweep" and not is_sweep:
+            yield f"{word} continues a sweep: add -m, or name the folder of one run"
+        elif key == "resume" and value not in ("null", "sweep") and is_sweep:
+            yield f"{word} continues one run: leave out -m, and name the folder of a sweep's job"
         elif key == "hydra.sweeper.max_batch_size" and not re.fullmatch("null|0*[1-9][0-9]*", value):
             yield f"{word} must be a whole number of at least 1, or null"
-        elif key == "hydra.job.chdir" and value.lower() == "true":
-            yield f"{word} would turn every relative path into one in the run's folder: leave it out"
 
 
-def explained(error: Exception, command: str, words: Sequence[str]) -> str:
-    """Return the message for an error while Hydra composes the configuration: every unknown key and choice, or else
-    what Hydra found."""
-    from hydra.errors import MissingConfigException, OverrideParseException
+@contextmanager
+def explained(command: str, words: Sequence[str], composing: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Turn an error of Hydra into a UserError: every unknown key and choice, or else what Hydra found. Once it is no
+    longer `composing`, an error is a bug, and keeps its traceback."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
     try:
+        yield
+    except (HydraException, OmegaConfBaseException, OSError) as error:
+        if not composing():
+            raise
         refuse([*_unknown(command, words)])
-    except UserError as unknown:
-        return str(unknown)
+        refers = [f"{word}: " for word in words if "${" in word and isinstance(error, OmegaConfBaseException)]
+        raise UserError("".join(refers[:1]) + _explanation(error)) from error
+
+
+def _explanation(error: Any) -> str:
+    """Return what Hydra found, in one sentence."""
+    from hydra.errors import MissingConfigException, OverrideParseException
+
+    as_text = """text is typed in quotes that the shell keeps: 'task.path="my file.jsonl"'"""
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file is not None:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         return no_choice(group, choice, [option for option in error.options if not option.startswith("_")])
     if isinstance(error, OverrideParseException):
-        return f"{error.override} cannot be read: {_as_text(str(error.override)) or 'write key=value or group=choice'}"
-    ambiguous = r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?:\n| requires)"
-    if sweep := re.match(ambiguous, str(error), re.S):
+        return f"{error.override} cannot be read; {as_text}"
+    if sweep := re.match(
+        r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?:\n| requires)", str(error), re.S
+    ):
         key, _, value = sweep[1].partition("=")
-        a_list = f"a list is typed {shlex.quote(f'{key}=[{value}]')}; " if "(" not in value else ""
-        return f"{sweep[1]} is a sweep: add -m; {a_list}{_as_text(sweep[1])}"
+        return f"{sweep[1]} is a sweep: add -m; a list is typed {key}=[{value}], and {as_text}"
     if isinstance(error, OSError):
-        key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(words) else "hydra.run.dir"
-        where = error.filename or "the run's folder"  # a full disk names no file
-        return f"cannot write {where}: {error.strerror or error}; choose another folder with {key}=<folder>"
+        where = error.filename or "the sweep's folder"  # a full disk names no file
+        return f"cannot write {where}: {error.strerror or error}; choose another folder with hydra.sweep.dir=<folder>"
     return str(error).split("\n\n")[0].strip()
 
 
 def _unknown(command: str, words: Sequence[str]) -> Iterator[str]:
-    from grpo_cli.config.choices import choices, config_dir
+    """Yield what is wrong with each key and choice that is not known."""
+    from grpo_cli.config.choices import choices, groups_of
 
-    groups = {folder.name for folder in config_dir().iterdir() if folder.is_dir()}
-    has_own = any(word.startswith(("--config-dir", "-cd", "hydra.searchpath")) for word in words)
-    known = _known_keys(command, [word for word in words if word.partition("=")[0] in groups])
+    groups = groups_of(command)
+    has_own = any(word.startswith("hydra.searchpath") for word in words)
+    known = known_keys(command, words)
     for word in (word for word in words if re.match(r"[^-+~=][^=]*=", word)):
         key, _, value = word.partition("=")
-        if key in groups & set(known):
+        if key in groups:
             if re.fullmatch(r"[\w./\\-]+", value) and value not in (*choices(key), "null") and not has_own:
                 yield no_choice(key, value, choices(key))
         elif key not in known and not key.startswith(("hydra.", "hydra/")) and "@" not in key:
-            yield _no_setting(key, known)
+            yield no_setting(key, known)
 
 
-def _without_dashes(command: str, flag: str, value: str) -> str:
-    """Return the answer to a setting that is typed as a flag."""
+def without_dashes(command: str, flag: str) -> str:
+    """Return the answer to a setting that is typed as an option."""
     from grpo_cli.config.elsewhere import meant_by
 
-    if any(one.startswith(flag) for one in _FLAGS) and len(flag) > 3:
-        return f"{flag} is no flag{closest(flag, _FLAGS)}"
-    key, _, inside = flag.lstrip("-").replace("-", "_").partition("=")
-    known, ours = _known_keys(command, ()), meant_by(key)
+    key = flag.lstrip("-").replace("-", "_")
+    known = known_keys(command, ())
     below = [name for name in known if name.endswith(f".{key}")]
-    meant = key if key in known else ours or (below[0] if len(below) == 1 else key)
-    name, _, example = meant.partition("=")
-    if name not in known and name != "hydra.run.dir":
-        return f"{flag} is no flag, and {_no_setting(key, known)}; settings are written without dashes, as n=32"
-    typed = inside or example or value
-    how = shlex.quote(f"{name}={typed}") if typed else f"{name}=..."
-    return f"{flag} is no flag; settings are written without dashes: {how}"
-
-
-def _as_text(word: str) -> str:
-    """Return how to type an override whose value is text; nothing if it cannot be typed."""
-    from grpo_cli.config.overrides import quoted, unquoted
-
-    key, equals, value = word.partition("=")
-    text = quoted(value, '"').replace("\\${", "${")
-    if not re.fullmatch(r"[+]{0,2}[\w.@/-]+", key) or not equals or unquoted(text) != value or len(word) > 500:
-        return ""
-    return f"as text it is typed {shlex.quote(f'{key}={text}')}"
+    meant = key if key in known else meant_by(key) or (below[0] if len(below) == 1 else None)
+    if meant is None:
+        return f"{flag} is no option, and {no_setting(key, known)}; settings are typed without dashes: n=32"
+    return f"{flag} is no option; settings are typed without dashes: {meant if '=' in meant else f'{meant}=...'}"
 
 
 def no_choice(group: str, choice: str, options: Sequence[str]) -> str:
     """Return that a group has no such choice, with those that it has."""
-    from grpo_cli.config.choices import marked, shipped
+    from grpo_cli.config.choices import marked
 
     for module in EXTRAS:
         if module.startswith(f"hydra_plugins.hydra_{choice.partition('_')[0]}_") and not installed(module):
             return absent(module, f"{group}={choice}")
     show = partial(marked, group)
-    hint = closest(choice, options, show)
-    for option in options if re.search(r"[/.\\]", choice) else ():
-        part = shipped(group, option)
-        if part.get("path", "") in (None, "???") and not part.get("default_path"):
-            hint = f"; a path is given as {group}={option} {group}.path={choice}"
-            break
+    is_a_path = group in ("model", "task") and re.search(r"[/.\\]", choice)
+    example = {"model": "hf", "task": "jsonl"}.get(group)
+    path = f"; a path is given as {group}={example} {group}.path={choice}"
+    hint = path if is_a_path else closest(choice, options, show)
     return f"{group}={choice} is not one of the choices {', '.join(map(show, options))}{hint}"
 
 
-def _no_setting(key: str, known: Sequence[str]) -> str:
+def no_setting(key: str, known: Sequence[str]) -> str:
     """Return what an unknown key may have meant: a setting of another choice of its group, a name of TRL or verl, a
     misspelling."""
-    from grpo_cli.config.choices import choices, shipped
+    from grpo_cli.config.choices import choices
+    from grpo_cli.config.comments import read_choice
     from grpo_cli.config.elsewhere import meant_by
 
     group, _, word = key.partition(".")
-    having = [f"{group}={one}" for one in choices(group) if group and word in _keys(shipped(group, one), "")]
+    having = [f"{group}={one}" for one in choices(group) if group and word in read_choice(group, one).settings]
     if having:
         return f"{key} is no setting of this {group}; it is one of {', '.join(having)}"
-    ours = meant_by(key)
-    return f"{key} is no setting{f'; did you mean {ours}?' if ours else closest(key, known)}"
+    above = word.rpartition(".")[0]
+    if above and f"{group}.{above}" in known:
+        found = [
+            settings[above].value for one in choices(group) if above in (settings := read_choice(group, one).settings)
+        ]
+        if "{}" in found:  # it takes any key
+            return f"{key} is new to {group}: type +{key}=..."
+    ours, near = meant_by(key), [one for one in known if "." not in key or "." in one]
+    return f"{key} is no setting{f'; did you mean {ours}?' if ours else closest(key, near)}"
 
 
-def _known_keys(command: str, chosen: Sequence[str]) -> list[str]:
-    """Return every key of the configuration with these choices."""
-    import hydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
+def known_keys(command: str, words: Sequence[str]) -> list[str]:
+    """Return every key of the configuration with the choices among these words."""
+    from grpo_cli.config.choices import choices, config_dir, defaults_of
+    from grpo_cli.config.comments import read_choice, read_conf
 
-    from grpo_cli.config.choices import config_dir
-
-    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-        try:
-            cfg = hydra.compose(command, list(chosen))
-        except HydraException:  # a choice is wrong too, or is a sweep's list
-            cfg = hydra.compose(command)
-    return list(_keys(OmegaConf.to_container(cfg), ""))
-
-
-def _keys(values: Any, prefix: str) -> Iterator[str]:
-    for name, value in values.items():
-        yield f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _keys(value, f"{prefix}{name}.")
+    known = [*read_conf(config_dir() / f"{command}.yaml").settings]
+    for group, default in defaults_of(command).items():
+        typed = [word.partition("=")[2] for word in words if word.startswith(f"{group}=")]
+        choice = typed[-1] if typed and typed[-1] in choices(group) else default
+        if "/" not in group:
+            known += [group, *(f"{group}.{key}" for key in read_choice(group, choice).settings)]
+    return known

@@ -60,26 +60,19 @@ def _print(console: Console, text: str, style: str = "", indent: int = 0) -> Non
 
 
 def _found(folder: Path, step: int | None) -> Recording:
+    """Return what is recorded of a step. UserError with what there is instead."""
     if not folder.is_dir():
-        raise UserError(
-            f"{plain(folder)} is not a folder: name the folder of a run or an evaluation (grpo ls lists them)"
-        )
+        raise UserError(f"{plain(folder)} is not a folder: name one of a run or an evaluation (grpo ls lists them)")
     found = read_recording(folder, step)
     if found is None:
         jobs = [plain(job) for job in jobs_of(folder)]
-        if jobs:
-            raise UserError("\n".join([f"{plain(folder)} is a sweep; name one of its jobs:", *jobs]))
-        raise UserError(f"{plain(folder)} holds no rollouts; grpo ls {plain(folder)} lists the runs in it and below")
-    if found.rollouts:
-        return found
-    if step is None:
-        why = f"{plain(found.file)} holds no rollouts: no step has ended yet, or record.rollouts=0"
-    elif found.steps:
-        near = min(found.steps, key=lambda one: abs(one - step))
-        why = f"--step={step} is not recorded: {_range(found.steps)}, of which {near} is the nearest"
-    else:
-        why = f"--step={step}: {plain(found.file)} holds no steps; leave it out"
-    raise UserError("\n".join([why, *found.notes]))
+        named = [f"{plain(folder)} is a sweep; name one of its jobs:", *jobs]
+        raise UserError("\n".join(named) if jobs else f"{plain(folder)} holds no rollouts; grpo ls lists runs")
+    if not found.rollouts:
+        there = f"there are steps {found.steps[0]} to {found.steps[-1]}" if found.steps else "no step is recorded"
+        asked = "no step has ended yet, or record.rollouts=0" if step is None else f"--step={step}: {there}"
+        raise UserError("\n".join([f"{plain(found.file)} holds no such rollouts: {asked}", *found.notes]))
+    return found
 
 
 def _range(steps: Sequence[int]) -> str:

@@ -11,12 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from grpo_cli.config.auto import resolved
 from grpo_cli.config.overrides import is_ours, key_of, leaves
-from grpo_cli.config.recorded import OF_A_RESUME
+from grpo_cli.config.recorded import OF_A_RESUME, Command
 from grpo_cli.runs.files import json_line
 from grpo_cli.runs.layout import CHECKPOINTS, METRICS, PROFILE, ROLLOUTS, RUN, SAMPLES, SUMMARY
 from grpo_cli.runs.lock import sole_use
@@ -33,67 +32,62 @@ _LEFT_BY_A_RUN = (METRICS, ROLLOUTS, SAMPLES, PROFILE, SUMMARY)
 
 @contextmanager
 def started(
-    command: str,
-    cfg: DictConfig,
-    settings: RunSettings | EvalRunSettings,
-    resume: str | None = None,
-    wait: float = 0.0,
-    chosen: Sequence[str] = (),
+    command: Command, settings: RunSettings | EvalRunSettings, chosen: Sequence[str] = ()
 ) -> Iterator[Callable[[], None]]:
     """Lock the command's folder; a failure in the body is recorded in its `summary.json`, a refusal leaves none.
 
-    `auto` in `cfg` is recorded as in `settings`; `chosen` are the words that `fit` has added. Yields a function to call
-    when a resumed run is about to continue: it records and prints the settings that changed. UserError if another
-    process or another run has the folder; then nothing in it is touched.
+    `auto` is recorded as in `settings`; `chosen` are the words that `fit` has added. Yields a function to call when a
+    resumed run is about to continue: it records and prints the settings that changed. UserError if another process or
+    another run has the folder; then nothing in it is touched.
     """
-    folder = Path(cfg.run_dir)
-    _before(command, folder, resume)  # once before the lock: a refusal leaves the folder untouched
-    with sole_use(folder, wait, to_stderr):
-        before = _before(command, folder, resume)
-        record = _record(command, cfg, settings, chosen, before if resume is not None else None)
-        if before is None:
-            write_record(folder, record)
-        elif resume is not None:
-            check_data(folder, before, record)
-        elif before.overrides != record.overrides:
-            raise _taken(folder, before)
-        with failure_noted(folder, is_new=before is None):
-            yield lambda: None if before is None else _go_on(folder, before, record)
+    folder = Path(settings.run_dir)
+    is_resumed = command.name == "train" and isinstance(settings, RunSettings) and settings.resume is not None
+    _before(command.name, folder, is_resumed)  # once before the lock: a refusal leaves the folder untouched
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        with sole_use(folder, to_stderr):
+            before = _before(command.name, folder, is_resumed)
+            record = _record(command, settings, chosen, before if is_resumed else None)
+            if before is None:
+                write_record(folder, record)
+            elif is_resumed:
+                check_data(folder, before, record)
+            elif before.overrides != record.overrides:
+                raise _taken(folder, before)
+            with failure_noted(folder, is_new=before is None):
+                yield lambda: None if before is None else _go_on(folder, before, record)
+    finally:
+        for path in new:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
 
 
 def _record(
-    command: str,
-    cfg: DictConfig,
-    settings: RunSettings | EvalRunSettings,
-    chosen: Sequence[str],
-    resumed: RunRecord | None,
+    command: Command, settings: RunSettings | EvalRunSettings, chosen: Sequence[str], resumed: RunRecord | None
 ) -> RunRecord:
-    hydra = HydraConfig.get()
-    config = json.loads(json_line(OmegaConf.to_container(cfg, resolve=False)))  # in the form in which it is read back
+    # in the form in which it is read back
+    config = json.loads(json_line(OmegaConf.to_container(command.cfg, resolve=False)))
     for group, values in resolved(settings).items():
         config[group] |= values
-    choices = {str(group): str(choice) for group, choice in hydra.runtime.choices.items()}
-    choices |= {group: choice for group, _, choice in (word.partition("=") for word in chosen) if group in choices}
-    typed = [word for word in hydra.overrides.task if key_of(word) not in OF_A_RESUME]
-    if resumed is not None:  # its choices are among the words that were composed
-        new = [word for word in typed if resumed.choices.get(key_of(word)) != word.partition("=")[2]]
-        typed = [*resumed.overrides, *(word for word in new if word.lstrip("+") not in resumed.overrides)]
+    typed = [word for word in command.typed if key_of(word) not in OF_A_RESUME]
+    if resumed is not None:
+        typed = [*resumed.overrides, *(word for word in typed if word not in resumed.overrides)]
     about = {"began": datetime.now(UTC).isoformat(timespec="seconds"), "host": platform.node()}
     files = [*leaves("task", settings.parts["task"]).values()]
     files += [settings.train.warmup_path] if isinstance(settings, RunSettings) else []
     return RunRecord(
-        command,
+        command.name,
         tuple(typed),
-        {group: choice for group, choice in choices.items() if not group.startswith("hydra/")},
+        {group: choice for group, choice in command.choices.items() if not group.startswith("hydra/")},
         {key: value for key, value in config.items() if key not in OF_A_RESUME},
         about | {"code": asdict(code_version()), "data": digests(files)} | ({"fit": list(chosen)} if chosen else {}),
     )
 
 
-def _before(command: str, folder: Path, resume: str | None) -> RunRecord | None:
+def _before(command: str, folder: Path, is_resumed: bool) -> RunRecord | None:
     """Return the record of the run that the command may continue; None if the folder is free."""
     before = read_record(folder)
-    if resume is not None:
+    if is_resumed:
         return before
     left = [name for name in _LEFT_BY_A_RUN if (folder / name).exists() and (folder / name).stat().st_size]
     ended = read_object(folder / SUMMARY).get("status")

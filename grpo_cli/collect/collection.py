@@ -1,4 +1,4 @@
-"""One step's rollouts: problems are picked, requests numbered, seeded and completed, answers judged once."""
+"""One step's rollouts: prompts are picked, requests numbered, seeded and completed, answers judged once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from grpo_cli.collect.episodes import Spent, has_turns, play
 from grpo_cli.collect.requests import Goal, check_rewards, check_sampling, score_all, seed_of, with_rewards
 from grpo_cli.collect.resuming import begun, limited, unlimited
-from grpo_cli.engine.costs import together
+from grpo_cli.engine.common import together
 from grpo_cli.history import History
 from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, Task
 from grpo_cli.metrics import turn_metrics
@@ -25,7 +25,7 @@ from grpo_cli.support.facts import name_of
 from grpo_cli.types import EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, ScoredGroup
 
 MOST_CALLS = 4000  # of a step's methods; a collector that makes more is considered endless
-MOST_ROLLOUTS = 2**22  # and problems, of a step: each is a Python object
+MOST_ROLLOUTS = 2**22  # and prompts, of a step: each is a Python object
 
 
 @dataclass
@@ -54,8 +54,8 @@ class StepCollection:
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(seed_of(self.seed, self.step, "collector"))
         self.rollout_seconds = 0.0
-        self._prompts: dict[str, Prompt] = {}  # picked, requested or resumed, by problem
-        self._rollouts: dict[str, dict[int, Rollout]] = {}  # by problem and sample, in order of the requests
+        self._prompts: dict[str, Prompt] = {}  # picked, requested or resumed, by prompt
+        self._rollouts: dict[str, dict[int, Rollout]] = {}  # by prompt and sample, in order of the requests
         self._rewards: dict[str, dict[int, Reward]] = {}  # of those that were judged
         self._trained: dict[str, ScoredGroup] = {}  # what the collector returned
         self._notes: dict[str, float] = {}

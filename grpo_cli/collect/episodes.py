@@ -1,8 +1,8 @@
 """Multi-turn episodes: an engine samples the model's turn, the task's environment answers, and so on to the end.
 
 An engine that answers in place keeps a row's slot and its keys, and reads the answer in the decode steps that run
-anyway. For any other one an ended turn is a partial rollout (`resuming.py`), which goes on behind a longer prompt once
-all turns of a round have ended. The tokens are the same either way.
+anyway. For any other one an ended turn is a partial rollout (`resuming.py`), which continues behind a longer prompt
+once all turns of a round have ended. The tokens are the same either way.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def play(
 
 
 def has_turns(task: Task) -> bool:
-    """Whether an environment may answer the model."""
+    """True if an environment may answer the model."""
     return isinstance(task, Dialogue) and task.turns > 1
 
 
 def fits(rollout: Rollout, reply: Sequence[int]) -> bool:
-    """Whether there is room for at least one token of the model after the reply."""
+    """True if at least one token of the model fits behind the observation."""
     return len(rollout) + len(reply) < rollout.request.sampling.max_new_tokens
 
 
@@ -90,7 +90,7 @@ class Conversation:
         return number
 
     def answers(self, wait: bool) -> Sequence[tuple[int, tuple[int, ...] | None]]:
-        """Answers since the last call, None for an episode that is over; with `wait`, at least one."""
+        """Return the answers since the last call, None for an episode that is over; with `wait`, at least one."""
         start = time.monotonic()
         until, self._fresh = start + GRACE * self._fresh, False
         while True:
@@ -123,7 +123,7 @@ class Conversation:
 def _in_rounds(
     engine: Engine, task: Dialogue, partial: Sequence[Episode], version: int, enough: Enough | None, spent: Spent
 ) -> Iterator[Episode]:
-    """Each round samples one turn of every episode left, then all get their answers."""
+    """Play rounds: each samples one turn of every episode left, then all get their answers."""
     conversation = Conversation(task, lambda episode: episode, spent)
     left, stopped = list(partial), False
     while left and not stopped:
@@ -177,7 +177,7 @@ def _generated(
     spent: Spent,
     **replies: Conversation,
 ) -> Iterator[Episode]:
-    """What an engine makes of the requests for the rest of each. A custom engine need not support stopping unless it
+    """Generate the rest of each. A custom engine need not support stopping unless it
     is asked to stop."""
     of = {_key(request): one for request, one in zip(requests, partial, strict=True)}
 
@@ -193,13 +193,13 @@ def _generated(
 
 
 def _ending(request: Request, task: Dialogue) -> Request:
-    """The request, with the strings that end a turn."""
+    """Return the request, with the strings that end a turn."""
     stop = (*request.sampling.stop, *task.turn_ends)
     return replace(request, sampling=replace(request.sampling, stop=stop)) if task.turn_ends else request
 
 
 def _one_turn_of(request: Request) -> Request:
-    """The request for one turn, for an engine that does not know turns."""
+    """Return the request for one turn, for an engine that does not know turns."""
     sampling = request.sampling
     if sampling.max_turn_tokens is None:
         return request
@@ -208,5 +208,5 @@ def _one_turn_of(request: Request) -> Request:
 
 
 def _key(request: Request) -> tuple[str, int, int]:
-    """Identifies an answer; a request that resumes has its own prompt and seed."""
+    """Return what identifies an answer; a request that resumes has its own prompt and seed."""
     return request.prompt.id, request.sample, request.seed

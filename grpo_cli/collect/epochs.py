@@ -1,4 +1,4 @@
-"""Every problem once per epoch: the plain curriculum, and the order of candidates for others, which learn."""
+"""Every prompt once per epoch: the plain curriculum, and the order of candidates for others, which learn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_cli.types import Prompt, ScoredGroup
 class Epochs:
     """A new order every epoch, a function of (seed, epoch), and a position in it.
 
-    An epoch ends if fewer problems are left than are picked, so that none comes twice in a step. Ids of a list or tuple
+    An epoch ends if fewer prompts are left than are picked, so that none comes twice in a step. Ids of a list or tuple
     are checked now; other sequences may compute their prompts.
     """
 
@@ -33,7 +33,7 @@ class Epochs:
         return [self._prompts[index] for index in self.places(step, count, without)]
 
     def places(self, step: int, count: int, without: Set[str]) -> list[int]:
-        """Indices of the next `count` problems in the task's sequence."""
+        """Return the indices of the next `count` prompts in the task's sequence."""
         if count + len(without) > len(self._prompts):
             raise UserError(
                 f"step {step + 1} picks {count + len(without)} different problems, but the task has "
@@ -70,14 +70,14 @@ class Epochs:
 
 
 class CandidateOrder(Epochs):
-    """The next `pool` times as many problems as needed, in the order of epochs; all if there are fewer."""
+    """The next `pool` times as many prompts as needed, in the order of epochs; all if there are fewer."""
 
     def __init__(self, prompts: Sequence[Prompt], per_step: int, seed: int, pool: int) -> None:
         super().__init__(prompts, per_step, seed)
         self._pool = pool
 
     def places(self, step: int, count: int, without: Set[str]) -> list[int]:
-        """Their indices in the task's sequence. UserError if fewer than `count` are left."""
+        """Return their indices in the task's sequence. UserError if fewer than `count` are left."""
         left, wanted = len(self._prompts) - len(without), self._pool * count
         if not count <= left <= wanted:
             return super().places(step, min(wanted, max(left, count)), without)
@@ -86,7 +86,7 @@ class CandidateOrder(Epochs):
 
 
 def require_revisits(name: str, prompts: int, per_step: int, steps: int, history: History) -> None:
-    """UserError if the task's problems are visited less than once on average."""
+    """Raise UserError if the task's prompts are visited less than once on average."""
     visits = steps * per_step
     if visits < prompts:
         fitting = max(per_step, visits // 4)

@@ -1,4 +1,4 @@
-"""The plain collector: every problem as often as every other."""
+"""The plain collector: every prompt as often as every other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from grpo_cli.types import ScoredGroup
 
 
 def equal(step: StepRollouts) -> list[ScoredGroup]:
-    """Return `n` rollouts of each of `train.prompts` problems (GRPO, arXiv 2402.03300)."""
+    """Return `n` rollouts of each of `train.prompts` prompts (GRPO, arXiv 2402.03300)."""
     return step.score(step.generate((prompt, step.n) for prompt in step.pick(step.prompts)))
 
 

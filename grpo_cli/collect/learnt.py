@@ -1,4 +1,4 @@
-"""What the rules of a run learn from its steps, and what of that a checkpoint keeps."""
+"""The state of rules that learn from a run's steps, and its place in a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def observe(parts: Parts, step: int, trained: Sequence[ScoredGroup], made: Seque
 
 
 def state_of(parts: Parts) -> dict[str, Any]:
-    """Return what a checkpoint keeps: the history, each rule's state, and which problems these are of."""
+    """Return what a checkpoint keeps: the history, each rule's state, and which prompts these are of."""
     learnt = {"history": parts.bench.history.state_dict(), "task": _task_of(parts)}
     return learnt | {name: rule.state_dict() for name, rule in observing(parts).items()}
 
 
 def _task_of(parts: Parts) -> str:
-    """Return a digest of a task's number of problems, and of the first, the middle and the last of them."""
+    """Return a digest of a task's number of prompts, and of the first, the middle and the last of them."""
     prompts = parts.bench.task.prompts("train")
     some = [prompts[place] for place in (0, len(prompts) // 2, len(prompts) - 1)] if len(prompts) else []
     said = repr([len(prompts), [(prompt.id, prompt.token_ids, prompt.answer) for prompt in some]])

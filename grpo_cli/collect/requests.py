@@ -17,13 +17,13 @@ from grpo_cli.types import LARGEST_REWARD, Group, Prompt, Request, Rollout, Scor
 
 
 def seed_of(*names: object) -> int:
-    """A 64-bit seed that is a function of the names, the same on every machine and in every process."""
+    """Return a 64-bit seed, a function of the names, the same on every machine and in every process."""
     text = "/".join(str(name) for name in names)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def check_ids(prompts: Iterable[Prompt], which: str) -> None:
-    """UserError for two prompts with the same id, which identifies seeds, groups and what is learnt."""
+    """Raise Raise UserError for two prompts with the same id, which identifies seeds, groups and what is learnt."""
     numbers: dict[str, int] = {}
     for number, prompt in enumerate(prompts, 1):
         first = numbers.setdefault(prompt.id, number)
@@ -37,7 +37,8 @@ def check_ids(prompts: Iterable[Prompt], which: str) -> None:
 def requests_for(
     prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, step: int | str, held_out: bool = False
 ) -> list[Request]:
-    """`n` requests per prompt, prompt by prompt; randomness is a function of (seed, step, prompt, sample)."""
+    """Return Return `n` requests per prompt, prompt by prompt; randomness is a function of (seed, step, prompt,
+    sample)."""
     check_ids(prompts, "prompts asked about together")
     return [
         Request(prompt, sample, seed_of(seed, step, prompt.id, sample), sampling, held_out)
@@ -47,7 +48,7 @@ def requests_for(
 
 
 def group_rollouts(prompts: Sequence[Prompt], rollouts: Iterable[Rollout]) -> list[Group]:
-    """Rollouts in any order to one group per prompt, in order of `prompts` and samples."""
+    """Group rollouts in any order by prompt, in order of `prompts` and samples."""
     check_ids(prompts, "prompts to group rollouts by")
     of: dict[Prompt, list[Rollout]] = {prompt: [] for prompt in prompts}
     for rollout in rollouts:
@@ -70,7 +71,7 @@ def score_all(task: Task, groups: Sequence[Group]) -> list[ScoredGroup]:
 
 
 def check_rewards(group: ScoredGroup) -> None:
-    """UserError for a NaN, infinite or huge reward, which would silently destroy the weights."""
+    """Raise Raise UserError for a NaN, infinite or huge reward, which would silently destroy the weights."""
     bad = np.flatnonzero(~(np.abs(group.totals) <= LARGEST_REWARD))
     if len(bad):
         first = int(bad[0])
@@ -81,13 +82,13 @@ def check_rewards(group: ScoredGroup) -> None:
 
 
 def with_rewards(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-    """Only the rollouts that have a judgement."""
+    """Keep the rollouts that have a judgement."""
     judged = [group.take([i for i, one in enumerate(group.rewards) if one.judged]) for group in groups]
     return [group for group in judged if group.rollouts]
 
 
 def check_sampling(request: Request, now: Sampling) -> None:
-    """UserError if a rollout that goes on was begun with other sampling settings."""
+    """Raise UserError if a resumed rollout began with other sampling settings."""
     begun = vars(request.sampling)
     if changed := [key for key, value in vars(now).items() if begun[key] != value]:
         before, here = (" ".join(f"sampling.{key}={of[key]}" for key in changed) for of in (begun, vars(now)))
@@ -98,7 +99,7 @@ def check_sampling(request: Request, now: Sampling) -> None:
 
 
 class Goal:
-    """Whether `enough` more groups are whole, as the rollouts `under_way` end."""
+    """A goal: `enough` more groups are whole, as the rollouts `under_way` end."""
 
     def __init__(self, enough: int, under_way: Iterable[Rollout]) -> None:
         self._lacking = enough

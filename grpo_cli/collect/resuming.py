@@ -1,8 +1,8 @@
 """Partial rollouts: the request that continues one where it was stopped, and the joining of both into one rollout.
 
 An engine is asked for a longer prompt, so it remembers nothing of what was stopped. Number t of a random stream is a
-hash of `seed + t * golden ratio` (`engine/step/sample.py`), so with the seed moved on by k of these the torch engine
-draws the very tokens that it would have drawn, and log-probabilities agree to rounding: the first k are read, not
+hash of `seed + t * golden ratio` (`engine/sampling.py`), so with the seed moved on by k of these the torch engine
+draws the very tokens that it would have sampled, and log-probabilities agree to rounding: the first k are read, not
 decoded.
 """
 
@@ -19,12 +19,12 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def begun(request: Request) -> Rollout:
-    """A rollout without any tokens yet."""
+    """Return a rollout without any tokens yet."""
     return Rollout(request, (), (), Finish.PARTIAL, 0)
 
 
 def rest_of(partial: Rollout) -> Request:
-    """The request for the tokens that a partial rollout still lacks.
+    """Return the request for the tokens that a partial rollout still lacks.
 
     The longer prompt's id depends on its tokens, since engines compute prompts of the same id once.
     """
@@ -58,26 +58,26 @@ def unlimited(made: Rollout, before: Rollout) -> Rollout:
 
 
 def first_seed(request: Request) -> int:
-    """The seed that a rollout started with, from the request for its rest."""
+    """Return the seed that a rollout started with, from the request for its rest."""
     return (request.seed - request.resumed * GOLDEN) % 2**64
 
 
 def joined(partial: Rollout, rest: Rollout, version: int) -> Rollout:
-    """A partial rollout and its continuation by weights of `version`, under the first request; still partial if the
-    continuation is."""
+    """Join a partial rollout and its continuation by weights of `version`, under the first request; still partial if
+    the continuation is."""
     return Rollout(
         request=partial.request,
         token_ids=partial.token_ids + rest.token_ids,
         sampler_logprobs=partial.sampler_logprobs + rest.sampler_logprobs,
         finish=rest.finish,
-        # What was read as prompt is also held: nothing that evicts goes on with partial rollouts.
+        # What was read as prompt is also held: nothing that evicts continues with partial rollouts.
         kept_kv=len(partial) + rest.kept_kv if len(rest) else partial.kept_kv,
         spans=_longer(partial.spans, version, rest),
     )
 
 
 def answered(episode: Rollout, reply: Sequence[int]) -> Rollout:
-    """An episode whose turn is over, with what its environment answered: partial, since it goes on."""
+    """Return an episode whose turn is over, with its observation: partial, since it continues."""
     return replace(
         episode,
         token_ids=episode.token_ids + tuple(reply),
@@ -88,7 +88,7 @@ def answered(episode: Rollout, reply: Sequence[int]) -> Rollout:
 
 
 def _longer(spans: tuple[Span, ...], version: int, rest: Rollout) -> tuple[Span, ...]:
-    """With those of the rest, whose own version an engine does not know."""
+    """Append the versions of the rest, which an engine does not know."""
     longer = list(spans)
     for span in rest.spans or (Span(version, len(rest)),) * (len(rest) > 0):
         which, count = (span.version if span.version == ENVIRONMENT else version), span.count

@@ -15,7 +15,7 @@ from grpo_cli.types import Finish, Group, Prompt, Request, Reward, Rollout, Scor
 
 def to_plain(group: Group | ScoredGroup) -> dict[str, Any]:
     """Return the group with all its rollouts' tokens concatenated. Log-probabilities of a scored one are in float32, in
-    which they were drawn."""
+    which they were sampled."""
     tokens = [token for rollout in group.rollouts for token in rollout.token_ids]
     logprobs = [logprob for rollout in group.rollouts for logprob in rollout.sampler_logprobs]
     rewards = {"rewards": [_earned(reward) for reward in group.rewards]} if isinstance(group, ScoredGroup) else {}
@@ -70,7 +70,7 @@ def _rollout(
 
 
 class HoldsGroups:
-    """What collectors that hold groups for later steps share; the checkpoint has them under the name `held`."""
+    """A base of collectors that hold groups for later steps; the checkpoint has them under the name `held`."""
 
     kind: ClassVar[str]
     held: ClassVar[str] = "held"

@@ -1,4 +1,5 @@
-"""SFT warm-up (`train.warmup=sft`): the first steps of a run imitate demonstrations, until there is a reply to reward.
+"""SFT warm-up (`train.warmup=sft`): the first steps of a run imitate demonstrations, until there is a completion to
+reward.
 
 Which ones a step takes is a function of the seed and its number, and so the same in a run that was resumed.
 """
@@ -28,13 +29,13 @@ class Sft:
     seed: int
 
     def groups(self, step: int) -> list[ScoredGroup]:
-        """The demonstrations of step `step` (from 0)."""
+        """Return the demonstrations of step `step` (from 0)."""
         places = range(step * self.per_step, (step + 1) * self.per_step)
         rollouts = (self.shown[_order(self.seed, *divmod(place, len(self.shown)), len(self.shown))] for place in places)
         return [ScoredGroup(one.request.prompt, (one,), (Reward(1.0),)) for one in rollouts]
 
     def loss(self, logprobs: Float[Tensor, "N"], batch: Batch, totals: Totals) -> LossOutput:
-        """Mean negative log-likelihood of the tokens that are to be said."""
+        """Compute the mean negative log-likelihood of the demonstrated tokens."""
         said = logprobs.float().masked_fill(~batch.loss_mask, 0.0) * batch.weights
         loss = -said.sum() / max(totals.tokens, 1)
         return LossOutput(loss, {"warmup/loss": loss.detach()})

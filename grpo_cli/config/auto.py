@@ -5,7 +5,7 @@ Numbers come from the `recipe` of the model or the task in `conf/`, precisions f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -65,15 +65,15 @@ def _has_adapters(model: Any) -> bool:
 
 
 def decided(settings: Settings, say: Callable[[str], None], fast: bool | None = None) -> Settings:
-    """Return the settings with precisions decided. `say` gets what `auto` became, and a warning if it is slow here.
+    """Return the settings with precisions decided; `say` gets what `auto` became.
 
     `fast`: True if the device is faster in bfloat16 than in float32; None: find out."""
     from grpo_cli.support.processor import fast_in_bfloat16  # loads torch
 
-    fast = fast_in_bfloat16(settings.device) if fast is None else fast
-    model = decided_model(settings.model, fast)
-    for line in _remarks(settings.model, model, fast):
-        say(line)
+    model = decided_model(settings.model, fast_in_bfloat16(settings.device) if fast is None else fast)
+    names = [name for name in ("dtype", "autocast") if getattr(settings.model, name) == AUTO]
+    if names:
+        say(", ".join(f"model.{name}=auto is {getattr(model, name)}" for name in names))
     return replace(settings, model=model)
 
 
@@ -86,15 +86,3 @@ def decided_model(model: ModelSettings, fast: bool) -> ModelSettings:
     dtype: Literal["float32", "bfloat16", "auto"]
     dtype = ("bfloat16" if half else "float32") if model.dtype == AUTO else model.dtype
     return replace(model, autocast=autocast, dtype=dtype)
-
-
-def _remarks(typed: ModelSettings, model: ModelSettings, fast: bool) -> Iterator[str]:
-    faster, slower = ("bfloat16", "float32") if fast else ("float32", "bfloat16")
-    why = f"{faster} is faster than {slower} here" + ("" if fast else ": no GPU with bfloat16, no AMX, no AVX512_BF16")
-    names = [name for name in ("dtype", "autocast") if getattr(typed, name) == AUTO]
-    if not model.adapted:
-        names = [name for name in names if name != "dtype"]  # float32 on any device: nothing to report
-    if names:
-        yield f"{', '.join(f'model.{name}=auto is {getattr(model, name)}' for name in names)}: {why}"
-    elif not fast and "bfloat16" in (model.dtype, model.autocast):
-        yield f"model.dtype={model.dtype} model.autocast={model.autocast}: {why}"

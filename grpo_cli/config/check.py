@@ -187,8 +187,6 @@ def _partial(chosen: Chosen) -> Iterator[str]:
     collector, resumes = chosen.named("collector"), chosen.says("collector", "resumes")
     if resumes and chosen.says("sparsity", "evicts"):
         yield f"{collector} resumes rollouts, whose tokens {chosen.named('sparsity')} never evicts: use sparsity=dense"
-    if resumes and chosen.says("predictor", "of_whole_rollouts"):
-        yield f"{chosen.named('predictor')} knows whole rollouts only, and {collector} makes parts: use predictor=mean"
     if chosen.says("collector", "stops") and chosen.says("engine", "stops_early") is False:
         yield f"{collector} stops rollouts early, which {chosen.named('engine')} cannot: use engine=torch or vllm"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -33,9 +34,14 @@ def is_experimental(group: str, choice: str) -> bool:
 
 
 def shipped(group: str, choice: str) -> dict[str, Any]:
-    """A choice's keys and values, including those of its base files."""
+    """Return a choice's keys and values, including those of its base files."""
+    return values_of(f"{group}/{choice}")
+
+
+def values_of(name: str) -> dict[str, Any]:
+    """Return the keys and values of a file of `conf/`, including those of its base files."""
     merged: dict[str, Any] = {}
-    for values in _files(f"{group}/{choice}"):
+    for values in _files(name):
         merged = _over(merged, {key: value for key, value in values.items() if key != "defaults"})
     return merged
 
@@ -46,8 +52,9 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return {**below, **above, **both}
 
 
-def defaults_of(command: str) -> dict[str, str]:
-    """A command's default choice in each group, Hydra's own groups included."""
+@functools.cache
+def defaults_of(command: str) -> Mapping[str, str]:
+    """Return a command's default choice in each group, Hydra's own groups included."""
     entries = [entry for values in _files(command) for entry in values.get("defaults", []) if isinstance(entry, dict)]
     return {group.removeprefix("override "): choice for entry in entries for group, choice in entry.items()}
 

@@ -1,20 +1,23 @@
-"""Composed settings as typed ones, before torch is loaded: every wrong value, missing one and unknown key at once."""
+"""From what is typed to typed settings, before torch is loaded: composed, then every wrong value and key at once."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config.auto import decided, decided_model, fill
-from grpo_cli.config.choices import choices, config_dir, parts_of, shipped
+from grpo_cli.config.choices import choices, config_dir, groups_of, parts_of, shipped
 from grpo_cli.config.overrides import is_ours, key_of, leaves
 from grpo_cli.config.read import read
+from grpo_cli.config.recorded import Command, named, over_recorded
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.processor import fast_in_bfloat16
@@ -24,25 +27,62 @@ Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
 COMMANDS: Mapping[type[Any], str] = {RunSettings: "train", EvalRunSettings: "eval", ProfileRunSettings: "profile"}
 
 
-def read_settings(cfg: DictConfig, kind: type[Settings]) -> Settings:
-    """Return the settings of a command. UserError lists every missing value, wrong type or range, and unknown key."""
-    command = COMMANDS[kind]
-    own = [group for group in parts_of(command) if not is_ours(OmegaConf.select(cfg, f"{group}._target_"))]
-    if own:
+def composed(name: str, typed: Sequence[str]) -> Command:
+    """Return a command's settings: those of `conf/` or of the run that `resume=` or `checkpoint=` names, below what is
+    typed. UserError if there is no such run; errors of Hydra for words that it cannot compose."""
+    run = named(name, typed)
+    own = [word for word in run.typed if key_of(word) in groups_of(name) or key_of(word).startswith("hydra")]
+    return over_recorded(by_hydra(name, run.typed if run.record is None else own), run)
+
+
+def by_hydra(name: str, words: Sequence[str]) -> Command:
+    """Return the command that Hydra composes of these words, and let `${hydra:...}` refer to it."""
+    new_folder_names()
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = hydra.compose(name, list(words), return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    if not str(cfg.hydra.run.dir).strip():
+        raise UserError("hydra.run.dir is empty: name the folder that the run is to write into (. is the current one)")
+    with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
+        cfg.hydra.runtime.output_dir = os.path.abspath(cfg.hydra.run.dir)
+    HydraConfig.instance().set_config(cfg)
+    return of_hydra(name, OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
+
+
+def of_hydra(name: str, cfg: DictConfig) -> Command:
+    """Return the command that Hydra has composed, also as a job of a sweep."""
+    about, cfg.run_dir = HydraConfig.get(), str(cfg.run_dir)
+    made = {str(group): str(choice) for group, choice in about.runtime.choices.items()}
+    return Command(name, cfg, tuple(about.overrides.task), made)
+
+
+def new_folder_names() -> None:
+    """Let `${uid:}` be new: the same for all readers of a configuration, another one in the next."""
+    OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(2), use_cache=True, replace=True)
+
+
+def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = ()) -> Settings:
+    """Return the settings of a command. UserError lists every missing value, wrong type or range, and unknown key.
+
+    A user's own part loses in `cfg` what it inherits, but for what it takes and what is `typed`."""
+    if own := [g for g in parts_of(COMMANDS[kind]) if not is_ours(OmegaConf.select(cfg, f"{g}._target_"))]:
         from grpo_cli.config.instantiate import drop_inherited
 
-        drop_inherited(cfg, own)
+        drop_inherited(cfg, own, {key_of(word) for word in typed})
     values = _plain(cfg)
     fill(values)
-    parts = {group: values.pop(group, None) for group in parts_of(command)}
-    values.pop("experiment", None)  # its settings are in the other keys
+    groups = groups_of(COMMANDS[kind])
+    parts = {group: values.pop(group, None) for group in parts_of(COMMANDS[kind])}
+    if "experiment" in groups:
+        values.pop("experiment", None)  # its settings are in the other keys
     problems = [line for group, part in parts.items() for line in _part_problems(group, part)]
     _read_escapes(values.get("sampling"), parts["task"])
     settings = read(kind, values | {"parts": parts}, problems, cfg)
-    if not problems or _are_typed(parts):
+    changed = {group: part for group, part in parts.items() if not problems or not _is_shipped(group, part)}
+    if changed:
         from grpo_cli.config.instantiate import settings_problems  # imports the parts, and so torch
 
-        problems += settings_problems(parts)
+        problems += settings_problems(changed)
     refuse(list(dict.fromkeys(problems)))
     assert settings is not None, "without a problem there are settings"
     return settings
@@ -103,8 +143,6 @@ def _part_problems(group: str, part: Any) -> Iterator[str]:
                 yield f"{key} is no setting of a part, which is one class or function: leave {word} out"
 
 
-def _are_typed(parts: Mapping[str, Any]) -> bool:
-    """True if settings of parts may have been typed, and so may be wrong too."""
-    if not HydraConfig.initialized():
-        return True
-    return any("." in key and key.partition(".")[0] in parts for key in map(key_of, HydraConfig.get().overrides.task))
+def _is_shipped(group: str, part: Any) -> bool:
+    """Return True if a part is a choice without changes, whose settings are right."""
+    return part in [shipped(group, choice) for choice in choices(group)]

@@ -11,25 +11,22 @@ import dataclasses
 import inspect
 import pkgutil
 import typing
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import torch
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from grpo_cli import interfaces
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
-from grpo_cli.config.overrides import is_ours, key_of
+from grpo_cli.config.overrides import is_ours
 from grpo_cli.config.read import read_argument
-from grpo_cli.engine.batching import Sampler
-from grpo_cli.engine.interfaces import Predictor, Scheduler
-from grpo_cli.engine.order.predict import NoPredictor
-from grpo_cli.interfaces import Loss, Rules
+from grpo_cli.engine.length_predictor import NoPredictor, Predictor
+from grpo_cli.engine.samplers import Sampler
+from grpo_cli.engine.scheduling import Scheduler
+from grpo_cli.interfaces import Rules
 from grpo_cli.support.errors import UserError, closest, gathered, hidden, own_code, own_code_unless_ours, refuse
-from grpo_cli.types import Batch, LossOutput, Totals
 
 RULES: Mapping[str, Any] = typing.get_type_hints(Rules)
 PROTOCOLS: Mapping[str, Any] = {
@@ -72,20 +69,20 @@ def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, /, *
     return make(name, shipped(name, choice) | changed, offered or {})
 
 
-def drop_inherited(cfg: DictConfig, groups: Sequence[str]) -> None:
+def drop_inherited(cfg: DictConfig, groups: Sequence[str], typed: Set[str]) -> None:
     """Remove from a user's own parts the settings of the choices that they replace, unless typed or taken."""
-    typed = {key_of(word) for word in (HydraConfig.get().overrides.task if HydraConfig.initialized() else ())}
     for name in groups:
         part = cfg.get(name)
+        if not isinstance(part, DictConfig) or not isinstance(part.get("_target_"), str):
+            continue
         known = {word for choice in choices(name) for word in shipped(name, choice)} - {*_NO_ARGUMENTS}
-        if isinstance(part, DictConfig) and isinstance(part.get("_target_"), str):
-            takes: Container[str] = ()
-            with suppress(UserError):  # a target that cannot be imported is refused where it is built
-                takes = _takes(_code(name, str(part["_target_"])))
-            with open_dict(part):
-                for word in [word for word in part if word in known and word not in takes]:
-                    if f"{name}.{word}" not in typed:
-                        del part[word]
+        takes: Set[str] | None = set()
+        with suppress(UserError):  # a target that cannot be imported is refused where it is built
+            takes = _takes(_code(name, str(part["_target_"])))
+        with open_dict(part):
+            for word in known & part.keys() - (known if takes is None else takes):
+                if f"{name}.{word}" not in typed:
+                    del part[word]
 
 
 def settings_problems(parts: Mapping[str, Any]) -> list[str]:
@@ -98,18 +95,12 @@ def settings_problems(parts: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _takes(code: Any) -> Container[str]:
-    """Return the names of the settings that a class or function takes; all names where it takes any."""
+def _takes(code: Any) -> Set[str] | None:
+    """Return the names of the settings that a class or function takes; None where it takes any."""
     parameters = inspect.signature(code).parameters
     unpacked = {*_hints(code)} if is_ours(code.__module__) else set()
-    if unpacked <= {*parameters} and any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return _Anything()
-    return {*parameters, *unpacked}
-
-
-class _Anything:
-    def __contains__(self, name: object) -> bool:
-        return True
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and unpacked <= {*parameters}
+    return None if takes_any else {*parameters, *unpacked}
 
 
 def _hints(code: Any) -> dict[str, Any]:
@@ -123,7 +114,7 @@ def _hints(code: Any) -> dict[str, Any]:
 
 
 def _code(name: str, target: str) -> Any:
-    """Return the class or function that a part's `_target_` names. UserError if it cannot be had."""
+    """Return the class or function that a part's `_target_` names. UserError if it cannot be imported."""
     with own_code(f"{name}._target_={target}"):
         try:
             code: Any = pkgutil.resolve_name(target)
@@ -148,7 +139,7 @@ def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any] | No
     hints = _hints(code) if is_ours(code.__module__) else {}  # others may annotate as they like
     known = [word for word in (*inspect.signature(code).parameters, *hints) if word not in (offered or ())]
     for word, value in kwargs.items():
-        if word not in takes:
+        if takes is not None and word not in takes:
             problems.append(f"{name}.{word}: {target} takes no {word}{closest(word, known)}")
         elif word in hints:
             kwargs[word] = read_argument(hints[word], value, f"{name}.{word}", problems)
@@ -171,15 +162,15 @@ def function(name: str, part: Mapping[str, Any]) -> Any:
     """Return a callable rule: an instance, or a function with its settings bound. UserError if it does not take the
     arguments of its kind."""
     factory = _factory(name, part)
-    rule = make(name, part, {}) if isinstance(factory.func, type) else factory
+    rule: Any = make(name, part, {}) if isinstance(factory.func, type) else factory
     called_with = [*inspect.signature(PROTOCOLS[name].__call__).parameters][1:]
     try:
         inspect.signature(rule).bind(*called_with)
     except TypeError as error:
-        raise UserError(
-            f"{name}._target_={part['_target_']} cannot be called as {name}({', '.join(called_with)}): {error}; give "
-            f"what else it needs as +{name}.<argument>=..."
-        ) from error
+        called = f"{name}._target_={part['_target_']} cannot be called as {name}({', '.join(called_with)})"
+        raise UserError(f"{called}: {error}; give what else it needs as +{name}.<argument>=...") from error
+    if name == "loss" and not hasattr(rule, "needs_reference"):
+        rule.needs_reference = bool(getattr(factory.func, "needs_reference", False))
     return rule
 
 
@@ -235,22 +226,6 @@ def says(parts: Mapping[str, Mapping[str, Any]], group: str, fact: str) -> Any:
     return fact_of(group, inner_engine(part), fact) if said is None and INNER in part else said
 
 
-@dataclasses.dataclass(frozen=True)
-class OwnLoss:
-    """A plain function as a `Loss`: whether it needs a reference is an attribute of the function or class, by
-    default False."""
-
-    inner: Callable[..., LossOutput]
-
-    @property
-    def needs_reference(self) -> bool:
-        said = self.inner.func if isinstance(self.inner, partial) else self.inner
-        return bool(getattr(said, "needs_reference", False))
-
-    def __call__(self, logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
-        return self.inner(logprobs, batch, totals)
-
-
 def rules_of(parts: Mapping[str, Mapping[str, Any]]) -> Rules:
     """Return the rules of a run, untried. UserError lists all that cannot be made."""
     made: dict[str, Any] = {}
@@ -264,7 +239,4 @@ def rules_of(parts: Mapping[str, Mapping[str, Any]]) -> Rules:
 
 def rule_of(name: str, part: Mapping[str, Any]) -> Any:
     """Return a rule, untried. UserError if it cannot be made."""
-    if not is_function(name):
-        return make(name, part, {})
-    rule = function(name, part)
-    return OwnLoss(rule) if PROTOCOLS[name] is Loss and not isinstance(rule, Loss) else rule
+    return function(name, part) if is_function(name) else make(name, part, {})

@@ -1,50 +1,74 @@
-"""Continues or evaluates a recorded run with its own settings, then those that are typed: `resume=`, `checkpoint=`."""
+"""Finds the recorded run that `resume=` or `checkpoint=` names, and lays what is typed over its settings."""
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config.choices import choices, groups_of
-from grpo_cli.config.overrides import key_of, leaves, overrides, value_of
-from grpo_cli.config.trust import is_foreign
+from grpo_cli.config.overrides import key_of, leaves, value_of
+from grpo_cli.config.trust import refuse_foreign
 from grpo_cli.runs.find import find_checkpoint, never_saved, resolve_run
 from grpo_cli.runs.layout import RUN, step_of
 from grpo_cli.runs.record import RunRecord, begun_as, read_record
 from grpo_cli.settings import RunSettings
-from grpo_cli.support.errors import UserError, refuse
-from grpo_cli.support.formatting import plain, shown
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import plain
 from grpo_cli.support.terminal import to_stderr
 
 HERE = "here"  # resume=here: in the folder of hydra.run.dir, if a run was begun there
-OF_A_RESUME = ("resume", "resume_wait", "accept_damage")  # settings of a resumption, not of the run
-_OF_THIS_COMMAND = (*OF_A_RESUME, "run_dir", "checkpoint", "experiment")
+OF_A_RESUME = ("resume", "accept_damage", "run_dir")  # settings of a start, not of the run
+_OF_THIS_COMMAND = (*OF_A_RESUME, "checkpoint", "experiment", "search")
 
 
-def words_to_resume(typed: Sequence[str], multirun: bool) -> list[str]:
-    """Return the words of `grpo train resume=...` with the run's folder and choices. UserError without such a run."""
+@dataclass(frozen=True)
+class Command:
+    """A command with its composed settings, the words that were typed, and the choice of each group."""
+
+    name: str
+    cfg: DictConfig
+    typed: tuple[str, ...]
+    choices: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Named:
+    """The run that a command names: its record, what is typed besides, and the settings that its place decides."""
+
+    typed: Sequence[str]
+    record: RunRecord | None = None
+    decided: Mapping[str, Any] = field(default_factory=dict)
+
+
+def named(command: str, typed: Sequence[str]) -> Named:
+    """Return the run that `resume=` or `checkpoint=` names, without a record if there is none. UserError if it cannot
+    be continued or evaluated."""
+    if command == "train" and value_of("resume", typed) not in (None, "null"):
+        return _to_resume(typed)
+    if command == "eval" and value_of("checkpoint", typed) not in (None, "null"):
+        return _to_evaluate(typed)
+    return Named(typed)
+
+
+def _to_resume(typed: Sequence[str]) -> Named:
     place, run_dir = value_of("resume", typed), value_of("hydra.run.dir", typed)
-    if place in (None, "null", "sweep"):
-        return list(typed)
-    if multirun:
-        raise UserError(f"resume={place} continues one run: leave out -m, and name the folder of a sweep's job")
     if place == HERE:
         if run_dir is None:
             raise UserError("resume=here continues the run in hydra.run.dir=<folder>: name one")
         if (begun := begun_as(Path(run_dir))) is None:
-            return [word for word in typed if key_of(word) not in OF_A_RESUME]
+            return Named([word for word in typed if key_of(word) not in OF_A_RESUME])
         place = run_dir  # what the run began with may have been changed since, for more steps
         typed = [word for word in typed if word not in begun.overrides]
     elif run_dir is not None:
         raise UserError(f"resume={place} continues in the folder of that run: leave out hydra.run.dir={run_dir}")
-    folder = resolve_run(place)
+    folder = resolve_run(str(place))
     if place == "auto":
         to_stderr(f"resume=auto continues {plain(folder)}")
     run = folder if step_of(folder.name) is None else folder.parent.parent
@@ -53,39 +77,14 @@ def words_to_resume(typed: Sequence[str], multirun: bool) -> list[str]:
         found = f"no {RUN}" if record is None else f"a run of grpo {record.command}"
         raise UserError(f"resume={place} needs a training's folder, and {run} has {found}: name another one")
     others = [word for word in typed if key_of(word) not in ("resume", "hydra.run.dir")]
-    place_words = [word.lstrip("+") for word in overrides({"resume": str(folder), "hydra.run.dir": str(run)})]
-    return [*_choices(record, typed, "train"), *_added(record, others), *place_words]
+    return Named(others, record, {"resume": str(folder), "run_dir": str(run.absolute())})
 
 
-def words_to_evaluate(words: Sequence[str]) -> list[str]:
-    """Return the words of `grpo eval checkpoint=...` with its newest good weights, and the choices of their run."""
-    place = value_of("checkpoint", words)
-    if place in (None, "null"):
-        return list(words)
-    weights = _weights(str(place))
-    record = _record_of(weights)
-    others = [word for word in words if key_of(word) != "checkpoint"]
-    last = [word.lstrip("+") for word in overrides({"checkpoint": str(weights)})]
-    return [*others, *last] if record is None else [*_choices(record, words, "eval"), *_added(record, others), *last]
-
-
-def _choices(record: RunRecord, typed: Sequence[str], command: str) -> list[str]:
-    """Return the recorded choices as words, but for those that are typed or are no choices of ours."""
-    recorded = {group: record.choices.get(group) for group in groups_of(command)}
-    keys = {key_of(word) for word in typed}
-    return [f"{group}={one}" for group, one in recorded.items() if group not in keys and one in choices(group)]
-
-
-def _added(record: RunRecord, typed: Sequence[str]) -> list[str]:
-    """Return the typed words so that Hydra takes keys which only the run has."""
-    known = leaves("", dict(record.config))
-    return [f"++{word}" if key_of(word) in known and word[0] not in "+~" else word for word in typed]
-
-
-def _weights(place: str) -> Path:
+def _to_evaluate(typed: Sequence[str]) -> Named:
     from grpo_cli.model.adapters import has_adapters
 
-    folder = Path(place).expanduser()
+    place = value_of("checkpoint", typed)
+    folder = Path(str(place)).expanduser()
     if not folder.is_dir():
         raise UserError(f"checkpoint={place} is not a folder; give a run folder, a checkpoint or a Hugging Face folder")
     found = find_checkpoint(folder)
@@ -93,36 +92,16 @@ def _weights(place: str) -> Path:
         to_stderr(f"passed over {reason}")
     if found.path is None and (found.skipped or not ((folder / "config.json").is_file() or has_adapters(folder))):
         raise UserError(f"checkpoint={place} holds no complete checkpoint; give another run folder or checkpoint")
-    return (found.path or folder).resolve()
+    weights = (found.path or folder).resolve()
+    run = None if step_of(weights.name) is None else weights.parent.parent
+    record = None if run is None else read_record(run)
+    if run is not None and record is None and value_of("task", typed) is None:
+        raise UserError(f"{run} has no {RUN} that names the task of checkpoint={weights}: type task=")
+    decided = {"checkpoint": str(weights), **of_the_weights(weights, record)}
+    return Named([word for word in typed if key_of(word) != "checkpoint"], record, decided)
 
 
-def _record_of(weights: Path) -> RunRecord | None:
-    return None if step_of(weights.name) is None else read_record(weights.parent.parent)
-
-
-def with_recorded(command: str, cfg: DictConfig) -> DictConfig:
-    """Return the composed settings of a command, with those of the run that it names below the typed ones. UserError if
-    there are none, or if they name code of others (`config.trust`)."""
-    typed = list(HydraConfig.get().overrides.task)
-    if command == "train" and cfg.resume is not None:
-        record = read_record(Path(cfg.run_dir))
-        return cfg if record is None else merged(command, cfg, record, typed)
-    if command != "eval":
-        return cfg
-    keys = {key_of(word) for word in typed}
-    if cfg.checkpoint is None:
-        _evaluate_whole_file(cfg, None, keys)
-        return cfg
-    weights = Path(str(cfg.checkpoint))
-    record = _record_of(weights)
-    if record is None and step_of(weights.name) is not None and value_of("task", typed) is None:
-        raise UserError(f"{weights.parent.parent} has no {RUN} that names the task of checkpoint={weights}: type task=")
-    cfg = merged(command, cfg, record, typed, _of_the_weights(weights, record))
-    _evaluate_whole_file(cfg, record, keys)
-    return cfg
-
-
-def _of_the_weights(weights: Path, record: RunRecord | None) -> dict[str, Any]:
+def of_the_weights(weights: Path, record: RunRecord | None) -> dict[str, Any]:
     """Return the settings that name a checkpoint's weights."""
     from grpo_cli.model.adapters import BASE, base_of, has_adapters
 
@@ -135,77 +114,79 @@ def _of_the_weights(weights: Path, record: RunRecord | None) -> dict[str, Any]:
     return {"model.path": str(weights), "model.random_init": False, **ends}
 
 
-def merged(
-    command: str, cfg: DictConfig, record: RunRecord | None, typed: Sequence[str], last: Mapping[str, Any] = {}
-) -> DictConfig:
-    """Return recorded settings for which `cfg` has a place, over them `last`, over them the `typed` ones of `cfg`."""
-    result, composed = copy.deepcopy(cfg), leaves("", OmegaConf.to_container(cfg, resolve=False))
-    OmegaConf.set_struct(result, False)
-    groups, keys = groups_of(command), [key_of(word) for word in typed]
-    if record is not None:
-        chosen = {word.partition("=")[0]: word.partition("=")[2] for word in typed}
-        other = {group for group in groups if chosen.get(group) not in (None, record.choices.get(group))}
-        if "experiment" in other:
-            raise UserError(f"experiment={chosen['experiment']} is not what the run began with: type its settings")
-        try:
-            wanted = {str(key) for key in cfg} - other - {*_OF_THIS_COMMAND, "search"}
-            if lacking := sorted(wanted - record.config.keys()):
-                raise ValueError(f"{', '.join(lacking)} missing")
-            values = _taken(record, wanted, [key for key in keys if key not in groups], command)
-        except (OmegaConfBaseException, TypeError, ValueError) as error:
-            raise UserError(f"{record.source} does not hold the settings of a run ({plain(error)})") from error
-        for key, value in values.items():
-            if command == "train" or key in groups or key in composed:
-                OmegaConf.update(result, key, value, merge=False)
-    for key, value in last.items():
-        OmegaConf.update(result, key, value, merge=False)
-    for word, key in zip(typed, keys, strict=True):
-        if key in groups or key.startswith("hydra"):
-            continue
-        below = {name: value for name, value in composed.items() if f"{name}.".startswith(f"{key}.")}
-        OmegaConf.update(result, key, None, merge=False)
-        for name, value in below.items():
-            OmegaConf.update(result, name, value, merge=False)
-        if word.startswith("~"):
-            parent = OmegaConf.select(result, key.rpartition(".")[0]) if "." in key else result
-            del parent[key.rpartition(".")[2]]
-    return result
+def choices_of(record: RunRecord, command: str) -> list[str]:
+    """Return a record's choices as words, those of users' own folders left out."""
+    recorded = {group: record.choices.get(group) for group in groups_of(command)}
+    return [f"{group}={one}" for group, one in recorded.items() if one in choices(group)]
 
 
-def _taken(record: RunRecord, wanted: set[str], typed: Sequence[str], command: str) -> dict[str, Any]:
-    """Return a run's groups of parts, and its other settings by dotted key. UserError for what is foreign."""
+def over_recorded(command: Command, run: Named) -> Command:
+    """Return a composed command with the settings of the run that it names, over them what the run's place decides, and
+    over them what is typed. UserError for recorded settings that are incomplete or foreign (`config.trust`)."""
+    cfg, keys, made = command.cfg, {key_of(word) for word in run.typed}, command.choices
+    if run.record is not None:
+        groups = groups_of(command.name)
+        replaced = {group for group in groups if group in keys and made.get(group) != run.record.choices.get(group)}
+        if "experiment" in replaced:
+            raise UserError(f"experiment={made['experiment']} is not what the run began with: type its settings")
+        for key, value in _recorded(command, run.record, replaced, keys - {*groups}).items():
+            OmegaConf.update(cfg, key, value, merge=False)
+        made = {**made, **{group: one for group, one in run.record.choices.items() if group not in replaced}}
+    for key, value in run.decided.items():
+        OmegaConf.update(cfg, key, value, merge=False)
+    for override in OverridesParser.create().parse_overrides([*run.typed]):
+        key = override.key_or_group
+        if key in groups_of(command.name) or key.startswith("hydra"):
+            continue  # Hydra has composed it
+        if override.is_sweep_override():
+            raise UserError(f"{override.input_line} is a sweep: add -m")
+        if override.is_delete():
+            parent = OmegaConf.select(cfg, key.rpartition(".")[0]) if "." in key else cfg
+            if not OmegaConf.is_dict(parent):
+                raise UserError(f"{key} is no setting, so that there is nothing to delete")
+            parent.pop(key.rpartition(".")[2], None)
+        else:
+            OmegaConf.update(cfg, key, override.value(), merge=True)
+    if command.name == "eval":
+        _evaluate_whole_file(cfg, run.record, keys)
+    return replace(command, choices=made, typed=tuple(run.typed))
+
+
+def _recorded(command: Command, record: RunRecord, replaced: set[str], typed: set[str]) -> dict[str, Any]:
+    """Return the recorded settings to take: whole groups, and for an evaluation the settings that it has too."""
     assert record.source is not None, "it was read from a file"
-    folder = record.source.parent
-    values = {key: value for key, value in record.config.items() if key in wanted}
-    again = "if you trust it, type it on this command line"
-    refuse(
-        [
-            f"{key}={shown(value)} is not taken from {plain(folder)}; {again}"
-            for key, value in leaves("", values).items()
-            if not any(f"{key}.".startswith(f"{word}.") for word in typed) and is_foreign(key, value, folder)
-        ]
-    )
-    if command == "eval":  # has other settings to refer to
+    wanted = {str(key) for key in command.cfg} - replaced - {*_OF_THIS_COMMAND}
+    try:
+        if lacking := sorted(wanted - record.config.keys()):
+            raise ValueError(f"{', '.join(lacking)} missing")
         config: Any = OmegaConf.create(dict(record.config))
-        values = {key: _followed(value, config, key) for key, value in values.items()}
-    flat = [{key: value} if key in record.choices else leaves(key, value) for key, value in values.items()]
-    return {key: value for part in flat for key, value in part.items()}
+        plain_values = {key: value for key, value in record.config.items() if key in wanted}
+        refuse_foreign(leaves("", plain_values), sorted(typed), record.source.parent)
+        if command.name == "train":
+            others = record.config.keys() - replaced - {*_OF_THIS_COMMAND}
+            return {key: value for key, value in record.config.items() if key in others}
+        values = {key: _followed(value, config, key) for key, value in plain_values.items()}
+        known = leaves("", OmegaConf.to_container(command.cfg, resolve=False))
+        groups = {key: value for key, value in values.items() if key in groups_of("eval")}
+        rest = leaves("", {key: value for key, value in values.items() if key not in groups})
+        return groups | {key: value for key, value in rest.items() if key in known}
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        raise UserError(f"{record.source} does not hold the settings of a run ({plain(error)})") from error
 
 
 def _followed(value: Any, config: Any, key: str) -> Any:
-    """Return a recorded value with its references replaced by what they refer to."""
+    """Return a recorded value with its references replaced: an evaluation has other settings to refer to."""
     if isinstance(value, Mapping):
         return {name: _followed(item, config[key], name) for name, item in value.items()}
     return config[key] if isinstance(value, str) and re.search(r"(?<!\\)\$\{", value) else value
 
 
-def _evaluate_whole_file(cfg: DictConfig, record: RunRecord | None, typed: set[str]) -> None:
+def _evaluate_whole_file(cfg: Any, record: RunRecord | None, typed: set[str]) -> None:
     """Evaluate on all of a file that is typed, unless the run was trained on it."""
     of_the_run = None if record is None else leaves("", dict(record.config)).get("task.path")
     chosen = typed & {"task.eval_path", "task.eval_fraction", "task._target_"}
     if "task.path" in typed and not chosen and "eval_fraction" in cfg.task and cfg.task.path not in (None, of_the_run):
-        OmegaConf.update(cfg, "task.eval_path", None)
-        OmegaConf.update(cfg, "task.eval_fraction", 1.0)
+        cfg.task.eval_path, cfg.task.eval_fraction = None, 1.0
 
 
 def checkpoint_to_resume(settings: RunSettings, warn: Callable[[str], None]) -> Path | None:

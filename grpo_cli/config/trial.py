@@ -1,4 +1,4 @@
-"""Tries the rules of a run on one made-up group before its model is loaded, to find what they return wrong."""
+"""Tries the rules of a run on one synthetic group before its model is loaded, to find what they return wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from grpo_cli.support.errors import UserError, own_code_unless_ours
 from grpo_cli.support.facts import name_of
 from grpo_cli.types import EngineStats, Finish, LossOutput, Prompt, Request, Reward, Rollout, Verdict
 
-MOST_TRIED, ENOUGH = 4096, 1024  # rollouts of a problem; of a made-up step, if its groups are not larger
+MOST_TRIED, ENOUGH = 4096, 1024  # rollouts of a problem; of a synthetic step, if its groups are not larger
 
 
 def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
@@ -52,14 +52,14 @@ def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
 
 
 def _try_loss(loss: Any, batch: Any) -> None:
-    name, code = f"loss {name_of(getattr(loss, 'inner', loss))}", getattr(loss, "inner", loss)
+    name = f"loss {name_of(loss)}"
     logprobs = batch.sampler_logprobs.clone().requires_grad_()
-    with own_code_unless_ours(name, getattr(code, "func", code)):
+    with own_code_unless_ours(name, getattr(loss, "func", loss)):
         output: Any = loss(logprobs, batch, totals(batch, 1))
     if not isinstance(output, LossOutput) or output.loss.dim():
         raise UserError(f"{name} returned {output!r:.60}: return a LossOutput with a scalar")
     if not output.loss.isfinite() or not output.loss.requires_grad:
-        raise UserError(f"{name} is {output.loss.item()} for a made-up batch: return a finite loss with a gradient")
+        raise UserError(f"{name} is {output.loss.item()} for a synthetic batch: return a finite loss with a gradient")
 
 
 def _step(n: int, prompts: int) -> StepCollection:
@@ -69,12 +69,12 @@ def _step(n: int, prompts: int) -> StepCollection:
 
 
 class _MadeUp(Engine, Task, Curriculum):
-    """Engine, task and curriculum of a made-up step, whose every second answer is right."""
+    """Engine, task and curriculum of a synthetic step, whose every second answer is right."""
 
     reads_stop_strings = False
 
     def pick(self, step: int, count: int, without: Set[str]) -> Sequence[Prompt]:
-        return [Prompt(f"made-up-{len(without) + place}", (0,), "0") for place in range(count)]
+        return [Prompt(f"synthetic-{len(without) + place}", (0,), "0") for place in range(count)]
 
     def generate(self, requests: Sequence[Request], enough: Any = None) -> Iterator[Rollout]:
         return (Rollout(request, (0,), (-1.0,), Finish.EOS, 0) for request in requests)

@@ -14,12 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
 from grpo_cli.config.choices import choices, config_dir, shipped
+from grpo_cli.config.overrides import key_of
 from grpo_cli.support.errors import own_code, refuse
-from grpo_cli.support.formatting import plain
+from grpo_cli.support.formatting import plain, shown
 
 OWN = ("task.reward", "task.environment", "task.tools")  # settings that name a user's own code as module:name
-_OF_A_SWEEP = re.compile(r"hydra[./](launcher|sweeper)(\.(?!params\b)[a-z]\w*)*")
+_OF_A_SWEEP = re.compile(r"hydra[./](launcher|sweeper)(\.[a-z]\w*)?")
 # Where a run writes, whose answers it believes, and what it reveals of the environment.
 _TYPED_AGAIN = ("run_dir", "engine.address", "task.judge.key")
 # Files that are read, whose content reaches prompts, records and judges.
@@ -29,59 +33,50 @@ _OF_A_RUN = ("name", "group", "tags", "mode")  # settings of a logger that say n
 
 
 def taken(words: Sequence[str], typed: Sequence[str], folder: Path) -> list[str]:
-    """Return a recorded run's overrides that may be composed. UserError for those that have to be `typed`, as a whole
-    or with another value."""
-    refused, keys = not_taken(words, folder), {_key(word) for word in typed}
-    lacking = [word for word in refused if not {_key(word), _key(word).partition(".")[0]} & keys]
+    """Return a recorded sweep's overrides that may be composed. UserError for foreign ones that are not typed again."""
+    foreign = {word: _value(word) for word in words if is_foreign(key_of(word), _value(word), folder)}
+    refuse_foreign({key_of(word): value for word, value in foreign.items()}, list(map(key_of, typed)), folder)
+    return [word for word in words if word not in foreign or word in typed]
+
+
+def refuse_foreign(values: Mapping[str, Any], typed: Sequence[str], folder: Path) -> None:
+    """UserError for each recorded setting that is foreign, unless its key or a group above it is typed."""
     refuse(
-        [f"{plain(word)} is not taken from {folder}; if you trust it, type it on this command line" for word in lacking]
+        [
+            f"{key}={plain(shown(value))} is not taken from {plain(folder)}; if you trust it, type it again"
+            for key, value in values.items()
+            if not any(f"{key}.".startswith(f"{word}.") for word in typed) and is_foreign(key, value, folder)
+        ]
     )
-    return [word for word in words if word not in refused or word in typed]
 
 
-def not_taken(words: Sequence[str], folder: Path) -> list[str]:
-    """Return the overrides of the run in this folder that have to be typed again."""
-    return [word for word in words if _override_is_foreign(word, folder)]
-
-
-def _key(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0]
-
-
-def _override_is_foreign(word: str, folder: Path) -> bool:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.override_parser.types import ChoiceSweep
-    from hydra.errors import HydraException
-
+def _value(word: str) -> Any:
+    """Return the value of an override, the list of values of a sweep, or {"": word} for what cannot be read."""
+    parser = OverridesParser.create()
     try:
-        override = OverridesParser.create().parse_override(word)
+        override = parser.parse_override(word)
+        if override.package is not None:
+            return {"_package_": word}
+        if not override.is_sweep_override():
+            return override.value()
+        each = override.sweep_string_iterator() if override.is_choice_sweep() else ()
+        return [parser.parse_override(f"key={value}").value() for value in each]
     except HydraException:
-        return True
-    key, value = str(override.key_or_group), override.value()
-    if isinstance(value, ChoiceSweep):
-        value = [override._convert_value(item) for item in value.list]
-    elif override.is_sweep_override():  # a range of numbers, or a pattern of choices
-        value = None
-    of_hydra = re.split(r"[./]", key)[0] == "hydra"
-    if override.package is not None or (of_hydra and not _OF_A_SWEEP.fullmatch(key)):
-        return True
-    values = value if isinstance(value, list) else [value]
-    if "/" in key or (config_dir() / key).is_dir():  # a choice: a path would be another file's
-        return not all(item is None or re.fullmatch(r"\w[\w-]*", str(item)) for item in values)
-    if of_hydra:
-        return not all(item is None or isinstance(item, int | float) for item in values)
-    return is_foreign(key, value, folder)
+        return {"_unreadable_": word}
 
 
 def is_foreign(key: str, value: Any, folder: Path) -> bool:
-    """True if a setting of the run in `folder` names code of others, a file elsewhere or a place to send records or
-    replies to, or calls a resolver."""
+    """Return True if a setting of the run in `folder` names code of others, a file elsewhere or a place to send records
+    or replies to, or calls a resolver."""
     if isinstance(value, Mapping):
         return any(is_foreign(f"{key}.{name}", item, folder) for name, item in value.items())
     if isinstance(value, list):
         return any(is_foreign(key, item, folder) for item in value)
     (group, *inner), text = key.lstrip(".").split("."), str(value)
     name = inner[-1] if inner else group
+    if group.startswith("hydra") or (config_dir() / key).is_dir():  # a choice: a path would be another file's
+        may_be_set = not group.startswith("hydra") or _OF_A_SWEEP.fullmatch(key)
+        return not (may_be_set and re.fullmatch(r"\w[\w-]*|", text))
     if name == "_target_":
         ours = len(inner) == 1 and text in [shipped(group, choice).get(name) for choice in choices(group)]
         return not (ours or _is_here(*text.rpartition(".")[::2], folder))
@@ -102,7 +97,7 @@ def is_foreign(key: str, value: Any, folder: Path) -> bool:
 
 
 def _is_here(module: str, name: str, folder: Path) -> bool:
-    """True if a module of the current directory that did not come with the run defines this name. Imports it."""
+    """Return True if a module of the current directory that did not come with the run defines this name. Imports it."""
     top, here, run = module.partition(".")[0], Path.cwd().resolve(), folder.resolve()
     before = list(sys.path)
     sys.path.append(str(here))  # last, as when a part is built
@@ -119,16 +114,3 @@ def _is_here(module: str, name: str, folder: Path) -> bool:
     finally:
         sys.path[:] = before
     return False
-
-
-def without_resolvers(values: Any, found: dict[str, str], key: str = "") -> Any:
-    """Return a configuration with null in place of strings that call a resolver, such as `${oc.env:HOME}`, which are
-    added to `found` by key."""
-    if isinstance(values, Mapping):
-        return {k: without_resolvers(value, found, f"{key}.{k}" if key else str(k)) for k, value in values.items()}
-    if isinstance(values, list):
-        return [without_resolvers(item, found, key) for item in values]
-    if not (isinstance(values, str) and ":" in values.partition("${")[2]):
-        return values
-    found[key] = values
-    return None

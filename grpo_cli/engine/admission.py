@@ -1,4 +1,4 @@
-"""Which sequences run: at most so many at a time, in the scheduler's order, and no more than memory has room for."""
+"""Admission of sequences: at most so many at a time, in the scheduler's order, and no more than memory has room for."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from grpo_cli.engine.interfaces import Running, Scheduler, Waiting
-from grpo_cli.engine.kv.cache import BLOCK, PagedCache, blocks_for
+from grpo_cli.engine.kv_cache import BLOCK, PagedCache, blocks_for
+from grpo_cli.engine.scheduling import Running, Scheduler, Waiting
 from grpo_cli.engine.sequence import Sequence
 
 
@@ -77,11 +77,11 @@ class Admission:
         return entering
 
     def first(self, sequence: Sequence) -> None:
-        """A sequence that was preempted begins before all others."""
+        """Put a preempted sequence before all others."""
         self._chosen.insert(0, sequence)
 
     def go_on(self, sequence: Sequence) -> None:
-        """A sequence that was paused goes on, whatever waits."""
+        """Let a paused sequence go on, whatever waits."""
         self._back.append(sequence)
 
 
@@ -112,8 +112,8 @@ class Memory:
         return self.cache.free - max(0, self.reserve - self.paused_blocks)
 
     def length(self, sequence: Sequence, in_flight: int) -> int:
-        """The expected final length of a sequence, when all running ones have made `in_flight`. One that exceeds its
-        expected length is expected to continue for half the mean."""
+        """Return the expected final length of a sequence, when all running ones have made `in_flight`. A sequence that
+        exceeds it is expected to continue for half the mean."""
         mean = (self._tokens + in_flight) / self._ended
         expected = mean if sequence.predicted is None else self._prefix + sequence.predicted
         return min(self._most, max(round(expected), len(sequence.tokens) + max(1, round(mean / 2))))
@@ -175,7 +175,7 @@ class Headroom:
 
 
 def fullest(made: np.ndarray, lengths: np.ndarray) -> int:
-    """The most tokens held at a time by rows that have made `made` and end at `lengths`, one token per step.
+    """Return the most tokens held at a time by rows that have made `made` and end at `lengths`, one token per step.
 
     >>> fullest(np.array([0, 2]), np.array([4, 4]))  # in two steps 2 and 4, in four 4 and nothing
     6
@@ -187,6 +187,6 @@ def fullest(made: np.ndarray, lengths: np.ndarray) -> int:
 
 
 def youngest(running: Seq[Sequence]) -> Sequence:
-    """The sequence that loses least when it begins anew: the last of those that have made the fewest tokens."""
+    """Return the sequence that loses least when it begins again: the last of those that have made the fewest tokens."""
     assert len(running) > 1, "there is room for one sequence"
     return min(reversed(running), key=lambda sequence: sequence.made)

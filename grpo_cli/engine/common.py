@@ -1,4 +1,4 @@
-"""What all engines share: the check of requests, predicted lengths, state, and costs."""
+"""The base of all engines: the check of requests, predicted lengths, state, and costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from grpo_cli.engine.interfaces import Predictor, Scheduler
+from grpo_cli.engine.length_predictor import Predictor
+from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
@@ -23,14 +24,14 @@ class SequenceEngine:
     _stats = EngineStats()
 
     def stats(self) -> EngineStats:
-        """The cost of the last `generate`; complete once its iterator is exhausted."""
+        """Return the cost of the last `generate`; complete once its iterator is exhausted."""
         return self._stats
 
     def update_weights(self) -> None:
         """Nothing to do: the modules are the trainer's."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """For a checkpoint, so that a resumed run continues bit for bit."""
+        """Return what a resumed run continues from bit for bit."""
         return {"predictor": self._predictor.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -70,7 +71,7 @@ def check_context(requests: Iterable[Request], context: int, more: str = "") -> 
 
 @dataclass
 class Tally:
-    """What serving has cost so far. `row_steps` are decode steps of single sequences."""
+    """The cost of serving so far. `row_steps` are decode steps of single sequences."""
 
     slots: int
     steps: int = 0
@@ -82,3 +83,35 @@ class Tally:
         capacity = self.steps * self.slots
         busy = self.row_steps / capacity if capacity else 1.0
         return EngineStats(self.steps, self.generated, self.prefilled, self.slots, busy, kv_bytes, details)
+
+
+# Details that are summed (seconds too) and maximized; all others are averaged over decode steps.
+_SUMMED = {"engine/evictions", "engine/restarts", "engine/restarted_tokens", "engine/requests_again"}
+_LARGEST = {"engine/kv_held_bytes", "engine/eviction_note_bytes"}
+
+
+def together(parts: Seq[EngineStats]) -> EngineStats:
+    """Return the total of `parts`, of which there is at least one: of successive rounds, or of portions at workers."""
+    if len(parts) == 1:
+        return parts[0]
+    capacity = [part.decode_steps * part.slots for part in parts]
+    busy = sum(part.slot_utilisation * steps for part, steps in zip(parts, capacity, strict=True))
+    names = dict.fromkeys(name for part in parts for name in part.details)
+    return EngineStats(
+        decode_steps=sum(part.decode_steps for part in parts),
+        generated_tokens=sum(part.generated_tokens for part in parts),
+        prefill_tokens=sum(part.prefill_tokens for part in parts),
+        slots=max(part.slots for part in parts),
+        slot_utilisation=busy / sum(capacity) if sum(capacity) else 1.0,
+        kv_peak_bytes=max(part.kv_peak_bytes for part in parts),
+        details={name: _detail(name, [part for part in parts if name in part.details]) for name in names},
+    )
+
+
+def _detail(name: str, parts: Iterable[EngineStats]) -> float:
+    seen = [(part.details[name], max(1, part.decode_steps)) for part in parts]
+    if name in _SUMMED or name.endswith("_seconds"):
+        return sum(value for value, _ in seen)
+    if name in _LARGEST:
+        return max(value for value, _ in seen)
+    return sum(value * steps for value, steps in seen) / sum(steps for _, steps in seen)

@@ -11,7 +11,7 @@ from math import inf, nan
 import numpy as np
 from torch import Tensor
 
-from grpo_cli.engine.kv.cache import CachedPrompt
+from grpo_cli.engine.kv_cache import CachedPrompt
 from grpo_cli.types import ENVIRONMENT, Finish, Request, Rollout, Span
 
 Decode = Callable[[Seq[int]], str]
@@ -57,6 +57,7 @@ class Sequence:
     def __post_init__(self) -> None:
         sampling = self.request.sampling
         self.prompt_length, self.limit = len(self.request.prompt.token_ids), sampling.max_new_tokens
+        self._turn_limit = float(sampling.max_turn_tokens or inf)
         self._turn = -self.request.in_turn  # its turn's first token; negative if an earlier request made it
         # A token is at least a byte, so these hold the longest string; a decoder may drop the first one's space.
         self._tail = max((len(string.encode()) for string in sampling.stop), default=-1) + 1
@@ -74,13 +75,9 @@ class Sequence:
             self.finish = Finish.EOS
         elif self._tail and self._stops(decode):
             self.finish = Finish.STOP
-        elif len(self.tokens) >= self.limit or in_turns and len(self.tokens) - self._turn >= self._most_of_turn:
+        elif len(self.tokens) >= self.limit or in_turns and len(self.tokens) - self._turn >= self._turn_limit:
             self.finish = Finish.LENGTH
         return self.finish is not None
-
-    @property
-    def _most_of_turn(self) -> int | float:
-        return self.request.sampling.max_turn_tokens or inf
 
     def _stops(self, decode: Decode | None) -> bool:
         """True if the end of its turn contains a stop string."""
@@ -99,7 +96,7 @@ class Sequence:
         return len(self.tokens) + tokens < self.limit
 
     def read(self, answer: Seq[int]) -> None:
-        """Its turn was answered with these tokens, which it reads next."""
+        """Add the environment's answer to its turn, which it reads next."""
         start = len(self.tokens)
         self.tokens += answer
         self.logprobs += [nan] * len(answer)
@@ -107,7 +104,7 @@ class Sequence:
         self.given.append((start, self._turn))
 
     def rollout(self, finish: Finish | None = None) -> Rollout:
-        """The rollout of what it has made so far."""
+        """Return the rollout of what it has made so far."""
         spans, last = list[Span](), 0
         for start, end in self.given:
             spans += [Span(0, start - last)] * (start > last) + [Span(ENVIRONMENT, end - start)]

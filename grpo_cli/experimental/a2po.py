@@ -1,12 +1,12 @@
-"""A*-PO: one rollout a problem, regressed on its distance from a value that was estimated once, before training
+"""A*-PO: one rollout a prompt, regressed on its distance from a value that was estimated once, before training
 (arXiv 2505.20686; `A2POTrainer` of TRL's experimental trainers).
 
     V* = b1 log mean exp(r / b1), over answers of the model as it was at the start;  A = r - V*
     loss = mean over rollouts of (b2 sum over tokens of log(pi / pi_ref) - A)^2
 
 The answers are those of `advantage.answers`, the samples.jsonl that an evaluation wrote before training. The formulas,
-b1 = 0.5 and b2 = 1e-3 are as TRL's release has them; the paper could not be read. Ours: r is 1 for a solved problem and
-else 0, as the paper has rewards, whatever the reward's parts say; problems that no answer solved (V* = 0) are not left
+b1 = 0.5 and b2 = 1e-3 are as TRL's release has them; the paper could not be read. Ours: r is 1 for a solved prompt and
+else 0, as the paper has rewards, whatever the reward's parts say; prompts that no answer solved (V* = 0) are not left
 out; a row counts by the mean weight of its tokens, 1 without a correction; n is 2 or more.
 
 Not measured.
@@ -48,7 +48,7 @@ def value(share: float, beta: float) -> float:
 
 
 class Optimal:
-    """1 or 0 for solved or not, less the problem's optimal value by answers from before training (A*-PO)."""
+    """1 or 0 for solved or not, less the prompt's optimal value by answers from before training (A*-PO)."""
 
     divides = False
 
@@ -58,7 +58,7 @@ class Optimal:
         self._beta, self._file, self._shares = beta, answers, _shares_in(Path(answers).expanduser())
 
     def setup(self, runtime: Bench) -> None:
-        """UserError for a problem that the file does not know."""
+        """Raise UserError for a prompt that the file does not know."""
         for prompt in runtime.task.prompts("train"):
             if prompt.id not in self._shares:
                 raise UserError(
@@ -71,7 +71,7 @@ class Optimal:
 
 
 def _shares_in(file: Path) -> dict[str, float]:
-    """Return which share of its sampled answers solved each problem. UserError for another kind of file."""
+    """Return which share of its sampled answers solved each prompt. UserError for another kind of file."""
     found: dict[str, list[bool]] = {}
     try:
         with open(file, encoding="utf-8") as lines:

@@ -1,13 +1,13 @@
-"""ADHint (arXiv 2512.13095): the harder a problem is, the more of a worked solution its later replies begin with.
+"""ADHint (arXiv 2512.13095): the harder a prompt is, the more of a worked solution its later completions begin with.
 
     d = 1 - solved share of a first round, without hints
     w = clip(least + (most - least) d + noise N(0, 1), 0, most)
-    second round: replies that begin with the first floor(w L) tokens of the problem's solution of L tokens, given
-    advantage: r - mean of its own arm, which are the plain replies and those with a hint; given tokens have 0 where
+    second round: completions that begin with the first floor(w L) tokens of the prompt's solution of L tokens, given
+    advantage: r - mean of its own arm, which are the plain completions and those with a hint; given tokens have 0 where
     that is negative, so that a correct hint is never trained against
 
-Read from the paper's text. Ours: one w for all of a problem's second round, how many replies are in the first, and all
-numbers in the YAML. Left out: how the paper weighs its arms, and its modulation of given tokens by entropy.
+Read from the paper's text. Ours: one w for all of a prompt's second round, how many completions are in the first, and
+all numbers in the YAML. Left out: how the paper weighs its arms, and its modulation of given tokens by entropy.
 
 Measured: docs/studies.md (no difference from equal groups seen; worse than imitating the solutions).
 """
@@ -35,8 +35,8 @@ from grpo_cli.types import Group, ScoredGroup
 
 @dataclass
 class Hint:
-    """`plain` rollouts of each problem (None: half of n), then the others with a hint at the beginning of the reply.
-    With nothing of a solution they are plain as well. UserError for a task without solutions."""
+    """`plain` rollouts of each prompt (None: half of n), then the others with a hint at the beginning of the
+    completion. With nothing of a solution they are plain as well. UserError for a task without solutions."""
 
     plain: Count | None
     least: Share
@@ -80,7 +80,7 @@ def share(difficulty: float, least: float, most: float, noise: float = 0.0) -> f
 
 @facts(divides=False)
 def arms(group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, "K T"]:
-    """Reward minus the mean of its own arm; given tokens have none that is negative."""
+    """Return the reward minus the mean of its own arm; given tokens have none that is negative."""
     given = np.array([num_given(rollout) for rollout in group.rollouts])
     means = {arm: group.totals[(given > 0) == arm].mean() for arm in {bool(count) for count in given}}
     found = [group.totals[index] - means[bool(given[index])] for index in kept]

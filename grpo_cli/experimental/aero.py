@@ -1,17 +1,17 @@
-"""AERO: rollouts until a problem is solved once, wrong answers in proportion to right ones, and a baseline that leaves
+"""AERO: rollouts until a prompt is solved once, wrong answers in proportion to right ones, and a baseline that leaves
 no group without an advantage (Zhang et al., "Train Less, Learn More", arXiv 2602.14338).
 
-    collector:  n rollouts of each problem; while none is right, `more` at a time, until one is or there are `most`
+    collector:  n rollouts of each prompt; while none is right, `more` at a time, until one is or there are `most`
     downsample: all c right ones, min(w, k max(c, 1)) of the w wrong ones; beyond m, wrong ones are left out until half
                 of m is theirs, and then right ones
     advantage:  r - (a + c) / (a + b + N): c of N rollouts are right, Beta(a, b) is what was known before
 
 Read from the abstract and secondary sources, which do not give k, a, b, the first number of rollouts nor the bound:
-those in the YAML files are ours. Ours too: who is left out beyond m, the k wrong answers that are kept of a problem
+those in the YAML files are ours. Ours too: who is left out beyond m, the k wrong answers that are kept of a prompt
 that was never solved, and that N may be the kept rollouts. Right is what is graded as right.
 
-All three look at right and wrong alone, so that a problem's expected gradient keeps the direction of its policy
-gradient (summed over tokens, with rewards of 0 and 1). What changes is how much the problem counts: where a group of
+All three look at right and wrong alone, so that a prompt's expected gradient keeps the direction of its policy
+gradient (summed over tokens, with rewards of 0 and 1). What changes is how much the prompt counts: where a group of
 fixed size is trained on whole, 1 - 1 / (a + b + N) times.
 
 Measured: docs/studies.md (the rule is as good as maximal variance and trains on fewer tokens; no gain seen
@@ -42,7 +42,7 @@ ROUNDING = 1e-6  # of a sum of weighted parts
 
 @facts(unequal=True)
 def aero(step: StepRollouts, *, more: Annotated[int, Field(ge=1)], most: int | None) -> list[ScoredGroup]:
-    """`n` rollouts of each problem, then `more` at a time of those that none has solved, until one does or there are
+    """`n` rollouts of each prompt, then `more` at a time of those that none has solved, until one does or there are
     `most` (None: 2n). Each further round waits for its slowest rollout. UserError if `most` is less than `n` or takes
     too many rounds."""
     most = 2 * step.n if most is None else most
@@ -76,7 +76,7 @@ def right_and_some_wrong(
     *,
     k: Annotated[float, Field(gt=0)],
 ) -> list[int]:
-    """All right answers and `k` times as many wrong ones, drawn at random; at most `keep`, often fewer.
+    """Return all right answers and `k` times as many wrong ones, sampled at random; at most `keep`, often fewer.
 
     Where they are more than `keep`, wrong ones are left out until half of `keep` is theirs, and then right ones.
     """
@@ -93,7 +93,7 @@ def right_and_some_wrong(
 
 
 def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    """What the weights of parts tell of rewards before there are any."""
+    """Yield why the weights of parts cannot give rewards from 0 to 1, if so."""
     weights = others.setting("task", "weights")
     named = weights.items() if isinstance(weights, Mapping) else ()
     given = {name: weight for name, weight in named if isinstance(weight, int | float)}
@@ -123,7 +123,7 @@ def beta(
 
 
 def _right(group: ScoredGroup, asked_by: str) -> Bool[np.ndarray, " G"]:
-    """Which answers are right. UserError where an answer is neither right nor wrong."""
+    """Return which answers are right. UserError where an answer is neither right nor wrong."""
     for rollout, reward in zip(group.rollouts, group.rewards, strict=True):
         if (grade := reward.parts.get(reward.answer_part, reward.total)) not in (0.0, 1.0):
             raise UserError(

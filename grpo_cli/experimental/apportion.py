@@ -1,4 +1,4 @@
-"""Distributes a number of rollouts among problems, by gains or in proportion, with exact sums."""
+"""Distributes a number of rollouts among prompts, by gains or in proportion, with exact sums."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 
 def hand_out(gains: Sequence[Sequence[float]], have: Sequence[int], budget: int, rng: np.random.Generator) -> list[int]:
-    """How many rollouts each problem has after `budget` more went, one by one, to the largest gains.
+    """Return how many rollouts each prompt has after `budget` more went, one by one, to the largest gains.
 
-    `gains[q][k]` is the gain of problem q's k-th rollout, up to the length of the list. A problem without any gets two
+    `gains[q][k]` is the gain of prompt q's k-th rollout, up to the length of the list. A prompt without any gets two
     at once, with the total gain `gains[q][2]`, or none. After that its gains must not rise, nor exceed half of it: then
     no other division has a larger total. Ties are broken at random. There has to be room for all, and a list for 3 or
-    more. O(budget log problems).
+    more. O(budget log prompts).
     """
     counts, turns = list(have), rng.permutation(len(gains)).tolist()
 
@@ -41,7 +41,7 @@ def hand_out(gains: Sequence[Sequence[float]], have: Sequence[int], budget: int,
 
 
 def _place_last(gains: Sequence[Sequence[float]], counts: list[int], turns: Sequence[int], newcomer: int) -> None:
-    """One rollout is left where two are needed: it goes to another problem, or to the newcomer together with one taken
+    """One rollout is left where two are needed: it goes to another prompt, or to the newcomer together with one taken
     from another."""
     begun = [problem for problem, count in enumerate(counts) if count]
     takers = [q for q in begun if counts[q] + 1 < len(gains[q])]
@@ -59,7 +59,7 @@ def _place_last(gains: Sequence[Sequence[float]], counts: list[int], turns: Sequ
 
 
 def in_proportion(shares: np.ndarray, total: int, least: int, rng: np.random.Generator) -> list[int]:
-    """Whole numbers of sum `total`, in proportion to the shares (above 0), none below `least`.
+    """Return whole numbers of sum `total`, in proportion to the shares (above 0), none below `least`.
 
     Those that would fall below `least` get it, and the others share the rest. What rounding down leaves goes to the
     largest remainders, with ties broken at random. `total` has to be at least `least` times their number.

@@ -1,17 +1,17 @@
 """ARRoL: rollouts that begin badly are given up (`collector=arrol`, arXiv 2603.24840).
 
-    n rollouts of each problem, up to `at` tokens; a head predicts of each that has not ended its chance p_i to be right
+    n rollouts of each prompt, up to `at` tokens; a head predicts of each that has not ended its chance p_i to be right
     s_i = keep (p_i share / p + (1 - p_i) (1 - share) / (1 - p)), at most 1;  p: the group's mean
-    each goes on with the chance s_i, at least 2 of a group being left, with the tokens that it would have had; the
+    each continues with the chance s_i, at least 2 of a group being left, with the tokens that it would have had; the
     others reach neither the judge nor the update
 
-so that of a group about `keep` go on, of which about `share` are right. Where p = share this is `keep` for all: what is
-balanced already is pruned at random.
+so that of a group about `keep` continue, of which about `share` are right. Where p = share this is `keep` for all: what
+is balanced already is pruned at random.
 
 The head is learnt online, from what passed `at` and was judged. Ours: the formula of s_i (of the paper's own too little
 could be read), the ridge in place of a logistic head, and its calibration by the share of right ones in each tenth of
 its scores. What is left is not reweighed by 1 / s_i, so the gradient leans to balanced groups; rewards, lengths and
-groups in the record, and what curricula know of problems, are those of what is left. `rule=random` prunes as many
+groups in the record, and what curricula know of prompts, are those of what is left. `rule=random` prunes as many
 without looking, as a control. No predictor of lengths learns from such rounds.
 
 Measured: docs/studies.md.
@@ -35,7 +35,7 @@ from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Count, OneOf, Share
 from grpo_cli.types import Group, ScoredGroup
 
-LEAST = 2  # rollouts of a problem; one has nothing to be compared with
+LEAST = 2  # rollouts of a prompt; one has nothing to be compared with
 BINS = 10  # of scores, in each of which the share of right ones is counted
 TINY = 1e-12
 
@@ -111,8 +111,8 @@ class Arrol(Probing):
         return scores
 
     def _calibrated(self, scores: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-        """The share of right ones among earlier rollouts whose score was in the same tenth, one more of the tenth's own
-        middle among them."""
+        """Return the share of right ones among earlier rollouts whose score was in the same tenth, one more of the
+        tenth's own middle among them."""
         said, right = (
             np.concatenate([getattr(s, name) for s in self._probe.steps]) for name in ("predicted", "targets")
         )
@@ -167,8 +167,8 @@ def _bin(scores: Float[np.ndarray, " N"]) -> Any:
 
 
 def drawn(chances: Float[np.ndarray, " G"], u: Float[np.ndarray, " G"], least: int) -> Any:
-    """Which are kept, each with its chance (`u` is uniform in [0, 1)); at least `least`, if there are so many: then of
-    the others those with the greatest chances.
+    """Choose which are kept, each with its chance (`u` is uniform in [0, 1)); at least `least`, if there are so many:
+    then of the others those with the greatest chances.
 
     >>> drawn(np.array([0.9, 0.2, 0.5]), np.array([0.95, 0.1, 0.7]), 2).tolist()
     [True, True, False]
@@ -180,7 +180,8 @@ def drawn(chances: Float[np.ndarray, " G"], u: Float[np.ndarray, " G"], least: i
 
 
 def auc(scores: Float[np.ndarray, " N"], right: Float[np.ndarray, " N"]) -> float | None:
-    """The chance that a right one scores higher than a wrong one, half for equal scores. None without both kinds."""
+    """Compute the chance that a right one scores higher than a wrong one, half for equal scores. None without both
+    kinds."""
     known = ~np.isnan(scores)
     good, bad = scores[known & (right > 0)], scores[known & (right == 0)]
     if not len(good) or not len(bad):

@@ -1,4 +1,4 @@
-"""DARS, a null result here: a second round of rollouts for problems that were hard in the first (arXiv 2508.13755).
+"""DARS, a null result here: a second round of rollouts for prompts that were hard in the first (arXiv 2508.13755).
 
     with p = max(solved, 1/2) / n < 1/2, and w = 1 (equal) or 2 (1 - p) (hard):
     rollouts = ceil(w n / S), at most `most`;  S = 4 p (1 - p), or 2 sqrt(p (1 - p)) with divided advantages
@@ -25,7 +25,7 @@ from grpo_cli.types import ScoredGroup
 
 
 def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    """A custom advantage is not checked unless it declares whether it divides."""
+    """Yield why the advantage does not fit `divided`, if so; of a custom one only if it declares that it divides."""
     divides, divided = others.says("advantage", "divides"), own.get("divided")
     if isinstance(divided, bool) and divides not in (None, divided):
         does, other = ("divides", "dr_grpo") if divides else ("does not divide", "grpo")
@@ -39,11 +39,11 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
 @facts(goes_with=_goes_with)
 @dataclass(frozen=True)
 class Dars:
-    """`n` rollouts of each problem, then more of those that fewer than half of them solved (DARS, arXiv 2508.13755).
+    """`n` rollouts of each prompt, then more of those that fewer than half of them solved (DARS, arXiv 2508.13755).
 
     A group's advantages add up, without their signs, to less the rarer its right answers are; more rollouts make up
     for that (see `missing`). Of what the second round would be, `cap_rollouts` leaves as much as keeps a step at so
-    many rollouts. A problem that stays unsolved, or was solved by all, still teaches nothing.
+    many rollouts. A prompt that stays unsolved, or was solved by all, still teaches nothing.
     """
 
     most: int
@@ -68,7 +68,7 @@ class Dars:
 
 
 def missing(solved: int, size: int, most: int, weighting: str, divided: bool) -> int:
-    """How many rollouts a group of `size` lacks, so that it has at most `most`.
+    """Return how many rollouts a group of `size` lacks, so that it has at most `most`.
 
     With p the solved share, a rollout adds S = 2p(1-p) to the sum of the advantages without their signs (undivided), or
     S = 2 sqrt(p(1-p)) (divided by the deviation), which is largest at p = 1/2, where a group has size * S in all.
@@ -102,7 +102,7 @@ def _check(most: int, cap_rollouts: int | None, n: int, first: int) -> None:
 
 
 def _within(more: Sequence[int], room: int, rng: np.random.Generator) -> list[int]:
-    """The same counts, or in proportion smaller ones of sum `room`."""
+    """Return the same counts, or in proportion smaller ones of sum `room`."""
     if sum(more) <= room:
         return list(more)
     wanted = np.array(more, dtype=np.float64)

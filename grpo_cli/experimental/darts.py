@@ -5,7 +5,7 @@
 
 Read from the abstract and secondary sources: that trajectories are chosen from a redundant set so that the policy's
 distribution moves to conciseness and certainty. Not recovered, and so not here: how the paper samples from both ends of
-the lengths, and how many redundant rollouts each problem gets. The order above is ours, as is `shortest` for its name
+the lengths, and how many redundant rollouts each prompt gets. The order above is ours, as is `shortest` for its name
 (`collector=dars` is another paper).
 
 It chooses without a look at rewards, but length tells of them: the gradient is that of a policy that ends sooner.
@@ -21,13 +21,13 @@ from grpo_cli.types import Rollout, ScoredGroup
 
 
 def shortest(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
-    """The shortest, without what an environment said; of equal length the likeliest per token; then any of them."""
+    """Return the rollouts with the fewest sampled tokens; of equal length the likeliest per token; then any of them."""
     by = [(rollout.num_drawn, -_mean_logprob(rollout)) for rollout in group.rollouts]
     return sorted(rng.permutation(len(by)).tolist(), key=by.__getitem__)[:keep]
 
 
 def _mean_logprob(rollout: Rollout) -> float:
-    """Of the tokens that were drawn; 0 without any."""
+    """Return the mean over sampled tokens; 0 without any."""
     said = np.array(rollout.sampler_logprobs)
     drawn = said[~np.isnan(said)]
     return float(drawn.mean()) if len(drawn) else 0.0

@@ -1,16 +1,17 @@
-"""DORA: replies that grow as a tree, with the next ones shared out among directions (`search=dora`, arXiv 2506.15707).
+"""DORA: completions that grow as a tree, with the next ones shared out among directions (`search=dora`, arXiv
+2506.15707).
 
-    grow      each unfinished reply by at most `every` tokens
+    grow      each unfinished completion by at most `every` tokens
     count     n_i = ceil(n softmax(q / T)_i) of the n places that are left, from the best down (REBASE, arXiv
               2408.00724); those that get none leave
     share     n_i = round(n s_i), s_i ~ softmax(q / T)_i u_i;  u_i: the i-th diagonal element of softmax(cos / 0.01) by
-              rows, so that k replies in one direction have about 1/k each
+              rows, so that k completions in one direction have about 1/k each
     answer    when all have ended, the one with the largest sum of q
 
 The paper has a process reward model and an embedding model. Ours, in their place: q, the geometric mean of the tokens'
-probabilities so far, and the mean of the last layer's states over the reply. Ours, too: steps of equal length; one T;
-that rounding gives out no more than n places, the largest shares first; and the likeliest reply where no answer is
-read. The order of the counts, and 0.01, are the released code's, which does not run (a name in it is not defined).
+probabilities so far, and the mean of the last layer's states over the completion. Ours, too: steps of equal length; one
+T; that rounding gives out no more than n places, the largest shares first; and the likeliest completion where no answer
+is read. The order of the counts, and 0.01, are the released code's, which does not run (a name in it is not defined).
 
 Measured: docs/studies.md.
 """
@@ -40,7 +41,7 @@ Temperature = Annotated[float, Field(gt=0)]
 
 
 class Leaf(NamedTuple):
-    """An unfinished reply, and its path: the places, from the root on, of the leaves that it has grown from."""
+    """An unfinished completion, and its path: the places, from the root on, of the leaves that it has grown from."""
 
     reply: Rollout
     path: tuple[int, ...]
@@ -50,14 +51,14 @@ class Leaf(NamedTuple):
         return exp(mean_logprob(self.reply))
 
 
-# How many replies go on from each leaf, by their directions, of so many places.
+# How many completions continue from each leaf, by their directions, of so many places.
 SharesOut = Callable[[Sequence[Leaf], Float[np.ndarray, "L H"], int], Sequence[int]]
 
 
 @facts(goes_with=goes_with)
 @dataclass(frozen=True, kw_only=True)
 class Dora(SearchMethod):
-    """A tree of `width` replies, which goes on where replies are likely and their directions rare."""
+    """A tree of `width` completions, which continues where completions are likely and their directions rare."""
 
     width: Width
     temperature: Temperature
@@ -71,7 +72,7 @@ class Dora(SearchMethod):
 
 
 def grown(searching: Searching, width: int, every: int, counts: SharesOut) -> list[list[Rollout]]:
-    """`width` whole replies to each problem, fewer where `counts` gives out less than there is."""
+    """Return `width` whole completions of each prompt, fewer where `counts` gives out less than there is."""
     begun = searching.begin(width)
     trees = [[Leaf(one, ()) for one in row] for row in begun]
     ended: list[list[Rollout]] = [[] for _ in begun]
@@ -90,7 +91,7 @@ def grown(searching: Searching, width: int, every: int, counts: SharesOut) -> li
             free = [one.request for one in begun[number] if one.request.sample not in taken]
             again = counts(tree, own, len(free)) if tree else []
             copies = [leaf for leaf, count in zip(tree, again, strict=True) for _ in range(count)]
-            # Each goes on with the random stream of the place that it takes.
+            # Each continues with the random stream of the place that it takes.
             trees[number] = [
                 Leaf(replace(one.reply, request=request), (*one.path, one.reply.request.sample))
                 for one, request in zip(copies, free, strict=False)
@@ -99,7 +100,7 @@ def grown(searching: Searching, width: int, every: int, counts: SharesOut) -> li
 
 
 def rebase(scores: Sequence[float], places: int, temperature: float) -> list[int]:
-    """How many places each has, from the best down, rounded up while there are any."""
+    """Return how many places each has, from the best down, rounded up while there are any."""
     shares, counts = softmax(np.array(scores) / temperature), [0] * len(scores)
     for i in np.argsort(-shares, kind="stable"):
         counts[i] = min(ceil(places * shares[i]), places - sum(counts))
@@ -107,7 +108,7 @@ def rebase(scores: Sequence[float], places: int, temperature: float) -> list[int
 
 
 def shared_out(scores: Sequence[float], cos: Float[np.ndarray, "L L"], places: int, temperature: float) -> list[int]:
-    """Of those that REBASE gives any, how many each has by its score and by how few others go its way."""
+    """Return how many places each of REBASE's has, by its score and by how few others go its way."""
     left = np.flatnonzero(rebase(scores, places, temperature))
     alone = np.diagonal(softmax(cos[np.ix_(left, left)] / SHARPNESS))
     shares = softmax(np.array(scores)[left] / temperature) * alone
@@ -119,19 +120,19 @@ def shared_out(scores: Sequence[float], cos: Float[np.ndarray, "L L"], places: i
 
 
 def softmax(values: Float[np.ndarray, "*N"]) -> Float[np.ndarray, "*N"]:
-    """Over the last axis."""
+    """Compute the softmax over the last axis."""
     powers: np.ndarray = np.exp(values - values.max(axis=-1, keepdims=True))
     return powers / powers.sum(axis=-1, keepdims=True)
 
 
 def cosines(states: Float[np.ndarray, "L H"]) -> Float[np.ndarray, "L L"]:
-    """Of each row and each other; of a row of zeros 0."""
+    """Compute the cosine of each row and each other; 0 for a row of zeros."""
     unit: np.ndarray = states / np.maximum(np.linalg.norm(states, axis=1, keepdims=True), TINY)
     return unit @ unit.T
 
 
 def voted(searching: Searching, replies: Sequence[Rollout]) -> Rollout:
-    """Return the first that gives the answer with the largest sum of scores; without one, the likeliest reply."""
+    """Return the first that gives the answer with the largest sum of scores; without one, the likeliest completion."""
     answers = [searching.answer(one) if searching.has_numbers else None for one in replies]
     votes = dict.fromkeys((answer for answer in answers if answer is not None), 0.0)
     for answer, one in zip(answers, replies, strict=True):

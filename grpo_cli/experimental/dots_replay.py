@@ -1,8 +1,8 @@
 """DOTS' replay: groups of earlier steps take the place of some new ones (`collector=fifo`; arXiv 2506.05316).
 
-    new problems = max(ceil(fresh * prompts), prompts - stored groups);  the others are stored groups, drawn uniformly
+    new prompts = max(ceil(fresh * prompts), prompts - stored groups);  the others are stored groups, sampled uniformly
 
-Left out: the adaptive choice of problems, which is `curriculum=target`, and DART-GUI's rescue of failed groups. The
+Left out: the adaptive choice of prompts, which is `curriculum=target`, and DART-GUI's rescue of failed groups. The
 paper's loss is correction=decoupled; optim.ess=sqrt is the companion where updates are large.
 
 Measured: docs/studies.md (accuracy was lower).
@@ -24,9 +24,9 @@ from grpo_cli.types import ScoredGroup
 
 
 class GroupStore(HoldsGroups):
-    """A share of the step's problems is new, and stored groups take the place of the others; too few are filled up.
+    """A share of the step's prompts is new, and stored groups take the place of the others; too few are filled up.
 
-    A group is stored unless all its rewards are equal: the newest of each problem, and the oldest go beyond `capacity`.
+    A group is stored unless all its rewards are equal: the newest of each prompt, and the oldest go beyond `capacity`.
     It keeps its log-probabilities and rewards. One whose oldest token is of weights more than `max_lag` updates ago is
     dropped.
     """
@@ -56,6 +56,6 @@ class GroupStore(HoldsGroups):
 
 
 def oldest(group: ScoredGroup) -> int:
-    """Return which weights drew the group's oldest token."""
+    """Return which weights sampled the group's oldest token."""
     drawn: Sequence[int] = [span.version for one in group.rollouts for span in one.spans if span.version >= 0]
     return min(drawn, default=0)

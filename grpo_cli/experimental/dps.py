@@ -1,4 +1,4 @@
-"""DPS, no difference from plain epochs seen here: problems that are predicted to be solved by some of their rollouts
+"""DPS, no difference from plain epochs seen here: prompts that are predicted to be solved by some of their rollouts
 and not by others, which alone teach (arXiv 2603.10887).
 
     T[s', s] = C[s', s] / sum_s' C[s', s];  P(next) = T P(now);  the highest P(next = mixed) are chosen
@@ -32,8 +32,8 @@ DIGITS = 9  # chances that agree to so many are a tie: what they differ by is ro
 class DynamicsPredictive:
     """The candidates most likely to be mixed (dynamics-predictive sampling, arXiv 2603.10887).
 
-    Each problem is a chain of three states: at a visit none of its rollouts solves it, some do, or all. Of every
-    problem that was visited it keeps how often each state came after each (`counts`, a chain's prior included and older
+    Each prompt is a chain of three states: at a visit none of its rollouts solves it, some do, or all. Of every
+    prompt that was visited it keeps how often each state came after each (`counts`, a chain's prior included and older
     ones decayed), the chances of the states at the last visit or look (`before`), and those at the next one
     (`chances`); all float64. A candidate that no rollout was made of moves on by its own prediction. One whose rollouts
     end in a later step is learnt from then; that it is under way is known by its not being asked for (`without`).
@@ -54,10 +54,10 @@ class DynamicsPredictive:
         require_revisits("dps", len(prompts), per_step, steps, history)
         self._prompts, self._seed, self._decay, self._prior = prompts, seed, decay, prior
         self._candidates = CandidateOrder(prompts, per_step, seed, pool)
-        # Counts, before and chances as rows of one array, which is replaced and never changed; no problem's look moves
+        # Counts, before and chances as rows of one array, which is replaced and never changed; no prompt's look moves
         # what is not there, so that those that were never visited need none.
         self._unseen = np.concatenate([np.full((3, 3), prior), np.full((2, 3), 1 / 3)])
-        self._beliefs = dict[int, tuple[str, np.ndarray]]()  # by place in the task, with the problem's id
+        self._beliefs = dict[int, tuple[str, np.ndarray]]()  # by place in the task, with the prompt's id
         self._step, self._looked_at = -1, dict[int, None]()  # of the step that is being made
         self._picked = dict[str, int]()  # and not learnt from yet
 
@@ -88,7 +88,7 @@ class DynamicsPredictive:
         return {"curriculum/predicted_mixed": float(predicted.mean()), "curriculum/hit": sum(hits) / len(hits)}
 
     def _move_on(self, names: Mapping[int, str], found: Float[np.ndarray, "Q 3"]) -> None:
-        """Learn that the problems at these places are in the states `found`, and how they may have come there."""
+        """Learn that the prompts at these places are in the states `found`, and how they may have come there."""
         beliefs = self._of([*names])
         ways = found[:, :, None] * beliefs[:, BEFORE][:, None, :] * _chain(beliefs[:, :3])
         self._keep(names, self._decayed(beliefs) + ways / ways.sum((1, 2), keepdims=True), found)

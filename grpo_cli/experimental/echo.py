@@ -1,6 +1,6 @@
-"""ECHO (arXiv 2602.02150): replies whose ends are certain move less (`loss=echo`).
+"""ECHO (arXiv 2602.02150): completions whose ends are certain move less (`loss=echo`).
 
-    PPO's clip with eps_i = least + (most - least) sigmoid(slope (1 - mean of the last C_t of reply i))
+    PPO's clip with eps_i = least + (most - least) sigmoid(slope (1 - mean of the last C_t of completion i))
 
 C_t is the probability of token t under the policy before the step. Constants and formulas are the official release's.
 Of the paper are left out the weights of uncertain tokens (they wait for advantages per token), the tree of branching
@@ -26,8 +26,8 @@ from grpo_cli.types import Batch, LossOutput, Totals
 
 @dataclass(frozen=True)
 class Echo(Clipped):
-    """GRPO, but that a reply's ratios may be `clip_low` (the least) to `clip_high` (the most) away from 1, either way:
-    the less, the more certain the old policy was of its last `tail` tokens (ECHO, arXiv 2602.02150)."""
+    """GRPO, but that a completion's ratios may be `clip_low` (the least) to `clip_high` (the most) away from 1, either
+    way: the less, the more certain the old policy was of its last `tail` tokens (ECHO, arXiv 2602.02150)."""
 
     slope: Annotated[float, Field(ge=0)]
     tail: Count

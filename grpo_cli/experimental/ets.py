@@ -1,16 +1,16 @@
-"""ETS: of a tree of replies only that part goes on which is worth its nodes (`search=ets`, arXiv 2502.13575).
+"""ETS: of a tree of completions only that part continues which is worth its nodes (`search=ets`, arXiv 2502.13575).
 
-    grow      each unfinished reply by at most `every` tokens: a node of the tree
+    grow      each unfinished completion by at most `every` tokens: a node of the tree
     choose    leaves S with the largest  sum over S of o_i - cost (nodes kept for S) / (nodes)
               + diversity (clusters in S) / (clusters);  o: REBASE's counts, over their sum
     count     n_i = ceil(n softmax(q / T)_i) over S, from the best down (REBASE, arXiv 2408.00724)
     answer    when all have ended, the one with the largest sum of q
 
-Nodes are the steps from the problem, itself one, to the leaves. Clusters are of the leaves' directions, by average
+Nodes are the steps from the prompt, itself one, to the leaves. Clusters are of the leaves' directions, by average
 linkage up to a cosine distance of 0.05. The paper solves a linear program; here the choice is exact as well, by branch
 and bound, for which there are at most 20 leaves. Ours: that; and q, the directions, the equal steps and the answer, as
 `search=dora` has them in place of a process reward model and an embedding model. In the paper kept nodes share keys and
-values; here a reply's beginning is read again at each step, so that what is cut saves tokens alone.
+values; here a completion's beginning is read again at each step, so that what is cut saves tokens alone.
 
 Measured: docs/studies.md.
 """
@@ -43,7 +43,7 @@ Width = Annotated[int, Field(ge=1, le=20)]
 @facts(goes_with=goes_with)
 @dataclass(frozen=True, kw_only=True)
 class Ets(SearchMethod):
-    """A tree of `width` replies, of which branches are cut that cost more than they are worth."""
+    """A tree of `width` completions, of which branches are cut that cost more than they are worth."""
 
     width: Width
     cost: Weight
@@ -68,7 +68,7 @@ class Ets(SearchMethod):
 def chosen(
     worth: Sequence[float], paths: Sequence[Path], labels: Sequence[int], cost: float, diversity: float
 ) -> tuple[list[int], float]:
-    """The leaves that go on, at least one, and what they are worth together.
+    """The leaves that continue, at least one, and what they are worth together.
 
     `paths` are of the leaves' parents, from the root. A leaf is a node of its own.
     """

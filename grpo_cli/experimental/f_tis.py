@@ -32,9 +32,9 @@ Positive = Annotated[float | int | None, Field(gt=0)]
 
 @dataclass(frozen=True)
 class Gated:
-    """What a rollout is left out by is its estimated KL(policy || sampler); `gate` null: none is. One that is left out
-    counts in the divisors and in its group's statistics. The estimator is ours: the paper's was not available. This one
-    is unbiased for tokens of the sampler, and never negative."""
+    """A correction that leaves out rollouts by their estimated KL(policy || sampler); `gate` null: none. What it leaves
+    out counts in the divisors and in its group's statistics. The estimator is ours: the paper's was not available. This
+    one is unbiased for tokens of the sampler, and never negative."""
 
     is_threshold: Positive
     gate: Positive
@@ -46,7 +46,7 @@ class Gated:
     count_rejected = True
 
     def __call__(self, batch: Batch, policy_logprobs: Float[Tensor, "N"]) -> Verdict:
-        """As `Correct`, with `mismatch/gated`: the share of the answered rows that are left out."""
+        """Correct as `Correct` does, with `mismatch/gated`: the share of rows with sampled tokens that are left out."""
         log_ratio, mask = log_sparsity_ratio(batch, policy_logprobs), batch.drawn_mask
         bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         # The estimate of KL(policy || sampler) from tokens of the sampler: the sum of xi log xi - xi + 1.

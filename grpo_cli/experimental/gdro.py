@@ -1,10 +1,10 @@
-"""GDRO (arXiv 2601.19280): problems weigh by how often those of their difficulty fail (Prompt-GDRO, `advantage=gdro`),
+"""GDRO (arXiv 2601.19280): prompts weigh by how often those of their difficulty fail (Prompt-GDRO, `advantage=gdro`),
 and get rollouts by the deviation of their outcomes (Rollout-GDRO, `collector=sqrt`).
 
-    gdro    score_b <- (1 - beta) score_b + beta (mean failure share in b) / (share of the step's problems in b)
+    gdro    score_b <- (1 - beta) score_b + beta (mean failure share in b) / (share of the step's prompts in b)
             w = (1 - gamma) softmax(eta score)_b + gamma / bins;  A = w / (mean w of the step before) A_grpo, the
             factor at most `cap`
-    sqrt    rollouts ~ max(sqrt(p (1 - p)), floor), at least `least`, n per problem on average
+    sqrt    rollouts ~ max(sqrt(p (1 - p)), floor), at least `least`, n per prompt on average
 
 The square root is what the theory of Rollout-GDRO comes to: with a fixed number of rollouts, the variance of a step's
 gradient is least in this proportion. The paper itself learns its allocation with a bandit whose fixed point this is.
@@ -35,10 +35,10 @@ from grpo_cli.types import ScoredGroup
 
 
 class PromptGdro:
-    """`grpo` times a weight of the problem's bin by solved share, the larger the more often the bin fails.
+    """`grpo` times a weight of the prompt's bin by solved share, the larger the more often the bin fails.
 
-    A problem's rate is the mean share of rollouts that solved it in its last `window` visits. It leaves its bin only if
-    the rate is beyond an edge by `hysteresis`. A bin without problems in a step has a failure term of 0.
+    A prompt's rate is the mean share of rollouts that solved it in its last `window` visits. It leaves its bin only if
+    the rate is beyond an edge by `hysteresis`. A bin without prompts in a step has a failure term of 0.
     """
 
     divides = True
@@ -61,8 +61,8 @@ class PromptGdro:
         self._hysteresis, self._window = hysteresis, window
         self._edges = [place / bins for place in range(1, bins)]
         self._scores, self._mean = np.zeros(bins), 1 / bins
-        self._bin_of: dict[str, int] = {}  # of every problem that was seen, for the hysteresis
-        self._now: dict[str, int] = {}  # of the problems of the step that is under way
+        self._bin_of: dict[str, int] = {}  # of every prompt that was seen, for the hysteresis
+        self._now: dict[str, int] = {}  # of the prompts of the step that is under way
 
     def setup(self, runtime: Bench) -> None:
         self._history = runtime.history
@@ -112,7 +112,7 @@ class PromptGdro:
         self._bin_of = dict(state["bin_of"])
 
 
-FEWEST = 2  # rollouts of a problem; one has nothing to be compared with
+FEWEST = 2  # rollouts of a prompt; one has nothing to be compared with
 
 
 @facts(unequal=True)
@@ -123,7 +123,7 @@ def by_deviation(
     least: Annotated[int, Field(ge=FEWEST)],
     decay: Annotated[float, Field(ge=0, le=1)],
 ) -> list[ScoredGroup]:
-    """p is the decayed mean of the problem's earlier visits, 1/2 before the first; `floor` is the least deviation."""
+    """p is the decayed mean of the prompt's earlier visits, 1/2 before the first; `floor` is the least deviation."""
     if least > step.n:
         raise UserError(f"collector.least={least} is more than n={step.n}, the mean size of a group: lower it")
     prompts = step.pick(step.prompts)

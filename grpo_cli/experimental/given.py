@@ -1,4 +1,4 @@
-"""Rollouts whose first tokens are given: nobody drew them, so that no correction sees them."""
+"""Rollouts whose first tokens are given: nobody sampled them, so that no correction sees them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_cli.types import GIVEN, Finish, Request, Rollout, Span
 
 
 def begun_with(request: Request, tokens: Sequence[int], sample: int, *names: object) -> Rollout:
-    """Return a partial rollout of a problem's request that begins with the tokens, with a random stream of its own."""
+    """Return a partial rollout of a prompt's request that begins with the tokens, with a random stream of its own."""
     own = replace(request, sample=sample, seed=seed_of(request.seed, *names, sample))
     spans = (Span(GIVEN, len(tokens)),)
     return Rollout(own, tuple(tokens), (math.nan,) * len(tokens), Finish.PARTIAL, 0, spans)

@@ -1,15 +1,15 @@
-"""LATR: rollouts of a problem grow as a tree that branches where the policy hesitates (`collector=lookahead`, arXiv
+"""LATR: rollouts of a prompt grow as a tree that branches where the policy hesitates (`collector=lookahead`, arXiv
 2510.24302).
 
-    one rollout of each problem; every `chunk` tokens, while a problem has fewer than its share of n, in order of time
+    one rollout of each prompt; every `chunk` tokens, while a prompt has fewer than its share of n, in order of time
     a branch begins at a token with p_2 > tau_abs and p_1 - p_2 < tau_rel, with that of the two that was not taken
     r tokens (of `prune_after`) after its birth it is given up if
         edit distance to the same stretch of the rollout that it left / r < tau_edit
-    all that is left goes on by itself at `hand_over` tokens, or once every problem has its share
+    all that is left continues by itself at `hand_over` tokens, or once every prompt has its share
 
 The tokens that a branch shares with the rollout that it left are given to it, and count in both; a correction sees only
-those that were drawn. Ours: rollouts are drawn as always and not by their likeliest tokens until `hand_over`, so the
-first one of each problem is an ordinary one; no branch begins with the end of a text, or in the chunk in which it is
+those that were sampled. Ours: rollouts are sampled as always and not by their likeliest tokens until `hand_over`, so
+the first one of each prompt is an ordinary one; no branch begins with the end of a text, or in the chunk in which it is
 born; all trees have to be full for an early end. Left out: that stretches which begin with a symbol or a digit are not
 judged (a collector reads no text), and an engine's fork: what is shared is prefilled again (engine/prefill_tokens).
 
@@ -33,12 +33,12 @@ from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import Finish, Group, Rollout, ScoredGroup
 
-Name = tuple[str, int]  # a problem's id and a sample
+Name = tuple[str, int]  # a prompt's id and a sample
 
 
 @dataclass
 class _Branch:
-    """Where it left which rollout, and how many of `prune_after` it has passed."""
+    """A branch: where it left which rollout, and how many of `prune_after` it has passed."""
 
     parent: Name
     place: int
@@ -47,7 +47,7 @@ class _Branch:
 
 @dataclass
 class _Tree:
-    """What is known of a step's rollouts: how far each was read, and of branches where they began."""
+    """The state of a step's rollouts: how far each was read, and where branches began."""
 
     read: dict[Name, int] = field(default_factory=dict)
     branches: dict[Name, _Branch] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
 
 @facts(goes_with=_goes_with)
 class Lookahead:
-    """A share of each group branches off one rollout of the problem; the others are plain (LATR, arXiv 2510.24302)."""
+    """A share of each group branches off one rollout of the prompt; the others are plain (LATR, arXiv 2510.24302)."""
 
     resumes: ClassVar[bool] = True
     _bench: Bench
@@ -140,8 +140,8 @@ class Lookahead:
         tree.pruned.update([name for name, one in known.items() if _stays_close(one, known, tree, *by)])
 
     def _branches(self, groups: Sequence[Group], tree: _Tree, leaves: int) -> list[tuple[Rollout, int, int]]:
-        """Return where branches begin in what has come up since the last look, parent, place and token: problem by
-        problem, the earliest first."""
+        """Return where branches begin in what has come up since the last look, parent, place and token: prompt by
+        prompt, the earliest first."""
         found: list[tuple[Rollout, int, int]] = []
         for group in groups:
             grown = [one for one in group.rollouts if len(one) > tree.read.get(_name(one), 0)]
@@ -206,7 +206,7 @@ def _live(groups: Sequence[Group]) -> tuple[Group, ...]:
 def _stays_close(
     one: Rollout, known: Mapping[Name, Rollout], tree: _Tree, prune_after: Sequence[int], tau: float
 ) -> bool:
-    """Whether some stretch that has come up since the last look is too close; not judged where either has ended."""
+    """True if a stretch since the last reading is too close to its origin; False where either has ended."""
     branch = tree.branches.get(_name(one))
     if branch is None or one.finish is not Finish.PARTIAL:
         return False

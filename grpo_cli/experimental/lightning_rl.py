@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.rules.advantage import Epsilon, StatsOver, grpo, standardised
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.facts import facts
 from grpo_cli.types import Reward, ScoredGroup
 
@@ -41,6 +41,10 @@ def per_part(
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise UserError(f"advantage.weights.{part}={weight} must be a number")
     rewards = group.rewards
+    parts = {part for reward in rewards for part in reward.parts}
+    for part in weights.keys() - parts:
+        if near := closest(part, parts):  # another group may have a part that this one lacks, but not a misspelt one
+            raise UserError(f"advantage.weights.{part} is no part of these rewards{near}")
     of_total = _weights_in_total(rewards)
     counted = {**of_total, **weights}
     if not counted or not any(reward.parts for reward in rewards):

@@ -58,7 +58,7 @@ def _downsample_goes_with(own: Mapping[str, Any], others: Others) -> Iterator[st
 
 @facts(goes_with=_downsample_goes_with)
 def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
-    """All but one in the middle of the rewards, drawn among equal ones (MC-GRPO, arXiv 2601.22582).
+    """All but one in the middle of the rewards, sampled among equal ones (MC-GRPO, arXiv 2601.22582).
 
     Its advantage over the median is 0, so that leaving it out changes the divisor of the loss and the cost only.
     """

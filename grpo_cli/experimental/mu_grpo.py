@@ -6,8 +6,8 @@ has moved too far (arXiv 2605.17570).
 
 A stage is a step: train.prompts=256 train.minibatches=64. The paper's formulas and numbers could not be read, only its
 abstract and summaries: that the veto has a threshold of its own, and takes away what follows the first ratio beyond it
-in a reply with A < 0. Ours: that the band has two sides, its width, that of the clip, and that a vetoed token counts in
-the divisors.
+in a completion with A < 0. Ours: that the band has two sides, its width, that of the clip, and that a vetoed token
+counts in the divisors.
 
 Not measured.
 """
@@ -28,8 +28,8 @@ from grpo_cli.types import Batch
 
 @dataclass(frozen=True)
 class MuGrpo(Clipped):
-    """GRPO, but that in a reply with A < 0 the tokens after the first one whose ratio is outside [1 / veto, veto] add
-    nothing to the policy loss (mu-GRPO, arXiv 2605.17570). They count in its divisors, and as clipped."""
+    """GRPO, but that in a completion with A < 0 the tokens after the first one whose ratio is outside [1 / veto, veto]
+    add nothing to the policy loss (mu-GRPO, arXiv 2605.17570). They count in its divisors, and as clipped."""
 
     veto: Annotated[float | int, Field(gt=1)]
 

@@ -1,16 +1,17 @@
-"""Particle filtering (arXiv 2502.01618): replies that are chosen anew as they grow together (`search=particle`).
+"""Particle filtering (arXiv 2502.01618): completions that are chosen again as they grow together (`search=particle`).
 
-    grow      each unfinished particle by at most `every` tokens, drawn from p
-    weigh     w_i = p(the tokens just drawn)^(alpha - 1); 1 if it had ended before
+    grow      each unfinished particle by at most `every` tokens, sampled from p
+    weigh     w_i = p(the tokens just sampled)^(alpha - 1); 1 if it had ended before
     choose    as many particles again, each with a chance of w_i / sum of w, by systematic resampling
     answer    when all have ended, one of them, each alike
 
 The paper weighs by exp(logit(r)), with r of a process reward model, chooses at the end of each line by independent
 draws, and gives the particle that the reward model likes best. There is no such model here. Ours: the weights, by which
-the answer is, with many particles, a draw from p^alpha over whole replies (the power distribution of arXiv 2510.14901;
-not the same as a low temperature, which sharpens token by token), the steps of equal length, the way of choosing, and
-the answer. p is what the sampler drew the tokens with, at eval.temperature. With one particle this is plain sampling,
-bit for bit. A copy goes on with the random stream of the particle whose place it takes.
+the answer is, with many particles, a draw from p^alpha over whole completions (the power distribution of arXiv
+2510.14901; not the same as a low temperature, which sharpens token by token), the steps of equal length, the way of
+choosing, and the answer. p is the distribution that the tokens were sampled from, at eval.temperature. With one
+particle this is plain sampling, bit for bit. A copy continues with the random stream of the particle whose place it
+takes.
 
 Measured: docs/studies.md.
 """
@@ -32,7 +33,7 @@ from grpo_cli.types import Finish, Rollout
 
 
 def goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    """What a search cannot work beside that copies replies before their end."""
+    """Yield what prevents a search from copying completions before their end."""
     named, instead = others.named("search"), "or search=best"
     if others.says("sparsity", "evicts"):
         yield (
@@ -41,17 +42,12 @@ def goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
         )
     if (others.setting("task", "turns") or 1) > 1:
         yield f"{named} copies replies of one turn, and {others.named('task')} has several; use task.turns=1, {instead}"
-    if others.says("predictor", "of_whole_rollouts"):
-        yield (
-            f"{others.named('predictor')} knows how long whole rollouts were, and {named} makes them in parts; use "
-            f"predictor=mean, {instead}"
-        )
 
 
 @facts(goes_with=goes_with)
 @dataclass(frozen=True, kw_only=True)
 class Particle(SearchMethod):
-    """`particles` replies to a problem, of which those with small weights are replaced by copies of the others."""
+    """`particles` completions to a prompt, of which those with small weights are replaced by copies of the others."""
 
     particles: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
     alpha: Annotated[float, Field(ge=1, le=100)]
@@ -74,7 +70,7 @@ class Particle(SearchMethod):
 
 
 def resampled(log_weights: np.ndarray, u: float) -> list[int]:
-    """As many places as there are log-weights, in order, each as often as its share, rounded up or down by `u` in
+    """Return as many places as there are log-weights, in order, each as often as its share, rounded by `u` in
     [0, 1).
 
     >>> resampled(np.log([4.0, 1.0, 1.0]), 0.3)

@@ -1,9 +1,10 @@
-"""Parallel-Distill-Refine (arXiv 2510.01123): drafts are put before the problem, which is then answered anew.
+"""Parallel-Distill-Refine (arXiv 2510.01123): drafts are put before the prompt, which is then answered again.
 
-    draft     `drafts` replies to each problem
+    draft     `drafts` completions to each prompt
     distill   the `keep` likeliest of them, by the mean log-probability of a token; of each the last workspace / keep
               tokens
-    refine    `drafts` replies to the problem behind these, again `rounds` times, the last time one, which is the answer
+    refine    `drafts` completions to the prompt behind these, again `rounds` times, the last time one, which is the
+    answer
 
 Read from the paper's text, where a model writes the workspace. Ours: its content as above, that nothing is said about
 the drafts beside them, and that a prompt is plain text, since a chat template would have to hold the drafts. With one

@@ -6,8 +6,8 @@
           deviation, and the mean of the last quarter;  g: ridge on standardised features, on the steps before this one
 
 A rollout's own states know how it ends, so a baseline made of them would bias the gradient; those of the others, and of
-earlier steps' rewards, do not depend on it. With few rollouts of a problem the mean of the others' rewards is a noisy
-baseline, and this one shares what was learnt of all problems: at equal cost fewer of more problems can be asked
+earlier steps' rewards, do not depend on it. With few rollouts of a prompt the mean of the others' rewards is a noisy
+baseline, and this one shares what was learnt of all prompts: at equal cost fewer of more prompts can be requested
 (n=2 train.prompts=64).
 
 The paper's text could be read, no code. Ours: layer, ridge and window; where states are wide, 256 fixed random
@@ -62,7 +62,7 @@ class Poise(Probing):
         self.layer = layer
         self._mix, self._clip = mix, clip
         self._probe = RidgeProbe(window=window, least=min_rollouts, ridge=ridge, layer=layer)
-        self._now: dict[str, ProbeRows] = {}  # of the step that is under way, by problem
+        self._now: dict[str, ProbeRows] = {}  # of the step that is under way, by prompt
 
     def __call__(self, group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, " K"]:
         """UserError for rewards outside [0, 1], unless predictions may be, too."""
@@ -98,7 +98,7 @@ class Poise(Probing):
 
 
 def _of_others(values: Float[np.ndarray, " G"]) -> Float[np.ndarray, " G"]:
-    """For each the mean of the others."""
+    """Return for each the mean of the others."""
     return (values.sum() - values) / (len(values) - 1)
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_cli.interfaces import Bench
 from grpo_cli.learner.batch import collate, rows_of
 from grpo_cli.learner.forward import padded, padded_parts
-from grpo_cli.model.anatomy import backbone, head, layer_of, place_of
+from grpo_cli.model.anatomy import backbone, head, place_of, unwrapped
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch, Group, Rollout
 
@@ -29,10 +29,10 @@ POOLED = 10  # tokens at the end of a prompt and of a response that features are
 
 @dataclass(frozen=True)
 class PolicyReading:
-    """What a pass has read in rollouts, in their order.
+    """The results of a pass over rollouts, in their order.
 
     `features` are the means of a layer's states over the last tokens of the prompt, then of what the model said itself.
-    Of each token that it said: the entropy in nats of the distribution that it was drawn from, and the two likeliest
+    Of each token that it said: the entropy in nats of the distribution that it was sampled from, and the two likeliest
     tokens there, the first first. Empty unless they were wanted.
     """
 
@@ -46,6 +46,19 @@ def last_layer(model: Any) -> int:
     """Return the number of the backbone's last layer."""
     number: int = backbone(model).config.num_hidden_layers
     return number
+
+
+def layer_of(model: Any, number: int | None) -> Any:
+    """Return layer `number` of the backbone, from 1 (None: that at two thirds, rounded up). UserError without one."""
+    body = backbone(model)
+    count = body.config.num_hidden_layers
+    layers = next((m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
+    if layers is None:
+        raise UserError(f"no hidden states can be read in {type(unwrapped(model)).__name__}: its layers are not found")
+    place = -(-2 * count // 3) if number is None else number
+    if not 1 <= place <= count:
+        raise UserError(f"layer={number} cannot be read: the model's are 1 to {count}; null is the one at two thirds")
+    return layers[place - 1]
 
 
 @torch.no_grad()

@@ -1,16 +1,16 @@
 """RollPacker's tail batching: what takes long is set aside and made together, in rare steps (arXiv 2509.21009).
 
-    short step: ceil((1 + surplus) * prompts) problems under way, until `prompts` groups are whole; the rest is dropped
-                and its problems are set aside
-    long step:  once `prompts` problems are set aside, these alone, each to its end
+    short step: ceil((1 + surplus) * prompts) prompts under way, until `prompts` groups are whole; the rest is dropped
+                and its prompts are set aside
+    long step:  once `prompts` prompts are set aside, these alone, each to its end
 
-Read from the abstract, secondary sources and the settings of its release (1.25 times the problems and the rollouts of
-each). Left out: more than n rollouts of a problem, of which the first n to end are kept, since among the answers to one
-problem that favours short ones. Parallelism, rewards and training of RollPacker are about many GPUs.
+Read from the abstract, secondary sources and the settings of its release (1.25 times the prompts and the rollouts of
+each). Left out: more than n rollouts of a prompt, of which the first n to end are kept, since among the answers to one
+prompt that favours short ones. Parallelism, rewards and training of RollPacker are about many GPUs.
 
-Ours: a problem that was set aside is answered anew by the weights of its long step, but from the random streams that it
-had. With other streams, long answers would be drawn again until they are short. So, with weights that stand still, a
-problem's rollouts have the distribution that they would have had under `collector=equal`, only later.
+Ours: a prompt that was set aside is answered again by the weights of its long step, but from the random streams that it
+had. With other streams, long answers would be sampled again until they are short. So, with weights that stand still, a
+prompt's rollouts have the distribution that they would have had under `collector=equal`, only later.
 
 Measured: docs/studies.md (no difference in accuracy seen, fewer decode steps; embedded model).
 """
@@ -40,8 +40,8 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
 
 @facts(goes_with=_goes_with)
 class Tail(HoldsGroups):
-    """Short steps end with the first `train.prompts` groups; those of the others are generated anew in long steps (tail
-    batching, arXiv 2509.21009). All tokens that are trained on are of the step's own weights.
+    """Short steps end with the first `train.prompts` groups; those of the others are generated again in long steps
+    (tail batching, arXiv 2509.21009). All tokens that are trained on are of the step's own weights.
 
     Groups that are whole at the same moment are all trained on. What is set aside when the run ends never was.
     """

@@ -1,9 +1,9 @@
-"""Sample-and-rank (Meena, arXiv 2001.09977): the likeliest of several replies (`search=best`).
+"""Sample-and-rank (Meena, arXiv 2001.09977): the likeliest of several completions (`search=best`).
 
-    answer    argmax over i = 1..k of the mean of log p(token) over the tokens of reply i
+    answer    argmax over i = 1..k of the mean of log p(token) over the tokens of completion i
 
-p is what the sampler drew the tokens with, at eval.temperature. Ours: the mean in place of the sum, so that a reply is
-not preferred for being short; of equal ones the first. No reward is looked at.
+p is the distribution that the tokens were sampled from, at eval.temperature. Ours: the mean in place of the sum, so
+that a completion is not preferred for being short; of equal ones the first. No reward is looked at.
 
 Measured: docs/studies.md.
 """
@@ -23,7 +23,7 @@ from grpo_cli.types import Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class Best(SearchMethod):
-    """Of `k` replies the one with the largest mean log-probability."""
+    """The completion of `k` with the largest mean log-probability."""
 
     k: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
 
@@ -32,5 +32,5 @@ class Best(SearchMethod):
 
 
 def mean_logprob(rollout: Rollout) -> float:
-    """Over the tokens that were drawn, in nats; those that an environment answered have none."""
+    """Compute the mean over sampled tokens, in nats; observations have none."""
     return float(np.nanmean(rollout.sampler_logprobs))

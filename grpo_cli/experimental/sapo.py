@@ -1,9 +1,9 @@
 """SAPO: groups that other runs have recorded, trained on here (`collector=folder`; arXiv 2509.08721).
 
-    own problems = max(ceil((1 - foreign) * prompts), prompts - recorded groups);  the others are recorded groups, drawn
-    uniformly without replacement
+    own prompts = max(ceil((1 - foreign) * prompts), prompts - recorded groups);  the others are recorded groups,
+    sampled uniformly without replacement
 
-A record is JSON, of which every line is checked before any of it is used. Its tokens count as drawn by the weights at
+A record is JSON, of which every line is checked before any of it is used. Its tokens count as sampled by the weights at
 the start (version 0), with the log-probabilities that are recorded.
 
 Not measured.
@@ -32,15 +32,15 @@ WRITE_IT = "record.rollouts=-1 record.tokens=true"
 
 @dataclass
 class RunFolder:
-    """Whole groups of another run take the place of `foreign` of a step's problems; with fewer groups than that, more
-    problems are new. Used are the groups whose rewards differ, of problems that this task has with the same id and
+    """Whole groups of another run take the place of `foreign` of a step's prompts; with fewer groups than that, more
+    prompts are new. Used are the groups whose rewards differ, of prompts that this task has with the same id and
     prompt. The record is read once, when the run starts."""
 
     path: str | None
     foreign: Annotated[float, Field(ge=0, lt=1)]
 
     def setup(self, runtime: Bench) -> None:
-        """UserError for a file that is no record, or holds nothing to train on."""
+        """Raise UserError for a file that is no record, or holds nothing to train on."""
         file = Path(self.path or "").expanduser() / ROLLOUTS
         prompts = {prompt.id: prompt for prompt in runtime.task.prompts("train")}
         self._rows = list[tuple[Prompt, list[dict[str, Any]]]]()
@@ -72,7 +72,7 @@ class RunFolder:
 
 
 def _checked(row: Any, text: Any, ends: Sequence[int]) -> dict[str, Any]:
-    """Return the row. ValueError unless its tokens read as its reply, each with a log-probability or None."""
+    """Return the row. ValueError unless its tokens read as its completion, each with a log-probability or None."""
     ids, logprobs = row["token_ids"], row["logprobs"]
     if not ids or not all(type(one) is int and one >= 0 for one in ids) or len(logprobs) != len(ids):
         raise ValueError("token ids and log-probabilities are not whole numbers and as many numbers")

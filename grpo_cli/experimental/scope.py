@@ -1,11 +1,13 @@
-"""SCOPE (arXiv 2602.24110) without its models: failed replies to unsolved problems, cut off and made anew from there.
+"""SCOPE (arXiv 2602.24110) without its models: failed completions to unsolved prompts, cut off and made again from
+there.
 
-    first round:  n - retries rollouts of each problem
-    second round: of a problem that none has solved, `retries` failed ones, each cut at random in the first half of what
-                  it said first, go on anew; of others as many plain ones
+    first round:  n - retries rollouts of each prompt
+    second round: of a prompt that none has solved, `retries` failed ones, each cut at random in the first half of what
+                  it said first, continue again; of others as many plain ones
 
-The paper cuts at the first wrong step that a process reward model finds, and has a stronger model go on. Ours: where
-it cuts, that the policy itself goes on, and that the tokens before the cut, which it has drawn, then count as given.
+The paper cuts at the first wrong step that a process reward model finds, and has a stronger model continue. Ours: where
+it cuts, that the policy itself continues, and that the tokens before the cut, which it has sampled, then count as
+given.
 
 Not measured.
 """
@@ -26,7 +28,7 @@ from grpo_cli.types import Group, Rollout, ScoredGroup
 
 @dataclass(frozen=True)
 class Repair:
-    """`n` rollouts of each problem, the last `retries` of them repaired ones where none of the others is right."""
+    """`n` rollouts of each prompt, the last `retries` of them repaired ones where none of the others is right."""
 
     retries: Count
 

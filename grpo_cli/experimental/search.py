@@ -1,4 +1,4 @@
-"""What the searches of `grpo eval` share: replies to problems, whole or in parts, and the answers read in them."""
+"""The base of searches of `grpo eval`: completions of prompts, whole or in parts, and the answers read in them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.answers import extract_answer, gold_answer
 from grpo_cli.types import Finish, Prompt, Rollout
 
-Replies = list[list[Rollout]]  # of each problem, in order of the sample number
+Replies = list[list[Rollout]]  # of each prompt, in order of the sample number
 
 
 class Searching:
-    """Replies to `prompts`, their answers and their states. It counts the tokens that were drawn, in all (`tokens`) and
-    one after the other for each problem (`sequential`)."""
+    """Completions to `prompts`, their answers and their states. It counts the tokens that were sampled, in all
+    (`tokens`) and one after the other for each prompt (`sequential`)."""
 
     def __init__(self, bench: Bench, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> None:
         self._bench, self._sampling, self._seed = bench, sampling, seed
@@ -36,8 +36,8 @@ class Searching:
         self.tokens, self.sequential = 0, Counter[str]()
 
     def begin(self, count: int, contexts: Sequence[Prompt] | None = None, first: int = 0) -> Replies:
-        """Return `count` replies to each problem, without any tokens yet: those that pass@k samples from number `first`
-        on. With `contexts` they read these instead, one for each problem."""
+        """Return `count` completions to each prompt, without any tokens yet: those that pass@k samples from number
+        `first` on. With `contexts` they read these instead, one for each prompt."""
         requests = requests_for(self.prompts, first + count, self._sampling, self._seed, "eval", held_out=True)
         rows = [begun(request) for request in requests if request.sample >= first]
         if contexts is not None:
@@ -46,7 +46,7 @@ class Searching:
         return [rows[start : start + count] for start in range(0, len(rows), count)]
 
     def go_on(self, replies: Replies, tokens: int | None = None) -> Replies:
-        """Return partial replies with at most `tokens` more, None: to their ends. The others stay as they are."""
+        """Return partial completions with at most `tokens` more, None: to their ends. The others stay as they are."""
         unfinished = [one for row in replies for one in row if one.finish is Finish.PARTIAL]
         partial = {_key(one): one for one in unfinished}
         assert len(partial) == len(unfinished), "a copy has the request, and so the random stream, of its own place"
@@ -63,7 +63,7 @@ class Searching:
         return [[made.get(_key(one), one) for one in row] for row in replies]
 
     def behind(self, prompt: Prompt, texts: Sequence[Sequence[int]]) -> Prompt:
-        """Return the problem behind these texts, an empty line after each. UserError for a prompt with special tokens,
+        """Return the prompt behind these texts, an empty line after each. UserError for a prompt with special tokens,
         whose template would have to hold the texts, and for more tokens than fit."""
         if special := set(prompt.token_ids) & set(self._bench.tokenizer.all_special_ids):
             shown = ", ".join(self._bench.tokenizer.convert_ids_to_tokens(sorted(special)))
@@ -85,11 +85,11 @@ class Searching:
 
     @property
     def has_numbers(self) -> bool:
-        """True if every problem's answer is a number, so that equal ones can be counted."""
+        """True if every prompt's answer is a number, so that equal ones can be counted."""
         return all(gold_answer(prompt.answer) is not None for prompt in self.prompts)
 
     def answer(self, reply: Rollout) -> str | None:
-        """Return the number that a reply ends with; None if there is none, or if the reply was cut off."""
+        """Return the number that a completion ends with; None if there is none, or if the completion was cut off."""
         value = extract_answer(self._bench.task.text(reply.turns[-1])).value if reply.turns else None
         return str(value) if value is not None and reply.finish.complete else None
 
@@ -100,21 +100,21 @@ class Searching:
         return np.split(found, 2, axis=1)[1]  # the first half is of the prompts
 
     def rng(self, prompt: Prompt) -> np.random.Generator:
-        """Return the search's own random stream for a problem."""
+        """Return the search's own random stream for a prompt."""
         return np.random.default_rng(seed_of(self._seed, "search", prompt.id))
 
     def of_problem(self, reply: Rollout) -> Rollout:
-        """Return a reply under the problem's own prompt, whatever it read."""
+        """Return a completion under the prompt's own prompt, whatever it read."""
         return replace(reply, request=replace(reply.request, prompt=self._problems[reply.request.prompt.id]))
 
 
 class SearchMethod(ABC):
-    """A search as `interfaces.Search` has it, by the whole replies that it chooses."""
+    """A search as `interfaces.Search` has it, by the whole completions that it chooses."""
 
     def __call__(
         self, bench: Bench, prompts: Sequence[Prompt], sampling: Sampling, seed: int
     ) -> tuple[Sequence[Rollout], Mapping[str, float]]:
-        """Return the chosen replies, and the tokens that they took, means over problems."""
+        """Return the chosen completions, and the tokens that they took, means over prompts."""
         searching = Searching(bench, prompts, sampling, seed)
         found = [searching.of_problem(one) for one in self.choose(searching)]
         spent = {"tokens": searching.tokens, "sequential": sum(searching.sequential.values())}
@@ -122,7 +122,7 @@ class SearchMethod(ABC):
 
     @abstractmethod
     def choose(self, searching: Searching) -> Sequence[Rollout]:
-        """Return a whole reply to each problem, in their order."""
+        """Return a whole completion to each prompt, in their order."""
 
 
 def _key(rollout: Rollout) -> tuple[str, int]:

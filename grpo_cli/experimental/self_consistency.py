@@ -1,9 +1,9 @@
-"""Self-consistency (arXiv 2203.11171): the answer that most of several replies give (`search=majority`).
+"""Self-consistency (arXiv 2203.11171): the answer that most of several completions give (`search=majority`).
 
-    answer    argmax over a of the number of replies i = 1..k with a_i = a; of equally frequent ones the first given
+    answer    argmax over a of the number of completions i = 1..k with a_i = a; of equally frequent ones the first given
 
-Replies that end in no number, or were cut off, have no vote; without any vote the first reply is the answer. What is
-judged is the first reply that gives the answer. Ours: answers are numbers, compared exactly (1/2 is 0.5).
+Completions that end in no number, or were cut off, have no vote; without any vote the first completion is the answer.
+What is judged is the first completion that gives the answer. Ours: answers are numbers, compared exactly (1/2 is 0.5).
 
 Measured: docs/studies.md.
 """
@@ -25,7 +25,7 @@ from grpo_cli.types import Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class Majority(SearchMethod):
-    """Of `k` replies the first that gives the most frequent answer. UserError for answers that are no numbers."""
+    """The first of `k` completions that gives the most frequent answer. UserError for answers that are no numbers."""
 
     k: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
 

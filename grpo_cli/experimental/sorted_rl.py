@@ -1,11 +1,11 @@
 """SortedRL: updates from the shortest rollouts of a large batch to its longest (arXiv 2603.23414).
 
-    load loads * prompts problems; each step trains on those that end next, `prompts` or more; only when all of a
+    load loads * prompts prompts; each step trains on those that end next, `prompts` or more; only when all of a
     load are trained on is the next one loaded
 
 So a load is a small curriculum from short to long, and no rollout is older than its load. Read from the abstract and
 secondary sources: whether a load of the paper has the size, and its cache the bound, that they have here was not
-recovered. What is partial goes on from its tokens; that begins anew (the paper has both) is `collector=tail`.
+recovered. What is partial continues from its tokens; that begins again (the paper has both) is `collector=tail`.
 
 Measured: docs/studies.md (no difference in accuracy seen, fewer decode steps; embedded model).
 """
@@ -21,9 +21,9 @@ from grpo_cli.methods.april import Partial
 
 
 class Sorted(Partial):
-    """As `april.Partial`, but nothing begins while anything is held (SortedRL, arXiv 2603.23414).
+    """A collector like `april.Partial` that begins nothing while it holds anything (SortedRL, arXiv 2603.23414).
 
-    A load lasts `loads` steps or fewer, so that its longest rollouts may be drawn by the weights of that many.
+    A load lasts `loads` steps or fewer, so that its longest rollouts may be sampled by the weights of that many.
     """
 
     kind = "sorted"

@@ -1,4 +1,4 @@
-"""Advantages of GRPO that weigh single tokens: those that the policy drew now, or was uncertain of.
+"""Advantages of GRPO that weigh single tokens: those that the policy sampled now, or was uncertain of.
 
     fresh     A for tokens of the current weights and given ones, 0 for older ones (ours; APRIL, arXiv 2509.18521,
               trains on them)
@@ -6,9 +6,10 @@
               (DART-GUI, arXiv 2509.23866, chooses steps of an episode so)
     echo      A (1 + amount S_t), S_t = clip(entropy z(H_t) + doubt z(1 - C_t), -bound, bound) (ECHO, arXiv 2602.02150)
 
-H_t is the entropy of the distribution that token t was drawn from, by a pass over the group before the update, C_t the
-chance that it was drawn with, and z the distance from the mean of the group's kept tokens in deviations, where ECHO's
-release takes a minibatch's. Weights act on the policy loss alone: a token of weight 0 stays in its divisors and its KL.
+H_t is the entropy of the distribution that token t was sampled from, by a pass over the group before the update, C_t
+the chance that it was sampled with, and z the distance from the mean of the group's kept tokens in deviations, where
+ECHO's release takes a minibatch's. Weights act on the policy loss alone: a token of weight 0 stays in its divisors and
+its KL.
 
 Measured: docs/studies.md (`fresh`: accuracy was lower). The others were not.
 """
@@ -41,15 +42,15 @@ def weighed(advantages: Float[Tensor, " K"], weights: Sequence[Any]) -> Float[Te
 
 
 def versions(rollout: Rollout) -> np.ndarray:
-    """Return which weights drew each token."""
+    """Return which weights sampled each token."""
     spans = [(span.version, span.count) for span in rollout.spans] or [(0, len(rollout))]
     return np.repeat([version for version, _ in spans], [count for _, count in spans])
 
 
 @facts(divides=True)
 def fresh(group: ScoredGroup, kept: Sequence[int], *, stats_over: StatsOver, eps: Epsilon) -> Float[Tensor, "K T"]:
-    """`grpo` for tokens of the newest weights that drew any of the group, and given ones. A group that was stored whole
-    is fresh by that: it goes with collectors that finish groups in the step."""
+    """`grpo` for tokens of the newest weights that sampled any of the group, and given ones. A group that was stored
+    whole is fresh by that: it goes with collectors that finish groups in the step."""
     own = [versions(group.rollouts[index]) for index in range(len(group.rollouts))]
     newest = max(int(of.max(initial=0)) for of in own)
     weights = [(own[index] == newest) | (own[index] == GIVEN) for index in kept]
@@ -57,7 +58,7 @@ def fresh(group: ScoredGroup, kept: Sequence[int], *, stats_over: StatsOver, eps
 
 
 class Uncertain:
-    """What reads the policy's entropies of a group's kept rollouts, one for each token; 0 where an environment's is."""
+    """A rule that reads the policy's entropy for each token of a group's kept rollouts; 0 for observations."""
 
     divides = True
     _bench: Bench
@@ -122,7 +123,7 @@ class Doubted(Uncertain):
 
 
 def standard(values: Float[np.ndarray, " N"], drawn: Any) -> Float[np.ndarray, " N"]:
-    """Return deviations from the mean of the drawn tokens; 0 for others, and where all are alike."""
+    """Return deviations from the mean of the sampled tokens; 0 for others, and where all are alike."""
     of = values[drawn]
     if not len(of) or (of == of[0]).all():
         return np.zeros(len(values))

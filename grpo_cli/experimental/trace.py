@@ -1,4 +1,4 @@
-"""TRACE, no difference from equal groups seen here: rollouts where right and wrong answers to a problem are likely to
+"""TRACE, no difference from equal groups seen here: rollouts where right and wrong answers to a prompt are likely to
 come together (arXiv 2606.11119).
 
     gain of the k-th next rollout = E[v^k (1 - v)] + E[(1 - v)^k v], v ~ Beta(solved, failed)
@@ -30,11 +30,11 @@ def mixed(
     prior: Annotated[float, Field(gt=0)],
     decay: Annotated[float, Field(ge=0, le=1)],
 ) -> list[ScoredGroup]:
-    """As many rollouts as a plain step has, shared among `pool` times its problems so that as many groups as possible
+    """Share as many rollouts as a plain step has among `pool` times its prompts so that as many groups as possible
     have right and wrong answers (TRACE, arXiv 2606.11119, its allocation at the root).
 
-    A problem's chance to be solved is taken to be of a Beta distribution, `prior` and the decayed counts of its earlier
-    rollouts. A problem gets none or at least two, at most `most` (null: 2n).
+    A prompt's chance to be solved is taken to be of a Beta distribution, `prior` and the decayed counts of its earlier
+    rollouts. A prompt gets none or at least two, at most `most` (null: 2n).
     """
     room = 2 * step.n if most is None else most
     prompts = step.pick(pool * step.prompts)
@@ -53,7 +53,7 @@ def mixed(
 def mixed_gains(
     solved: Float[np.ndarray, " Q"], failed: Float[np.ndarray, " Q"], most: int
 ) -> Float[np.ndarray, "Q most_and_1"]:
-    """How much the k-th rollout of each problem adds to the chance of a mixed group, for k = 0..most.
+    """Return how much the k-th rollout of each prompt adds to the chance of a mixed group, for k = 0..most.
 
     With v ~ Beta(solved, failed) that chance is 1 - E[v^k] - E[(1-v)^k], and a further rollout adds E[v^k (1-v)] +
     E[(1-v)^k v], which is a sum of products without any difference: nothing cancels.

@@ -1,4 +1,4 @@
-"""XRPO: a bonus for right answers that were unlikely in their group, rollouts in rounds, each to the problem whose
+"""XRPO: a bonus for right answers that were unlikely in their group, rollouts in rounds, each to the prompt whose
 solved share it narrows most (arXiv 2510.06672).
 
     novelty   A + min(bonus * max(0, 1 - exp(s - mean(s))), cap * A)  if solved and A > 0;  s: mean log-probability
@@ -43,8 +43,9 @@ def novelty(
     bonus: Annotated[float, NotNegative],
     cap: Annotated[float, NotNegative],
 ) -> Float[Tensor, " K"]:
-    """That of `grpo`, and more for right answers that were unlikely in their group, by the log-probabilities of the
-    tokens as they were drawn; the mean is over the compared rollouts. That the cap is relative to A is ours.
+    """Compute the advantage of `grpo`, and more for right answers that were unlikely in their group, by the
+    log-probabilities of the tokens as they were sampled; the mean is over the compared rollouts. That the cap is
+    relative to A is ours.
     """
     advantages = grpo(group, kept, stats_over=stats_over, eps=eps)
     likely = torch.tensor([_mean_logprob(rollout) for rollout in group.rollouts]).double()
@@ -64,7 +65,7 @@ def rarity_bonus(
 
 
 def _mean_logprob(rollout: Rollout) -> float:
-    """The mean over sampled tokens; NaN if all were given."""
+    """Return the mean over sampled tokens; NaN if all were given."""
     if not rollout.token_ids:
         return 0.0
     drawn = [logprob for logprob in rollout.sampler_logprobs if not math.isnan(logprob)]
@@ -79,7 +80,7 @@ def ci(
     most: int | None,
     explore: Annotated[float, Field(ge=0)],
 ) -> list[ScoredGroup]:
-    """As many rollouts as a plain step has, in `rounds` parts; after the first, which all problems share alike, each
+    """Make as many rollouts as a plain step, in `rounds` parts; after the first, which all prompts share alike, each
     goes to where it narrows the interval of the solved share most. The deviation is that of (solved + 1) of (tried +
     2), since one answer says nothing of it."""
     n, prompts = step.n, step.prompts
@@ -101,7 +102,7 @@ def ci(
 
 
 def _gains(solved: int, tried: int, made: int, most: int, explore: float) -> list[float]:
-    """What a problem's k-th rollout is worth, for k up to `most`; 0 for those that it has."""
+    """Return what a prompt's k-th rollout is worth, for k up to `most`; 0 for those that it has."""
     share = (solved + 1) / (tried + 2)
     deviation = math.sqrt(share * (1 - share))
     worth = [
@@ -112,8 +113,8 @@ def _gains(solved: int, tried: int, made: int, most: int, explore: float) -> lis
 
 @cache
 def narrowing(count: int) -> float:
-    """By how much one more than `count` answers (2 or more) of deviation 1 narrow half the 95 % interval of their mean,
-    t_{.975} / sqrt(count)."""
+    """Compute how much one more than `count` answers (2 or more) of deviation 1 narrows half the 95 % interval of their
+    mean, t_{.975} / sqrt(count)."""
     return _half_width(count) - _half_width(count + 1)
 
 

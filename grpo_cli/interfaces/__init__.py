@@ -103,7 +103,7 @@ class Dialogue(Task, Protocol):
 
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
         """Return the environment's messages after these turns, None if the episode is over. Each turn is token ids as
-        they were drawn, with the token or stop string that ended it. The future has an end, be it an error."""
+        they were sampled, with the token or stop string that ended it. The future has an end, be it an error."""
 
     def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
         """Return the tokens of these messages, from the end of the last turn to the beginning of the next: at least
@@ -155,7 +155,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Curriculum(Protocol):
-    """Which problems come next."""
+    """The choice of the next prompts."""
 
     def pick(self, step: int, count: int, without: Set[str]) -> Sequence[Prompt]:
         """Return `count` different problems for step `step` (from 0), none whose id is in `without`."""
@@ -181,7 +181,7 @@ class Observes(Protocol):
         """Return plain values and tensors, none of which changes later; `kind` names the rule they belong to."""
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore what `state_dict` returned; None if the checkpoint has nothing. UserError if it cannot go on."""
+        """Restore what `state_dict` returned; None if the checkpoint has nothing. UserError if it cannot continue."""
 
 
 @runtime_checkable
@@ -241,8 +241,8 @@ class Loss(Protocol):
     """Log-probabilities to a scalar. Divisors come from `totals`, so micro-batching cannot change the sum.
 
     Called on an update in which `batch.loss_mask` leaves a token at all. If the gradient is zero, nothing moves. A
-    plain function may have `needs_reference` as an attribute (`config.instantiate.OwnLoss`). Of one whose attribute
-    `needs_advantage` is true, groups whose advantages are all 0 have no backward pass.
+    plain function may have `needs_reference` as an attribute. Of one whose attribute `needs_advantage` is true, groups
+    whose advantages are all 0 have no backward pass.
     """
 
     @property
@@ -257,7 +257,7 @@ LossFn = Callable[[Tensor, Batch, Totals], LossOutput]  # of a step: a `Loss`, o
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Where records go."""
+    """A destination of records."""
 
     def log(self, record: Record) -> None: ...
 
@@ -310,7 +310,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Bench:
-    """What training and evaluation both need."""
+    """The runtime of training and evaluation."""
 
     device: torch.device
     model: Any

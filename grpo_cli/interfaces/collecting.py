@@ -1,4 +1,4 @@
-"""What the groups of a step come from: a collector, or a warm-up."""
+"""The source of a step's groups: a collector, or a warm-up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_cli.types import Batch, Group, LossOutput, Prompt, ScoredGroup, Totals
 
 @runtime_checkable
 class StepRollouts(Protocol):
-    """What a collector makes one step's groups with.
+    """The means by which a collector makes one step's groups.
 
     `n` is the size of a plain group, `prompts` the number of problems of a plain step, `rng` the step's own stream, and
     `version` how many updates the weights have seen, which a `Span` names.
@@ -72,11 +72,11 @@ class Collector(Protocol):
 
 @runtime_checkable
 class Warmup(Protocol):
-    """What the first steps of a run are made of, in place of rollouts and rewards."""
+    """The first steps of a run, in place of rollouts and rewards."""
 
     @property
     def steps(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
 
     @property
     def rate(self) -> float | None:
@@ -86,4 +86,4 @@ class Warmup(Protocol):
         """Return what step `step` (from 0) is trained on, whose tokens are given."""
 
     def loss(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput:
-        """As `interfaces.Loss`."""
+        """Compute the loss, as `interfaces.Loss`."""

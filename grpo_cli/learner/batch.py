@@ -32,8 +32,8 @@ def collate(groups: Sequence[Group | ScoredGroup], version: int = 0) -> Batch:
     lags = _lags(rollouts, version)
     return Batch(
         prompts=tuple(prompts),
-        group=torch.tensor(group),
-        lengths=torch.tensor([len(rollout) for rollout in rollouts]),
+        group=torch.tensor(group, dtype=torch.long),
+        lengths=torch.tensor([len(rollout) for rollout in rollouts], dtype=torch.long),
         token_ids=torch.tensor([token for rollout in rollouts for token in rollout.token_ids], dtype=torch.long),
         response_mask=response,
         loss_mask=response,
@@ -56,7 +56,7 @@ def _lags(rollouts: Sequence[Rollout], version: int) -> Int[Tensor, "N"] | None:
         for span in rollout.spans:
             lags += [{ENVIRONMENT: 0, GIVEN: GIVEN}.get(span.version, version - span.version)] * span.count
         lags += [0] * (0 if rollout.spans else len(rollout))
-    return torch.tensor(lags)
+    return torch.tensor(lags, dtype=torch.long)
 
 
 def totals(batch: Batch, max_new_tokens: int) -> Totals:

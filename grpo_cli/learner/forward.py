@@ -22,6 +22,7 @@ from grpo_cli.model.anatomy import backbone, is_llama_shaped, place_of
 from grpo_cli.model.checkpointing import last_states
 from grpo_cli.model.packed import allow_packing, packed_hidden
 from grpo_cli.model.transfer import send
+from grpo_cli.native.library import NoNative
 from grpo_cli.native.ops import Trees, no_tree_attention
 from grpo_cli.settings import ModelSettings, TrainSettings
 from grpo_cli.support.errors import UserError
@@ -45,7 +46,7 @@ class Forward(ABC):
 
     @abstractmethod
     def prepare(self, model: Any) -> None:
-        """Called before the first forward through a model."""
+        """Prepare for forward passes through a model."""
 
     @abstractmethod
     def cut(self, batch: Batch) -> list[list[int]]:
@@ -81,16 +82,14 @@ def packs_rows(model: ModelSettings, device: torch.device, can_pack: bool) -> bo
     return can_pack and (device.type == "cpu" or "bfloat16" in (model.dtype, model.autocast))
 
 
-def attends_natively(train: TrainSettings, model: Any, packs: bool) -> tuple[bool | str, bool]:
-    """Return whether packed rows are attended to in C, or why not; and whether that is a fault of what the machine
-    has."""
+def attends_natively(train: TrainSettings, model: Any, packs: bool) -> bool | NoNative:
+    """Return whether packed rows are attended to in C, or why they cannot be."""
     if not train.native or place_of(model).type != "cpu" or not packs:
-        return False, False
+        return False
     config = backbone(model).config
     heads, queries = config.num_key_value_heads, config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // queries
-    found = no_tree_attention(heads, queries // heads, dim)
-    return (True, False) if found is None else (str(found), found.is_fault)
+    return no_tree_attention(heads, queries // heads, dim) or True
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Padded(Forward):
     counts the padding."""
 
     def prepare(self, model: Any) -> None:
-        """On a GPU transformers would check whether the positions are those of packed rows, and wait for the result."""
+        """Select our attention on a GPU: transformers would wait there to see whether positions are of packed rows."""
         if place_of(model).type == "cuda" and is_llama_shaped(model):
             allow_packing(model)
 
@@ -156,7 +155,8 @@ class PackedTrees(Forward):
         allow_packing(model)
 
     def cut(self, batch: Batch) -> list[list[int]]:
-        """At most `tokens` tokens each, but at least one row. A group that is too large is split between its rows."""
+        """Return parts of at most `tokens` tokens each, but of at least one row. A group that is too large is split
+        between its rows."""
         prompts, lengths = batch.prompt_lengths.tolist(), batch.lengths.tolist()
         groups: dict[int, list[int]] = {}
         for row, at in enumerate(batch.group.tolist()):

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from grpo_cli.interfaces import LossFn, Meter
 from grpo_cli.learner.batch import rows_of, to_device, tokens_of, totals
-from grpo_cli.learner.forward import Forward, attends_natively, make_forward, packs_rows
+from grpo_cli.learner.forward import attends_natively, make_forward, packs_rows
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights, state_by_name
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.model.anatomy import can_pack, has_dropout, is_of_a_known_family
 from grpo_cli.model.transfer import fetched, send
+from grpo_cli.native.library import NoNative
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.threads import computing_with, threads_for
@@ -66,14 +67,13 @@ class Learner:
         self._names, self._parameters = list(trained), list(trained.values())
         self._device = self._parameters[0].device
         packs = packs_rows(model_settings, self._device, is_of_a_known_family(model) and can_pack(model))
-        self.native, is_fault = attends_natively(train, model, packs)
-        self._forward: Forward = make_forward(train, sampling.temperature, packs, self.native is True)
+        native = attends_natively(train, model, packs)
+        self.native = native if isinstance(native, bool) else str(native)
+        self._forward = make_forward(train, sampling.temperature, packs, native is True)
         self._forward.prepare(model)
-        self._span, self._warn = meter.span, warn
-        if is_fault:
-            warn(
-                f"updates attend by PyTorch's kernel, which is slower: {self.native}. To do without: train.native=false"
-            )
+        self._span = meter.span
+        if isinstance(native, NoNative) and native.is_fault:
+            warn(f"updates attend by PyTorch's kernel, which is slower: {native}. To do without: train.native=false")
         self._autocast_word = model_settings.autocast
         self.drops = has_dropout(model)  # then the passes of `update` differ from those of `logprobs`
         self.threads = threads_for(train.threads, model, most=2)
@@ -82,13 +82,13 @@ class Learner:
         self._optimizer = make_optimizer(self._parameters, optim)
 
     def park(self) -> None:
-        """Before rollouts: the optimizer's state makes room for them, if that is asked for, until it is needed."""
+        """Move the optimizer's state to the host before rollouts, if that is asked for, until it is needed."""
         if self._optim.park:
             self.before_moving()
             move_state(self._optimizer, to_host=True)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision that the computation runs in, rollouts included."""
+        """Return the precision that the computation runs in, rollouts included."""
         if self._autocast_word == "none":
             return nullcontext()
         return torch.autocast(self._device.type, dtype=getattr(torch, self._autocast_word))
@@ -104,7 +104,8 @@ class Learner:
         return _in_place(batch, parts, fetched(values))
 
     def update(self, batch: Batch, step: int, loss: LossFn | None = None, rate: float | None = None) -> Update:
-        """Gradients of the whole batch, then one optimizer step, unless they are not finite or all exactly zero.
+        """Compute the gradients of the whole batch, then make one optimizer step, unless they are not finite or all
+        exactly zero.
 
         Raises UserError if the step leaves a weight that is not finite; none of them is to be saved then."""
         loss, optim, sums = loss or self._loss, self._optim, dict[str, Tensor]()
@@ -168,8 +169,8 @@ class Learner:
         return values.detach(), shares
 
     def _move(self, metrics: dict[str, float], rate: float, step: int) -> tuple[str | None, bool]:
-        """One optimizer step, if the gradient is finite and there is any: without one, the moments of earlier ones and
-        weight decay would move the weights. Notes the rate in `metrics`, which `optim.ess` may have lowered."""
+        """Make one optimizer step, if the gradient is finite and there is any: without one, the moments of earlier ones
+        and weight decay would move the weights. Notes the rate in `metrics`, which `optim.ess` may have lowered."""
         fault = next((f"{name} is {v}" for name, v in metrics.items() if not torch.isfinite(torch.tensor(v))), None)
         if fault is not None:
             return fault, False
@@ -189,16 +190,16 @@ class Learner:
         return None, True
 
     def _has_gradient(self) -> bool:
-        """The squares of small numbers, and so their norm, can be 0 when the numbers are not."""
+        """Return whether any number of the gradient is not 0: the squares of small ones, and so their norm, can be."""
         found = [p.grad.any() for p in self._parameters if p.grad is not None]
         return bool(found) and bool(torch.stack(found).any())
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, by the names of the weights."""
+        """Return the optimizer's state, by the names of the weights."""
         return state_by_name(self._optimizer, self._names, self._parameters)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `optimizer.load_state`."""
+        """Restore the optimizer's state, as `optimizer.load_state`."""
         load_state(self._optimizer, state, self._names, self._parameters)
 
 
@@ -208,7 +209,7 @@ def _in_place(batch: Batch, parts: Sequence[Tensor], values: Sequence[Tensor]) -
 
 
 def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
-    """The rate of update `step` (from 0) of `steps`: a linear warm-up, then the schedule down to 0 at the end.
+    """Return the rate of update `step` (from 0) of `steps`: a linear warm-up, then the schedule down to 0 at the end.
 
     >>> half = OptimSettings(1.0, (0.9, 0.99), 1e-8, 0.0, warmup_steps=2, schedule="linear", max_grad_norm=1.0,
     ...     name="adamw", offload=False, park=False, ess="none", ess_reference=1.0)
@@ -226,7 +227,7 @@ def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
 
 
 def schedule_of(optim: OptimSettings, train: TrainSettings) -> dict[str, Any]:
-    """The settings that determine the learning rate, by key: saved in a checkpoint."""
+    """Return the settings that determine the learning rate, by key: saved in a checkpoint."""
     return {
         "optim.lr": optim.lr,
         "optim.warmup_steps": optim.warmup_steps,
@@ -236,7 +237,7 @@ def schedule_of(optim: OptimSettings, train: TrainSettings) -> dict[str, Any]:
 
 
 def rate_jump(saved: Mapping[str, Any], optim: OptimSettings, train: TrainSettings, step: int) -> str | None:
-    """A warning if the rate of update `step` differs from what a saved `schedule_of` would have given."""
+    """Return a warning if the rate of update `step` differs from what a saved `schedule_of` would have given."""
     changed_then = {key.removeprefix("optim."): value for key, value in saved.items() if key.startswith("optim.")}
     then = learning_rate(replace(optim, **changed_then), step, saved["train.steps"])
     now = learning_rate(optim, step, train.steps)

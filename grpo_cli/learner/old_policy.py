@@ -33,23 +33,24 @@ class OldPolicy(ABC):
     @property
     @abstractmethod
     def apart(self) -> bool:
-        """Whether it differs from the learner at the start of the step, and so must be computed before an update."""
+        """True if it differs from the learner at the start of the step, and so must be computed before an update."""
 
     @abstractmethod
     def logprobs(self, batch: Batch) -> Float[Tensor, "N"]:
-        """Of the batch's response tokens, on the CPU, without gradient. Called before the step's first update."""
+        """Return those of the batch's response tokens, on the CPU, without gradient. Called before the step's first
+        update."""
 
     def follow(self) -> None:
-        """Called after an optimizer step."""
+        """Follow an optimizer step, which was just made."""
         return None
 
     def settle(self, active: float) -> Mapping[str, float]:
-        """Called after a step that moved the weights; `active` is the share of its tokens that were neither masked nor
-        clipped. Returns metrics by their full names."""
+        """Finish a step that moved the weights; `active` is the share of its tokens that were neither masked nor
+        clipped. Return metrics by their full names."""
         return {}
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """Plain values and tensors, which change with the next update; None: nothing to keep."""
+        """Return plain values and tensors, which change with the next update; None: nothing to keep."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -59,19 +60,20 @@ class OldPolicy(ABC):
 
 
 def old_policy(prox: str, window: float | int, model: Any, learner: Learner) -> OldPolicy:
-    """What `correction.prox` and `correction.prox_window` say."""
+    """Return the old policy of `correction.prox` and `correction.prox_window`."""
     if prox == "ewma":
         return AveragedPolicy(model, learner, window)
     return SamplerPolicy() if prox == "drawn" else StepPolicy(model, learner)
 
 
 def pass_before(prox: str, needed: bool) -> bool:
-    """Whether a step makes a forward pass for the old policy before its updates; `needed`: it does with `now`."""
+    """Return whether a step makes a forward pass for the old policy before its updates; `needed`: it does with
+    `now`."""
     return {"now": needed, "drawn": False, "ewma": True}[prox]
 
 
 def average_bytes(weights: Sequence[Tensor], prox: str | None) -> int:
-    """What the average of `weights` takes: 4 bytes for each number of them, where there is one."""
+    """Return the bytes of the average of `weights`, 4 for each number, where there is one."""
     return sum(4 * weight.numel() for weight in weights) if prox == "ewma" else 0
 
 
@@ -134,7 +136,7 @@ class AveragedPolicy(OldPolicy):
 
     @contextmanager
     def _in_their_place(self) -> Iterator[None]:
-        """The model with the average's values. Its own stay where they are in memory: graphs hold their addresses."""
+        """Give the model the average's values. Its own stay where they are in memory: graphs hold their addresses."""
         own = [weight.data for weight in self._weights]
         try:
             for weight, average in zip(self._weights, self._average, strict=False):  # none before an update

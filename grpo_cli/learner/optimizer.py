@@ -15,7 +15,7 @@ from grpo_cli.support.extras import require
 
 
 def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings) -> Any:
-    """What `optim` asks for, over `weights`. Raises UserError where bitsandbytes cannot work.
+    """Return the optimizer of `weights`. UserError where bitsandbytes cannot work.
 
     Weight decay acts on weights of two or more dimensions: matrices, embeddings, adapters. Norms and biases do not
     decay, by the convention of nanoGPT's `configure_optimizers` and of transformers' Trainer.
@@ -33,7 +33,7 @@ def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings) -> Any:
 
 
 def _groups(weights: Sequence[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Weights with decay, then those without; empty groups are left out."""
+    """Return weights with decay, then those without; empty groups are left out."""
     decaying, others = [w for w in weights if w.dim() >= 2], [w for w in weights if w.dim() < 2]
     groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
@@ -41,7 +41,7 @@ def _groups(weights: Sequence[Tensor], weight_decay: float) -> list[dict[str, An
 
 @torch.no_grad()
 def require_finite_weights(weights: Sequence[Tensor], optim: OptimSettings, step: int, rate: float) -> None:
-    """Raises UserError if the update of `step` (from 0) has left a weight that is not finite, or whose square is not.
+    """Raise UserError if the update of `step` (from 0) has left a weight that is not finite, or whose square is not.
 
     Every weight is read once: 4 bytes of each, where AdamW itself reads and writes 28.
     """
@@ -54,7 +54,7 @@ def require_finite_weights(weights: Sequence[Tensor], optim: OptimSettings, step
 
 
 def state_by_name(optimizer: Any, names: Sequence[str], weights: Sequence[Tensor]) -> dict[str, Any]:
-    """Its state_dict, in which the names of its `weights` stand for PyTorch's numbers."""
+    """Return its state_dict, in which the names of its `weights` stand for PyTorch's numbers."""
     state: dict[str, Any] = optimizer.state_dict()
     order = _order(optimizer, names, weights)
     state["state"] = {order[number]: averages for number, averages in state["state"].items()}
@@ -64,14 +64,14 @@ def state_by_name(optimizer: Any, names: Sequence[str], weights: Sequence[Tensor
 
 
 def _order(optimizer: Any, names: Sequence[str], weights: Sequence[Tensor]) -> list[str]:
-    """The names of its weights, by PyTorch's numbers."""
+    """Return the names of its weights, by PyTorch's numbers."""
     known = dict(zip(map(id, getattr(optimizer, "copies", weights)), names, strict=True))
     return [known[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
 
 
 def load_state(optimizer: Any, state: Mapping[str, Any], names: Sequence[str], weights: Sequence[Tensor]) -> None:
-    """The state of a checkpoint, by the names of weights. Rate, betas, eps and decay stay those that `optimizer` was
-    made with: PyTorch would bring back the saved ones. Raises UserError for an optimizer of other weights."""
+    """Restore a checkpoint's state, by the names of weights. Rate, betas, eps and decay stay those that `optimizer` was
+    made with: PyTorch would bring back the saved ones. UserError for an optimizer of other weights."""
     numbers = {name: number for number, name in enumerate(_order(optimizer, names, weights))}
     saved = {name for group in state["param_groups"] for name in group["params"]}
     sides = ((saved - numbers.keys(), "has", "does not train"), (numbers.keys() - saved, "lacks", "trains"))
@@ -105,7 +105,7 @@ def _check_moments(optimizer: Any, state: Mapping[int, Mapping[str, Any]]) -> No
 
 
 def check_optimizer(optim: OptimSettings, device: torch.device) -> None:
-    """Raises UserError for 8-bit state if bitsandbytes is missing or has no kernels for the device."""
+    """Raise UserError for 8-bit state if bitsandbytes is missing or has no kernels for the device."""
     if optim.name == "adamw8bit" and device.type != "cuda":
         raise UserError(
             f"optim.name=adamw8bit needs a CUDA GPU, for which bitsandbytes has kernels, but the device is "
@@ -121,7 +121,7 @@ _SMALL, _BLOCK = 4096, 256
 
 
 def state_bytes(weights: Sequence[Tensor], optim: OptimSettings, device: torch.device) -> int:
-    """Bytes that the optimizer will hold on `device`, the model's, from the shapes of its weights."""
+    """Return the bytes that the optimizer will hold on `device`, the model's, from the shapes of its weights."""
     if optim.offload and device.type != "cpu":
         return 0
     if optim.name == "adamw8bit":

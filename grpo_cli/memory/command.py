@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import torch
-from hydra.core.hydra_config import HydraConfig
 
 from grpo_cli import __version__, experiment
 from grpo_cli.config.auto import AUTO
@@ -64,7 +63,7 @@ def profile(run: Prepared[ProfileRunSettings], command: Sequence[str], say: Say,
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / PROFILE, (json_line(findings.document, indent=2) + "\n").encode())
     if sized:
-        _say_what_fits(planner, room, say)
+        _say_what_fits(planner, room, fit.typed_keys(command), say)
     return findings
 
 
@@ -74,10 +73,9 @@ def _with_tokens(run: Prepared[ProfileRunSettings], planner: Planner, room: int)
     return replace(run, settings=replace(run.settings, train=train))
 
 
-def _say_what_fits(planner: Planner, room: int, say: Say) -> None:
+def _say_what_fits(planner: Planner, room: int, typed: Set[str], say: Say) -> None:
     """Report what `fit` would choose for this room; nothing of it is used here."""
-    typed, room = fit.typed_keys(HydraConfig.get().overrides.task), fit.within(room, planner.device)
-    name = f"fit={planner.run.settings.fit}"
+    room, name = fit.within(room, planner.device), f"fit={planner.run.settings.fit}"
     try:
         for line in fit.chosen(planner, room, fit.choosable(planner, typed), name).lines(name, room):
             say(line)

@@ -1,4 +1,5 @@
-"""What a phase holds, and which setting would lower it: the message in place of a failed allocation."""
+"""An explanation of what a phase holds, and which setting would lower it: the message in place of a failed
+allocation."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class PhasePeaks:
 
 @dataclass(frozen=True)
 class _Reading:
-    """Of one step or evaluation: seconds as `time/<phase>`, peak bytes by phase, and tokens by kind."""
+    """The figures of one step or evaluation: seconds as `time/<phase>`, peak bytes by phase, and tokens by kind."""
 
     times: Mapping[str, float]
     peaks: Mapping[str, int]

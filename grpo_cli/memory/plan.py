@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from grpo_cli.engine.batching import Capped, KvShape, Sampler
-from grpo_cli.engine.kv.cache import BLOCK, KvLayout, blocks_for, round_up
-from grpo_cli.engine.kv.eviction import Budget, Dense
-from grpo_cli.engine.torch.generation import PREFILL_TOKENS
+from grpo_cli.engine.eviction import Budget, Dense
+from grpo_cli.engine.generation import PREFILL_TOKENS
+from grpo_cli.engine.kv_cache import BLOCK, KvLayout, blocks_for, round_up
+from grpo_cli.engine.samplers import KvShape, Sampler
 from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS
 from grpo_cli.memory.shapes import ShapeModel, Sizes
 from grpo_cli.model.checkpointing import stored_bytes
@@ -27,7 +27,7 @@ _DRAWN_AT_ONCE = 1 << 19  # logits in float32 from which a CPU draws together
 
 @dataclass(frozen=True)
 class Workload:
-    """What an engine generates: the tokens of each prompt, and `n` rollouts of each, all of `longest` tokens."""
+    """The work of an engine: the tokens of each prompt, and `n` rollouts of each, all of `longest` tokens."""
 
     prompts: tuple[int, ...]
     n: int
@@ -53,8 +53,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What decides how much a rollout engine allocates. Every rollout makes `prefix` tokens before the rest is ordered
-    by predicted length; `packed` weights matter on a CPU only."""
+    """The settings that decide how much a rollout engine allocates. Every rollout makes `prefix` tokens before the rest
+    is ordered by predicted length; `packed` weights matter on a CPU only."""
 
     sampler: Sampler
     sparsity: Dense | Budget
@@ -64,8 +64,9 @@ class EngineShape:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What decides the memory of a step. `evaluation` is None if there is none, `engine` if rollouts are not made by
-    engine=torch. Passes have at most `tokens` tokens or one row, `chunk` of which reach the head together."""
+    """The settings that decide the memory of a step. `evaluation` is None if there is none, `engine` if rollouts are
+    not made by engine=torch. Passes have at most `tokens` tokens or one row, `chunk` of which reach the head
+    together."""
 
     rollouts: Workload
     m: int
@@ -148,7 +149,7 @@ def plan(model: ShapeModel, step: StepShape) -> MemoryPlan:
 
 
 def _update(model: ShapeModel, step: StepShape) -> dict[str, Sizes]:
-    """In a first pass gradients appear as the backward pass goes down; later ones find all of them."""
+    """Predict an update: in a first pass gradients appear as it goes back, later ones find all of them."""
     every = step.tokens_of_update
     tokens = step.in_a_pass(every)
     spares = not model.on_cpu or not is_little(model.layers * stored_bytes(model.config, tokens))
@@ -180,7 +181,7 @@ def _rollouts(model: ShapeModel, engine: EngineShape, work: Workload, of_a_step:
     shape = KvShape(
         work.rollouts, len(work.prompts), *(each * blocks_for(tokens) for tokens in (longest, first, keys, parked))
     )
-    room = Capped(engine.sampler, of_a_step).fit(shape)
+    room = engine.sampler.fit(shape, of_a_step)
     rows, waits = room.slots, shape.parked_bytes * work.rollouts if room.probes else 0
     prompts = sorted((BLOCK * blocks_for(tokens) for tokens in work.prompts), reverse=True)[:rows]
     if model.on_cpu:  # where memory counts once it is written

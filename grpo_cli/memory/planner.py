@@ -1,4 +1,4 @@
-"""From settings to plans: the model's shapes, the shape of a step, and both with some settings changed."""
+"""Plans from settings: the model's shapes, the shape of a step, and both with some settings changed."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from grpo_cli.engine.step.decoder import PACKED_FROM
-from grpo_cli.engine.step.weights import linear_layers
+from grpo_cli.engine.decoder import PACKED_FROM
+from grpo_cli.engine.rollout_weights import linear_layers
 from grpo_cli.learner.logprobs import _AT_ONCE, ByRow, chosen_logprobs
 from grpo_cli.memory.allocations import Allocations
 from grpo_cli.model.anatomy import backbone
@@ -175,8 +175,8 @@ class ShapeModel:
             yield allocations
 
     def _train_lines(self, chunk: int, spares: bool) -> list[Affine]:
-        """Of each part of a forward and backward pass: layers, head, back through the head, the layers, the embedding.
-        Gradients of an earlier pass are there."""
+        """Return the parts of a forward and backward pass: layers, head, back through the head, the layers, the
+        embedding. Gradients of an earlier pass are there."""
         tokens = max(2048, 4 * chunk), max(4096, 8 * chunk)
         found = [[self._train_pass(model, count, chunk, spares) for count in tokens] for model in self._models]
         return [Affine(tokens, part) for part in zip(*(zip(*row, strict=True) for row in found), strict=True)]
@@ -213,7 +213,7 @@ class ShapeModel:
 
     @cached_property
     def quiet_line(self) -> Affine:
-        """Of the layers without gradients, one after the other."""
+        """The memory of the layers without gradients, one after the other."""
         tokens, found = (2048, 4096), list[Sizes]()
         for count in tokens:
             with self._watched(self._models[0], True, training=False) as allocations:

@@ -63,8 +63,8 @@ class TargetRate:
         return {"curriculum/predicted_rate": float(np.mean(predicted))} if predicted else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is in the order of candidates, and what it predicted of groups that are under way; what was seen of
-        problems is the history's to keep."""
+        """Return its place in the order of candidates, and what it predicted of groups that are under way; what was
+        seen of problems is the history's to keep."""
         return {"kind": "target", "order": self._candidates.state_dict(), "predicted": dict(self._predicted)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:

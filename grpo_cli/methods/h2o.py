@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.engine.kv.eviction import Budget, Candidates
+from grpo_cli.engine.eviction import Budget, Candidates
 
 
 @dataclass(frozen=True)

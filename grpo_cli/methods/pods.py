@@ -19,7 +19,7 @@ from grpo_cli.types import ScoredGroup
 
 
 def maxvar(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
-    """The subset whose rewards vary most (PODS, the max-variance rule): both ends, which teach most.
+    """Return the subset whose rewards vary most (PODS, the max-variance rule): both ends, which teach most.
 
     For binary rewards it keeps as near to half right and half wrong as the group allows. Variance says nothing about a
     single rollout, so `keep` is at least 2.
@@ -33,12 +33,12 @@ def maxvar(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]
 
 
 def maxreward(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
-    """The largest rewards. A baseline that fails by design: among the best only, little or nothing varies."""
+    """Return the largest rewards. A baseline that fails by design: among the best only, little or nothing varies."""
     return max_reward_indices(group.totals, keep, rng).tolist()
 
 
 def random(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
-    """Uniform without replacement: the baseline that only saves update time."""
+    """Draw uniformly without replacement: the baseline that only saves update time."""
     return rng.choice(len(group.rollouts), keep, replace=False).tolist()
 
 
@@ -50,7 +50,7 @@ def percentile(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[
 def max_variance_indices(
     rewards: Float[np.ndarray, " G"], keep: int, rng: np.random.Generator
 ) -> Int[np.ndarray, " K"]:
-    """Indices of `keep` (2 <= keep <= G) rewards with the largest possible variance, ascending.
+    """Return indices of `keep` (2 <= keep <= G) rewards with the largest possible variance, ascending.
 
     Some best subset is the k largest and the keep - k smallest: the variance is a convex function of each member, so
     moving a member to one end of what is left never lowers it. Only k is to be found. O(G log G), from the sort.
@@ -61,12 +61,12 @@ def max_variance_indices(
 
 
 def max_reward_indices(rewards: Float[np.ndarray, " G"], keep: int, rng: np.random.Generator) -> Int[np.ndarray, " K"]:
-    """Indices of the `keep` largest rewards, ascending."""
+    """Return indices of the `keep` largest rewards, ascending."""
     return _take_ends(rewards, np.sort(rewards), 0, keep, rng)
 
 
 def percentile_indices(rewards: Float[np.ndarray, " G"], keep: int, rng: np.random.Generator) -> Int[np.ndarray, " K"]:
-    """Indices of the order statistics at quantiles (j - 0.5) / keep, j = 1..keep, in ascending order of reward.
+    """Return indices of the order statistics at quantiles (j - 0.5) / keep, j = 1..keep, in ascending order of reward.
 
     The order statistic at quantile q is the ceil(q * G)-th smallest (the inverse of the empirical distribution). Since
     keep <= G the ranks differ by at least one each, so none is taken twice. Integers throughout: no rounding.
@@ -80,7 +80,8 @@ def percentile_indices(rewards: Float[np.ndarray, " G"], keep: int, rng: np.rand
 
 
 def _best_num_top(ordered: Float[np.ndarray, " G"], keep: int) -> int:
-    """How many of the `keep` come from the top end when the rest are the smallest: the least k of greatest variance.
+    """Return how many of the `keep` come from the top end when the rest are the smallest: the least k of greatest
+    variance.
 
     Going from k to k + 1 swaps the largest kept small one, b, for the next large one, t. With d = t - b and S the sum
     of the kept, the sum of squared deviations grows by d * (t + b - (2 S + d) / keep). As k grows, t and b fall and S
@@ -135,7 +136,7 @@ def _take_ends(
 
 
 def _draw(candidates: Bool[np.ndarray, " G"], count: int, rng: np.random.Generator) -> Bool[np.ndarray, " G"]:
-    """A uniformly random subset of exactly `count` of the candidates, as a mask.
+    """Draw a uniformly random subset of exactly `count` of the candidates, as a mask.
 
     Each candidate tosses the same coin, and surplus ones are put back, or missing ones added, at random. Given its
     size a set drawn by coins is uniform, whatever the coin, so the result is too; and coins are one byte each, which

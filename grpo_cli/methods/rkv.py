@@ -15,7 +15,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from grpo_cli.engine.kv.eviction import Candidates
+from grpo_cli.engine.eviction import Candidates
 from grpo_cli.methods.snapkv import AttentionOfWindow
 from grpo_cli.support.ranges import Share
 
@@ -25,8 +25,8 @@ SIMILARITIES_AT_ONCE = {"cpu": 2**18, "cuda": 2**26}
 
 @dataclass(frozen=True)
 class Rkv(AttentionOfWindow):
-    """As in Cai et al.'s `r1_kv.py`, retain direction `last`: attention is SnapKV's score, `importance` the paper's
-    lambda. The two are on one scale only roughly: a softmax of cosines is nearly flat, one of logits is not."""
+    """A policy as in Cai et al.'s `r1_kv.py`, retain direction `last`: attention is SnapKV's score, `importance` the
+    paper's lambda. The two are on one scale only roughly: a softmax of cosines is nearly flat, one of logits is not."""
 
     importance: Share
     threshold: Annotated[float, Field(ge=-1, le=1)]
@@ -39,7 +39,7 @@ class Rkv(AttentionOfWindow):
 
 
 def redundancy(keys: Float[Tensor, "N T D"], threshold: float) -> Float[Tensor, "N T"]:
-    """How much the other keys of a head resemble each one: softmax over keys of the mean cosine.
+    """Return how much the other keys of a head resemble each one: softmax over keys of the mean cosine.
 
     For each key, the last other key that resembles it by more than `threshold` is let off (as the release does it: key
     0 if there is none), so that of many copies the newest counts as needed. Of exactly two, each lets off the other.

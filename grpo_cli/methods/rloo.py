@@ -20,7 +20,8 @@ from grpo_cli.types import ScoredGroup
 
 @facts(divides=False)
 def rloo(group: ScoredGroup, kept: Sequence[int], *, stats_over: StatsOver) -> Float[Tensor, " K"]:
-    """The baseline is independent of the sample. Over `group` the others are the G - 1 of the whole group."""
+    """Subtract a baseline that is independent of the sample. Over `group` the others are the G - 1 of the whole
+    group."""
     rewards, reference = compared(group, kept, stats_over)
     if not varies(reference):
         return torch.zeros_like(rewards)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.engine.kv.eviction import Budget, Candidates
+from grpo_cli.engine.eviction import Budget, Candidates
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Count
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.engine.kv.eviction import Budget, Candidates
+from grpo_cli.engine.eviction import Budget, Candidates
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_cli.model.checks import ARCHITECTURES, window_of
-from grpo_cli.support.errors import UserError
 
 PACKING = "grpo_packed"  # the name that transformers has for the attention of `model.packed`
 _NO_MASK = torch.empty(0, 0, 0, 0)
@@ -23,13 +22,13 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 def unwrapped(model: Any) -> Any:
-    """The causal language model inside a PEFT wrapper (PEFT replaces layers in place); else the model itself."""
+    """Return the causal language model inside a PEFT wrapper (PEFT replaces layers in place); else the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def is_llama_shaped(model: Any) -> bool:
-    """Whether it is of the families whose layers are driven, packed and taken apart here, or not of transformers at
-    all. Of any other nothing is known but its two halves."""
+    """Return whether it is of the families whose layers are driven, packed and taken apart here, or not of transformers
+    at all. Of any other nothing is known but its two halves."""
     return not isinstance(unwrapped(model), PreTrainedModel) or is_of_a_known_family(model)
 
 
@@ -63,7 +62,7 @@ def head(model: Any) -> Any:
 
 
 class _States(tuple[Tensor]):
-    """What a backbone answers: its states, by name and as the first of what it gives, and nothing else."""
+    """The output of a backbone: its states, by name and as the first of what it gives, and nothing else."""
 
     @property
     def last_hidden_state(self) -> Tensor:
@@ -75,7 +74,7 @@ class _States(tuple[Tensor]):
 
 @dataclass(frozen=True)
 class _Given:
-    """In the place of a backbone, or of a part of it that the model calls by itself."""
+    """A stand-in for a backbone, or for a part of it that the model calls on its own."""
 
     states: Tensor
 
@@ -93,7 +92,7 @@ class _WholeAsHead:
     whole: Any
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Of [N, H] states the [N, V] logits."""
+        """Compute the [N, V] logits of [N, H] states."""
         modules, name = self.whole._modules, self.whole.base_model_prefix
         body, modules[name] = modules[name], _Given(states[None])
         try:  # there are no tokens to read: all that is left to do is what comes after the backbone
@@ -104,35 +103,14 @@ class _WholeAsHead:
         return logits[0]
 
 
-def layer_of(model: Any, number: int | None) -> Any:
-    """Layer `number` of the backbone, from 1; None: the one at two thirds, rounded up. UserError if there is none."""
-    body = backbone(model)
-    count = body.config.num_hidden_layers
-    layers = next((m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
-    if layers is None:
-        raise UserError(f"no hidden states can be read in {type(unwrapped(model)).__name__}: its layers are not found")
-    place = -(-2 * count // 3) if number is None else number
-    if not 1 <= place <= count:
-        raise UserError(f"layer={number} cannot be read: the model's are 1 to {count}; null is the one at two thirds")
-    return layers[place - 1]
-
-
-def ends(model: Any) -> list[torch.Tensor]:
-    """The weights of the embedding and of the head, which may be one; none of a model that has no such methods."""
-    inner = unwrapped(model)
-    has_them = hasattr(inner, "get_input_embeddings")
-    modules = [inner.get_input_embeddings(), inner.get_output_embeddings()] if has_them else []
-    return [module.weight for module in modules if module is not None]
-
-
 def place_of(model: Any) -> torch.device:
-    """The device that it computes on."""
+    """Return the device that it computes on."""
     place: torch.device = next(model.parameters()).device
     return place
 
 
 def has_dropout(model: Any) -> bool:
-    """Whether it has active dropout, so that train mode differs from eval mode."""
+    """Return whether it has active dropout, so that train mode differs from eval mode."""
     return any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules())
 
 

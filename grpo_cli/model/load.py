@@ -89,7 +89,7 @@ def load_model(
 
 
 def _without_dropout(config: PreTrainedConfig) -> None:
-    """Each family has words of its own for it: attention_dropout, resid_pdrop, layerdrop."""
+    """Set dropout to 0; each family has words of its own for it: attention_dropout, resid_pdrop, layerdrop."""
     config.attention_dropout = 0.0
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def send(device: torch.device, *tables: np.ndarray) -> list[Tensor]:
-    """The tables, all of 8-byte numbers, on the device."""
+    """Return the tables, all of 8-byte numbers, on the device."""
     if device.type == "cpu":
         return [torch.from_numpy(table) for table in tables]
     flat = np.concatenate([np.ascontiguousarray(table).reshape(-1).view(np.int64) for table in tables])

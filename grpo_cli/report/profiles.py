@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,6 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib
 
 SCHEMA = 1  # of `profile.json`
-
-
-@dataclass(frozen=True)
-class ProfileRow:
-    """One profile of a sweep. What was not measured (`profile.plan_only`) is None."""
-
-    name: str
-    step_seconds: float | None
-    decode_steps: float | None
-    tokens_per_second: float | None
-    slot_utilisation: float | None
-    kv_bytes: int
-    peak_bytes: int
-    peak_phase: str
-
-
 _COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "s/step": ("step_seconds", "{:.2f}".format),
     "decode steps": ("decode_steps", "{:.0f}".format),
@@ -57,17 +40,17 @@ def read_profile(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def profile_row(name: str, found: Mapping[str, Any]) -> ProfileRow:
+def profile_row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of a `profile.json` that are compared: measured if there are any, else predicted."""
     measured, predicted = found["measured"], found["predicted"]
-    if measured is None:
-        peak, phases = predicted["peak"], predicted["phases"]
-        kv = phases["decode"]["held_by"]["kv"] if "decode" in phases else 0  # engine=torch only
-        return ProfileRow(name, None, None, None, None, kv, peak["bytes"], peak["phase"])
-    engine, peak, phases = measured["engine"], measured["peak"], measured["phases"]
-    seconds, speed = phases["step"]["seconds_median"], phases["decode"]["tokens_per_second"]
-    steps, busy, kv = (engine[f"engine/{name}"] for name in ("decode_steps", "slot_utilisation", "kv_peak_bytes"))
-    return ProfileRow(name, seconds, steps, speed, busy, int(kv), peak["bytes"], peak["phase"])
+    peak = (measured or predicted)["peak"]
+    figures: dict[str, Any] = {"name": name, "peak_bytes": peak["bytes"], "peak_phase": peak["phase"]}
+    if measured is None:  # keys and values are planned for engine=torch only
+        return figures | {"kv_bytes": predicted["phases"].get("decode", {"held_by": {"kv": 0}})["held_by"]["kv"]}
+    phases, engine = measured["phases"], measured["engine"]
+    figures |= {name: engine[f"engine/{name}"] for name in ("decode_steps", "slot_utilisation")}
+    figures |= {"step_seconds": phases["step"]["seconds_median"], "kv_bytes": int(engine["engine/kv_peak_bytes"])}
+    return figures | {"tokens_per_second": phases["decode"]["tokens_per_second"]}
 
 
 def compare_profiles(jobs: Sequence[tuple[str, Path]], folder: Path, console: Console | None = None) -> None:
@@ -75,19 +58,19 @@ def compare_profiles(jobs: Sequence[tuple[str, Path]], folder: Path, console: Co
     console = console or terminal.console()
     rows = [profile_row(name, read_profile(job / layout.PROFILE)) for name, job in jobs]
     print_table(console, profile_table(rows))
-    write_atomically(folder / layout.COMPARISON, f"{json_line([asdict(row) for row in rows], indent=2)}\n".encode())
+    write_atomically(folder / layout.COMPARISON, f"{json_line(rows, indent=2)}\n".encode())
     console.print(f"{layout.COMPARISON}: {folder}", highlight=False, soft_wrap=True)
 
 
-def profile_table(rows: Sequence[ProfileRow]) -> Table:
-    """Return one row per profile, with the ratio to the first one in parentheses."""
+def profile_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return one row per profile, with the ratio to the first one in parentheses. What was not measured is empty."""
 
-    def cell(row: ProfileRow, figure: str, form: Callable[[Any], str]) -> str:
-        value, first = getattr(row, figure), getattr(rows[0], figure)
-        if value is None:
+    def cell(row: Mapping[str, Any], figure: str, form: Callable[[Any], str]) -> str:
+        if figure not in row:
             return ""
-        return f"{form(value)} ({value / first:.2f})" if first else form(value)
+        first = rows[0].get(figure)
+        return f"{form(row[figure])} ({row[figure] / first:.2f})" if first else form(row[figure])
 
-    cells = [(row.name, *(cell(row, *column) for column in _COLUMNS.values()), row.peak_phase) for row in rows]
+    cells = [(row["name"], *(cell(row, *column) for column in _COLUMNS.values()), row["peak_phase"]) for row in rows]
     title = "profiles, and in parentheses their ratio to the first"
     return Table(("job", *_COLUMNS, "peak in"), tuple(cells), frozenset(_COLUMNS), title=title)

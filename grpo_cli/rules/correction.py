@@ -78,12 +78,12 @@ class Correct:
 
     @property
     def needs_policy_logprobs(self) -> bool:
-        """Whether weights or mask depend on xi; if not, measuring it can wait for the learner's own forward pass."""
+        """True if weights or mask depend on xi; if not, measuring it can wait for the learner's own forward pass."""
         return self.importance != "none" or self.rejection != "none" or self._has_band
 
     @property
     def rejects(self) -> bool:
-        """Whether a whole sequence can be taken out: by the veto, the band, or a weight that is masked to 0."""
+        """True if a whole sequence can be taken out: by the veto, the band, or a weight that is masked to 0."""
         return self.rejection != "none" or self._has_band or (self.importance != "none" and self.is_mode == "mask")
 
     @property
@@ -104,7 +104,8 @@ class Correct:
         return Verdict(weights, kept, reasons, mismatch_metrics(batch, log_ratio, weights, kept))
 
     def _reasons(self, batch: Batch, log_ratio: Float[Tensor, "N"], flags: Bool[Tensor, "B 4"]) -> tuple[str, ...]:
-        """In words for `rollouts.jsonl`; of each row the flags say whether it is answered, vetoed, left and trained."""
+        """Return reasons in words for `rollouts.jsonl`; of each row the flags say whether it is answered, vetoed, left
+        and trained."""
         lowest = torch.segment_reduce(log_ratio, "min", lengths=batch.lengths, unsafe=True, initial=0)
         columns = flags.tolist(), bounded_exp(lowest).tolist(), bounded_exp(batch.sums(log_ratio)).tolist()
         return tuple(self._reason(*row, lowest=low, product=xi) for row, low, xi in zip(*columns, strict=True))
@@ -167,7 +168,7 @@ def log_sparsity_ratio(batch: Batch, policy_logprobs: Float[Tensor, "N"]) -> Flo
 def mismatch_metrics(
     batch: Batch, log_ratio: Float[Tensor, "N"], weights: Float[Tensor, "N"], kept: Bool[Tensor, "N"]
 ) -> Mapping[str, float]:
-    """How far sampler and policy are apart, over all response tokens, and what the correction did about it.
+    """Measure how far sampler and policy are apart, over all response tokens, and what the correction did about it.
 
     `mismatch/kl` is the k3 estimate of KL(sampler || policy), mean of xi - 1 - log xi: never negative. The quantiles
     are the 0.1 % and 1 % ones of log xi. `rejected` is the share of answered sequences, and `masked_tokens` of response
@@ -193,7 +194,8 @@ def mismatch_metrics(
 
 
 def lower_quantile(values: Float[Tensor, " N"], q: float) -> Float[Tensor, ""]:
-    """The `q` quantile, linear between order statistics, as `torch.quantile`, which refuses more than 2**24 values.
+    """Return the `q` quantile, linear between order statistics, as `torch.quantile`, which refuses more than 2**24
+    values.
 
     Only the smallest share `q` is sorted, so a small q is cheap.
     """
@@ -204,7 +206,7 @@ def lower_quantile(values: Float[Tensor, " N"], q: float) -> Float[Tensor, ""]:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Float[Tensor, ""]:
-    """Mean over the mask, 0 over none."""
+    """Return the mean over the mask, 0 over none."""
     return values.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 

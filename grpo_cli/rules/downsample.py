@@ -1,4 +1,4 @@
-"""Which rollouts of a group are trained on: the down-sampling rules of PODS, and the check that every answer passes.
+"""The choice of rollouts to train on: the down-sampling rules of PODS, and the check that every answer passes.
 
 Rules read rewards and nothing else. Rollouts of equal reward are exchangeable: which of them is kept is drawn from the
 group's own random stream, so that early samples are never favoured. Advantages are computed elsewhere, afterwards.
@@ -31,7 +31,7 @@ def all_rollouts(group: ScoredGroup, keep: int, rng: np.random.Generator) -> lis
 
 
 def choose(rule: Downsample, group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
-    """The indices that `rule` keeps, ascending, once they are known to be `keep` distinct ones of this group.
+    """Return the indices that `rule` keeps, ascending, once they are known to be `keep` distinct ones of this group.
 
     A group of `keep` rollouts or fewer is kept whole without the rule: n = m is plain GRPO under any rule.
     """

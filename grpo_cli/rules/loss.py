@@ -34,7 +34,7 @@ _MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class Terms:
-    """What each token contributes, its policy ratio, and whether the clip acts on it."""
+    """The contribution of each token, its policy ratio, and whether the clip acts on it."""
 
     terms: Float[Tensor, "N"]
     ratio: Float[Tensor, "N"]
@@ -66,7 +66,7 @@ class Clipped(ABC):
         return not self.kl_coef
 
     def __call__(self, logprobs: Float[Tensor, "N"], batch: Batch, totals: Totals) -> LossOutput:
-        """Weights, KL, averages and metrics: what every variant does with its per-token terms.
+        """Compute weights, KL, averages and metrics: what every variant does with its per-token terms.
 
         Metrics are detached tensors, so nothing waits for the device. The clip fraction and the ratio are means over
         tokens whatever the aggregation; `loss/kl` is the KL itself, not multiplied by `kl_coef`, and there only with a
@@ -93,10 +93,10 @@ class Clipped(ABC):
 
     @abstractmethod
     def terms(self, logprobs: Float[Tensor, "N"], batch: Batch) -> Terms:
-        """What a variant says of each token; read only where `batch.loss_mask` is true."""
+        """Compute each token's terms, which are read only where `batch.loss_mask` is true."""
 
     def pessimistic(self, ratio: Float[Tensor, "N"], batch: Batch) -> Terms:
-        """PPO's terms, and where the clip takes the gradient away."""
+        """Compute PPO's terms, and where the clip takes the gradient away."""
         advantage = batch.advantages.float()
         terms = -torch.minimum(ratio * advantage, self.bounded(ratio) * advantage)
         above, below = ratio > 1 + self.clip_high, ratio < 1 - self.clip_low
@@ -147,5 +147,5 @@ def bounded_ratio(log_ratio: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
 
 
 def masked_float(values: Float[Tensor, "N"], mask: Bool[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """In float32, 0 outside the mask before anything is computed: what padding holds (-inf, NaN) cannot leak."""
+    """Return values in float32, 0 outside the mask before anything is computed: -inf or NaN there cannot leak."""
     return values.float().masked_fill(~mask, 0.0)

@@ -11,7 +11,7 @@ WIDTH = 256  # directions of wider states that are used, so that a fit takes som
 
 
 def narrowed(states: Float[np.ndarray, "N H"]) -> Float[np.ndarray, "N F"]:
-    """At most `WIDTH` directions of them, fixed random ones where they are wider."""
+    """Return at most `WIDTH` directions of them, fixed random ones where they are wider."""
     if states.shape[1] <= WIDTH:
         return states
     # Drawn in float64 from a fixed seed, so every run and every resumed run has the same directions.

@@ -42,11 +42,9 @@ class Saver:
             return
         self.join()
         pairs, snapshot = self._snapshot(moving, {_place(tensor) for tensor in frozen})
-        # on a GPU, sources are right behind this place in its queue
         gpu = next((source.device for source, _ in pairs if source.is_cuda), None)
-        ready = (
-            None if gpu is None else torch.cuda.current_stream(gpu).record_event()
-        )  # behind it the sources are right
+        # on a GPU, sources are right behind this place in its queue
+        ready = None if gpu is None else torch.cuda.current_stream(gpu).record_event()
         self._copied.clear()
         self._thread = Thread(target=self._work, args=(pairs, ready, snapshot, write), name="checkpoint")
         self._thread.start()

@@ -12,7 +12,6 @@ import os
 import pickle
 import random
 import shutil
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,8 +44,7 @@ def save_checkpoint(
         _save_state(new / TRAINER_STATE, state)
         files = {path.relative_to(new).as_posix(): path for path in sorted(new.rglob("*")) if path.is_file()}
         listed = {name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for name, path in files.items()}
-        marker = {"step": step, "saved_at": time.time(), "files": listed}
-        (new / COMPLETE).write_text(json_line(marker, indent=1))
+        (new / COMPLETE).write_text(json_line({"step": step, "files": listed}, indent=1))
     complete = [path for path in candidates(root) if path != folder and (path / COMPLETE).exists()]
     with must_be_writable(root):
         for path in complete[max(keep, 1) - 1 :]:

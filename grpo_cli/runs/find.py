@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from grpo_cli.runs.files import content, sha256
 from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, METRICS, OUTPUTS, RUN, SUMMARY, TRAINER_STATE, step_of
@@ -58,7 +57,7 @@ def candidates(folder: Path) -> list[Path]:
 def _damage(folder: Path) -> str | None:
     """Return what is wrong with a checkpoint folder, or None."""
     try:
-        files = _read_marker(folder)["files"]
+        files = json.loads(content(folder / COMPLETE))["files"]
         for name, expected in files.items():
             path = folder / name
             if not path.is_file():
@@ -72,10 +71,6 @@ def _damage(folder: Path) -> str | None:
         return f"cannot be read ({error.strerror or error})"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{COMPLETE} is damaged"
-
-
-def _read_marker(folder: Path) -> dict[str, Any]:
-    return json.loads(content(folder / COMPLETE))
 
 
 def resolve_run(resume: str, outputs: Path = OUTPUTS, key: str = "resume") -> Path:
@@ -129,11 +124,5 @@ def _newest_run(train: Path, key: str) -> Path:
 
 
 def _last_saved(run: Path) -> float:
-    """Return when the run's newest checkpoint was saved, from its marker: a copy has other file times."""
-    times = [0.0]
-    for path in candidates(run):
-        try:
-            times.append(float(_read_marker(path)["saved_at"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # damaged or incomplete: `find_checkpoint` reports it if necessary
-    return max(times)
+    """Return when the run's newest checkpoint was saved."""
+    return max((path.stat().st_mtime for path in run.glob(f"{CHECKPOINTS}/step_*/{COMPLETE}")), default=0.0)

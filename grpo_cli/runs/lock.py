@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import platform
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -25,13 +24,12 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.forks import undone_in_children
 from grpo_cli.support.formatting import plain
 
-POLL_SECONDS = 0.5
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @contextmanager
-def sole_use(folder: Path, wait: float, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the folder's lock, waiting for it up to `wait` seconds. UserError names the holder.
+def sole_use(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the folder's lock. UserError names the process that has it.
 
     The folder is created if necessary; nothing in a folder that is in use is touched.
     """
@@ -39,17 +37,8 @@ def sole_use(folder: Path, wait: float, say: Callable[[str], None]) -> Iterator[
         folder.mkdir(parents=True, exist_ok=True)
         file = regular(str(folder / LOCK), os.O_RDWR | os.O_CREAT)
     try:
-        deadline, said = time.monotonic() + wait, False
-        while (locked := try_lock(file)) is False:
-            if (left := deadline - time.monotonic()) <= 0:
-                raise UserError(
-                    f"{folder} is in use by {holder(folder)}; wait for it (resume_wait=60 waits up to a minute), or "
-                    "stop it first"
-                )
-            if not said:
-                say(f"waiting up to {wait:g} s for {folder}, which is in use by {holder(folder)}")
-            said = True
-            time.sleep(min(POLL_SECONDS, left))
+        if (locked := try_lock(file)) is False:
+            raise UserError(f"{folder} is in use by {holder(folder)}; wait for it, or stop it first")
         if locked is None:
             say(f"{folder} is on a file system without locks: make sure that no other process writes there")
         who = {"pid": os.getpid(), "host": platform.node(), "since": datetime.now(UTC).isoformat(timespec="seconds")}

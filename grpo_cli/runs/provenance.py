@@ -9,7 +9,6 @@ import subprocess
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -48,15 +47,14 @@ def checkout_state(folder: Path) -> tuple[str | None, bool | None]:
 
     Neither the current directory, the environment nor a parent folder can make git report another repository.
     """
-    if not (folder / ".git").exists():
-        return None, None
     where = [f"--git-dir={folder / '.git'}", f"--work-tree={folder}", "-c", "core.fsmonitor=false"]
     command = ["git", *where, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": GIT_SECONDS}
     try:
-        found = subprocess.run(command, cwd=folder, env=clean | {"GIT_OPTIONAL_LOCKS": "0"}, text=True, **quiet)
+        found = subprocess.run(
+            command, cwd=folder, env=clean | {"GIT_OPTIONAL_LOCKS": "0"}, capture_output=True, timeout=GIT_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None, None
-    commit, _, dirty = found.stdout.strip().partition("-")
+    commit, _, dirty = found.stdout.decode().strip().partition("-")
     return (commit, bool(dirty)) if found.returncode == 0 else (None, None)

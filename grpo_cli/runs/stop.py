@@ -6,7 +6,6 @@ SIGTERM and SIGINT (ctrl-C), SIGHUP (the terminal is gone) and SIGUSR1 (a cluste
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -14,18 +13,16 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from grpo_cli.support.errors import seconds_in_own_code
 from grpo_cli.support.forks import undone_in_children
 
 TOGETHER_SECONDS = 2.0  # within which signals count as one: a scheduler sends it to a run and to its launcher
-PATIENCE_SECONDS = 20.0  # for own code after a SIGTERM; clusters kill after 30 s
 _NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))  # Windows has the first two
 
 
 class Stop:
     """Remembers which signal came; true once one has. A second SIGINT, and a second SIGTERM after TOGETHER_SECONDS,
-    interrupt at once; own code that hangs after a SIGTERM is interrupted twice, then killed with the run.
+    interrupt at once.
 
     Handles signals inside a `with` on it, in the main thread only. An ignored SIGHUP (`nohup`) stays ignored.
     """
@@ -34,7 +31,6 @@ class Stop:
         self._say = say
         self._before: dict[signal.Signals, Any] = {}
         self._in_children = ExitStack()
-        self._over = threading.Event()
         self.asked_by: str | None = None
         self._terminated: float | None = None  # when the first SIGTERM came
 
@@ -49,7 +45,6 @@ class Stop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
         self._in_children.close()
         self._put_back()
         if self:
@@ -63,20 +58,11 @@ class Stop:
 
     def _note(self, number: int, frame: Any) -> None:
         now = time.monotonic()
-        if number == signal.SIGTERM and self._terminated is None:
-            self._terminated = now
-            threading.Thread(target=self._interrupt_own_code, name="stop", daemon=True).start()
         late = self._terminated is not None and now - self._terminated > TOGETHER_SECONDS
         if (self and number == signal.SIGINT) or (number == signal.SIGTERM and late):
             raise KeyboardInterrupt
+        if number == signal.SIGTERM and self._terminated is None:
+            self._terminated = now
         self.asked_by = self.asked_by or signal.Signals(number).name
         with suppress(OSError, RuntimeError):  # the terminal is gone, or busy with another line
             self._say(f"{self.asked_by}: stopping after this step; a second ctrl-C or SIGTERM stops at once")
-
-    def _interrupt_own_code(self) -> None:
-        for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
-            while not self._over.wait(PATIENCE_SECONDS) and seconds_in_own_code() < PATIENCE_SECONDS:
-                pass
-            if self._over.is_set():
-                return
-            os.kill(os.getpid(), number)

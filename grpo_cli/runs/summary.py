@@ -42,7 +42,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return a file's JSON object; empty if there is no file. UserError if it holds something else."""
     try:
         value = json.loads(content(path).decode())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}); repair or remove it") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,8 +12,6 @@ from typing import Any
 
 from grpo_cli.support.forks import ends_children
 from grpo_cli.support.shared_state import left_unchanged
-
-_entered: list[float] = []  # when each piece of own code that runs now was entered
 
 
 class UserError(Exception):
@@ -46,7 +43,6 @@ def refuse(problems: Sequence[str]) -> None:
 @contextmanager
 def own_code(what: str, about: Callable[[], str] = str) -> Iterator[None]:
     """Wraps a user's own code: whatever it raises, even an exit, becomes a UserError that names the line."""
-    _entered.append(entered := time.monotonic())
     try:
         with ends_children(), left_unchanged() as changed:
             yield
@@ -56,13 +52,6 @@ def own_code(what: str, about: Callable[[], str] = str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise UserError(f"{what} {raised(error)}{about()}") from error
-    finally:
-        _entered.remove(entered)
-
-
-def seconds_in_own_code() -> float:
-    """Return for how long a user's own code has been running; 0 outside of it."""
-    return max((time.monotonic() - entered for entered in [*_entered]), default=0.0)
 
 
 def own_code_unless_ours(what: str, code: Any) -> AbstractContextManager[Any]:

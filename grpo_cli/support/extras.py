@@ -28,12 +28,12 @@ EXTRAS = {
 
 
 def installed(module: str) -> bool:
-    """Whether a module is there. It is not imported."""
+    """True if a module is installed. It is not imported."""
     return sys.modules.get(module) is not None or find_spec(module) is not None
 
 
 def absent(module: str, asked: str, instead: str = "") -> str:
-    """That `asked`, a setting, needs a module that is not installed; `instead` is another way out."""
+    """Return that `asked`, a setting, needs a module that is not installed; `instead` is another way out."""
     name = module.removeprefix("hydra_plugins.").replace("_", "-")
     command = f"pip install 'grpo-cli[{EXTRAS[module]}]'"
     return f"{asked} needs {name}, which is not installed: {command}{instead and f'; {instead}'}"

@@ -1,4 +1,4 @@
-"""What a part can do, known before it is made: attributes of its function or class."""
+"""The capabilities of a part, known before it is made: attributes of its function or class."""
 
 from __future__ import annotations
 
@@ -36,12 +36,11 @@ class Facts(TypedDict, total=False):
     unequal: bool  # a collector's groups may have another size than n
     stops: bool  # a collector stops rollouts before their end (`enough`)
     resumes: bool  # a collector goes on with partial rollouts, or with tokens that are given
-    of_whole_rollouts: bool  # a predictor knows nothing of a rollout that goes on
     evicts: bool  # a sparsity drops KV entries
     is_policy: bool  # an engine draws from the trainer's own policy (left to `engine.inner` where there is one)
     stops_early: bool  # an engine can stop rollouts before their end
     any_family: bool  # an engine takes causal models of any family, not only Llama-shaped ones
-    answers_in_place: bool  # an engine's `generate` takes `replies`, and goes on with a row once its turn is answered
+    answers_in_place: bool  # an engine's `generate` takes `replies`, and continues with a row once its turn is answered
 
 
 Part = TypeVar("Part")

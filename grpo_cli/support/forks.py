@@ -26,7 +26,7 @@ def undone_in_children(undo: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def ends_children() -> Iterator[None]:
-    """End a forked child where it would leave the body, as Python ends a program: it does not go on with the run."""
+    """End a forked child where it would leave the body, as Python ends a program: it does not continue with the run."""
     owner, failure = os.getpid(), None
     try:
         yield

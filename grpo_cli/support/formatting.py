@@ -11,7 +11,7 @@ from grpo_cli.support.errors import UserError
 
 
 def is_a(kind: Any, value: Any) -> bool:
-    """Whether the value has this YAML type: true is not a number, but a whole number is a float."""
+    """True if the value has this YAML type: true is not a number, but a whole number is a float."""
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)

@@ -37,7 +37,7 @@ _room: int | None = None  # that the user has given this process
 
 
 def is_little(nbytes: int) -> bool:
-    """Whether it is little of the memory that this process may use: of the machine, its control groups, and what the
+    """True if it is little of the memory that this process may use: of the machine, its control groups, and what the
     user has given it."""
     return nbytes <= _KEPT * min(_host_bytes(), _room or _host_bytes())
 
@@ -95,7 +95,7 @@ def free_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """Its limit and what counts towards it, in bytes; cached files, which give way, do not count here."""
+    """Return its limit and what counts towards it, in bytes; cached files, which give way, do not count here."""
 
     limit: int
     used: int
@@ -199,7 +199,7 @@ def give_back_cached(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on a GPU, on the host in PyTorch, or in Python.
+    """True if an allocation failed: on a GPU, on the host in PyTorch, or in Python.
 
     During the capture of a CUDA graph, PyTorch raises another error when the capture ends, with this one as context.
     """

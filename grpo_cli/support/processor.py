@@ -5,7 +5,7 @@ MKL_CBWR   MKL's strict reproducibility: a row of a float32 product has the same
            threads. Documented (oneMKL's developer reference, "Reproducibility Conditions") for Intel's processors with
            AVX2 or AVX-512; on others MKL takes these values for AUTO, which holds no such thing, so it is left alone
            there. An unknown value is taken for AUTO too, without a word. Whether bits hold is tried in any case
-           (`engine/step/invariance.py`).
+           (`engine/determinism.py`).
 OMP_WAIT_POLICY
            Idle OpenMP threads sleep. The default spins, and where another program wants the cores a step of small
            operations takes twenty times as long (measured on 2 cores with 2 to 3 busy neighbours).
@@ -64,7 +64,7 @@ def flush_denormals() -> None:
 
 
 def fast_in_bfloat16(device: str) -> bool:
-    """Whether `device` (auto, cpu or cuda) multiplies faster in bfloat16 than in float32: a GPU with native support, an
+    """True if `device` (auto, cpu or cuda) multiplies faster in bfloat16 than in float32: a GPU with native support, an
     x86 processor with AMX or AVX512_BF16. Elsewhere, Arm included, it was not measured."""
     import torch  # here: help and completion do without it
 

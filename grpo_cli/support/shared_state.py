@@ -1,4 +1,4 @@
-"""What a user's own code shares with the whole run, and has to leave as it was."""
+"""The state that a user's own code shares with the whole run, and has to leave as it was."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sysconfig
@@ -15,37 +14,25 @@ from grpo_cli.support.errors import UserError
 
 
 def visible_gpus() -> list[str]:
-    """Return CUDA_VISIBLE_DEVICES if set, else every GPU that `nvidia-smi` lists, or its MIG slices. PyTorch is not
-    asked, with which the launcher would hold memory on every GPU."""
+    """Return CUDA_VISIBLE_DEVICES if set (it may name MIG slices), else the number of every GPU of `nvidia-smi`. With
+    PyTorch the launcher would hold memory on every GPU."""
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [gpu.strip() for gpu in chosen.split(",") if gpu.strip()]
-    return [identifier for gpu in _gpus_here() for identifier in (gpu[1:] or gpu)]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = subprocess.run(
+        ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True
+    )
+    return listed.stdout.split() if listed.returncode == 0 else []
 
 
 def chosen_gpus(typed: Sequence[str]) -> Sequence[str]:
-    """Return the GPUs of `hydra.launcher.gpus`: numbers or identifiers, which may be shortened. UserError if one does
-    not exist."""
+    """Return the GPUs of `hydra.launcher.gpus`. UserError if one is not visible."""
     known = visible_gpus()
-    if "CUDA_VISIBLE_DEVICES" not in os.environ:
-        here = _gpus_here()
-        known = [*map(str, range(len(here))), *(identifier for gpu in here for identifier in gpu)]
-    for gpu in typed:
-        short = gpu.startswith(("GPU-", "MIG-"))
-        if not any(name == gpu or (short and name.startswith(gpu)) for name in known):
-            there = f"there are {', '.join(known)}" if known else "there is none; leave hydra.launcher.gpus out"
-            raise UserError(f"hydra.launcher.gpus asks for GPU {gpu}, which is not visible here: {there}")
+    if missing := [gpu for gpu in typed if gpu not in known]:
+        there = f"there are {', '.join(known)}" if known else "there is none; leave hydra.launcher.gpus out"
+        raise UserError(f"hydra.launcher.gpus asks for GPU {missing[0]}, which is not visible here: {there}")
     return typed
-
-
-def _gpus_here() -> list[list[str]]:
-    """Return the identifiers in `nvidia-smi -L`: for each GPU its own, then those of its MIG slices."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-    gpus: list[list[str]] = []
-    for indent, identifier in re.findall(r"(?m)^(\s*)\S.*UUID: ([^) ]+)", listed.stdout * (listed.returncode == 0)):
-        gpus[-1].append(identifier) if indent and gpus else gpus.append([identifier])
-    return gpus
 
 
 def places(jobs: int, gpus: Sequence[str], environment: Mapping[str, str]) -> list[dict[str, str]]:

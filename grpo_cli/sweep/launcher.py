@@ -25,11 +25,10 @@ from grpo_cli.runs.layout import STATUS, SUMMARY, SWEEP
 from grpo_cli.runs.summary import read_object
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import is_a, shown
-from grpo_cli.sweep.board import Board
 from grpo_cli.sweep.gpus import chosen_gpus, places, visible_gpus
 from grpo_cli.sweep.pool import Pool, runner
 from grpo_cli.sweep.resume import Sweep, is_of
-from grpo_cli.sweep.status import Job, JobState, is_done, is_running, read_status, write_status
+from grpo_cli.sweep.status import Job, JobState, is_done, is_running, read_status, status_line, write_status
 
 # Of Hydra's own settings, those that concern the sweep and not its jobs.
 _OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
@@ -74,21 +73,25 @@ class ProcessLauncher(Launcher):
         if not job_overrides:
             raise UserError("a setting of the sweep has no values: each needs at least one value")
         setup_globals()
-        board, common = Board(), set(self._typed)
+        common = set(self._typed)
         if len(job_overrides) > 1:
             common |= set.intersection(*map(set, job_overrides))
         jobs = [self._job(initial_job_idx + i, tuple(given), common) for i, given in enumerate(job_overrides)]
-        self._refuse_what_is_there(jobs)
+        if len({job.folder for job in jobs}) < len(jobs):
+            raise UserError(f"jobs of {self._sweep.folder} would share a folder; change hydra.sweep.subdir")
+        states = {job: self._state(job) for job in jobs}
         if initial_job_idx == 0:
-            board.say(f"sweep in {self._sweep.folder}, {len(self._places)} at a time")
-        self._list(jobs)
-        pool = Pool(self._places, self._sweep.command_of, self._sweep.command, board)
-        to_run = self._sort_out(jobs, board)
-        board.start()
+            say(f"sweep in {self._sweep.folder}, {len(self._places)} at a time")
+        self._sweep.jobs |= {job.number: job for job in jobs}
+        self._list()
+        for job, status in states.items():
+            write_status(job.folder, status)
+            if status.state != "waiting":
+                say(status_line(job, status))
+        pool = Pool(self._places, self._sweep.command_of, self._sweep.command, say)
         try:
-            pool.run(to_run)
+            pool.run([job for job, status in states.items() if status.state == "waiting"])
         finally:
-            board.close()
             found = {job.number: read_status(job.folder) for job in jobs}
             self._sweep.outcomes |= {number: status for number, status in found.items() if status is not None}
         if pool.stopped:
@@ -115,54 +118,36 @@ class ProcessLauncher(Launcher):
                     return replace(job, refusal=str(error))
         return job
 
-    def _sort_out(self, jobs: Sequence[Job], board: Board) -> list[Job]:
-        """Write every job's status file, and return the jobs to run."""
-        to_run = []
-        for job in jobs:
-            before = read_status(job.folder) or JobState("waiting", None, job.overrides, command=self._sweep.command)
-            status = replace(before, state="waiting", reason=None, pid=None, host=None)
-            if self._sweep.resume and is_done(job.folder):
-                status = replace(status, state="done", exit_code=0)
-            elif job.refusal is not None:
-                status = replace(status, state="skipped", reason=job.refusal)
-            else:
-                to_run.append(job)
-            write_status(job.folder, status)
-            board.changed(job, status)
-        return to_run
-
-    def _refuse_what_is_there(self, jobs: Sequence[Job]) -> None:
-        first: dict[Path, Job] = {}
-        for job in jobs:
-            where = f"job {job.number} of {self._sweep.folder}"
-            if (other := first.setdefault(job.folder, job)) is not job:
-                raise UserError(
-                    f"jobs {other.number} and {job.number} would share {job.folder}; change hydra.sweep.subdir"
-                )
-            before = read_status(job.folder)
-            if is_running(job.folder):
-                raise UserError(f"{where} is still running ({runner(before)}): wait for it or stop it first")
+    def _state(self, job: Job) -> JobState:
+        """Return the state that a job begins with: done, skipped or waiting. UserError if its folder holds another job,
+        or one that still runs."""
+        before, where = read_status(job.folder), f"job {job.number} of {self._sweep.folder}"
+        if is_running(job.folder):
+            raise UserError(f"{where} is still running ({runner(before)}): wait for it or stop it first")
+        if before is not None:
             self._refuse_another(job.folder / STATUS)
-            if before is not None and [*before.overrides] != [*job.overrides]:
+            if before.overrides != job.overrides:
                 raise UserError(
                     f"{where} was {' '.join(before.overrides)} and would now be {' '.join(job.overrides)}; a sampler "
                     "can be resumed with hydra.sweeper.sampler.seed=<number>"
                 )
+        status = before or JobState("waiting", None, job.overrides, command=self._sweep.command)
+        status = replace(status, state="waiting", reason=None, pid=None, host=None)
+        if self._sweep.resume and is_done(job.folder):
+            return replace(status, state="done", exit_code=0)
+        return status if job.refusal is None else replace(status, state="skipped", reason=job.refusal)
 
-    def _list(self, jobs: Sequence[Job]) -> None:
+    def _list(self) -> None:
         """Write `sweep.json`: what resuming needs, and the jobs so far."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        before = read_object(self._folder / SWEEP).get("jobs", [])
-        self._sweep.jobs |= {job.number: job for job in jobs}
-        ours = [
+        jobs = [
             {"number": job.number, "folder": os.path.relpath(job.folder, self._folder), "overrides": job.overrides}
             for job in self._sweep.jobs.values()
         ]
-        rest = [job for job in before if job["number"] not in self._sweep.jobs]
         # The folder and the mode are typed again when the sweep is resumed.
         of_hydra = list(dict.fromkeys(word for word in self._typed_of_hydra if not is_of(word, ("sweep.dir", "mode"))))
-        about = {"command": self._sweep.command, "flags": list(self._sweep.flags), "overrides": self._typed}
-        listed = {**about, "hydra": of_hydra, "jobs": [*ours, *rest]}
+        about = {"command": self._sweep.command, "overrides": self._typed}
+        listed = {**about, "hydra": of_hydra, "jobs": jobs}
         write_atomically(self._folder / SWEEP, f"{json_line(listed, indent=2)}\n".encode())
 
     def _returned(self, job: Job) -> JobReturn:
@@ -179,6 +164,11 @@ class ProcessLauncher(Launcher):
         returned.status = JobStatus.COMPLETED if completed else JobStatus.FAILED
         returned.return_value = value
         return returned
+
+
+def say(text: str) -> None:
+    """Print a line at once, also into a pipe."""
+    print(text, flush=True)
 
 
 @contextmanager

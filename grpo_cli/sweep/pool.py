@@ -19,14 +19,11 @@ from typing import IO, Any
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import regular
 from grpo_cli.runs.lock import try_lock
+from grpo_cli.runs.stop import Stop
 from grpo_cli.support.errors import UserError
-from grpo_cli.sweep.board import Board
-from grpo_cli.sweep.status import Job, JobState, failure, read_status, write_status
+from grpo_cli.sweep.status import Job, JobState, failure, read_status, status_line, write_status
 
 POLL_SECONDS = 0.05
-STOPPED = "the sweep was stopped while it ran"
-# From the terminal, a user, a cluster's warning and its end of a job.
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(eq=False)
@@ -41,11 +38,6 @@ class RunningJob:
     status: JobState
     began: float
 
-    def end(self, number: signal.Signals) -> None:
-        """Send SIGTERM for it to finish its step and save, or SIGKILL to it and all its children."""
-        if self.process.poll() is None:
-            self.process.terminate() if number == signal.SIGTERM else os.killpg(self.process.pid, number)
-
     def ended(self, stopped: bool) -> JobState:
         """Return its final status. If it was `stopped`, being unfinished is not a failure."""
         self.log.close()
@@ -53,7 +45,7 @@ class RunningJob:
         reason = failure(code, self.job.folder)
         state = "done" if reason is None else "failed"
         if reason is not None and stopped:
-            state, reason = "waiting", STOPPED
+            state, reason = "waiting", "the sweep was stopped while it ran"
         seconds = round((self.status.seconds or 0.0) + time.monotonic() - self.began, 3)
         return replace(self.status, state=state, reason=reason, exit_code=code, seconds=seconds, pid=None, host=None)
 
@@ -61,48 +53,45 @@ class RunningJob:
 class Pool:
     """Runs jobs as processes, one per place at a time, and updates their status files.
 
-    A place is the environment variables that its processes get in addition. The first ctrl-C (or other of STOPS) lets
-    every job stop after its step and waits, the second kills them. A job that outlives this process continues, with
-    its log locked.
+    A place is the environment variables that its processes get in addition. The first ctrl-C (or other signal of
+    `Stop`) lets every job stop after its step and waits, the second kills them. A job that outlives this process
+    continues, with its log locked. `stopped` is true once a signal came.
     """
 
     def __init__(
-        self, places: Sequence[Mapping[str, str]], command_of: Callable[[Job], list[str]], name: str, board: Board
+        self,
+        places: Sequence[Mapping[str, str]],
+        command_of: Callable[[Job], list[str]],
+        name: str,
+        say: Callable[[str], None],
     ) -> None:
-        self._free, self._command_of, self._name, self._board = deque(places), command_of, name, board
+        self._free, self._command_of, self._name, self._say = deque(places), command_of, name, say
         self._running: list[RunningJob] = []
-        self._stops = self._passed_on = 0  # how often this pool, and its jobs, were stopped
-
-    @property
-    def stopped(self) -> bool:
-        """True once a signal came."""
-        return self._stops > 0
+        self.stopped = False
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run all jobs, or those that had started when a signal came. On an exception every job saves and exits."""
         waiting = deque(jobs)
-        before = {number: signal.getsignal(number) for number in STOPS}
-        heard = [number for number, handler in before.items() if handler is not signal.SIG_IGN]  # `nohup` stays
-        try:
-            for number in heard:
-                signal.signal(number, self._stop)
-            while self._running or (waiting and not self._stops):
-                while waiting and self._free and not self._stops:
-                    self._start(waiting.popleft())
-                self._settle()
-        except BaseException:
-            self._stops = max(self._stops, 1)
-            self._board = Board()  # the other one may be at fault
-            while self._running:
-                self._settle()
-            raise
-        finally:
-            for number in heard:
-                signal.signal(number, before[number])
+        with Stop(self._say) as stop:
+            try:
+                while self._running or (waiting and not stop):
+                    while waiting and self._free and not stop:
+                        self._start(waiting.popleft())
+                    if stop and not self.stopped:
+                        self._end(signal.SIGTERM)
+                    self._settle()
+            except KeyboardInterrupt:  # the second signal
+                self._end(signal.SIGKILL)
+            except BaseException:
+                self._end(signal.SIGTERM)
+                raise
+            finally:
+                while self._running:
+                    self._settle()
 
     def _start(self, job: Job) -> None:
         """Start the job's process. UserError if an earlier one still runs."""
-        before = read_status(job.folder)
+        before = read_status(job.folder) or JobState("waiting", None, job.overrides)
         path = job.folder / layout.LOG
         log = open(path, "ab", opener=regular)  # locked here; the job itself locks its folder
         if try_lock(log) is False:
@@ -118,25 +107,21 @@ class Pool:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **place},
                 start_new_session=True,
             )
-        status = JobState(
-            "running",
-            None,
-            job.overrides,
-            started=(before.started if before else None) or datetime.now(UTC).isoformat(timespec="seconds"),
-            seconds=before.seconds if before else None,
-            command=self._name,
-            pid=process.pid,
-            host=platform.node(),
-        )
+        started = before.started or datetime.now(UTC).isoformat(timespec="seconds")
+        here: dict[str, Any] = {"command": self._name, "pid": process.pid, "host": platform.node()}
+        status = JobState("running", None, job.overrides, started=started, seconds=before.seconds, **here)
         self._running.append(RunningJob(job, place, process, log, status, time.monotonic()))
         self._note(job, status)
 
+    def _end(self, number: signal.Signals) -> None:
+        """Send SIGTERM for each job to finish its step and save, or SIGKILL to it and all its children."""
+        self.stopped = True
+        for running in self._running:
+            if running.process.poll() is None:
+                running.process.terminate() if number == signal.SIGTERM else os.killpg(running.process.pid, number)
+
     def _settle(self) -> None:
-        """Pass a signal on, wait a little, and note which jobs have ended."""
-        if self._passed_on < self._stops:
-            self._passed_on = self._stops
-            for running in self._running:
-                running.end(signal.SIGTERM if self._stops == 1 else signal.SIGKILL)
+        """Wait a little, and note which jobs have ended."""
         time.sleep(POLL_SECONDS)
         for running in [running for running in self._running if running.process.poll() is not None]:
             self._running.remove(running)
@@ -145,12 +130,7 @@ class Pool:
 
     def _note(self, job: Job, status: JobState) -> None:
         write_status(job.folder, status)
-        self._board.changed(job, status)
-
-    def _stop(self, number: int, frame: Any) -> None:
-        self._stops += 1
-        if self._stops == 1:
-            self._board.say("stopping: each job finishes its step and saves; press ctrl-C again to kill them")
+        self._say(status_line(job, status))
 
 
 def runner(status: JobState | None) -> str:

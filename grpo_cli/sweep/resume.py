@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from grpo_cli.config.overrides import overrides, value_of
-from grpo_cli.config.trust import not_taken, taken
+from grpo_cli.config.trust import taken
 from grpo_cli.runs.layout import CHECKPOINTS, MULTIRUN, SWEEP
 from grpo_cli.runs.record import has_record
 from grpo_cli.runs.summary import read_object
@@ -29,12 +29,11 @@ _FOR_OPTUNA = {"max_failure_rate": "1.0", "n_jobs": "${oc.select:hydra.launcher.
 class Sweep:
     """A command's sweep: what the launcher must know, and the outcomes of its jobs by number.
 
-    `check` raises UserError for a job's config that cannot be run. `flags` and `of_hydra` are Hydra's, for every job.
+    `check` raises UserError for a job's config that cannot be run. `of_hydra` are Hydra's words, for every job.
     """
 
     command: str
     check: Callable[[DictConfig], Any]
-    flags: Sequence[str] = ()
     resume: bool = False
     of_hydra: Sequence[str] = ()
     folder: Path | None = None
@@ -50,12 +49,11 @@ class Sweep:
         """Return the command that runs the job, or continues it."""
         of_hydra = [*self.of_hydra, f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
         if self.command == "train" and (has_record(job.folder) or (job.folder / CHECKPOINTS).exists()):
-            # Its settings come from its own record; those never taken from a record were typed for the sweep.
-            arguments = [word.lstrip("+") for word in overrides({"resume": str(job.folder)})]
-            arguments += not_taken(job.overrides, job.folder)
+            place = overrides({"resume": str(job.folder)})
         else:
-            arguments = [*job.overrides, *overrides({"hydra.run.dir": str(job.folder)})]
-        return [sys.executable, "-P", "-m", "grpo_cli", self.command, *self.flags, *of_hydra, *arguments]
+            place = overrides({"hydra.run.dir": str(job.folder)})
+        words = [*of_hydra, *job.overrides, *(word.lstrip("+") for word in place)]
+        return [sys.executable, "-P", "-m", "grpo_cli", self.command, *words]
 
     def counts(self) -> Counter[str]:
         """Return how many jobs are in each state."""
@@ -76,24 +74,17 @@ class Sweep:
         return "\n".join(lines)
 
 
-def sweep_of(
-    command: str, flags: Sequence[str], given: Sequence[str], check: Callable[[DictConfig], Any]
-) -> tuple[list[str], Sweep]:
-    """Return the arguments to compose, and what the launcher has to know if this is a sweep.
+def sweep_of(command: str, given: Sequence[str], check: Callable[[DictConfig], Any]) -> tuple[list[str], Sweep]:
+    """Return the overrides of a sweep, and what the launcher has to know of it.
 
-    With `resume=sweep` the arguments are those that the sweep began with, UserError if they cannot be found.
+    With `resume=sweep` they are those that the sweep began with, UserError if they cannot be found.
     """
-    multirun = {"-m", "--multirun"} & set(flags)
-    others = [flag for flag in flags if flag not in multirun]
     if RESUME not in given:
-        return [*flags, *for_the_sweeper(command, given)], Sweep(command, check, others)
-    if not multirun:
-        raise UserError(f"{RESUME} continues a sweep: add -m, or name the folder of one run")
-    began = started_with(command, [word for word in given if word != RESUME], others)
-    return [*flags, *began], Sweep(command, check, others, resume=True)
+        return for_the_sweeper(command, given), Sweep(command, check)
+    return started_with(command, [word for word in given if word != RESUME]), Sweep(command, check, resume=True)
 
 
-def started_with(command: str, own: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
+def started_with(command: str, own: Sequence[str]) -> list[str]:
     """Return the overrides of the sweep in `hydra.sweep.dir`, or of the newest one, then `own`, those of this command
     line. Those that an untrusted folder may not set have to be among `own` (`config.trust`)."""
     named = value_of("hydra.sweep.dir", own)
@@ -106,7 +97,6 @@ def started_with(command: str, own: Sequence[str], flags: Sequence[str] = ()) ->
         if listed["command"] != command:
             raise UserError(f"{folder} is a sweep of grpo {listed['command']}: continue it with that command")
         recorded = taken([*listed["hydra"], *listed["overrides"]], own, folder)
-        lacking = [word for word in listed["flags"] if word not in flags]
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / SWEEP} lists no sweep ({error}); start a new sweep") from error
     new = [word for word in own if not is_of(word, ("sweep.dir",)) and word not in recorded]
@@ -114,8 +104,6 @@ def started_with(command: str, own: Sequence[str], flags: Sequence[str] = ()) ->
         raise UserError(
             f"resume=sweep continues the jobs unchanged: leave out {' '.join(changed)}, or start a new sweep"
         )
-    if lacking:
-        raise UserError(f"{folder} was started with {' '.join(map(str, lacking))}: type it on this command line too")
     return [*recorded, *new, *overrides({"hydra.sweep.dir": str(folder)})]
 
 

@@ -20,6 +20,7 @@ from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.lock import is_held
 from grpo_cli.runs.summary import read_object
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import duration, plain
 
 TAIL_BYTES = 65536  # of metrics.jsonl and log.txt: the last lines are in them
 
@@ -46,7 +47,6 @@ class JobState:
     exit_code: int | None = None
     started: str | None = None
     seconds: float | None = None
-    log: str = layout.LOG
     command: str = "train"
     pid: int | None = None  # of the process that runs it, on `host`
     host: str | None = None
@@ -84,8 +84,21 @@ def is_running(folder: Path) -> bool:
     return is_held(folder / layout.LOG) or is_held(folder / layout.LOCK)
 
 
-def last_record(folder: Path) -> dict[str, Any]:
-    """Return the last whole line of `metrics.jsonl`, empty if there is none yet."""
+def status_line(job: Job, status: JobState) -> str:
+    """Return a job's new state in a line, with its step, reward and accuracy; `grpo ls` shows those of running jobs."""
+    parts = [status.state]
+    if status.state in ("done", "failed") and (seen := _last_record(job.folder)):
+        parts.append(f"step {seen['step']}" + (f"/{job.steps}" if job.steps else ""))
+        for word, name in (("reward", "reward/mean"), ("eval", "eval/accuracy")):
+            parts += [f"{word} {float(seen[name]):.3f}"] if name in seen else []
+    if status.seconds is not None:
+        parts.append(duration(status.seconds))
+    parts += [plain(status.reason)] if status.reason else []
+    return f"job {job.number}  {job.label}: {'  '.join(parts)}"
+
+
+def _last_record(folder: Path) -> dict[str, Any]:
+    """Return the last whole line of `metrics.jsonl`, empty if there is none."""
     lines = _tail(folder / layout.METRICS)[:-1]
     try:
         record = json.loads(lines[-1]) if lines else {}
@@ -105,8 +118,8 @@ def _tail(path: Path) -> list[str]:
 
 
 def failure(code: int, folder: Path) -> str | None:
-    """Return why a process that ended with this code did not complete its run: from its summary, a signal, or its last
-    line. None if it did."""
+    """Return why a process that ended with this code did not complete its run: from its summary, a signal, or the last
+    lines of its log. None if it did."""
     if code == 0:
         try:
             ended = read_object(folder / layout.SUMMARY).get("status", "completed")
@@ -117,7 +130,7 @@ def failure(code: int, folder: Path) -> str | None:
         named = {number.value: number.name for number in signal.Signals}  # most of the real-time ones have no name
         hint = ": often because the machine ran out of memory" if -code == signal.SIGKILL else ""
         return f"killed by {named.get(-code, f'signal {-code}')}{hint}"
-    said = [line.strip() for line in _tail(folder / layout.LOG) if line.strip()]
-    start = next((i for i in reversed(range(len(said))) if said[i].startswith("error: ")), len(said) - 1)
-    message = " ".join(said[start:]).removeprefix("error: ")
+    lines = [line.strip() for line in _tail(folder / layout.LOG) if line.strip()]
+    start = next((i for i in reversed(range(len(lines))) if lines[i].startswith("error: ")), len(lines) - 1)
+    message = " ".join(lines[start:]).removeprefix("error: ")
     return message or f"exit code {code}, and nothing in the log"

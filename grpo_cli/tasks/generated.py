@@ -1,4 +1,4 @@
-"""What tasks that generate their problems share: `train` is made as it is read, and `eval` is held out of it."""
+"""The base of tasks that generate their prompts: `train` is made as it is read, and `eval` is held out of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a question to the tokens a model reads: by the tokenizer's chat template if it has one, else a text template."""
+"""Questions to the tokens a model reads: by the tokenizer's chat template if it has one, else a text template."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def going_on(tokenizer: Tokenizer, text: str, before: Sequence[int], special: bo
     if before[-1] in tokenizer.added_tokens_decoder:
         mark = tokenizer.decode([before[-1]], skip_special_tokens=False)
         if tokenizer.encode(f"{mark}x", add_special_tokens=False)[1:] == encoded("x"):
-            return alone  # it begins anew behind special tokens
+            return alone  # it begins again behind special tokens
     for anchor in ("\n", ".", "a"):
         head, whole = encoded(anchor), encoded(anchor + text)
         if head and whole[: len(head)] == head:  # else they merge
@@ -186,7 +186,7 @@ class Prompting(Reading):
 
     @cached_property
     def _behind(self) -> int:
-        """The number of tokens that the tokenizer puts behind a text, such as EOS: a prompt goes on."""
+        """The number of tokens that the tokenizer puts behind a text, such as EOS: a prompt continues."""
         whole, bare = self.tokenizer("x")["input_ids"], self.tokenizer.encode("x", add_special_tokens=False)
         ends = range(len(whole), len(bare) - 1, -1)
         return next((len(whole) - end for end in ends if whole[end - len(bare) : end] == bare), 0)
@@ -201,8 +201,8 @@ class Prompting(Reading):
         return [*turns, _message("user", question)]
 
     def between(self, turn: Sequence[int], messages: Sequence[str], role: str) -> tuple[int, ...]:
-        """Return the tokens from the end of a model's turn, as it was drawn, to the beginning of its next one: messages
-        of a `role`. Special tokens are the template's alone; those in a message are text."""
+        """Return the tokens from the end of a model's turn, as it was sampled, to the beginning of its next one:
+        messages of a `role`. Special tokens are the template's alone; those in a message are text."""
         if not self.is_chat:
             text = "".join("\n\n" + self._filled(message) for message in messages)
             return tuple(going_on(self.tokenizer, text, turn))
@@ -240,8 +240,8 @@ class Prompting(Reading):
                 )
 
     def _around(self, turn: str, role: str, count: int) -> tuple[str, str, str]:
-        """Return the template's text before a turn when it is drawn; the same with the turn, once it has been answered
-        by so many messages; and what comes after it."""
+        """Return the template's text before a turn when it is sampled; the same with the turn, once it has been
+        answered by so many messages; and what comes after it."""
         asked = [_message("user", "?"), _message("assistant", turn)]
         text = self.rendered([*asked, *(_message(role, _SAID.format(i)) for i in range(count))])
         end = text.find(_SAID.format(0))
@@ -259,8 +259,8 @@ class Prompting(Reading):
 
     @cached_property
     def _opening(self) -> tuple[str, str]:
-        """What the template gets wrong: the EOS that it puts behind a prompt but not before a reply, and the header of
-        the model's turn that it leaves out of prompts. Both are mostly empty."""
+        """Return what the template gets wrong: the EOS that it puts behind a prompt but not before a reply, and the
+        header of the model's turn that it leaves out of prompts. Both are mostly empty."""
         asked = [_message("user", "?")]
         prompt = self._applied(asked, True)
         try:

@@ -1,9 +1,9 @@
 """The replies to a model in an episode of several turns: by a class of one's own, or by functions as tools.
 
-Each is a pure function of a row and of what the model has written so far, as text. A class has a state: it is made anew
-and hears the earlier turns again wherever that is needed, so none has to be stored. Calls of tools are data: a name and
-arguments for a function of the user's own. Nothing that a model wrote is executed, and nothing that it wrote ends a
-run: a call that cannot be read, and an error of the user's code, are answered by what is wrong.
+Each is a pure function of a row and of what the model has written so far, as text. A class has a state: it is made
+again and hears the earlier turns again wherever that is needed, so none has to be stored. Calls of tools are data: a
+name and arguments for a function of the user's own. Nothing that a model wrote is executed, and nothing that it wrote
+ends a run: a call that cannot be read, and an error of the user's code, are answered by what is wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Word problems that a small pretrained model gets wrong more often than right: sums and differences told as stories.
+"""Word problems that a small pretrained model gets wrong more often than right: sums and differences as stories.
 
 "Mia has 12 shells. She finds 7 more. How many shells does Mia have now?" A level is a number of things that happen, and
 how large numbers are; with `groups` a story begins with a product. The completion is free text, and its final number is
@@ -66,7 +66,8 @@ NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "In
 
 @dataclass(frozen=True)
 class Story:
-    """What happens: a beginning, `groups` of `start` each (1: `start` things), then changes, none of them 0."""
+    """The events of a story: a beginning, `groups` of `start` each (1: `start` things), then changes, none of them
+    0."""
 
     groups: int
     start: int

@@ -1,7 +1,7 @@
 """Questions to programs that may hang: a few processes, each killed when its time is up, on pipes of JSON lines.
 
 No process pool of a library (`pebble`, `concurrent.futures`): those unpickle what a worker replies, and this worker
-computes with text that a model wrote. Processes are started when first needed, kept, and started anew after a kill.
+computes with text that a model wrote. Processes are started when first needed, kept, and started again after a kill.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Worker:
 
 
 class Workers:
-    """At most `count` processes of a kind, each given at most `seconds` for a question."""
+    """A pool of at most `count` processes of a kind, each given at most `seconds` for a question."""
 
     def __init__(self, kind: str, count: int, seconds: float) -> None:
         # -P: nothing is imported from the folder of the script

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 TRUNCATED_SHARE = 0.25  # our choice: runs of PODS and TRL lose a few percent
 NEARLY_ALL = 0.75  # truncated: equal rewards are a consequence
@@ -25,15 +24,6 @@ ALIKE_SHARE = 0.5  # of the groups
 SOLVED_SHARE = 0.8
 
 
-class Cause(NamedTuple):
-    """Why a run does not learn as it should. A cause is reported again when its `badness` has doubled; with the default
-    it is reported once."""
-
-    name: str
-    text: str
-    badness: float = 1.0
-
-
 class HealthCheck:
     """Remembers which causes were reported, how long all rewards have been equal, and the first entropies.
 
@@ -48,48 +38,64 @@ class HealthCheck:
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
         """Return the new warnings of this step, the most important first."""
-        causes = [*self._rewards(metrics), *_distance(metrics, self._reuse_is_answered), *self._entropy(metrics)]
-        if (count := metrics.get("eval/problems", math.inf)) < FEWEST_HELD_OUT:
-            text = (
-                f"eval/problems is {count:.0f}: the accuracy on so few held-out problems says little; hold out more "
-                "(eval.problems, task.eval_path, or task.eval_fraction)."
-            )
-            causes.append(Cause("few_held_out", text))
-        return [cause.text for cause in causes if self._is_new(cause)]
+        return [text for name, badness, text in [*self._causes(metrics)] if self._is_new(name, badness)]
 
-    def _is_new(self, cause: Cause) -> bool:
-        """True if it was never reported, or has become twice as bad since."""
-        before = self._warned_of.get(cause.name, 0.0)
-        if before and (cause.badness < 2 * before or cause.badness == before):  # equal: both infinite
+    def _is_new(self, name: str, badness: float) -> bool:
+        """True if the cause was never reported, or has become twice as bad since."""
+        before = self._warned_of.get(name, 0.0)
+        if before and (badness < 2 * before or badness == before):  # equal: both infinite
             return False
-        self._warned_of[cause.name] = cause.badness
+        self._warned_of[name] = badness
         return True
 
-    def _rewards(self, metrics: Mapping[str, float]) -> Iterator[Cause]:
-        """Return rewards without a signal, and their cause."""
-        mean, truncated = metrics.get("reward/mean", math.nan), metrics.get("response/truncated", 0.0)
+    def _causes(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
+        """Yield each cause's name, how bad it is (1 if it is reported once), and what to do."""
+        yield from self._rewards(metrics)
+        ratio_name = next((name for name in RATIOS if name in metrics), RATIOS[0])
+        ratio, (low, high) = metrics.get(ratio_name, 1.0), RATIO_RANGE
+        if not low <= ratio <= high:  # so is NaN
+            badness = abs(math.log(ratio)) if 0.0 < ratio < math.inf else math.inf
+            ways = "use correction=tis, model.dtype=float32 model.autocast=none, or evict less (sparsity)."
+            yield "mismatch", badness, f"{ratio_name} is {ratio:.3f}: sampler and policy disagree; {ways}"
+        if (ess := metrics.get("off/ess", 1.0)) < LEAST_ESS:
+            ways = "use optim.ess=sqrt, a lower optim.lr, or fewer train.minibatches."
+            text = f"off/ess is {ess:.3f}: the policy has moved far from its rollouts; {ways}"
+            yield "ess", 1.0 / ess if ess > 0.0 else math.inf, text
+        if (share := metrics.get("off/token_share", 0.0)) > 0.0 and not self._reuse_is_answered:
+            ways = "use correction=tis, or optim.ess=sqrt."
+            yield (
+                "reuse",
+                share,
+                f"off/token_share is {share:.2f}: nothing corrects for tokens of earlier weights; {ways}",
+            )
+        yield from self._entropy(metrics)
+        if (count := metrics.get("eval/problems", math.inf)) < FEWEST_HELD_OUT:
+            ways = "hold out more (eval.problems, task.eval_path, or task.eval_fraction)."
+            yield "few_held_out", 1.0, f"eval/problems is {count:.0f}: accuracy on so few says little; {ways}"
+
+    def _rewards(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
+        """Yield why rewards carry no signal."""
+        truncated, share = metrics.get("response/truncated", 0.0), metrics.get("group/zero_std", 0.0)
         if "reward/std" in metrics:
             self._equal_steps = self._equal_steps + 1 if metrics["reward/std"] == 0.0 else 0
         if truncated > TRUNCATED_SHARE:
             text = f"response/truncated is {truncated:.2f}, a share cut off: raise sampling.max_new_tokens."
-            yield Cause("truncated", text, truncated)
+            yield "truncated", truncated, text
         if truncated > NEARLY_ALL:
             return
         if "reward/std" in metrics and self._equal_steps >= EQUAL_STEPS:
-            text = (
-                f"every reward of the last {self._equal_steps} steps was {mean:g}, so nothing was learnt. Read a few "
-                "completions (grpo show): the task's answers or judge are wrong, or its problems too hard."
+            ways = "read a few completions (grpo show): the task's answers or judge are wrong, or it is too hard."
+            yield (
+                "equal",
+                float(self._equal_steps),
+                f"every reward of the last {self._equal_steps} steps was equal; {ways}",
             )
-            yield Cause("equal", text, self._equal_steps)
-        elif (share := metrics.get("group/zero_std", 0.0)) > ZERO_STD_SHARE:
-            text = (
-                f"group/zero_std is {share:.2f}, the share of groups of equal rewards, which teach nothing "
-                f"(reward/mean is {mean:.2f}). Raise n or sampling.temperature, or choose other problems (task)."
-            )
-            yield Cause("zero_std", text)
+        elif share > ZERO_STD_SHARE:
+            ways = "raise n or sampling.temperature, or choose other problems (task)."
+            yield "zero_std", 1.0, f"group/zero_std is {share:.2f}: groups of equal rewards teach nothing; {ways}"
 
-    def _entropy(self, metrics: Mapping[str, float]) -> Iterator[Cause]:
-        """Return a cause for a policy that is certain, repeats the same answers and is still wrong."""
+    def _entropy(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
+        """Yield a cause for a policy that is certain, repeats the same answers and is still wrong."""
         entropy = metrics.get("policy/entropy")
         if entropy is None:
             return
@@ -100,33 +106,6 @@ class HealthCheck:
         alike = metrics.get("group/zero_std", 0.0)
         solved = metrics.get("reward/correct", metrics.get("reward/mean", 1.0))
         if entropy < min(LEAST_ENTROPY, ENTROPY_LEFT * first) and alike >= ALIKE_SHARE and solved < SOLVED_SHARE:
-            text = (
-                f"policy/entropy is {entropy:.3f} nats, was {first:.3f} at first, and only {solved:.2f} is solved: the "
-                "policy hardly explores. From an earlier checkpoint, lower optim.lr, or raise loss.kl_coef, "
-                "loss.clip_high or sampling.temperature."
-            )
-            yield Cause("entropy", text)
-
-
-def _distance(metrics: Mapping[str, float], reuse_is_answered: bool) -> Iterator[Cause]:
-    """Return causes in how far the policy is from the one that drew the rollouts."""
-    name = next((name for name in RATIOS if name in metrics), RATIOS[0])
-    ratio, (low, high) = metrics.get(name, 1.0), RATIO_RANGE
-    if not low <= ratio <= high:  # so is NaN
-        text = (
-            f"{name} is {ratio:.3f}, outside {low}-{high}: sampler and policy disagree. Choose a correction "
-            "(correction=tis), model.dtype=float32 model.autocast=none, or evict fewer KV entries (sparsity)."
-        )
-        yield Cause("mismatch", text, abs(math.log(ratio)) if 0.0 < ratio < math.inf else math.inf)
-    if (ess := metrics.get("off/ess", 1.0)) < LEAST_ESS:
-        text = (
-            f"off/ess is {ess:.3f}, the share that an update's rollouts are worth: the policy has moved far from "
-            "theirs. Use optim.ess=sqrt, a lower optim.lr, or fewer updates of a step (train.minibatches)."
-        )
-        yield Cause("ess", text, 1.0 / ess if ess > 0.0 else math.inf)
-    if (share := metrics.get("off/token_share", 0.0)) > 0.0 and not reuse_is_answered:
-        text = (
-            f"off/token_share is {share:.2f}, the share of tokens of earlier weights, and nothing corrects for it: use "
-            "correction=tis, or optim.ess=sqrt."
-        )
-        yield Cause("reuse", text, share)
+            ways = "lower optim.lr, or raise loss.kl_coef, loss.clip_high or sampling.temperature."
+            text = f"policy/entropy is {entropy:.3f}, was {first:.3f}: the policy no longer explores; {ways}"
+            yield "entropy", 1.0, text

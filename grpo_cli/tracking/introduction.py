@@ -33,12 +33,8 @@ def introduction(
         f"rollouts = {prompts * n}, {kept}; learning rate {settings.optim.lr:g}, replies of up to "
         f"{settings.sampling.max_new_tokens} tokens"
     )
-    if (
-        device.type == "cpu"
-        and settings.device == "auto"
-        and not any(sign in (why := why_no_gpu()) for sign in _NO_GPU)
-    ):
-        yield f"device=auto is cpu: there is a GPU driver, but PyTorch finds no GPU that it can use ({why})"
+    if device.type == "cpu" and settings.device == "auto" and not any(sign in why_no_gpu() for sign in _NO_GPU):
+        yield f"device=auto is cpu: there is a GPU driver, but PyTorch finds no GPU that it can use ({why_no_gpu()})"
     given = settings.model.chat_template_kwargs if tokenizer else None
     for word, value in told_by_model(tokenizer, settings.parts["task"], given).items():
         yield (

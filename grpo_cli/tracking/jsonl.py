@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.runs.files import json_line, must_be_writable, regular, sync, write_atomically
+from grpo_cli.runs.files import content, json_line, must_be_writable, regular, sync
 from grpo_cli.runs.layout import METRICS, ROLLOUTS
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.terminal import to_stderr
@@ -33,7 +33,7 @@ class JsonlTracker:
 
     Records are in the files before `log` returns, so a killed process loses nothing. A checkpoint keeps the length and
     the SHA-256 of each file; a resumed run cuts off what came later, and refuses a file that begins with anything else,
-    or keeps its lines with `accept_damage`. A fresh run refuses a folder that already has records.
+    or keeps its whole lines with `accept_damage`. A fresh run refuses a folder that already has records.
     """
 
     def __init__(
@@ -77,22 +77,20 @@ class JsonlTracker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Cut off what was logged after the state; without one (empty), everything."""
         self._step = state.get("step", -1)
-        saved = {path: state.get(path.name, [0, hashlib.sha256().hexdigest()]) for path in self._files}
-        found = {path: _prefix(path, saved[path][0]) for path in self._files}
-        differ = [path for path, (size, digest) in found.items() if saved[path] != [size, digest.hexdigest()]]
-        if differ and not self._accept_damage:
-            raise UserError(
-                f"{differ[0]} is not as it was when the checkpoint was saved; restore it, or continue with what is "
-                "there: accept_damage=true"
-            )
+        found = {}
+        for path in self._files:
+            size, expected = state.get(path.name, [0, hashlib.sha256().hexdigest()])
+            found[path] = _prefix(path, size)
+            if [found[path][0], found[path][1].hexdigest()] == [size, expected]:
+                continue
+            problem = f"{path} is not as it was when the checkpoint was saved"
+            if not self._accept_damage:
+                raise UserError(f"{problem}; restore it, or continue with what is there: accept_damage=true")
+            self._warn(f"accepted damage: {problem}")
+            found[path] = _prefix(path, _bytes_until(path, self._step))
         for path, (size, _) in found.items():
             with must_be_writable(path), open(path, "r+b", opener=regular) as file:
-                if path not in differ:
-                    file.truncate(size)
-                    continue
-            self._warn(f"accepted damage: {path} is not as it was when the checkpoint was saved")
-            write_atomically(path, _lines_until(path, self._step))
-            found[path] = _prefix(path, path.stat().st_size)
+                file.truncate(size)
         self._files = found
 
     def close(self, summary: Mapping[str, Any]) -> None:
@@ -109,16 +107,12 @@ def _prefix(path: Path, size: int) -> tuple[int, Any]:
     return read, digest
 
 
-def _lines_until(path: Path, last: int) -> bytes:
-    """Return the whole lines before the first one of a step after `last`; damaged lines are kept."""
-    kept = b""
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            step = json.loads(line)["step"]
-            later = step > last
-        except (ValueError, KeyError, TypeError, RecursionError):
-            later = False
-        if later or not line.endswith(b"\n"):
+def _bytes_until(path: Path, last: int) -> int:
+    """Return the bytes of the whole lines before the first one of a step after `last`; damaged lines count."""
+    size = 0
+    for line in content(path).splitlines(keepends=True):
+        step = re.match(rb'{"step": (\d+)', line)
+        if not line.endswith(b"\n") or (step and int(step[1]) > last):
             break
-        kept += line
-    return kept
+        size += len(line)
+    return size

@@ -30,9 +30,8 @@ def without_secrets(value: Any, key: str = "") -> Any:
 
 def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
     """Return a command line likewise: in `key=value` the value is hidden, any other argument as a whole."""
-    cleaned = []
-    for word in arguments:
-        key, equals, value = word.partition("=")
-        name = key.rpartition(".")[2].lstrip("+")
-        cleaned.append(f"{key}={without_secrets(value, name)}" if equals else without_secrets(word))
-    return cleaned
+    pairs = [word.partition("=") for word in arguments]
+    return [
+        f"{key}={without_secrets(value, key.rpartition('.')[2].lstrip('+'))}" if equals else without_secrets(key)
+        for key, equals, value in pairs
+    ]

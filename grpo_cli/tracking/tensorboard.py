@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,30 +31,24 @@ class TensorBoardTracker:
         say(f"TensorBoard: tensorboard --logdir {run_dir.parent}")
 
     def log(self, record: Record) -> None:
-        self._write({name: ("scalar", value) for name, value in record.metrics.items()}, record.step)
+        self._write(lambda writer: [writer.add_scalar(*value, record.step) for value in record.metrics.items()], record)
 
     def close(self, summary: Mapping[str, Any]) -> None:
         if self._writer is not None:
-            self._write({"summary": ("text", json_line(dict(summary)))}, None)
-        if self._writer is not None:
-            self._writer.close()
+            self._write(lambda writer: [writer.add_text("summary", json_line(dict(summary))), writer.close()])
 
-    def _write(self, values: Mapping[str, tuple[str, Any]], step: int | None) -> None:
+    def _write(self, add: Callable[[Any], object], record: Record | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
         if self._failed:
             return
         try:
             if self._writer is None:
-                self._writer = self._begun(step)
-            for name, (kind, value) in values.items():
-                getattr(self._writer, f"add_{kind}")(name, value, step)
+                step = record.step if record else None
+                self._writer = SummaryWriter(str(self._folder), purge_step=step)
+                self._writer.add_text("config", json_line(without_secrets(self._config)), step)
+            add(self._writer)
             self._writer.flush()  # a killed process would have left this
         except OSError as error:
-            self._failed, self._writer = True, None
+            self._failed = True
             self._warn(f"TensorBoard failed ({error}), and gets nothing more of this run; metrics.jsonl has it all")
-
-    def _begun(self, step: int | None) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(str(self._folder), purge_step=step)
-        writer.add_text("config", json_line(without_secrets(self._config)), step)
-        return writer

@@ -27,7 +27,6 @@ from grpo_cli.tracking.redact import arguments_without_secrets, without_secrets
 from grpo_cli.types import FOR_RUNS, Example, Record
 
 FINISH_SECONDS = 60.0  # how long a finished run may keep sending
-MODES = ("auto", "online", "offline", "disabled")
 _COLUMNS = [field.name for field in fields(Example) if field.name not in FOR_RUNS]
 
 
@@ -53,7 +52,7 @@ class WandbTracker:
         module: Annotated[str, OneOf(("wandb", "trackio"))] = "wandb",
         entity: str | None = None,
         tags: Sequence[str] = (),
-        mode: Annotated[str, OneOf(MODES)] = "auto",
+        mode: Annotated[str, OneOf(("auto", "online", "offline", "disabled"))] = "auto",
         table_every: Annotated[int, Field(ge=0)] = 0,
         space_id: str | None = None,
         job_type: str | None = None,
@@ -61,8 +60,7 @@ class WandbTracker:
         say: Say = to_stderr,
         warn: Say = to_stderr,
     ) -> None:
-        environment_mode = os.environ.get("WANDB_MODE", "")
-        self._mode = environment_mode if mode == "auto" and environment_mode in MODES else mode
+        self._mode = os.environ.get("WANDB_MODE", mode) if mode == "auto" else mode
         self._run_dir, self._table_every, self._module = run_dir, table_every, module
         self._warn = warn
         self._rows: list[list[Any]] = []
@@ -76,18 +74,16 @@ class WandbTracker:
         about = {"project": project, "name": name, "group": group or sweep_of(run_dir), "config": known}
         with self._calls(self._not_started):
             if module == "trackio":
-                where = self._start_trackio(about | {"name": name or run_dir.absolute().name, "space_id": space_id})
+                # It would measure the machine beside the run.
+                quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+                about |= {"name": name or run_dir.absolute().name, "space_id": space_id, **quiet}
+                self._run = importlib.import_module("trackio").init(**about, resume="allow")
+                where = f"Trackio: trackio show --project {project}"
             else:
                 found_by = [f"{k}={v}" for k, v in (choices or {}).items() if k != "logger" and v != "none"]
                 labels = [*tags, *(tag[:64] for tag in found_by)]  # W&B takes up to 64 characters
                 where = self._start_wandb(about | {"entity": entity, "job_type": job_type, "tags": labels})
         say(where)
-
-    def _start_trackio(self, about: Mapping[str, Any]) -> str:
-        # It would measure the machine beside the run.
-        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        self._run = importlib.import_module("trackio").init(**about, **quiet, resume="allow")
-        return f"Trackio: trackio show --project {about['project']}"
 
     def _start_wandb(self, about: Mapping[str, Any]) -> str:
         wandb = importlib.import_module("wandb")
@@ -101,20 +97,15 @@ class WandbTracker:
         # The console would record every frame of the live view; what was not sent in time stays on disk.
         quiet = {"silent": True, "console": "off", "disable_code": True}
         settings = wandb.Settings(**quiet, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True)
-        where = {
-            "dir": str(self._run_dir),
-            "mode": "online" if self._online else "offline",
-            "id": _run_id(self._run_dir),
-        }
-        self._run = wandb.init(**about, **where, resume="allow", reinit="create_new", settings=settings)
+        where = {"dir": str(self._run_dir), "mode": "online" if self._online else "offline"}
+        about = {**about, **where, "id": _run_id(self._run_dir)}
+        self._run = wandb.init(**about, resume="allow", reinit="create_new", settings=settings)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         return f"W&B: {self._run.url if self._online else f'offline; send this run later with: {self._sync()}'}"
 
     def log(self, record: Record) -> None:
         """Send a record's metrics, and now and then the table of examples."""
-        if self._run is None:
-            return
         self._step = record.step
         self._rows += [_table_row(record.step, example) for example in record.examples] if self._table_every else []
         self._records += 1
@@ -136,9 +127,10 @@ class WandbTracker:
                 scalar = (str, int, float, bool, type(None))
                 self._run.summary.update({k: v if isinstance(v, scalar) else json_line(v) for k, v in summary.items()})
                 self._run.finish(exit_code=1 if summary.get("status") == "failed" else 0)
-        self._run = None
 
     def _send(self, values: Mapping[str, Any]) -> None:
+        if self._run is None:
+            return
         if self._module == "trackio":
             self._run.log(dict(values), step=self._step)
         else:

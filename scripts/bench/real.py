@@ -39,8 +39,8 @@ from common import ROOT, Check, Figures, bench_parser, clock_of, engine_of, fini
 from rollout import KV, PEAK, PROCESSOR, SPEED, Row, measure, weights_folder
 from step import PHASES, WAYS, measured
 
-from grpo_cli.engine.step.decoder import Padding
-from grpo_cli.engine.step.weights import Copies
+from grpo_cli.engine.decoder import Padding
+from grpo_cli.engine.rollout_weights import Copies
 from grpo_cli.model.anatomy import backbone, head
 from grpo_cli.support.meter import WallMeter
 from grpo_cli.support.processor import flush_denormals

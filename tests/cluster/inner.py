@@ -14,7 +14,7 @@ import made
 from small import make_engine
 
 from grpo_cli.config.instantiate import ready
-from grpo_cli.engine.order.predict import NoPredictor, Told
+from grpo_cli.engine.length_predictor import GivenLengths, NoPredictor
 from grpo_cli.support.errors import UserError
 
 
@@ -36,7 +36,7 @@ def build(
     model: Any,
     *,
     tells_lengths: bool,
-    told: Mapping[tuple[str, int, int], float],
+    given: Mapping[tuple[str, int, int], float],
     warn: Any,
     slots: int,
     seconds: float = 0.0,
@@ -56,7 +56,7 @@ def build(
         model,
         sampler=made.infinite(slots=slots),
         scheduler=ready("scheduler", scheduler),
-        predictor=Told(told) if tells_lengths and not prefix else learning,
+        predictor=GivenLengths(given) if tells_lengths and not prefix else learning,
         meter=Slowed(seconds),
         warn=warn,
     )

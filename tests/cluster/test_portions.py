@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_cli.engine.ray.engine import portions
+from grpo_cli.engine.ray_engine import portions
 
 
 def test_nine_tenths_of_a_share_go_first_and_the_rest_in_equal_parts():

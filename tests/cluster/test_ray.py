@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import made
@@ -24,11 +23,10 @@ if importlib.util.find_spec("ray") is None:  # not imported: what it asks the en
     pytest.skip("Ray is not installed", allow_module_level=True)
 
 from grpo_cli.config.instantiate import ready  # noqa: E402
-from grpo_cli.engine.order.predict import MeanLength, NoPredictor  # noqa: E402
-from grpo_cli.engine.ray import engine as ray_module  # noqa: E402
-from grpo_cli.engine.ray.cluster import Cluster  # noqa: E402
-from grpo_cli.engine.ray.engine import RayEngine  # noqa: E402
-from grpo_cli.engine.ray.worker import numbers  # noqa: E402
+from grpo_cli.engine import ray_engine as ray_module  # noqa: E402
+from grpo_cli.engine.length_predictor import MeanLength, NoPredictor  # noqa: E402
+from grpo_cli.engine.ray_engine import RayEngine  # noqa: E402
+from grpo_cli.engine.ray_worker import numbers  # noqa: E402
 from grpo_cli.model.adapters import with_adapters  # noqa: E402
 from grpo_cli.settings import LoraSettings  # noqa: E402
 from grpo_cli.support.errors import UserError  # noqa: E402
@@ -39,18 +37,19 @@ WORKERS = 2
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[None]:
     """One Ray for all of this file, as it takes seconds to start; workers find this folder's modules."""
     patch = pytest.MonkeyPatch()
     patch.setenv("PYTHONPATH", os.pathsep.join(filter(os.path.isdir, sys.path)))
     before = signal.getsignal(signal.SIGTERM)
-    started = Cluster(None, WORKERS, {"CPU": 1, "GPU": 0.0})
+    processes = ray_module.connect(None, WORKERS, {"CPU": 1, "GPU": 0.0})
     assert signal.getsignal(signal.SIGTERM) is before
-    patch.setattr(ray_module, "Cluster", lambda *of_an_engine: started)
-    yield started
+    patch.setattr(ray_module, "connect", lambda *of_an_engine: processes)
+    yield
     patch.undo()
-    started.close()
-    assert not list(Path("/tmp").glob(f"grpo_ray_{os.getpid()}_*"))
+    import ray
+
+    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +163,7 @@ def test_each_version_of_the_weights_is_sent_once_and_of_adapters_only_they(ray_
 @pytest.mark.cluster
 def test_lengths_are_predicted_where_what_they_are_predicted_from_is(model, ray_engine):
     require_bits(model)
-    engine = ray_engine(1, built={"scheduler": "lpt"}, predictor=MeanLength(decay=0.5, max_prompts=100))
+    engine = ray_engine(1, built={"scheduler": "lpt"}, predictor=MeanLength(decay=0.5))
     list(engine.generate(REQUESTS))
     assert contents(engine.generate(REQUESTS)) == here(model)
     assert engine.stats().details["predictor/mean_absolute_error"] > 0
@@ -205,7 +204,7 @@ def test_nobody_is_waited_for_forever(ray_engine, monkeypatch):
 
 
 @pytest.mark.cluster
-def test_this_machine_only_is_listened_on_by_ray(cluster):
+def test_this_machine_only_is_listened_on_by_ray():
     own = psutil.Process().children(recursive=True)
     heard = {c.laddr.ip for process in own for c in process.net_connections() if c.status == psutil.CONN_LISTEN}
     assert heard and {address.removeprefix("::ffff:") for address in heard} == {"127.0.0.1"}

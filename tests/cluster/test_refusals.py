@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 import pickle
-import re
-from typing import Any
 
 import made
 import pytest
-import torch
 from small import small_model
 
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.instantiate import engine_parts, inner_engine
-from grpo_cli.engine.order.predict import NoPredictor
-from grpo_cli.engine.order.schedule import Fifo
-from grpo_cli.engine.ray.cluster import Cluster, check_public, room_for
-from grpo_cli.engine.ray.engine import RayEngine
-from grpo_cli.engine.ray.worker import hollow, place
+from grpo_cli.engine.length_predictor import NoPredictor
+from grpo_cli.engine.ray_engine import RayEngine, connect
+from grpo_cli.engine.ray_worker import hollow
+from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.support.errors import UserError
-
-
-def refusal(**changed: Any) -> str:
-    """Of the engine's settings, with all other parts as the default run has them."""
-    parts = dict(made.settings().parts) | {"engine": made.part("engine", "ray", **changed)}
-    with pytest.raises(UserError) as refused:
-        engine_parts(parts, {"seed": 0}, early=True)
-    return str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"inner": "ray"}, "engine.inner=ray must be one of generate, torch, vllm"),
-    ],
-)
-def test_settings_that_cannot_be_meant(changed, words):
-    assert re.search(words, refusal(**changed)), refusal(**changed)
 
 
 def test_what_the_inner_engine_refuses():
@@ -55,38 +33,13 @@ def test_the_inner_engine_is_that_of_its_file_with_the_options_on_top():
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "head", "head:x"])
 def test_addresses_that_cannot_be_meant(address):
     with pytest.raises(UserError, match=f"^engine.address={address}: use auto, or host:port"):
-        Cluster(address, 1, {"CPU": 1})
+        connect(address, 1, {"CPU": 1})
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "no.such.host.invalid:6379"])
 def test_addresses_at_which_nothing_answers(address):
     with pytest.raises(UserError, match=f"^engine.address={address} does not answer .*: run ray start --head there$"):
-        Cluster(address, 1, {"CPU": 1})
-
-
-@pytest.mark.parametrize("host", ["8.8.8.8", "2001:4860:4860::8888"])
-def test_a_public_cluster_without_a_token(host, monkeypatch):
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    for private in ("127.0.0.1", "10.1.2.3", "192.168.0.7", "fd00::1"):
-        check_public(private)
-    with pytest.raises(UserError, match=f"{host} is public"):
-        check_public(host)
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    check_public(host)
-
-
-@pytest.mark.parametrize(
-    ("each", "free", "fitting"),
-    [
-        ({"CPU": 4, "GPU": 1}, {"CPU": 12.0, "GPU": 2.0}, 2),
-        ({"CPU": 8, "GPU": 0}, {"CPU": 12.0, "GPU": 2.0}, 0),  # eight CPUs there are, but on no node
-        ({"CPU": 1, "GPU": 0}, {"CPU": 3.0}, 3),
-        ({"CPU": 1, "GPU": 0.5}, {"CPU": 12.0, "GPU": 2.0}, 4),
-        ({"CPU": 1, "GPU": 0}, {}, 0),
-    ],
-)
-def test_how_many_workers_have_room(each, free, fitting):
-    assert room_for(each, free, [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0}, {"CPU": 4.0, "GPU": 1.0}]) == fitting
+        connect(address, 1, {"CPU": 1})
 
 
 def test_quantised_weights():
@@ -111,21 +64,3 @@ def test_a_hollow_model_has_no_numbers_and_ties_stay_ties():
     assert not any(p.requires_grad for p in copy.parameters()) and not copy.training
     assert [name for name, _ in copy.named_buffers()] == [name for name, _ in model.named_buffers()]
     assert all(p.requires_grad for p in model.parameters())
-
-
-def checked(**other: Any) -> list[str]:
-    """What is said of a worker at a place that differs so from the trainer's."""
-    engine, said = object.__new__(RayEngine), list[str]()
-    engine._place = place(torch.device("cpu"))
-    engine._warn, engine._warned = said.append, set()
-    for _ in range(2):
-        engine._check(engine._place | other)
-    return said
-
-
-def test_workers_that_run_something_else_are_refused_and_those_that_round_otherwise_are_said_once():
-    with pytest.raises(UserError, match=r"has Python 3, torch 9, not Python .*: install the same on every node$"):
-        checked(software="Python 3, torch 9")
-    assert checked() == []
-    [said] = checked(rounding="another")
-    assert "up to rounding" in said and "another" in said and f"{torch.get_num_threads()} threads" in said

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_cli.engine.gpu.compiled import Functions
-from grpo_cli.engine.step.block import EAGER
-from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.layers import EAGER, Functions
 
 CUDA = torch.device("cuda")
 ASKS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique", "equal", "bincount", "is_nonzero")
@@ -91,9 +91,8 @@ class Watched(TorchDispatchMode):
 
     def decoder(self, model: Any) -> Decoder:
         """As on a GPU by default: the halves of its layers are compiled."""
-        decoder = Decoder(model)
-        decoder._to_compile = Functions(*map(self._region, (EAGER.before, EAGER.after)), compiled=True)
-        return decoder
+        halves = map(self._region, (EAGER.before, EAGER.after))
+        return replace(Decoder.of(model), compiled=Functions(*halves, compiled=True))
 
     def _region(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*operands: Any) -> Any:

@@ -21,10 +21,10 @@ from small import make_generation, some_and_the_rest, some_requests
 from talk import Talk
 
 from grpo_cli.collect.episodes import Conversation, Spent
-from grpo_cli.engine.gpu.graph import GraphedTurns, TurnOutput
-from grpo_cli.engine.kv.eviction import Budget, Dense
-from grpo_cli.engine.order.schedule import Fifo
-from grpo_cli.engine.torch.generation import Generation
+from grpo_cli.engine.cuda_graph import GraphedTurns, TurnOutput
+from grpo_cli.engine.eviction import Budget, Dense
+from grpo_cli.engine.generation import Generation
+from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.memory.shapes import _unmoved
 from grpo_cli.methods.h2o import H2o
 from grpo_cli.methods.rkv import Rkv
@@ -211,25 +211,6 @@ def test_answers_of_an_environment_wait_for_nothing(fixed: bool, monkeypatch: py
     assert found.lengths == [3 + 2 + 3 + 2 + 3] * 4 and max(found.waits) == 1
     # The first token comes from the prefill.
     assert found.stats.generated_tokens == 4 * 9 and found.stats.decode_steps == 13 - 1
-
-
-def test_stop_strings_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = some_requests(prompts=1, n=3, tokens=8, stop=("b",))
-    with gpu(monkeypatch, lambda time, rows: np.full(rows, 6 if time == 4 else 5)) as watched:
-        decode = lambda tokens: "".join("ab"[token == 6] for token in tokens)  # noqa: E731
-        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, decode=decode)
-    assert found.lengths == [5, 5, 5] and found.waits == [1] * 3
-
-
-def test_other_words_of_sampling_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [dict(temperature=0.0), dict(temperature=0.7), dict(top_p=0.9), dict(top_k=5)]
-    requests = [
-        replace(request, sampling=replace(request.sampling, max_new_tokens=3 + place, **words[place % 4]))
-        for place, request in enumerate(some_requests(prompts=1, n=5))
-    ]
-    with gpu(monkeypatch) as watched:
-        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, sampler=infinite(slots=3))
-    assert sorted(found.lengths) == [3, 4, 5, 6, 7] and max(found.waits) == 2
 
 
 def test_who_makes_a_prefix_first_waits_for_first_tokens_and_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from fake_cuda import CUDA, gpu, model_of
 from small import scored, some_and_the_rest
 from test_rollouts_on_fake_cuda import SMALL, adapted
 
-from grpo_cli.learner.batch import collate, to_device
+from grpo_cli.learner.batch import collate
 from grpo_cli.learner.learner import Learner
 from grpo_cli.learner.logprobs import chosen_logprobs, logprobs_at
 from grpo_cli.learner.optimizer import make_optimizer
@@ -47,6 +47,8 @@ def test_an_update_mixes_no_devices_and_no_types(
         model = adapted(model) if adapters else model
         with CUDA:
             ids, places = torch.zeros(4, 7, dtype=torch.long), torch.ones(12, dtype=torch.long)
+            cells, rows = torch.ones(12), torch.full((4,), 3)
+            part = Batch(((1,) * 4,), 0 * rows, rows, places, *[cells.bool()] * 2, cells, cells, None, None, cells)
         with torch.autocast("cuda", torch.bfloat16) if precision == "autocast" else nullcontext():
             if trees is None:
                 chosen = logprobs_at(model, ids, places, places, 1.0, 8)
@@ -54,7 +56,7 @@ def test_an_update_mixes_no_devices_and_no_types(
                 allow_packing(model)
                 states = packed_hidden(model, ids.view(-1)[: sum(map(sum, trees))], trees)
                 chosen = chosen_logprobs(model, states[places], places, 1.0, 8)
-        output = loss(chosen, to_device(some_batch(), CUDA), Totals(4, 12, 8))
+        output = loss(chosen, part, Totals(4, 12, 8))
         assert output.loss.device.type == "cuda" and output.loss.requires_grad
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = make_optimizer(trained, made.optim())

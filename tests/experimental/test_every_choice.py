@@ -65,8 +65,9 @@ def test_a_choice_takes_two_steps(choice: str, tmp_path: Path) -> None:
     if choice == "collector=folder":
         recorded = ["record.rollouts=-1", "record.tokens=true", f"run_dir={tmp_path / 'before'}", "logger=jsonl"]
         build(settings_of(*SMALL, *recorded, "device=cpu")).fit()
-        folder, tmp_path = [f"collector.path={tmp_path / 'before'}"], tmp_path / "run"
-    words = [*folder, choice, *WITH.get(choice, []), "device=cpu", "logger=jsonl", f"run_dir={tmp_path}"]
+        folder = [f"collector.path={tmp_path / 'before'}"]
+        tmp_path = tmp_path / "run"
+    words = [choice, *folder, *WITH.get(choice, []), "device=cpu", "logger=jsonl", f"run_dir={tmp_path}"]
     assert build(settings_of(*SMALL, *words)).fit()["step"] == 2
     rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert all(math.isfinite(value) for row in rows for value in row.values())

@@ -21,7 +21,7 @@ from grpo_cli.collect.requests import requests_for
 from grpo_cli.collect.resuming import begun
 from grpo_cli.config.check import check_eval
 from grpo_cli.config.instantiate import rule_of
-from grpo_cli.engine.step.sample import uniforms
+from grpo_cli.engine.sampling import uniforms
 from grpo_cli.evaluate import search_with
 from grpo_cli.experimental.dora import cosines, rebase, shared_out
 from grpo_cli.experimental.ets import chosen, clusters

@@ -1,4 +1,4 @@
-"""What a reply is worth: `task.reward=rewards:score` calls `score` with what it asks for by name."""
+"""The reward: `task.reward=rewards:score` calls `score` with the parameters that it names."""
 
 
 def score(reply: str, answer: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Which replies of a group are trained on: conf/downsample/outer.yaml names `outer`."""
+"""The choice of completions to train on: conf/downsample/outer.yaml names `outer`."""
 
 import numpy as np
 

@@ -1,0 +1,143 @@
+"""Attention of one decode step over tables of blocks: each row sees its prompt's keys, its own, and its new one.
+
+There are three backends: C on a CPU (`native/decode.c`), one Triton kernel on a GPU (`triton_attention.py`), and
+PyTorch's operations, which run anywhere and return the weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.engine.kv_cache import BLOCK, PagedCache
+from grpo_cli.engine.running_batch import Rows
+from grpo_cli.native.library import library
+
+# Of a layer's queries, keys and values: what its rows attend to, [R, HGD], and the weights if they are known.
+Attention = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+
+
+def paged_attention(backend: str, rows: Rows, cache: PagedCache, scale: float) -> Attention:
+    """Return a step's attention, which also writes each row's new key and value, by `c`, `triton` or `reference`."""
+    return {"c": in_c, "triton": by_triton, "reference": reference}[backend](rows, cache, scale)
+
+
+def reference(rows: Rows, cache: PagedCache, scale: float) -> Attention:
+    """Attention in PyTorch's operations. Sums are made block by block, then in pairs, so that blocks which other rows
+    have change no bit; scores are in float32 at least."""
+    count, blocks = rows.own.shape[0], torch.cat([rows.prompt, rows.own], dim=1)
+    place = torch.arange(BLOCK * blocks.shape[1], device=blocks.device)
+    own = BLOCK * rows.prompt.shape[1]
+    hidden = torch.where(place < own, place >= rows.seen[:, None], place - own > rows.held[:, None])
+    hidden = hidden.view(count, 1, 1, -1)
+    inside = rows.held.remainder(BLOCK)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = cache.keys[layer], cache.values[layer]
+        keys[rows.write_to, :, inside], values[rows.write_to, :, inside] = k.to(keys.dtype), v.to(values.dtype)
+        (_, heads, dim), exact = k.shape, torch.promote_types(keys.dtype, torch.float32)
+        asked = q.to(keys.dtype).view(count, 1, heads, -1, dim).expand(-1, blocks.shape[1], -1, -1, -1)
+        scores = (asked.to(exact) @ keys[blocks].to(exact).mT * scale).permute(0, 2, 3, 1, 4).flatten(3)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(keys.dtype)
+        by_block = weights.unflatten(3, (-1, BLOCK)).permute(0, 3, 1, 2, 4)
+        unseen = hidden.view(count, -1, 1, BLOCK, 1)
+        parts = (by_block @ values[blocks].masked_fill(unseen, 0.0)).to(exact)
+        of_prompt, mine = parts.split([rows.prompt.shape[1], rows.own.shape[1]], dim=1)
+        out = _summed(mine) + (_summed(of_prompt) if of_prompt.shape[1] else 0.0)
+        return out.flatten(1).to(keys.dtype), weights
+
+    return attend
+
+
+def _summed(x: Float[Tensor, "R K *n"]) -> Tensor:
+    """Sum in pairs over K, so that further blocks only add zeros and no bit depends on K."""
+    while (blocks := x.shape[1]) > 1:
+        even = x[:, : blocks // 2 * 2 : 2] + x[:, 1::2]
+        x = torch.cat([even, x[:, -1:]], dim=1) if blocks % 2 else even
+    return x[:, 0]
+
+
+def in_c(rows: Rows, cache: PagedCache, scale: float) -> Attention:
+    """Attention in one call for each layer."""
+    layout, dtype = cache.layout, cache.layout.dtype
+    tables = [x.contiguous() for x in (rows.own, rows.held, rows.write_to, rows.prompt, rows.seen)]
+    own, held, write_to, prompt, seen = (x.data_ptr() for x in tables)
+    of = [len(rows.tokens), layout.heads, layout.group, layout.dim, dtype == torch.bfloat16]
+    of += [own, held, write_to, tables[0].shape[1], BLOCK, prompt, seen, tables[3].shape[1], BLOCK]
+    step = (ctypes.c_int64 * len(of))(*of)
+    memory = [memory.data_ptr() for memory in cache.memory]
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype:
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        out = torch.empty((len(tables[0]), q.shape[1] * q.shape[2]), dtype=dtype)
+        given = q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)
+        both = memory[layer], memory[layer + layout.layers]
+        library("decode").attend(step, scale, *given, *both, *both, out.data_ptr())
+        return out, None
+
+    return attend
+
+
+def no_triton(device: torch.device, dim: int) -> str:
+    """Return why the kernel cannot run there; empty if it can."""
+    if device.type != "cuda":
+        return f"the model is on {device.type}"
+    if dim > 256:
+        return f"its heads have at most 256 numbers, and the model's have {dim}"
+    if torch.version.hip or (torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)):
+        return "it needs a GPU of compute capability 8.0"
+    return "" if find_spec("triton") or not torch.cuda.is_available() else "Triton is not installed"
+
+
+# Spelt out, since PyTorch reads no annotations of a function that checks its own (jaxtyping's hook).
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor(a3!) keys, Tensor(a4!) values, Tensor own, Tensor held, Tensor write_at, "
+    "Tensor prompt, Tensor seen, float scale) -> Tensor"
+)
+
+
+@torch.library.custom_op("grpo_cli::paged_attention", mutates_args=("keys", "values"), schema=_SCHEMA)
+def triton_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, own: Tensor, held: Tensor, write_at: Tensor,
+    prompt: Tensor, seen: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    """Compute each row's attention over its prompt's keys, its own, and its new one, which is written too.
+
+    q is [R, HG, D], k and v [R, H, D]; keys and values [tokens, H, D]; own and prompt [R, K] are tables of blocks;
+    held, write_at and seen [R]: keys of a row before the step, where its new one goes, keys of its prompt.
+    """
+    raise NotImplementedError("the kernel runs on a GPU")
+
+
+@triton_attention.register_fake
+def _(q: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(q)
+
+
+@triton_attention.register_kernel("cuda")
+def _(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, own: Tensor, held: Tensor, write_at: Tensor,
+    prompt: Tensor, seen: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    from grpo_cli.engine.triton_attention import launch
+
+    return launch(q, k, v, keys, values, own, BLOCK, held, write_at, keys, values, prompt, BLOCK, seen, scale)
+
+
+def by_triton(rows: Rows, cache: PagedCache, scale: float) -> Attention:
+    """Attention in one call for each layer."""
+    write_at = rows.write_to * BLOCK + rows.held.remainder(BLOCK)
+    memory = [memory.view(-1, *memory.shape[2:]) for memory in cache.memory]
+    tables = rows.own, rows.held, write_at, rows.prompt, rows.seen
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        keys, values = memory[layer], memory[layer + cache.layout.layers]
+        return triton_attention(*(x.to(keys.dtype) for x in (q, k, v)), keys, values, *tables, scale).flatten(1), None
+
+    return attend

@@ -1,0 +1,107 @@
+"""Decode steps of fixed shape, so that a GPU can replay each as one CUDA graph instead of hundreds of launches.
+
+A turn is a decode step and the drawing after it. Rows come in few numbers and tables in few widths (`RunningBatch` with
+`fills`), so few shapes occur. Filling up changes no bits, so an uncaptured turn gives the same result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_cli.engine.running_batch import Rows
+from grpo_cli.support.memory import tensors_of
+
+# A shape is captured when it occurs for the second time: capturing costs about three launched steps.
+WORTH_CAPTURING = 2
+
+
+# For each row: its last hidden state [R, H], its next token and that token's log-probability.
+TurnOutput = tuple[Tensor, ...]
+Turn = Callable[[Rows], TurnOutput]
+# Runs the function until its kernels are loaded, and returns a function that replays it with the same addresses.
+Capture = Callable[[Callable[[], TurnOutput]], Callable[[], TurnOutput]]
+
+
+class GraphedTurns:
+    """Runs turns through `turn`, and captures the shapes that come up often.
+
+    Capturing runs a turn that is run again afterwards, within `repeated`, which undoes effects that must occur once.
+    """
+
+    def __init__(self, turn: Turn, capture: Capture, repeated: Callable[[], AbstractContextManager[None]]) -> None:
+        self._turn, self._capture, self._repeated = turn, capture, repeated
+        self._seen: Counter[Hashable] = Counter()
+        self._captured: dict[Hashable, tuple[Rows, Callable[[], TurnOutput]]] = {}
+
+    def __call__(self, rows: Rows) -> TurnOutput:
+        given = tensors_of(rows)
+        shape = (rows.drawing.flags, *(tensor.shape for tensor in given))
+        if shape in self._captured:
+            own, replay = self._captured[shape]
+            torch._foreach_copy_(tensors_of(own), given)
+            return replay()
+        self._seen[shape] += 1
+        if self._seen[shape] < WORTH_CAPTURING:
+            return self._turn(rows)
+        own = _copied(rows)
+        with self._repeated():
+            replay = self._capture(lambda: self._turn(own))
+        self._captured[shape] = own, replay
+        return replay()
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy with cloned tensors."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, tuple):
+        return tuple(map(_copied, value))
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(value, **{f.name: _copied(getattr(value, f.name)) for f in fields(value)})
+
+
+@cache
+def _stream() -> Any:
+    """Return the stream (of torch.cuda) of all captures: libraries keep a workspace for each."""
+    return torch.cuda.Stream()
+
+
+class CudaGraphs:
+    """Records the kernels that a function launches; every replay overwrites its results in place.
+
+    All graphs of one object share one memory pool, as large as the largest needs. So a replay may overwrite the results
+    of another graph: read them first.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = _stream()
+        self._last: torch.cuda.CUDAGraph | None = None  # a pool ends with its last graph, and cannot begin again
+
+    def __call__(self, run: Callable[[], TurnOutput]) -> Callable[[], TurnOutput]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            # Libraries allocate and choose kernels in their first call on a stream, which must not be recorded.
+            # Repeating a turn writes the same keys to the same places.
+            run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Work of other threads on the device is not captured.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            result = run()
+        self._last = graph
+
+        def replay() -> TurnOutput:
+            graph.replay()
+            return result
+
+        return replay

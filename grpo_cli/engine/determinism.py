@@ -1,0 +1,116 @@
+"""Tests whether the bits of a row of a decode step depend on its batch, and finds the padding with which they do not.
+
+The bits of a row of a float32 product depend on the kernel, which the library chooses by the numbers of rows, columns
+and threads and by the processor. MKL documents a mode in which they do not matter (`processor.py`), on Intel
+processors; other libraries are consistent only from some number of rows on, or in multiples of one. So before the first
+rollout the model's own first block and head are computed in many batch compositions, and the least padding is chosen
+with which one row's bits are the same in all of them. The test runs what decoding runs, not single products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.engine.decoder import Decoder, Padding
+
+# Numbers of rows to test: all small ones, where kernels change, and some large ones, where work is divided differently.
+# Fewer for a block with so many weights that the largest would take seconds.
+ROWS = (*range(1, 34), 63, 100, 257, 512)
+WORK, LEAST_OF_ROWS = 2**32, 128
+HEAD_ROWS = 32  # the head is as large as several blocks
+
+
+@dataclass(frozen=True)
+class Invariance:
+    """`holds`: with this padding a row's bits were the same in every batch tested. `packed`: with packed copies of the
+    weights, which are not used if bits hold only without them."""
+
+    padding: Padding
+    holds: bool
+    packed: bool
+
+
+_FOUND: dict[tuple[Any, ...], Invariance] = {}
+
+
+def invariance_of(decoder: Decoder) -> Invariance:
+    """Find the padding for this model on this machine: takes 0.05 s for the embedded model, 0.4 s at hidden size 576,
+    and is cached by shapes and threads. Only float32 on a CPU is tested; elsewhere nothing is promised."""
+    packed = decoder.packs
+    if not decoder.promises_bits:
+        return Invariance(Padding(), False, packed)
+    found = _found(decoder)
+    if packed and not found.holds:
+        other = _found(replace(decoder, may_pack=False))
+        return other if other.holds else found
+    return found
+
+
+def _found(decoder: Decoder) -> Invariance:
+    threads, packed, config = torch.get_num_threads(), decoder.packs, decoder.model.config
+    key = (threads, packed, decoder.is_native, decoder.group, decoder.dim, config.vocab_size, *_weight_shapes(decoder))
+    if key not in _FOUND:
+        with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+            _FOUND[key] = _try_out(replace(decoder, blocks=decoder.blocks[:1]).with_copies(), packed, threads)
+    return _FOUND[key]
+
+
+def _weight_shapes(decoder: Decoder) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a block's weights, adapters included."""
+    return tuple(tuple(weight.shape) for weight in decoder.model.model.layers[0].parameters())
+
+
+def _try_out(decoder: Decoder, packed: bool, threads: int) -> Invariance:
+    found = (Padding(*numbers) for numbers in _row_paddings(threads))
+    padding = next((each for each in found if _rows_agree(replace(decoder, padding=each))), None)
+    return Invariance(padding or Padding(1, 8 * threads), padding is not None, packed)
+
+
+def _row_paddings(threads: int) -> Iterator[tuple[int, int]]:
+    """Yield (multiple, least), the cheapest first. A single row would be a matrix-vector product everywhere."""
+    yield 1, 2
+    for multiple in (4, 8, 16):
+        yield multiple, multiple
+    for multiple in (1, 8, 16, 32):  # per thread, since products are divided by rows
+        yield multiple, max(multiple, 8) * threads
+
+
+def _rows_agree(decoder: Decoder) -> bool:
+    """True if a block, the last norm and the head give the first rows the same bits, however many follow."""
+    weights = sum(math.prod(shape) for shape in _weight_shapes(decoder))
+    most = min(max(WORK // weights, LEAST_OF_ROWS), ROWS[-1])
+    counts = [*ROWS, *(decoder.padding.least + count for count in ROWS[:33])]
+    sizes = sorted({size for count in counts if (size := decoder.padding.padded_rows(count)) <= most})
+    tokens = torch.randint(decoder.model.config.vocab_size, (most,), generator=torch.Generator().manual_seed(0))
+    reference = hidden_of_block(decoder, tokens)
+    few = reference[:HEAD_ROWS]
+    logits = decoder.logits(few)
+    if not all(torch.equal(hidden_of_block(decoder, tokens[:size]), reference[:size]) for size in sizes):
+        return False
+    return all(torch.equal(decoder.logits(few[:count]), logits[:count]) for count in (1, 2, 3, 9, 17))
+
+
+def hidden_of_block(decoder: Decoder, tokens: Tensor) -> Float[Tensor, "N H"]:
+    """Compute the block with attention replaced by a function of each row's own query, key and value."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q + (k + v).repeat_interleave(decoder.group, dim=1)).flatten(1)
+
+    return decoder.run(tokens, torch.arange(len(tokens)) % 64, attend, decoder.functions)
+
+
+def rounding_warning(found: Invariance, threads: int) -> str:
+    """Return what it means for a run that bits depend on the batch."""
+    return (
+        f"float32 products depend on the number of rows here ({threads} threads), even padded to "
+        f"{found.padding.least} rows: a rollout is the same to rounding only, and not bit for bit, under another "
+        "sampler, scheduler or number of slots (engine.invariant in summary.json). Resuming and repeating a run are "
+        "not affected"
+    )

@@ -1,0 +1,385 @@
+"""Eviction of keys and values from a sequence: none, or those beyond a budget.
+
+A policy is a subclass of `Budget` with a `score` of each key's worth. The rest is common to all policies: `Evictor`
+records what they need of past steps, and cuts full sequences down. Keys are stored after rotation, at their true
+positions, and are not rotated again.
+
+budget + buffer keys        oldest ... newest               one more step, and it would not fit:
+before                      k k k k k k k k k k k k w w w   w: the window, always kept
+after                       k . k k . . k . k . . . w w w   closed up to the left, order kept; blocks behind are freed
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from pydantic import Field
+from torch import Tensor
+
+from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, blocks_for, table_of
+from grpo_cli.engine.running_batch import Rows
+from grpo_cli.engine.sequence import Sequence
+from grpo_cli.interfaces import facts
+from grpo_cli.model.transfer import send
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import Count
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The keys that an eviction chooses from, in order of position, for L layers, R rows and H heads.
+
+    `queries` are those of the last `window` steps, G per key-value head, in any order (all of them see every older
+    key); `received` is the attention that each key has received so far. Each is None unless the policy needs it.
+    """
+
+    keys: Float[Tensor, "L R H T D"]
+    window: int
+    scale: float  # of a query's product with a key
+    queries: Float[Tensor, "L R H G W D"] | None = None
+    received: Float[Tensor, "L R H T"] | None = None
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Every key is kept until the rollout ends."""
+
+    needs_received: ClassVar[bool] = False
+
+    def capacity(self, max_new_tokens: int, longest: int) -> int:
+        """Return keys a slot must have room for, if the longest prompt and response together have `longest` tokens.
+
+        The last token is never fed back, so it needs no key.
+        """
+        return max(1, max_new_tokens - 1)
+
+
+@facts(evicts=True)
+@dataclass(frozen=True)
+class Budget(ABC):
+    """An eviction policy that keeps at most `budget` keys, and `buffer` more between two evictions, for each rollout,
+    layer and key-value head.
+
+    budget          keys that are left after an eviction: the `window` latest, the sinks, and the best by score.
+    buffer          steps between two evictions: one happens when a rollout holds budget + buffer keys. A slot has room
+                    for that many (in whole blocks) and never for more.
+    window          the latest keys, which are never evicted, and the latest steps whose queries `snapkv` and `rkv` ask.
+    sinks           the first positions of the whole sequence, which are never evicted. A protected prompt covers them.
+    protect_prompt  true: the prompt's keys stay, shared by all its rollouts, and the budget is for the response only.
+                    false (as published): they count and can be evicted like any other. They are read from the shared
+                    copy until a rollout's first eviction moves those it keeps into its slot.
+    per_head        whether each key-value head keeps its own keys (R-KV), or all heads of a layer the same ones, by the
+                    sum of their scores (Sparse-RL's release, which also lets layer 0 choose for all; here each layer
+                    always chooses for itself).
+
+    Keys keep the positions that they were rotated to, so budget >= length is the dense run bit for bit.
+    """
+
+    budget: Count
+    buffer: Count
+    window: Count
+    sinks: Annotated[int, Field(ge=0)]
+    protect_prompt: bool
+    per_head: bool
+
+    needs_queries: ClassVar[bool] = False
+    needs_received: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.budget < self.window + self.sinks:
+            raise UserError(
+                f"sparsity.budget={self.budget} is less than sparsity.window={self.window} plus "
+                f"sparsity.sinks={self.sinks}, which always stay: it must be at least {self.window + self.sinks}"
+            )
+
+    @abstractmethod
+    def score(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:
+        """Return the worth of each candidate outside the window; the highest stay."""
+
+    def choose(self, candidates: Candidates, sinks: Int[Tensor, "R"]) -> Int[Tensor, "L R H B"]:
+        """Return the indices of those that stay, ascending. Of equal scores, the older key stays."""
+        scores = self.score(candidates)
+        if not self.per_head:
+            scores = scores.sum(2, keepdim=True)
+        if self.sinks:
+            first = torch.arange(scores.shape[-1], device=scores.device) < sinks[:, None]
+            scores = scores.masked_fill(first[:, None], torch.inf)
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.budget - self.window]
+        best = best.sort(dim=-1).values
+        layers, rows, heads, count = candidates.keys.shape[:4]
+        latest = torch.arange(count - self.window, count, device=best.device)
+        kept = torch.cat([best, latest.expand(*best.shape[:-1], -1)], dim=-1)
+        return kept.expand(layers, rows, heads, -1)
+
+    def capacity(self, max_new_tokens: int, longest: int) -> int:
+        """Return it as `Dense.capacity`; if nothing can be evicted, no more than dense rollouts need."""
+        dense = Dense().capacity(max_new_tokens, longest)
+        room = self.budget + self.buffer
+        if self.protect_prompt:
+            return min(dense, room)
+        never = longest - 1 <= room or max_new_tokens - 1 <= self.window
+        return dense if never else room
+
+
+class Evictor:
+    """Cuts a sequence down to `budget` keys whenever it holds `budget + buffer`, in all layers and heads at once.
+
+    When depends only on its own length, so neighbours change nothing. Temporary copies are of a few sequences at a
+    time: at most one layer's share of all slots. Statistics are kept of `slots` sequences at a time, each with at most
+    `own_tokens` keys of its own and `prompt_tokens` of its prompt's.
+    """
+
+    def __init__(
+        self,
+        policy: Dense | Budget,
+        layout: KvLayout,
+        slots: int,
+        own_tokens: int,
+        prompt_tokens: int,
+        scale: float,
+        device: torch.device,
+    ) -> None:
+        self._policy, self._scale, self._device = policy if isinstance(policy, Budget) else None, scale, device
+        self._at_once = max(1, slots // layout.layers)
+        self._free = list(range(slots))[::-1]
+        self._queries: _Queries | None = None
+        self._received: _Received | None = None
+        self._prompt_kept: _PromptKept | None = None
+        self.needs_received = False  # by a prompt's keys
+        if self._policy is not None:
+            evicts_prompt = not self._policy.protect_prompt
+            if self._policy.needs_queries:
+                self._queries = _Queries(layout, slots, self._policy.window, device)
+            if self._policy.needs_received:
+                self._received = _Received(layout, slots, prompt_tokens if evicts_prompt else 0, own_tokens, device)
+                self.needs_received = evicts_prompt
+            if evicts_prompt:
+                self._prompt_kept = _PromptKept(layout, slots, device)
+        self._notes = tuple(note for note in (self._queries, self._received, self._prompt_kept) if note is not None)
+        self._evictions = 0
+        self._reads = np.zeros(2, dtype=np.int64)  # keys attended to, and the same for a dense run
+        self._peak = np.zeros(2, dtype=np.int64)  # most keys held at a time, and the same for a dense run
+
+    def _of_prompt(self, sequence: Sequence) -> int:
+        """Return how many keys of its prompt can be evicted."""
+        return 0 if self._prompt_kept is None or sequence.prompt is None else sequence.prompt.length
+
+    def _is_due(self, sequence: Sequence) -> bool:
+        """True if it must be cut down before the next key comes.
+
+        If the prompt's keys are candidates too and alone fill the budget, nothing is evicted before the sequence has
+        made `window` tokens: as in the releases, a score needs the queries of its own last `window` steps.
+        """
+        policy = self._policy
+        if policy is None or sequence.held < policy.window:
+            return False
+        return sequence.held + self._of_prompt(sequence) >= policy.budget + policy.buffer
+
+    def left(self, sequence: Sequence) -> int:
+        """Return how many keys of its own it has when the next one comes."""
+        return self._policy.budget if self._policy is not None and self._is_due(sequence) else sequence.held
+
+    def claim(self, sequence: Sequence) -> None:
+        """Give a sequence that begins, or goes on, a slot."""
+        sequence.slot = self._free.pop()
+        if self._received is not None:
+            self._received.claim(sequence)
+        for note, kept in zip(self._notes, sequence.notes, strict=bool(sequence.notes)):
+            note.store[:, sequence.slot] = kept
+        sequence.notes = ()
+
+    def release(self, sequence: Sequence, pauses: bool = False) -> None:
+        """Take the slot of a sequence that ends, or pauses with its statistics."""
+        if pauses:
+            sequence.notes = tuple(note.store[:, sequence.slot].clone() for note in self._notes)
+        self._free.append(sequence.slot)
+        sequence.slot = -1
+
+    def prepare(self, rows: Rows) -> None:
+        """Note where the rows of a step record."""
+        for note in self._notes:
+            note.prepare(rows)
+
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "R H G n"] | None) -> None:
+        """Record a layer's queries, and its attention weights over prompts' keys and then its own."""
+        for note in self._notes:
+            note.see(layer, queries, weights)
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Roll back what steps inside record, which are run again afterwards."""
+        before = None if self._received is None else self._received.store.clone()
+        yield
+        if self._received is not None and before is not None:
+            self._received.store.copy_(before)
+
+    def make_room(self, running: Seq[Sequence], cache: PagedCache) -> bool:
+        """Cut down the sequences that are due; return whether there were any."""
+
+        def shape(sequence: Sequence) -> tuple[int, int]:
+            return sequence.held, self._of_prompt(sequence)
+
+        due = sorted(filter(self._is_due, running), key=shape)
+        self._evictions += len(due)
+        for _, alike in groupby(due, shape):
+            some = list(alike)
+            for first in range(0, len(some), self._at_once):
+                self.evict(some[first : first + self._at_once], cache)
+        return bool(due)
+
+    def evict(self, sequences: Seq[Sequence], cache: PagedCache) -> Int[Tensor, "L R H B"]:
+        """Cut down sequences that hold alike, and return which of the candidates stay."""
+        policy, own, prompt = self._policy, sequences[0].held, self._of_prompt(sequences[0])
+        assert policy is not None, "only a policy evicts"
+        mine = table_of([sequence.blocks for sequence in sequences])
+        theirs = table_of([s.prompt.blocks for s in sequences if s.prompt is not None and prompt])
+        before = [sequence.prompt_length if policy.protect_prompt else 0 for sequence in sequences]
+        sinks = np.maximum(policy.sinks - np.array(before), 0)
+        slots = np.array([sequence.slot for sequence in sequences])
+        at, shared, rows, protected = send(self._device, mine, theirs, slots, sinks)
+
+        def held(views: Seq[Tensor]) -> Float[Tensor, "L R H T D"]:
+            own_keys = cache.read(views, at, own)
+            return torch.cat([cache.read(views, shared, prompt), own_keys], dim=3) if prompt else own_keys
+
+        received = None if self._received is None else self._received.of(rows, own, prompt)
+        queries = None if self._queries is None else self._queries.of(rows)
+        candidates = Candidates(held(cache.keys), policy.window, self._scale, queries, received)
+        kept = policy.choose(candidates, protected)
+        chosen = [
+            x.gather(3, kept[..., None].expand(*kept.shape, x.shape[-1])) for x in (candidates.keys, held(cache.values))
+        ]
+        count = blocks_for(policy.budget)
+        cache.write(mine[:, :count], *chosen)
+        if self._received is not None and received is not None:
+            self._received.keep(rows, received.gather(-1, kept))
+        if self._prompt_kept is not None:
+            self._prompt_kept.keep(rows, prompt, kept)
+        for sequence in sequences:
+            sequence.held = policy.budget
+            needed = blocks_for(policy.budget + 1)
+            cache.give_back(sequence.blocks[needed:])
+            del sequence.blocks[needed:]
+            if prompt and sequence.prompt is not None:
+                sequence.prompt.users -= 1
+                sequence.prompt = None
+        return kept
+
+    def prompt_kept(self, rows: Rows) -> Seq[Int[Tensor, "R"]]:
+        """Return, if prompt keys can be evicted, how many each row still has, in the layer and head with the fewest.
+        The number means nothing for a row that still reads its prompt's blocks."""
+        return () if self._prompt_kept is None else (self._prompt_kept.store[:, rows.slots].amin((0, 2)),)
+
+    def count(self, running: Seq[Sequence], prompt_keys: int) -> None:
+        """Count a step that adds a key to each sequence; `prompt_keys` are cached, each prompt once."""
+        held, made = sum(s.held + 1 for s in running), sum(s.made for s in running)
+        seen = sum(s.prompt.length for s in running if s.prompt is not None)
+        self._reads += (held + seen, made + sum(s.prompt_length for s in running))
+        self._peak = np.maximum(self._peak, (held + prompt_keys, made + prompt_keys))
+
+    def details(self) -> Mapping[str, float]:
+        """Return the number of evictions, and the shares saved of keys read and of keys held at the peak."""
+        if self._policy is None:
+            return {}
+        reads, peak = (1.0 - float(kept / full) if full else 0.0 for kept, full in (self._reads, self._peak))
+        return {
+            "engine/evictions": float(self._evictions),
+            "engine/kv_saving_mean": reads,
+            "engine/kv_saving_peak": peak,
+            "engine/eviction_note_bytes": float(sum(note.store.nbytes for note in self._notes)),
+        }
+
+
+class _Note:
+    """Recorded for each slot: `store` is [layers, slots, ...]."""
+
+    store: Tensor
+
+    def prepare(self, rows: Rows) -> None:
+        pass
+
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "R H G n"] | None) -> None:
+        pass
+
+
+class _PromptKept(_Note):
+    """Return how many keys of its prompt each sequence holds among its own, where they come first."""
+
+    def __init__(self, layout: KvLayout, slots: int, device: torch.device) -> None:
+        self.store = torch.zeros(layout.layers, slots, layout.heads, dtype=torch.long, device=device)
+
+    def keep(self, rows: Int[Tensor, "R"], prompt: int, kept: Int[Tensor, "L R H B"]) -> None:
+        """After `kept` was chosen, with so many candidates in the prompt's blocks."""
+        candidates = prompt or self.store[:, rows][..., None]
+        self.store[:, rows] = (kept < candidates).sum(-1)
+
+
+class _Queries(_Note):
+    """The queries of each sequence's last `window` steps; that of position p at index p modulo window.
+
+    What an earlier sequence left is overwritten before it is read: none is cut down before `window` steps.
+    """
+
+    def __init__(self, layout: KvLayout, slots: int, window: int, device: torch.device) -> None:
+        sizes = (layout.layers, slots, window, layout.heads, layout.group, layout.dim)
+        self.store = torch.zeros(sizes, dtype=layout.dtype, device=device)
+        self._window = window
+
+    def prepare(self, rows: Rows) -> None:
+        self._write_at = rows.slots * self._window + rows.positions % self._window
+
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "R H G n"] | None) -> None:
+        places = self.store[layer].flatten(0, 1)
+        places.index_copy_(0, self._write_at, queries.to(places.dtype).reshape(-1, *places.shape[1:]))
+
+    def of(self, rows: Int[Tensor, "R"]) -> Float[Tensor, "L R H G W D"]:
+        return self.store[:, rows].permute(0, 1, 3, 4, 2, 5)
+
+
+class _Received(_Note):
+    """The attention that each key has received: summed over the steps since it was added, mean over a group's queries.
+
+    A sequence's first `prompt_width` columns are its prompt's, and start from the attention of the prompt's queries.
+    """
+
+    def __init__(self, layout: KvLayout, slots: int, prompt_width: int, own: int, device: torch.device) -> None:
+        self.store = torch.zeros((layout.layers, slots, layout.heads, prompt_width + own), device=device)
+        self._prompt_width = prompt_width
+
+    def claim(self, sequence: Sequence) -> None:
+        self.store[:, sequence.slot] = 0.0
+        if self._prompt_width and sequence.prompt is not None and sequence.prompt.received is not None:
+            of_prompt = sequence.prompt.received
+            self.store[:, sequence.slot, :, : of_prompt.shape[-1]] = of_prompt
+
+    def prepare(self, rows: Rows) -> None:
+        self._slots, self._own = rows.slots, BLOCK * rows.own.shape[1]
+
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "R H G n"] | None) -> None:
+        assert weights is not None, "only the reference runs for such a policy"
+        paid = weights.mean(2, dtype=torch.float32)
+        shown = paid.shape[2] - self._own  # of the prompt
+        wide = paid.new_zeros(*paid.shape[:2], self.store.shape[-1])
+        wide[..., self._prompt_width : self._prompt_width + self._own] = paid[..., shown:]
+        if self._prompt_width:
+            wide[..., :shown] = paid[..., :shown]
+        self.store[layer].index_add_(0, self._slots, wide)
+
+    def of(self, rows: Int[Tensor, "R"], own: int, prompt: int) -> Float[Tensor, "L R H T"]:
+        received = self.store[:, rows]
+        mine = received[..., self._prompt_width : self._prompt_width + own]
+        return torch.cat([received[..., :prompt], mine], dim=-1) if prompt else mine
+
+    def keep(self, rows: Int[Tensor, "R"], kept: Float[Tensor, "L R H B"]) -> None:
+        left = torch.zeros_like(self.store[:, rows])
+        left[..., self._prompt_width : self._prompt_width + kept.shape[-1]] = kept
+        self.store[:, rows] = left

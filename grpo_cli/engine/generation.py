@@ -1,0 +1,328 @@
+"""One call of `generate`: its sequences, its cache, and the loop that serves what waits.
+
+begin     admitted sequences draw their first tokens; a prompt is prefilled unless it already was
+step      one batched forward pass, one more token for every running sequence
+settle    those that have ended become rollouts; their blocks and (after a prompt's last sample) its blocks are freed
+
+In an episode of several turns a sequence keeps running while its environment answers, and reads the answer token by
+token in the steps that run anyway. If the answer takes time, the sequence pauses, and another one runs meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_cli.engine.admission import Admission, Memory, youngest
+from grpo_cli.engine.common import Tally
+from grpo_cli.engine.cuda_graph import Capture, GraphedTurns, TurnOutput
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.eviction import Budget, Dense, Evictor
+from grpo_cli.engine.kv_cache import BLOCK, CachedPrompt, PagedCache, blocks_for, round_up, table_of
+from grpo_cli.engine.running_batch import Rows, RunningBatch
+from grpo_cli.engine.samplers import KvPlan, Sampler
+from grpo_cli.engine.sampling import draw, drawing_of, uniforms
+from grpo_cli.engine.scheduling import Scheduler
+from grpo_cli.engine.sequence import Decode, Sequence, Status
+from grpo_cli.interfaces import Meter, Replies
+from grpo_cli.model.transfer import read, send
+from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
+
+# The most tokens of one prefill, padding included: bounds its activations, whatever the number of prompts.
+PREFILL_TOKENS = 16_384
+
+
+class Generation:
+    """The state while one list of requests is served. Requests whose prompts have the same id share a prefill.
+
+    `prefix`: how many tokens every rollout makes before lengths are predicted. With `capture`, steps have fixed shapes
+    and are captured (see `graph.py`). `details` are named numbers that are reported with the cost.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        sampler: Sampler,
+        sparsity: Dense | Budget,
+        requests: Seq[Request],
+        eos_token_ids: Seq[int],
+        meter: Meter,
+        decode: Decode | None = None,
+        prefix: int = 0,
+        capture: Capture | None = None,
+        replies: Replies | None = None,
+        per_step: int | None = None,
+    ) -> None:
+        self.decoder = decoder = decoder.prepared(sparsity.needs_received)
+        layout, fills, evicts = decoder.layout(), capture is not None, isinstance(sparsity, Budget)
+        self.plan = plan = KvPlan.of(layout, sampler, sparsity, requests, per_step, prefix, replies is not None)
+        slots = plan.room.slots + fills  # one more for rows that fill up a shape
+        self.cache = PagedCache(layout, plan.blocks, decoder.device, fills)
+        widths = plan.own_blocks, plan.prompt_blocks
+        own, of_prompt = (BLOCK * width for width in widths)
+        self.evictor = Evictor(sparsity, layout, slots, own, of_prompt, decoder.scale, decoder.device)
+        self.sequences = [Sequence(index, request) for index, request in enumerate(requests)]
+        self.waiting = list(self.sequences)
+        self.running = list[Sequence]()
+        self._memory: Memory | None = None
+        if plan.room.budget is not None:
+            most = max(sequence.limit for sequence in self.sequences)
+            self._memory = Memory(self.cache, most, prefix if plan.room.probes else 0, plan.keys, evicts)
+        self._admission = Admission(self.sequences, plan.room.slots, sampler.refills, self._memory)
+        spare = (self.cache.count, slots - 1) if fills else None
+        self._batch = RunningBatch(decoder.device, decoder.is_native, spare, widths)
+        turn = self._computed
+        self._turn = turn if capture is None else GraphedTurns(turn, capture, self.evictor.repeated)
+        self._replies = replies
+        self._asked: dict[int, Sequence] = {}  # whose environments have not answered yet
+        self._eos, self._decode = frozenset(eos_token_ids), decode
+        self.details: dict[str, float] = {}
+        self.halted = False
+        self._span = meter.span
+        self._unfinished = Counter(request.prompt.id for request in requests)
+        self._preempted = self._read_again = self._most_rows = self._most_held = 0
+        self._paused_keys = self._paused_blocks = 0
+        self._tally = Tally(plan.room.slots)
+
+    def serve(self, scheduler: Scheduler, pause_at: int | None = None) -> Iterator[tuple[Sequence, Rollout]]:
+        """Serve everything that waits, in the scheduler's order, and yield what ends.
+
+        With `pause_at`, a sequence that has made so many tokens without ending pauses with its last hidden state, and
+        waits for the next `serve`. After `halt`, all unfinished ones are yielded partial.
+        """
+        if self._memory is not None:
+            parked = self.plan.shape.parked_bytes // self.plan.layout.block_bytes
+            self._memory.reserve = 0 if pause_at is None else len(self.sequences) * parked
+        self._admission.start(scheduler, self.waiting)
+        self.waiting = []
+        while not self.halted and (self._admission or self.running or self._asked):
+            done = self._begin(self._admission.admit(self.running))
+            if not done and self.running:
+                with self._span("decode"):
+                    done = self._step(pause_at)
+            yield from self._settle(done)
+            yield from self._hear()
+        if self.halted:
+            while self._asked:  # so that what is partial goes on with a turn of the model
+                yield from self._hear()
+            for sequence in self.sequences:
+                if sequence.status is not Status.FINISHED:
+                    yield sequence, self._ended(sequence, Finish.PARTIAL)
+
+    def end(self) -> None:
+        """Free keys, values and copies of weights now: in a cycle through its step they would stay for the update."""
+        del self._turn
+
+    def halt(self) -> None:
+        """Make `serve` stop with what has been drawn until now."""
+        self.halted = True
+
+    @torch.inference_mode()
+    def _begin(self, sequences: Seq[Sequence]) -> list[Sequence]:
+        """Start the sequences, or let them go on; a new one draws its first token from its prompt's logits, without a
+        decode step. Returns those that end with it."""
+        if not sequences:
+            return []
+        self._prefill({s.request.prompt.id: s.request.prompt for s in sequences if s.prompt is None and not s.made})
+        numbers = uniforms([s.request.seed for s in sequences], max(s.limit for s in sequences))
+        for sequence, own in zip(sequences, numbers, strict=True):
+            if sequence.status is Status.PAUSED:
+                self._count_paused(sequence, -1)
+            else:
+                sequence.prompt = self.cache.prompts[sequence.request.prompt.id]
+                sequence.prompt.users += 1
+            sequence.status, sequence.uniforms = Status.RUNNING, own
+            sequence.blocks += self.cache.take(blocks_for(sequence.held + 1) - len(sequence.blocks))
+            self.evictor.claim(sequence)
+        self.running += sequences
+        self._batch.changed()
+        self._most_rows = max(self._most_rows, len(self.running))
+        for sequence in sequences:
+            sequence.made += not sequence.made and bool(sequence.tokens)  # it reads them again
+        new = [sequence for sequence in sequences if not sequence.made]
+        if not new:
+            return []
+        logits = torch.stack([s.prompt.logits for s in new if s.prompt is not None])
+        (first,) = send(self.decoder.device, np.array([s.uniforms[0] for s in new if s.uniforms is not None]))
+        by = drawing_of([s.request.sampling for s in new], self.decoder.device, self.decoder.is_native)
+        return self._noted(new, *read(*draw(logits, first, by)))
+
+    def _prefill(self, prompts: Mapping[str, Prompt]) -> None:
+        """Prefill prompts that are not cached, those of one padded width together."""
+        widths: dict[int, list[str]] = {}
+        for name, prompt in prompts.items():
+            if name not in self.cache.prompts:
+                widths.setdefault(round_up(len(prompt.token_ids), BLOCK), []).append(name)
+        for width, names in widths.items():
+            at_once = max(1, PREFILL_TOKENS // width)
+            for start in range(0, len(names), at_once):
+                with self._span("prefill"):
+                    self._prefill_together({name: prompts[name].token_ids for name in names[start : start + at_once]})
+
+    def _prefill_together(self, prompts: Mapping[str, Seq[int]]) -> None:
+        done = self.decoder.prefill([*prompts.values()], self.evictor.needs_received)
+        for place, (name, ids) in enumerate(prompts.items()):
+            received = None if done.received is None else done.received[:, place]
+            blocks = self.cache.take(blocks_for(len(ids)))
+            self.cache.prompts[name] = CachedPrompt(blocks, len(ids), done.logits[place].clone(), received)
+            self._tally.prefilled += len(ids)
+        table = table_of([self.cache.prompts[name].blocks for name in prompts], fill=-1)
+        self.cache.write(table, done.keys, done.values)
+
+    @torch.inference_mode()
+    def _step(self, pause_at: int | None) -> list[Sequence]:
+        """Make one token for every running sequence; return those that have ended."""
+        self._take_blocks()
+        if self.evictor.make_room(self.running, self.cache):
+            self._batch.changed()
+        prompt_keys, running = self.cache.prompt_tokens, list(self.running)
+        self.evictor.count(running, prompt_keys)
+        held = sum(sequence.held + 1 for sequence in running) + prompt_keys + self._paused_keys
+        self._most_held = max(self._most_held, held)
+        rows = self._batch.rows(running)
+        hidden, *drawn = self._turn(rows)
+        columns = read(*(x[: len(running)] for x in (*drawn, *self.evictor.prompt_kept(rows))))
+        self._tally.steps += 1
+        self._tally.row_steps += len(running)
+        for sequence in running:
+            sequence.held += 1
+        done = self._noted(running, *columns)
+        if pause_at is not None:
+            self._pause([s for s in running if s.made == pause_at and s.finish is None], running, hidden)
+        return done
+
+    def _computed(self, rows: Rows) -> TurnOutput:
+        hidden = self.decoder.step(rows, self.cache, self.evictor)
+        return hidden, *draw(self.decoder.logits(hidden), rows.uniform, rows.drawing)
+
+    def _noted(
+        self, sequences: Seq[Sequence], tokens: np.ndarray, logprobs: np.ndarray, prompt_kept: np.ndarray | None = None
+    ) -> list[Sequence]:
+        """Record what was drawn; returns the sequences that end with it. One that has tokens to read drops it."""
+        ended, of_prompt = [], [0] * len(sequences) if prompt_kept is None else prompt_kept.tolist()
+        for s, token, logprob, kept in zip(sequences, tokens.tolist(), logprobs.tolist(), of_prompt, strict=True):
+            s.kept = max(s.kept, s.held - (0 if s.prompt is not None else kept))
+            if s.made < len(s.tokens):
+                s.made += 1
+                continue
+            s.append(token, logprob)
+            if s.ends(self._eos, self._decode, self._replies is not None):
+                ended.append(s)
+        return ended
+
+    def _take_blocks(self) -> None:
+        """Take a block for every sequence that needs one for its next key. If none is left, the youngest one is
+        preempted, and reads its tokens again later."""
+        while True:
+            needed = [blocks_for(self.evictor.left(s) + 1) - len(s.blocks) for s in self.running]
+            wanted = sum(count for count in needed if count > 0)
+            if wanted <= (self.cache.free if self._memory is None else self._memory.free):
+                break
+            if not self.cache.drop_idle_prompts():
+                assert self._memory is not None, "an unbounded cache has room for all"
+                self._memory.was_exhausted = True
+                self._preempt(sequence := youngest(self.running))
+                self._admission.first(sequence)
+        if wanted:
+            for sequence, count in zip(self.running, needed, strict=True):
+                sequence.blocks += self.cache.take(max(0, count))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._preempted += 1
+        self._read_again += sequence.made
+        self._leave(sequence, Status.PREEMPTED)
+        sequence.made = sequence.held = 0
+
+    def _leave(self, sequence: Sequence, status: Status) -> None:
+        """Stop running a sequence, which gives its blocks back unless it pauses."""
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self.evictor.release(sequence, pauses=status is Status.PAUSED)
+            self._batch.changed()
+        elif sequence.status is Status.PAUSED:
+            self._count_paused(sequence, -1)
+        sequence.status = status
+        if status is Status.PAUSED:
+            self._count_paused(sequence, 1)
+            return
+        self.cache.give_back(sequence.blocks)
+        sequence.blocks = []
+        if sequence.prompt is not None:
+            sequence.prompt.users -= 1
+            sequence.prompt = None
+
+    def _count_paused(self, sequence: Sequence, by: int) -> None:
+        self._paused_keys += by * sequence.held
+        self._paused_blocks += by * len(sequence.blocks)
+        if self._memory is not None:
+            self._memory.paused_blocks = self._paused_blocks
+
+    def _pause(self, sequences: Seq[Sequence], running: Seq[Sequence], hidden: Tensor) -> None:
+        """They keep their keys and hidden states, and wait for the next `serve`."""
+        if not sequences:
+            return
+        (index,) = send(hidden.device, np.array([running.index(sequence) for sequence in sequences]))
+        for sequence, state in zip(sequences, hidden[index].float().cpu(), strict=True):
+            sequence.hidden = state
+            self._leave(sequence, Status.PAUSED)
+            self.waiting.append(sequence)
+
+    def _settle(self, done: Seq[Sequence]) -> Iterator[tuple[Sequence, Rollout]]:
+        for sequence in done:
+            if self._replies is None or sequence.is_full:
+                yield sequence, self._ended(sequence)
+            else:
+                self._asked[self._replies.ask(sequence.rollout())] = sequence
+
+    def _hear(self) -> Iterator[tuple[Sequence, Rollout]]:
+        """Continue or end the sequences whose environments have answered; the others run no more. They pause, or where
+        there is no spare room they are preempted."""
+        if self._replies is None or not self._asked:
+            return
+        waits = set(self._asked.values())
+        idle = self.halted or not (len(self._admission) or any(s not in waits for s in self.running))
+        for number, answer in self._replies.answers(wait=idle):
+            sequence = self._asked.pop(number)
+            if answer is None or not sequence.has_room(len(answer)):
+                yield sequence, self._ended(sequence, Finish.LENGTH if answer else None)
+                continue
+            sequence.read(answer)
+            sequence.finish = None
+            if sequence.status is Status.PREEMPTED:
+                self._admission.first(sequence)
+            elif sequence.status is Status.PAUSED:
+                self._admission.go_on(sequence)
+        for sequence in self._asked.values():
+            if sequence.status is Status.RUNNING:
+                has_room = self._paused_blocks + len(sequence.blocks) <= self.plan.spare_blocks
+                self._leave(sequence, Status.PAUSED) if has_room else self._preempt(sequence)
+
+    def _ended(self, sequence: Sequence, finish: Finish | None = None) -> Rollout:
+        """Return the rollout of a sequence, which gives back its blocks and its share of the prompt's."""
+        rollout, name = sequence.rollout(finish), sequence.request.prompt.id
+        self._leave(sequence, Status.FINISHED)
+        self._unfinished[name] -= 1
+        if not self._unfinished[name] and name in self.cache.prompts:
+            self.cache.drop_prompt(name)
+        self._tally.generated += rollout.num_drawn
+        if self._memory is not None:
+            self._memory.ended(len(rollout))
+        return rollout
+
+    def stats(self) -> EngineStats:
+        """Return the cost of serving so far."""
+        tally, bytes_per_token = self._tally, self.plan.layout.bytes_per_token
+        details = {"engine/kv_held_bytes": float(self._most_held * bytes_per_token)}
+        if tally.steps:
+            details["engine/rows_mean"] = tally.row_steps / tally.steps
+        if self._memory is not None:
+            tally.slots = self._most_rows
+            details |= {"engine/restarts": float(self._preempted), "engine/restarted_tokens": float(self._read_again)}
+        if evictions := self.evictor.details():
+            details |= {**evictions, "engine/kv_saving_allocated": self.plan.saved}
+        return tally.stats(self.cache.peak_bytes, {**details, **self.details})

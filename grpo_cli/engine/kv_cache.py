@@ -1,0 +1,146 @@
+"""Paged keys and values: one pool of blocks, of which each sequence and each prompt has a table.
+
+Any block can hold any tokens, so nothing is ever moved: a sequence takes a block when its last one is full, and gives
+blocks back when it ends or is cut down. A prompt's blocks are written once by prefill and shared by all its samples.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from grpo_cli.model.transfer import send
+
+BLOCK = 16  # tokens of a block; decode.c reads as many keys at a time
+
+
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def blocks_for(tokens: int) -> int:
+    """
+    >>> blocks_for(16), blocks_for(17)
+    (1, 2)
+    """
+    return -(-tokens // BLOCK)
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """The shape of one token's keys and values in a model.
+
+    In memory a block is [heads, tokens, dim], or with `by_token` [tokens, heads, dim], as the kernel of a GPU reads it.
+    """
+
+    layers: int
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    by_token: bool = False
+    group: int = 1  # queries per key-value head
+
+    @property
+    def bytes_per_token(self) -> int:
+        """c_kv: 2 * layers * key-value heads * head dimension * bytes per element."""
+        return 2 * self.layers * self.heads * self.dim * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        return BLOCK * self.bytes_per_token
+
+
+@dataclass(eq=False)
+class CachedPrompt:
+    """A prompt that was prefilled: its blocks, the logits after its last token, and the attention that its keys
+    received, if an eviction policy needs it. `users` are the sequences that read its keys."""
+
+    blocks: list[int]
+    length: int
+    logits: Float[Tensor, "V"]
+    received: Float[Tensor, "L H W"] | None = None
+    users: int = 0
+
+
+class PagedCache:
+    """A pool of `blocks` blocks. `keys` and `values` are those of each layer, [blocks, heads, tokens, dim].
+
+    The lowest free block is taken first, so that on a CPU, where memory counts once it is written, the pool takes what
+    it held at its peak. Nobody takes block number `blocks`, which is for rows that only fill up a shape.
+    """
+
+    def __init__(self, layout: KvLayout, blocks: int, device: torch.device, fills: bool = False) -> None:
+        self.layout, self.count, self.device = layout, blocks, device
+        self.prompts: dict[str, CachedPrompt] = {}
+        self._free = list(range(blocks))
+        self._reached = 0  # one past the highest block that was ever taken
+        sizes = (BLOCK, layout.heads) if layout.by_token else (layout.heads, BLOCK)
+        with torch.inference_mode(False):  # writable in inference mode and outside it
+            shape = (blocks + fills, *sizes, layout.dim)
+            self.memory = [torch.empty(shape, dtype=layout.dtype, device=device) for _ in range(2 * layout.layers)]
+        views = [memory.transpose(1, 2) if layout.by_token else memory for memory in self.memory]
+        self.keys, self.values = views[: layout.layers], views[layout.layers :]
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were in use; on a GPU all of them are, from the start."""
+        return (self.count if self.device.type == "cuda" else self._reached) * self.layout.block_bytes
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all cached prompts."""
+        return sum(prompt.length for prompt in self.prompts.values())
+
+    def take(self, blocks: int) -> list[int]:
+        taken = [heapq.heappop(self._free) for _ in range(blocks)]
+        self._reached = max([self._reached, *(block + 1 for block in taken)])
+        return taken
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            heapq.heappush(self._free, block)
+
+    def drop_prompt(self, name: str) -> None:
+        self.give_back(self.prompts.pop(name).blocks)
+
+    def drop_idle_prompts(self, wanted: Iterable[str] = ()) -> bool:
+        """Drop the prompts that no sequence reads and that are not wanted; return False if there are none."""
+        idle = [name for name, prompt in self.prompts.items() if not prompt.users and name not in wanted]
+        for name in idle:
+            self.drop_prompt(name)
+        return bool(idle)
+
+    def read(self, views: Sequence[Tensor], table: Int[Tensor, "R K"], tokens: int) -> Float[Tensor, "L R H n D"]:
+        """Return a copy of the first `tokens` keys, or values, of each row of a table."""
+        return torch.stack([view[table].transpose(1, 2).flatten(2, 3)[:, :, :tokens] for view in views])
+
+    def write(self, table: np.ndarray, keys: Float[Tensor, "L R H n D"], values: Float[Tensor, "L R H n D"]) -> None:
+        """Fill the first blocks of each row of a table, [R, K] with -1 for none."""
+        which, at = send(self.device, np.flatnonzero(table >= 0), table[table >= 0])
+        width = table.shape[1]
+        for views, tokens in ((self.keys, keys), (self.values, values)):
+            for view, some in zip(views, tokens, strict=True):
+                whole = F.pad(some, (0, 0, 0, width * BLOCK - some.shape[2])).unflatten(2, (width, BLOCK))
+                view[at] = whole.transpose(1, 2).flatten(0, 1)[which].to(view.dtype)
+
+
+def table_of(blocks: Sequence[Sequence[int]], fill: int = 0, width: int | None = None) -> np.ndarray:
+    """Return a table with one row for each list of blocks.
+
+    >>> table_of([[3], [0, 2]]).tolist()
+    [[3, 0], [0, 2]]
+    """
+    width = max(map(len, blocks), default=0) if width is None else width
+    rows = [[*row, *[fill] * (width - len(row))] for row in blocks]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), width)

@@ -1,0 +1,237 @@
+"""The torch rollout engine. It has no weights of its own, and between two calls of `generate` keeps only what its
+predictor has learned; the work is in `generation.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, replace
+from typing import Any, Literal
+
+import torch
+
+from grpo_cli.engine.common import SequenceEngine, check_context
+from grpo_cli.engine.cuda_graph import CudaGraphs
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.determinism import Invariance, invariance_of, rounding_warning
+from grpo_cli.engine.eviction import Budget, Dense
+from grpo_cli.engine.generation import Generation
+from grpo_cli.engine.layers import EAGER, NATIVE, compiled
+from grpo_cli.engine.length_predictor import Predictor
+from grpo_cli.engine.samplers import Sampler
+from grpo_cli.engine.scheduling import Fifo, Scheduler
+from grpo_cli.engine.sequence import Decode, Sequence
+from grpo_cli.interfaces import Meter, Replies, facts
+from grpo_cli.model.anatomy import unwrapped
+from grpo_cli.model.checks import context_of
+from grpo_cli.native.library import NoNative, library
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.memory import give_back_freed
+from grpo_cli.support.meter import NullMeter
+from grpo_cli.support.ranges import Count
+from grpo_cli.support.threads import computing_with, threads_for
+from grpo_cli.types import EngineStats, Prompt, Request, Rollout
+
+
+@facts(is_policy=True, answers_in_place=True)
+class TorchEngine(SequenceEngine):
+    """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend only on its request, if
+    `determinism.py` finds that possible, which `facts` reports.
+
+    `decode` turns tokens into text; it is used only for requests with stop strings.
+    """
+
+    reads_stop_strings = True
+    _said_no_room = False  # for the length predictor's prefix
+    _said_slow = ""  # why steps do not attend by page tables
+
+    def __init__(
+        self,
+        model: Any,
+        eos_token_ids: Seq[int],
+        sampler: Sampler,
+        scheduler: Scheduler,
+        predictor: Predictor,
+        sparsity: Dense | Budget,
+        rollouts_per_step: int | None = None,
+        *,
+        cuda_graph: bool | None,
+        packed_weights: bool,
+        native: bool,
+        compile: bool | None,
+        threads: Count | Literal["auto"],
+        decode: Decode | None = None,
+        meter: Meter | None = None,
+        warn: Callable[[str], None] = print,
+    ) -> None:
+        self._decoder = Decoder.of(model, packed_weights)
+        on_gpu = self._decoder.device.type == "cuda"
+        if on_gpu if compile is None else compile:
+            self._decoder = replace(self._decoder, compiled=compiled(EAGER, warn))
+        if against := _against_graphs(unwrapped(model), self._decoder.device):
+            if cuda_graph:
+                raise UserError(f"engine.cuda_graph=true: {against}; leave it out")
+            if on_gpu and cuda_graph is None:
+                warn(f"decode steps are launched kernel by kernel, and slower: {against}")
+        graphs = not against if cuda_graph is None else cuda_graph
+        if self._decoder.keeps_adapters_apart:
+            warn(
+                "adapters are not merged for rollouts, since their base is quantised (model.quantize): each of these "
+                "layers takes two more small products in every step; with model.quantize=none and float32 it takes none"
+            )
+        self._capture = CudaGraphs if graphs else None
+        self._packed_weights, self._threads = packed_weights, threads_for(threads, model, most=1)
+        self._native: bool | str = native and not compile  # or why not
+        self._eos = tuple(eos_token_ids)
+        self._sampler, self._per_step = sampler, rollouts_per_step
+        self._scheduler = scheduler
+        self._predictor = predictor
+        self._sparsity = sparsity
+        self._decode = decode
+        self._meter = meter or NullMeter()
+        self._warn = warn
+        self._invariance: Invariance | None = None
+
+    def generate(
+        self,
+        requests: Seq[Request],
+        enough: Callable[[Rollout], bool] | None = None,
+        replies: Replies | None = None,
+    ) -> Iterator[Rollout]:
+        """Yield one rollout per request, in order of finishing. Once `enough` returns True for a finished one, the
+        others are partial, except those that end in the same step. With `replies` a rollout is an episode: its
+        environment answers each turn.
+        """
+        self._stats = EngineStats()
+        self._check(requests, replies)
+        with computing_with(self._threads):
+            self._pad()
+            if requests:
+                yield from self._serve(requests, enough, replies)
+        give_back_freed(all_of_it=False)
+
+    def _pad(self) -> None:
+        """Set the padding for the current model, precision and threads; warns once if bits depend on the batch."""
+        if self._native is True and not self._decoder.is_native:
+            self._go_native()
+        found = invariance_of(replace(self._decoder, may_pack=self._packed_weights))
+        self._decoder = replace(self._decoder, padding=found.padding, may_pack=found.packed)
+        if found != self._invariance and not found.holds and self._decoder.promises_bits:
+            self._warn(rounding_warning(found, torch.get_num_threads()))
+        self._invariance = found
+        on_gpu = self._decoder.device.type == "cuda"
+        slow = self._decoder.no_triton(self._sparsity.needs_received) if on_gpu else ""
+        if slow != self._said_slow:
+            self._said_slow = slow
+            self._warn(f"decode steps attend without page tables, and are slower: {slow}")
+
+    def _go_native(self) -> None:
+        if not self._decoder.can_be_native:
+            self._native = "not for this device, precision or size of heads"
+            return
+        try:
+            library("decode")
+        except NoNative as error:
+            self._native = str(error)
+            if error.is_fault:
+                self._warn(
+                    f"decode steps run slower, in PyTorch's operations: {error}; engine.native=false accepts that"
+                )
+        else:
+            self._decoder = replace(self._decoder, functions=NATIVE)
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the engine's part of `summary.json`. None before the first `generate`: nothing was tested yet."""
+        found = self._invariance
+        return {
+            "invariant": None if found is None else found.holds,
+            "threads": torch.get_num_threads() if self._decoder.device.type == "cpu" else None,
+            "decode_threads": self._threads,
+            "padding": None if found is None else asdict(found.padding),
+            "packed_weights": None if found is None else found.packed,
+            "native": None if found is None else self._native,
+        }
+
+    def _serve(
+        self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None, replies: Replies | None
+    ) -> Iterator[Rollout]:
+        """Rollouts, with predicted lengths if the scheduler needs them. Sets `stats` however it ends."""
+        generation = self._generation(requests, replies)
+        prefix, probing = self._prefix, generation.plan.room.probes
+        try:
+            if probing:
+                # Every rollout makes prefix + 1 tokens (the state after `prefix` of them yields one more), then waits
+                # with its keys kept. The cost, those keys and a partly idle last round, is counted.
+                for _, rollout in generation.serve(Fifo(), pause_at=prefix + 1):
+                    _halt_if(enough, generation, rollout)
+                    yield rollout
+                generation.details["engine/probe_steps"] = float(generation.stats().decode_steps)
+            if not generation.halted:
+                predicting = probing or self._predictor.prefix_tokens == 0
+                if predicting:
+                    self._predict(generation.waiting)
+                served: list[tuple[Sequence, Rollout]] = []
+                for sequence, rollout in generation.serve(self._scheduler):
+                    served.append((sequence, rollout))
+                    _halt_if(enough, generation, rollout)
+                    yield rollout
+                if predicting:
+                    generation.details |= self._learn(served)
+                generation.details |= self._scheduler.details
+        finally:
+            self._stats = generation.stats()
+            generation.end()
+
+    @property
+    def _prefix(self) -> int:
+        """Tokens that rollouts make before lengths are predicted: only useful if the scheduler orders by length."""
+        return self._predictor.prefix_tokens if self._scheduler.needs_lengths else 0
+
+    def _generation(self, requests: Seq[Request], replies: Replies | None) -> Generation:
+        capture = self._capture and self._capture()
+        parts = (self._decoder, self._sampler, self._sparsity, requests, self._eos, self._meter)
+        generation = Generation(*parts, self._decode, self._prefix, capture, replies, self._per_step)
+        shape, enough = generation.plan.shape, generation.plan.room.probes_with
+        if enough and not self._said_no_room:
+            self._said_no_room = True
+            self._warn(
+                f"sampler.kv_budget cannot hold the {self._prefix}-token prefixes of all {shape.requests} rollouts of "
+                f"{shape.prompts} prompts, so lengths are not predicted: set it to {enough} bytes, or use "
+                "predictor=mean"
+            )
+        return generation
+
+    def _check(self, requests: Seq[Request], replies: Replies | None) -> None:
+        prompts: dict[str, Prompt] = {}
+        for request in requests:
+            prompt = request.prompt
+            known = prompts.setdefault(prompt.id, prompt)
+            if known is not prompt and known.token_ids != prompt.token_ids:
+                raise UserError(
+                    f"two prompts have the id {prompt.id!r}, one of {len(known.token_ids)} tokens and one of "
+                    f"{len(prompt.token_ids)} others, but a prompt is computed once and stored under its id: make the "
+                    "task's ids unique"
+                )
+            if request.resumed and not isinstance(self._sparsity, Dense):
+                raise UserError(
+                    f"prompt {prompt.id} ends with {request.resumed} tokens of a partial rollout, which "
+                    f"sparsity={type(self._sparsity).__name__.lower()} would count as prompt and never evict: use "
+                    "sparsity=dense"
+                )
+        check_context(requests, context_of(self._decoder.model.config))
+
+
+def _against_graphs(model: Any, device: torch.device) -> str:
+    """Return why decode steps cannot be replayed as CUDA graphs; empty if they can."""
+    if getattr(model, "is_loaded_in_8bit", False):
+        return "model.quantize=8bit searches for outliers in every step"
+    kind = getattr(model.model.rotary_emb, "rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        return f"rope_type {kind} depends on the longest row in every step"
+    return "" if device.type == "cuda" else f"a graph needs a GPU, and the model is on {device}"
+
+
+def _halt_if(enough: Callable[[Rollout], bool] | None, generation: Generation, rollout: Rollout) -> None:
+    """Asks about finished rollouts until the first True."""
+    if enough is not None and not generation.halted and enough(rollout):
+        generation.halt()

@@ -1,0 +1,269 @@
+"""Rollouts by the model's own `generate`, for families whose layers nothing else here knows.
+
+`transformers` runs the model and keeps its cache; tokens are sampled here, as in the torch engine. So they are a
+function of the weights and the request, to rounding: who else is in a round changes the shapes of products, and may
+change a token where a number falls on the border between two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from grpo_cli.engine.admission import Admission
+from grpo_cli.engine.common import SequenceEngine, Tally, check_context
+from grpo_cli.engine.eviction import Budget, Dense
+from grpo_cli.engine.length_predictor import Predictor
+from grpo_cli.engine.samplers import KvShape, Sampler
+from grpo_cli.engine.sampling import draw, drawing_of, uniforms
+from grpo_cli.engine.scheduling import Scheduler
+from grpo_cli.engine.sequence import Decode, Sequence
+from grpo_cli.interfaces import Meter, facts
+from grpo_cli.model.anatomy import backbone, can_pack, head, place_of, unwrapped
+from grpo_cli.model.checks import ARCHITECTURES, context_of, vocabulary_of
+from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.meter import NullMeter
+from grpo_cli.types import EngineStats, Finish, Request, Rollout
+
+_LONG, _SHORT, _MADE = 9, 4, 3  # tokens of two trial prompts, and of their completions
+_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # of the range of the logits, by the weights
+
+
+@facts(any_family=True)
+class GenerateEngine(SequenceEngine):
+    """Whole rounds, each decoded to the end of its longest reply. The modules are the trainer's own."""
+
+    reads_stop_strings = True
+
+    def __init__(
+        self,
+        model: Any,
+        eos_token_ids: Seq[int],
+        pad_token_id: int,
+        sampler: Sampler,
+        scheduler: Scheduler,
+        predictor: Predictor,
+        sparsity: Dense | Budget,
+        rollouts_per_step: int | None = None,
+        decode: Decode | None = None,
+        meter: Meter | None = None,
+        warn: Callable[[str], None] = print,
+    ) -> None:
+        refuse([*self.refuses(sampler, scheduler, predictor, sparsity)])
+        self._model, self._eos, self._pad = model, frozenset(eos_token_ids), pad_token_id
+        self._sampler, self._per_step = sampler, rollouts_per_step
+        self._scheduler, self._predictor, self._decode = scheduler, predictor, decode
+        self._span = (meter or NullMeter()).span
+        self._pads = may_be_padded(model, pad_token_id)
+        apart = "" if self._pads else f", and {type(unwrapped(model)).__name__} takes prompts of one length at a time"
+        known, here = ", ".join(ARCHITECTURES.values()), ", this model among them" if can_pack(model) else ""
+        warn(
+            f"engine=generate is slow: every completion waits for the longest of its round{apart}; engine=torch serves "
+            f"{known}{here}"
+        )
+
+    @staticmethod
+    def refuses(
+        sampler: Sampler, scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget
+    ) -> Iterator[str]:
+        """Yield what can be checked without a model."""
+        if isinstance(sparsity, Budget):
+            name = type(sparsity).__name__.lower()
+            yield f"sparsity={name} is not supported by engine=generate; choose engine=torch or sparsity=dense"
+        if sampler.refills and not sampler.all_at_once:
+            name = type(sampler).__name__.lower()
+            yield f"sampler={name} refills slots, which engine=generate cannot do; choose sampler=micro or sampler=full"
+        if sampler.kv_budget is not None:
+            yield f"sampler.kv_budget={sampler.kv_budget} is not supported by engine=generate; use sampler.slots"
+        if scheduler.needs_lengths and predictor.prefix_tokens > 0:
+            yield (
+                "engine=generate does not expose its hidden states, which predictor=prefix reads; choose "
+                "predictor=mean, or scheduler=fifo"
+            )
+
+    def generate(self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None = None) -> Iterator[Rollout]:
+        """Yield one rollout per request, in order of finishing, once their round is over. After `enough` the others are
+        partial."""
+        self._stats = EngineStats()
+        if not requests:
+            return
+        check_context(requests, context_of(unwrapped(self._model).config))
+        sequences = [Sequence(index, request) for index, request in enumerate(requests)]
+        if predicts := self._predictor.prefix_tokens == 0:
+            self._predict(sequences)
+        # Without a budget, bytes do not matter.
+        tally = Tally(self._sampler.fit(KvShape(len(requests), 0, 0, 0, 0), self._per_step).slots)
+        admission, served, cache, details = Admission(sequences, tally.slots, False), [], 0, dict[str, float]()
+        admission.start(self._scheduler, sequences)
+        stopped = False
+        try:
+            while admission and not stopped:
+                # Prompts that may not be padded are read in parts of one length.
+                entered = sorted(admission.admit(()), key=lambda s: 0 if self._pads else s.prompt_length)
+                for _, part in groupby(entered, lambda s: 0 if self._pads else s.prompt_length):
+                    if not stopped:
+                        ended, stopped, size = self._part(list(part), enough, tally)
+                        cache = max(cache, size)
+                        for sequence in ended:
+                            served.append((sequence, sequence.rollout()))
+                            yield served[-1][1]
+            for sequence in sequences:
+                if sequence.finish is None:
+                    tally.generated += len(sequence.tokens)
+                    served.append((sequence, sequence.rollout(Finish.PARTIAL)))
+                    yield served[-1][1]
+        finally:
+            if predicts and len(served) == len(requests):
+                details |= self._learn(served)
+            self._stats = tally.stats(cache, details | dict(self._scheduler.details))
+
+    def _part(
+        self, sequences: Seq[Sequence], enough: Callable[[Rollout], bool] | None, tally: Tally
+    ) -> tuple[list[Sequence], bool, int]:
+        """Call the model's `generate` once; return those that have ended, in this order, whether that is `enough`, and
+        the bytes of the cache. A row that has ended is computed on until all have, and its further tokens are dropped.
+        """
+        settings, device = [sequence.request.sampling for sequence in sequences], place_of(self._model)
+        most = max(sequence.limit for sequence in sequences)
+        by = drawing_of(settings, device)
+        uniform = torch.from_numpy(uniforms([sequence.request.seed for sequence in sequences], most)).to(device)
+        ended, stopped, steps = list[Sequence](), False, 0
+
+        def drawn(logits: Tensor) -> Tensor:
+            nonlocal stopped, steps
+            with self._span("decode"):  # within the other; a worker of engine=ray that opens none counts as stuck
+                tokens, logprobs = draw(logits, uniform[:, steps], by)
+                steps += 1
+                for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+                    if s.finish is None:
+                        s.append(token, logprob)
+                        s.kept = len(s.tokens) - 1
+                        if s.ends(self._eos, self._decode):
+                            ended.append(s)
+                            stopped = stopped or (enough is not None and enough(s.rollout()))
+                return tokens
+
+        with self._span("decode"):  # prompts included
+            prompts = [sequence.request.prompt.token_ids for sequence in sequences]
+            cache = generate(
+                self._model, prompts, self._pad, most, drawn, lambda: stopped or len(ended) == len(sequences)
+            )
+        tally.steps += steps
+        tally.row_steps += sum(len(sequence.tokens) for sequence in sequences)
+        tally.generated += sum(len(sequence.tokens) for sequence in ended)
+        tally.prefilled += sum(map(len, prompts))
+        return ended, stopped, cache
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the engine's part of `summary.json`."""
+        return {"invariant": False, "pads": self._pads}
+
+
+def generate(
+    model: Any,
+    prompts: Seq[Seq[int]],
+    pad: int,
+    most: int,
+    sample: Callable[[Tensor], Tensor],
+    over: Callable[[], bool],
+) -> int:
+    """Have the model read the prompts, padded on the left, and continue them by what `sample` makes of logits
+    [rows, vocabulary], until it is `over` or has made `most` tokens. Returns the bytes of its cache."""
+    width, device, inner = max(map(len, prompts)), place_of(model), unwrapped(model)
+    ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+
+    def only_sampled(ids: Tensor, logits: Tensor) -> Tensor:
+        """Return logits of which the greatest is the token that was sampled."""
+        return torch.zeros_like(logits).scatter_(1, sample(logits)[:, None], 1.0)
+
+    def stops(ids: Tensor, logits: Any, **kwargs: Any) -> Tensor:
+        return torch.full((len(ids),), over(), device=device)
+
+    with _plain_generation(inner):
+        made = inner.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=most,
+            do_sample=False,
+            pad_token_id=pad,
+            return_dict_in_generate=True,
+            logits_processor=LogitsProcessorList([only_sampled]),
+            stopping_criteria=StoppingCriteriaList([stops]),
+        )
+    # transformers calls it `cache` since 5.24
+    return _bytes_of(made["cache" if "cache" in made else "past_key_values"], set())
+
+
+@contextmanager
+def _plain_generation(inner: Any) -> Iterator[None]:
+    """Set aside what the model's own generation config does to logits (penalties, forbidden tokens, truncation)."""
+    own, inner.generation_config = inner.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        inner.generation_config = own
+
+
+def _bytes_of(cache: Any, seen: set[int]) -> int:
+    """Sum the bytes of all tensors in a cache, each once: every family keeps something else."""
+    if id(cache) in seen or isinstance(cache, type):
+        return 0
+    seen.add(id(cache))
+    if isinstance(cache, Tensor):
+        return cache.nbytes
+    parts = cache.values() if isinstance(cache, dict) else cache if isinstance(cache, list | tuple) else ()
+    inside = vars(cache).values() if hasattr(cache, "__dict__") else ()
+    return sum(_bytes_of(part, seen) for part in (*parts, *inside))
+
+
+@torch.no_grad()
+def may_be_padded(model: Any, pad: int) -> bool:
+    """Try a model of an unknown family on a few tokens, since no list of families is ever complete: True if prompts may
+    be padded on the left. UserError for a model that is not causal, or whose rollouts or updates would be those of
+    another one: it is more than its backbone and its head, or its cache gives other logits than a full pass."""
+    name = type(unwrapped(model)).__name__
+    tokens = [(pad + 1 + i) % vocabulary_of(model) for i in range(_LONG + _MADE)]
+    ids, seen = torch.tensor([tokens], device=place_of(model)), list[Tensor]()
+
+    def given(logits: Tensor) -> Tensor:
+        seen.append(logits.clone())
+        return ids[0, _LONG + len(seen) - 1].expand(len(logits))
+
+    try:
+        whole, early, of_short = (_logits(model, some) for some in (ids, ids[:, :_SHORT], ids[:, _LONG - _SHORT :]))
+        ours = head(model)(backbone(model)(input_ids=ids, use_cache=False).last_hidden_state[0])
+        prompts = [tokens[:_LONG], tokens[_LONG - _SHORT : _LONG]]
+        generate(model, prompts, pad, _MADE, given, lambda: len(seen) == _MADE)
+    except UserError:
+        raise
+    except Exception as error:  # of code that may be anybody's
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
+        raise UserError(f"engine=generate cannot run {name} ({reason}); choose another model") from error
+    rounding, made = _ROUNDING[unwrapped(model).dtype], torch.stack(seen)
+    continued = whole[_LONG - 1 : -1]
+    faults = {
+        "is not a causal model: its logits depend on later tokens": (early, whole[:_SHORT]),
+        "computes more than its backbone and head, so updates would be of another model": (ours.float(), whole),
+        "gives other logits with its cache, so rollouts would be of another distribution": (made[:, 0], continued),
+    }
+    for fault, (found, expected) in faults.items():
+        if not _same(found, expected, rounding):
+            raise UserError(f"{name} {fault}; choose a model of another family")
+    return _same(made[:, 1], of_short[_SHORT - 1 : -1], rounding)
+
+
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    logits: Tensor = unwrapped(model)(input_ids=ids, use_cache=False).logits[0]
+    return logits.float()
+
+
+def _same(found: Tensor, expected: Tensor, rounding: float) -> bool:
+    return bool((found - expected).abs().max() <= rounding * (expected.max() - expected.min()))

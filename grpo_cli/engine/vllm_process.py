@@ -1,0 +1,107 @@
+"""vLLM inside this process: whether it is installed, the environment it is imported with, and the process-wide state
+that is restored after its start."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo_cli.support.errors import UserError, closest
+from grpo_cli.support.extras import require
+
+# Set before vLLM is imported. Only the first overrides a value that is already set.
+_INSISTED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are passed as tensors of this process
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it shares the learner's threads
+}
+
+
+def require_vllm() -> None:
+    own = "with a CUDA GPU, in an environment of its own"
+    require("vllm", "engine=vllm", f"{own}. In a checkout: scripts/install_vllm.sh, then .venv-vllm/bin/grpo")
+
+
+@contextmanager
+def guest() -> Iterator[None]:
+    """Wraps vLLM's import and start: sets its environment, and restores the process-wide state that it changes: random
+    states, threads and `set_num_threads`."""
+    os.environ.update(_INSISTED)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # from its imports
+            yield
+    finally:
+        torch.set_num_threads = set_threads
+        if torch.get_num_threads() != threads:
+            set_threads(threads)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if of_gpus:  # dropout of adapters draws from them
+            torch.cuda.set_rng_state_all(of_gpus)
+
+
+# Options with which the sampler, or its log-probabilities, would not be the policy's distribution.
+_BIASING = (
+    "logprobs_mode logits_processors generation_config override_generation_config kv_cache_dtype quantization "
+    "speculative_config watermark_config hf_overrides"
+).split()
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """UserError for options that would bias the importance ratio, or that vLLM does not know."""
+    for word in options:
+        if word in _BIASING:
+            raise UserError(f"engine.options.{word} would bias the importance ratio: leave it out")
+    if options:
+        with guest():
+            from vllm.engine.arg_utils import EngineArgs
+        known = [field.name for field in dataclasses.fields(EngineArgs)]
+        for word in options:
+            if word not in known:
+                raise UserError(f"engine.options.{word} is no argument of vLLM's LLM{closest(word, known)}")
+
+
+def head_sizes(device: torch.device) -> list[int] | None:
+    """Return the head sizes of vLLM's kernels for this device; None on a GPU, where it has kernels of several kinds."""
+    if device.type == "cuda":
+        return None
+    with guest():
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        return list(CPUAttentionBackend.get_supported_head_sizes())
+
+
+OLD_RUNNER = "V1"
+
+
+def runner_of(llm: Any) -> str:
+    """Return the model runner of vLLM that drives the model: V1, or V2, which samples all rows in one kernel."""
+    return "V2" if llm.llm_engine.vllm_config.use_v2_model_runner else OLD_RUNNER
+
+
+_holder: list[weakref.ref[Any]] = []
+
+
+def only(engine: Any) -> None:
+    """Close the engine that uses vLLM now, if any: vLLM's state is per process."""
+    for other in _holder:
+        if (holder := other()) is not None:
+            holder.close()
+    _holder[:] = [weakref.ref(engine)]

@@ -1,0 +1,115 @@
+"""Lengths that an earlier run recorded, for studies of Infinite Sampling's schedulers (arXiv 2506.22950).
+
+Measured: docs/studies.md
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.engine.length_predictor import Predictions
+from grpo_cli.history import of_kind
+from grpo_cli.runs.files import regular
+from grpo_cli.support.errors import UserError
+from grpo_cli.types import Request, Rollout
+
+
+class Oracle:
+    """Replays known lengths, as the best possible predictor would. For studies.
+
+    `lengths` is the `rollouts.jsonl` of an earlier run with the same seed and settings that recorded all its rollouts
+    (`record.rollouts=-1`). A prompt that comes for the k-th time gets the lengths of its k-th recorded step. Held-out
+    requests, and requests none of whose prompts were recorded, get no prediction. Raises UserError if only some of the
+    requests were recorded. Not for collectors that leave rollouts partial.
+    """
+
+    prefix_tokens = 0
+
+    def __init__(self, lengths: str | Path) -> None:
+        self._source = str(lengths)
+        by_step: dict[str, dict[int, dict[int, int]]] = {}
+        for row in read_trace(lengths):
+            by_step.setdefault(row.prompt_id, {}).setdefault(row.step, {})[row.sample] = row.length
+        self._recorded = {prompt_id: [steps[step] for step in sorted(steps)] for prompt_id, steps in by_step.items()}
+        self._replayed: Counter[str] = Counter()
+        self._answers = Predictions()
+
+    def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
+        answers = None
+        if any(request.prompt.id in self._recorded and not request.held_out for request in requests):
+            answers = [float(self._length(request)) for request in requests]
+        self._answers.remember(requests, answers)
+        return answers
+
+    def _length(self, request: Request) -> int:
+        name, times = request.prompt.id, self._replayed[request.prompt.id]
+        recorded = self._recorded.get(name, [])
+        if times >= len(recorded) or request.sample not in recorded[times]:
+            raise UserError(
+                f"predictor.lengths: {self._source} has no length of sample {request.sample} of prompt {name} for time "
+                f"{times + 1} (recorded: {len(recorded)} times). Record an earlier run of the same seed, n and steps "
+                "with record.rollouts=-1, or choose another predictor"
+            )
+        return recorded[times][request.sample]
+
+    def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> Mapping[str, float]:
+        metrics = self._answers.judge(finished, self.prefix_tokens)
+        self._replayed.update({r.request.prompt.id for r in finished} & self._recorded.keys())
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        return {"kind": "oracle", "replayed": dict(self._replayed)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        of_kind(state, "predictor", "oracle")
+        self._replayed = Counter({name: int(times) for name, times in state["replayed"].items()})
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """The length of one rollout of an earlier run."""
+
+    step: int
+    prompt_id: str
+    sample: int
+    length: int
+
+
+def read_trace(path: str | Path, key: str = "predictor.lengths") -> list[TraceRow]:
+    """The rows of a run's `rollouts.jsonl`. Raises UserError, with the line, for any other file. `key` is the setting
+    that named it."""
+    rows = []
+    try:
+        with open(path, encoding="utf-8", opener=regular) as lines:
+            for number, line in enumerate(lines, start=1):
+                rows.append(_trace_row(line, f"{key}={path}, line {number}"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{key}={path} cannot be read ({error}): give the rollouts.jsonl of an earlier run") from error
+    if not rows:
+        raise UserError(f"{key}={path} has no rollouts: record some with record.rollouts=-1 (all of each step)")
+    return rows
+
+
+def _trace_row(line: str, place: str) -> TraceRow:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place} is not JSON ({error}): give the rollouts.jsonl of an earlier run") from error
+    found = {name: row.get(name) if isinstance(row, dict) else None for name in ("step", "sample", "length")}
+    numbers = [value for value in found.values() if isinstance(value, int) and value >= 0]
+    prompt_id = row.get("prompt_id") if isinstance(row, dict) else None
+    if len(numbers) < len(found) or not isinstance(prompt_id, str) or found["length"] == 0:
+        raise UserError(
+            f"{place} needs a text prompt_id and the whole numbers step, sample and length (1 or more), "
+            f"found prompt_id={prompt_id!r} {found}: give the rollouts.jsonl of an earlier run"
+        )
+    step, sample, length = numbers
+    return TraceRow(step, prompt_id, sample, length)

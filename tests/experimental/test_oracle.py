@@ -1,0 +1,55 @@
+"""A predictor of the lengths that an earlier run recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_predict import request, rollout
+
+from grpo_cli.experimental.oracle import Oracle
+from grpo_cli.support.errors import UserError
+
+
+def trace_file(folder: Path, rows: Sequence[tuple[int, str, int, int]]) -> Path:
+    path, names = folder / "rollouts.jsonl", ("step", "prompt_id", "sample", "length")
+    path.write_text("".join(json.dumps(dict(zip(names, row, strict=True)) | {"reply": "x"}) + "\n" for row in rows))
+    return path
+
+
+def test_a_prompt_gets_the_lengths_of_its_recorded_steps_in_turn_also_after_a_resume(tmp_path: Path) -> None:
+    path = trace_file(tmp_path, [(4, "a", 0, 40), (1, "a", 1, 12), (1, "a", 0, 10), (4, "a", 1, 42), (1, "b", 0, 11)])
+    predictor, both = Oracle(path), [request("a"), request("a", 1)]
+    assert predictor.predict([*both, request("b")], None) == [10.0, 12.0, 11.0]
+    predictor.learn([rollout(one, 10) for one in both], None)
+    resumed = Oracle(path)
+    resumed.load_state(json.loads(json.dumps(predictor.state())))
+    for one in (predictor, resumed):
+        assert one.predict(both, None) == [40.0, 42.0]
+        with pytest.raises(UserError, match="sample 2 of prompt a .*record.rollouts=-1"):
+            one.predict([request("a"), request("a", 2)], None)
+        assert one.predict([request("not recorded")], None) is None
+        assert one.predict([replace(request("a"), held_out=True)], None) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", "has no rollouts"),
+        ("{}\n", "line 1 needs"),
+        ('{"step": 0, "prompt_id": "a", "sample": 0, "length": 5}\n{"step', "line 2 is not JSON"),
+        ('{"step": 0, "prompt_id": "a", "sample": 0, "length": 0}\n', "line 1 needs"),
+        ('{"step": 0, "prompt_id": 3, "sample": 0, "length": 5}\n', "prompt_id=3"),
+        ("[1, 2]\n", "line 1 needs"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str | None, found: str) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    os.mkfifo(path) if text is None else path.write_text(text)
+    with pytest.raises(UserError, match=f"predictor.lengths=.*{found}"):
+        Oracle(path)

@@ -10,16 +10,16 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_cli.report.curves import GREEDY, Curve, curve_of
-from grpo_cli.report.lines import records
 from grpo_cli.report.recorded_settings import RecordedSettings, settings_of_overrides, settings_of_record
 from grpo_cli.runs import layout
+from grpo_cli.runs.files import regular
 from grpo_cli.runs.lock import is_held
 from grpo_cli.runs.record import read_record
 from grpo_cli.runs.summary import read_object
@@ -28,6 +28,9 @@ from grpo_cli.support.formatting import is_a, plain
 
 _A_RUN_HAS = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.RUN)
 _NOT_BELOW = {layout.CHECKPOINTS, layout.WANDB, layout.TENSORBOARD, layout.BAD_BATCHES}
+Row = TypeVar("Row")
+_NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+MOST_NAMED = 10  # lines, in a note
 _AN_ACCURACY = re.compile(r"eval/(accuracy|pass@[1-9][0-9]*)")
 
 
@@ -215,3 +218,26 @@ def _row(line: bytes) -> dict[str, float]:
     if not (row.get("step", -1.0) >= 0 and row["step"] < math.inf):
         raise ValueError("no step")
     return row
+
+
+def records(file: Path, parse: Callable[[bytes], Row], notes: list[str]) -> Iterator[Row]:
+    """Yield what `parse` makes of each line; lines for which it raises are named in the notes.
+
+    A record ends with its newline: a last line that lacks one and cannot be read is half written.
+    """
+    bad: list[str] = []
+    try:
+        with open(file, "rb", opener=regular) as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    if line.strip():
+                        yield parse(line)
+                except _NO_RECORD:
+                    bad.append(str(number) if line.endswith(b"\n") else f"{number} (half written)")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        notes.append(f"{file.name} cannot be read: {error.strerror}")
+    if bad:
+        named = ", ".join(bad[:MOST_NAMED]) + (", ..." if len(bad) > MOST_NAMED else "")
+        notes.append(f"{file.name}: {'line' if len(bad) == 1 else 'lines'} {named} cannot be read and were left out")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.report.lines import records
+from grpo_cli.report.read import records
 from grpo_cli.runs import layout
 from grpo_cli.support.formatting import plain
 

@@ -142,10 +142,6 @@ def rotated(order: Sequence[Any], by: int) -> list[Any]:
     return [*order[by % len(order) :], *order[: by % len(order)]]
 
 
-def medians(turns: Sequence[Turn]) -> dict[str, Figures]:
-    return {arm: {name: statistics.median(t[arm][name] for t in turns) for name in turns[0][arm]} for arm in turns[0]}
-
-
 def over(mine: Iterable[Figures], base: Iterable[Figures], name: str) -> float:
     """The median of the ratios of what was measured in one round, whatever the machine's speed was then."""
     return statistics.median(a[name] / b[name] for a, b in zip(mine, base, strict=True))
@@ -186,7 +182,9 @@ def finish(args: argparse.Namespace, found: Mapping[str, Any], checks: Sequence[
     for check in checks:
         print(check)
     if args.json:
-        write(args.json, document(args, *packages) | {**found, "checks": told(checks)})
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        figures = document(args, *packages) | {**found, "checks": told(checks)}
+        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return int(not all(check.holds for check in checks))
 
 
@@ -233,8 +231,3 @@ def installed(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def write(path: Path, value: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

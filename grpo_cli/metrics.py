@@ -96,7 +96,7 @@ METRICS: Mapping[str, str] = {
     "engine/decode_steps": "Batched forward passes that made one token per busy slot.",
     "engine/slots": "Slots the engine decoded with; under sampler.kv_budget the most rollouts that ran at a time.",
     "engine/slot_utilisation": "Share of slot-steps that produced a token.",
-    "engine/kv_peak_bytes": "Most bytes of key-value cache that were allocated at once, exact from shapes.",
+    "engine/kv_peak_bytes": "Most bytes of the key-value pool in use, in whole blocks; on a GPU all of the pool.",
     "engine/kv_held_bytes": "Most bytes of it that rollouts and prompts held at once, without what is empty.",
     "engine/rows_mean": "Rollouts in flight, on average over the decode steps.",
     "engine/restarts": "Rollouts that were preempted because sampler.kv_budget ran out.",

@@ -32,7 +32,7 @@ class Strict:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSettings(Strict):
-    """How completions are drawn, except for the temperature. `top_p=1` and `top_k=0` are off.
+    """The distribution of completions, except for the temperature. `top_p=1` and `top_k=0` are off.
 
     A completion ends with the token that completes one of the strings of `stop`, if not before. In an episode of
     several turns `max_new_tokens` bounds the whole, the environment's answers included, and `max_turn_tokens` each turn
@@ -47,7 +47,7 @@ class SampleSettings(Strict):
 
     @property
     def truncated(self) -> bool:
-        """Whether some tokens can never be drawn although the model gives them probability."""
+        """True if some tokens can never be sampled although the model gives them probability."""
         return self.top_p < 1.0 or self.top_k > 0
 
     def at(self, temperature: float) -> Sampling:
@@ -87,7 +87,7 @@ class LoraSettings(Strict):
 
 @dataclass(frozen=True)
 class ModelSettings(Strict):
-    """Which weights, in which precision, and which of them are trained.
+    """The model: its weights, their precision, and which are trained.
 
     `architecture` holds the numbers of a config.json; it is used where no folder is named (see
     `model.load.model_config`)."""
@@ -109,7 +109,7 @@ class ModelSettings(Strict):
 
     @property
     def adapted(self) -> bool:
-        """Whether adapters are trained, and the weights below them are not."""
+        """True if adapters are trained, and the weights below them are not."""
         return self.lora.rank > 0 or self.adapter is not None
 
     @property
@@ -161,7 +161,7 @@ class OptimSettings(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class ExamSettings(Strict):
-    """How many problems, how many samples of each, and how those are drawn. `problems=-1` means all."""
+    """The size of an evaluation, and the sampling of its completions. `problems=-1` means all."""
 
     problems: Count | Literal[-1]
     k: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
@@ -176,7 +176,7 @@ class EvalSettings(ExamSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class SplitExamSettings(ExamSettings):
-    """For `grpo eval`, which can also use the training problems."""
+    """The evaluation of `grpo eval`, which can also use the training problems."""
 
     split: Literal["eval", "train"]
 
@@ -193,7 +193,7 @@ GpuWord = Literal["h200", "h100", "a100_80gb", "a100_40gb", "l40s", "l4", "a10",
 
 @dataclass(frozen=True)
 class ProfileSettings(Strict):
-    """What `grpo profile` measures; each setting is explained in `conf/profile.yaml`."""
+    """The measurements of `grpo profile`; each setting is explained in `conf/profile.yaml`."""
 
     steps: Steps
     warmup: Annotated[int, Field(ge=0)]

@@ -19,7 +19,6 @@ from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import turns
 from grpo_cli.tasks.prompting import Prompting
-from grpo_cli.tasks.turns import Reply
 from grpo_cli.types import ENVIRONMENT, Finish, Group, Request, Rollout, Span
 
 PLAIN, CHAT = make_tokenizer(), make_tokenizer(chat_template=True)
@@ -117,23 +116,6 @@ def test_an_object_is_kept_from_turn_to_turn_and_the_oldest_makes_room(rows, mon
     assert [answered(said)[1] for said in "efg"] == [1, 1, 1]
     assert answered("g", "h") == (["2: not h !"], 0) and answered("e", "h") == (["2: not h !"], 1)
     assert answered("1") == (None, 1) and answered("1", "h") == (["2: not h !"], 1), "none is kept at an end"
-
-
-def test_so_many_answers_are_made_at_a_time_as_there_are_workers(rows):
-    for workers in (1, 3):
-        task, busy, at_once = talking(rows, respond_workers=workers, **RESPONDING), list[int](), list[int]()
-
-        def reply(*asked: Any, busy=busy, at_once=at_once) -> Reply:
-            busy.append(1)
-            at_once.append(len(busy))
-            time.sleep(0.02)
-            busy.pop()
-            return Reply(None)
-
-        task._environment.reply = reply
-        for pending in [task.respond(task.prompts("train")[0], [[5]]) for _ in range(9)]:
-            pending.result(60)
-        assert max(at_once) == workers
 
 
 def test_an_episode_is_scored_by_what_the_model_has_read(rows):
@@ -273,24 +255,15 @@ def test_what_reset_returns_goes_behind_the_question(rows):
             task._environment.opens({"answer": "1", "opening": opening}, "line 1")
 
 
-def test_a_class_that_says_different_things_is_refused(rows):
-    with pytest.raises(UserError, match="in two ways"):
-        heard(talking(rows, environment="environments:Random"), "a")
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         ({}, "task.environment"),
         ({"environment": "environments:Counter", "tools": "environments:add"}, "both"),
-        ({"environment": "environments:Counter", "turns": 1}, "task.turns of 2 or more"),
-        ({"tools": "environments:nothing"}, "has no function"),
         ({"environment": "environments:NoReset"}, "reset"),
         ({"environment": "environments:score"}, "task.tools"),
         ({"tools": "environments:several", "tokenizer": make_tokenizer(chat_template=TOOLS)}, "yields"),
         ({"tools": "environments:untyped", "tokenizer": make_tokenizer(chat_template=TOOLS)}, "untyped.*type"),
-        ({"tools": "environments:add"}, "chat template"),
-        ({"tools": "environments:add", "tokenizer": CHAT}, "does not render tools.*task.environment"),
         ({"environment": "environments:Random", "reward": "environment"}, "get_reward"),
     ],
 )

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from made import fptas, full, infinite, micro
+from made import full, infinite, micro
 from orders import Backwards, Forgetful, PromptsFirst
-from small import EOS, contents, make_engine, small_model, some_requests
+from small import contents, make_engine, small_model, some_requests
 from tiny_hf import FAMILIES, LLAMA3_ROPE
 
 from grpo_cli.engine import generation
@@ -19,7 +19,7 @@ from grpo_cli.engine.samplers import KvShape
 from grpo_cli.engine.scheduling import Lpt, Running, Waiting
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import Finish, Prompt, Request, Rollout
+from grpo_cli.types import Prompt, Request, Rollout
 
 
 def dense_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
@@ -79,14 +79,6 @@ def test_a_predictor_sees_the_state_after_each_request_s_own_prefix_and_learns_f
         assert torch.equal(witness.learnt[rollout], witness.seen[rollout.request])
 
 
-def test_what_a_plan_promises_is_among_the_figures() -> None:
-    scheduler = fptas()
-    engine = make_engine(small_model(), sampler=infinite(slots=3), scheduler=scheduler, predictor=Forgetful())
-    list(engine.generate(some_requests(prompts=3, n=4)))
-    assert scheduler.details and scheduler.details.items() <= engine.stats().details.items()
-    assert engine.stats().details["predictor/kendall_tau"] == 0.5
-
-
 @pytest.mark.bits
 def test_a_prefill_is_no_larger_than_its_tokens_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     model, requests = small_model(), some_requests(prompts=9, n=1)
@@ -102,18 +94,6 @@ def test_a_prefill_is_no_larger_than_its_tokens_allow(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Decoder, "prefill", watched)
     assert contents(engine.generate(requests)) == wanted
     assert max(sizes) <= 64 and len(sizes) < 9
-
-
-def test_every_rollout_ends_where_it_should() -> None:
-    rollouts = list(make_engine(small_model()).generate(some_requests(prompts=4, n=8, tokens=20)))
-    assert {rollout.finish for rollout in rollouts} == {Finish.EOS, Finish.LENGTH} and len(rollouts) == 32
-    for rollout in rollouts:
-        assert EOS not in rollout.token_ids[:-1]
-        if rollout.finish is Finish.EOS:
-            assert rollout.token_ids[-1] == EOS
-        else:
-            assert len(rollout) == 20 and rollout.token_ids[-1] != EOS
-        assert len(rollout.sampler_logprobs) == len(rollout) and rollout.kept_kv == len(rollout) - 1
 
 
 def test_greedy_is_the_most_probable_token_and_certain() -> None:

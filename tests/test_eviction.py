@@ -88,22 +88,6 @@ def test_of_three_copies_the_older_are_more_redundant() -> None:
     assert found[7] == pytest.approx(float(found[9])), "the newest copy is as good as a key of its own kind"
 
 
-def test_two_copies_let_each_other_off() -> None:
-    keys = unrelated(10)
-    keys[6] = keys[2]
-    (found,) = redundancy(keys[None], 0.5)
-    torch.testing.assert_close(found, torch.full((10,), 0.1))
-
-
-def test_a_key_without_likeness_lets_the_first_one_off() -> None:
-    """All cosines are 0.4, below the threshold: key 0 is let off by every row and has mean 0, the others 0.4 * 4 / 5
-    (their own row is 0)."""
-    cosines = 0.6 * torch.eye(5) + 0.4
-    (found,) = redundancy(torch.linalg.cholesky(cosines)[None], 0.5)
-    assert found[1] / found[0] == pytest.approx(math.exp(0.32), rel=1e-5)
-    torch.testing.assert_close(found[1:], found[1].expand(4))
-
-
 def test_h2o_sums_what_was_paid() -> None:
     paid = torch.rand(6, COUNT)
     received = paid.sum(0).expand(LAYERS, ROWS, HEADS, -1)

@@ -25,7 +25,7 @@ from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.length_predictor import NoPredictor
-from grpo_cli.engine.scheduling import Fifo, Lpt
+from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.engine.transformers_engine import GenerateEngine
 from grpo_cli.experiment import build
 from grpo_cli.learner.learner import Learner
@@ -33,7 +33,7 @@ from grpo_cli.model import packed
 from grpo_cli.model.load import load_model
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.meter import NullMeter, WallMeter
+from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import Finish, Rollout
 
 FAMILIES = [family for family in CONFIGS if family != "bert"]
@@ -145,25 +145,6 @@ def test_a_model_that_torch_serves_says_the_same_by_both() -> None:
     assert same(generating(model).generate(truncated), make_engine(model).generate(truncated))
     greedy = some_requests(3, 1, temperature=0.0)
     assert same(generating(model).generate(greedy), make_engine(model).generate(greedy))
-
-
-@pytest.mark.parametrize("family", ["gemma2", "recurrent_gemma"])
-def test_rounds_change_no_token(family: str) -> None:
-    model, requests = foreign_model(family), some_requests(3, 4, tokens=16)
-    expected = list(generating(model).generate(requests))
-    longest_first = generating(model, sampler=micro(slots=5), scheduler=Lpt(), predictor=made.mean_length())
-    for engine in (generating(model, sampler=micro(slots=1)), longest_first):
-        assert same(engine.generate(requests), expected)
-        stats = engine.stats()
-        assert stats.generated_tokens == sum(map(len, expected))
-    assert stats.slots == 5 and 0 < stats.slot_utilisation <= 1 and stats.kv_peak_bytes > 0
-
-
-def test_each_step_opens_a_span_by_which_a_worker_shows_that_it_goes_on() -> None:
-    opened = list[tuple[str, ...]]()
-    engine = generating(small_model(), eos_token_ids=(-1,), meter=WallMeter(on_phase=opened.append))
-    list(engine.generate(some_requests(1, 1, tokens=10)))
-    assert opened.count(("decode", "decode")) == 10
 
 
 def test_a_cache_is_counted_as_large_as_it_is() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from bank import collection_of
-from captured import Again
 from made import full, infinite, mean_length, micro, prefix_head
 from small import FakeEngine, make_engine, small_model, some_requests
 from test_resume import cut_off_and_resumed, records, rows, trained
@@ -99,12 +98,6 @@ def test_a_stopped_rollout_goes_on_as_if_it_had_not_been_stopped(sampler: str, p
     goes_on_as_itself(engine_of(sampler, plan))
 
 
-def test_so_it_does_where_steps_are_captured() -> None:
-    engine = engine_of("infinite", "fifo")
-    engine._capture = Again
-    goes_on_as_itself(engine)
-
-
 def goes_on_as_itself(engine: TorchEngine) -> None:
     requests = some_requests(n=6)
     whole = by_key(list(make_engine(MODEL).generate(requests)))
@@ -128,18 +121,6 @@ def goes_on_as_itself(engine: TorchEngine) -> None:
         np.testing.assert_allclose(rollout.sampler_logprobs, whole[name].sampler_logprobs, atol=2e-5)
         versions = [span.version for span in rollout.spans]
         assert versions == sorted(set(versions)) and sum(span.count for span in rollout.spans) == len(rollout)
-
-
-def test_a_greedy_rollout_goes_on_as_itself() -> None:
-    requests = some_requests(n=1, prompts=6, temperature=0.0)
-    engine = make_engine(MODEL, eos_token_ids=(5,))
-    whole = by_key(list(engine.generate(requests)))
-    stopped = by_key(list(engine.generate(requests, after(1))))
-    partial = [rollout for rollout in stopped.values() if rollout.finish is Finish.PARTIAL]
-    assert partial
-    rest = list(engine.generate([rest_of(rollout) for rollout in partial]))
-    for begin, end in zip(partial, sorted(rest, key=lambda r: r.request.prompt.id), strict=True):
-        assert joined(begin, end, 0).token_ids == whole[key(begin)].token_ids
 
 
 def test_what_ends_in_the_same_step_has_ended_and_the_rest_is_as_far_as_it_came() -> None:
@@ -357,24 +338,6 @@ def test_a_group_that_is_too_old_is_brought_to_its_end_in_a_round_of_its_own() -
     assert not old & rest and len(old | rest) == 8, "a surplus of 1 is twice 4 under way, those too old among them"
     assert old <= {group.prompt.id for group in groups}
     assert all(span.version == 1 for group in held_of(rule) for r in group.rollouts for span in r.spans)
-
-
-def test_a_step_with_enough_old_groups_begins_no_other() -> None:
-    engine, rule, curriculum = Slotted(100), Partial(surplus=3.0, max_lag=1), Epochs(PROBLEMS, 4, 0)
-    step_of(engine, 0, curriculum=curriculum).run(rule)
-    held = {group.prompt.id for group in held_of(rule)}
-    engine.calls.clear()
-    groups = step_of(engine, 1, curriculum=curriculum).run(rule)
-    assert len(held) >= 4 and len(engine.calls) == 1
-    assert {group.prompt.id for group in groups} == held and held_of(rule) == []
-
-
-def test_without_a_surplus_it_is_the_plain_collector() -> None:
-    for step in range(3):
-        plain, other = Slotted(), Slotted()
-        expected = step_of(plain, step).run(equal)
-        assert step_of(other, step).run(Partial(surplus=0.0, max_lag=4)) == expected
-        assert plain.calls == other.calls
 
 
 def test_another_surplus_goes_on_with_what_is_held() -> None:

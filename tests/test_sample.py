@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -102,21 +101,6 @@ def test_a_row_draws_the_same_in_any_company() -> None:
     for count in (*range(1, 40), 64, 69):
         few = draw(logits[:count], uniform[:count], words.of(slice(count)))
         assert torch.equal(few[0], tokens[:count]) and torch.equal(few[1], logprobs[:count])
-
-
-def test_greedy_rows_alone_are_as_among_others() -> None:
-    logits = torch.randn(3, 600, generator=torch.Generator().manual_seed(0))
-    uniform = torch.full((3,), 0.9, dtype=torch.float64)
-    greedy, other = Sampling.plain(128, temperature=0.0), Sampling.plain(128)
-    alone, mixed = (draw(logits, uniform, table(*words)) for words in ([greedy] * 3, [greedy, greedy, other]))
-    assert alone[0].tolist() == logits.argmax(-1).tolist() and alone[1].tolist() == [0.0, 0.0, 0.0]
-    assert mixed[0][:2].tolist() == alone[0][:2].tolist() and float(mixed[1][2]) < 0.0
-
-
-def test_temperature_divides_the_logits_and_the_logprob_says_so() -> None:
-    logits = torch.tensor([[0.0, 2.0]])
-    _, logprob = draw(logits, torch.tensor([0.9], dtype=torch.float64), table(Sampling.plain(128, temperature=2.0)))
-    assert float(logprob) == pytest.approx(-np.log1p(np.exp(-1.0)))
 
 
 def test_top_k_and_top_p_renormalise_what_is_left() -> None:

@@ -121,10 +121,10 @@ def test_an_advantage_sees_the_group_that_counts_and_where_the_kept_are_in_it(co
 
 
 def test_advantages_of_tokens_stand_at_their_tokens_beside_those_of_whole_rollouts() -> None:
-    """Prompts of 2 and 1 tokens; the first group's replies have 2 and 1, the second's 3 and 1."""
+    """The first group's completions have 2 tokens and 1, the second's 3 and 1."""
     first = group(1.0, 0.0, prompt=(7, 7), replies=[(1, 1), (1,)])
     second = group(1.0, 0.0, name="q", prompt=(7,), replies=[(1, 1, 1), (1,)])
     each = Selection(first, (0, 1), torch.tensor([[0.5, 1.0], [2.0, 99.0]]), ("", ""))
     whole = Selection(second, (0,), torch.tensor([3.0]), ("", NOT_CHOSEN))
-    assert batch_advantages([each, whole], 4).tolist() == [[0, 0, 0.5, 1], [0, 0, 2, 0], [0, 3, 3, 3]]
-    assert batch_advantages([whole, whole], 4).tolist() == [3, 3]
+    assert batch_advantages([each, whole]).tolist() == [0.5, 1, 2, 3, 3, 3]
+    assert batch_advantages([whole, whole]).tolist() == [3] * 6

@@ -66,16 +66,6 @@ def test_larger_heads_are_zero_where_the_models_have_nothing():
     assert wide["model.norm.weight"] is not None
 
 
-@pytest.mark.parametrize("dim", [8, 24, 40, 72, 120])
-def test_the_rotated_part_is_the_models_own_for_every_pair_of_sizes(dim: int):
-    """vLLM takes the whole part of size times factor."""
-    model = small_model()
-    model.model.layers[0].self_attn.head_dim = dim
-    for larger in (128, 160, 176, 256, *(size for size in (32, 64, 80, 96, 112) if size > dim)):
-        config = Served.of(model, [larger]).config
-        assert int(larger * config["rope_parameters"]["partial_rotary_factor"]) == dim
-
-
 def test_heads_that_no_kernel_takes_are_refused():
     with pytest.raises(UserError, match="heads of 8 numbers here: its kernels take 4, and none of them is larger"):
         Served.of(small_model(), [4])
@@ -169,12 +159,6 @@ def test_a_stop_string_ends_a_rollout_and_enough_the_others(monkeypatch: pytest.
     assert (first.token_ids, first.finish) == ((5, 6), Finish.STOP)
     assert {(one.token_ids, one.finish) for one in others} == {((5, 6), Finish.PARTIAL), ((), Finish.PARTIAL)}
     assert set(core.aborted) == {"0", "1"} and core.entered == ["0", "1"]
-
-
-def test_a_greedy_row_draws_from_a_point_mass(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = serving(monkeypatch, FakeCore([5, 1], token_by_token=False))
-    (rollout,) = engine.generate(some_requests(1, 1, temperature=0.0))
-    assert rollout.token_ids == (5, 1) and rollout.sampler_logprobs == (0.0, 0.0)
 
 
 class FakeVllm:

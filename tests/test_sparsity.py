@@ -10,15 +10,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from made import full, infinite, prefix_head
 from slow_eviction import slow_scores
 from small import make_engine, small_model, some_requests
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_cli.config import instantiate as making
-from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.engine.eviction import Budget, Dense, Evictor
 from grpo_cli.engine.scheduling import Lpt
 from grpo_cli.methods.h2o import H2o
@@ -296,30 +293,3 @@ def test_savings_are_the_shares_of_keys_not_read_and_not_held(protect_prompt: bo
     assert details["engine/kv_saving_mean"] == pytest.approx(1 - reads / full)
     # The pool holds the prompt to the end, evicted or not.
     assert details["engine/kv_saving_peak"] == pytest.approx(1 - (most + prompt) / (len(rollout) - 1 + prompt))
-
-
-def test_what_policies_note_is_counted_apart_from_keys_and_values() -> None:
-    """Queries: 2 layers x 3 of the window x 4 heads x 8 dims x 4 bytes = 768 a slot; attention received: 2 layers x 2
-    heads x 16 keys x 4 bytes = 256 a slot, and as much for every 16 tokens of prompt where those can be evicted. And
-    there, how many keys of its prompt a slot holds: 2 layers x 2 heads x 8 bytes."""
-    requests = some_requests(prompts=1, n=4, tokens=33)
-    tiles = -(-len(requests[0].prompt.token_ids) // 16)
-    for policy, words, expected in (
-        (Streaming, {}, 0),
-        (SnapKv, {}, 4 * 768),
-        (Rkv, {}, 4 * 768),
-        (H2o, {}, 4 * 256),
-        (H2o, {"protect_prompt": False}, 4 * (256 + 256 * tiles + 32)),
-        (Streaming, {"protect_prompt": False}, 4 * 32),
-    ):
-        _, engine = generate(make(policy, **words), requests)
-        assert engine.stats().details["engine/eviction_note_bytes"] == expected
-
-
-@pytest.mark.parametrize("name", choices("sparsity"))
-def test_every_choice_of_sparsity_can_be_built_and_used(name: str) -> None:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        part = compose("eval", [f"sparsity={name}", "run_dir=."]).sparsity
-    policy = making.make("sparsity", dict(part), {})
-    rollouts, engine = generate_to_the_limit(policy, some_requests(prompts=1, n=2, tokens=100))
-    assert len(rollouts) == 2 and (name == "dense" or engine.stats().details["engine/evictions"] > 0)

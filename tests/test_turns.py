@@ -18,7 +18,6 @@ from test_resume import cut_off_and_resumed, rows
 from grpo_cli.collect import episodes
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.resuming import begun
-from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import ready
 from grpo_cli.config.prepare import prepare
@@ -27,7 +26,7 @@ from grpo_cli.experiment import set_up
 from grpo_cli.learner.batch import collate, corrected, totals, verdict_on
 from grpo_cli.learner.forward import Padded, pack
 from grpo_cli.settings import Sampling
-from grpo_cli.types import ENVIRONMENT, Finish, Group, Prompt, Request, Reward, Rollout, ScoredGroup, Span
+from grpo_cli.types import ENVIRONMENT, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
 REQUESTS = dict(prompts=3, n=4, tokens=60, max_turn_tokens=9)
 
@@ -244,11 +243,6 @@ def test_packed_rows_ask_for_the_tokens_that_padded_rows_do():
     ids, trees, predicting = pack(batch)
     assert ids.tolist() == [5, 6, 7, 8, EOS, 9, 10, EOS, 7, EOS] and trees == [(2, 6, 2)]
     assert predicting[batch.response_mask].tolist() == [1, 2, 3, 6, 1, 8]
-
-
-def test_a_group_of_several_turns_comes_back_from_a_checkpoint():
-    group = Group(two_turns(0.0).prompt, two_turns(0.0).rollouts)
-    assert from_plain(to_plain(group)) == group
 
 
 GUESS = ["task=guess", "sampling.max_turn_tokens=4", "sampling.max_new_tokens=40", "record.rollouts=-1"]

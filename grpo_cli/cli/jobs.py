@@ -1,4 +1,4 @@
-"""What `grpo train`, `grpo eval` and `grpo profile` do with composed settings. Loads PyTorch once they are read."""
+"""The work of `grpo train`, `grpo eval` and `grpo profile` with composed settings. Loads PyTorch once they are read."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def check_eval(settings: EvalRunSettings) -> None:
 
 @dataclass(frozen=True)
 class Chosen:
-    """As `facts.Others`."""
+    """The other parts of the run, as in `facts.Others`."""
 
     parts: Mapping[str, Mapping[str, Any]]
     n: int

@@ -65,7 +65,7 @@ def groups_of(command: str) -> list[str]:
 
 
 def parts_of(command: str) -> tuple[str, ...]:
-    """Its groups that are built from a `_target_`: all but the model and named experiments."""
+    """Return its groups that are built from a `_target_`: all but the model and named experiments."""
     return tuple(group for group in groups_of(command) if group not in ("model", "experiment"))
 
 

@@ -91,7 +91,7 @@ def _settings(node: Any, lines: Sequence[str], file: str, prefix: str = "") -> I
 
 
 def _head(root: Any, lines: Sequence[str]) -> int:
-    """How many comment lines are the file's: one, if the rest directly precedes a setting and belongs to it."""
+    """Return how many comment lines are the file's: one, if the rest directly precedes a setting and belongs to it."""
     end = next((row for row, line in enumerate(lines) if not line.startswith("#")), len(lines))
     first = root.value[0][0] if root is not None else None
     bare = first is not None and first.start_mark.line == end and first.value not in _NO_SETTINGS

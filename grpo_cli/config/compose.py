@@ -1,4 +1,4 @@
-"""From what is typed to typed settings, before torch is loaded: composed, then every wrong value and key at once."""
+"""Command-line words to typed settings, before torch is loaded: composed, then every wrong value and key at once."""
 
 from __future__ import annotations
 

@@ -138,17 +138,16 @@ class GenerateEngine(SequenceEngine):
 
         def drawn(logits: Tensor) -> Tensor:
             nonlocal stopped, steps
-            with self._span("decode"):  # within the other; a worker of engine=ray that opens none counts as stuck
-                tokens, logprobs = draw(logits, uniform[:, steps], by)
-                steps += 1
-                for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-                    if s.finish is None:
-                        s.append(token, logprob)
-                        s.kept = len(s.tokens) - 1
-                        if s.ends(self._eos, self._decode):
-                            ended.append(s)
-                            stopped = stopped or (enough is not None and enough(s.rollout()))
-                return tokens
+            tokens, logprobs = draw(logits, uniform[:, steps], by)
+            steps += 1
+            for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+                if s.finish is None:
+                    s.append(token, logprob)
+                    s.kept = len(s.tokens) - 1
+                    if s.ends(self._eos, self._decode):
+                        ended.append(s)
+                        stopped = stopped or (enough is not None and enough(s.rollout()))
+            return tokens
 
         with self._span("decode"):  # prompts included
             prompts = [sequence.request.prompt.token_ids for sequence in sequences]

@@ -1,4 +1,4 @@
-"""How a batch goes through the model: packed into one row without padding, each prompt once, where a model's layers are
+"""The forward pass of a batch: packed into one row without padding, each prompt once, where a model's layers are
 known; else as padded rows.
 
 Both give the same log-probabilities and gradients to rounding (`tests/test_passes.py`); they differ in time and memory.

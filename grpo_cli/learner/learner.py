@@ -1,4 +1,4 @@
-"""What moves the weights: log-probabilities of a batch, its loss in micro-batches, one guarded optimizer step.
+"""The learner: log-probabilities of a batch, its loss in micro-batches, one guarded optimizer step.
 
 It knows nothing about prompts, rewards or rollouts. Only the model and the optimizer change here.
 """

@@ -20,7 +20,7 @@ from test_attention import Case, in_c
 from torch import Tensor
 
 from grpo_cli.native import library as loader
-from grpo_cli.native.library import NoNative, library
+from grpo_cli.native.library import WRONG, NoNative, library
 from grpo_cli.native.ops import draw, norm, rotate, silu
 from grpo_cli.support.threads import computing_with
 
@@ -248,7 +248,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(anew: Path) -> None:
 
 
 def test_two_processes_compile_at_once_and_an_interrupted_one_leaves_nothing_that_is_loaded(anew: Path) -> None:
-    compiling = "from grpo_cli.native.library import library; print(library('tree')._name)"
+    compiling = "from grpo_cli.native.library import WRONG, library; print(library('tree')._name)"
     (anew / "cache" / "grpo-cli" / "tmp_of_one_that_was_killed").mkdir(parents=True, mode=0o700)
     (anew / "cache" / "grpo-cli").chmod(0o700)
     start = lambda: subprocess.Popen([sys.executable, "-c", compiling], stdout=subprocess.PIPE, text=True)  # noqa: E731
@@ -283,3 +283,15 @@ def test_a_compiler_that_fails_is_said_once(
     warned: list[str] = []
     assert said in engine_says(warned)
     assert len(warned) == (script is not None) and all(said in w and "engine.native=false" in w for w in warned)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("sums(parts[g]) * scale", "sums(parts[g])"), ("1.0f / sqrtf", "1.1f / sqrtf"), ("log(total)", "total")],
+)
+@pytest.mark.usefixtures("anew")
+def test_functions_that_compute_something_else_are_not_used(right: str, wrong: str) -> None:
+    change("decode", right, wrong)
+    warned: list[str] = []
+    assert engine_says(warned) == WRONG
+    assert len(warned) == 1 and "engine.native=false" in warned[0]

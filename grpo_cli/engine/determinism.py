@@ -1,4 +1,5 @@
-"""Tests whether the bits of a row of a decode step depend on its batch, and finds the padding with which they do not.
+"""Tests whether the bits of a row of a decode step depend on its batch, finds the padding with which they do not, and
+compares C with PyTorch.
 
 The bits of a row of a float32 product depend on the kernel, which the library chooses by the numbers of rows, columns
 and threads and by the processor. MKL documents a mode in which they do not matter (`processor.py`), on Intel
@@ -18,7 +19,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo_cli.engine.attention import paged_attention
 from grpo_cli.engine.decoder import Decoder, Padding
+from grpo_cli.engine.kv_cache import BLOCK, PagedCache
+from grpo_cli.engine.running_batch import Rows
+from grpo_cli.engine.sampling import draw, drawing_of
+from grpo_cli.native.library import library
+from grpo_cli.settings import Sampling
 
 # Numbers of rows to test: all small ones, where kernels change, and some large ones, where work is divided differently.
 # Fewer for a block with so many weights that the largest would take seconds.
@@ -38,6 +45,7 @@ class Invariance:
 
 
 _FOUND: dict[tuple[Any, ...], Invariance] = {}
+_SAME: dict[tuple[Any, ...], bool] = {}
 
 
 def invariance_of(decoder: Decoder) -> Invariance:
@@ -104,6 +112,36 @@ def hidden_of_block(decoder: Decoder, tokens: Tensor) -> Float[Tensor, "N H"]:
         return (q + (k + v).repeat_interleave(decoder.group, dim=1)).flatten(1)
 
     return decoder.run(tokens, torch.arange(len(tokens)) % 64, attend, decoder.functions)
+
+
+def computes_the_same(native: Decoder, plain: Decoder) -> bool:
+    """True if C finds what PyTorch's operations find, but for rounding; tried once for each library and shape."""
+    key = library("decode"), native.layout().dtype, native.dtype, native.group, native.dim, *_weight_shapes(native)
+    if key not in _SAME:
+        with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            found = zip(_found_by(native, "c"), _found_by(plain, "reference"), strict=True)
+            most = 1e-4 if native.layout().dtype == torch.float32 else 0.05
+            _SAME[key] = all(bool((one - other).abs().max() <= most * other.abs().max()) for one, other in found)
+    return _SAME[key]
+
+
+def _found_by(decoder: Decoder, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a block's output, attention over two blocks of each row and of its prompt, and log-probabilities drawn."""
+    rows, layout, numbers = 9, decoder.layout(), torch.Generator().manual_seed(1)
+    one = replace(decoder, blocks=decoder.blocks[:1]).with_copies()
+    hidden = hidden_of_block(one, torch.arange(rows) % decoder.model.config.vocab_size)
+    cache = PagedCache(layout, 4 * rows, decoder.device)
+    for memory in cache.memory:
+        memory.copy_(torch.randn(memory.shape, generator=numbers))
+    own, prompt = torch.arange(4 * rows).view(2, rows, 2)
+    some, uniform = torch.full((rows,), BLOCK + 5), torch.rand(rows, generator=numbers, dtype=torch.float64)
+    drawing = drawing_of([Sampling.plain(1)] * rows, decoder.device, natively=backend == "c")
+    step = Rows(some, some, some, own[:, 1], some, some, uniform, own, prompt, drawing)
+    heads = layout.heads * layout.group, layout.heads, layout.heads
+    q, k, v = (torch.randn(rows, count, layout.dim, generator=numbers).to(layout.dtype) for count in heads)
+    attended, _ = paged_attention(backend, step, cache, decoder.scale)(0, q, k, v)
+    return hidden.float(), attended.float(), draw(torch.randn(rows, 99, generator=numbers), uniform, drawing)[1]
 
 
 def rounding_warning(found: Invariance, threads: int) -> str:

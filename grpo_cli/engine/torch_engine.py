@@ -13,7 +13,7 @@ import torch
 from grpo_cli.engine.common import SequenceEngine, check_context
 from grpo_cli.engine.cuda_graph import CudaGraphs
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.determinism import Invariance, invariance_of, rounding_warning
+from grpo_cli.engine.determinism import Invariance, computes_the_same, invariance_of, rounding_warning
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.layers import EAGER, NATIVE, compiled
@@ -24,7 +24,7 @@ from grpo_cli.engine.sequence import Decode, Sequence
 from grpo_cli.interfaces import Meter, Replies, facts
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.checks import context_of
-from grpo_cli.native.library import NoNative, library
+from grpo_cli.native.library import WRONG, NoNative
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.meter import NullMeter
@@ -129,8 +129,10 @@ class TorchEngine(SequenceEngine):
         if not self._decoder.can_be_native:
             self._native = "not for this device, precision or size of heads"
             return
+        natively = replace(self._decoder, functions=NATIVE)
         try:
-            library("decode")
+            if not computes_the_same(natively, self._decoder):
+                raise NoNative(WRONG)
         except NoNative as error:
             self._native = str(error)
             if error.is_fault:
@@ -138,7 +140,7 @@ class TorchEngine(SequenceEngine):
                     f"decode steps run slower, in PyTorch's operations: {error}; engine.native=false accepts that"
                 )
         else:
-            self._decoder = replace(self._decoder, functions=NATIVE)
+            self._decoder = natively
 
     def facts(self) -> Mapping[str, Any]:
         """Return the engine's part of `summary.json`. None before the first `generate`: nothing was tested yet."""

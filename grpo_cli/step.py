@@ -1,4 +1,4 @@
-"""One step: rollouts -> scored groups -> correction -> selection -> batch -> updates -> what rules learn -> record."""
+"""One step: rollouts -> scored groups -> batch -> selection and correction -> updates -> what rules learn -> record."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class Step:
     def _learn(self, groups: Sequence[ScoredGroup], version: int, step: int, progress: Progress) -> Trained:
         """Select what is trained on, correct its mismatch with the sampler, and update with it.
 
-        A correction that rejects is called on all rollouts before any are chosen; another one on the chosen batch,
-        before the updates if they need it, else with the log-probabilities of the learner's own pass.
+        A correction that rejects sees all rollouts, before any are chosen. Another one sees the chosen rows alone:
+        before the updates if these need the old policy's log-probabilities, else after them, with the first update's.
         """
         everything, verdict = collate(groups, version), None
         reasons = cut_off(groups, self._settings.train.truncated)
@@ -176,8 +176,8 @@ class Step:
                 if not part.loss_mask.any():
                     continue
                 if self.learner.updates == begun and not self.old_policy.apart:
-                    # It has not moved, and is the old policy itself: another pass would differ by rounding and dropout,
-                    # which the loss would take for a policy that has moved, and clip.
+                    # Until the first optimizer step the learner is the old policy: another pass would differ by
+                    # rounding and dropout, which the loss would take for a policy that has moved, and clip.
                     part = replace(part, policy_logprobs=None)
                 update = self.learner.update(part, step, **words)
                 updates.append(update)
@@ -216,5 +216,5 @@ class Step:
         if all(why == CUT_OFF for selection in selected for why in selection.reasons):
             why = "was cut off (train.truncated=leave_out): raise sampling.max_new_tokens or use train.truncated=train"
         else:
-            why = "was rejected by the correction: see mismatch/log_ratio_q001, and widen its bounds or sparsity.budget"
+            why = "was rejected or cut off: see mismatch/log_ratio_q001; widen the correction's or the cache's bounds"
         self._parts.warn(f"step {step + 1}: nothing to train on, as every rollout {why}")

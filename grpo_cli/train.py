@@ -64,7 +64,9 @@ class Trainer:
         """
         status, fault = "failed", None
         self._stop = self._stop if stop is None else stop
-        (self._run_dir / layout.SUMMARY).unlink(missing_ok=True)  # the resumed run's: a killed run has none
+        (self._run_dir / layout.SUMMARY).unlink(
+            missing_ok=True
+        )  # of the run that is resumed: one that is killed from here on has none
         with self._stop if stop is None else nullcontext():
             self._clear_leftovers()
             try:
@@ -109,7 +111,7 @@ class Trainer:
             last = self._is_done()
             if settings.eval.every and (last or progress.step % settings.eval.every == 0):
                 record = replace(record, metrics={**record.metrics, **self._evaluate()})
-            # The record before the checkpoint: on resume later rows are deleted, but a missing one is never written.
+            # The record before the checkpoint: resuming deletes later rows, and could not write one that is missing.
             self._log(record)
             if last or self._stop or progress.step % settings.train.checkpoint_every == 0:
                 self._save()
@@ -131,7 +133,7 @@ class Trainer:
         self._learner.park()
         with parts.meter.span("eval"), self._learner.autocast():
             result = evaluate_with(parts.bench, settings.eval, settings.sampling, settings.seed)
-        self._saver.join()  # of the save before, whose error is to be known by now
+        self._saver.join()  # raises the error of the save before
         accuracy = result.metrics["eval/accuracy"]
         best = self._progress.best_accuracy
         self._progress.final_accuracy, self._progress.final_accuracy_step = accuracy, self._progress.step
@@ -206,8 +208,7 @@ class Trainer:
             for files, recorded in zip(self._files, state["records"], strict=False):
                 files.load_state_dict(recorded)
             self._say_if_the_rate_jumps(state)
-        done = self._progress.step * self._settings.train.prompts
-        self._parts.say(f"resumed at step {self._progress.step}, next prompt {done + 1} (from {checkpoint})")
+        self._parts.say(f"resumed at step {self._progress.step} (from {checkpoint})")
 
     def _say_if_the_rate_jumps(self, state: Mapping[str, Any]) -> None:
         settings = self._settings

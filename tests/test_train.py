@@ -199,7 +199,7 @@ def test_k_steps_resume_k_steps_equals_2k_steps_bit_for_bit(tmp_path: Path, word
     said, checkpoint = list[str](), newest(tmp_path / "half")
     longer = settings_for(tmp_path / "half", **words)
     make_trainer(longer, checkpoint=checkpoint, correction=correct, say=said.append).fit()
-    assert checkpoint.name == "step_000002" and said[0].startswith("resumed at step 2, next prompt 7")
+    assert checkpoint.name == "step_000002" and said[0].startswith("resumed at step 2 ")
     assert same(whole, weights(newest(tmp_path / "half")))
 
 

@@ -17,12 +17,12 @@ def observing(parts: Parts) -> dict[str, Observes]:
     return {name: rule for name, rule in named.items() if isinstance(rule, Observes)}
 
 
-def observe(parts: Parts, step: int, trained: Sequence[ScoredGroup], made: Sequence[ScoredGroup]) -> dict[str, float]:
+def observe(parts: Parts, step: int, collected: Sequence[ScoredGroup], made: Sequence[ScoredGroup]) -> dict[str, float]:
     """Pass a step's groups to every rule that learns from them; return the rules' metrics."""
     parts.bench.history.observe(step, made)
     metrics = dict[str, float]()
     for name, rule in observing(parts).items():
-        metrics |= rule.observe(step, made if name == "curriculum" else trained)
+        metrics |= rule.observe(step, made if name == "curriculum" else collected)
     return metrics
 
 

@@ -91,7 +91,7 @@ def no_triton(device: torch.device, dim: int) -> str:
     if dim > 256:
         return f"its heads have at most 256 numbers, and the model's have {dim}"
     if torch.version.hip or (torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)):
-        return "it needs a GPU of compute capability 8.0"
+        return "it needs a GPU of compute capability 8.0 or newer"
     return "" if find_spec("triton") or not torch.cuda.is_available() else "Triton is not installed"
 
 

@@ -4,9 +4,9 @@ A policy is a subclass of `Budget` with a `score` of each key's worth. The rest 
 records what they need of past steps, and cuts full sequences down. Keys are stored after rotation, at their true
 positions, and are not rotated again.
 
-budget + buffer keys        oldest ... newest               one more step, and it would not fit:
-before                      k k k k k k k k k k k k w w w   w: the window, always kept
-after                       k . k k . . k . k . . . w w w   closed up to the left, order kept; blocks behind are freed
+full: budget + buffer keys     k k k k k k k k k k k k w w w   from oldest to newest; w: the window, always kept
+chosen by score: budget keys   k . k k . . k . k . . . w w w
+kept                           k k k k k w w w                 order kept; blocks behind are freed
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ class _Note:
 
 
 class _PromptKept(_Note):
-    """Return how many keys of its prompt each sequence holds among its own, where they come first."""
+    """The number of keys of its prompt that each sequence holds among its own, where they come first."""
 
     def __init__(self, layout: KvLayout, slots: int, device: torch.device) -> None:
         self.store = torch.zeros(layout.layers, slots, layout.heads, dtype=torch.long, device=device)

@@ -174,8 +174,8 @@ class Observes(Protocol):
     """A curriculum or a rule that learns from each step. Its state is part of the checkpoint."""
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """Learn from a step's groups, once: a curriculum from all that were made, a rule from those that are trained
-        on. Return metrics by their full names."""
+        """Learn from a step's groups, once: a curriculum from all that were made, a rule from those that the
+        collector returned. Return metrics by their full names."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return plain values and tensors, none of which changes later; `kind` names the rule they belong to."""

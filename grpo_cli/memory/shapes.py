@@ -54,7 +54,7 @@ AttentionMaskInterface.register(_ATTENTION, lambda *args, **options: None)
 
 @dataclass(frozen=True)
 class Affine:
-    """Bytes by kind for L layers and T tokens, from those of `LAYERS` and of two numbers of tokens."""
+    """Bytes by kind for L layers and T tokens, linear in each, from those of `LAYERS` and of two numbers of tokens."""
 
     tokens: tuple[int, int]
     found: Sequence[Sequence[Sizes]]  # by layers, then by tokens

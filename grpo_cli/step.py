@@ -216,5 +216,5 @@ class Step:
         if all(why == CUT_OFF for selection in selected for why in selection.reasons):
             why = "was cut off (train.truncated=leave_out): raise sampling.max_new_tokens or use train.truncated=train"
         else:
-            why = "was rejected or cut off: see mismatch/log_ratio_q001; raise the correction's bounds or sparsity.budget"
+            why = "was rejected or cut off: see mismatch/log_ratio_q001; widen correction's bounds or sparsity.budget"
         self._parts.warn(f"step {step + 1}: nothing to train on, as every rollout {why}")

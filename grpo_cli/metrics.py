@@ -73,7 +73,7 @@ METRICS: Mapping[str, str] = {
     "the policy before each. log V if all V tokens are equally likely, 0 if the policy is certain.",
     "optim/lr": "Learning rate of the step, with what optim.ess has taken from it; mean over the step's updates.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the step's updates.",
-    "optim/skipped_steps": "Updates skipped since the run began because the loss or the gradient was not finite.",
+    "optim/skipped_updates": "Updates skipped since the run began because the loss or the gradient was not finite.",
     "optim/empty_steps": "Steps without an update since the run began: nothing was left to train on, or no gradient.",
     "mismatch/ratio_mean": "Mean over all drawn tokens of old policy (no dropout) / sampler probability; 1 if equal.",
     "mismatch/ratio_min": "Smallest of those ratios in the step.",

@@ -127,7 +127,7 @@ class TrainSettings(Strict):
     epochs: Count
     minibatches: Count
     logprob_chunk: Count
-    max_bad_steps: Count
+    max_bad_updates: Count
     checkpoint_every: Count
     keep_checkpoints: Count
     checkpoint: Literal["now", "lazy"]

@@ -199,17 +199,17 @@ class Step:
 
     def _skip(self, batch: Batch, fault: str, step: int, progress: Progress) -> None:
         """Report a faulty update and keep its batch; UserError after too many of them in a row."""
-        progress.skipped_steps += 1
+        progress.skipped_updates += 1
         progress.bad_in_a_row += 1
         folder, name = Path(self._settings.run_dir) / layout.BAD_BATCHES, layout.step_folder(step + 1)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{name}_{progress.skipped_steps}.pt"
+        path = folder / f"{name}_{progress.skipped_updates}.pt"
         torch.save({name: value for name, value in vars(batch).items() if value is not None}, path)
         self._parts.warn(f"step {step + 1}: {fault}; the update was skipped and its batch is in {path}")
-        if progress.bad_in_a_row >= self._settings.train.max_bad_steps:
+        if progress.bad_in_a_row >= self._settings.train.max_bad_updates:
             raise UserError(
-                f"{progress.bad_in_a_row} updates in a row were not finite (train.max_bad_steps="
-                f"{self._settings.train.max_bad_steps}); see {folder}. Lower optim.lr or optim.max_grad_norm"
+                f"{progress.bad_in_a_row} updates in a row were not finite (train.max_bad_updates="
+                f"{self._settings.train.max_bad_updates}); see {folder}. Lower optim.lr or optim.max_grad_norm"
             )
 
     def _warn_of_rejection(self, step: int, selected: Sequence[Selection]) -> None:

@@ -53,7 +53,7 @@ def test_a_step_of_equal_rewards_is_as_if_it_had_not_been(tmp_path: Path) -> Non
     parts: dict[str, Any] = dict(task=Equal(2), trackers=(recorder,), warn=warnings.append)
     summary = make_trainer(settings, model=model, **parts).fit()
     assert [same(kept[0], later) for later in kept[1:]] == [True, True, True, False]
-    assert (summary["updates"], summary["empty_steps"], summary["skipped_steps"]) == (4, 2, 0)
+    assert (summary["updates"], summary["empty_steps"], summary["skipped_updates"]) == (4, 2, 0)
     first, last = recorder.records[1].metrics, recorder.records[3].metrics
     assert (first["optim/empty_steps"], first["optim/grad_norm"], first["loss/policy"]) == (1, 0.0, 0.0)
     assert (first["rollouts/trained"], last["rollouts/trained"]) == (12, 36), "they were gone over all the same"
@@ -92,7 +92,7 @@ def test_a_term_of_the_loss_s_own_is_asked_as_long_as_a_token_is_left(tmp_path: 
     parts: dict[str, Any] = dict(engine=engine, correction=correction, loss=with_own_term, warn=warnings.append)
     summary = make_trainer(settings, model=model, **parts).fit()
     moved = correction is SEQUENCE_MASK
-    assert (summary["updates"], summary["empty_steps"], summary["skipped_steps"]) == (moved, 1 - moved, 0)
+    assert (summary["updates"], summary["empty_steps"], summary["skipped_updates"]) == (moved, 1 - moved, 0)
     assert (summary["trained_rollouts"], summary["trained_tokens"]) == (0, 0)
     assert len([text for text in warnings if "every rollout was rejected" in text]) == 1
 

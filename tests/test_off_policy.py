@@ -127,7 +127,7 @@ def test_no_number_of_a_step_with_given_tokens_is_nan(
     trainer = make_trainer(settings, loss=spy, trackers=(recorder,), **parts)
     trainer._learner.updates = 10
     summary = trainer.fit()
-    assert summary["skipped_steps"] == 0
+    assert summary["skipped_updates"] == 0
     for batch in spy.batches:
         assert all(not tensor.isnan().any() for tensor in vars(batch).values() if isinstance(tensor, torch.Tensor))
         given = batch.lags == GIVEN

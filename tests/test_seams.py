@@ -377,7 +377,7 @@ def test_updates_that_fail_now_and_then_do_not_stop_a_run(tmp_path: Path) -> Non
 
     recorder, spy = Recorder(), Spy(change=every_other)
     summary = make_trainer(quiet(settings_for(tmp_path, steps=6)), loss=spy, trackers=(recorder,)).fit()
-    assert (summary["status"], summary["skipped_steps"], summary["updates"]) == ("completed", 3, 3)
+    assert (summary["status"], summary["skipped_updates"], summary["updates"]) == ("completed", 3, 3)
     assert ["loss/total" in record.metrics for record in recorder.records[1:]] == [True, False] * 3
 
 

@@ -78,7 +78,7 @@ def settings_for(folder: Path, **train: Any) -> RunSettings:
         prompts=3,
         micro_batch_tokens=10_000,
         logprob_chunk=64,
-        max_bad_steps=2,
+        max_bad_updates=2,
         checkpoint_every=2,
         keep_checkpoints=2,
     )
@@ -309,7 +309,7 @@ def test_a_minibatch_of_which_all_is_rejected_updates_nothing(tmp_path: Path) ->
     engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample else 0.0)
     settings = replace(settings_for(tmp_path, steps=1, minibatches=12), eval=NO_EXAM)
     summary = make_trainer(settings, model=model, engine=engine, correction=SEQUENCE_MASK).fit()
-    assert (summary["updates"], summary["skipped_steps"], summary["empty_steps"]) == (3, 0, 0)
+    assert (summary["updates"], summary["skipped_updates"], summary["empty_steps"]) == (3, 0, 0)
 
 
 def test_a_loss_that_is_not_finite_changes_no_weight_is_dumped_and_stops_the_run(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight_is_dumped_and_stops_the_run
 
     model, warnings = small_model(), list[str]()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(UserError, match=r"2 updates in a row .*train\.max_bad_steps=2"):
+    with pytest.raises(UserError, match=r"2 updates in a row .*train\.max_bad_updates=2"):
         make_trainer(settings_for(tmp_path), model=model, loss=broken, warn=warnings.append).fit()
     assert same(before, model.state_dict())
     assert any("loss/total is nan" in text for text in warnings)
@@ -326,7 +326,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight_is_dumped_and_stops_the_run
     dumped = torch.load(next((tmp_path / "bad_batches").iterdir()), weights_only=True)
     assert dumped["lengths"].shape[0] == 12
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "failed" and "not finite" in summary["error"] and summary["skipped_steps"] == 2
+    assert summary["status"] == "failed" and "not finite" in summary["error"] and summary["skipped_updates"] == 2
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:

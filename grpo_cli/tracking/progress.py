@@ -24,7 +24,7 @@ class Progress:
     trained_tokens: int = 0
     generated_rollouts: int = 0
     trained_rollouts: int = 0
-    skipped_steps: int = 0
+    skipped_updates: int = 0
     empty_steps: int = 0
     bad_in_a_row: int = 0
     best_accuracy: float | None = None  # None before the first evaluation
@@ -52,7 +52,7 @@ def warmup_metrics(progress: Progress, updates: Sequence[Update], batch: Batch) 
     progress.trained_rollouts += len(batch)
     return {
         **_means(updates),
-        "optim/skipped_steps": float(progress.skipped_steps),
+        "optim/skipped_updates": float(progress.skipped_updates),
         "tokens/trained": float(progress.trained_tokens),
         "rollouts/trained": float(progress.trained_rollouts),
         "clock/train_seconds": progress.train_seconds,
@@ -84,7 +84,7 @@ def step_metrics(
         **trained.mismatch,
         **trained.reuse,
         **stats.details,
-        "optim/skipped_steps": progress.skipped_steps,
+        "optim/skipped_updates": progress.skipped_updates,
         "optim/empty_steps": progress.empty_steps,
         "tokens/generated": progress.generated_tokens,
         "tokens/trained": progress.trained_tokens,

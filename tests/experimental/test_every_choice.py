@@ -22,6 +22,7 @@ CHOICES = sorted(f"{file.parent.name}={file.stem}" for file in EXPERIMENTAL.glob
 SMALL = (
     "train.steps=2",
     "train.prompts=4",
+    "task.train_problems=16",
     "n=4",
     "m=4",
     "eval.every=0",
@@ -52,6 +53,7 @@ WITH = {
     "loss=echo": ["train.minibatches=2"],
     "loss=mu_grpo": ["train.minibatches=2"],
 }
+RECORDED = {"collector=folder": "collector.path=RUN", "predictor=oracle": "predictor.lengths=RUN/rollouts.jsonl"}
 
 
 def test_no_choice_hides_one_of_the_core() -> None:
@@ -61,13 +63,12 @@ def test_no_choice_hides_one_of_the_core() -> None:
 
 @pytest.mark.parametrize("choice", [one for one in CHOICES if not one.startswith("search=") and "a2po" not in one])
 def test_a_choice_takes_two_steps(choice: str, tmp_path: Path) -> None:
-    folder = []
-    if choice == "collector=folder":
-        recorded = ["record.rollouts=-1", "record.tokens=true", f"run_dir={tmp_path / 'before'}", "logger=jsonl"]
-        build(settings_of(*SMALL, *recorded, "device=cpu")).fit()
-        folder = [f"collector.path={tmp_path / 'before'}"]
-        tmp_path = tmp_path / "run"
-    words = [choice, *folder, *WITH.get(choice, []), "device=cpu", "logger=jsonl", f"run_dir={tmp_path}"]
+    before, tmp_path = tmp_path / "before", tmp_path / "run"
+    recorded = RECORDED.get(choice, "").replace("RUN", str(before))
+    if recorded:
+        words = "record.rollouts=-1", "record.tokens=true", f"run_dir={before}", "logger=jsonl", "device=cpu"
+        build(settings_of(*SMALL, *words)).fit()
+    words = choice, *recorded.split(), *WITH.get(choice, []), "device=cpu", "logger=jsonl", f"run_dir={tmp_path}"
     assert build(settings_of(*SMALL, *words)).fit()["step"] == 2
     rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert all(math.isfinite(value) for row in rows for value in row.values())

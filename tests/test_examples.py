@@ -39,7 +39,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [steps[-1]["step"] for steps in rows] == [20, 20]
     trained = [json.loads((run / "summary.json").read_text())["trained_rollouts"] for run in (first, second)]
     assert trained == [20 * 8 * 8, 20 * 8 * 4]
-    assert "memory, at its fullest" in said[-1]
+    assert "with every rollout at full length" in said[-1]
 
 
 def kernel(folder: Path) -> Path:

@@ -140,7 +140,7 @@ def kill_and_resume(tmp_path: Path, words: tuple[str, ...], code: str, held_up: 
     resumed = start(tmp_path, "resume=auto")
     said, _ = resumed.communicate()
     assert resumed.returncode == 0, said
-    assert "resumed at step 2," in said
+    assert "resumed at step 2 " in said
     last = "checkpoints/step_000006"
     weights = load_file(tmp_path / "alone" / last / "model.safetensors")
     again = load_file(tmp_path / "outputs/train/killed" / last / "model.safetensors")

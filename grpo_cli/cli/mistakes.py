@@ -6,6 +6,7 @@ Hydra is imported in functions, so that help is immediate.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from grpo_cli.config.overrides import quoted
 from grpo_cli.support.errors import UserError, closest, refuse
 from grpo_cli.support.extras import EXTRAS, absent, installed
 from grpo_cli.support.formatting import legible
@@ -84,21 +86,28 @@ def _explanation(error: Any) -> str:
     """Return what Hydra found, in one sentence."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
-    as_text = """text is typed in quotes that the shell keeps: 'task.path="my file.jsonl"'"""
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file is not None:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         return no_choice(group, choice, [option for option in error.options if not option.startswith("_")])
     if isinstance(error, OverrideParseException):
-        return f"{error.override} cannot be read; {as_text}"
+        return f"{error.override} cannot be read: {_as_text(str(error.override)) or 'write key=value or group=choice'}"
     if sweep := re.match(
         r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?:\n| requires)", str(error), re.S
     ):
         key, _, value = sweep[1].partition("=")
-        return f"{sweep[1]} is a sweep: add -m; a list is typed {key}=[{value}], and {as_text}"
+        return f"{sweep[1]} is a sweep: add -m; a list is typed {shlex.quote(f'{key}=[{value}]')}, {_as_text(sweep[1])}"
     if isinstance(error, OSError):
         where = error.filename or "the sweep's folder"  # a full disk names no file
         return f"cannot write {where}: {error.strerror or error}; choose another folder with hydra.sweep.dir=<folder>"
     return str(error).split("\n\n")[0].strip()
+
+
+def _as_text(word: str) -> str:
+    """Return how a word whose value is text is typed; empty if it is no setting."""
+    key, equals, value = word.partition("=")
+    text = quoted(value, '"').replace("\\${", "${")
+    known = equals and re.fullmatch(r"[+]{0,2}[\w.@/-]+", key) and len(word) <= 500
+    return f"as text it is typed {shlex.quote(f'{key}={text}')}" if known else ""
 
 
 def _unknown(command: str, words: Sequence[str]) -> Iterator[str]:

@@ -25,10 +25,15 @@ def is_ours(target: Any) -> bool:
     return str(target).startswith("grpo_cli.")
 
 
+def quoted(text: str, mark: str = "'") -> str:
+    """Return text in Hydra's grammar. Backslashes count only before a quote or an interpolation."""
+    special = re.compile(rf"(\\*)({mark}|\$\{{|$)")
+    return mark + special.sub(lambda end: 2 * end[1] + (f"\\{end[2]}" if end[2] else ""), text) + mark
+
+
 def _quoted(value: Any) -> str:
-    if isinstance(value, str):  # backslashes count only before a quote or an interpolation
-        escaped = re.sub(r"(\\*)('|\$\{|$)", lambda end: 2 * end[1] + (f"\\{end[2]}" if end[2] else ""), value)
-        return f"'{escaped}'"
+    if isinstance(value, str):
+        return quoted(value)
     if isinstance(value, list):
         return f"[{','.join(_quoted(item) for item in value)}]"
     if isinstance(value, dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -377,3 +378,14 @@ def test_a_folder_that_is_no_run_is_refused(elsewhere, arguments, message):
     for name in ("empty", "it's"):
         (elsewhere / name).mkdir()
     assert message in refusal(*arguments)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["task.path=data dir/my rows (1).jsonl", "task.path=données.jsonl", "task.path=it's.jsonl", "task.template={x}"],
+)
+def test_a_word_that_cannot_be_read_is_answered_by_one_that_can(word: str) -> None:
+    said = grpo("train", "--cfg", "job", "task=jsonl", word).output
+    (typed,) = shlex.split(said.strip().rpartition("it is typed ")[2])
+    key, _, value = word.partition("=")
+    assert yaml.safe_load(grpo("train", "--cfg", "job", "task=jsonl", typed).stdout)["task"][key[5:]] == value

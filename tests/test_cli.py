@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from typer.testing import CliRunner, Result
 
@@ -381,11 +382,41 @@ def test_a_folder_that_is_no_run_is_refused(elsewhere, arguments, message):
 
 
 @pytest.mark.parametrize(
-    "word",
-    ["task.path=data dir/my rows (1).jsonl", "task.path=données.jsonl", "task.path=it's.jsonl", "task.template={x}"],
+    ("arguments", "way_out"),
+    [
+        ("--n 32", "n=32"),
+        ("-n 32", "n=32"),
+        ("--num-generations=8", "n=8"),
+        ("--learning_rate 1e-6", "optim.lr=1e-6"),
+        ("--steps 10", "train.steps=10"),
+        ("--use_vllm", "engine=vllm"),
+        ("train.steps=1_0", "train.steps=1_0 "),
+        ("-m n=1_6,32", "n=1_6,32 "),
+        ("optim.lr=1e1_0", "optim.lr=1e1_0 "),
+        ("optim.betas=[0.9,0.9_9]", "optim.betas"),
+        (f"optim.betas=[0.9,{5000 * '9'}]", "optim.betas"),
+    ],
 )
-def test_a_word_that_cannot_be_read_is_answered_by_one_that_can(word: str) -> None:
-    said = grpo("train", "--cfg", "job", "task=jsonl", word).output
-    (typed,) = shlex.split(said.strip().rpartition("it is typed ")[2])
-    key, _, value = word.partition("=")
-    assert yaml.safe_load(grpo("train", "--cfg", "job", "task=jsonl", typed).stdout)["task"][key[5:]] == value
+def test_options_and_numbers_of_other_programs_are_answered_by_what_is_typed_here(arguments: str, way_out: str) -> None:
+    assert way_out in refusal("train", *arguments.split())
+
+
+HARD_TO_TYPE = [
+    *(
+        "data dir/my rows (1).jsonl",
+        "données.jsonl",
+        "it's.jsonl",
+        "{question}",
+        "a, b",
+        'say "hi" (now',
+        "[x",
+        "n=${n}",
+    ),
+    *('"half', "a (b\\", "q: {x}\nA:"),
+]
+
+
+@pytest.mark.parametrize("text", HARD_TO_TYPE)
+def test_text_that_hydra_cannot_read_is_answered_with_a_word_that_it_reads(text):
+    (word,) = shlex.split(refusal("train", "task=jsonl", f"task.path={text}").rpartition(" typed ")[2])
+    assert OverridesParser.create().parse_override(word).value() == text

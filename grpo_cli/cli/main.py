@@ -30,6 +30,10 @@ UsageError = cast(type[Exception], typer.BadParameter.__bases__[0])
 class _Group(TyperGroup):
     """The commands; what is typed wrongly is answered in one line, with an example."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta["words"] = [*args]
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -37,7 +41,7 @@ class _Group(TyperGroup):
             wrong: Any = error
             of, fault = wrong.ctx or ctx, wrong.format_message().rstrip(".")
             if of.info_name in RUNS and hasattr(wrong, "possibilities"):  # a setting typed as an option
-                fail(without_dashes(of.info_name, wrong.option_name))
+                fail(without_dashes(of.info_name, wrong.option_name, ctx.meta["words"]))
             fail(f"{of.command_path}: {fault[:1].lower()}{fault[1:300]}; {of.command.epilog}")
 
 

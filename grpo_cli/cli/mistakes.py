@@ -20,6 +20,8 @@ from grpo_cli.support.errors import UserError, closest, refuse
 from grpo_cli.support.extras import EXTRAS, absent, installed
 from grpo_cli.support.formatting import legible
 
+NUMBER = r"[+-]?\d[\d_]*(\.[\d_]*)?(e[+-]?[\d_]+)?"  # as Python and Hydra read them
+
 
 @contextmanager
 def refusals() -> Iterator[None]:
@@ -55,6 +57,8 @@ def unusable(command: str, words: Sequence[str], is_sweep: bool) -> Iterator[str
             yield f"{word} cannot be read: write key=value or group=choice"
         elif re.search(r"\d{1000}", value):
             yield f"{key} has a number of more than 1000 digits: give a shorter one"
+        elif any("_" in one and re.fullmatch(NUMBER, one, re.I) for one in re.split(r"[\s,\[\](){}:]+", value)):
+            yield f"{word} has a number with underscores: leave them out, or quote it as text"
         elif key in groups_of(command) and value in ("null", "true", "false", ""):
             yield no_choice(key, value, choices(key))
         elif word == "resume=sweep" and not is_sweep:
@@ -126,8 +130,8 @@ def _unknown(command: str, words: Sequence[str]) -> Iterator[str]:
             yield no_setting(key, known)
 
 
-def without_dashes(command: str, flag: str) -> str:
-    """Return the answer to a setting that is typed as an option."""
+def without_dashes(command: str, flag: str, words: Sequence[str]) -> str:
+    """Return the answer to a setting that is typed as an option, whose value may be the next of the command's words."""
     from grpo_cli.config.elsewhere import meant_by
 
     key = flag.lstrip("-").replace("-", "_")
@@ -136,7 +140,11 @@ def without_dashes(command: str, flag: str) -> str:
     meant = key if key in known else meant_by(key) or (below[0] if len(below) == 1 else None)
     if meant is None:
         return f"{flag} is no option, and {no_setting(key, known)}; settings are typed without dashes: n=32"
-    return f"{flag} is no option; settings are typed without dashes: {meant if '=' in meant else f'{meant}=...'}"
+    after = next((words[place + 1 :] for place, word in enumerate(words) if word == flag), [])
+    inside = next((word.partition("=")[2] for word in words if word.startswith(f"{flag}=")), "")
+    value = inside or next((word for word in after[:1] if "=" not in word and not word.startswith("-")), "...")
+    typed = meant if "=" in meant else shlex.quote(f"{meant}={value}")
+    return f"{flag} is no option; settings are typed without dashes: {typed}"
 
 
 def no_choice(group: str, choice: str, options: Sequence[str]) -> str:

@@ -334,3 +334,12 @@ def test_the_lock_dies_with_its_process(held) -> None:
     process.wait()
     with lock.sole_use(folder, print):
         assert json.loads((folder / ".lock").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize(("typed", "meant"), [(r"\n", "\n"), (r"a\\n", r"a\n")])
+def test_the_stop_strings_in_use_are_recorded_and_resumed(elsewhere: Path, typed: str, meant: str) -> None:
+    result = grpo("train", *SMALL, f'sampling.stop=["{typed}"]', "train.steps=1", "hydra.run.dir=run")
+    assert result.exit_code == 0, result.output
+    assert grpo("train", "resume=run", "train.steps=2").exit_code == 0
+    for name in ("run.json", "resumed_001.json"):
+        assert json.loads((elsewhere / "run" / name).read_text())["config"]["sampling"]["stop"] == [meant]

@@ -69,6 +69,9 @@ def _record(
     config = json.loads(json_line(OmegaConf.to_container(command.cfg, resolve=False)))
     for group, values in resolved(settings).items():
         config[group] |= values
+    config["sampling"]["stop"] = list(settings.sampling.stop)  # with the line breaks that were typed as backslash and n
+    texts = settings.parts["task"]
+    config["task"] |= {name: texts[name] for name in ("template", "system_prompt") if name in texts}
     typed = [word for word in command.typed if key_of(word) not in OF_A_RESUME]
     if resumed is not None:
         typed = [*resumed.overrides, *(word for word in typed if word not in resumed.overrides)]

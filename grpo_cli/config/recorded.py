@@ -131,6 +131,7 @@ def over_recorded(command: Command, run: Named) -> Command:
             raise UserError(f"experiment={made['experiment']} is not what the run began with: type its settings")
         for key, value in _recorded(command, run.record, replaced, keys - {*groups}).items():
             OmegaConf.update(cfg, key, value, merge=False)
+        cfg.sampling.stop = [str(text).replace("\\", "\\\\") for text in cfg.sampling.stop]  # escapes are read again
         made = {**made, **{group: one for group, one in run.record.choices.items() if group not in replaced}}
     for key, value in run.decided.items():
         OmegaConf.update(cfg, key, value, merge=False)

@@ -169,6 +169,7 @@ def test_a_refused_command_leaves_no_folder_behind(elsewhere: Path) -> None:
         [*SMALL, "hydra.run.dir=''"],
         [*lacking, "hydra.run.dir=new/deep"],
         [*SMALL, "task=jsonl", "task.path=nothing.jsonl"],
+        ["hydra.job.chdir=true"],
     ):
         refused("train", *words)
         assert not list(elsewhere.iterdir()), words

@@ -65,6 +65,8 @@ def unusable(command: str, words: Sequence[str], is_sweep: bool) -> Iterator[str
             yield f"{word} continues a sweep: add -m, or name the folder of one run"
         elif key == "resume" and value not in ("null", "sweep") and is_sweep:
             yield f"{word} continues one run: leave out -m, and name the folder of a sweep's job"
+        elif key == "hydra.job.chdir" and value.lower() not in ("false", "null"):
+            yield f"{word}: a run stays in the folder where it is started, to which its paths refer; leave it out"
         elif key == "hydra.sweeper.max_batch_size" and not re.fullmatch("null|0*[1-9][0-9]*", value):
             yield f"{word} must be a whole number of at least 1, or null"
 

@@ -35,7 +35,7 @@ _AN_ACCURACY = re.compile(r"eval/(accuracy|pass@[1-9][0-9]*)")
 
 
 class State(StrEnum):
-    """How a run ended, or that it has not yet."""
+    """The state of a run: how it ended, or that it runs yet."""
 
     COMPLETED = "completed"
     RUNNING = "running"

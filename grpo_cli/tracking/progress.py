@@ -34,9 +34,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a step trained on, and its metrics. `reuse` is empty if no old rollout was trained on.
+    """The rollouts that a step trained on, and its metrics. `reuse` is empty if no old rollout was trained on.
 
-    `selected` says for every rollout whether it was trained on; `tokens` counts the trained tokens.
+    `selected` marks each rollout that was trained on; `tokens` counts the trained tokens.
     """
 
     updates: tuple[Update, ...]

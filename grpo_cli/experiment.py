@@ -21,7 +21,6 @@ from grpo_cli.config.recorded import checkpoint_to_resume
 from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samples
 from grpo_cli.interfaces import Bench, Engine, Meter, Parts, Tracker
-from grpo_cli.model.anatomy import AdapterOff
 from grpo_cli.model.checks import check_device, check_vocabulary, context_of
 from grpo_cli.model.load import at_checkpoint, eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
 from grpo_cli.runs.provenance import code_version
@@ -160,8 +159,8 @@ def parts_of(
     reference: Any = None
     warmup: Sft | None = None
     if rules.loss.needs_reference:  # of the start's weights, never a checkpoint's
-        if settings.model.adapted and settings.model.adapter is None:  # adapters that have changed nothing
-            reference = AdapterOff(bench.model)
+        if settings.model.adapted and settings.model.adapter is None:  # it is what lies below them
+            reference = bench.model
         else:
             reference = _load(settings.model, bench.device, settings).requires_grad_(False).eval()
     if train.warmup == "sft":

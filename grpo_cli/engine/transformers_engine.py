@@ -26,7 +26,7 @@ from grpo_cli.engine.sampling import draw, drawing_of, uniforms
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Decode, Sequence
 from grpo_cli.interfaces import Meter, facts
-from grpo_cli.model.anatomy import backbone, can_pack, head, place_of, unwrapped
+from grpo_cli.model.anatomy import backbone, can_pack, device_of, head, unwrapped
 from grpo_cli.model.checks import ARCHITECTURES, context_of, vocabulary_of
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.meter import NullMeter
@@ -130,7 +130,7 @@ class GenerateEngine(SequenceEngine):
         """Call the model's `generate` once; return those that have ended, in this order, whether that is `enough`, and
         the bytes of the cache. A row that has ended is computed on until all have, and its further tokens are dropped.
         """
-        settings, device = [sequence.request.sampling for sequence in sequences], place_of(self._model)
+        settings, device = [sequence.request.sampling for sequence in sequences], device_of(self._model)
         most = max(sequence.limit for sequence in sequences)
         by = drawing_of(settings, device)
         uniform = torch.from_numpy(uniforms([sequence.request.seed for sequence in sequences], most)).to(device)
@@ -175,7 +175,7 @@ def generate(
 ) -> int:
     """Have the model read the prompts, padded on the left, and continue them by what `sample` makes of logits
     [rows, vocabulary], until it is `over` or has made `most` tokens. Returns the bytes of its cache."""
-    width, device, inner = max(map(len, prompts)), place_of(model), unwrapped(model)
+    width, device, inner = max(map(len, prompts)), device_of(model), unwrapped(model)
     ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
 
@@ -230,7 +230,7 @@ def may_be_padded(model: Any, pad: int) -> bool:
     another one: it is more than its backbone and its head, or its cache gives other logits than a full pass."""
     name = type(unwrapped(model)).__name__
     tokens = [(pad + 1 + i) % vocabulary_of(model) for i in range(_LONG + _MADE)]
-    ids, seen = torch.tensor([tokens], device=place_of(model)), list[Tensor]()
+    ids, seen = torch.tensor([tokens], device=device_of(model)), list[Tensor]()
 
     def given(logits: Tensor) -> Tensor:
         seen.append(logits.clone())

@@ -74,7 +74,7 @@ class Served:
         return int(2 * layers * heads * self.served_dim * dtype.itemsize)
 
     def weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Return the model's weights (`model.weights.merged_weights`) in the shapes that vLLM has for them."""
+        """Return the model's weights (`model.anatomy.merged_weights`) in the shapes that vLLM has for them."""
         for name, weight in weights:
             yield name, weight if self.served_dim == self.head_dim else self._widened(name, weight)
 

@@ -324,7 +324,8 @@ class Bench:
 
 @dataclass(frozen=True)
 class Parts:
-    """All the parts of a run. `reference` is None when the loss has no KL term."""
+    """All the parts of a run. `reference` is None when the loss has no KL term, and the trained model where it is what
+    lies below new adapters."""
 
     bench: Bench
     curriculum: Curriculum

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from grpo_cli.engine.length_predictor import Predictor
+from grpo_cli.engine.length_predictor import Predictor, accuracy
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.support.errors import UserError
@@ -46,10 +46,13 @@ class SequenceEngine:
             sequence.predicted = length
 
     def _learn(self, served: Seq[tuple[Sequence, Rollout]]) -> Mapping[str, float]:
-        taught = [(s, r) for s, r in served if r.request.teaches_length and r.finish is not Finish.PARTIAL]
+        """Pass finished rollouts to the predictor; return metrics of what it had predicted of them."""
         if not served:
             return {}
-        return self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
+        taught = [(s, r) for s, r in served if r.request.teaches_length and r.finish is not Finish.PARTIAL]
+        self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
+        known = [(s.predicted, len(r) - self._predictor.prefix_tokens) for s, r in taught if s.predicted is not None]
+        return accuracy([predicted for predicted, _ in known], [true for _, true in known])
 
 
 def _hidden(sequences: Seq[Sequence]) -> torch.Tensor | None:

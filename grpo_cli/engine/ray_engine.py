@@ -29,7 +29,7 @@ from pydantic import Field
 from torch import nn
 
 from grpo_cli.engine.common import together
-from grpo_cli.engine.length_predictor import Predictor
+from grpo_cli.engine.length_predictor import Predictor, accuracy
 from grpo_cli.engine.ray_worker import Delivery, RolloutWorker, hollow, numbers, place
 from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.scheduling import Scheduler
@@ -166,7 +166,12 @@ class RayEngine:
                             finished.append(replace(rollout, request=requests[index]))
                             yield finished[-1]
             if self._tells_lengths:
-                details |= self._predictor.learn([r for r in finished if r.request.teaches_length], None)
+                taught = {id(one.request): one for one in finished if one.request.teaches_length}
+                self._predictor.learn([*taught.values()], None)
+                known = [
+                    (at, taught[id(one)]) for one, at in zip(requests, lengths or (), strict=False) if id(one) in taught
+                ]
+                details |= accuracy([at for at, _ in known], [len(one) for _, one in known])
         finally:
             for worker in self._workers:
                 worker.portion = ()

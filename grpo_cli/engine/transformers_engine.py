@@ -100,7 +100,7 @@ class GenerateEngine(SequenceEngine):
             self._predict(sequences)
         # Without a budget, bytes do not matter.
         tally = Tally(self._sampler.fit(KvShape(len(requests), 0, 0, 0, 0), self._per_step).slots)
-        admission, served, cache, details = Admission(sequences, tally.slots, False), [], 0, dict[str, float]()
+        admission, served, cache, details = Admission(tally.slots, False), [], 0, dict[str, float]()
         admission.start(self._scheduler, sequences)
         stopped = False
         try:

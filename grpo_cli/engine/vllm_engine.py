@@ -139,7 +139,7 @@ class VllmEngine(SequenceEngine):
     def _serve(
         self, sequences: Seq[Sequence], enough: Callable[[Rollout], bool] | None, tally: Tally
     ) -> Iterator[tuple[Sequence, Rollout]]:
-        admission = Admission(sequences, self._slots, self._sampler.refills)
+        admission = Admission(self._slots, self._sampler.refills)
         admission.start(self._scheduler, sequences)
         running, stopped = list[Sequence](), False
         token_by_token = enough is not None or any(one.request.sampling.stop for one in sequences)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from made import infinite, micro
-from small import small_model, some_requests, vllm_engine
+from small import engine_of, small_model, some_requests
 
 import grpo_cli.engine.vllm_engine as engine_module
 from grpo_cli.engine.sequence import Status
@@ -125,7 +125,7 @@ class FakeCore:
 def serving(monkeypatch: pytest.MonkeyPatch, core: FakeCore, **parts: Any) -> VllmEngine:
     monkeypatch.setattr(engine_module, "require_vllm", lambda: None)
     monkeypatch.setattr(engine_module, "head_sizes", lambda device: None)
-    engine = vllm_engine(small_model(), **parts)
+    engine = engine_of("vllm", small_model(), **parts)
     engine._llm, engine._slots = SimpleNamespace(llm_engine=core), 2
     monkeypatch.setattr(engine, "_wake", lambda requests: 0.0)
     monkeypatch.setattr(engine, "_limit", lambda: 999)
@@ -181,7 +181,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, notes: list[Any], v2: b
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 100 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * 2**30)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: notes.append("empty_cache"))
-    engine = vllm_engine(small_model(), warn=notes.append, **words)
+    engine = engine_of("vllm", small_model(), warn=notes.append, **words)
     engine._device, engine._sleeps = torch.device("cuda"), True
 
     def started(folder: Any, kwargs: Any) -> Any:
@@ -235,7 +235,7 @@ def test_the_runner_is_named(monkeypatch: pytest.MonkeyPatch, v2: bool):
 def test_segments_that_grow_are_refused_where_vllm_sleeps(monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
     with pytest.raises(UserError, match=f"{name}=max.*True in the environment: vLLM sleeps by.*engine.sleep=false"):
-        vllm_engine(small_model(), sleep=True)
+        engine_of("vllm", small_model(), sleep=True)
 
 
 def test_a_guest_leaves_the_random_states_of_gpus_as_they_were(monkeypatch: pytest.MonkeyPatch):

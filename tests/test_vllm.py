@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from made import infinite, micro
-from small import contents, make_engine, small_model, some_requests, vllm_engine
+from small import contents, engine_of, make_engine, small_model, some_requests
 from transformers import PreTrainedModel
 
 import grpo_cli.engine.vllm_engine as engine_module
@@ -56,7 +56,7 @@ def model() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def engine(model: PreTrainedModel) -> Iterator[VllmEngine]:
     """One engine of 64 slots for all tests that change nothing."""
-    yield vllm_engine(model, rollouts_per_step=64)
+    yield engine_of("vllm", model, rollouts_per_step=64)
 
 
 def requests_of(task: Arithmetic, prompts: int, n: int, **words: Any) -> list[Request]:
@@ -151,7 +151,7 @@ def stopped_and_resumed(engine: VllmEngine, requests: Sequence[Request]) -> list
 
 @pytest.mark.parametrize(("sampler", "slots"), [(micro(slots=5), 5), (infinite(slots=7), 7)], ids=str)
 def test_what_is_stopped_goes_on_where_it_was_and_every_request_comes_back_once(model, task, sampler, slots):
-    engine = vllm_engine(model, sampler=sampler)
+    engine = engine_of("vllm", model, sampler=sampler)
     requests = requests_of(task, 4, 6, max_new_tokens=40)
     rollouts = stopped_and_resumed(engine, requests)
     assert {id(rollout.request) for rollout in rollouts} == {id(request) for request in requests}
@@ -198,7 +198,7 @@ def test_what_vllm_would_change_silently_is_refused(engine: VllmEngine, task: Ar
 
 def test_weights_follow_the_policy_when_told_and_not_before(task: Arithmetic):
     model = tiny()
-    engine = vllm_engine(model)
+    engine = engine_of("vllm", model)
     requests = requests_of(task, 3, 4)
     assert worst(model, list(engine.generate(requests))) < CLOSE
     with torch.no_grad():
@@ -227,7 +227,7 @@ def test_seeds_fit_into_vllms_signed_numbers(
 
 def test_vllm_runs_outside_the_learners_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dtype is the autocast's; but under it adapters would be merged, and kernels recorded, in bfloat16 twice."""
-    engine = vllm_engine(small_model("qwen2", hidden_size=64, head_dim=16))
+    engine = engine_of("vllm", small_model("qwen2", hidden_size=64, head_dim=16))
     seen: dict[str, bool] = {}
 
     def noting(name: str, what: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,7 +249,7 @@ def test_vllm_runs_outside_the_learners_autocast(monkeypatch: pytest.MonkeyPatch
 
 def test_a_closed_engine_lets_vllm_go(model: PreTrainedModel, task: Arithmetic) -> None:
     """What was to be called at the engine's own end held vLLM, with weights and cache, until then."""
-    engine = vllm_engine(model)
+    engine = engine_of("vllm", model)
     requests = requests_of(task, 1, 2, max_new_tokens=4)
     list(engine.generate(requests))
     core = weakref.ref(engine._llm.llm_engine.engine_core)
@@ -264,19 +264,19 @@ def test_what_would_end_the_process_is_refused(model: PreTrainedModel, task: Ari
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(UserError, match="on a CPU cannot compute heads of 24 numbers in bfloat16"),
     ):
-        list(vllm_engine(model).generate(requests_of(task, 1, 1)))
+        list(engine_of("vllm", model).generate(requests_of(task, 1, 1)))
 
 
 @pytest.mark.parametrize(("family", "hidden"), [("llama", 32), ("mistral", 32), ("qwen2", 32), ("qwen2", 128)])
 def test_heads_of_a_size_that_vllm_lacks_are_served_all_the_same(family: str, hidden: int):
     # llama: heads of 8 in groups, untied; qwen2 has biases on q, k and v only; 32 is a size that vLLM has
     model = small_model(family, tie_word_embeddings=family != "llama", hidden_size=hidden)
-    rollouts = list(vllm_engine(model).generate(some_requests(2, 3)))
+    rollouts = list(engine_of("vllm", model).generate(some_requests(2, 3)))
     assert worst(model, rollouts) < CLOSE
 
 
 def test_a_budget_bounds_the_cache(model: PreTrainedModel, task: Arithmetic):
-    engine = vllm_engine(model, sampler=infinite(kv_budget="2MB"))
+    engine = engine_of("vllm", model, sampler=infinite(kv_budget="2MB"))
     assert len(list(engine.generate(requests_of(task, 2, 4, max_new_tokens=16)))) == 8
     assert engine.stats().kv_peak_bytes <= 2_000_000
 
@@ -291,12 +291,12 @@ def test_a_budget_bounds_the_cache(model: PreTrainedModel, task: Arithmetic):
 )
 def test_words_for_vllm_are_checked(model: PreTrainedModel, task: Arithmetic, options: dict[str, Any], said: str):
     with pytest.raises(UserError, match=said):
-        list(vllm_engine(model, options=options).generate(requests_of(task, 1, 1)))
+        list(engine_of("vllm", model, options=options).generate(requests_of(task, 1, 1)))
 
 
 def test_norms_of_keys_forbid_larger_heads():
     with pytest.raises(UserError, match=r"cannot serve Qwen3ForCausalLM with heads of 8 numbers.* use engine=torch"):
-        vllm_engine(small_model("qwen3"))
+        engine_of("vllm", small_model("qwen3"))
 
 
 # Trains through vLLM for nine steps, with an evaluation after the eighth; in the tenth, vLLM fails among the rollouts.
@@ -345,7 +345,7 @@ def test_the_policy_learns_and_a_failure_leaves_the_last_checkpoint(tmp_path: Pa
 @pytest.mark.gpu
 def test_a_gpus_memory_is_given_back_between_rollouts(task: Arithmetic):
     model = tiny().to("cuda", torch.bfloat16)
-    engine = vllm_engine(model, memory=0.2)
+    engine = engine_of("vllm", model, memory=0.2)
     for _ in range(2):
         rollouts = list(engine.generate(requests_of(task, 2, 4)))
         details = engine.stats().details

@@ -111,8 +111,7 @@ def engine_of(choice: str, model: Any, **words: Any) -> Any:
     parts |= {"sampler": full(), **words}
     names = [field.name for field in fields(EngineParts) if field.name in parts]
     own = {name: value for name, value in words.items() if name not in names}
-    part = made.part("engine", choice, **own)
-    given = EngineParts(model=model, **{name: parts[name] for name in names})
+    part, given = made.part("engine", choice, **own), EngineParts(model=model, **{name: parts[name] for name in names})
     return pkgutil.resolve_name(part.pop("_target_"))(given, **part)
 
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -60,6 +60,9 @@ class _Worker:
     portion: Seq[Sequence] = ()
     place: Mapping[str, Any] = field(default_factory=dict)
     deaths: int = 0  # since its last answer
+
+    def __str__(self) -> str:
+        return f"worker {self.number} on {self.place.get('host', 'a new node')}"
 
     def start(self) -> None:
         """Request its place, which comes once Ray has found room on a node and started it."""
@@ -192,35 +195,38 @@ class RayEngine(SequenceEngine):
         """Return the answer that has come, and set the worker idle. None if that was its place, or if it has died."""
         import ray
 
-        name = f"worker {worker.number} on {worker.place.get('host', 'a new node')}"
         try:
             answer = ray.get(worker.coming)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, UserError):
                 raise UserError(str(error.cause)) from error
-            raise UserError(f"{name}: {reason_of(error.cause)}; {_ON}") from error
+            raise UserError(f"{worker}: {reason_of(error.cause)}; {_ON}") from error
         except ray.exceptions.RayError as error:
             worker.deaths += 1
             if worker.deaths == TRIES:
-                raise UserError(f"{name} died in {TRIES} calls in a row: see Ray's log; {_ON}") from error
-            self._parts.warn(f"{name} died: Ray restarts it, and any worker repeats its call")
+                raise UserError(f"{worker} died in {TRIES} calls in a row: see Ray's log; {_ON}") from error
+            self._parts.warn(f"{worker} died: Ray restarts it, and any worker repeats its call")
             worker.start()
             return None
         self._answered, worker.coming, worker.portion = time.monotonic(), None, ()
         if isinstance(answer, Delivery):
             worker.deaths = 0
             return answer
-        worker.place = answer
-        if answer["software"] != self._place["software"]:
-            raise UserError(
-                f"{name} has {answer['software']}, not {self._place['software']}: install the same everywhere"
-            )
-        if answer["rounding"] != self._place["rounding"]:
-            self._warn_once(
-                f"rollouts equal engine=torch's up to rounding: {answer['host']} has {answer['rounding']} "
-                f"(engine.threads), the trainer {self._place['rounding']} (OMP_NUM_THREADS)"
-            )
+        self._meet(worker, answer)
         return None
+
+    def _meet(self, worker: _Worker, there: Mapping[str, Any]) -> None:
+        """Note the place of a worker. UserError if another software runs there."""
+        worker.place = there
+        if there["software"] != self._place["software"]:
+            raise UserError(
+                f"{worker} has {there['software']}, not {self._place['software']}: install the same everywhere"
+            )
+        if there["rounding"] != here["rounding"]:
+            self._warn_once(
+                f"rollouts equal engine=torch's up to rounding: {there['host']} has {there['rounding']} "
+                f"(engine.threads), the trainer {here['rounding']} (OMP_NUM_THREADS)"
+            )
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:  # each worker has the same ones
@@ -288,9 +294,7 @@ def connect(address: str | None, workers: int, each: Mapping[str, int | float]) 
         raise UserError(f"Ray {place}: {reason_of(error)}; for a cluster, try ray status there") from error
     finally:
         signal.signal(signal.SIGTERM, handler)  # a run stops by its own
-    for host in hosts:
-        if ipaddress.ip_address(host).is_global and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-            raise UserError(f"engine.address: {host} is public: set RAY_AUTH_MODE=token on every node")
+    refuse_public(hosts)
     for name, number in each.items():
         have = free.get(name, 0.0)
         if have < workers * number:  # Ray would let them wait forever
@@ -310,6 +314,13 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5.0).close()
     except (OSError, OverflowError) as error:
         raise UserError(f"engine.address={address} does not answer ({error}): run ray start --head there") from error
+
+
+def refuse_public(hosts: Iterable[str]) -> None:
+    """UserError for a public host without a token: Ray runs the code that it is sent."""
+    for host in hosts:
+        if ipaddress.ip_address(host).is_global and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+            raise UserError(f"engine.address: {host} is public: set RAY_AUTH_MODE=token on every node")
 
 
 def reason_of(error: BaseException) -> str:

@@ -94,11 +94,11 @@ from grpo_cli.engine.scheduling import Fifo
 saved = pathlib.Path("outputs/train/killed/checkpoints/step_000002/COMPLETE")
 
 class Halfway(Fifo):
-    def plan(self, waiting, running, free):
+    def next(self, running):
         while saved.exists() and running and pathlib.Path("hold").exists():
             pathlib.Path("waiting").touch()
             time.sleep(0.05)
-        return super().plan(waiting, running, free)
+        return super().next(running)
 """
 
 

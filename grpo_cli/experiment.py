@@ -181,7 +181,7 @@ def _logger(
     record = read_record(Path(settings.run_dir))
     offered = {
         "run_dir": Path(settings.run_dir),
-        "config": asdict(settings) | {"code": asdict(code_version())},
+        "config": asdict(settings) | {"code": code_version()},
         "choices": {} if record is None else record.choices,
         "job_type": job_type,
         "say": say,
@@ -210,7 +210,7 @@ def evaluate_model(settings: EvalRunSettings) -> EvalResult:
         summary["problems"] = len({example.prompt_id for example in result.examples})
         summary["engine/kv_peak_bytes"] = float(stats.kv_peak_bytes)
         summary |= {name: value for name, value in stats.details.items() if name.startswith("engine/kv_saving")}
-        summary |= {"engine": bench.engine.facts(), "code": asdict(code_version())}
+        summary |= {"engine": bench.engine.facts(), "code": code_version()}
         write_summary(Path(settings.run_dir), summary)
     finally:
         tracker.close(summary)

@@ -222,10 +222,10 @@ class RayEngine(SequenceEngine):
             raise UserError(
                 f"{worker} has {there['software']}, not {self._place['software']}: install the same everywhere"
             )
-        if there["rounding"] != here["rounding"]:
+        if there["rounding"] != self._place["rounding"]:
             self._warn_once(
                 f"rollouts equal engine=torch's up to rounding: {there['host']} has {there['rounding']} "
-                f"(engine.threads), the trainer {here['rounding']} (OMP_NUM_THREADS)"
+                f"(engine.threads), the trainer {self._place['rounding']} (OMP_NUM_THREADS)"
             )
 
     def _warn_once(self, text: str) -> None:

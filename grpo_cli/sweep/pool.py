@@ -106,8 +106,15 @@ class Pool:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **place},
                 start_new_session=True,
             )
-        here = {"state": "running", "command": self._name, "pid": process.pid, "host": platform.node()}
-        status = replace(before, reason=None, exit_code=None, **here)
+        status = replace(
+            before,
+            state="running",
+            command=self._name,
+            pid=process.pid,
+            host=platform.node(),
+            reason=None,
+            exit_code=None,
+        )
         self._running.append(RunningJob(job, place, process, log, status, time.monotonic()))
         self._note(job, status)
 

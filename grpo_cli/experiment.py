@@ -6,7 +6,7 @@ import pkgutil
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from grpo_cli.collect.warmup import Sft
 from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rule_of, says
 from grpo_cli.config.prepare import Prepared, pick_device, prepare
 from grpo_cli.config.recorded import checkpoint_to_resume
+from grpo_cli.engine.common import EngineParts
 from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samples
 from grpo_cli.interfaces import Bench, Engine, Meter, Parts, Tracker
@@ -117,7 +118,9 @@ def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int,
     """Build the rollout engine with its sampler, scheduler, predictor and sparsity."""
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
     built = engine_parts(settings.parts, offered)
-    engine: Engine = make("engine", settings.parts["engine"], {**offered, **built})
+    names = [field.name for field in fields(EngineParts)]
+    parts = EngineParts(**{name: value for name, value in {**offered, **built}.items() if name in names})
+    engine: Engine = make("engine", settings.parts["engine"], {**offered, **built, "parts": parts})
     if settings.sampling.stop and not engine.reads_stop_strings:
         raise UserError(
             f"sampling.stop={list(settings.sampling.stop)}: {settings.parts['engine']['_target_']} does not look for "
@@ -132,13 +135,13 @@ def worker_engine(
     pad: int,
     decode: Callable[..., Any],
     model: Any,
-    tells_lengths: bool,
+    lengths_are_given: bool,
     given: Mapping[tuple[str, int, int], float],
     **more: Any,
 ) -> Engine:
     """Build the engine of a worker of `engine=ray`. `given` holds the lengths if the trainer predicts them."""
     parts = dict(settings.parts) | {"engine": inner_engine(settings.parts["engine"])}
-    if tells_lengths:
+    if lengths_are_given:
         parts["predictor"] = {"_target_": "grpo_cli.engine.length_predictor.GivenLengths"}
     return _engine(replace(settings, parts=parts), model, eos, pad, decode=decode, given=given, **more)
 
@@ -177,7 +180,7 @@ def _logger(
     record = read_record(Path(settings.run_dir))
     offered = {
         "run_dir": Path(settings.run_dir),
-        "config": asdict(settings) | {"code": asdict(code_version())},
+        "config": asdict(settings) | {"code": code_version()},
         "choices": {} if record is None else record.choices,
         "job_type": job_type,
         "say": say,
@@ -206,7 +209,7 @@ def evaluate_model(settings: EvalRunSettings) -> EvalResult:
         summary["problems"] = len({example.prompt_id for example in result.examples})
         summary["engine/kv_peak_bytes"] = float(stats.kv_peak_bytes)
         summary |= {name: value for name, value in stats.details.items() if name.startswith("engine/kv_saving")}
-        summary |= {"engine": bench.engine.facts(), "code": asdict(code_version())}
+        summary |= {"engine": bench.engine.facts(), "code": code_version()}
         write_summary(Path(settings.run_dir), summary)
     finally:
         tracker.close(summary)

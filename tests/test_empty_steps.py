@@ -49,9 +49,12 @@ def test_a_step_of_equal_rewards_is_as_if_it_had_not_been(tmp_path: Path) -> Non
     model, recorder, warnings = small_model(), Recorder(), list[str]()
     kept: list[dict[str, torch.Tensor]] = [copy.deepcopy(dict(model.state_dict()))]
     recorder._on_log = lambda record: kept.append(copy.deepcopy(dict(model.state_dict())))
-    settings = decaying(tmp_path, steps=3, epochs=2, minibatches=2)
+    settings, updated = decaying(tmp_path, steps=3, epochs=2, minibatches=2), list[int]()
     parts: dict[str, Any] = dict(task=Equal(2), trackers=(recorder,), warn=warnings.append)
-    summary = make_trainer(settings, model=model, **parts).fit()
+    trainer = make_trainer(settings, model=model, **parts)
+    trainer._parts.bench.engine.update_weights = lambda: updated.append(trainer._progress.step)
+    summary = trainer.fit()
+    assert updated == [2], "an engine gets weights that have moved, and no others"
     assert [same(kept[0], later) for later in kept[1:]] == [True, True, True, False]
     assert (summary["updates"], summary["empty_steps"], summary["skipped_updates"]) == (4, 2, 0)
     first, last = recorder.records[1].metrics, recorder.records[3].metrics
@@ -78,30 +81,34 @@ def test_equal_rewards_do_step_towards_the_reference(tmp_path: Path) -> None:
     assert divergence() < 0.9 * before
 
 
+@pytest.mark.parametrize("own_term", [False, True], ids=["plain", "own term"])
 @pytest.mark.parametrize("correction", [SPARSE_RL, SEQUENCE_MASK], ids=["veto", "is"])
-def test_a_term_of_the_loss_s_own_is_asked_as_long_as_a_token_is_left(tmp_path: Path, correction: Any) -> None:
-    """Weights of 0 leave the tokens in the mask, a veto takes them out of it; all rollouts are rejected both ways."""
+def test_a_step_in_which_all_are_rejected_moves_nothing_but_for_a_term_of_the_loss_s_own(
+    tmp_path: Path, correction: Any, own_term: bool
+) -> None:
+    """Weights of 0 leave the tokens in the mask, a veto takes them out of it; weight decay would move the weights."""
 
     def with_own_term(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
         output = GRPO(logprobs, batch, totals)
         return replace(output, loss=output.loss + logprobs[batch.loss_mask].sum() / totals.tokens)
 
-    model, warnings = small_model(), list[str]()
+    model, warnings, moved = small_model(), list[str](), own_term and correction is SEQUENCE_MASK
+    before = copy.deepcopy(dict(model.state_dict()))
     engine = with_sampler_off_by(model, lambda rollout: 20.0)
-    settings = decaying(tmp_path, steps=1)
-    parts: dict[str, Any] = dict(engine=engine, correction=correction, loss=with_own_term, warn=warnings.append)
-    summary = make_trainer(settings, model=model, **parts).fit()
-    moved = correction is SEQUENCE_MASK
+    parts: dict[str, Any] = dict(engine=engine, correction=correction, loss=with_own_term if own_term else GRPO)
+    summary = make_trainer(decaying(tmp_path, steps=1), model=model, warn=warnings.append, **parts).fit()
     assert (summary["updates"], summary["empty_steps"], summary["skipped_updates"]) == (moved, 1 - moved, 0)
     assert (summary["trained_rollouts"], summary["trained_tokens"]) == (0, 0)
-    assert len([text for text in warnings if "every rollout was rejected" in text]) == 1
+    assert same(before, model.state_dict()) != moved
+    (warning,) = [text for text in warnings if "every rollout was rejected" in text]
+    assert "sparsity.budget" in warning
 
 
 def test_a_minibatch_of_equal_rewards_is_passed_over_and_the_next_one_is_still_on_policy(tmp_path: Path) -> None:
     """One prompt, two minibatches of two: the pairs are equal within the first alone when the advantages are given."""
     spy = Spy()
 
-    def halves(group: ScoredGroup, kept: Sequence[int]) -> torch.Tensor:
+    def halves(group: Any, kept: Any) -> torch.Tensor:
         return torch.tensor([0.0, 1.0, 0.0, 0.0])
 
     settings = quiet(settings_for(tmp_path, steps=1, prompts=1, minibatches=4))
@@ -110,11 +117,3 @@ def test_a_minibatch_of_equal_rewards_is_passed_over_and_the_next_one_is_still_o
     moved = [float(batch.advantages[0]) for batch in spy.batches].index(1.0)
     old = [batch.policy_logprobs is None for batch in spy.batches]
     assert old == [place <= moved for place in range(4)]
-
-
-def test_an_engine_is_told_of_weights_that_moved_and_of_no_others(tmp_path: Path) -> None:
-    told: list[int] = []
-    trainer = make_trainer(quiet(settings_for(tmp_path, steps=3, minibatches=2)), task=Equal(2))
-    trainer._parts.bench.engine.update_weights = lambda: told.append(trainer._progress.step)
-    trainer.fit()
-    assert told == [2]

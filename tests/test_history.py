@@ -33,6 +33,10 @@ def test_figures_are_those_of_the_last_visits(counts: list[tuple[int, int]], dec
     assert a + b == pytest.approx(2 * prior + sum(w * tried for w, (_, tried) in zip(weights, last, strict=True)))
     rate = history.rate("q0", decay)
     assert (history.outcome("q0") is None) == (not counts) == (len(history) == 0)
+    if counts:
+        solved, tried = counts[-1]
+        outcome = Solved.ALL if solved == tried else Solved.MIXED if solved else Solved.NONE
+        assert history.outcome("q0") is outcome
     shares = [w * solved / tried for w, (solved, tried) in zip(weights, last, strict=True)]
     assert rate == pytest.approx(sum(shares) / sum(weights) if shares else UNSEEN) and -1e-9 <= rate <= 1 + 1e-9
 
@@ -52,10 +56,3 @@ def test_what_is_put_back_is_what_was_and_goes_on_alike(
             history.observe(step, [group_of(problems(1)[0], solved, tried)])
     assert first.state_dict() == again.state_dict()
     assert (first.state_dict() == state) == (not more), "what was kept does not change"
-
-
-@pytest.mark.parametrize(
-    ("solved", "outcome"), [(0, Solved.NONE), (1, Solved.MIXED), (3, Solved.MIXED), (4, Solved.ALL)]
-)
-def test_an_outcome_is_of_the_last_visit(solved: int, outcome: Solved) -> None:
-    assert visited([(2, 4), (solved, 4)]).outcome("q0") is outcome

@@ -77,16 +77,12 @@ def test_a_change_waits_for_the_copy_and_not_for_the_writing(monkeypatch: pytest
     one.join()
 
 
-def test_buffers_are_used_again_and_frozen_weights_are_not_copied() -> None:
+def test_frozen_weights_are_not_copied() -> None:
     kept = list[Any]()
     one, weight, frozen = saver(), torch.ones(4), torch.ones(2)
-    for _ in range(2):
-        one.save({"w": weight, "f": frozen.view(2, 1)}, kept.append, [frozen])
-        one.join()
-        weight += 1
-    first, second = kept
-    assert first["w"].data_ptr() == second["w"].data_ptr() != weight.data_ptr()
-    assert second["w"].tolist() == [2.0] * 4 and first["f"].data_ptr() == frozen.data_ptr()
+    one.save({"w": weight, "f": frozen.view(2, 1)}, kept.append, [frozen])
+    one.join()
+    assert kept[0]["w"].data_ptr() != weight.data_ptr() and kept[0]["f"].data_ptr() == frozen.data_ptr()
 
 
 def test_one_is_in_flight_and_its_error_is_raised_by_the_next_save_or_join() -> None:

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from small import describe
+from small import describe, scored
 
-from grpo_cli.metrics import (
-    kept_metrics,
-    rollout_metrics,
-    zero_std_share,
-)
-from grpo_cli.settings import Sampling
-from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
+from grpo_cli.metrics import kept_metrics, rollout_metrics, zero_std_share
+from grpo_cli.types import Finish, Reward, ScoredGroup
 
 
 def group(*rewards: float, lengths: tuple[int, ...] = (), cut: tuple[int, ...] = (), **parts: float) -> ScoredGroup:
-    prompt = Prompt("p", (1,), "")
-    lengths = lengths or (1,) * len(rewards)
-    rollouts = tuple(
-        Rollout(
-            request=Request(prompt, sample, 0, Sampling.plain(128)),
-            token_ids=(5,) * length,
-            sampler_logprobs=(-1.0,) * length,
-            finish=Finish.LENGTH if sample in cut else Finish.EOS,
-            kept_kv=0,
-        )
-        for sample, length in enumerate(lengths)
+    replies = [(5,) * length for length in lengths or (1,) * len(rewards)]
+    whole = scored(*(Reward(total, parts) for total in rewards), replies=replies)
+    ends = (Finish.LENGTH if sample in cut else Finish.EOS for sample in range(len(rewards)))
+    return replace(
+        whole, rollouts=tuple(replace(one, finish=end) for one, end in zip(whole.rollouts, ends, strict=True))
     )
-    return ScoredGroup(prompt, rollouts, tuple(Reward(total, parts) for total in rewards))
 
 
 def test_rollout_metrics_are_those_worked_out_by_hand() -> None:
@@ -52,13 +42,10 @@ def test_rollout_metrics_are_those_worked_out_by_hand() -> None:
     )
 
 
-def test_every_computed_metric_has_a_sentence() -> None:
-    for name in {**rollout_metrics([group(1.0, 0.0, format=1.0)]), **kept_metrics([group(1.0, 0.0)], [group(1.0)])}:
-        assert describe(name).endswith(".")
-
-
 @pytest.mark.parametrize("name", ["", "loss/typo", "eval/pass@", "eval/pass@0", "eval/pass@k", "reward/", "engine/a/b"])
-def test_unknown_names_are_refused(name: str) -> None:
+def test_computed_names_have_a_sentence_and_unknown_ones_are_refused(name: str) -> None:
+    for known in {**rollout_metrics([group(1.0, 0.0, format=1.0)]), **kept_metrics([group(1.0, 0.0)], [group(1.0)])}:
+        assert describe(known).endswith(".")
     with pytest.raises(KeyError, match="is not a metric"):
         describe(name)
 

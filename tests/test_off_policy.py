@@ -120,7 +120,7 @@ def test_no_number_of_a_step_with_given_tokens_is_nan(
     aged(monkeypatch, given_then_old)
     spy, recorder = Spy(), Recorder()
     settings = quiet(settings_for(tmp_path, steps=2, minibatches=2), m=m)
-    parts: dict[str, Any] = {"correction": made.correction(choice), "advantage": made.advantage("novelty")}
+    parts: dict[str, Any] = {"correction": made.correction(choice)}
     parts["downsample"] = lambda group, keep, rng: list(range(keep))
     trainer = make_trainer(settings, loss=spy, trackers=(recorder,), **parts)
     trainer._learner.updates = 10

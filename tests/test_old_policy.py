@@ -111,7 +111,7 @@ def made_passes(trainer: Any) -> list[int]:
     return passes
 
 
-@pytest.mark.parametrize("choice", one_and_the_rest(["none", "tis", "mis", "sparse_rl", "ftis"], "ftis"))
+@pytest.mark.parametrize("choice", one_and_the_rest(["none", "tis", "mis", "sparse_rl"], "mis"))
 def test_drawn_measures_from_where_each_token_was_drawn_and_makes_no_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -21,18 +22,16 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "checkout"
     folder.mkdir()
     (folder / "code.py").write_text("one")
-    git(folder, "init", "-q")
-    git(folder, "add", "code.py")
-    git(folder, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one")
-    git(folder, "-c", "user.name=a", "-c", "user.email=a@b", "tag", "-am", "v", "v1-2")
+    me = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (["init", "-q"], ["add", "code.py"], [*me, "commit", "-qm", "one"], [*me, "tag", "-am", "v", "v1-2"]):
+        git(folder, *words)
     return folder
 
 
 def git(folder: Path, *words: str) -> str:
-    try:
-        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-    except FileNotFoundError:
+    if shutil.which("git") is None:
         pytest.skip("git is not installed")
+    return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_a_checkout_is_its_commit_and_whether_a_tracked_file_differs(repository: Path) -> None:

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import common
 import pytest
@@ -17,25 +16,16 @@ import pytest
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 BENCHES = [path.stem for path in (SCRIPTS / "bench").glob("*.py") if path.stem not in ("arms", "common", "step")]
 # What a small run of each bench is asked with besides --quick; the others have tests of their own.
-SMALL = {
-    "memory": [()],
-    "real": [("--parts", "floor", "train")],
-}
-
-
+SMALL = {"memory": (), "real": ("--parts", "floor", "train")}
 # They need a commit to compare with, a control group (Linux, as root), a real model and TRL.
 BY_HAND = ("against", "fit", "time_to_accuracy")
-
-
-def load(name: str) -> ModuleType:
-    return importlib.import_module(name)
 
 
 @pytest.mark.study
 @pytest.mark.parametrize("name", BENCHES)
 def test_every_bench_tells_its_options(name: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
-        load(name).main(["--help"])
+        importlib.import_module(name).main(["--help"])
     said = capsys.readouterr().out
     assert ended.value.code == 0 and "--json" in said and "--quick" in said
     assert f"scripts/bench/{name}.py" in said
@@ -47,16 +37,12 @@ def test_no_bench_goes_untried():
 
 @pytest.mark.study
 @pytest.mark.filterwarnings("ignore:This process .*fork:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [(name, words) for name, cases in SMALL.items() for words in cases],
-)
-def test_a_bench_works_at_a_small_size_and_leaves_its_figures(name: str, words: tuple[str, ...], tmp_path: Path):
+@pytest.mark.parametrize("name", SMALL)
+def test_a_bench_works_at_a_small_size_and_leaves_its_figures(name: str, tmp_path: Path):
     out = tmp_path / "figures" / "out.json"
-    assert load(name).main([*words, "--quick", "--json", str(out)]) == 0
+    assert importlib.import_module(name).main([*SMALL[name], "--quick", "--json", str(out)]) == 0
     found = json.loads(out.read_text())
-    assert found["settings"]["quick"] is True
-    assert {"torch", "machine", "load"} <= found["environment"].keys()
+    assert found["settings"]["quick"] is True and {"torch", "machine", "load"} <= found["environment"].keys()
     assert len(found.keys() - {"settings", "environment", "checks"}) >= 1
 
 

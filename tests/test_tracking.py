@@ -10,7 +10,6 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,30 +46,22 @@ def steps(path: Path) -> list[int]:
 
 def test_a_record_is_in_the_files_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     tracker: Tracker = JsonlTracker(tmp_path / "run")
-    tracker.log(Record(1, METRICS, (example(), example(advantage=None))))
+    reply = 'a\nb\r\u2028"\\ é 漢 \ud800 \x00'  # any text stays on one line
+    numbers = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.1, "e": -0.0, "f": 1e300}
+    tracker.log(Record(1, numbers, (example(), example(reply, advantage=None))))
     (row,) = read(tmp_path / "run" / "metrics.jsonl")  # not closed: a killed process would have left this
-    assert row.pop("loss/kl") == "NaN"
-    assert row == {"step": 1, "reward/mean": 0.5, "optim/lr": 1e-3}
+    assert {name: repr(float(row[name])) for name in numbers} == {name: repr(one) for name, one in numbers.items()}
+    assert (row["a"], list(row)) == ("NaN", ["step", *numbers])
     first, second = read(tmp_path / "run" / "rollouts.jsonl")
     asked = {"prompt_id": "p1", "sample": 0, "prompt": "1+1=", "reply": "2", "answer": "2", "reward": 1.0}
     judged = {"solved": True, "parts": {"correct": 1.0}, "length": 1, "finish": "eos"}
     assert first == {"step": 1, **asked, **judged, "kept": True, "reason": "kept", "advantage": 0.5}
-    assert second["advantage"] is None
-    tracker.close({})
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.1, -0.0, 1e300])
-def test_every_number_can_be_read_back(tmp_path: Path, value: float) -> None:
-    JsonlTracker(tmp_path).log(Record(1, {"x": value}))
-    (row,) = read(tmp_path / "metrics.jsonl")
-    assert float(row["x"]) == value or (math.isnan(value) and math.isnan(float(row["x"])))
-
-
-def test_any_text_stays_on_one_line(tmp_path: Path) -> None:
-    reply = 'a\nb\r\u2028"\\ é 漢 \ud800 \x00'
-    JsonlTracker(tmp_path).log(Record(1, {}, (example(reply), example("next"))))
-    assert [row["reply"] for row in read(tmp_path / "rollouts.jsonl")] == [reply, "next"]
-    assert "漢" in (tmp_path / "rollouts.jsonl").read_text(), "a person can read it"
+    assert (second["advantage"], second["reply"]) == (None, reply)
+    assert "漢" in (tmp_path / "run" / "rollouts.jsonl").read_text(), "a person can read it"
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match="already holds the records of a run.*resume="):
+        JsonlTracker(tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
 def logged(run: Path, saved: int = 3, last: int = 5) -> tuple[JsonlTracker, dict[str, Any]]:
@@ -132,14 +123,6 @@ def test_a_full_disk_ends_a_run_with_one_error_and_costs_no_record_of_a_checkpoi
     again = JsonlTracker(tmp_path, resumed=True)
     again.load_state_dict(state)
     assert steps(tmp_path / "metrics.jsonl") == [0, 1, 2, 3]
-
-
-def test_a_fresh_run_does_not_write_into_the_records_of_another(tmp_path: Path) -> None:
-    JsonlTracker(tmp_path).log(Record(1, {}))
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match="already holds the records of a run.*resume="):
-        JsonlTracker(tmp_path)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def test_secrets_are_hidden_by_name_by_value_and_by_looks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +231,7 @@ def test_a_whole_run_is_complete_in_w_and_b(tmp_path: Path, lonely: pytest.Monke
     told = {item.key: json.loads(item.value_json) for record in records for item in record.summary.update}
     summary = json.loads((run / "summary.json").read_text())
     code, engine = summary.pop("code"), summary.pop("engine")
-    assert summary.items() <= told.items() and json.loads(told["code"]) == code == asdict(code_version())
+    assert summary.items() <= told.items() and json.loads(told["code"]) == code == code_version()
     assert json.loads(told["engine"]) == engine and engine["threads"] == torch.get_num_threads()
     (started,) = {record.run.run_id: record.run for record in records if record.HasField("run")}.values()
     assert (started.run_group, started.job_type) == ("my sweep", "train")
@@ -261,26 +244,23 @@ def test_a_whole_run_is_complete_in_w_and_b(tmp_path: Path, lonely: pytest.Monke
     assert sum(len(table["data"]) for table in tables) == len(read(run / "rollouts.jsonl"))
 
 
-def test_the_agent_of_a_w_and_b_sweep_names_the_run(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
-    lonely.setenv("WANDB_RUN_ID", "theirs")
-    assert tracking._run_id(tmp_path) != "theirs", "only where an agent has set it"
-    (tmp_path / "wandb_id.txt").unlink()
-    lonely.setenv("WANDB_SWEEP_ID", "sweep")
-    assert tracking._run_id(tmp_path) == "theirs"
-    lonely.delenv("WANDB_RUN_ID")
-    assert tracking._run_id(tmp_path) == "theirs", "resumed without the agent"
-
-
 def test_a_resumed_run_is_the_same_w_and_b_run_and_may_go_back(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
-    for first in (1, 2):  # the first life logged steps 1 to 3, but was resumed from a checkpoint at step 1
-        tracker = wandb_tracker(tmp_path, {}, project="p", mode="offline", say=lambda text: None)
+    """The agent of a W&B sweep may name it; the first life logged steps 1 to 3, but its checkpoint was of step 1."""
+    for folder in ("alone", "run"):
+        (tmp_path / folder).mkdir()
+    lonely.setenv("WANDB_RUN_ID", "theirs")
+    assert tracking._run_id(tmp_path / "alone") != "theirs", "only where an agent has set it"
+    lonely.setenv("WANDB_SWEEP_ID", "sweep")
+    for first in (1, 2):
+        tracker = wandb_tracker(tmp_path / "run", {}, project="p", mode="offline", say=lambda text: None)
         for step in range(first, 4):
             tracker.log(Record(step, {"life": float(first)}))
         tracker.close({})
         time.sleep(1.1)  # W&B names folders by the second
-    records = offline_records(tmp_path)
+        lonely.delenv("WANDB_RUN_ID", raising=False)
+    records = offline_records(tmp_path / "run")
     ids = {record.run.run_id for record in records if record.WhichOneof("record_type") == "run"}
-    assert ids == {(tmp_path / "wandb_id.txt").read_text().strip()}
+    assert ids == {(tmp_path / "run" / "wandb_id.txt").read_text().strip()} == {"theirs"}
     assert [(row["step"], row["life"]) for row in history(records)] == [(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)]
 
 

@@ -23,7 +23,7 @@ from grpo_cli.settings import RecordSettings
 from grpo_cli.types import Prompt, Record, Reward, Rollout
 
 WITHOUT = made.correction("none")
-GATE = made.correction("ftis", gate=0.5)  # one token with a xi of exp(-20) has a KL of 1
+MASKED = made.correction("mis", importance="sequence")  # one token has a xi of exp(-20)
 
 
 class SecondIsWorst(CountTask):
@@ -46,48 +46,40 @@ def ran(folder: Path, m: int = 4, train: Mapping[str, Any] | None = None, **part
     return recorder.records[1], spy
 
 
-def of_the_loss(spy: Spy, epochs: int = 1) -> tuple[int, int]:
-    """Rollouts and tokens that were given to the loss with a weight, once each."""
+def counted(record: Record, spy: Spy, epochs: int = 1) -> tuple[float, float]:
+    """Rollouts and tokens as the record has them: those that were given to the loss with a weight, once each."""
     cells = [(batch, batch.trained_mask) for batch in spy.batches]
     rows, tokens = sum(int(b.any(c).sum()) for b, c in cells), sum(int(c.sum()) for _, c in cells)
-    return rows // epochs, tokens // epochs
+    found = record.metrics["rollouts/trained"], record.metrics["tokens/trained"]
+    assert found == (rows / epochs, tokens / epochs)
+    return found
 
 
-def told(record: Record) -> tuple[float, float]:
-    return record.metrics["rollouts/trained"], record.metrics["tokens/trained"]
-
-
-TWICE = {"epochs": 2, "minibatches": 2}
-
-
-@pytest.mark.parametrize("train", [{}, TWICE], ids=["once", "twice"])
-def test_a_rollout_that_is_gated_is_not_kept_and_counts_nowhere(tmp_path: Path, train: dict[str, int]) -> None:
-    record, spy = ran(tmp_path, train=train, correction=GATE)
+@pytest.mark.parametrize("train", [{}, {"epochs": 2, "minibatches": 2}], ids=["once", "twice"])
+def test_a_rollout_without_a_weight_is_not_kept_and_counts_nowhere(tmp_path: Path, train: dict[str, int]) -> None:
+    record, spy = ran(tmp_path, train=train, correction=MASKED)
     lengths = [row.length for row in record.examples if row.sample != 1]
-    assert told(record) == of_the_loss(spy, train.get("epochs", 1)) == (9, sum(lengths))
+    assert counted(record, spy, train.get("epochs", 1)) == (9, sum(lengths))
     assert [row.sample for row in record.examples if not row.kept] == [1, 1, 1]
-    assert all(row.reason.startswith("gate: ") == (row.sample == 1) for row in record.examples)
+    assert all(row.reason.startswith("importance: ") == (row.sample == 1) for row in record.examples)
     assert record.metrics["reward/kept_mean"] == pytest.approx((1 + 3 + 4) / 3), "nor in the mean reward"
-    assert record.metrics["mismatch/gated"] == 0.25
 
 
 @pytest.mark.parametrize("m", [4, 2])
 def test_a_vetoed_rollout_counts_nowhere(tmp_path: Path, m: int) -> None:
     """With m = n it is in the batch, for the divisors."""
     record, spy = ran(tmp_path, m=m, correction=SPARSE_RL, downsample=pods.maxvar)
-    assert len(spy.batches[0]) == 3 * m
     trained = [row for row in record.examples if row.kept]
-    assert told(record) == of_the_loss(spy) == (3 * min(m, 3), sum(row.length for row in trained))
-    assert len(trained) == 3 * min(m, 3) and not any(row.sample == 1 for row in trained)
-    assert {row.reason.partition(":")[0] for row in record.examples} == {"kept", "veto"} | (
-        {NOT_CHOSEN} if m < 4 else set()
-    )
+    assert counted(record, spy) == (3 * min(m, 3), sum(row.length for row in trained))
+    assert len(spy.batches[0]) == 3 * m and not any(row.sample == 1 for row in trained)
+    reasons = {row.reason.partition(":")[0] for row in record.examples}
+    assert reasons == {"kept", "veto"} | ({NOT_CHOSEN} if m < 4 else set())
 
 
 def test_a_rollout_whose_advantage_is_0_is_trained_on(tmp_path: Path) -> None:
     record, _ = ran(tmp_path, correction=WITHOUT, advantage=lambda group, kept: torch.zeros(len(kept)))
     assert all(row.kept and row.advantage == 0.0 for row in record.examples)
-    assert told(record) == (12, sum(row.length for row in record.examples))
+    assert record.metrics["tokens/trained"] == sum(row.length for row in record.examples)
 
 
 cells = st.lists(st.booleans(), min_size=3, max_size=3)

@@ -34,11 +34,6 @@ class Assignment:
     lower_bound: int
     guarantee: float
 
-    @property
-    def bound_ratio(self) -> float:
-        """Makespan over lower bound; 1 is as good as can be, and not always reachable."""
-        return self.makespan / self.lower_bound
-
 
 def lower_bound(lengths: Sequence[int], slots: int) -> int:
     """No schedule is shorter than its longest job, nor than an equal share of all the work."""

@@ -110,8 +110,7 @@ class ProcessLauncher(Launcher):
                 cfg.hydra.runtime.output_dir = str(folder)
             with _current(cfg):
                 del cfg["hydra"]
-                steps = OmegaConf.select(cfg, "train.steps") if self._sweep.command == "train" else None
-                job = Job(number, folder, given, label, steps)
+                job = Job(number, folder, given, label)
                 try:
                     self._sweep.check(cfg)
                 except UserError as error:

@@ -13,8 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from typing import IO, Any
+from typing import IO
 
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import regular
@@ -107,9 +106,15 @@ class Pool:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **place},
                 start_new_session=True,
             )
-        started = before.started or datetime.now(UTC).isoformat(timespec="seconds")
-        here: dict[str, Any] = {"command": self._name, "pid": process.pid, "host": platform.node()}
-        status = JobState("running", None, job.overrides, started=started, seconds=before.seconds, **here)
+        status = replace(
+            before,
+            state="running",
+            command=self._name,
+            pid=process.pid,
+            host=platform.node(),
+            reason=None,
+            exit_code=None,
+        )
         self._running.append(RunningJob(job, place, process, log, status, time.monotonic()))
         self._note(job, status)
 

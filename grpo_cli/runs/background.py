@@ -49,7 +49,7 @@ class Saver:
         self._writing = thread.submit(self._work, pairs, ready, snapshot, write)
         thread.shutdown(wait=False)
 
-    def settle(self) -> None:
+    def wait_until_copied(self) -> None:
         """Wait until what is being saved is copied: before any of it changes."""
         if not self._copied.is_set():
             with self._span("checkpoint"):

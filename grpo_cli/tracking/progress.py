@@ -67,10 +67,7 @@ def _means(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def step_metrics(
-    progress: Progress,
-    scored: Sequence[ScoredGroup],
-    stats: EngineStats,
-    trained: Trained,
+    progress: Progress, scored: Sequence[ScoredGroup], stats: EngineStats, trained: Trained
 ) -> dict[str, float]:
     """Add a step to the counters; returns its metrics, counters included, by their names in `metrics.py`."""
     progress.generated_tokens += stats.generated_tokens

@@ -179,10 +179,10 @@ class Bomb:
 
 def test_a_state_holds_and_runs_no_code(root, tmp_path, monkeypatch):
     """What safe loading would refuse is refused when saving."""
-    for value in (np.float64(1.0), np.zeros(2), {1}, Path("x"), print):
-        with pytest.raises(TypeError, match=rf"is a {type(value).__name__}"):
+    for value in (np.float64(1.0), np.zeros(2), Path("x"), print):
+        with pytest.raises(TypeError, match="tensors and plain values only"):
             save(root, 1, a=[1, value])
-    assert not root.exists()
+    assert names(root) == []
     monkeypatch.chdir(tmp_path)
     torch.save({"x": Bomb()}, tmp_path / "trainer_state.pt")
     with pytest.raises(UserError, match="is damaged"):

@@ -101,7 +101,7 @@ def _snapshot(moving: Any, frozen: set[tuple[int, int]]) -> tuple[_Pairs, Any]:
 
 def _copy(pairs: _Pairs, ready: Any) -> None:
     stream = None if ready is None else torch.cuda.Stream(ready.device)
-    with torch.cuda.stream(stream):  # type: ignore[arg-type]  # None is no stream
+    with torch.cuda.stream(stream):  # None is no stream
         if stream is not None:
             stream.wait_event(ready)
         for source, buffer in pairs:

@@ -102,8 +102,7 @@ class Pool:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **place},
                 start_new_session=True,
             )
-        here = {"state": "running", "reason": None, "exit_code": None, "pid": process.pid, "host": platform.node()}
-        status = replace(before, **here)
+        status = replace(before, state="running", reason=None, exit_code=None, pid=process.pid, host=platform.node())
         self._running.append(RunningJob(job, place, process, log, status, time.monotonic()))
         self._note(job, status)
 

@@ -142,22 +142,6 @@ def chance_of_mixed(solved: float, failed: float, most: int) -> list[float]:
     return mixed_gains(np.array([solved]), np.array([failed]), most)[0].cumsum()[2:].tolist()
 
 
-def known_gains(rates: Sequence[float], most: int) -> np.ndarray:
-    rate = np.array(rates)
-    return mixed_gains(rate * 1e12, (1 - rate) * 1e12, most)
-
-
-def test_rollouts_go_where_the_next_one_mixes_most():
-    gains = known_gains([0.05, 0.25, 0.5, 0.9], 8)
-    assert hand_out(gains.tolist(), [2] * 4, 8, rng()) == [2, 5, 4, 5]
-    worth = gains.cumsum(axis=1)
-    assert sum(worth[place, count] for place, count in enumerate([2, 5, 4, 5])) == pytest.approx(2.1412, abs=5e-5)
-    assert worth[:, 4].sum() == pytest.approx(2.0840, abs=5e-5)
-    gains = known_gains([0.5, 0.9, 0.05], 8)
-    assert hand_out(gains.tolist(), [0] * 3, 8, rng()) == [4, 4, 0]
-    assert gains[0, :5].sum() + gains[1, :5].sum() == pytest.approx(1.2188, abs=5e-5)
-
-
 def test_mixed_looks_at_a_pool_and_leaves_out_what_is_known_to_be_easy_or_hard():
     history = seen([0.0, 1.0, 0.5, 0.0, 1.0, 0.55, 0.0, 0.0, 1.0], tried=40)
     rule = collector("mixed", most=None)

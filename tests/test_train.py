@@ -19,7 +19,7 @@ from made import full, infinite, micro
 from small import FakeEngine, make_engine, small_model
 
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.config.instantiate import rules_of
+from grpo_cli.config.instantiate import factories, rules_of
 from grpo_cli.interfaces import Bench, Loss, Parts
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.methods import pods
@@ -109,7 +109,7 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
     bench = Bench(torch.device("cpu"), model, None, 0, CountTask(), engine)
     if isinstance(parts.get("engine"), type):
         parts["engine"] = parts["engine"](model)
-    rules = rules_of(made.settings().parts | {"downsample": made.part("downsample", "all")})
+    rules = rules_of(factories(made.settings().parts | {"downsample": made.part("downsample", "all")}))
     prompts = bench.task.prompts("train")
     curriculum = Epochs(prompts, settings.train.prompts, settings.seed)
     plain = Parts(

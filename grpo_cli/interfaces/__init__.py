@@ -22,7 +22,6 @@ from grpo_cli.interfaces.collecting import Collector as Collector
 from grpo_cli.interfaces.collecting import StepRollouts as StepRollouts
 from grpo_cli.interfaces.collecting import Warmup as Warmup
 from grpo_cli.settings import Sampling
-from grpo_cli.support.facts import Others as Others
 from grpo_cli.support.facts import facts as facts
 from grpo_cli.types import (
     Batch,

@@ -9,7 +9,7 @@ import pytest
 from small import small_model
 
 from grpo_cli.config.choices import shipped
-from grpo_cli.config.instantiate import engine_parts, inner_engine
+from grpo_cli.config.instantiate import engine_parts, engines, factories, factory
 from grpo_cli.engine.length_predictor import NoPredictor
 from grpo_cli.engine.ray_engine import RayEngine, connect
 from grpo_cli.engine.ray_worker import hollow
@@ -21,13 +21,13 @@ def test_what_the_inner_engine_refuses():
     parts = dict(made.settings().parts) | {"engine": made.part("engine", "ray", inner="vllm")}
     parts["sparsity"] = made.part("sparsity", "rkv")
     with pytest.raises(UserError, match="sparsity=rkv is not supported by engine=vllm"):
-        engine_parts(parts, {"seed": 0}, early=True)
+        engine_parts(factories(parts), {"seed": 0}, early=True)
 
 
-def test_the_inner_engine_is_that_of_its_file_with_the_options_on_top():
-    assert inner_engine(made.part("engine", "ray")) == shipped("engine", "torch")
-    changed = inner_engine(made.part("engine", "ray", inner="vllm", options={"memory": 0.8}))
-    assert changed == shipped("engine", "vllm") | {"memory": 0.8}
+@pytest.mark.parametrize(("inner", "options"), [("torch", {}), ("vllm", {"memory": 0.8})])
+def test_the_inner_engine_is_that_of_its_file_with_the_options_on_top(inner, options):
+    found = engines(factory("engine", made.part("engine", "ray", inner=inner, options=options)))[-1]
+    assert found.part == shipped("engine", inner) | options
 
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "head", "head:x"])

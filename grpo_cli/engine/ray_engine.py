@@ -223,7 +223,7 @@ class RayEngine(SequenceEngine):
         if there["rounding"] != here["rounding"]:
             self._warn_once(
                 f"rollouts equal engine=torch's up to rounding: {there['host']} has {there['rounding']} "
-                f"(engine.threads), the trainer {self._place['rounding']} (OMP_NUM_THREADS)"
+                f"(engine.threads), the trainer {here['rounding']} (OMP_NUM_THREADS)"
             )
 
     def _warn_once(self, text: str) -> None:

@@ -14,7 +14,7 @@ from bank import InOrder, Scripted, collection_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_cli.config.instantiate import function
+from grpo_cli.config.instantiate import make
 from grpo_cli.experimental.apportion import hand_out, in_proportion
 from grpo_cli.experimental.dars import missing
 from grpo_cli.experimental.trace import mixed_gains
@@ -29,7 +29,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 
 def collector(choice: str, **changed: Any) -> Any:
-    return function("collector", made.part("collector", choice, **changed))
+    return make("collector", made.part("collector", choice, **changed))
 
 
 def problems(count: int) -> list[Prompt]:

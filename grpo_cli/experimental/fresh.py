@@ -36,7 +36,7 @@ def fresh(group: ScoredGroup, kept: Sequence[int], *, stats_over: StatsOver, eps
     """Weigh tokens by whether they are new. A group that was stored whole is fresh by that: it goes with collectors
     that finish groups in the step."""
     spans = [[(span.version, span.count) for span in one.spans] or [(0, len(one))] for one in group.rollouts]
-    own = [np.concatenate([np.full(count, version) for version, count in of]) for of in spans]
+    own = [np.repeat([version for version, _ in of], [count for _, count in of]) for of in spans]
     newest = max(int(of.max(initial=0)) for of in own)
     weights = [(own[index] == newest) | (own[index] == GIVEN) for index in kept]
     return weighed(grpo(group, kept, stats_over=stats_over, eps=eps), weights)

@@ -14,7 +14,6 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.engine.length_predictor import Predictions
 from grpo_cli.history import of_kind
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.problems import records
@@ -39,14 +38,11 @@ class Oracle:
             by_step.setdefault(row.prompt_id, {}).setdefault(row.step, {})[row.sample] = row.length
         self._recorded = {prompt_id: [steps[step] for step in sorted(steps)] for prompt_id, steps in by_step.items()}
         self._replayed: Counter[str] = Counter()
-        self._answers = Predictions()
 
     def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
-        answers = None
         if any(request.prompt.id in self._recorded and not request.held_out for request in requests):
-            answers = [float(self._length(request)) for request in requests]
-        self._answers.remember(requests, answers)
-        return answers
+            return [float(self._length(request)) for request in requests]
+        return None
 
     def _length(self, request: Request) -> int:
         name, times = request.prompt.id, self._replayed[request.prompt.id]
@@ -59,10 +55,8 @@ class Oracle:
             )
         return recorded[times][request.sample]
 
-    def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> Mapping[str, float]:
-        metrics = self._answers.judge(finished, self.prefix_tokens)
+    def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> None:
         self._replayed.update({r.request.prompt.id for r in finished} & self._recorded.keys())
-        return metrics
 
     def state(self) -> dict[str, Any]:
         return {"kind": "oracle", "replayed": dict(self._replayed)}

@@ -14,7 +14,7 @@ from bank import InOrder, Scripted, collection_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_cli.config.instantiate import function
+from grpo_cli.config.instantiate import make
 from grpo_cli.experimental.dars import missing, within
 from grpo_cli.experimental.trace import hand_out, mixed_gains
 from grpo_cli.history import History, Visit
@@ -28,7 +28,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 
 def collector(choice: str, **changed: Any) -> Any:
-    return function("collector", made.part("collector", choice, **changed))
+    return make("collector", made.part("collector", choice, **changed))
 
 
 def problems(count: int) -> list[Prompt]:

@@ -22,7 +22,7 @@ from tiny_hf import FAMILIES
 
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.config.instantiate import rule_of
+from grpo_cli.config.instantiate import make, ready
 from grpo_cli.experimental import arrol as arrol_module
 from grpo_cli.experimental import latr, poise
 from grpo_cli.experimental.arrol import Arrol
@@ -223,7 +223,7 @@ class Growing(Scripted):
 
 
 def arrol(**changed: Any) -> Arrol:
-    rule = rule_of("collector", made.part("collector", "arrol", **{"warmup": 0, "min_rollouts": 4} | changed))
+    rule = ready("collector", "arrol", made.OFFERED, **{"warmup": 0, "min_rollouts": 4} | changed)
     assert isinstance(rule, Arrol)
     rule.setup(BENCH)
     return rule
@@ -307,7 +307,7 @@ def grown(
 
     monkeypatch.setattr(latr, "read", hesitates)
     words = {"chunk": 4, "prune_after": [3], "hand_over": 12} | changed
-    rule, engine = rule_of("collector", made.part("collector", "lookahead", **words)), engine or Spelled()
+    rule, engine = make("collector", made.part("collector", "lookahead", **words)), engine or Spelled()
     rule.setup(BENCH)
     sampling = Sampling.plain(LONGEST)
     collection = collection_of(engine, Epochs(PROBLEMS, 1, 7), n=n, prompts=1, step=step, sampling=sampling)

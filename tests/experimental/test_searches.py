@@ -19,8 +19,8 @@ from words import rollout_of
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.collect.resuming import begun
-from grpo_cli.config.check import check_eval
-from grpo_cli.config.instantiate import rule_of
+from grpo_cli.config.check import check
+from grpo_cli.config.instantiate import make
 from grpo_cli.engine.sampling import uniforms
 from grpo_cli.evaluate import search_with
 from grpo_cli.experimental.dora import cosines, rebase, shared_out
@@ -38,7 +38,7 @@ A, B, C, D = range(2, 6)  # tokens
 
 
 def search(choice: str, **changed: Any) -> Any:
-    return rule_of("search", made.part("search", choice, **changed))
+    return make("search", made.part("search", choice, **changed))
 
 
 def problems(count: int) -> list[Prompt]:
@@ -229,7 +229,7 @@ def test_without_a_search_there_is_none_and_an_own_one_returns_a_whole_rollout_f
 )
 def test_what_cannot_be_searched_is_refused_before_a_model_is_loaded(words: list[str], named: str) -> None:
     with pytest.raises(UserError) as refused:
-        check_eval(composed(*words, command="eval"))
+        check(composed(*words, command="eval"))
     assert named in str(refused.value)
 
 

@@ -6,7 +6,7 @@ import pkgutil
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from grpo_cli.config.choices import ENGINE_PARTS
 from grpo_cli.config.instantiate import Factory, engine_parts, engines, fact, factories
 from grpo_cli.config.prepare import Prepared, prepare
 from grpo_cli.config.recorded import checkpoint_to_resume
+from grpo_cli.engine.common import EngineParts
 from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samples
 from grpo_cli.interfaces import Bench, Engine, Meter, Parts, Tracker
-from grpo_cli.model.anatomy import AdapterOff
 from grpo_cli.model.checks import check_device, check_vocabulary, context_of
 from grpo_cli.model.load import at_checkpoint, eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
 from grpo_cli.runs.provenance import code_version
@@ -120,7 +120,10 @@ def _engine(
 ) -> Engine:
     """Build the rollout engine with its sampler, scheduler, predictor and sparsity."""
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
-    engine: Engine = parts["engine"].make({**offered, **engine_parts(parts, offered)})
+    built = engine_parts(parts, offered)
+    names = [field.name for field in fields(EngineParts)]
+    given = EngineParts(**{name: value for name, value in {**offered, **built}.items() if name in names})
+    engine: Engine = parts["engine"].make({**offered, **built, "parts": given})
     if settings.sampling.stop and not engine.reads_stop_strings:
         raise UserError(
             f"sampling.stop={list(settings.sampling.stop)}: {settings.parts['engine']['_target_']} does not look for "
@@ -135,13 +138,13 @@ def worker_engine(
     pad: int,
     decode: Callable[..., Any],
     model: Any,
-    tells_lengths: bool,
+    lengths_are_given: bool,
     given: Mapping[tuple[str, int, int], float],
     **more: Any,
 ) -> Engine:
     """Build the engine of a worker of `engine=ray`. `given` holds the lengths if the trainer predicts them."""
     plain = {name: settings.parts[name] for name in ENGINE_PARTS}
-    if tells_lengths:
+    if lengths_are_given:
         plain["predictor"] = {"_target_": "grpo_cli.engine.length_predictor.GivenLengths"}
     parts = factories(plain)
     parts["engine"] = engines(parts["engine"])[-1]
@@ -164,8 +167,8 @@ def parts_of(
     reference: Any = None
     warmup: Sft | None = None
     if rules.loss.needs_reference:  # of the start's weights, never a checkpoint's
-        if settings.model.adapted and settings.model.adapter is None:  # adapters that have changed nothing
-            reference = AdapterOff(bench.model)
+        if settings.model.adapted and settings.model.adapter is None:  # it is what lies below them
+            reference = bench.model
         else:
             reference = _load(run, settings.model).requires_grad_(False).eval()
     if train.warmup == "sft":
@@ -181,7 +184,7 @@ def _logger(run: Prepared[Any], job_type: str, say: Callable[[str], None], warn:
     record = read_record(Path(settings.run_dir))
     offered = {
         "run_dir": Path(settings.run_dir),
-        "config": asdict(settings) | {"code": asdict(code_version())},
+        "config": asdict(settings) | {"code": code_version()},
         "choices": {} if record is None else record.choices,
         "job_type": job_type,
         "say": say,
@@ -209,7 +212,7 @@ def evaluate_model(run: Prepared[EvalRunSettings]) -> EvalResult:
         summary["problems"] = len({example.prompt_id for example in result.examples})
         summary["engine/kv_peak_bytes"] = float(stats.kv_peak_bytes)
         summary |= {name: value for name, value in stats.details.items() if name.startswith("engine/kv_saving")}
-        summary |= {"engine": bench.engine.facts(), "code": asdict(code_version())}
+        summary |= {"engine": bench.engine.facts(), "code": code_version()}
         write_summary(Path(settings.run_dir), summary)
     finally:
         tracker.close(summary)

@@ -41,9 +41,7 @@ WITH = {
     "collector=dars": ["advantage=dr_grpo"],
     "collector=lookahead": ["collector.tau_abs=0.01", "collector.tau_rel=0.99", "collector.chunk=2"],
     "advantage=median": ["n=5"],
-    "advantage=median_release": ["n=5"],
     "curriculum=dps": ["task.train_problems=4"],
-    "collector=ci": ["n=6", "m=6"],
     "advantage=arms": ["collector=hint"],
     "advantage=fresh": ["collector=partial"],
     "collector=fifo": ["correction=decoupled", "task.train_problems=8"],
@@ -93,9 +91,9 @@ def test_answers_from_before_training_are_what_a2po_learns_by(tmp_path: Path) ->
 
 # ---- the border
 
-# Choices that are ordinary words, or values of other settings (optim.ess=sqrt, model.lora.dora): no choice there.
+# Choices that are ordinary words, or values of other settings (model.lora.dora): no choice there.
 OTHERWISE = {"sorted", "mixed", "median", "best", "shortest", "probe", "particle", "majority", "beta", "tail"}
-OTHERWISE |= {"arms", "sqrt", "dora", "entropy", "folder", "fresh", "hint", "repair"}
+OTHERWISE |= {"arms", "dora", "folder", "fresh", "hint"}
 
 
 def core() -> dict[str, Path]:

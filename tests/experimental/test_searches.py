@@ -27,7 +27,6 @@ from grpo_cli.experimental.dora import cosines, rebase, shared_out
 from grpo_cli.experimental.ets import chosen, clusters
 from grpo_cli.experimental.particle import resampled
 from grpo_cli.experimental.search import Replies, Searching
-from grpo_cli.experimental.self_consistency import winner
 from grpo_cli.interfaces import Bench
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
@@ -90,16 +89,6 @@ class Table(FakeEngine):
 
 
 # ---- what each chooses
-
-
-@pytest.mark.parametrize(
-    ("found", "place"),
-    [(["5", "7", "7"], 1), (["5", "7", "7", "5"], 0), ([None, None, None, "5"], 3), ([None, None], 0), (["5"], 0)],
-)
-def test_the_majority_is_the_answer_given_most_often_and_of_equal_ones_the_first(
-    found: list[str | None], place: int
-) -> None:
-    assert winner(found) == place
 
 
 def test_answers_are_compared_as_numbers_and_what_was_cut_off_has_none() -> None:

@@ -27,8 +27,9 @@ from grpo_cli.engine.length_predictor import NoPredictor
 from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.interfaces import Downsample
-from grpo_cli.learner.logprobs import logprobs_at
+from grpo_cli.learner.logprobs import chosen_logprobs
 from grpo_cli.metrics import METRICS
+from grpo_cli.model.checkpointing import last_states
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import NullMeter
@@ -184,8 +185,9 @@ def token_logprobs(
     model: Any, ids: torch.Tensor, mask: torch.Tensor, temperature: float, chunk: int, **inputs: Any
 ) -> torch.Tensor:
     """The log-probabilities [B, T] of the tokens in the mask, by padded rows; 0 elsewhere."""
-    places = mask.nonzero(as_tuple=True)
-    return torch.zeros(ids.shape).index_put(places, logprobs_at(model, ids, *places, temperature, chunk, **inputs))
+    states = last_states(model, input_ids=ids, **inputs)[:, :-1][mask[:, 1:]]
+    chosen = chosen_logprobs(model, states, ids[mask], temperature, chunk)
+    return torch.zeros(ids.shape).masked_scatter(mask, chosen)
 
 
 def advantages_of(rule: Any, rewards: Sequence[float | Reward], kept: Sequence[int] | None = None, **words: Any) -> Any:

@@ -17,7 +17,7 @@ from grpo_cli.engine.sequence import Status
 from grpo_cli.engine.vllm_engine import VllmEngine
 from grpo_cli.engine.vllm_process import guest
 from grpo_cli.engine.vllm_served import Served
-from grpo_cli.model.weights import merged_weights
+from grpo_cli.model.anatomy import merged_weights
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Request

@@ -26,7 +26,7 @@ from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.serving import Serving, ServingEngine
 from grpo_cli.interfaces import facts
-from grpo_cli.model.anatomy import backbone, can_pack, head, place_of, unwrapped
+from grpo_cli.model.anatomy import backbone, can_pack, device_of, head, unwrapped
 from grpo_cli.model.checks import ARCHITECTURES, context_of, vocabulary_of
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.types import Request
@@ -81,7 +81,7 @@ class GenerateEngine(ServingEngine):
     def _round(self, serving: Serving, sequences: Seq[Sequence]) -> None:
         """Call the model's `generate` once. A row that has ended is computed on until all have, and its further tokens
         are dropped."""
-        settings, device = [sequence.request.sampling for sequence in sequences], place_of(self._parts.model)
+        settings, device = [sequence.request.sampling for sequence in sequences], device_of(self._parts.model)
         most, by = max(sequence.limit for sequence in sequences), drawing_of(settings, device)
         uniform = torch.from_numpy(uniforms([sequence.request.seed for sequence in sequences], most)).to(device)
         steps = iter(range(most))
@@ -117,7 +117,7 @@ def generate(
 ) -> int:
     """Have the model read the prompts, padded on the left, and continue them by what `sample` makes of logits
     [rows, vocabulary], until it is `over` or has made `most` tokens. Returns the bytes of its cache."""
-    width, device, inner = max(map(len, prompts)), place_of(model), unwrapped(model)
+    width, device, inner = max(map(len, prompts)), device_of(model), unwrapped(model)
     ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
 
@@ -172,7 +172,7 @@ def may_be_padded(model: Any, pad: int) -> bool:
     another one: it is more than its backbone and its head, or its cache gives other logits than a full pass."""
     name = type(unwrapped(model)).__name__
     tokens = [(pad + 1 + i) % vocabulary_of(model) for i in range(_LONG + _MADE)]
-    ids, seen = torch.tensor([tokens], device=place_of(model)), list[Tensor]()
+    ids, seen = torch.tensor([tokens], device=device_of(model)), list[Tensor]()
 
     def given(logits: Tensor) -> Tensor:
         seen.append(logits.clone())

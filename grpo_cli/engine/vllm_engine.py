@@ -29,8 +29,7 @@ from grpo_cli.engine.serving import Serving, ServingEngine
 from grpo_cli.engine.vllm_process import check_options, guest, head_sizes, only, require_vllm
 from grpo_cli.engine.vllm_served import Served
 from grpo_cli.interfaces import facts
-from grpo_cli.model.anatomy import unwrapped
-from grpo_cli.model.weights import merged_weights
+from grpo_cli.model.anatomy import merged_weights, unwrapped
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.formatting import gib, parse_bytes
 from grpo_cli.support.memory import asked_of_allocator, give_back_cached, held_by_others

@@ -74,7 +74,7 @@ class Served:
         return int(2 * layers * heads * self.served_dim * dtype.itemsize)
 
     def weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's weights (`model.weights.merged_weights`) in the shapes that vLLM has for them: rows of q, k
+        """Yield the model's weights (`model.anatomy.merged_weights`) in the shapes that vLLM has for them: rows of q, k
         and v, and columns of o, for larger heads."""
         for name, weight in weights:
             projection = name.rsplit(".", 2)[-2]

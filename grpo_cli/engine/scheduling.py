@@ -40,8 +40,8 @@ class Scheduler(Protocol):
         """Metrics of the plan that was followed; empty when there are none."""
 
     def start(self, waiting: Seq[Sequence], slots: int, refills: bool) -> None:
-        """Forget the previous `generate` and plan a new one. With `refills` a slot that falls free is taken at once,
-        else all are taken together, in rounds."""
+        """Forget the previous `generate` and plan a new one. With `refills` a free slot is taken at once, else all are
+        taken together, in rounds."""
 
     def next(self, running: Seq[Sequence]) -> Sequence:
         """Return the waiting sequence that begins next, beside those that run. It is called for a free slot, at most

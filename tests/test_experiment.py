@@ -17,7 +17,7 @@ from small import advantages_of
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import defaults_of
 from grpo_cli.config.compose import settings_of
-from grpo_cli.config.instantiate import PROTOCOLS, make, rules_of
+from grpo_cli.config.instantiate import PROTOCOLS, factories, make, rules_of
 from grpo_cli.config.prepare import pick_device, prepare
 from grpo_cli.config.trial import try_rules
 from grpo_cli.experiment import set_up
@@ -118,7 +118,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def rules(n: int = 4, m: int = 2, **changed: dict[str, Any]):
     settings = settings_of(f"n={n}", f"m={m}", "train.prompts=2", "collector=equal")
-    made_rules = rules_of({**settings.parts, **PARTS, **changed})
+    made_rules = rules_of(factories({**settings.parts, **PARTS, **changed}))
     try_rules(made_rules, n, m, settings.train.prompts)
     return made_rules
 

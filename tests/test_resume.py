@@ -85,11 +85,11 @@ from grpo_cli.engine.scheduling import Fifo
 {SAVED}
 
 class Halfway(Fifo):
-    def plan(self, waiting, running, free):
+    def next(self, running):
         while saved.exists() and running and pathlib.Path("hold").exists():
             pathlib.Path("waiting").touch()
             time.sleep(0.05)
-        return super().plan(waiting, running, free)
+        return super().next(running)
 """
 LATER = ("advantage._target_=held.advantage", HELD)
 DURING = ("scheduler._target_=held.Halfway", HALFWAY)

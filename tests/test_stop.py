@@ -21,9 +21,7 @@ def decode(token_ids: Sequence[int]) -> str:
 
 
 def engine(**parts: object) -> TorchEngine:
-    made = make_engine(small_model(), **parts)
-    made._decode = decode
-    return made
+    return make_engine(small_model(), decode=decode, **parts)
 
 
 def cut(rollout: Rollout, stop: tuple[str, ...]) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from made import full
 from small import FakeEngine, make_engine, small_model
 
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.config.instantiate import rules_of
+from grpo_cli.config.instantiate import factories, rules_of
 from grpo_cli.interfaces import Bench, Loss, Parts
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.methods import pods
@@ -97,7 +97,7 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
     bench = Bench(torch.device("cpu"), model, None, 0, CountTask(), engine)
     if isinstance(parts.get("engine"), type):
         parts["engine"] = parts["engine"](model)
-    rules = rules_of(made.settings().parts | {"downsample": made.part("downsample", "all")})
+    rules = rules_of(factories(made.settings().parts | {"downsample": made.part("downsample", "all")}))
     curriculum = Epochs(bench.task.prompts("train"), settings.train.prompts, settings.seed)
     ignored = str  # of what is said and warned of
     plain = Parts(bench, curriculum, rules, None, model.save_pretrained, (Recorder(),), NullMeter(), ignored, ignored)

@@ -34,7 +34,7 @@ from grpo_cli.settings import RecordSettings, RunSettings
 from grpo_cli.types import Batch, LossOutput, Prompt, Record, Reward, Rollout, Totals
 
 WITHOUT = made.correction("none")
-GATE = made.correction("ftis", gate=0.5)  # one token with a xi of exp(-20) has a KL of 1
+MASKED = made.correction("mis", importance="sequence")  # one token has a xi of exp(-20)
 
 
 class SecondIsWorst(CountTask):
@@ -64,13 +64,13 @@ def counted(record: Record, spy: Spy, epochs: int = 1) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("train", [{}, {"epochs": 2, "minibatches": 2}], ids=["once", "twice"])
-def test_a_rollout_that_is_gated_is_not_kept_and_counts_nowhere(tmp_path, train):
-    record, spy = ran(tmp_path, train=train, correction=GATE)
+def test_a_rollout_without_a_weight_is_not_kept_and_counts_nowhere(tmp_path: Path, train: dict[str, int]) -> None:
+    record, spy = ran(tmp_path, train=train, correction=MASKED)
     lengths = [row.length for row in record.examples if row.sample != 1]
     assert counted(record, spy, train.get("epochs", 1)) == (9, sum(lengths))
-    assert all(row.kept == (row.sample != 1) == (not row.reason.startswith("gate: ")) for row in record.examples)
+    assert [row.sample for row in record.examples if not row.kept] == [1, 1, 1]
+    assert all(row.reason.startswith("importance: ") == (row.sample == 1) for row in record.examples)
     assert record.metrics["reward/kept_mean"] == pytest.approx((1 + 3 + 4) / 3), "nor in the mean reward"
-    assert record.metrics["mismatch/gated"] == 0.25
 
 
 @pytest.mark.parametrize("m", [4, 2])

@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     **{
         f"advantage.{rule}.{over}": (made.advantage(rule, stats_over=over), [a_group(), [0, 1]])
         for rule in choices("advantage")
-        if "stats_over" in shipped("advantage", rule) and rule not in ("echo", "entropy", "gdro")
+        if "stats_over" in shipped("advantage", rule)
         for over in ("kept", "group")
     },
     **{

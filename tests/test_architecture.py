@@ -165,6 +165,7 @@ OTHER_MEANING = {
     "config/compose": {"profile"},  # the command
     "config/instantiate": {"none"},  # a value of engine.quantize
     "config/overrides": {"hf"},  # whose YAML lists every setting of a model
+    "config/prepare": {"none"},  # a value of fit
     "config/auto": {"hf", "none"},  # none: a value of model.autocast
     "config/removed": {"none"},  # a value of settings that are gone
     "train": {"none"},  # a value of optim.ess

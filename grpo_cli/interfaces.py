@@ -17,7 +17,6 @@ from torch import Tensor
 
 from grpo_cli.history import History
 from grpo_cli.settings import Sampling
-from grpo_cli.support.facts import Others as Others  # parts of users have them by these names
 from grpo_cli.support.facts import facts as facts
 from grpo_cli.types import (
     Batch,

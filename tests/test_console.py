@@ -45,7 +45,7 @@ class Screen:
         return self.file.getvalue().splitlines()
 
 
-def test_a_plain_line_holds_what_there_is() -> None:
+def test_a_plain_line_holds_what_there_is():
     parts = ["step   7/200", "reward 0.500", "eval 0.710 (0.660 to 0.760)", "length 38", "2% cut off"]
     expected = "  ".join([*parts, "entropy 0.234", "5.3k tokens/s", "1.30 s/step", "811 MiB peak", "4m07s left"])
     assert step_line(Record(7, {**METRICS, **EVAL}), 200, left=247.0) == expected
@@ -57,9 +57,7 @@ def test_a_plain_line_holds_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("seconds", "last", "printed"), [(0.5, 1000, {1, 333, *range(10, 1001, 10)}), (11.0, 19, {*range(1, 20)})]
 )
-def test_a_plain_run_prints_about_a_hundred_lines_and_every_evaluation_and_every_slow_step(
-    seconds: float, last: int, printed: set[int]
-) -> None:
+def test_a_plain_run_prints_about_a_hundred_lines_and_every_evaluation_and_every_slow_step(seconds, last, printed):
     screen = Screen(total=1000)
     for step in range(1, last + 1):
         screen.run([step], seconds, **(EVAL if step == 333 else {}))
@@ -68,7 +66,7 @@ def test_a_plain_run_prints_about_a_hundred_lines_and_every_evaluation_and_every
     assert steps == sorted(printed)
 
 
-def test_a_plain_line_is_neither_wrapped_nor_coloured_nor_read_as_markup() -> None:
+def test_a_plain_line_is_neither_wrapped_nor_coloured_nor_read_as_markup():
     screen = Screen(total=10)
     text = "[bold]resumed[/bold] at step 3 of /a/very/long/path " + "x" * 100
     screen.tracker.say(text)
@@ -77,7 +75,7 @@ def test_a_plain_line_is_neither_wrapped_nor_coloured_nor_read_as_markup() -> No
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])
-def test_the_live_view_fits_and_keeps_labels_and_what_comes_first(width: int) -> None:
+def test_the_live_view_fits_and_keeps_labels_and_what_comes_first(width):
     """The time left is that of the steps to come."""
     screen = Screen(1000, width)
     screen.run(range(1, 101), 2.0, **EVAL)
@@ -96,7 +94,7 @@ ENDED = {"status": "completed", "step": 200, "train_seconds": 231.7, "peak_bytes
 ENDED |= {"final_accuracy": 0.71, "final_accuracy_step": 200, "best_accuracy": 0.75}
 
 
-def test_a_run_ends_with_a_sentence_where_it_is_and_how_to_go_on() -> None:
+def test_a_run_ends_with_a_sentence_where_it_is_and_how_to_go_on():
     first, second = ending(ENDED, 200, Path("a b/R"), "0.660 to 0.760, 71 of 100")
     for part in ("completed at step 200 of 200", "accuracy 0.710 (0.660 to 0.760, 71 of 100)", "best 0.750", "3m52s"):
         assert part in first
@@ -106,7 +104,7 @@ def test_a_run_ends_with_a_sentence_where_it_is_and_how_to_go_on() -> None:
     assert "interrupted at step 7 of 200 (SIGTERM), accuracy 0.710 at step 5" in first and "resume=R" in third
 
 
-def test_the_interval_at_the_end_is_that_of_the_accuracy_beside_it() -> None:
+def test_the_interval_at_the_end_is_that_of_the_accuracy_beside_it():
     for accuracy in (0.71, 0.70):  # the last evaluation's, and that of one before a resumed run's first record
         screen = Screen(total=9)
         screen.run([9], 1.0, **EVAL)
@@ -114,6 +112,6 @@ def test_the_interval_at_the_end_is_that_of_the_accuracy_beside_it() -> None:
         assert ("(0.660 to 0.760)" in screen.lines()[-1]) == (accuracy == 0.71)
 
 
-def test_a_sparkline_spans_its_own_range() -> None:
+def test_a_sparkline_spans_its_own_range():
     bars = {(0.0, 0.5, 1.0): "▁▅█", (2.0, 2.0): "▄▄", (0.0, float("nan"), 1.0): "▁ █", (float("nan"),): ""}
     assert {values: sparkline(values) for values in bars} == bars

@@ -77,7 +77,7 @@ def half_marked(request: Request) -> str:
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "jsonl", "math"])
-def test_accuracy_is_of_the_grading_that_was_asked_for(name: str, tmp_path: Path) -> None:
+def test_accuracy_is_of_the_grading_that_was_asked_for(name, tmp_path):
     if name == "math":
         pytest.importorskip("math_verify")
     lenient, strict = (measured(task_for(tmp_path, name, grading=how), half_marked) for how in ("lenient", "strict"))
@@ -86,9 +86,7 @@ def test_accuracy_is_of_the_grading_that_was_asked_for(name: str, tmp_path: Path
     assert strict["accuracy_low"] < 0.5 < strict["accuracy_high"]
 
 
-def test_an_own_reward_is_right_by_its_part_correct_else_by_a_total_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_own_reward_is_right_by_its_part_correct_else_by_a_total_of_one(tmp_path, monkeypatch):
     (tmp_path / "own_of_evaluation.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     score, whole = (task_for(tmp_path, reward=f"own_of_evaluation:{name}") for name in ("score", "whole"))
@@ -102,7 +100,7 @@ def test_an_own_reward_is_right_by_its_part_correct_else_by_a_total_of_one(
 # What is generated, and what it is counted as
 
 
-def test_each_prompt_is_answered_greedily_once_and_sampled_k_times(tmp_path: Path) -> None:
+def test_each_prompt_is_answered_greedily_once_and_sampled_k_times(tmp_path):
     """Every answer can be read with what it was."""
     task = task_for(tmp_path)
     prompts, engine = list(task.prompts("eval"))[:2], Scripted(half_marked)
@@ -130,7 +128,7 @@ def test_each_prompt_is_answered_greedily_once_and_sampled_k_times(tmp_path: Pat
     assert not {r.seed for r in again.asked} & {r.seed for r in engine.asked}
 
 
-def test_metrics_are_those_of_hand_counted_answers(tmp_path: Path) -> None:
+def test_metrics_are_those_of_hand_counted_answers(tmp_path):
     task = task_for(tmp_path)
 
     def reply(request: Request) -> str:
@@ -153,7 +151,7 @@ def test_metrics_are_those_of_hand_counted_answers(tmp_path: Path) -> None:
 # That it leaves no trace
 
 
-def test_an_evaluation_teaches_the_length_predictor_nothing() -> None:
+def test_an_evaluation_teaches_the_length_predictor_nothing():
     """It asks about other prompts, greedily or at another temperature, and ever the same ones."""
     predictor = mean_length()
     engine = make_engine(small_model(), sampler=infinite(slots=4), scheduler=Lpt(), predictor=predictor)

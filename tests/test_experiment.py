@@ -1,4 +1,4 @@
-"""From settings to objects: what is passed, and what a misspelt or ill-behaved part is told."""
+"""From settings to objects: what is passed, and what a misspelt or ill-behaved part is answered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from small import advantages_of
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import defaults_of
 from grpo_cli.config.compose import settings_of
-from grpo_cli.config.instantiate import PROTOCOLS, make, rules_of
+from grpo_cli.config.instantiate import PROTOCOLS, factories, make, rules_of
 from grpo_cli.config.prepare import pick_device, prepare
 from grpo_cli.config.trial import try_rules
 from grpo_cli.experiment import set_up
@@ -64,12 +64,12 @@ def detached(logprobs, batch, totals):
 def compared(logprobs, batch, totals, *, beta):
     return output(beta * (logprobs - batch.ref_logprobs).square().sum())
 
-def told(logprobs, batch, totals, *, beta):
+def marked(logprobs, batch, totals, *, beta):
     return compared(logprobs, batch, totals, beta=beta)
 
-told.needs_reference = True
+marked.needs_reference = True
 
-class Told:
+class Marked:
     needs_reference = True
 
     def __init__(self, beta):
@@ -118,7 +118,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def rules(n: int = 4, m: int = 2, **changed: dict[str, Any]):
     settings = settings_of(f"n={n}", f"m={m}", "train.prompts=2", "collector=equal")
-    made_rules = rules_of({**settings.parts, **PARTS, **changed})
+    made_rules = rules_of(factories({**settings.parts, **PARTS, **changed}))
     try_rules(made_rules, n, m, settings.train.prompts)
     return made_rules
 
@@ -160,7 +160,7 @@ def test_a_rule_that_cannot_work_is_refused_before_a_run_or_a_sweep_begins(user_
     assert key in str(refused.value) and way_out in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["told", "Told"])
+@pytest.mark.parametrize("name", ["marked", "Marked"])
 def test_a_loss_that_says_so_gets_its_reference_whatever_its_words(user_module, name):
     assert rules(4, 4, loss={"_target_": f"{user_module}.{name}", "beta": 0.1}).loss.needs_reference
     assert not rules(4, 4, loss={"_target_": f"{user_module}.plain"}).loss.needs_reference
@@ -200,7 +200,7 @@ def introduced(device: str, *words: str) -> list[str]:
     ("error", "said"),
     [(NO_CUDA, r"\(Torch not compiled with CUDA enabled\); use"), (OLD_DRIVER, r"too old \(found version 11040\)")],
 )
-def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, error: BaseException, said: str):
+def test_cuda_without_a_gpu_is_refused(monkeypatch, error, said):
     def init() -> None:
         raise error
 
@@ -214,7 +214,7 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, error: B
     assert all("device=auto is cpu: there is a GPU driver, but" in line and "11040" in line for line in lines)
 
 
-def test_jobs_that_share_a_gpu_leave_room_for_what_cuda_takes_of_each(monkeypatch: pytest.MonkeyPatch):
+def test_jobs_that_share_a_gpu_leave_room_for_what_cuda_takes_of_each(monkeypatch):
     shares: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(total_memory=24 * 2**30))

@@ -12,7 +12,7 @@ WELL = {"reward/mean": 0.5, "reward/std": 0.5, "response/truncated": 0.25, "eval
 WELL |= {"group/zero_std": 0.9, "mismatch/ratio_mean": 1.1}
 
 
-def test_a_run_at_the_edge_of_every_limit_gets_no_warning() -> None:
+def test_a_run_at_the_edge_of_every_limit_gets_no_warning():
     check = HealthCheck()
     assert [check.check(WELL) for _ in range(20)] == [[]] * 20
 
@@ -28,7 +28,7 @@ def test_a_run_at_the_edge_of_every_limit_gets_no_warning() -> None:
         ("mismatch/ratio_mean", math.nan, "correction"),
     ],
 )
-def test_a_cause_is_reported_once_also_where_it_comes_and_goes(name: str, value: float, key: str) -> None:
+def test_a_cause_is_reported_once_also_where_it_comes_and_goes(name, value, key):
     check, ill = HealthCheck(), {**WELL, name: value}
     (warning,) = check.check(ill)
     assert key in warning and name in warning
@@ -47,12 +47,12 @@ def test_a_cause_is_reported_once_also_where_it_comes_and_goes(name: str, value:
         ("reward/std", [0.0] * 4 + [0.1] + [0.0] * 21, [0] * 9 + [1] + [0] * 4 + [1] + [0] * 9 + [1, 0]),
     ],
 )
-def test_a_cause_is_reported_again_when_it_is_twice_as_bad(name: str, values: list[float], reported: list[int]) -> None:
+def test_a_cause_is_reported_again_when_it_is_twice_as_bad(name, values, reported):
     check = HealthCheck()
     assert [len(check.check({**WELL, name: value})) for value in values] == reported
 
 
-def test_what_follows_from_another_cause_is_not_reported_beside_it() -> None:
+def test_what_follows_from_another_cause_is_not_reported_beside_it():
     check, cut_off = HealthCheck(), {**WELL, "response/truncated": 1.0, "group/zero_std": 1.0, "reward/std": 0.0}
     assert [len(check.check(cut_off)) for _ in range(9)] == [1] + [0] * 8
     check, equal = HealthCheck(), {**WELL, "reward/std": 0.0}
@@ -75,9 +75,7 @@ COLLAPSED = {"policy/entropy": 0.04, "group/zero_std": 0.5, "reward/correct": 0.
         (0.5, {"policy/entropy": 0.3}, []),
     ],
 )
-def test_entropy_that_is_gone_before_the_problems_are_solved_is_warned_of(
-    first: float, then: dict[str, float], warned: list[str]
-) -> None:
+def test_entropy_that_is_gone_before_the_problems_are_solved_is_warned_of(first, then, warned):
     """In the sixth step; not one that is left, or that has a good reason to be gone."""
     check = HealthCheck()
     assert [check.check({**WELL, **COLLAPSED, "policy/entropy": first}) for _ in range(5)] == [[]] * 5

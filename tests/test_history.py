@@ -25,7 +25,7 @@ def visited(counts: list[tuple[int, int]]) -> History:
 
 
 @given(counts=COUNTS, decay=st.floats(0, 1), prior=st.floats(0.01, 5))
-def test_figures_are_those_of_the_last_visits(counts: list[tuple[int, int]], decay: float, prior: float) -> None:
+def test_figures_are_those_of_the_last_visits(counts, decay, prior):
     history, last = visited(counts), counts[-KEPT:]
     weights = [decay**age for age in reversed(range(len(last)))]
     a, b = history.beta("q0", decay, prior)
@@ -42,9 +42,7 @@ def test_figures_are_those_of_the_last_visits(counts: list[tuple[int, int]], dec
 
 
 @given(counts=COUNTS, more=COUNTS)
-def test_what_is_put_back_is_what_was_and_goes_on_alike(
-    counts: list[tuple[int, int]], more: list[tuple[int, int]]
-) -> None:
+def test_what_is_put_back_is_what_was_and_goes_on_alike(counts, more):
     first, again = visited(counts), History({"q7": [Visit(0, 1, 1)]})
     file = io.BytesIO()
     torch.save(first.state_dict(), file)

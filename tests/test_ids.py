@@ -21,7 +21,7 @@ A, B = Prompt("a", (5, 6, 7), "x"), Prompt("b", (8, 9), "y")
 OTHER_A = Prompt("a", (9, 8, 4), "z")
 
 
-def test_a_list_of_prompts_with_an_id_twice_is_refused_before_the_first_rollout() -> None:
+def test_a_list_of_prompts_with_an_id_twice_is_refused_before_the_first_rollout():
     """At a run's start; and by an evaluation, also of prompts that are made when they are looked up."""
     for prompts in ([A, B, OTHER_A], (A, B, OTHER_A)):
         with pytest.raises(UserError, match=r"'a' is the id of two of the prompts to train on \(numbers 1 and 3\)"):
@@ -34,14 +34,14 @@ def test_a_list_of_prompts_with_an_id_twice_is_refused_before_the_first_rollout(
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "word_problems"])
-def test_prompts_of_generated_tasks_have_ids_of_their_own_over_both_splits(name: str) -> None:
+def test_prompts_of_generated_tasks_have_ids_of_their_own_over_both_splits(name):
     task: Task = made.task(name, load_tokenizer(made.model()))
     some = [task.prompts("train")[i].id for i in range(0, 1_000_000, 4001)]
     everyone = [*some, *(prompt.id for prompt in task.prompts("eval"))]
     assert len(everyone) > 500 and len(set(everyone)) == len(everyone)
 
 
-def test_the_engine_refuses_two_prompts_of_one_id_and_takes_equal_ones_for_one() -> None:
+def test_the_engine_refuses_two_prompts_of_one_id_and_takes_equal_ones_for_one():
     """It keeps each prompt's keys under its id: the second was served with the tokens of the first."""
     engine = make_engine(small_model())
     with pytest.raises(UserError, match="two prompts have the id 'a', one of 3 tokens and one of 3 others"):

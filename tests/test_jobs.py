@@ -38,7 +38,7 @@ def run(
     def command(job: Job) -> list[str]:
         return ["sh", "-c", f"cd {job.folder}; {job.overrides[0]}"]
 
-    pool = Pool(places, command, "train", say)
+    pool = Pool(places, command, say)
     pool.run(jobs)
     return pool
 

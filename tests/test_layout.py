@@ -16,7 +16,7 @@ PACKAGE = Path(grpo_cli.__file__).parent
 NAMES = {value for value in vars(layout).values() if isinstance(value, str)} - {layout.WANDB, layout.UNFINISHED}
 
 
-def test_no_other_module_says_a_name_of_a_run_s_folder() -> None:
+def test_no_other_module_says_a_name_of_a_run_s_folder():
     assert {"metrics.jsonl", "COMPLETE", "checkpoints", "run.json"} <= NAMES
     said = [
         f"{file.relative_to(PACKAGE)}, line {node.lineno}: {node.value}"
@@ -28,7 +28,7 @@ def test_no_other_module_says_a_name_of_a_run_s_folder() -> None:
     assert said == []
 
 
-def test_a_step_s_folder_tells_its_step_also_while_it_is_written_or_replaced() -> None:
+def test_a_step_s_folder_tells_its_step_also_while_it_is_written_or_replaced():
     for step in (0, 100, 999_999, 1_000_000):
         name = layout.step_folder(step)
         for whole in (name, f".{name}{layout.UNFINISHED}", f".{name}{layout.REPLACED}"):
@@ -36,7 +36,7 @@ def test_a_step_s_folder_tells_its_step_also_while_it_is_written_or_replaced() -
     assert {layout.step_of(name) for name in ("best", "step_", "step_1.bak", "a_step_1", "step_1 ")} == {None}
 
 
-def test_names_and_what_is_looked_for_by_them_load_no_torch() -> None:
+def test_names_and_what_is_looked_for_by_them_load_no_torch():
     """The process that starts a sweep's jobs would need seconds and memory."""
     wanted = "grpo_cli.runs.layout, grpo_cli.runs.find, grpo_cli.model.adapters, grpo_cli.config.overrides"
     program = f"import sys, {wanted}; print({{'torch', 'hydra'}} & {{*sys.modules}}); "

@@ -45,7 +45,7 @@ def test_a_change_after_the_snapshot_does_not_reach_what_is_written() -> None:
 
     one = saver()
     one.save(moving, write)
-    one.settle()
+    one.wait_until_copied()
     whole.zero_()
     assert not written, "it is being written now"
     gate.set()
@@ -67,7 +67,7 @@ def test_a_change_waits_for_the_copy_and_not_for_the_writing(monkeypatch: pytest
     monkeypatch.setattr(background, "_copy", held)
     one, weight, settled = saver(), torch.ones(3), threading.Event()
     one.save([weight], lambda given: may_write.wait())
-    waiting = threading.Thread(target=lambda: (one.settle(), settled.set()))
+    waiting = threading.Thread(target=lambda: (one.wait_until_copied(), settled.set()))
     waiting.start()
     assert not settled.wait(0.05)
     may_copy.set()
@@ -135,7 +135,7 @@ def test_the_bytes_are_those_of_now(tmp_path: Path, words: tuple[str, ...], monk
 def copied_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy is made when an update asks for it, or the end: as late as it may be."""
     asked = threading.Event()
-    copy, settle, join = background._copy, Saver.settle, Saver.join
+    copy, settle, join = background._copy, Saver.wait_until_copied, Saver.join
 
     def late(*arguments: Any) -> None:
         asked.wait(10)
@@ -151,7 +151,7 @@ def copied_late(monkeypatch: pytest.MonkeyPatch) -> None:
         return call
 
     monkeypatch.setattr(background, "_copy", late)
-    monkeypatch.setattr(Saver, "settle", then(settle))
+    monkeypatch.setattr(Saver, "wait_until_copied", then(settle))
     monkeypatch.setattr(Saver, "join", then(join))
 
 

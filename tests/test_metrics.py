@@ -21,7 +21,7 @@ def group(*rewards: float, lengths: tuple[int, ...] = (), cut: tuple[int, ...] =
     )
 
 
-def test_rollout_metrics_are_those_worked_out_by_hand() -> None:
+def test_rollout_metrics_are_those_worked_out_by_hand():
     groups = [
         group(1.0, 0.0, lengths=(2, 4), cut=(1,), correct=0.5),
         group(1.0, 1.0, 1.0, lengths=(1, 1, 7), correct=1.0, format=0.25),
@@ -43,31 +43,31 @@ def test_rollout_metrics_are_those_worked_out_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "loss/typo", "eval/pass@", "eval/pass@0", "eval/pass@k", "reward/", "engine/a/b"])
-def test_computed_names_have_a_sentence_and_unknown_ones_are_refused(name: str) -> None:
+def test_computed_names_have_a_sentence_and_unknown_ones_are_refused(name):
     for known in {**rollout_metrics([group(1.0, 0.0, format=1.0)]), **kept_metrics([group(1.0, 0.0)], [group(1.0)])}:
         assert describe(known).endswith(".")
     with pytest.raises(KeyError, match="is not a metric"):
         describe(name)
 
 
-def test_equal_rewards_that_no_float_holds_exactly_still_have_no_spread() -> None:
+def test_equal_rewards_that_no_float_holds_exactly_still_have_no_spread():
     assert np.std([0.1, 0.1, 0.1]) != 0.0  # which is why exact equality is asked for
     assert rollout_metrics([group(0.1, 0.1, 0.1)])["reward/std"] == 0.0
     assert zero_std_share([group(0.1, 0.1, 0.1)]) == 1.0
 
 
-def test_kept_metrics_speak_of_the_kept_rollouts_alone() -> None:
+def test_kept_metrics_speak_of_the_kept_rollouts_alone():
     whole = [group(1.0, 0.0, 0.0, 0.0), group(1.0, 1.0, 0.0, 0.0)]
     kept = [whole[0].take([0, 1]), whole[1].take([0, 1])]
     assert kept_metrics(kept, kept) == {"reward/kept_mean": 3 / 4, "group/zero_std_kept": 1 / 2}
     assert kept_metrics(kept, []) == {"group/zero_std_kept": 1 / 2}
 
 
-def test_without_rollouts_there_are_no_metrics() -> None:
+def test_without_rollouts_there_are_no_metrics():
     assert rollout_metrics([]) == {"group/mixed": 0.0} == rollout_metrics([group()])
     assert kept_metrics([], []) == {} == kept_metrics([group()], [group()])
 
 
-def test_a_reward_part_may_not_take_the_name_of_a_metric() -> None:
+def test_a_reward_part_may_not_take_the_name_of_a_metric():
     with pytest.raises(ValueError, match="cannot be called 'mean'"):
         rollout_metrics([group(1.0, 0.0, mean=1.0)])

@@ -105,7 +105,7 @@ PARTIAL = "collector=partial collector.max_lag=4 sampler=infinite sampler.slots=
         pytest.param(PARTIAL, DURING, id="partial", marks=pytest.mark.process),
     ],
 )
-def test_kill_9_and_resume_equals_a_run_left_alone(tmp_path: Path, words: str, held: tuple[str, str]) -> None:
+def test_kill_9_and_resume_equals_a_run_left_alone(tmp_path, words, held):
     alone = start(tmp_path, *WORDS, *words.split(), "hydra.run.dir=alone")
     (tmp_path / "held.py").write_text(held[1])
     (tmp_path / "hold").touch()
@@ -129,7 +129,7 @@ def test_kill_9_and_resume_equals_a_run_left_alone(tmp_path: Path, words: str, h
         assert ours[1] == theirs[1]
 
 
-def test_sigterm_ends_a_run_well(tmp_path: Path) -> None:
+def test_sigterm_ends_a_run_well(tmp_path):
     run = start(tmp_path, *WORDS, "train.steps=1000", "hydra.run.dir=run")
     wait_for(tmp_path, "run/checkpoints/step_000002/COMPLETE", run)
     run.send_signal(signal.SIGTERM)

@@ -92,8 +92,8 @@ prompt q, answer 4
 )
 def test_rollouts_are_chosen_by_prompt_fate_and_rank(tmp_path, options, replies):
     """A reward that is no number is the worst of all."""
-    told = [("c", "q", True, 0.0), ("d", "q", False, "NaN"), ("a", "p", True, 0.5), ("b", "p", False, 1.0)]
-    rows = [row(reply=reply, prompt_id=of, kept=kept, reward=reward) for reply, of, kept, reward in told]
+    some = [("c", "q", True, 0.0), ("d", "q", False, "NaN"), ("a", "p", True, 0.5), ("b", "p", False, 1.0)]
+    rows = [row(reply=reply, prompt_id=of, kept=kept, reward=reward) for reply, of, kept, reward in some]
     lines = shown(run(tmp_path / "r", *rows), *options).splitlines()
     assert [line.strip() for line in lines if line.strip() in ("a", "b", "c", "d")] == replies
 
@@ -124,9 +124,9 @@ def test_damaged_lines_are_named_and_the_rest_is_shown(tmp_path):
 
 
 def test_an_evaluation_s_samples_are_shown_and_have_no_steps(tmp_path):
-    told = row(kept=False, reason="greedy", advantage=None)
-    del told["step"]
-    folder = run(tmp_path / "e", told, name="samples.jsonl")
+    sample = row(kept=False, reason="greedy", advantage=None)
+    del sample["step"]
+    folder = run(tmp_path / "e", sample, name="samples.jsonl")
     assert "e  evaluation: 1 of 1 recorded" in shown(folder) and "2 tokens, eos  greedy" in shown(folder)
     assert "samples.jsonl" in refusal(folder, "--step", "1")
 

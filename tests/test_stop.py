@@ -37,7 +37,7 @@ STOPS = [("d",), tuple("a" + letter for letter in "bcdefghij"), ("g",), ("fgf", 
 
 
 @pytest.mark.bits
-def test_a_rollout_is_cut_after_the_token_that_completes_a_string() -> None:
+def test_a_rollout_is_cut_after_the_token_that_completes_a_string():
     requests = some_requests(n=6)
     plain = list(engine().generate(requests))
     for stop in STOPS:

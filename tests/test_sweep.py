@@ -59,7 +59,7 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines]
 
 
-def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: Path) -> None:
+def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path):
     folders = [tmp_path / "sweep" / str(number) for number in range(2)]
     (tmp_path / "held.py").write_text(HELD)
     (tmp_path / "hold").touch()
@@ -111,7 +111,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
     return started
 
 
-def test_a_job_is_started_as_one_would_by_hand(tmp_path: Path, pretended: list[list[str]]) -> None:
+def test_a_job_is_started_as_one_would_by_hand(tmp_path, pretended):
     (tmp_path / "mine").mkdir()
     words = ["seed=1,2", "hydra.sweep.dir=s", "hydra.job.chdir=false", "hydra.launcher.jobs=1"]
     result = grpo("train", "--config-dir", "mine", "-m", *words)
@@ -123,9 +123,7 @@ def test_a_job_is_started_as_one_would_by_hand(tmp_path: Path, pretended: list[l
     assert second[-2:] == ["seed=2", f"hydra.run.dir='{tmp_path}/s/1'"]
 
 
-def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(
-    tmp_path: Path, pretended: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(tmp_path, pretended, monkeypatch):
     """The first job presses ctrl-C, and runs until it is told to stop."""
     waits = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"
     presses = ["sh", "-c", f"trap 'exit 0' TERM; kill -INT $PPID; {waits}"]
@@ -142,7 +140,7 @@ def content(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, pretended: list[list[str]]) -> None:
+def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path, pretended):
     """The exit code is the number of jobs that failed. A sweep that is there is refused and stays as it was."""
     first = grpo("train", "-m", "seed=13,13,1,2", "hydra.sweep.dir=s")
     assert first.exit_code == 2 and "4 jobs: 2 done, 2 failed" in first.stdout
@@ -172,9 +170,7 @@ def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, preten
         ["correction=tis", "correction.importance=token,sequence", "seed=13"],
     ],
 )
-def test_a_sweep_goes_on_with_the_words_that_it_began_with(
-    tmp_path: Path, pretended: list[list[str]], words: list[str]
-) -> None:
+def test_a_sweep_goes_on_with_the_words_that_it_began_with(tmp_path, pretended, words):
     assert grpo("train", "-m", *words, "hydra.sweep.dir=s").exit_code == 2
     assert json.loads((tmp_path / "s" / "sweep.json").read_text())["overrides"] == words
     again = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
@@ -182,9 +178,7 @@ def test_a_sweep_goes_on_with_the_words_that_it_began_with(
     assert pretended[2:] == pretended[:2] and len(pretended) == 4
 
 
-def test_a_sweep_whose_job_still_runs_or_would_be_another_is_not_resumed(
-    tmp_path: Path, pretended: list[list[str]]
-) -> None:
+def test_a_sweep_whose_job_still_runs_or_would_be_another_is_not_resumed(tmp_path, pretended):
     assert grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s").exit_code == 0
     path = tmp_path / "s" / "1" / "status.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"state": "running", "pid": 12, "host": "node7"}))
@@ -210,15 +204,13 @@ def test_a_sweep_whose_job_still_runs_or_would_be_another_is_not_resumed(
         ("loss=glob(zzz)", "at least one value"),
     ],
 )
-def test_a_sweep_that_cannot_be_run_is_refused_before_it_writes_anything(
-    pretended: list[list[str]], word: str, way_out: str
-) -> None:
+def test_a_sweep_that_cannot_be_run_is_refused_before_it_writes_anything(pretended, word, way_out):
     result = grpo("train", "-m", "seed=1,2", word, "hydra.sweep.dir=s")
     assert result.exit_code == 2 and not list(Path().glob("s/*.json")) and pretended == []
     assert way_out in result.stderr and (word.partition("=")[0] in result.stderr or "values" in result.stderr)
 
 
-def test_what_w_and_b_s_agent_starts_can_be_run() -> None:
+def test_what_w_and_b_s_agent_starts_can_be_run():
     from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
     asked = yaml.safe_load((Path(__file__).parents[1] / "scripts" / "wandb_sweep.yaml").read_text())
@@ -236,7 +228,7 @@ def test_what_w_and_b_s_agent_starts_can_be_run() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of Optuna's own imports
-def test_optuna_s_best_run_is_that_of_the_greatest_accuracy(tmp_path: Path, pretended: list[list[str]]) -> None:
+def test_optuna_s_best_run_is_that_of_the_greatest_accuracy(tmp_path, pretended):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = ["hydra/sweeper=optuna", "seed=choice(13,1)", "hydra.sweeper.n_trials=4", "hydra.sweep.dir=s"]
     assert "4 jobs" in grpo("train", "-m", *words, "hydra.sweeper.sampler.seed=1").stdout
@@ -247,25 +239,24 @@ def test_optuna_s_best_run_is_that_of_the_greatest_accuracy(tmp_path: Path, pret
     assert none.stderr.endswith("error: job 0 has no final_accuracy to optimise; let it evaluate: eval.every=1\n")
 
 
-def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: list[list[str]]
-) -> None:
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(tmp_path, monkeypatch, pretended):
     """`hydra.launcher.gpus=[7]` was taken where there was none, and the jobs ran on the processor."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     result = grpo("train", "-m", "seed=1,2", "hydra.launcher.gpus=[7]", "hydra.sweep.dir=s")
     assert (result.exit_code, pretended) == (2, [])
     assert "GPU 7" in result.stderr and "leave hydra.launcher.gpus out" in result.stderr
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '0\n1'\n")
+    gpus = "GPU 0: X (UUID: GPU-a)\n  MIG 1g Device 0: (UUID: MIG-1)\n  MIG 1g Device 1: (UUID: MIG-2)\nGPU 1: X\n"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{gpus}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    assert visible_gpus() == chosen_gpus(["0", "1"]) == ["0", "1"]
+    assert visible_gpus() == chosen_gpus(["MIG-1", "MIG-2", "1"]) == ["MIG-1", "MIG-2", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-cc,3")
     assert visible_gpus() == chosen_gpus(["MIG-cc", "3"]) == ["MIG-cc", "3"]
     with pytest.raises(UserError, match=r"asks for GPU 0, .* there are MIG-cc, 3$"):
         chosen_gpus(["0"])
 
 
-def test_gpus_memory_and_threads_are_dealt_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_memory_and_threads_are_dealt_evenly(monkeypatch):
     """Threads unless their number is set."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     dealt = [(place["CUDA_VISIBLE_DEVICES"], place["GRPO_GPU_SHARE"]) for place in places(3, ["a", "b"], {})]
@@ -277,7 +268,7 @@ def test_gpus_memory_and_threads_are_dealt_evenly(monkeypatch: pytest.MonkeyPatc
     assert "OMP_NUM_THREADS" not in places(3, [], {"OMP_NUM_THREADS": "4"})[0]
 
 
-def test_another_launcher_runs_jobs_as_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_launcher_runs_jobs_as_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = ["train.steps=1", "train.prompts=1", "sampling.max_new_tokens=4", "eval.every=0", "logger=jsonl"]
     result = grpo("train", "-m", *small, "n=2,4", "hydra/launcher=basic", "hydra.sweep.dir=s")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,23 +17,18 @@ import made
 import numpy as np
 import pytest
 import torch
-from made import full, infinite, micro
+from made import full
 from small import FakeEngine, make_engine, small_model
 
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.config.instantiate import rules_of
+from grpo_cli.config.instantiate import factories, rules_of
 from grpo_cli.interfaces import Bench, Loss, Parts
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.methods import pods
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.runs.stop import Stop
-from grpo_cli.settings import (
-    EvalSettings,
-    RecordSettings,
-    RunSettings,
-    Sampling,
-)
+from grpo_cli.settings import EvalSettings, RecordSettings, RunSettings, Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.tracking.jsonl import JsonlTracker
@@ -100,7 +97,7 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
     bench = Bench(torch.device("cpu"), model, None, 0, CountTask(), engine)
     if isinstance(parts.get("engine"), type):
         parts["engine"] = parts["engine"](model)
-    rules = rules_of(made.settings().parts | {"downsample": made.part("downsample", "all")})
+    rules = rules_of(factories(made.settings().parts | {"downsample": made.part("downsample", "all")}))
     curriculum = Epochs(bench.task.prompts("train"), settings.train.prompts, settings.seed)
     ignored = str  # of what is said and warned of
     plain = Parts(bench, curriculum, rules, None, model.save_pretrained, (Recorder(),), NullMeter(), ignored, ignored)
@@ -149,34 +146,28 @@ def final_weights(settings: RunSettings, **parts: Any) -> dict[str, torch.Tensor
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 
-def test_the_policy_learns_from_rollouts_that_agree_with_it(tmp_path: Path) -> None:
-    """Evaluations are kept out of the training clock."""
-    records = records_of(settings_for(tmp_path, steps=25))
-    first, *steps = (record.metrics for record in records)
-    rewards, clocks = ([step[name] for step in steps] for name in ("reward/mean", "clock/train_seconds"))
-    assert np.mean(rewards[:3]) < 0.2 and np.mean(rewards[-3:]) > 0.6
+def test_a_run_is_a_function_of_its_seed(tmp_path):
+    """Its rollouts agree with the policy, and evaluations are kept out of the training clock."""
+    recorder = Recorder()
+    whole = final_weights(settings_for(tmp_path / "whole"), trackers=(recorder,))
+    torch.manual_seed(123)  # global randomness does not matter
+    np.random.seed(5)
+    assert same(whole, final_weights(settings_for(tmp_path / "again")))
+    assert not same(whole, final_weights(replace(settings_for(tmp_path / "other"), seed=1)))
+    first, *steps = (record.metrics for record in recorder.records)
+    clocks = [step["clock/train_seconds"] for step in steps]
     assert clocks == sorted(clocks) and clocks[0] > 0 and "clock/train_seconds" not in first
-    assert [record.step for record in records if "eval/accuracy" in record.metrics] == [*range(0, 25, 2), 25]
+    assert [record.step for record in recorder.records if "eval/accuracy" in record.metrics] == [0, 2, 4]
     for step in steps:
         assert step["mismatch/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
         assert step["mismatch/ratio_min"] == pytest.approx(1.0, abs=1e-3)
 
 
-@pytest.mark.bits
-def test_a_run_is_a_function_of_its_seed_whatever_the_sampler(tmp_path: Path) -> None:
-    first = final_weights(settings_for(tmp_path / "first"))
-    torch.manual_seed(123)  # global randomness does not matter
-    np.random.seed(5)
-    for name, sampler in {"full": full(), "micro": micro(slots=3), "infinite": infinite(slots=2)}.items():
-        assert same(first, final_weights(settings_for(tmp_path / name), sampler=sampler)), name
-    assert not same(first, final_weights(replace(settings_for(tmp_path / "other"), seed=1)))
-
-
-@pytest.mark.parametrize("words", [{}, {"epochs": 2, "minibatches": 2}], ids=["plain", "corrected"])
-def test_k_steps_resume_k_steps_equals_2k_steps_bit_for_bit(tmp_path: Path, words: dict[str, Any]) -> None:
-    """With several updates and a correction as well. While it runs, the summary of the first part is gone: it would be
-    that of a resumed run that is killed."""
-    correct = made.correction(**({"importance": "token", "is_threshold": 2.0} if words else {}))
+def test_k_steps_resume_k_steps_equals_2k_steps_bit_for_bit(tmp_path):
+    """With several updates and a correction. While it runs, the summary of the first part is gone: it would be that of
+    a resumed run that is killed."""
+    words = {"epochs": 2, "minibatches": 2}
+    correct = made.correction(importance="token", is_threshold=2.0)
     whole = final_weights(settings_for(tmp_path / "whole", **words), correction=correct)
     make_trainer(settings_for(tmp_path / "half", steps=2, **words), correction=correct).fit()
     printed, checkpoint, there = list[str](), newest(tmp_path / "half"), list[bool]()
@@ -187,7 +178,7 @@ def test_k_steps_resume_k_steps_equals_2k_steps_bit_for_bit(tmp_path: Path, word
     assert same(whole, weights(newest(tmp_path / "half"))) and (there, summary["step"]) == ([False, False], 4)
 
 
-def test_a_run_with_its_last_checkpoint_takes_no_further_step(tmp_path: Path) -> None:
+def test_a_run_with_its_last_checkpoint_takes_no_further_step(tmp_path):
     """Also where it died after that checkpoint, and left no summary or half of one."""
     settings, file = settings_for(tmp_path, steps=2), tmp_path / "summary.json"
     before, saved = make_trainer(settings).fit(), weights(newest(tmp_path))
@@ -199,9 +190,7 @@ def test_a_run_with_its_last_checkpoint_takes_no_further_step(tmp_path: Path) ->
         assert after["final_accuracy"] == before["final_accuracy"] and same(saved, weights(newest(tmp_path)))
 
 
-def test_a_checkpoint_follows_the_record_of_its_step_which_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_follows_the_record_of_its_step_which_is_on_the_disk(tmp_path, monkeypatch):
     """A resumed run cuts off records of later steps, but could not make up one that was never written."""
     events, saved, real = list[str](), list[list[str]](), os.fsync
 
@@ -222,7 +211,7 @@ def test_a_checkpoint_follows_the_record_of_its_step_which_is_on_the_disk(
         assert {"metrics.jsonl", "rollouts.jsonl", "trainer_state.pt"} <= {*events[begin:end]}
 
 
-def test_only_the_kept_rollouts_reach_the_update(tmp_path: Path) -> None:
+def test_only_the_kept_rollouts_reach_the_update(tmp_path):
     seen: list[int] = []
 
     def watched(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
@@ -258,7 +247,7 @@ SPARSE_RL = made.correction(importance="token", is_threshold=1.5, rejection="vet
 SEQUENCE_MASK = made.correction(importance="sequence", is_mode="mask", is_threshold_low=0.5, is_threshold=5.0)
 
 
-def test_a_minibatch_of_which_all_is_rejected_updates_nothing(tmp_path: Path) -> None:
+def test_a_minibatch_of_which_all_is_rejected_updates_nothing(tmp_path):
     """Of 3 prompts' 4 rollouts each, a minibatch each, the first ones alone are trained on."""
     model = small_model()
     engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample else 0.0)
@@ -267,7 +256,7 @@ def test_a_minibatch_of_which_all_is_rejected_updates_nothing(tmp_path: Path) ->
     assert (summary["updates"], summary["skipped_updates"], summary["empty_steps"]) == (3, 0, 0)
 
 
-def test_a_loss_that_is_not_finite_changes_no_weight_is_dumped_and_stops_the_run(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_changes_no_weight_is_dumped_and_stops_the_run(tmp_path):
     def broken(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
         return LossOutput(logprobs.sum() * float("nan"), {})
 
@@ -283,9 +272,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight_is_dumped_and_stops_the_run
 
 
 @pytest.mark.parametrize(("number", "error", "step"), [(3, UserError, 2), (2, MemoryError, 1)])
-def test_an_update_that_ruins_or_breaks_weights_is_never_saved(
-    tmp_path: Path, number: int, error: type[Exception], step: int
-) -> None:
+def test_an_update_that_ruins_or_breaks_weights_is_never_saved(tmp_path, number, error, step):
     """Weights that are not finite after the third; and a second one that dies half-way, as out of memory does."""
     trainer = make_trainer(settings_for(tmp_path, checkpoint_every=1))
     update, calls = trainer._learner._optimizer.step, list[int]()
@@ -331,12 +318,29 @@ def pressing(step: int, *names: str) -> Recorder:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
-def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path: Path, name: str) -> None:
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, name):
     handler = signal.getsignal(signal.Signals[name])
     summary = make_trainer(settings_for(tmp_path, steps=9), trackers=(pressing(1, name),)).fit()
     assert (summary["status"], summary["step"], summary["stopped_by"]) == ("interrupted", 1, name)
     assert newest(tmp_path).name == "step_000001" and signal.getsignal(signal.Signals[name]) is handler
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_whenever_a_signal_comes_the_last_finished_step_is_saved(tmp_path):
+    class Late(Stop):
+        """True from the query with this number on."""
+
+        left = 0
+
+        def __bool__(self) -> bool:
+            self.left -= 1
+            return self.left < 0
+
+    for query in range(1, 6):
+        stop, settings = Late(str), settings_for(tmp_path / str(query), steps=3, checkpoint_every=9)
+        stop.left = query
+        summary = make_trainer(replace(settings, eval=NO_EXAM)).fit(stop)
+        assert newest(tmp_path / str(query)).name == f"step_{summary['step']:06d}" != "step_000003"
 
 
 class Counts(FakeEngine):
@@ -360,7 +364,7 @@ class Counts(FakeEngine):
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_what_a_signal_cut_short_continues_as_if_there_had_been_none(tmp_path: Path, step: int) -> None:
+def test_what_a_signal_cut_short_continues_as_if_there_had_been_none(tmp_path, step):
     """No evaluation is added at its end, nor repeated when it is resumed from step 0."""
     alone, cut = Recorder(), Recorder()
     make_trainer(settings_for(tmp_path / "alone"), engine=Counts, trackers=(alone,)).fit()
@@ -374,7 +378,7 @@ def test_what_a_signal_cut_short_continues_as_if_there_had_been_none(tmp_path: P
     assert same(weights(newest(tmp_path / "alone")), weights(newest(tmp_path / "cut")))
 
 
-def test_a_run_that_is_stopped_before_it_begins_leaves_nothing_but_its_summary_and_says_so(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_before_it_begins_leaves_nothing_but_its_summary_and_says_so(tmp_path):
     printed: list[str] = []
     with Stop(printed.append) as stop:
         press("SIGHUP")
@@ -384,7 +388,7 @@ def test_a_run_that_is_stopped_before_it_begins_leaves_nothing_but_its_summary_a
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_a_second_ctrl_c_interrupts_at_once(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_interrupts_at_once(tmp_path):
     """Two SIGTERM at a time are one: a scheduler sends them to a run and to its launcher."""
     with pytest.raises(KeyboardInterrupt):
         recorder = pressing(1, "SIGTERM", "SIGTERM", "SIGINT")
@@ -393,7 +397,7 @@ def test_a_second_ctrl_c_interrupts_at_once(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["stopped_by"] == "SIGTERM"
 
 
-def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+def test_a_hangup_that_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Stop(pytest.fail) as stop:
@@ -403,21 +407,21 @@ def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_run_outside_the_main_thread_trains_and_without_evaluations_claims_no_accuracy(tmp_path: Path) -> None:
+def test_a_run_outside_the_main_thread_trains_and_without_evaluations_claims_no_accuracy(tmp_path):
     settings = replace(settings_for(tmp_path, steps=1), eval=NO_EXAM)
     with ThreadPoolExecutor(1) as pool:
         summary = pool.submit(make_trainer(settings).fit).result()
     assert (summary["status"], summary["best_accuracy"], summary["final_accuracy"]) == ("completed", None, None)
 
 
-def test_a_run_whose_first_evaluation_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
+def test_a_run_whose_first_evaluation_fails_leaves_no_checkpoint(tmp_path):
     """One of step 0 would say that the evaluation is done."""
     with pytest.raises(ZeroDivisionError):
         make_trainer(settings_for(tmp_path), task=After(5, lambda: 1 // 0)).fit()
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_what_kills_have_left_is_cleared_when_a_run_is_resumed_and_when_it_ends(tmp_path: Path) -> None:
+def test_what_kills_have_left_is_cleared_when_a_run_is_resumed_and_when_it_ends(tmp_path):
     settings, seen = settings_for(tmp_path, steps=2), list[set[str]]()
     make_trainer(settings).fit()
 
@@ -436,9 +440,7 @@ def test_what_kills_have_left_is_cleared_when_a_run_is_resumed_and_when_it_ends(
     assert seen == [set()] and not [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
 
 
-def test_trackers_are_closed_when_the_summary_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackers_are_closed_when_the_summary_cannot_be_written(tmp_path, monkeypatch):
     def full(folder: Path, summary: Mapping[str, Any]) -> None:
         raise UserError("summary.json cannot be written (No space left on device).")
 
@@ -451,9 +453,55 @@ def test_trackers_are_closed_when_the_summary_cannot_be_written(
         make_trainer(settings_for(tmp_path / "b", steps=1), trackers=(Recorder(lambda record: 1 // 0),)).fit()
 
 
-def test_warm_up_and_schedules() -> None:
+def test_warm_up_and_schedules():
     optim = made.optim(lr=1.0, warmup_steps=4, schedule="cosine")
     rates = [learning_rate(optim, step, 12) for step in range(12)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[8] == pytest.approx(0.5) and rates[-1] < 0.05
     assert learning_rate(replace(optim, schedule="constant"), 11, 12) == 1.0
+
+
+# A run of 4 steps at rate 0.01, resumed after 2 (or 4) with these words changed: the next update's rate, and what was
+# to be; nothing of a rate that does not jump.
+CASES: list[tuple[int, str, dict[str, Any], dict[str, Any], str]] = [
+    (2, "linear", {"steps": 8}, {}, "0.0075, 0.005, train.steps=8 (was 4)"),
+    (2, "cosine", {"steps": 8}, {}, "0.00854, 0.005, train.steps=8 (was 4)"),
+    (2, "constant", {}, {"lr": 0.02}, "0.02, 0.01, optim.lr=0.02 (was 0.01)"),
+    (2, "constant", {}, {"warmup_steps": 4}, "0.0075, 0.01, optim.warmup_steps=4 (was 0)"),
+    (2, "linear", {}, {"schedule": "constant"}, "0.01, 0.005, optim.schedule=constant (was linear)"),
+    (2, "linear", {"steps": 8}, {"lr": 0.02}, "0.015, 0.005, optim.lr=0.02 (was 0.01), train.steps=8 (was 4)"),
+    (4, "linear", {"steps": 8}, {}, "0.005, 0, train.steps=8 (was 4)"),  # a finished schedule that is made longer
+    (2, "constant", {"steps": 8}, {}, ""),
+    (2, "linear", {}, {"weight_decay": 0.1}, ""),
+]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunSettings]:
+    """Settings of a run with this schedule that has done its steps."""
+
+    @functools.cache
+    def run(schedule: str) -> RunSettings:
+        settings = replace(settings_for(tmp_path_factory.mktemp("run"), steps=4), eval=NO_EXAM)
+        settings = replace(settings, optim=replace(settings.optim, schedule=schedule))
+        make_trainer(settings).fit()
+        return settings
+
+    return run
+
+
+@pytest.mark.parametrize(("step", "schedule", "train", "optim", "expected"), CASES, ids=str)
+def test_a_rate_that_jumps_is_named_with_both_numbers_and_the_keys(
+    begun, step, schedule, train, optim, expected, monkeypatch
+):
+    settings, warnings = begun(schedule), list[str]()
+    changed = replace(settings, train=replace(settings.train, **train), optim=replace(settings.optim, **optim))
+    checkpoint = Path(settings.run_dir) / "checkpoints" / f"step_{step:06d}"
+    make_trainer(changed, checkpoint=checkpoint, warn=warnings.append)
+    pattern = (
+        r".* next update is (\S+), and would have been (\S+) under the settings that this run was saved with: (.*)"
+    )
+    assert [", ".join(re.fullmatch(pattern, line).groups()) for line in warnings] == [expected] * bool(expected)  # type: ignore[union-attr]
+    without = {name: value for name, value in load_state(checkpoint).items() if name != "schedule"}
+    monkeypatch.setattr("grpo_cli.train.load_state", lambda folder: without)
+    make_trainer(changed, checkpoint=checkpoint, warn=pytest.fail)  # it does not know its schedule

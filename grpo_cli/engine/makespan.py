@@ -14,11 +14,10 @@ import numpy as np
 
 Lists = list[list[int]]  # the jobs of each slot, by their place in the list of lengths
 
+# The most slots for which the dynamic programme is tried: its states grow as (jobs / epsilon) ** (slots - 1).
 DYNAMIC_SLOTS = 3
-"""The most slots for which the dynamic programme is tried: its states grow as (jobs / epsilon) ** (slots - 1)."""
-
+# A share of the makespan too small to start it for: any predicted length is further off.
 WORTHWHILE = 0.001
-"""A share of the makespan too small to start the dynamic programme for: any predicted length is further off."""
 
 
 @dataclass(frozen=True)

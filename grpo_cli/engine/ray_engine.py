@@ -217,15 +217,13 @@ class RayEngine(SequenceEngine):
 
     def _meet(self, worker: _Worker, there: Mapping[str, Any]) -> None:
         """Note the place of a worker. UserError if another software runs there."""
-        worker.place = there
-        if there["software"] != self._place["software"]:
-            raise UserError(
-                f"{worker} has {there['software']}, not {self._place['software']}: install the same everywhere"
-            )
-        if there["rounding"] != self._place["rounding"]:
+        worker.place, here = there, self._place
+        if there["software"] != here["software"]:
+            raise UserError(f"{worker} has {there['software']}, not {here['software']}: install the same everywhere")
+        if there["rounding"] != here["rounding"]:
             self._warn_once(
                 f"rollouts equal engine=torch's up to rounding: {there['host']} has {there['rounding']} "
-                f"(engine.threads), the trainer {self._place['rounding']} (OMP_NUM_THREADS)"
+                f"(engine.threads), the trainer {here['rounding']} (OMP_NUM_THREADS)"
             )
 
     def _warn_once(self, text: str) -> None:

@@ -87,12 +87,8 @@ class VllmEngine(ServingEngine):
                     f"sampling.temperature={temperature}: engine=vllm clamps it to 0.01 to 2 (or 0, greedy), and would "
                     "sample from another distribution"
                 )
-        before, seconds = self._held(), self._wake(requests)
-        return {
-            "engine/memory_before_bytes": before,
-            "engine/memory_awake_bytes": self._held(),
-            "engine/weight_update_seconds": seconds,
-        }
+        seconds = self._wake(requests)
+        return {"engine/weight_update_seconds": seconds, "engine/memory_awake_bytes": self._held()}
 
     def _advance(self, serving: Serving, entered: Seq[Sequence]) -> None:
         """Start requests and run one step. vLLM reports tokens one by one, or all at the end, which takes less time, if

@@ -12,8 +12,9 @@ import torch
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
 from grpo_cli.config.auto import AUTO
+from grpo_cli.config.choices import ENGINE_PARTS
 from grpo_cli.config.compose import model_of
-from grpo_cli.config.instantiate import engine_parts, make
+from grpo_cli.config.instantiate import engine_parts, factories, make
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.experiment import is_ours
 from grpo_cli.learner.forward import packs_rows
@@ -47,7 +48,7 @@ class Planner:
     def of(cls, run: Prepared[Any], device: torch.device, workspace: int = 0) -> Planner:
         """Build it for a process that holds `workspace` bytes without the run."""
         settings, (rollouts, evaluation) = run.settings, _workloads(run)
-        built = engine_parts(settings.parts, {"seed": settings.seed})
+        built = engine_parts(factories({name: settings.parts[name] for name in ENGINE_PARTS}), {"seed": settings.seed})
         engine = EngineShape(
             built["sampler"],
             built["sparsity"],

@@ -37,13 +37,11 @@ def base_of(folder: Path) -> str:
 def checkpoint_settings(folder: Path, without_files: bool, on_its_base: bool = False) -> dict[str, Any]:
     """Return the settings of a model that load what is saved in `folder`: a model, or adapters for the base beside
     them, or `on_its_base` the one that they name. `without_files` as in the settings of the run that saved it."""
-    has_base = (folder / BASE).is_dir()
-    if not has_adapters(folder):
-        loaded = {"path": str(folder)}
-    else:
-        loaded = {"adapter": str(folder)} | ({"path": base_of(folder)} if has_base or on_its_base else {})
-    # Names of ends would be of a tokenizer that was not loaded.
-    return {**loaded, "random_init": False, **({"eos_tokens": ()} if without_files else {})}
+    found: dict[str, Any] = {"adapter" if has_adapters(folder) else "path": str(folder), "random_init": False}
+    if has_adapters(folder) and (on_its_base or (folder / BASE).is_dir()):
+        found["path"] = base_of(folder)
+    ends = {"eos_tokens": ()} if without_files else {}  # others would be of a tokenizer that was not loaded
+    return found | ends
 
 
 def with_adapters(model: Any, settings: ModelSettings) -> Any:

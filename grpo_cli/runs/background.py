@@ -49,7 +49,7 @@ class Saver:
         self._writing = thread.submit(self._work, pairs, ready, snapshot, write)
         thread.shutdown(wait=False)
 
-    def settle(self) -> None:
+    def wait_until_copied(self) -> None:
         """Wait until what is being saved is copied: before any of it changes."""
         if not self._copied.is_set():
             with self._span("checkpoint"):
@@ -101,7 +101,7 @@ def _snapshot(moving: Any, frozen: set[tuple[int, int]]) -> tuple[_Pairs, Any]:
 
 def _copy(pairs: _Pairs, ready: Any) -> None:
     stream = None if ready is None else torch.cuda.Stream(ready.device)
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream):  # None is no stream
         if stream is not None:
             stream.wait_event(ready)
         for source, buffer in pairs:

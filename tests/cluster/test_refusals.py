@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from small import engine_of, small_model, some_requests
 
 from grpo_cli.config.choices import shipped
-from grpo_cli.config.instantiate import engine_parts, inner_engine
+from grpo_cli.config.instantiate import engine_parts, engines, factories, factory
 from grpo_cli.engine.ray_engine import RayEngine, _Worker, connect, portions, refuse_public
 from grpo_cli.engine.ray_worker import hollow, place
 from grpo_cli.engine.sequence import Sequence
@@ -32,13 +32,13 @@ def test_what_the_inner_engine_refuses(engine, said):
     parts = dict(made.settings().parts) | {"engine": made.part("engine", "ray", **engine)}
     parts["sparsity"] = made.part("sparsity", "rkv")
     with pytest.raises(UserError, match=said):
-        engine_parts(parts, {"seed": 0}, early=True)
+        engine_parts(factories(parts), {"seed": 0}, early=True)
 
 
-def test_the_inner_engine_is_that_of_its_file_with_the_options_on_top():
-    assert inner_engine(made.part("engine", "ray")) == shipped("engine", "torch")
-    changed = inner_engine(made.part("engine", "ray", inner="vllm", options={"memory": 0.8}))
-    assert changed == shipped("engine", "vllm") | {"memory": 0.8}
+@pytest.mark.parametrize(("inner", "options"), [("torch", {}), ("vllm", {"memory": 0.8})])
+def test_the_inner_engine_is_that_of_its_file_with_the_options_on_top(inner, options):
+    found = engines(factory("engine", made.part("engine", "ray", inner=inner, options=options)))[-1]
+    assert found.part == shipped("engine", inner) | options
 
 
 @pytest.mark.parametrize(

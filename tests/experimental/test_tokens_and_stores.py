@@ -18,7 +18,7 @@ from bank import InOrder, Scripted, collection_of
 from small import scored
 from test_collectors import problems
 
-from grpo_cli.config.instantiate import rule_of
+from grpo_cli.config.instantiate import make
 from grpo_cli.experimental.given import num_given
 from grpo_cli.interfaces import Bench
 from grpo_cli.rules.advantage import advantages
@@ -57,7 +57,7 @@ def test_stored_groups_take_the_place_of_new_ones_and_cost_nothing() -> None:
     """Half of four problems are new. Of p0 to p3, p3 is solved by none and not stored; then p4 and p5 beside two of
     p0, p1 and p2."""
     engine, order = Scripted(lambda r: r.sample == 0 and r.prompt.id != "p3"), OnceInOrder(problems(20))
-    rule = rule_of("collector", made.part("collector", "fifo", capacity=4))
+    rule = make("collector", made.part("collector", "fifo", capacity=4))
     collection_of(engine, order, n=2, prompts=4).run(rule)
     collection = collection_of(engine, order, n=2, prompts=4, step=1, version=1)
     groups = collection.run(rule)
@@ -66,7 +66,7 @@ def test_stored_groups_take_the_place_of_new_ones_and_cost_nothing() -> None:
     assert [len(requests) for requests in engine.rounds] == [8, 4] and len(engine.judged) == 12
     assert [group.prompt.id for group in collection.made] == ["p4", "p5"]
     assert [one["prompt"][0] for one in rule.state_dict()["stored"]] == ["p1", "p2", "p4", "p5"], "the newest four"
-    again = rule_of("collector", made.part("collector", "fifo", max_lag=1))
+    again = make("collector", made.part("collector", "fifo", max_lag=1))
     again.load_state_dict(rule.state_dict())
     later = collection_of(engine, order, n=2, prompts=4, step=3, version=3).run(again)
     assert [group.prompt.id for group in later] == ["p6", "p7", "p8", "p9"], "what is stored is too old"
@@ -99,7 +99,7 @@ def recorded(folder: Path, *changes: dict[str, Any]) -> str:
 
 
 def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_path: Path) -> None:
-    rule = rule_of("collector", made.part("collector", "folder", path=recorded(tmp_path, {}, {})))
+    rule = make("collector", made.part("collector", "folder", path=recorded(tmp_path, {}, {})))
     rule.setup(bench(Known()))
     engine = Scripted()
     collection = collection_of(engine, InOrder(problems(9)[1:]), n=2, prompts=2, sampling=Sampling.plain(8))
@@ -127,7 +127,7 @@ def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_pat
     ids=str,
 )
 def test_what_is_no_record_of_this_task_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
-    rule = rule_of("collector", made.part("collector", "folder", path=recorded(tmp_path, change, change)))
+    rule = make("collector", made.part("collector", "folder", path=recorded(tmp_path, change, change)))
     with pytest.raises(UserError, match="collector.path=.*record.tokens=true"):
         rule.setup(bench(Known()))
 
@@ -151,7 +151,7 @@ class Going(Scripted):
 
 def test_the_harder_a_problem_is_the_more_of_its_solution_is_given() -> None:
     """Of two plain replies each, one to p0 is right and none to p1: 0.4 and 0.8 of 10 tokens for the other two."""
-    rule = rule_of("collector", made.part("collector", "hint", noise=0.0))
+    rule = make("collector", made.part("collector", "hint", noise=0.0))
     rule.setup(bench(Solving()))
     engine = Going(lambda r: r.prompt.id == "p0" and r.sample == 0)
     groups = collection_of(engine, InOrder(problems(2)), n=4, prompts=2, sampling=Sampling.plain(30)).run(rule)

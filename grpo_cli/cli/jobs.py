@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.compose import COMMANDS, read_settings
+from grpo_cli.config.overrides import key_of
 from grpo_cli.config.recorded import Command
 from grpo_cli.runs.find import completed_steps
 from grpo_cli.runs.layout import PROFILE, SAMPLES
@@ -56,7 +57,7 @@ def _fitted(run: Any, command: Command) -> tuple[Any, tuple[str, ...]]:
     settings = run.settings
     if (settings.fit == "none" or settings.resume is not None) and settings.train.micro_batch_tokens != AUTO:
         return run, ()
-    chosen = fit.words(settings, fit.decided(run, fit.typed_keys(command.typed), to_stderr))
+    chosen = fit.choose(run, {key_of(word) for word in command.typed}, to_stderr)
     for key, _, text in (word.partition("=") for word in chosen):
         group, _, name = key.partition(".")
         value = yaml.safe_load(text) if name else shipped(group, text)
@@ -118,7 +119,7 @@ def profile(command: Command) -> Any:
 
     run = prepare(settings, to_stderr, fast_when_planned(settings.profile.for_gpu))
     with started(command, run.settings):
-        found = profiling.profile(run, ["grpo", "profile", *command.typed], to_stderr, experiment.say_to_stderr)
+        found = profiling.profile(run, command.typed, to_stderr, experiment.say_to_stderr)
         found.show(console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")
         write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": found.peak_bytes})

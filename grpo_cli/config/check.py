@@ -17,7 +17,7 @@ from grpo_cli.config.trial import try_rules
 from grpo_cli.interfaces import Rules
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import gathered, own_code_unless_ours, refuse
-from grpo_cli.support.formatting import parse_bytes, shown
+from grpo_cli.support.formatting import shown
 
 
 def check(settings: RunSettings) -> Rules:
@@ -196,10 +196,6 @@ def _profile(settings: ProfileRunSettings) -> Iterator[str]:
     if profile.lengths != "natural" and (turns := settings.parts["task"].get("turns", 1)) > 1:
         yield f"profile.lengths={profile.lengths} cannot be forced with task.turns={turns}: use profile.lengths=natural"
     named = isinstance(profile.for_gpu, str)
-    if profile.for_gpu and not (profile.plan_only and (named or settings.fit not in ("none", "auto"))):
+    if profile.for_gpu and not (profile.plan_only and (named or settings.fit_bytes)):
         has = "" if named else " and its memory, such as fit=80GB"
         yield f"profile.for_gpu={shown(profile.for_gpu)} only plans: add profile.plan_only=true{has}"
-    problems: list[str] = []
-    with gathered(problems):
-        parse_bytes("1GB" if settings.fit in ("none", "auto") else settings.fit, "fit")
-    yield from problems

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from grpo_cli.interfaces import Rules
 from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.support.memory import SHARE, keep_freed, part_of_gpu
 from grpo_cli.support.processor import flush_denormals, why_no_gpu
 
@@ -42,8 +40,7 @@ class Prepared(Generic[Settings]):
 def prepare(settings: Settings, say: Callable[[str], None] = print, fast: bool | None = None) -> Prepared[Settings]:
     """UserError with everything that can be refused before a model is read. `say` gets what `auto` became; `fast` as in
     `config.auto`."""
-    is_a_size = re.match(r"[\d.]*[1-9]", str(settings.fit))
-    keep_freed(parse_bytes(settings.fit, "fit") if is_a_size else None)
+    keep_freed(settings.fit_bytes)
     rules = check(settings)
     device = pick_device(settings.device)
     check_optimizer(settings.optim, device)

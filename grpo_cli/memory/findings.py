@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from grpo_cli.memory.explain import breakdown
-from grpo_cli.memory.measure import PHASES, Measured
+from grpo_cli.memory.measure import Measured
 from grpo_cli.memory.plan import KINDS, MemoryPlan
 from grpo_cli.report.profiles import SCHEMA
 from grpo_cli.report.show import print_table
@@ -17,6 +17,7 @@ from grpo_cli.report.tables import Table
 from grpo_cli.support.formatting import gib
 
 MOST = 1024  # rollouts per prompt: the search for the largest group that fits stops here
+_COLUMNS = ("phase", "seconds", "", "share", "tokens/s", "peak", "predicted", "ratio")
 
 
 @dataclass(frozen=True)
@@ -57,39 +58,37 @@ class Findings:
 
     def show(self, console: Console) -> None:
         """Print the measured phases, what holds memory, and what fits."""
+        lines = [f"Not planned: {note}." for note in self.not_predicted]
         if self.measured is not None:
             print_table(console, _phases(self.measured, self.predicted))
-            engine = self.measured.engine
-            steps, slots, busy = (engine[f"engine/{name}"] for name in ("decode_steps", "slots", "slot_utilisation"))
-            kept = gib(int(engine["engine/kv_peak_bytes"]))
-            line = f"rollouts: {steps:.0f} decode steps in {slots:.0f} slots, {busy:.0%} of them busy; KV cache {kept}"
-            console.print(line, highlight=False)
+            figures = {name.removeprefix("engine/"): value for name, value in self.measured.engine.items()}
+            in_slots = (
+                "rollouts: {decode_steps:.0f} decode steps in {slots:.0f} slots, {slot_utilisation:.0%} of them busy"
+            )
+            lines.append(f"{in_slots.format(**figures)}; KV cache {gib(int(figures['kv_peak_bytes']))}")
         verdict = "fits in" if self.predicted.peak <= self.room else "does not fit in"
         largest = "none" if self.largest_n is None else f"{self.largest_n}{' or more' * (self.largest_n == MOST)}"
-        for line in (
-            *(f"Not planned: {note}." for note in self.not_predicted),
-            *breakdown(self.predicted, self.predicted.fullest),
-            f"{gib(self.predicted.peak)} {verdict} {gib(self.room)}; the largest n that fits: {largest}.",
-        ):
+        lines += breakdown(self.predicted, self.predicted.fullest)
+        lines.append(f"{gib(self.predicted.peak)} {verdict} {gib(self.room)}; the largest n that fits: {largest}.")
+        for line in lines:
             console.print(line, highlight=False, markup=False)
 
 
 def _phases(measured: Measured, predicted: MemoryPlan) -> Table:
-    names = [name for name in (*PHASES[:-1], "rest", "step", "eval") if name in measured.phases]
+    step = measured.phases["step"].seconds_median
     rows = []
-    for name in names:
-        phase = measured.phases[name]
-        expected = predicted.bytes_of(name) if name in predicted.phases else 0
-        cells = (
+    for name, phase in measured.phases.items():
+        expected, peak = predicted.bytes_of(name) if name in predicted.phases else 0, phase.peak_bytes
+        row = (
+            name,
             f"{phase.seconds_median:.3f}",
             f"± {(phase.seconds_most - phase.seconds_least) / 2:.3f}" if phase.times > 1 else "",
-            "" if name == "eval" else f"{phase.seconds_median / measured.phases['step'].seconds_median:.0%}",
+            "" if name == "eval" else f"{phase.seconds_median / step:.0%}",
             "" if phase.tokens_per_second is None else f"{phase.tokens_per_second:,.0f}",
-            gib(phase.peak_bytes) if phase.peak_bytes else "",
+            gib(peak) if peak else "",
             gib(expected) if expected else "",
-            f"{expected / phase.peak_bytes:.2f}" if expected and phase.peak_bytes else "",
+            f"{expected / peak:.2f}" if expected and peak else "",
         )
-        rows.append((name, *cells))
-    columns = ("phase", "seconds", "", "share", "tokens/s", "peak", "predicted", "ratio")
+        rows.append(row)
     title = "a step, phase by phase (median and half the range of the measured steps)"
-    return Table(columns, tuple(rows), frozenset(columns[1:]), names.index("step"), title)
+    return Table(_COLUMNS, tuple(rows), frozenset(_COLUMNS[1:]), list(measured.phases).index("step"), title)

@@ -19,7 +19,7 @@ support/
 settings native/
 types
 history
-interfaces/ runs/
+interfaces runs/
 rules/ metrics model/ tasks/
 engine/
 learner/ select report/

@@ -20,7 +20,7 @@ from made import configuration as compose
 from omegaconf import OmegaConf
 
 import grpo_cli.settings
-from grpo_cli.config.check import check, check_eval
+from grpo_cli.config.check import check
 from grpo_cli.config.choices import EXPERIMENTAL, choices, config_dir, groups_of, parts_of, shipped
 from grpo_cli.config.compose import read_settings
 from grpo_cli.config.instantiate import RECIPE, drop_inherited
@@ -57,7 +57,7 @@ def test_the_defaults_are_accepted_and_typed():
 
 def test_the_defaults_of_eval_are_accepted():
     run = read_settings(compose(command="eval"), EvalRunSettings)
-    check_eval(run)
+    check(run)
     assert set(run.parts) == set(parts_of("eval"))
 
 
@@ -68,7 +68,7 @@ def test_every_choice_can_be_composed(group: str) -> None:
         if (EXPERIMENTAL / group / f"{choice}.yaml").is_file():
             continue
         if group not in groups_of("train"):
-            check_eval(read_settings(compose(f"{group}={choice}", command="eval"), EvalRunSettings))
+            check(read_settings(compose(f"{group}={choice}", command="eval"), EvalRunSettings))
             continue
         required = [f"{group}.{key}={trace}" for key, value in shipped(group, choice).items() if value == "???"]
         besides = ["predictor=mean"] * (group == "scheduler") + ["m=8"] * (group == "downsample" and choice != "all")
@@ -269,7 +269,7 @@ def test_settings_that_go_together_do(words: str) -> None:
 
 
 def test_eval_may_truncate_and_takes_all_problems():
-    check_eval(read_settings(compose("sampling.top_p=0.9", "eval.problems=-1", command="eval"), EvalRunSettings))
+    check(read_settings(compose("sampling.top_p=0.9", "eval.problems=-1", command="eval"), EvalRunSettings))
 
 
 RUN = ("task=jsonl", "task.path=x.jsonl", "sampling.max_new_tokens=7", "seed=5", "n=4", "logger=jsonl", "optim.lr=3e-4")
@@ -325,7 +325,7 @@ def test_a_recorded_setting_that_names_foreign_code_has_to_be_typed(tmp_path: Pa
     with pytest.raises(UserError, match=f"^{re.escape(key)}.* is not taken"):
         merged("train", record, "n=4")
     with pytest.raises(UserError, match="(?!.*is not taken)"):
-        merged("train", record, f"{key}=3")
+        check(merged("train", record, f"{key}=3"))
 
 
 def test_a_recorded_setting_that_does_not_exist_is_refused(tmp_path: Path) -> None:

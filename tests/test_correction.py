@@ -20,7 +20,6 @@ from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.instantiate import make
 from grpo_cli.interfaces import Correction
 from grpo_cli.learner.batch import corrected
-from grpo_cli.rules import correction
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Totals
 
@@ -138,8 +137,7 @@ def test_without_a_mismatch_no_preset_changes_anything(name):
     part = PRESETS[name]
     weights, kept, metrics = apply(part, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], [[1, 1, 1], [1, 0, 0]])
     assert weights == [[1, 1, 1], [1, 0, 0]] and kept == [[1, 1, 1], [1, 0, 0]]
-    assert {"mismatch/gated": 0.0, **metrics} == {
-        "mismatch/gated": 0,
+    assert metrics == {
         "mismatch/ratio_mean": 1,
         "mismatch/ratio_min": 1,
         "mismatch/log_ratio_q001": 0,
@@ -170,16 +168,6 @@ def test_the_weight_of_a_token_is_one_on_average_over_the_sampler(seed, vocabula
         assert float(sparse.exp() @ truncated[:, 0]) <= 1 + 1e-5
 
 
-def test_sequence_weights_are_unbiased_over_all_sequences():
-    """All 9 sequences of two tokens out of three, the sampler's second distribution depending on the first token."""
-    g = torch.Generator().manual_seed(0)
-    dense, sparse = (torch.randn(4, 3, generator=g).log_softmax(1) for _ in range(2))  # row 0, then by first token
-    pairs = [(a, b) for a in range(3) for b in range(3)]
-    policy, sampler = (torch.stack([torch.stack([p[0, a], p[1 + a, b]]) for a, b in pairs]) for p in (dense, sparse))
-    weights = asked(made.correction(importance="sequence"), sampler, policy, torch.ones(9, 2, dtype=torch.bool)).weights
-    assert float((sampler.sum(1).exp() * weights[:, 0]).sum()) == pytest.approx(1, abs=1e-5)
-
-
 def test_vetoed_sequences_and_masked_tokens_do_not_move_the_policy():
     """Through the loss: exactly their gradients are zero. Of sequence 2 a third of the batch is the mean over its two
     surviving tokens, of xi 1.0 and 1.2."""
@@ -201,15 +189,6 @@ def test_a_veto_below_the_bound_on_ratios_still_fires():
         [False],
         [True],
     ]
-
-
-@settings(max_examples=20)
-@given(
-    values=st.lists(st.floats(-30, 5, width=32), min_size=1, max_size=60), q=st.sampled_from([0.001, 0.01, 0.3, 1.0])
-)
-def test_lower_quantiles_are_those_of_torch(values, q):
-    tensor = torch.tensor(values)
-    assert float(correction.lower_quantile(tensor, q)) == pytest.approx(float(tensor.quantile(q)), abs=1e-4)
 
 
 def test_quantiles_are_over_response_tokens():
@@ -270,21 +249,6 @@ def test_each_row_has_the_reason_for_its_rejection():
 )
 def test_a_correction_says_whether_it_can_take_out_a_whole_sequence(words, rejects):
     assert made.correction(**words).rejects == rejects
-
-
-@settings(max_examples=50)
-@given(
-    importance=st.sampled_from(["none", "token", "sequence"]),
-    is_mode=st.sampled_from(["truncate", "mask"]),
-    rejection=st.sampled_from(["none", "veto"]),
-    band=st.sampled_from([(None, None), (0.5, None), (None, 2.0), (0.5, 2.0)]),
-    xi=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4),
-)
-def test_a_correction_that_rejects_nothing_leaves_every_sequence_some_weight(importance, is_mode, rejection, band, xi):
-    words = {"importance": importance, "is_mode": is_mode, "rejection": rejection, "is_threshold": 2.0}
-    part = made.correction(**words, is_threshold_low=0.5, mask_low=band[0], mask_high=band[1])
-    weights, *_ = apply(part, [xi])
-    assert part.rejects or max(weights[0]) > 0
 
 
 def test_bounds_that_cross_are_refused():

@@ -199,7 +199,7 @@ def test_a_call_is_read_whole_and_none_is_made_in_a_thought(rows, turn, answers,
 
 
 def test_no_tool_call_that_a_model_writes_ends_a_run(rows):
-    """2,000 of them, made of pieces of right and wrong ones, each answered by text that can be read, or by the end."""
+    """600 of them, made of pieces of right and wrong ones, each answered by text that can be read, or by the end."""
     chat, warned, rng = make_tokenizer(chat_template=TOOLS), list[str](), Random(0)
     tools = talking(rows, chat, tools="environments:now,later,add", warn=warned.append)
     plain = talking(rows, warn=warned.append, **RESPONDING)
@@ -221,7 +221,7 @@ def test_no_tool_call_that_a_model_writes_ends_a_run(rows):
         return text[:place] + rng.choice(["", rng.choice(marks)]) + text[place + rng.randrange(3) :]
 
     answered, prompt = 0, plain.prompts("train")[0]
-    for _ in range(1000):
+    for _ in range(300):
         text = "".join(rng.choice([call, call, lambda: cut(call()), lambda: rng.choice(marks)])() for _ in range(3))
         for task, turn in ((tools, text), (plain, str(value()) if rng.random() < 0.7 else text)):
             turn = turn.encode("utf-8", "replace").decode()  # what tokens can say
@@ -231,7 +231,7 @@ def test_no_tool_call_that_a_model_writes_ends_a_run(rows):
                 message.encode()
                 assert len(message) <= 100_000
             answered += reply.messages is not None
-    assert answered > 1500 and tools.counted()["turns/errors"] > 500 and plain.counted()["turns/errors"] > 200
+    assert answered > 450 and tools.counted()["turns/errors"] > 150 and plain.counted()["turns/errors"] > 60
     assert len(warned) == len(set(warned)) < 99, "each kind is named once"
 
 

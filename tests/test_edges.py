@@ -111,7 +111,7 @@ def test_a_second_sigterm_that_comes_later_ends_what_hangs(monkeypatch: pytest.M
         now += 60
         for _ in range(3):  # to a run and to who has started it
             os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked_by == "SIGUSR1"
+        assert stop.stopped_by == "SIGUSR1"
         now += TOGETHER_SECONDS + 0.5
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)

@@ -137,14 +137,6 @@ def test_every_experiment_can_be_run_as_it_stands(name):
     check(composed(f"experiment={name}"))
 
 
-def test_the_baselines_of_an_experiment_differ_from_it_in_n_and_m_and_the_length_of_the_run_only():
-    """So that `m=64` on the command line and the file are one thing."""
-    assert composed("experiment=grpo_ga_arithmetic") == composed("experiment=pods_arithmetic", "m=64", "train.steps=50")
-    assert composed("experiment=grpo_arithmetic") == composed("experiment=pods_arithmetic", "n=16", "m=16")
-    in_six_hours = ("train.steps=2850", "train.checkpoint_every=238", "eval.every=238")
-    assert composed("experiment=grpo_gsm8k") == composed("experiment=pods_gsm8k", "n=16", "m=16", *in_six_hours)
-
-
 def test_pods_trains_on_a_quarter_chosen_by_variance_and_the_command_line_has_the_last_word():
     for name in (name for name in EXPERIMENTS if name.startswith("pods_")):
         run = composed(f"experiment={name}")
@@ -237,16 +229,3 @@ def test_many_rollouts_of_few_problems_are_those_of_one_round_in_the_memory_of_f
     assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(few, all_of_them, strict=True))
     assert in_slots["engine/slots"] == 16 and at_once["engine/slots"] > 16
     assert in_slots["engine/kv_peak_bytes"] < at_once["engine/kv_peak_bytes"] / 2
-
-
-def test_broad_groups_are_trained_on_whole() -> None:
-    broad, wide = composed("experiment=brorl_arithmetic"), composed("experiment=wide_arithmetic")
-    assert broad.m == broad.n == 512
-    assert broad.train.prompts * broad.m == wide.train.prompts * wide.m, "a step of a size that a laptop makes"
-
-
-def test_a_wide_step_keeps_the_size_of_an_update() -> None:
-    plain, wide = composed(), composed("experiment=wide_arithmetic")
-    assert wide.optim == plain.optim and wide.n == plain.n
-    rows = [run.train.prompts * run.m / run.train.minibatches for run in (plain, wide)]
-    assert rows[0] == rows[1] == 256

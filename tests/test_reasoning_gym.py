@@ -112,6 +112,7 @@ def test_a_prompts_id_says_all_that_its_problem_is_made_of():
     first, again = task(few_shot=1), task(few_shot=1)
     prompt = first.prompts("train")[3]
     assert prompt.id.startswith("train-") and again.prompts("train")[3] == prompt
+    assert again.prompts("train").by_id(prompt.id) == prompt and again.prompts("train").by_id("eval-3") is None
     row = again.row_of(prompt)
     assert row["question"] in first.text(prompt.token_ids) and row["answer"] == prompt.answer
     assert task(seed=1, few_shot=1).row_of(prompt) != row

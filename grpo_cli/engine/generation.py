@@ -73,7 +73,7 @@ class Generation:
         if plan.room.budget is not None:
             most = max(sequence.limit for sequence in self.sequences)
             self._memory = Memory(self.cache, most, prefix if plan.room.probes else 0, plan.keys, evicts)
-        self._admission = Admission(self.sequences, plan.room.slots, sampler.refills, self._memory)
+        self._admission = Admission(plan.room.slots, sampler.refills, self._memory)
         spare = (self.cache.count, slots - 1) if fills else None
         self._batch = RunningBatch(decoder.device, decoder.is_native, spare, widths)
         turn = self._computed

@@ -88,14 +88,6 @@ def head_sizes(device: torch.device) -> list[int] | None:
         return list(CPUAttentionBackend.get_supported_head_sizes())
 
 
-OLD_RUNNER = "V1"
-
-
-def runner_of(llm: Any) -> str:
-    """Return the model runner of vLLM that drives the model: V1, or V2, which samples all rows in one kernel."""
-    return "V2" if llm.llm_engine.vllm_config.use_v2_model_runner else OLD_RUNNER
-
-
 _holder: list[weakref.ref[Any]] = []
 
 

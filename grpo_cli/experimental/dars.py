@@ -8,35 +8,21 @@ Measured: docs/studies.md (lower on average, and confounded: fewer steps at equa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, isqrt
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from grpo_cli.experimental.apportion import in_proportion
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import OneOf
 from grpo_cli.types import ScoredGroup
 
 
-def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    """Yield why the advantage does not fit `divided`, if so; of a custom one only if it declares that it divides."""
-    divides, divided = others.says("advantage", "divides"), own.get("divided")
-    if isinstance(divided, bool) and divides not in (None, divided):
-        does, other = ("divides", "dr_grpo") if divides else ("does not divide", "grpo")
-        yield (
-            f"{others.named('collector')} counts for {'divided' if divided else 'undivided'} advantages, but "
-            f"{others.named('advantage')} {does} by the deviation; use advantage={other} or "
-            f"collector.divided={str(divides).lower()}"
-        )
-
-
-@facts(goes_with=_goes_with)
 @dataclass(frozen=True)
 class Dars:
     """`n` rollouts of each prompt, then more of those that fewer than half of them solved (DARS, arXiv 2508.13755).

@@ -54,7 +54,7 @@ def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, w
             "command": ["grpo", "profile", *typed],
             "device": f"{gpu} of {gib(room)}" if wanted.for_gpu else named,
             "threads": torch.get_num_threads(),
-            "versions": asdict(code_version()),
+            "versions": code_version(),
             "settings": asdict(settings),
         },
         measured=measured,

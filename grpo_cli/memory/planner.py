@@ -14,16 +14,18 @@ import torch
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
 from grpo_cli.config.auto import AUTO
+from grpo_cli.config.choices import ENGINE_PARTS
 from grpo_cli.config.compose import model_of
-from grpo_cli.config.instantiate import engine_parts, make
+from grpo_cli.config.instantiate import engine_parts, factories, make
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.experiment import is_ours
 from grpo_cli.learner.forward import packs_rows
-from grpo_cli.learner.logprobs import logprobs_at
+from grpo_cli.learner.logprobs import chosen_logprobs
 from grpo_cli.learner.old_policy import average_bytes, pass_before
 from grpo_cli.learner.optimizer import state_bytes
 from grpo_cli.memory.plan import EngineShape, MemoryPlan, StepShape, Workload, plan
 from grpo_cli.memory.shapes import ShapeModel, trained
+from grpo_cli.model.checkpointing import last_states
 from grpo_cli.model.checks import window_of
 from grpo_cli.model.load import TINY, load_model, load_tokenizer, model_config
 from grpo_cli.support.facts import fact
@@ -55,7 +57,7 @@ class Planner:
         def shapes(recompute: str, offload: bool) -> ShapeModel:
             return ShapeModel(replace(model, gradient_checkpointing=recompute, offload_activations=offload), device)
 
-        built = engine_parts(settings.parts, {"seed": settings.seed})
+        built = engine_parts(factories({name: settings.parts[name] for name in ENGINE_PARTS}), {"seed": settings.seed})
         engine = EngineShape(
             built["sampler"],
             built["sparsity"],
@@ -145,13 +147,13 @@ def process_alone(device: torch.device) -> int:
     model = load_model(model_of(TINY), device)
     load_tokenizer(model_of(TINY))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    ids, place = torch.zeros(2, 16, dtype=torch.long, device=device), torch.ones(8, dtype=torch.long, device=device)
-    logprobs_at(model, ids, 0 * place, place, 1.0, 8).sum().backward()
+    ids = torch.zeros(1, 16, dtype=torch.long, device=device)
+    chosen_logprobs(model, last_states(model, ids)[0], ids[0], 1.0, 8).sum().backward()
     optimizer.step()
     if device.type == "cpu":
         return resident_bytes()
     optimizer.zero_grad()
-    del model, optimizer, ids, place
+    del model, optimizer, ids
     gc.collect()
     return int(torch.cuda.memory_allocated(device))
 
@@ -170,7 +172,7 @@ def not_planned(run: Prepared[Any]) -> tuple[str, ...]:
 
 def _workloads(run: Prepared[Any]) -> tuple[Workload, Workload | None]:
     """Return a step's rollouts and an evaluation's, on the first prompts of the task."""
-    settings, problems, model = run.settings, -(-run.at_once // run.settings.n), run.settings.model
+    settings, problems, model = run.settings, -(-(run.at_once or 0) // run.settings.n), run.settings.model
     # A plan needs only a preset's shape, if there is one, and the embedded tokenizer.
     tokenizer = load_tokenizer(model if model.architecture is None else replace(model, random_init=True))
     # Without its warnings, which the run itself gives.

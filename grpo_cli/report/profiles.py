@@ -9,8 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from grpo_cli.report.show import print_table
-from grpo_cli.report.tables import Table
+from grpo_cli.report.tables import Table, print_table
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.support import terminal

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from grpo_cli.sweep.status import Job, JobState, is_done, is_running, read_statu
 
 # Of Hydra's own settings, those that concern the sweep and not its jobs.
 _OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
+say = partial(print, flush=True)  # a line at once, also into a pipe
 
 
 class ProcessLauncher(Launcher):
@@ -88,7 +90,7 @@ class ProcessLauncher(Launcher):
             write_status(job.folder, status)
             if status.state != "waiting":
                 say(status_line(job, status))
-        pool = Pool(self._places, self._sweep.command_of, self._sweep.command, say)
+        pool = Pool(self._places, self._sweep.command_of, say)
         try:
             pool.run([job for job, status in states.items() if status.state == "waiting"])
         finally:
@@ -110,8 +112,7 @@ class ProcessLauncher(Launcher):
                 cfg.hydra.runtime.output_dir = str(folder)
             with _current(cfg):
                 del cfg["hydra"]
-                steps = OmegaConf.select(cfg, "train.steps") if self._sweep.command == "train" else None
-                job = Job(number, folder, given, label, steps)
+                job = Job(number, folder, given, label)
                 try:
                     self._sweep.check(cfg)
                 except UserError as error:
@@ -164,11 +165,6 @@ class ProcessLauncher(Launcher):
         returned.status = JobStatus.COMPLETED if completed else JobStatus.FAILED
         returned.return_value = value
         return returned
-
-
-def say(text: str) -> None:
-    """Print a line at once, also into a pipe."""
-    print(text, flush=True)
 
 
 @contextmanager

@@ -48,6 +48,12 @@ class MadePrompts(Sequence[Prompt]):
         places = range(self._size)[index]
         return self._make(places) if isinstance(places, int) else [self._make(place) for place in places]
 
+    def by_id(self, prompt_id: str) -> Prompt | None:
+        """Return the prompt with an id that ends in its place, such as train-12; None if there is none."""
+        number = prompt_id.rpartition("-")[2]
+        found = self[int(number) % self._size] if number.isdecimal() else None
+        return found if found and found.id == prompt_id else None
+
 
 def going_on(tokenizer: Tokenizer, text: str, before: Sequence[int], special: bool = False) -> list[int]:
     """Return the tokens of a text behind others. SentencePiece and its kind begin a text with a space of their own, so

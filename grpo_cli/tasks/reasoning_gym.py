@@ -192,9 +192,9 @@ class ReasoningGym(Speaks):
     def _check(self) -> None:
         """Raise UserError for a task that does not exist, is refused, or rejects its config."""
         task = self._name
-        (reply,) = self._workers.ask([{"check": task, "config": self._config}])
         if task in REFUSED:
             raise UserError(f"task=reasoning_gym does not take task.name={task}: {REFUSED[task]}")
+        (reply,) = self._workers.ask([{"check": task, "config": self._config}])
         if names := set(reply.get("names", ())) - REFUSED.keys():
             raise UserError(f"reasoning-gym has no task.name={task}{closest(task, names)}; it has {_listed(names)}")
         if words := reply.get("words"):

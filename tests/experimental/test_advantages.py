@@ -1,8 +1,7 @@
-"""The median, novelty and parts of a reward: worked numbers, and the definition in plain Python."""
+"""The median and parts of a reward: worked numbers, and the definition in plain Python."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -13,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import advantages_of, kept_by, scored
 
-from grpo_cli.experimental import lightning_rl, mc_grpo, xrpo
-from grpo_cli.rules import advantage
+from grpo_cli.experimental import lightning_rl, mc_grpo
 from grpo_cli.select import select
 from grpo_cli.types import Reward, ScoredGroup
 
@@ -35,7 +33,7 @@ def test_the_median_is_subtracted_and_the_spread_divided_by():
 def test_the_release_divides_by_the_median_distance_and_leaves_the_middle_rollout_out():
     """Median .2, distances .2 .1 0 .3 .8, of which .2 is in the middle: each over .201."""
     group = scored(*[Reward(total) for total in (0.0, 1.0, 0.2, 0.5, 0.1)])
-    release = made.advantage("median_release")
+    release = made.advantage("median", scale="mad")
     found = select(group, [""] * 5, 4, mc_grpo.all_but_the_middle, release, np.random.default_rng(0), True)
     assert found.indices == (0, 1, 3, 4)
     assert found.advantages.tolist() == pytest.approx([-0.995025, 3.980100, 1.492537, -0.497512], abs=1e-5)
@@ -66,25 +64,6 @@ def test_median_leaves_out_one_in_the_middle(rewards, left):
 def asked(function, group: ScoredGroup, kept: list[int] | None = None, **words) -> list[float]:
     """Of the kept rollouts; all count."""
     return function(group, range(len(group.rollouts)) if kept is None else kept, **words).tolist()
-
-
-NOVELTY = partial(xrpo.novelty, stats_over="kept", eps=0.0, bonus=2.5, cap=0.5)
-
-
-def test_novelty_is_grpo_but_for_the_rare_among_the_right():
-    """Means of tokens: -.2 and -.9 right, -.5 and -.4 wrong, -.5 in the mean. Their number does not count."""
-    rewards = [Reward(1.0), Reward(1.0), Reward(0.0), Reward(0.0)]
-    group = scored(*rewards, logprobs=[(-0.2,), (-0.4, -1.4), (-0.5, -0.5, -0.5), (-0.4,)])
-    plain = asked(advantage.grpo, group, stats_over="kept", eps=0.0)
-    high = plain[0]
-    assert asked(NOVELTY, group) == close([high, 1.5 * high, -high, -high])
-    small = partial(xrpo.novelty, stats_over="kept", eps=0.0, bonus=0.1, cap=0.5)
-    assert asked(small, group)[1] == pytest.approx(high + 0.1 * (1 - math.exp(-0.4)))
-    none = partial(xrpo.novelty, stats_over="kept", eps=0.0, bonus=0.0, cap=0.5)
-    assert asked(none, group) == plain
-
-
-PER_PART = partial(lightning_rl.per_part, stats_over="kept", eps=0.0)
 
 
 def test_a_part_counts_by_its_weight_and_not_by_its_scale():

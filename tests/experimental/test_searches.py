@@ -19,15 +19,14 @@ from words import rollout_of
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.collect.resuming import begun
-from grpo_cli.config.check import check_eval
-from grpo_cli.config.instantiate import rule_of
+from grpo_cli.config.check import check
+from grpo_cli.config.instantiate import make
 from grpo_cli.engine.sampling import uniforms
 from grpo_cli.evaluate import search_with
 from grpo_cli.experimental.dora import cosines, rebase, shared_out
 from grpo_cli.experimental.ets import chosen, clusters
 from grpo_cli.experimental.particle import resampled
 from grpo_cli.experimental.search import Replies, Searching
-from grpo_cli.experimental.self_consistency import winner
 from grpo_cli.interfaces import Bench
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
@@ -40,7 +39,7 @@ A, B, C, D = range(2, 6)  # tokens
 
 
 def search(choice: str, **changed: Any) -> Any:
-    return rule_of("search", made.part("search", choice, **changed))
+    return make("search", made.part("search", choice, **changed))
 
 
 def problems(count: int) -> list[Prompt]:
@@ -90,16 +89,6 @@ class Table(FakeEngine):
 
 
 # ---- what each chooses
-
-
-@pytest.mark.parametrize(
-    ("found", "place"),
-    [(["5", "7", "7"], 1), (["5", "7", "7", "5"], 0), ([None, None, None, "5"], 3), ([None, None], 0), (["5"], 0)],
-)
-def test_the_majority_is_the_answer_given_most_often_and_of_equal_ones_the_first(
-    found: list[str | None], place: int
-) -> None:
-    assert winner(found) == place
 
 
 def test_answers_are_compared_as_numbers_and_what_was_cut_off_has_none() -> None:
@@ -266,7 +255,7 @@ def test_without_a_search_there_is_none_and_an_own_one_returns_a_whole_rollout_f
 )
 def test_what_cannot_be_searched_is_refused_before_a_model_is_loaded(words: list[str], named: str) -> None:
     with pytest.raises(UserError) as refused:
-        check_eval(composed(*words, command="eval"))
+        check(composed(*words, command="eval"))
     assert named in str(refused.value)
 
 

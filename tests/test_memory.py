@@ -26,7 +26,6 @@ from grpo_cli.memory.plan import (
     REFERENCE,
     WEIGHTS,
     WORKSPACE,
-    EngineShape,
     MemoryPlan,
     StepShape,
     Workload,
@@ -55,7 +54,7 @@ def shapes(device: torch.device, *words: str) -> ShapeModel:
 
 def step(slots: int | None = None, **words: Any) -> StepShape:
     sampler = full() if slots is None else infinite(slots=slots)
-    given = {"m": WORK.n, "engine": EngineShape(sampler, Dense()), "evaluation": None, "tokens": 64, "chunk": 4}
+    given = {"m": WORK.n, "sampler": sampler, "sparsity": Dense(), "evaluation": None, "tokens": 64, "chunk": 4}
     return StepShape(WORK, **{**given, "share": True, **words})
 
 

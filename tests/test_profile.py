@@ -31,10 +31,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def profile(*words: str) -> tuple[dict[str, Any], str]:
-    result = grpo("profile", *SMALL, "hydra.run.dir=out", *words)
+def profile(*words: str, out: str = "out") -> tuple[dict[str, Any], str]:
+    result = grpo("profile", *SMALL, f"hydra.run.dir={out}", *words)
     assert result.exit_code == 0, result.output
-    return read_profile(Path("out/profile.json")), result.stdout
+    return read_profile(Path(out, "profile.json")), result.stdout
 
 
 def test_a_profile_measures_every_phase_and_predicts_what_training_takes():
@@ -78,7 +78,7 @@ def test_a_plan_for_a_gpu_has_its_memory_its_precision_and_its_allocators_ways(m
     assert {sizes["workspace"] for sizes in held.values()} == {0} and found["device"] == "a GPU of 1.86 GiB"
     assert held["optimizer"]["activations"] == 0
     assert held["decode"]["activations"] > 0 and held["backward"]["activations"] > 0
-    found, _ = profile(*LAYER, "profile.for_gpu=t4")
+    found, _ = profile(*LAYER, "profile.for_gpu=t4", out="old")
     assert found["device"] == "t4 of 14.90 GiB" and found["fit"]["room_bytes"] == 16 * 10**9
     assert found["settings"]["model"]["autocast"] == "none" and set(MEMORY) == set(get_args(GpuWord))
 

@@ -89,11 +89,10 @@ def profile(command: Command, settings: ProfileRunSettings) -> Any:
     """Profile, print what was found, and return the peak memory."""
     run = prepare(settings, to_stderr, fast_when_planned(settings.profile.for_gpu))
     with started(command, run.settings):
-        found = profiling.profile(run, command.typed, to_stderr, experiment.say_to_stderr)
-        found.show(console())
+        peak = profiling.profile(run, command.typed, to_stderr, experiment.say_to_stderr, console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")
-        write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": found.peak_bytes})
-    return found.peak_bytes
+        write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})
+    return peak
 
 
 JOBS = {"train": train, "eval": evaluate, "profile": profile}

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from grpo_cli import experiment
 from grpo_cli.config.auto import AUTO
@@ -15,9 +16,11 @@ from grpo_cli.config.overrides import key_of
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.memory import fit, gpus
 from grpo_cli.memory.explain import memory_explained
-from grpo_cli.memory.findings import MOST, Findings
+from grpo_cli.memory.findings import MOST, show
 from grpo_cli.memory.measure import measure
+from grpo_cli.memory.plan import KINDS
 from grpo_cli.memory.planner import TOKENS, Planner, largest, not_planned, process_alone
+from grpo_cli.report.profiles import SCHEMA
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import PROFILE
 from grpo_cli.runs.provenance import code_version
@@ -29,9 +32,9 @@ from grpo_cli.support.memory import total_bytes
 Say = Callable[[str], None]
 
 
-def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, warn: Say) -> Findings:
-    """Measure (unless `profile.plan_only`), plan, and write `profile.json`; report what `fit` would choose, of which
-    nothing is used here."""
+def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, warn: Say, console: Console) -> int:
+    """Measure (unless `profile.plan_only`), plan, write `profile.json` and show it; return the peak memory. What `fit`
+    would choose is reported, and not used."""
     wanted = run.settings.profile
     device = torch.device("cuda") if wanted.for_gpu else run.device
     if wanted.lengths != "natural" and not experiment.is_ours(run.settings):
@@ -49,23 +52,29 @@ def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, w
             measured = measure(run, say, warn)
     gpu = wanted.for_gpu if isinstance(wanted.for_gpu, str) else "a GPU"
     named = torch.cuda.get_device_name(device) if run.device.type == "cuda" else f"cpu ({platform.machine()})"
-    findings = Findings(
-        about={
-            "command": ["grpo", "profile", *typed],
-            "device": f"{gpu} of {gib(room)}" if wanted.for_gpu else named,
-            "threads": torch.get_num_threads(),
-            "versions": code_version(),
-            "settings": asdict(settings),
-        },
-        measured=measured,
-        predicted=planner.plan(),
-        room=room,
-        largest_n=largest(MOST, lambda n: replace(planner, step=planner.step.with_n(n)).plan().peak <= room),
-        not_predicted=not_planned(run),
-    )
+    plan = planner.plan()
+    phases = {
+        name: {"bytes": plan.bytes_of(name), "held_by": {kind: sizes.get(kind, 0) for kind in KINDS}}
+        for name, sizes in plan.phases.items()
+    }
+    largest_n = largest(MOST, lambda n: replace(planner, step=planner.step.with_n(n)).plan().peak <= room)
+    found = {
+        "schema": SCHEMA,
+        "command": ["grpo", "profile", *typed],
+        "device": f"{gpu} of {gib(room)}" if wanted.for_gpu else named,
+        "threads": torch.get_num_threads(),
+        "versions": code_version(),
+        "settings": asdict(settings),
+        "measured": measured,
+        # for rollouts of full length
+        "predicted": {"phases": phases, "peak": {"phase": plan.fullest, "bytes": plan.peak}},
+        "not_predicted": not_planned(run),
+        "fit": {"room_bytes": room, "fits": plan.peak <= room, "largest_n": largest_n},
+    }
     path = Path(settings.run_dir, PROFILE)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json_line(findings.document, indent=2) + "\n").encode())
+    write_atomically(path, (json_line(found, indent=2) + "\n").encode())
+    show(console, found, plan)
     if settings.fit_bytes is not None:
         given, name = fit.within(room, device), f"fit={settings.fit}"
         may = fit.choosable(planner, {key_of(word) for word in typed})
@@ -74,7 +83,7 @@ def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, w
                 say(line)
         except UserError as error:
             say(str(error))
-    return findings
+    return plan.peak if measured is None else int(measured["peak"]["bytes"])
 
 
 def _room(settings: ProfileRunSettings, device: torch.device) -> int:

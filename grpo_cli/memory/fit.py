@@ -106,8 +106,8 @@ def choose(run: Prepared[Any], typed: Set[str], say: Callable[[str], None]) -> t
 def choosable(planner: Planner, typed: Set[str]) -> frozenset[str]:
     """Return the keys that may be chosen beside these typed ones."""
     may = {TOKENS, CHUNK, RECOMPUTE, SLOTS} | ({OFFLOAD, PARK} if planner.device.type == "cuda" else set())
-    engine = planner.step.engine
-    if engine is None or "sampler.kv_budget" in typed or ("sampler" in typed and engine.sampler.all_at_once):
+    sampler = planner.step.sampler
+    if sampler is None or "sampler.kv_budget" in typed or ("sampler" in typed and sampler.all_at_once):
         may.remove(SLOTS)
     return frozenset(may - typed)
 

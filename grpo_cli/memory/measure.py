@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -30,36 +31,19 @@ PHASES = (
 NEVER = -1  # the end-of-sequence token of rollouts of full length: a token that no model produces
 
 
-@dataclass(frozen=True)
-class Phase:
-    """The measurements of a phase: seconds, tokens of one (None where they mean nothing), peak bytes (0: not read)."""
-
-    times: int
-    seconds_median: float
-    seconds_least: float
-    seconds_most: float
-    tokens: int | None
-    tokens_per_second: float | None
-    peak_bytes: int
-
-    @classmethod
-    def of(cls, seconds: Sequence[float], tokens: int | None, peak: int) -> Phase:
-        middle = float(median(seconds))
-        speed = None if tokens is None or not middle else tokens / middle
-        return cls(len(seconds), middle, min(seconds), max(seconds), tokens, speed, peak)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Phases by name, including `step` and the part of it outside any phase (`rest`); the engine's figures."""
-
-    phases: Mapping[str, Phase]
-    engine: Mapping[str, float]
-
-    @property
-    def fullest(self) -> str:
-        """The phase with the highest peak."""
-        return max((name for name in self.phases if name in PHASES), key=lambda name: self.phases[name].peak_bytes)
+def _phase(seconds: Sequence[float], tokens: int | None, peak: int) -> dict[str, Any]:
+    """Return the measurements of a phase: seconds, tokens of one (None where they mean nothing), peak bytes (0: not
+    read)."""
+    middle = float(median(seconds))
+    return {
+        "times": len(seconds),
+        "seconds_median": middle,
+        "seconds_least": min(seconds),
+        "seconds_most": max(seconds),
+        "tokens": tokens,
+        "tokens_per_second": None if tokens is None or not middle else tokens / middle,
+        "peak_bytes": peak,
+    }
 
 
 class PhasePeaks:
@@ -83,8 +67,11 @@ class PhasePeaks:
         return peaks
 
 
-def measure(run: Prepared[ProfileRunSettings], say: Callable[[str], None], warn: Callable[[str], None]) -> Measured:
-    """Warm up and measure steps, then an evaluation; nothing is saved or logged but a trace, if one is wanted."""
+def measure(
+    run: Prepared[ProfileRunSettings], say: Callable[[str], None], warn: Callable[[str], None]
+) -> dict[str, Any]:
+    """Warm up and measure steps, then an evaluation; nothing is saved or logged but a trace, if one is wanted. Return
+    phases by name, including `step` and the part of it outside any phase (`rest`); the peak; the engine's figures."""
     settings, wanted = run.settings, run.settings.profile
     peaks = PhasePeaks(partial(_peak_since, run.device))
     meter = WallMeter(run.device, peaks)
@@ -119,8 +106,10 @@ def measure(run: Prepared[ProfileRunSettings], say: Callable[[str], None], warn:
         profiler.export_chrome_trace(str(path))
         say(f"wrote {path}")
     names = [name for name in (*PHASES[:-1], "rest", "step", "eval") if name in seconds]
-    phases = {name: Phase.of(seconds[name], tokens.get(name), highest.get(name, 0)) for name in names}
-    return Measured(phases, {name: value for name, value in record.metrics.items() if name.startswith("engine/")})
+    phases = {name: _phase(seconds[name], tokens.get(name), highest.get(name, 0)) for name in names}
+    fullest = max((name for name in names if name in PHASES), key=lambda name: highest.get(name, 0))
+    engine = {name: value for name, value in record.metrics.items() if name.startswith("engine/")}
+    return {"phases": phases, "engine": engine, "peak": {"phase": fullest, "bytes": highest.get(fullest, 0)}}
 
 
 def _peak_since(device: torch.device) -> int:

@@ -47,8 +47,8 @@ class Workload:
     @cached_property
     def requests(self) -> list[Request]:
         sampling = Sampling.plain(self.longest)
-        prompts = [Prompt(str(i), (0,) * tokens, "") for i, tokens in enumerate(self.prompts)]
-        return [Request(prompt, sample, 0, sampling) for prompt in prompts for sample in range(self.n)]
+        prompts = (Prompt(str(i), (0,) * tokens, "") for i, tokens in enumerate(self.prompts))
+        return [Request(prompt, 0, 0, sampling) for prompt in prompts] * self.n
 
     def tokens(self, take: int, share: bool) -> int:
         """Return the tokens of a pass over `take` rollouts of each prompt; with `share` a prompt counts once.
@@ -61,29 +61,21 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class EngineShape:
-    """The settings that decide how much a rollout engine allocates. Every rollout makes `prefix` tokens before the rest
-    is ordered by predicted length; `packed` weights matter on a CPU only."""
-
-    sampler: Sampler
-    sparsity: Dense | Budget
-    prefix: int = 0
-    packed: bool = False
-
-
-@dataclass(frozen=True)
 class StepShape:
-    """The settings that decide the memory of a step. `evaluation` is None if there is none, `engine` if rollouts are
+    """The settings that decide the memory of a step. `evaluation` is None if there is none, `sampler` if rollouts are
     not made by engine=torch. Passes have at most `tokens` tokens or one row, `chunk` of which reach the head
     together."""
 
     rollouts: Workload
     m: int
-    engine: EngineShape | None
+    sampler: Sampler | None
+    sparsity: Dense | Budget
     evaluation: Workload | None
     tokens: int
     chunk: int
     share: bool
+    prefix: int = 0  # tokens of every rollout before the rest is ordered by predicted length
+    packed: bool = False  # weights of the engine, which matters on a CPU only
     minibatches: int = 1
     logprobs_of: int = 0  # rollouts of each prompt in the policy's pass before updates
     reference: bool = False
@@ -127,15 +119,15 @@ class MemoryPlan:
 def plan(model: ShapeModel, step: StepShape) -> MemoryPlan:
     """Compute each phase at its fullest moment, with what is there all the time."""
     phases: dict[str, Sizes] = {}
-    if step.engine is not None:
-        phases |= _rollouts(model, step.engine, step.rollouts, step.rollouts.rollouts)
+    if step.sampler is not None:
+        phases |= _rollouts(model, step, step.sampler, step.rollouts)
     if step.logprobs_of:
         phases["policy_logprobs"] = _no_gradients(model, step, step.logprobs_of)
     if step.reference:
         phases["ref_logprobs"] = _no_gradients(model, step, step.m)
     phases |= _update(model, step)
-    if step.evaluation is not None and step.engine is not None:
-        parts = _rollouts(model, step.engine, step.evaluation, step.rollouts.rollouts)
+    if step.evaluation is not None and step.sampler is not None:
+        parts = _rollouts(model, step, step.sampler, step.evaluation)
         phases["eval"] = {**_fullest(*parts.values()), KV: parts["decode"][KV]}
 
     def whole(phase: str, sizes: Sizes) -> Sizes:
@@ -188,10 +180,11 @@ def _no_gradients(model: ShapeModel, step: StepShape, take: int) -> Sizes:
     return {**model.line_without_gradients(model.layers, tokens), LOGITS: logits}
 
 
-def _rollouts(model: ShapeModel, engine: EngineShape, work: Workload, per_step: int) -> dict[str, Sizes]:
+def _rollouts(model: ShapeModel, step: StepShape, sampler: Sampler, work: Workload) -> dict[str, Sizes]:
     """Predict prefill and decode of one `generate`."""
     layout = KvLayout(model.layers, model.kv_heads, model.head_dim, model.dtype)
-    cache = KvPlan.of(layout, engine.sampler, engine.sparsity, work.requests, per_step, engine.prefix, pauses=False)
+    per_step = step.rollouts.rollouts
+    cache = KvPlan.of(layout, sampler, step.sparsity, work.requests, per_step, step.prefix, pauses=False)
     token, rows = layout.bytes_per_token, cache.room.slots
     prompts = sorted((BLOCK * blocks_for(tokens) for tokens in work.prompts), reverse=True)[:rows]
     begun = kv = cache.blocks * layout.block_bytes
@@ -203,7 +196,7 @@ def _rollouts(model: ShapeModel, engine: EngineShape, work: Workload, per_step: 
     # with probabilities and their sums in float32
     logits = model.logits_bytes(rows) + 3 * 4 * drawn * model.vocabulary
     prefill, decode = (
-        model.copied(engine.packed) + model.line_without_gradients(model.layers, tokens)[ACTIVATIONS]
+        model.copied(step.packed) + model.line_without_gradients(model.layers, tokens)[ACTIVATIONS]
         for tokens in (passed, rows)
     )
     return {

@@ -23,7 +23,7 @@ from grpo_cli.learner.forward import packs_rows
 from grpo_cli.learner.logprobs import chosen_logprobs
 from grpo_cli.learner.old_policy import average_bytes, pass_before
 from grpo_cli.learner.optimizer import state_bytes
-from grpo_cli.memory.plan import EngineShape, MemoryPlan, StepShape, Workload, plan
+from grpo_cli.memory.plan import MemoryPlan, StepShape, Workload, plan
 from grpo_cli.memory.shapes import ShapeModel, trained
 from grpo_cli.model.checkpointing import last_states
 from grpo_cli.model.checks import window_of
@@ -58,12 +58,6 @@ class Planner:
             return ShapeModel(replace(model, gradient_checkpointing=recompute, offload_activations=offload), device)
 
         built = engine_parts(factories({name: settings.parts[name] for name in ENGINE_PARTS}), {"seed": settings.seed})
-        engine = EngineShape(
-            built["sampler"],
-            built["sparsity"],
-            built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0,
-            bool(settings.parts["engine"].get("packed_weights")),
-        )
         correction, several = run.rules.correction, settings.train.epochs * settings.train.minibatches > 1
         m = settings.m if settings.m < settings.n else rollouts.n
         before = correction.needs_policy_logprobs or several or model.lora.dropout > 0
@@ -71,11 +65,14 @@ class Planner:
         step = StepShape(
             rollouts=rollouts,
             m=m,
-            engine=engine if is_ours(settings) else None,
+            sampler=built["sampler"] if is_ours(settings) else None,
+            sparsity=built["sparsity"],
             evaluation=evaluation,
             tokens=ALL_AT_ONCE if tokens == AUTO else tokens,
             chunk=settings.train.logprob_chunk,
             share=packs_rows(model, device, window_of(model_config(model, any_family=True)) is None),
+            prefix=built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0,
+            packed=bool(settings.parts["engine"].get("packed_weights")),
             minibatches=settings.train.minibatches,
             logprobs_of=rollouts.n if over_all else m if pass_before(correction.prox, before) else 0,
             reference=run.rules.loss.needs_reference,
@@ -89,16 +86,15 @@ class Planner:
     @property
     def of_updates(self) -> Planner:
         """The planner of a step without rollouts."""
-        return replace(self, step=replace(self.step, engine=None, evaluation=None))
+        return replace(self, step=replace(self.step, sampler=None))
 
     def plan(self, values: Values = AS_IT_IS) -> MemoryPlan:
         """Compute the plan with these settings in place of the run's."""
         step, model = self.step, self.run.settings.model
         tokens, chunk = values.get(TOKENS, step.tokens), values.get(CHUNK, step.chunk)
         step = replace(step, tokens=tokens, chunk=chunk, parks=values.get(PARK, step.parks))
-        if SLOTS in values and step.engine is not None:
-            sampler = step.engine.sampler.with_slots(values[SLOTS])
-            step = replace(step, engine=replace(step.engine, sampler=sampler))
+        if SLOTS in values and step.sampler is not None:
+            step = replace(step, sampler=step.sampler.with_slots(values[SLOTS]))
         recompute = values.get(RECOMPUTE, model.gradient_checkpointing)
         offload = recompute == "full" and values.get(OFFLOAD, model.offload_activations)
         return plan(self.shapes(recompute, offload), step)

@@ -166,6 +166,7 @@ def test_a_kill_at_any_moment_leaves_a_good_checkpoint(tmp_path):
         assert path is not None
         marks.append(load_state(path)["mark"])
         clear_leftovers(root.parent)
+        assert all(find_checkpoint(root / name).path for name in names(root)), "nothing half deleted comes back"
         save(root, 3, keep=1)
         assert names(root) == ["step_000003"]
     # First the old one is found, from some moment on the new one; never the one before, though it is still there.

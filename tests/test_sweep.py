@@ -246,9 +246,10 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(tmp_path, monkey
     result = grpo("train", "-m", "seed=1,2", "hydra.launcher.gpus=[7]", "hydra.sweep.dir=s")
     assert (result.exit_code, pretended) == (2, [])
     assert "GPU 7" in result.stderr and "leave hydra.launcher.gpus out" in result.stderr
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '0\n1'\n")
+    gpus = "GPU 0: X (UUID: GPU-a)\n  MIG 1g Device 0: (UUID: MIG-1)\n  MIG 1g Device 1: (UUID: MIG-2)\nGPU 1: X\n"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{gpus}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    assert visible_gpus() == chosen_gpus(["0", "1"]) == ["0", "1"]
+    assert visible_gpus() == chosen_gpus(["MIG-1", "MIG-2", "1"]) == ["MIG-1", "MIG-2", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-cc,3")
     assert visible_gpus() == chosen_gpus(["MIG-cc", "3"]) == ["MIG-cc", "3"]
     with pytest.raises(UserError, match=r"asks for GPU 0, .* there are MIG-cc, 3$"):

@@ -154,16 +154,14 @@ class ProcessLauncher(Launcher):
     def _returned(self, job: Job) -> JobReturn:
         """Return the result for the sweeper. Hydra's basic one stops at a failure, so to it all have completed."""
         status, objective = self._sweep.outcomes[job.number], self._sweep.objective
-        value: Any = read_object(job.folder / SUMMARY).get(objective)
-        completed = True
-        if not self._config.hydra.sweeper._target_.endswith(".BasicSweeper"):
-            completed = status.state == "done"
-            if completed and value is None:
-                raise UserError(f"job {job.number} has no {objective} to optimise; let it evaluate: eval.every=1")
-            value = value if completed else UserError(f"job {job.number} {status.state}: {status.reason}")
+        value = read_object(job.folder / SUMMARY).get(objective)
+        is_basic, done = self._config.hydra.sweeper._target_.endswith(".BasicSweeper"), status.state == "done"
+        if done and value is None and not is_basic:
+            raise UserError(f"job {job.number} has no {objective} to optimise; let it evaluate: eval.every=1")
         returned = JobReturn(overrides=job.overrides, working_dir=os.getcwd(), task_name=self._sweep.command)
-        returned.status = JobStatus.COMPLETED if completed else JobStatus.FAILED
-        returned.return_value = value
+        returned.status = JobStatus.COMPLETED if is_basic or done else JobStatus.FAILED
+        failed = UserError(f"job {job.number} {status.state}: {status.reason}")
+        returned.return_value = value if is_basic or done else failed
         return returned
 
 

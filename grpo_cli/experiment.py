@@ -39,7 +39,7 @@ from grpo_cli.tracking.console import ConsoleTracker
 from grpo_cli.tracking.introduction import doubts, doubts_of_prompts, introduction
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.train import Trainer
-from grpo_cli.types import Record
+from grpo_cli.types import Record, Request
 
 
 def is_ours(settings: RunSettings | EvalRunSettings) -> bool:
@@ -140,7 +140,7 @@ def worker_engine(
     decode: Callable[..., Any],
     model: Any,
     lengths_are_given: bool,
-    given: Mapping[tuple[str, int, int], float],
+    given: Mapping[Request, float],
     **more: Any,
 ) -> Engine:
     """Build the engine of a worker of `engine=ray`. `given` holds the lengths if the trainer predicts them."""

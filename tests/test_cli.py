@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from typer.testing import CliRunner, Result
+from typed import content, grpo, refused
+from typer.testing import CliRunner
 
 from grpo_cli import __version__
 from grpo_cli.cli import jobs
@@ -25,24 +26,7 @@ from grpo_cli.runs.record import read_record
 from grpo_cli.support.errors import UserError
 
 OLD_RUN = str(Path(__file__).parent / "old_run")
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def grpo(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, list(arguments), prog_name="grpo")
-
-
-def refusal(*arguments: str) -> str:
-    result = grpo(*arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    return result.stderr
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 COMPLETION = {"_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": "grpo train sampler=in", "COMP_CWORD": "2"}
@@ -162,13 +146,13 @@ def test_every_example_in_the_help_composes():
     ],
 )
 def test_what_a_person_got_wrong_is_one_message_and_exit_code_2(arguments: str, keys: tuple[str, ...]) -> None:
-    message = refusal("train", *arguments.split())
+    message = refused("train", *arguments.split())
     assert all(key in message for key in keys), message
 
 
 @pytest.mark.parametrize("words", ["report", "export a", "show --fast", "show a --step b"])
 def test_a_missing_argument_is_answered_in_one_line_with_an_example(words):
-    (line,) = refusal(*words.split()).splitlines()
+    (line,) = refused(*words.split()).splitlines()
     assert line.startswith(f"error: grpo {words.split()[0]}: ") and f": grpo {words.split()[0]} " in line
 
 
@@ -196,7 +180,7 @@ UNKNOWN = {
 
 
 def test_unknown_words_are_named_together_each_with_its_way_out():
-    first, *lines = refusal("train", *UNKNOWN, "optim.lr=1e-5", "model=hf").splitlines()
+    first, *lines = refused("train", *UNKNOWN, "optim.lr=1e-5", "model=hf").splitlines()
     assert first == f"error: {len(UNKNOWN)} settings cannot be used:" and len(lines) == len(UNKNOWN)
     for (word, way_out), line in zip(UNKNOWN.items(), lines, strict=True):
         key = word if word == "loss=grop" else word.partition("=")[0]
@@ -205,8 +189,8 @@ def test_unknown_words_are_named_together_each_with_its_way_out():
 
 def test_a_run_folder_that_cannot_be_made_is_named(elsewhere):
     (elsewhere / "outputs").write_text("in the way")
-    assert "hydra.run.dir=<folder>" in refusal("train")
-    assert "hydra.sweep.dir=<folder>" in refusal("train", "-m", "seed=1,2")
+    assert "hydra.run.dir=<folder>" in refused("train")
+    assert "hydra.sweep.dir=<folder>" in refused("train", "-m", "seed=1,2")
 
 
 def fake_job(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[str]:
@@ -227,7 +211,7 @@ def test_an_error_of_the_user_is_printed_alone_one_of_ours_keeps_its_traceback_a
     monkeypatch, elsewhere
 ):
     fake_job(monkeypatch, UserError("task.path=x is empty"))
-    assert refusal("train") == "error: task.path=x is empty\n"
+    assert refused("train") == "error: task.path=x is empty\n"
     fake_job(monkeypatch, OSError("a bug"))
     result = grpo("train")
     assert (result.exit_code, type(result.exception)) == (1, OSError)
@@ -303,10 +287,10 @@ def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
     assert grpo("train", *SMALL, "train.steps=1", "seed=7").exit_code == 0
     (run,) = (elsewhere / "outputs" / "train").iterdir()
 
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = content(run)
     done = grpo("train", "resume=auto")
     assert (done.exit_code, done.stdout) == (0, f"{run} has done its 1 steps; train.steps=... asks for more\n")
-    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert before == content(run)
     resumed = grpo("train", "resume=auto", "train.steps=2")
     assert resumed.exit_code == 0, resumed.output
     assert "resumed at step 1" in resumed.stdout
@@ -332,12 +316,12 @@ def test_a_run_whose_model_cannot_be_read_leaves_no_folder_and_nothing_of_anothe
     words = ["model=hf", "model.path=./nowhere", "logger=jsonl", "hydra.run.dir=out"]
     if there is None:
         for command in ("train", "eval"):
-            assert "model.path=./nowhere is not a folder" in refusal(command, *words)
+            assert "model.path=./nowhere is not a folder" in refused(command, *words)
         assert not list(elsewhere.iterdir())
         return
     (elsewhere / "out").mkdir()
     (elsewhere / "out" / there).write_text('{"step": 3}\n')
-    refusal("train", *words)
+    refused("train", *words)
     assert [path.name for path in (elsewhere / "out").glob("*.json*")] == [there]
     assert (elsewhere / "out" / there).read_text() == '{"step": 3}\n'
 
@@ -375,7 +359,7 @@ def test_a_run_whose_task_s_code_is_gone_is_refused_in_one_line(elsewhere, monke
 def test_a_folder_that_is_no_run_is_refused(elsewhere, arguments, message):
     for name in ("empty", "it's"):
         (elsewhere / name).mkdir()
-    assert message in refusal(*arguments)
+    assert message in refused(*arguments)
 
 
 HARD_TO_TYPE = ("data dir/my rows (1).jsonl", "données.jsonl", "it's.jsonl", "{question}", "a, b", 'say "hi" (now')
@@ -384,5 +368,5 @@ HARD_TO_TYPE += ("[x", "n=${n}", '"half', "a (b\\", "q: {x}\nA:")
 
 @pytest.mark.parametrize("text", HARD_TO_TYPE)
 def test_text_that_hydra_cannot_read_is_answered_with_a_word_that_it_reads(text):
-    (word,) = shlex.split(refusal("train", "task=jsonl", f"task.path={text}").rpartition(" typed ")[2])
+    (word,) = shlex.split(refused("train", "task=jsonl", f"task.path={text}").rpartition(" typed ")[2])
     assert OverridesParser.create().parse_override(word).value() == text

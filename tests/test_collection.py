@@ -11,7 +11,6 @@ from typing import Any
 import hydra.utils
 import made
 import pytest
-import torch
 from bank import Scripted, collection_of, group_of
 from test_train import lasting, make_trainer, newest, settings_for
 from typer.testing import CliRunner
@@ -27,7 +26,7 @@ from grpo_cli.config.instantiate import factories, rules_of
 from grpo_cli.config.trial import try_rules
 from grpo_cli.engine.common import together
 from grpo_cli.history import History
-from grpo_cli.interfaces import Collector, StepRollouts
+from grpo_cli.interfaces import StepRollouts
 from grpo_cli.methods import pods
 from grpo_cli.methods.april import Partial
 from grpo_cli.methods.dapo import Dynamic
@@ -219,27 +218,6 @@ def test_costs_of_rounds_are_put_together() -> None:
 def metrics_of(trainer: Any) -> list[dict[str, float]]:
     [recorder] = trainer._parts.trackers
     return [lasting(record.metrics) for record in recorder.records]
-
-
-def halves(step: StepRollouts) -> list[ScoredGroup]:
-    """As `equal`, in two rounds."""
-    prompts, first = step.pick(step.prompts), step.n // 2
-    step.generate((prompt, first) for prompt in prompts)
-    return step.score(step.generate((prompt, step.n - first) for prompt in prompts))
-
-
-def test_in_how_many_rounds_rollouts_are_made_moves_no_weight(tmp_path: Path) -> None:
-    """On a CPU in float32, where a rollout does not depend on its company."""
-    trainers = [make_trainer(settings_for(tmp_path / name), collector=rule) for name, rule in RULES.items()]
-    for trainer in trainers:
-        trainer.fit()
-    one, two = ([v.clone() for v in trainer._parts.bench.model.parameters()] for trainer in trainers)
-    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-    rounds = [[row["collect/rounds"] for row in metrics_of(trainer)[1:]] for trainer in trainers]
-    assert rounds == [[1.0] * 4, [2.0] * 4]
-
-
-RULES: Mapping[str, Collector] = {"equal": equal, "halves": halves}
 
 
 def longer(step: StepRollouts) -> list[ScoredGroup]:

@@ -103,6 +103,9 @@ def test_one_impossible_token_vetoes_its_sequence_and_no_other():
     assert kept == [[0, 0, 0], [1, 1, 1], [1, 1, 0]]
     assert weights == [[0, 0, 0], [1, 1, 1], [1, 1, 0]]
     assert metrics["mismatch/rejected"] == close(1 / 3) and metrics["mismatch/masked_tokens"] == close(3 / 8)
+    # A bound on xi for the sake of its weight, of exp(-20), must not hide a token of xi = e**-30.
+    xi = [[math.exp(-30.0)], [math.exp(-25.0)]]
+    assert apply(replace(part, veto=1e-12), xi)[1] == [[0], [1]]
 
 
 def test_the_mask_band_takes_tokens_out_one_by_one():
@@ -182,15 +185,6 @@ def test_vetoed_sequences_and_masked_tokens_do_not_move_the_policy():
     assert gradient[1].tolist() == close([-1.0 / 2 / 3, 0, -1.2 / 2 / 3])
 
 
-def test_a_veto_below_the_bound_on_ratios_still_fires():
-    """exp(-20) is 2e-9: a bound on xi for the sake of its weight must not hide a token of xi = e**-30."""
-    part, log_ratio = made.correction(rejection="veto", veto=1e-12), torch.tensor([[-30.0], [-25.0]])
-    assert asked(part, torch.zeros(2, 1), log_ratio, torch.ones(2, 1, dtype=torch.bool)).mask.tolist() == [
-        [False],
-        [True],
-    ]
-
-
 def test_quantiles_are_over_response_tokens():
     """1001 tokens, log xi = 0, -1, ... -1000 percent: the 0.1 % quantile is the second smallest, 1 % the eleventh."""
     log_ratio = -torch.arange(1001, dtype=torch.float32)[None] / 100
@@ -201,20 +195,15 @@ def test_quantiles_are_over_response_tokens():
     assert metrics["mismatch/log_ratio_q01"] == close(-9.90)
 
 
-def test_missing_sampler_logprobs_are_refused():
-    sampler = torch.tensor([[-1.0, math.nan, -1.0]])
-    for name in PRESETS:
-        with pytest.raises(UserError, match="no finite sampler log-probability for 1 of 3"):
-            asked(PRESETS[name], sampler, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
-
-
-def test_a_policy_that_is_no_number_is_not_masked_away():
-    """A silently dropped token would hide a broken model from the guard against bad steps."""
-    policy = torch.tensor([[-1.0, math.nan]])
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    for name in PRESETS:
-        verdict = asked(PRESETS[name], torch.full((1, 2), -1.0), policy, mask)
-        assert verdict.mask.all() and (name in WEIGHTLESS or verdict.weights.isnan().any())
+@pytest.mark.parametrize("name", PRESETS)
+def test_log_probabilities_that_are_no_numbers_are_not_masked_away(name):
+    """Of the sampler they are refused; a policy's would hide a broken model from the guard against bad steps."""
+    with pytest.raises(UserError, match="no finite sampler log-probability for 1 of 3"):
+        sampler = torch.tensor([[-1.0, math.nan, -1.0]])
+        asked(PRESETS[name], sampler, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
+    policy, mask = torch.tensor([[-1.0, math.nan]]), torch.ones(1, 2, dtype=torch.bool)
+    verdict = asked(PRESETS[name], torch.full((1, 2), -1.0), policy, mask)
+    assert verdict.mask.all() and (name in WEIGHTLESS or verdict.weights.isnan().any())
 
 
 def test_each_row_has_the_reason_for_its_rejection():

@@ -235,17 +235,12 @@ def test_no_tool_call_that_a_model_writes_ends_a_run(rows):
     assert len(warned) == len(set(warned)) < 99, "each kind is named once"
 
 
-def test_the_typed_methods_of_a_class_are_tools(rows):
+def test_typed_methods_are_tools_and_what_reset_returns_goes_behind_the_question(rows):
     chat = make_tokenizer(chat_template=TOOLS)
     task = talking(rows, chat, environment="environments:Counter", turns=4)
     take = '<tool_call>{"name": "take", "arguments": {"count": 2}}</tool_call>'
     left = int(task.prompts("train")[0].answer)
     assert heard(task, take, take) == [f"{left - 4} left"] and heard(task, take) == [f"{left - 2} left"]
-
-
-def test_what_reset_returns_goes_behind_the_question(rows):
-    chat = make_tokenizer(chat_template=TOOLS)
-    task = talking(rows, chat, environment="environments:Counter", turns=4)
     plain = task.text(task.prompts("eval")[0].token_ids)
     question = task.row_of(task.prompts("eval")[0])["question"]
     task._eval.problems[0].row["opening"] = " 7 left"

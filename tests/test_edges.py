@@ -15,9 +15,8 @@ from typing import Any
 import made
 import pytest
 import torch
-from typer.testing import CliRunner
+from typed import grpo
 
-from grpo_cli.cli.main import app
 from grpo_cli.config.check import check
 from grpo_cli.report.read import read_run
 from grpo_cli.runs.checkpoint import clear_leftovers
@@ -161,5 +160,5 @@ def test_a_step_of_more_rollouts_than_can_be_held_is_refused(changed: dict[str, 
 def test_no_folder_and_the_folder_of_a_run_are_no_places_for_a_report(words: list[str], key: str) -> None:
     made.record(Path("run"), {})
     Path("other").mkdir()
-    ended = CliRunner().invoke(app, words)
+    ended = grpo(*words)
     assert ended.exit_code == 2 and key in ended.output and os.listdir("run") == ["run.json"]

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,9 +162,10 @@ def test_both_gradings_are_reported_and_one_is_the_total(
     tmp_path: Path, reply: str, lenient: float, strict: float
 ) -> None:
     path = write(tmp_path / "p.jsonl", *problems(5))
-    prompt = Prompt("p", (1,), "8")
     for grading, total in (("lenient", lenient), ("strict", strict)):
-        reward = make(path, grading=grading).reward(prompt, rollout_of(prompt, reply, TOKENIZER))
+        task = make(path, grading=grading)
+        prompt = replace(task.prompts("train")[0], answer="8")
+        reward = task.reward(prompt, rollout_of(prompt, reply, TOKENIZER))
         assert (reward.total, reward.parts) == (total, {"correct": lenient, "correct_strict": strict})
 
 

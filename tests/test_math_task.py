@@ -14,6 +14,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import math_judge, workers
 from grpo_cli.tasks.judges import Completion
 from grpo_cli.tasks.math_judge import MathJudge
+from grpo_cli.tasks.problems import Problem
 
 TOKENIZER = make_tokenizer()
 TOWER = r"5^{5^{5^{5^5}}}"
@@ -28,7 +29,7 @@ def judge() -> Iterator[MathJudge]:
 
 
 def reply(text: str, gold: str) -> Completion:
-    return Completion("sample 0 of prompt p", text, (text,), gold, True, 1, None)
+    return Completion("sample 0 of prompt p", text, (text,), gold, True, 1, Problem(1, "line 1", "q", gold))
 
 
 def started(judge: MathJudge) -> bool:

@@ -401,6 +401,14 @@ def test_a_limit_makes_rollouts_partial_and_what_is_not_resumed_is_left_out() ->
     assert all(len(rollout) <= 5 for group in groups[2:] for rollout in group.rollouts)
 
 
+def test_without_a_surplus_steps_are_plain_ones() -> None:
+    engines, rules = (Slotted(5), Slotted(5)), (Partial(surplus=0.0, max_lag=4), equal)
+    orders = [Epochs(PROBLEMS, 4, 0) for _ in rules]
+    for step in range(4):
+        found, plain = (step_of(e, step, curriculum=o).run(r) for e, o, r in zip(engines, orders, rules, strict=True))
+        assert sorted(found, key=lambda group: group.prompt.id) == sorted(plain, key=lambda group: group.prompt.id)
+
+
 def test_what_is_held_is_not_mixed_up_and_goes_on_with_the_sampling_that_it_was_begun_with() -> None:
     engine, rule = Slotted(6), Partial(surplus=1.0, max_lag=4)
     step_of(engine, 0).run(rule)
@@ -420,16 +428,6 @@ def test_what_is_held_is_not_mixed_up_and_goes_on_with_the_sampling_that_it_was_
 
 
 TRAINED = ("record.rollouts=-1", "optim.lr=1e-3")
-
-
-def test_a_run_without_a_surplus_is_a_plain_one_to_the_bit(tmp_path: Path) -> None:
-    words = (*TRAINED, "sampler=infinite", "sampler.slots=5")
-    trained(tmp_path / "equal", *words)
-    trained(tmp_path / "partial", *words, "collector=partial", "collector.surplus=0")
-    metrics, rollouts = records(tmp_path / "partial")
-    carried = [{row.pop(f"collect/carried_{what}") for what in ("rollouts", "tokens")} for row in metrics[1:]]
-    assert carried == [{0.0}] * 2
-    assert (metrics, rollouts) == records(tmp_path / "equal")
 
 
 def test_a_run_goes_on_with_its_partial_rollouts_from_a_checkpoint(tmp_path: Path) -> None:

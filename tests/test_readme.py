@@ -160,7 +160,7 @@ def test_the_settings_of_every_command_can_be_read(name: str, tmp_path: Path, mo
             try:
                 settings = read_settings(compose(name, [*given, "run_dir=somewhere"]), KINDS[name])
                 if chosen not in checked:
-                    check(settings) if name == "eval" else check(settings)
+                    check(settings)
             except (UserError, HydraException) as error:
                 pytest.fail(f"grpo {name} {shlex.join(words)}: {error}")
             checked.add(chosen)

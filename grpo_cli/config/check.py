@@ -190,7 +190,7 @@ def _rules(settings: RunSettings, parts: Parts) -> Iterator[str]:
             yield f"{named(parts, group)} takes groups of n rollouts, not those of {named(parts, 'collector')}"
     size, counted = ("m", settings.m) if _stats_of_kept(settings) else ("n", settings.n)
     if fact(parts, "advantage", "odd") and counted % 2 == 0:
-        yield f"{size}={counted} has no middle rollout for {named(parts, 'advantage')}: use {size}={counted + 1}"
+        yield f"{size}={counted} has no middle rollout for {named(parts, 'advantage')}: use an odd {size}"
     if fact(parts, "downsample", "leaves_out") and settings.m == settings.n:
         yield f"m=n={settings.n} leaves nothing out, as {named(parts, 'downsample')} does: use m={settings.n - 1}"
 

@@ -148,9 +148,9 @@ class PrefixHead:
 
     Infinite Sampling also predicts from the first tokens, but (in its public code) by a separate BERT over their text.
     Here a ridge regression on the hidden state, the prompt's length, the prompt's mean length so far and the
-    temperature predicts log(1 + remaining). It is refitted after each `generate` on the last `replay` rollouts, with
-    the shrinkage of the least generalised cross-validation error: uninformative features fall back to the mean. It
-    predicts nothing before `min_rollouts` rollouts, and learns nothing from rollouts that end within the prefix.
+    temperature predicts log(1 + remaining). It is refitted after each `generate`, with the shrinkage of the least
+    generalised cross-validation error: uninformative features fall back to the mean. It learns nothing from rollouts
+    that end within the prefix.
 
     A fit costs some 20 milliseconds whatever the model's width, as at most `ridge.WIDTH` directions of the hidden state
     are used (fixed random ones where it is wider). On a CPU in float64: the same rollouts give the same predictions.

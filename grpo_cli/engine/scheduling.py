@@ -40,8 +40,8 @@ class Scheduler(Protocol):
         """Metrics of the plan that was followed; empty when there are none."""
 
     def start(self, waiting: Seq[Sequence], slots: int, refills: bool) -> None:
-        """Forget the previous `generate` and plan a new one. With `refills` a slot that falls free is taken at once,
-        else all are taken together, in rounds."""
+        """Forget the previous `generate` and plan a new one. With `refills` a free slot is taken at once, else all are
+        taken together, in rounds."""
 
     def next(self, running: Seq[Sequence]) -> Sequence:
         """Return the waiting sequence that begins next, beside those that run. It is called for a free slot, at most
@@ -103,13 +103,12 @@ class Fptas:
     """A list of sequences for each slot, planned at the start so that all lists end together, and followed at run time.
 
     Infinite Sampling's "FPTAS" stage; what exactly the paper minimises is not public. Here it is the makespan of the
-    predicted lengths (`makespan.assign`): by the trimmed dynamic programme with its guarantee of (1 + epsilon) for up
-    to three slots, unless one of its layers outgrows `max_states`; beyond that by LPT.
+    predicted lengths (`makespan.assign`).
 
     A free slot takes the next, longest first, of the list whose sequence has ended. With an empty list it takes the
-    one of all that wait with the shortest predicted length (`refill="sjf"`, as published) or the longest
-    (`refill="lpt"`). While predictions are true this never makes the plan longer: the sequence starts no later than it
-    would have. In rounds, and without a prediction, there are no lists, and the longest go first.
+    shortest of all that wait (`refill="sjf"`, as published) or the longest. While predictions are true this never makes
+    the plan longer: the sequence starts no later than it would have. In rounds, and without a prediction, there are no
+    lists, and the longest go first.
 
     `details` are the plan's makespan and lower bound in decode steps, their ratio, and a proven bound on makespan /
     optimum.

@@ -16,7 +16,6 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
-from grpo_cli.experimental.apportion import in_proportion
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import OneOf
@@ -48,7 +47,7 @@ class Dars:
         groups = step.score(step.generate((prompt, step.n) for prompt in step.pick(step.prompts)))
         more = [missing(group.solved, step.n, self.most, self.weighting, self.divided) for group in groups]
         if self.cap_rollouts is not None:
-            more = _within(more, self.cap_rollouts - first, step.rng)
+            more = within(more, self.cap_rollouts - first, step.rng)
         step.note("second_round", sum(more) / (first + sum(more)))
         return step.score(step.generate((group.prompt, count) for group, count in zip(groups, more, strict=True)))
 
@@ -87,11 +86,14 @@ def _check(most: int, cap_rollouts: int | None, n: int, first: int) -> None:
         )
 
 
-def _within(more: Sequence[int], room: int, rng: np.random.Generator) -> list[int]:
-    """Return the same counts, or in proportion smaller ones of sum `room`."""
+def within(more: Sequence[int], room: int, rng: np.random.Generator) -> list[int]:
+    """Return the same counts, or in proportion smaller ones of sum `room`; what rounding down leaves goes to the
+    largest remainders, ties broken at random."""
     if sum(more) <= room:
         return list(more)
-    wanted = np.array(more, dtype=np.float64)
-    smaller, some = np.zeros(len(more), dtype=np.int64), wanted > 0
-    smaller[some] = in_proportion(wanted[some], room, 0, rng)
-    return smaller.tolist()
+    exact = np.array(more, dtype=np.float64) * room / sum(more)
+    counts = np.floor(exact + 1e-9).astype(np.int64)  # a share of 3 may come out as 2.9999...
+    # Compared as rounded, since equal shares need not differ from whole numbers by the same bits.
+    order = np.lexsort((rng.random(len(more)), -np.round(exact - counts, 9)))
+    counts[order[: room - int(counts.sum())]] += 1
+    return counts.tolist()

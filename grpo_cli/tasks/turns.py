@@ -23,7 +23,7 @@ from pydantic import Field
 from grpo_cli.support.errors import UserError, own_code, raised, refuse, text_of
 from grpo_cli.support.ranges import Count
 from grpo_cli.tasks.own_reward import own
-from grpo_cli.tasks.prompting import Prompting, PromptSettings, Texts, Tokenizer
+from grpo_cli.tasks.prompting import Prompting, PromptSettings, TextTask, Tokenizer
 from grpo_cli.tasks.tool_calls import Functions, calls_of
 from grpo_cli.types import Prompt
 
@@ -220,7 +220,7 @@ class Episodes(Environment):
         if instance is None:
             instance, found = self._replayed(row, turns, who)
         else:
-            found = self._hear(instance, turns[-1], who)
+            found = self._answered(instance, turns[-1], who)
         if not self._checked.is_set() and self._replayed(row, turns, who)[1].messages != found.messages:
             raise UserError(f"{self.name} answered the same turns in two ways: let all randomness follow from the row")
         self._checked.set()
@@ -256,7 +256,7 @@ class Episodes(Environment):
 
         return _limited(begin, self._seconds, who)
 
-    def _hear(self, instance: Any, turn: str, who: str) -> Reply:
+    def _answered(self, instance: Any, turn: str, who: str) -> Reply:
         if not self._responds:
             return self._called({word: getattr(instance, word) for word in self._methods}, turn, who)
         read: Callable[[Any], Any] = lambda value: None if value is None else [_text(value)]  # noqa: E731
@@ -265,11 +265,11 @@ class Episodes(Environment):
     def _replayed(self, row: Mapping[str, Any], turns: Sequence[str], who: str) -> tuple[Any, Reply]:
         instance, reply = self._reset(row, who)[0], Reply(None)
         for turn in turns:
-            reply = self._hear(instance, turn, who)
+            reply = self._answered(instance, turn, who)
         return instance, reply
 
 
-class Speaks(Texts, ABC):
+class DialogueTask(TextTask, ABC):
     """A task of text that is a `Dialogue`: its environment hears and returns text, and here are the tokens."""
 
     turns = 1
@@ -277,7 +277,7 @@ class Speaks(Texts, ABC):
     _prompting: Prompting
     _environment: Environment | None
 
-    def _talk(
+    def _set_up(
         self,
         tokenizer: Tokenizer,
         settings: TurnSettings,

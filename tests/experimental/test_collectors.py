@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_cli.config.instantiate import make
-from grpo_cli.experimental.apportion import hand_out, in_proportion
-from grpo_cli.experimental.dars import missing
-from grpo_cli.experimental.trace import mixed_gains
+from grpo_cli.experimental.dars import missing, within
+from grpo_cli.experimental.trace import hand_out, mixed_gains
 from grpo_cli.history import History, Visit
 from grpo_cli.types import Prompt, Request
 
@@ -68,32 +67,23 @@ def test_no_division_of_the_rollouts_expects_more_mixed_groups_than_the_one_that
     def expected(counts: Sequence[int]) -> float:
         return float(sum(worth[place, number] for place, number in enumerate(counts)))
 
-    found = hand_out(gains.tolist(), [0] * count, budget, rng(data.draw(st.integers(0, 5))))
+    found = hand_out(gains.tolist(), budget, rng(data.draw(st.integers(0, 5))))
     assert sum(found) == budget and all(number == 0 or 2 <= number <= most for number in found)
     sizes = [0, *range(2, most + 1)]
     best = max(expected(some) for some in itertools.product(sizes, repeat=count) if sum(some) == budget)
     assert expected(found) == pytest.approx(best, abs=1e-12)
 
 
-@settings(max_examples=150)
-@given(
-    shares=st.lists(st.floats(0.01, 5.0), min_size=1, max_size=12), least=st.integers(0, 4), spare=st.integers(0, 60)
-)
-def test_proportional_counts_have_their_sum_and_their_least_and_follow_the_shares(shares, least, spare):
-    total = least * len(shares) + spare
-    counts = in_proportion(np.array(shares), total, least, rng())
-    assert sum(counts) == total and min(counts) >= least
-    for (a, one), (b, other) in itertools.product(zip(shares, counts, strict=True), repeat=2):
-        assert not (a > b + 1e-6 and one < other), "a larger share has fewer"
-    # The smallest shares are raised to the least, as few as will do; the others differ from the proportion by less
-    # than one.
-    order = sorted(range(len(shares)), key=lambda place: shares[place])
-    for raised in range(len(shares) + 1):
-        others = order[raised:]
-        exact = {p: shares[p] * (total - least * raised) / sum(shares[o] for o in others) for p in others}
-        if all(share >= least - 1e-9 for share in exact.values()):
-            break
-    assert all(abs(counts[place] - share) < 1 + 1e-6 for place, share in exact.items())
+@settings(max_examples=100)
+@given(more=st.lists(st.integers(0, 40), min_size=1, max_size=12), room=st.integers(0, 200), seed=st.integers(0, 9))
+def test_a_capped_round_has_its_sum_and_follows_the_counts_without_a_cap(more, room, seed):
+    counts = within(more, room, rng(seed))
+    if sum(more) <= room:
+        assert counts == more
+        return
+    assert sum(counts) == room
+    assert all(abs(count - one * room / sum(more)) < 1 + 1e-6 for count, one in zip(counts, more, strict=True))
+    assert all(count == 0 for count, one in zip(counts, more, strict=True) if one == 0)
 
 
 # ---- dars

@@ -25,7 +25,7 @@ from grpo_cli.collect.epochs import Epochs
 from grpo_cli.config.instantiate import make, ready
 from grpo_cli.experimental import arrol as arrol_module
 from grpo_cli.experimental import latr, poise
-from grpo_cli.experimental.arrol import Arrol, auc, drawn
+from grpo_cli.experimental.arrol import Arrol
 from grpo_cli.experimental.poise import Poise, described
 from grpo_cli.experimental.reading import POOLED, PolicyReading, read
 from grpo_cli.experimental.ridge_probe import ProbeRows, RidgeProbe, correlation
@@ -235,18 +235,6 @@ def test_of_a_perfect_head_so_many_go_on_and_so_many_of_them_are_right(mean: flo
     chances = arrol()._chances(solved.astype(float))
     found = float(chances.mean()), float(chances[solved].sum() / chances.sum())
     assert found == pytest.approx((kept, right), abs=1e-4)
-
-
-def test_draws_areas_and_calibration_by_hand() -> None:
-    chances, never = np.array([0.1, 0.6, 0.3, 0.2]), np.full(4, 0.99)
-    assert drawn(chances, never, 2).tolist() == [False, True, True, False]
-    assert drawn(chances, np.array([0.05, 0.99, 0.99, 0.99]), 2).tolist() == [True, True, False, False]
-    scores, right = np.array([0.9, 0.4, 0.4, 0.1, np.nan]), np.array([1.0, 1.0, 0.0, 0.0, 1.0])
-    assert auc(scores, right) == pytest.approx((1 + 1 + 0.5 + 1) / 4)
-    # Of four with a score in [0.2, 0.3) three were right: (3 + 0.25) / 5. Beyond 0 and 1 the outer tenths count.
-    rule, said = arrol(), np.array([0.21, 0.25, 0.28, 0.2, 0.95, np.nan])
-    rule._probe.add([ProbeRows(np.random.default_rng(0).random((6, 2)), np.array([1.0, 1, 1, 0, 0, 1]), said)])
-    assert rule._calibrated(np.array([0.22, 1.7, -3.0])) == pytest.approx([3.25 / 5, 0.95 / 2, 0.05])
 
 
 def test_wrong_ones_are_given_up_once_they_are_told_from_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:

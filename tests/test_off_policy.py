@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from small import describe, one_and_the_rest, plain_batch, small_model, some_and_the_rest
 from test_learner import make_learner
 from test_seams import Spy, quiet
-from test_train import Recorder, make_trainer, settings_for
+from test_train import Recorder, make_trainer
 
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.config.check import check
@@ -118,7 +118,7 @@ def test_no_number_of_a_step_with_given_tokens_is_nan(
 ) -> None:
     aged(monkeypatch, given_then_old)
     spy, recorder = Spy(), Recorder()
-    settings = quiet(settings_for(tmp_path, steps=2, minibatches=2), m=2)
+    settings = replace(quiet(tmp_path, steps=2, minibatches=2), m=2)
     parts: dict[str, Any] = {"correction": made.correction(choice)}
     parts["downsample"] = lambda group, keep, rng: list(range(keep))
     trainer = make_trainer(settings, loss=spy, trackers=(recorder,), **parts)
@@ -325,7 +325,7 @@ def test_what_answers_for_old_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, prox: str, ess: str, warned: bool
 ) -> None:
     aged(monkeypatch, lambda one, version: replace(one, spans=(Span(version - 2, len(one)),)))
-    warnings, settings = list[str](), quiet(settings_for(tmp_path, steps=1))
+    warnings, settings = list[str](), quiet(tmp_path, steps=1)
     settings = replace(settings, optim=replace(settings.optim, ess=ess))
     trainer = make_trainer(settings, warn=warnings.append, correction=made.correction(choice, prox=prox))
     trainer._learner.updates = 10

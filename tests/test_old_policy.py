@@ -14,7 +14,7 @@ import torch
 from small import one_and_the_rest, plain_batch, small_model
 from test_off_policy import aged, given_then_old
 from test_seams import Counted, Spy, close, quiet, said_by
-from test_train import Recorder, lasting, make_trainer, settings_for
+from test_train import Recorder, lasting, make_trainer
 
 from grpo_cli.learner.learner import Learner
 from grpo_cli.learner.old_policy import AveragedPolicy, average_bytes
@@ -123,7 +123,7 @@ def test_drawn_measures_from_where_each_token_was_drawn_and_makes_no_pass(
 
     aged(monkeypatch, older)
     spy, recorder = Spy(), Recorder()
-    settings = quiet(settings_for(tmp_path, **MANY))
+    settings = quiet(tmp_path, **MANY)
     trainer = make_trainer(settings, loss=spy, correction=made.correction(choice, prox="drawn"), trackers=(recorder,))
     trainer._learner.updates = 10
     passes = made_passes(trainer)
@@ -141,7 +141,7 @@ def test_drawn_measures_from_where_each_token_was_drawn_and_makes_no_pass(
 
 def test_drawn_is_refused_where_tokens_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     aged(monkeypatch, given_then_old)
-    trainer = make_trainer(quiet(settings_for(tmp_path)), correction=made.correction(prox="drawn"))
+    trainer = make_trainer(quiet(tmp_path), correction=made.correction(prox="drawn"))
     trainer._learner.updates = 10
     with pytest.raises(UserError, match="prox=drawn .* 12 tokens .*use correction.prox=now"):
         trainer.fit()
@@ -160,7 +160,7 @@ def test_the_average_is_what_the_clip_measures_from_and_what_the_correction_is_t
     spy, model, weights = Spy(UNCLIPPED), small_model(), list[Any]()
     correction = Weightless(made.correction("tis", prox="ewma", prox_window=2))
     trainer = make_trainer(
-        quiet(settings_for(tmp_path, steps=3)),
+        quiet(tmp_path, steps=3),
         model=model,
         loss=spy,
         correction=correction,
@@ -183,7 +183,7 @@ def test_the_average_is_what_the_clip_measures_from_and_what_the_correction_is_t
 def test_the_average_follows_every_update_and_no_fault(tmp_path: Path) -> None:
     faulty = [False, True, False, False]
     spy = Spy(UNCLIPPED, lambda call, said: replace(said, loss=said.loss * math.inf) if faulty[call] else said)
-    settings = quiet(settings_for(tmp_path, steps=1, epochs=2, minibatches=2))
+    settings = quiet(tmp_path, steps=1, epochs=2, minibatches=2)
     trainer = make_trainer(settings, loss=spy, correction=made.correction(prox="ewma"))
     trainer.fit()
     assert trainer._step.old_policy._count == 3  # type: ignore[attr-defined]
@@ -195,7 +195,7 @@ def test_a_run_that_goes_on_has_the_average_that_it_would_have_had_to_the_bit(
     tmp_path: Path, window: int, high: float | None
 ) -> None:
     """With `mask_high` 1 nearly half of the tokens are masked, and the average begins anew in every step."""
-    settings = {name: quiet(settings_for(tmp_path / name, steps=4, minibatches=2)) for name in ("alone", "cut")}
+    settings = {name: quiet(tmp_path / name, steps=4, minibatches=2) for name in ("alone", "cut")}
     short = replace(settings["cut"], train=replace(settings["cut"].train, steps=2))
     parts: dict[str, Any] = {"correction": made.correction(prox="ewma", prox_window=window, mask_high=high)}
     records = {name: Recorder() for name in ("alone", "cut")}
@@ -217,7 +217,7 @@ def test_a_run_that_goes_on_has_the_average_that_it_would_have_had_to_the_bit(
     [("ewma", "drawn", "prox=ewma .*prox=drawn; .*prox=ewma"), ("now", "ewma", "nothing for correction.prox=ewma")],
 )
 def test_a_run_does_not_go_on_from_another_old_policy(tmp_path: Path, before: str, after: str, message: str) -> None:
-    settings = quiet(settings_for(tmp_path, steps=1))
+    settings = quiet(tmp_path, steps=1)
     make_trainer(settings, correction=made.correction(prox=before)).fit()
     checkpoint = find_checkpoint(tmp_path).path
     with pytest.raises(UserError, match=message):

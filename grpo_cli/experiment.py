@@ -97,8 +97,9 @@ def set_up(
         warn(doubt)
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     # For workers of engine=ray, which may not have the code of a custom collector.
-    of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=run.at_once)
-    more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": run.at_once, **engine}
+    per_step = run.at_once if isinstance(settings, RunSettings) else None
+    of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
+    more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
     return Bench(device, model, tokenizer, pad, task, _engine(settings, run.parts, model, eos, pad, **more), eos)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,4 +95,4 @@ def profile(command: Command, settings: ProfileRunSettings) -> Any:
     return peak
 
 
-JOBS = {"train": train, "eval": evaluate, "profile": profile}
+JOBS: Mapping[str, Callable[[Command, Any], Any]] = {"train": train, "eval": evaluate, "profile": profile}

@@ -18,7 +18,6 @@ from typer.core import TyperGroup
 
 from grpo_cli import __version__
 from grpo_cli.cli.completion import offered
-from grpo_cli.cli.hydra_run import hand_over
 from grpo_cli.cli.mistakes import fail, named, without_dashes
 from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.processor import settle
@@ -76,7 +75,14 @@ def _add(name: str, about: str) -> None:
         own: Annotated[Path | None, typer.Option("--config-dir", help="A folder of your own choices.")] = None,
         helps: Annotated[bool, typer.Option("--help", "-h", help="List choices, settings and examples.")] = False,
     ) -> None:
-        hand_over(name, overrides or [], many, cfg is not None, own, helps)
+        if helps:
+            from grpo_cli.cli.help import print_help
+
+            print_help(name, [word for word in overrides or [] if "," not in word])
+        else:
+            from grpo_cli.cli.hydra_run import hand_over
+
+            hand_over(name, overrides or [], many, cfg is not None, own)
 
     app.command(name, help=about, add_help_option=False, epilog=f"grpo {name} --help lists all settings")(run)
 

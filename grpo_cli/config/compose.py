@@ -84,12 +84,12 @@ def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = 
     problems = [line for group, part in parts.items() for line in _part_problems(group, part)]
     _read_escapes(values.get("sampling"), parts["task"])
     settings = read(kind, values | {"parts": parts}, problems, cfg)
-    named = {group: part for group, part in parts.items() if isinstance(part, dict) and "_target_" in part}
-    if problems and (own := {group: part for group, part in named.items() if not _is_shipped(group, part)}):
+    plain = {group: part for group, part in parts.items() if isinstance(part, dict) and "_target_" in part}
+    if problems and (changed := {group: part for group, part in plain.items() if not _is_shipped(group, part)}):
         from grpo_cli.config.instantiate import factories  # imports the parts, and so torch
 
         with gathered(problems):  # what is wrong with parts too, which is found with the factories if nothing else is
-            factories(own)
+            factories(changed)
     refuse(list(dict.fromkeys(problems)))
     assert settings is not None, "without a problem there are settings"
     return settings

@@ -39,11 +39,10 @@ class Prepared(Generic[Settings]):
         return rules
 
     @property
-    def at_once(self) -> int | None:
-        """The most rollouts that a step requests at a time; None for an evaluation."""
-        if isinstance(self.settings, EvalRunSettings):
-            return None
-        return at_once(self.rules.collector, self.settings.n, self.settings.train.prompts)
+    def at_once(self) -> int:
+        """The most rollouts that a step of a training requests at a time."""
+        settings: Any = self.settings
+        return at_once(self.rules.collector, settings.n, settings.train.prompts)
 
 
 def prepare(settings: Settings, say: Callable[[str], None] = print, fast: bool | None = None) -> Prepared[Settings]:

@@ -103,15 +103,11 @@ def _to_evaluate(typed: Sequence[str]) -> Named:
 
 def of_the_weights(weights: Path, record: RunRecord | None) -> dict[str, Any]:
     """Return the settings that name a checkpoint's weights."""
-    from grpo_cli.model.adapters import BASE, base_of, has_adapters
+    from grpo_cli.model.adapters import checkpoint_settings
 
-    if has_adapters(weights):
-        base = {"model.path": base_of(weights)} if record is None or (weights / BASE).is_dir() else {}
-        return {"model.adapter": str(weights), "model.random_init": False, **base}
     model: Any = {} if record is None else record.config["model"]
     made = model.get("random_init") and model.get("architecture") and not Path(model["path"]).expanduser().is_dir()
-    ends: dict[str, Any] = {"model.eos_tokens": []} if made else {}  # they would be of a tokenizer that was not loaded
-    return {"model.path": str(weights), "model.random_init": False, **ends}
+    return {f"model.{key}": value for key, value in checkpoint_settings(weights, bool(made), record is None).items()}
 
 
 def choices_of(record: RunRecord, command: str) -> list[str]:

@@ -9,8 +9,10 @@ import torch
 from small import adapted_model, contents, make_engine, small_model, some_requests
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_cli.engine import decoder as decoders
+from grpo_cli.engine import layers
 from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.layers import Each, Weights
+from grpo_cli.support.memory import storages, tensors_of
 
 
 class Casts(TorchDispatchMode):
@@ -45,7 +47,8 @@ def test_weights_that_are_cast_once_say_what_autocast_says(adapted: bool, monkey
     model, requests = adapted_model() if adapted else small_model(), some_requests(prompts=2, n=3)
     with torch.autocast("cpu", torch.bfloat16):
         once = contents(make_engine(model).generate(requests))
-        monkeypatch.setattr(Decoder, "with_copies", lambda self: self)
+        monkeypatch.setattr(Weights, "of", lambda self, layer: layer)
+        monkeypatch.setattr(Weights, "together", lambda self, *layers: Each(layers))
         assert contents(make_engine(model).generate(requests)) == once
 
 
@@ -53,9 +56,11 @@ def test_weights_that_are_cast_once_say_what_autocast_says(adapted: bool, monkey
 def test_weights_that_are_multiplied_as_they_are_are_not_copied(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = Decoder.of(small_model().to(dtype))
-    joined = decoder.with_copies()
-    # queries, keys and values of one product, gates with their activations of another; all else is referred to
-    assert joined is not decoder and joined.copies
-    monkeypatch.setattr(decoders, "PACKED_FROM", 0)
-    assert decoder.with_copies() is decoder
+    model = small_model().to(dtype)
+    of_model, decoder = storages(model.parameters()), Decoder.of(model)
+    for packed_from, copied in ((layers.PACKED_FROM, True), (0, False)):
+        monkeypatch.setattr(layers, "PACKED_FROM", packed_from)
+        # queries, keys and values of one product, gates with their activations of another; all else is referred to
+        blocks = decoder.prepared().blocks
+        found = {tensor.untyped_storage()._cdata in of_model for tensor in tensors_of([*blocks])}
+        assert found == ({True, False} if copied else {True})

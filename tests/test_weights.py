@@ -1,4 +1,4 @@
-"""Copies of the weights that rollouts multiply by: they say what the trainer's modules say, and go when these end."""
+"""Weights of the weights that rollouts multiply by: they say what the trainer's modules say, and go when these end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from small import adapted_model, contents, make_engine, require_bits, small_mode
 from test_same_rollouts import same_in_short
 from torch import nn
 
-from grpo_cli.engine import decoder as decoders
+from grpo_cli.engine import layers
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.determinism import invariance_of
-from grpo_cli.engine.layers import norm_of
-from grpo_cli.engine.rollout_weights import Copies, Product, can_pack
+from grpo_cli.engine.layers import Product, Weights, can_pack, norm_of
 from grpo_cli.memory.allocations import ACTIVATIONS, Allocations
 
 
@@ -24,7 +23,7 @@ from grpo_cli.memory.allocations import ACTIVATIONS, Allocations
 def small_ones_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_pack():
         pytest.skip("this PyTorch has no packed products")
-    monkeypatch.setattr(decoders, "PACKED_FROM", 0)
+    monkeypatch.setattr(layers, "PACKED_FROM", 0)
 
 
 def agree(model: Any, tolerance: float) -> None:
@@ -62,16 +61,16 @@ def test_adapters_beside_bfloat16_say_what_the_modules_say(autocast: bool) -> No
 
 
 def test_weights_are_not_packed_where_only_without_bits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    multiply = Copies._multiply
+    multiply = Weights._multiply
 
-    def uneven(self: Copies, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+    def uneven(self: Weights, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
         product = multiply(self, weight, bias)
         return lambda x: product(x) * (1.0 + 1e-6 * (x.shape[0] % 7))
 
     model = small_model(vocab_size=25)  # what was found is remembered by shape
     require_bits(small_model())
     assert invariance_of(Decoder.of(model, may_pack=True)).packed
-    monkeypatch.setattr(Copies, "_multiply", uneven)
+    monkeypatch.setattr(Weights, "_multiply", uneven)
     other = small_model(vocab_size=26)
     found = invariance_of(Decoder.of(other, may_pack=True))
     assert found.holds and not found.packed

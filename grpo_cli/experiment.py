@@ -6,7 +6,7 @@ import pkgutil
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ import numpy as np
 import torch
 
 from grpo_cli.collect.warmup import Sft
-from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rule_of, says
-from grpo_cli.config.prepare import Prepared, pick_device, prepare
+from grpo_cli.config.choices import ENGINE_PARTS
+from grpo_cli.config.instantiate import Factory, engine_parts, engines, fact, factories
+from grpo_cli.config.prepare import Prepared, prepare
 from grpo_cli.config.recorded import checkpoint_to_resume
+from grpo_cli.engine.common import EngineParts
 from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samples
 from grpo_cli.interfaces import Bench, Engine, Meter, Parts, Tracker
-from grpo_cli.model.anatomy import AdapterOff
 from grpo_cli.model.checks import check_device, check_vocabulary, context_of
 from grpo_cli.model.load import at_checkpoint, eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
 from grpo_cli.runs.provenance import code_version
@@ -69,56 +70,60 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     files = JsonlTracker(Path(settings.run_dir), settings.resume is not None, settings.accept_damage, console.warn)
     if checkpoint is None and settings.resume is not None:  # it begins again
         files.load_state_dict({})
-    trackers = files, console, _logger(settings, "train", console.say, console.warn)
+    trackers = files, console, _logger(prepared, "train", console.say, console.warn)
     meter = WallMeter(bench.device, on_phase=console.phase)
     parts = parts_of(prepared, bench, trackers, meter, console.say, console.warn)
     return Trainer(settings, parts, checkpoint)
 
 
 def set_up(
-    run: Prepared[Any] | EvalRunSettings,
-    weights: ModelSettings,
-    warn: Callable[[str], None] = say_to_stderr,
-    **engine: Any,
+    run: Prepared[Any], weights: ModelSettings, warn: Callable[[str], None] = say_to_stderr, **engine: Any
 ) -> Bench:
     """Load the model and build its task and engine; `engine` is offered to the engine's builder first."""
-    settings: RunSettings | EvalRunSettings = run.settings if isinstance(run, Prepared) else run
-    device = run.device if isinstance(run, Prepared) else pick_device(run.device)
+    settings, device = run.settings, run.device
     if device.type == "cuda" and is_ours(settings):
         expand_segments()
     check_device(weights, device)
     tokenizer = load_tokenizer(weights)
-    model = _load(weights, device, settings)
+    model = _load(run, weights)
     check_vocabulary(model, tokenizer, weights.path)
     eos = eos_token_ids(model, tokenizer, () if weights.without_files else weights.eos_tokens, turn_end(tokenizer)[1])
     pad = pad_token_id(tokenizer, eos)
     room = context_of(model.config) - settings.sampling.max_new_tokens
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room, "warn": warn}
     offered |= {"chat_defaults": weights.chat_template_kwargs, "run_dir": Path(settings.run_dir)}
-    task = make("task", settings.parts["task"], offered)
+    task = run.parts["task"].make(offered)
     for doubt in doubts_of_prompts(task, tokenizer, eos, settings):
         warn(doubt)
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     # For workers of engine=ray, which may not have the code of a custom collector.
-    per_step = run.at_once if isinstance(run, Prepared) else None
-    of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
-    more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
-    return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more), eos)
+    of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=run.at_once)
+    more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": run.at_once, **engine}
+    return Bench(device, model, tokenizer, pad, task, _engine(settings, run.parts, model, eos, pad, **more), eos)
 
 
-def _load(weights: ModelSettings, device: torch.device, run: RunSettings | EvalRunSettings) -> Any:
+def _load(run: Prepared[Any], weights: ModelSettings) -> Any:
     """Load the model. Random weights, and anything else that draws from the global generators, follow the seed."""
-    random.seed(run.seed)
-    np.random.seed(run.seed % 2**32)
-    torch.manual_seed(run.seed)
-    return load_model(weights, device, bool(says(run.parts, "engine", "any_family")))
+    random.seed(run.settings.seed)
+    np.random.seed(run.settings.seed % 2**32)
+    torch.manual_seed(run.settings.seed)
+    return load_model(weights, run.device, bool(fact(run.parts, "engine", "any_family")))
 
 
-def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int, ...], pad: int, **more: Any) -> Engine:
+def _engine(
+    settings: RunSettings | EvalRunSettings,
+    parts: Mapping[str, Factory],
+    model: Any,
+    eos: tuple[int, ...],
+    pad: int,
+    **more: Any,
+) -> Engine:
     """Build the rollout engine with its sampler, scheduler, predictor and sparsity."""
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
-    built = engine_parts(settings.parts, offered)
-    engine: Engine = make("engine", settings.parts["engine"], {**offered, **built})
+    built = engine_parts(parts, offered)
+    names = [field.name for field in fields(EngineParts)]
+    given = EngineParts(**{name: value for name, value in {**offered, **built}.items() if name in names})
+    engine: Engine = parts["engine"].make({**offered, **built, "parts": given})
     if settings.sampling.stop and not engine.reads_stop_strings:
         raise UserError(
             f"sampling.stop={list(settings.sampling.stop)}: {settings.parts['engine']['_target_']} does not look for "
@@ -133,15 +138,17 @@ def worker_engine(
     pad: int,
     decode: Callable[..., Any],
     model: Any,
-    tells_lengths: bool,
+    lengths_are_given: bool,
     given: Mapping[tuple[str, int, int], float],
     **more: Any,
 ) -> Engine:
     """Build the engine of a worker of `engine=ray`. `given` holds the lengths if the trainer predicts them."""
-    parts = dict(settings.parts) | {"engine": inner_engine(settings.parts["engine"])}
-    if tells_lengths:
-        parts["predictor"] = {"_target_": "grpo_cli.engine.length_predictor.GivenLengths"}
-    return _engine(replace(settings, parts=parts), model, eos, pad, decode=decode, given=given, **more)
+    plain = {name: settings.parts[name] for name in ENGINE_PARTS}
+    if lengths_are_given:
+        plain["predictor"] = {"_target_": "grpo_cli.engine.length_predictor.GivenLengths"}
+    parts = factories(plain)
+    parts["engine"] = engines(parts["engine"])[-1]
+    return _engine(settings, parts, model, eos, pad, decode=decode, given=given, **more)
 
 
 def parts_of(
@@ -156,14 +163,14 @@ def parts_of(
     settings, rules, train = run.settings, run.rules, run.settings.train
     offered = {"prompts": bench.task.prompts("train"), "per_step": train.prompts, "steps": train.steps, "n": settings.n}
     offered |= {"seed": settings.seed, "history": bench.history}
-    curriculum = make("curriculum", settings.parts["curriculum"], offered)
+    curriculum = run.parts["curriculum"].make(offered)
     reference: Any = None
     warmup: Sft | None = None
     if rules.loss.needs_reference:  # of the start's weights, never a checkpoint's
-        if settings.model.adapted and settings.model.adapter is None:  # adapters that have changed nothing
-            reference = AdapterOff(bench.model)
+        if settings.model.adapted and settings.model.adapter is None:  # it is what lies below them
+            reference = bench.model
         else:
-            reference = _load(settings.model, bench.device, settings).requires_grad_(False).eval()
+            reference = _load(run, settings.model).requires_grad_(False).eval()
     if train.warmup == "sft":
         shown = demonstrations(settings, bench, context_of(bench.model.config), warn)
         warmup = Sft(train.warmup_steps, train.warmup_lr, shown, train.prompts * settings.m, settings.seed)
@@ -171,32 +178,30 @@ def parts_of(
     return Parts(bench, curriculum, rules, reference, save_model, trackers, meter, say, warn, warmup)
 
 
-def _logger(
-    settings: RunSettings | EvalRunSettings, job_type: str, say: Callable[[str], None], warn: Callable[[str], None]
-) -> Tracker:
+def _logger(run: Prepared[Any], job_type: str, say: Callable[[str], None], warn: Callable[[str], None]) -> Tracker:
     """Build the tracker besides the run's files and the console. `job_type` is the command."""
+    settings = run.settings
     record = read_record(Path(settings.run_dir))
     offered = {
         "run_dir": Path(settings.run_dir),
-        "config": asdict(settings) | {"code": asdict(code_version())},
+        "config": asdict(settings) | {"code": code_version()},
         "choices": {} if record is None else record.choices,
         "job_type": job_type,
         "say": say,
         "warn": warn,
     }
-    tracker: Tracker = make("logger", settings.parts["logger"], offered)
+    tracker: Tracker = run.parts["logger"].make(offered)
     return tracker
 
 
-def evaluate_model(settings: EvalRunSettings) -> EvalResult:
+def evaluate_model(run: Prepared[EvalRunSettings]) -> EvalResult:
     """Return greedy accuracy and pass@k of a model; `samples.jsonl` and `summary.json` go into the run's folder."""
-    tracker = _logger(settings, "eval", print, to_stderr)
+    settings, tracker = run.settings, _logger(run, "eval", print, to_stderr)
     summary: dict[str, Any] = {"status": "failed"}
     try:
-        bench, start = set_up(settings, settings.model), time.perf_counter()
+        bench, start = set_up(run, settings.model), time.perf_counter()
         with torch.autocast(bench.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
-            search = rule_of("search", settings.parts["search"])
-            found = search_with(bench, search, settings.eval, settings.sampling, settings.seed)
+            found = search_with(bench, run.made, settings.eval, settings.sampling, settings.seed)
             greedy = evaluate_with(bench, settings.eval, settings.sampling, settings.seed, settings.eval.split)
         result = EvalResult({**greedy.metrics, **found.metrics}, greedy.examples + found.examples)
         write_samples(Path(settings.run_dir), result.examples)
@@ -207,7 +212,7 @@ def evaluate_model(settings: EvalRunSettings) -> EvalResult:
         summary["problems"] = len({example.prompt_id for example in result.examples})
         summary["engine/kv_peak_bytes"] = float(stats.kv_peak_bytes)
         summary |= {name: value for name, value in stats.details.items() if name.startswith("engine/kv_saving")}
-        summary |= {"engine": bench.engine.facts(), "code": asdict(code_version())}
+        summary |= {"engine": bench.engine.facts(), "code": code_version()}
         write_summary(Path(settings.run_dir), summary)
     finally:
         tracker.close(summary)

@@ -83,7 +83,6 @@ METRICS: Mapping[str, str] = {
     "mismatch/rejected": "Share of rollouts that the correction took out of the loss altogether.",
     "mismatch/masked_tokens": "Share of response tokens that the correction took out of the loss.",
     "mismatch/weight_mean": "Mean importance weight over the response tokens left in the loss.",
-    "mismatch/gated": "Share of rollouts that the correction left out: no better than others, and far off.",
     "mismatch_trained/<figure>": "mismatch/* over the trained rollouts alone, in its place where those are fewer "
     "than all and the correction rejects none: then no forward pass is made for the others.",
     "off/token_share": "Share of the trained tokens that weights of earlier updates have drawn.",

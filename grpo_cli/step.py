@@ -123,8 +123,10 @@ class Step:
         with self._span("logprobs"):
             if self._parts.reference is not None:
                 with self._span("ref_logprobs"):
-                    batch = replace(batch, ref_logprobs=self.learner.logprobs(self._parts.reference, batch))
-            if verdict is None and (self._old_policy_first or self.old_policy.apart):
+                    adapters = self._parts.reference is not self._parts.bench.model
+                    ref = self.learner.logprobs(self._parts.reference, batch, adapters)
+                    batch = replace(batch, ref_logprobs=ref)
+            if verdict is None and (self._old_policy_first or self.old_policy.differs):
                 batch, verdict = self._corrected(batch)
                 rejections += verdict.reasons
         selected = settled(selected, batch, rejections)
@@ -175,14 +177,14 @@ class Step:
             for part in minibatches(batch, settings.train.minibatches, rng):
                 if not part.loss_mask.any():
                     continue
-                if self.learner.updates == begun and not self.old_policy.apart:
+                if self.learner.updates == begun and not self.old_policy.differs:
                     # Until the first optimizer step the learner is the old policy: another pass would differ by
                     # rounding and dropout, which the loss would take for a policy that has moved, and clip.
                     part = replace(part, policy_logprobs=None)
                 update = self.learner.update(part, step, **words)
                 updates.append(update)
                 if update.moved:
-                    self.old_policy.follow()
+                    self.old_policy.after_update()
                 if update.fault is None:
                     progress.bad_in_a_row = 0
                 else:
@@ -195,7 +197,7 @@ class Step:
         """Pass the old policy the share of tokens that moved weights, if any did; a loss need not report its clip."""
         clipped = [update.metrics.get("loss/clip_fraction", 0.0) for update in updates if update.moved]
         left = 1.0 - mismatch.get("mismatch/masked_tokens", 0.0)
-        return self.old_policy.settle(left * (1.0 - sum(clipped) / len(clipped))) if clipped else {}
+        return self.old_policy.end_step(left * (1.0 - sum(clipped) / len(clipped))) if clipped else {}
 
     def _skip(self, batch: Batch, fault: str, step: int, progress: Progress) -> None:
         """Report a faulty update and keep its batch; UserError after too many of them in a row."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,7 @@ from grpo_cli.interfaces import Parts, RecordFiles
 from grpo_cli.learner.learner import rate_jump, schedule_of
 from grpo_cli.runs import layout
 from grpo_cli.runs.background import Saver
-from grpo_cli.runs.checkpoint import (
-    clear_leftovers,
-    damaged,
-    load_state,
-    rng_state,
-    save_checkpoint,
-    set_rng_state,
-)
+from grpo_cli.runs.checkpoint import clear_leftovers, damaged, load_state, rng_state, save_checkpoint, set_rng_state
 from grpo_cli.runs.provenance import code_version
 from grpo_cli.runs.stop import Stop
 from grpo_cli.runs.summary import write_summary
@@ -47,7 +40,7 @@ class Trainer:
         self._learner = self._step.learner
         self._progress = Progress()
         self._saver = Saver(settings.train.checkpoint == "lazy", parts.meter.span)
-        self._learner.before_moving = self._saver.settle
+        self._learner.before_moving = self._saver.wait_until_copied
         correction = parts.rules.correction
         answered = correction.needs_policy_logprobs or correction.prox == "drawn" or settings.optim.ess != "none"
         self._health = HealthCheck(reuse_is_answered=answered)
@@ -64,9 +57,8 @@ class Trainer:
         """
         status, fault = "failed", None
         self._stop = self._stop if stop is None else stop
-        (self._run_dir / layout.SUMMARY).unlink(
-            missing_ok=True
-        )  # of the run that is resumed: one that is killed from here on has none
+        # of the run that is resumed: one that is killed from here on has none
+        (self._run_dir / layout.SUMMARY).unlink(missing_ok=True)
         with self._stop if stop is None else nullcontext():
             self._clear_leftovers()
             try:
@@ -149,40 +141,31 @@ class Trainer:
             self._parts.warn(warning)
 
     def _save(self) -> None:
-        """Save the last finished step; with train.checkpoint=lazy, begin to."""
-        state = self._state()
-        with self._parts.meter.span("checkpoint"):
-            model, changing = self._parts.bench.model, self._changing()
+        """Save the last finished step; with train.checkpoint=lazy, begin to: what updates change is copied first, the
+        weights among it."""
+        parts, step, keep = self._parts, self._progress.step, self._settings.train.keep_checkpoints
+        root = self._run_dir / layout.CHECKPOINTS
+        with parts.meter.span("checkpoint"):
+            state: dict[str, Any] = {
+                "progress": dict(vars(self._progress)),
+                "engine": dict(parts.bench.engine.state_dict()),
+                "rng": rng_state(),
+                "rules": learnt.state_of(parts),
+                "records": [dict(files.state_dict()) for files in self._files],
+            }
+            changing: dict[str, Any] = {"optimizer": self._learner.state_dict()}
+            changing["schedule"] = schedule_of(self._settings.optim, self._settings.train)
+            if (old_policy := self._step.old_policy.state_dict()) is not None:
+                changing["old_policy"] = old_policy
+
+            def write(copied: Mapping[str, Any]) -> None:
+                save_model = partial(parts.save_model, state_dict=copied["weights"])
+                save_checkpoint(root, step, save_model, {**state, **copied["state"]}, keep)
+
+            model = parts.bench.model
             frozen = (weight for weight in model.parameters() if not weight.requires_grad)
-            self._saver.save(changing, self._writer(state), frozen)
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "progress": dict(vars(self._progress)),
-            "engine": dict(self._parts.bench.engine.state_dict()),
-            "rng": rng_state(),
-            "rules": learnt.state_of(self._parts),
-            "records": [dict(files.state_dict()) for files in self._files],
-        }
-
-    def _changing(self) -> dict[str, Any]:
-        """Return what updates change: state in the order in which it is saved, and the weights if they are to be
-        copied."""
-        state: dict[str, Any] = {"optimizer": self._learner.state_dict()}
-        state["schedule"] = schedule_of(self._settings.optim, self._settings.train)
-        if (old_policy := self._step.old_policy.state_dict()) is not None:
-            state["old_policy"] = old_policy
-        return {"state": state, "weights": self._parts.bench.model.state_dict() if self._saver.lazy else None}
-
-    def _writer(self, state: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Path]:
-        """Return what writes a checkpoint, perhaps later: `state`, and what it is given of `_changing`."""
-        root, keep = self._run_dir / layout.CHECKPOINTS, self._settings.train.keep_checkpoints
-
-        def write(changing: Mapping[str, Any]) -> Path:
-            save_model = partial(self._parts.save_model, state_dict=changing["weights"])
-            return save_checkpoint(root, state["progress"]["step"], save_model, {**state, **changing["state"]}, keep)
-
-        return write
+            weights = model.state_dict() if self._saver.lazy else None
+            self._saver.save({"state": changing, "weights": weights}, write, frozen)
 
     def _saved(self) -> bool:
         saved = self._run_dir / layout.CHECKPOINTS / layout.step_folder(self._progress.step)
@@ -207,26 +190,22 @@ class Trainer:
             set_rng_state(state["rng"])
             for files, recorded in zip(self._files, state["records"], strict=False):
                 files.load_state_dict(recorded)
-            self._say_if_the_rate_jumps(state)
-        self._parts.say(f"resumed at step {self._progress.step} (from {checkpoint})")
-
-    def _say_if_the_rate_jumps(self, state: Mapping[str, Any]) -> None:
-        settings = self._settings
-        if "schedule" in state and self._progress.step < settings.train.steps:
-            jump = rate_jump(state["schedule"], settings.optim, settings.train, self._progress.step)
-            if jump:
+        if "schedule" in state and self._progress.step < self._settings.train.steps:
+            optim, train = self._settings.optim, self._settings.train
+            if jump := rate_jump(state["schedule"], optim, train, self._progress.step):
                 self._parts.warn(jump)
+        self._parts.say(f"resumed at step {self._progress.step} (from {checkpoint})")
 
     def _summary(self, status: str, fault: str | None) -> dict[str, Any]:
         bench = self._parts.bench
-        measured = {**vars(self._progress), "peak_memory_bytes": peak_bytes(bench.device)}
         return {
             "status": status,
             "error": fault,
-            "stopped_by": None if status == "completed" else self._stop.asked_by,
-            **measured,
+            "stopped_by": None if status == "completed" else self._stop.stopped_by,
+            **vars(self._progress),
+            "peak_memory_bytes": peak_bytes(bench.device),
             "engine": bench.engine.facts(),
             "update_threads": self._learner.threads,
             "update_native": self._learner.native,
-            "code": asdict(code_version()),
+            "code": code_version(),
         }

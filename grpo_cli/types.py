@@ -201,9 +201,7 @@ class ScoredGroup:
     def take(self, indices: Sequence[int]) -> ScoredGroup:
         """Return the group with only the rollouts at `indices`, in that order."""
         return replace(
-            self,
-            rollouts=tuple(self.rollouts[i] for i in indices),
-            rewards=tuple(self.rewards[i] for i in indices),
+            self, rollouts=tuple(self.rollouts[i] for i in indices), rewards=tuple(self.rewards[i] for i in indices)
         )
 
     @cached_property

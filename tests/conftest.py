@@ -66,6 +66,13 @@ def _own_modules_of_each_test(tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, empty."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     """So many threads as the test's parameter says."""
     import torch

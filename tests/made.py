@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from grpo_cli.config.auto import decided
 from grpo_cli.config.choices import config_dir, shipped
 from grpo_cli.config.compose import COMMANDS, model_of, read_settings, settings_of
-from grpo_cli.config.instantiate import function, ready
+from grpo_cli.config.instantiate import ready
 from grpo_cli.runs.record import RunRecord, read_record, write_record
 from grpo_cli.settings import (
     LoraSettings,
@@ -34,6 +34,7 @@ def part(group: str, choice: str, **changed: Any) -> dict[str, Any]:
     return shipped(group, choice) | changed
 
 
+OFFERED = {"n": 8, "m": 8, "prompts": 8}  # to rules
 full, micro, infinite = (partial(ready, "sampler", choice) for choice in ("full", "micro", "infinite"))
 fptas = partial(ready, "scheduler", "fptas")
 mean_length, prefix_head = partial(ready, "predictor", "mean"), partial(ready, "predictor", "prefix")
@@ -48,11 +49,11 @@ def correction(choice: str = "none", **changed: Any) -> Any:
 
 
 def advantage(choice: str, **changed: Any) -> Any:
-    return function("advantage", part("advantage", choice, **changed))
+    return ready("advantage", choice, OFFERED, **changed)
 
 
 def downsample(choice: str) -> Any:
-    return function("downsample", part("downsample", choice))
+    return ready("downsample", choice)
 
 
 def task(choice: str, tokenizer: Any, seed: int = 0, **changed: Any) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import made
@@ -17,6 +18,7 @@ from tiny_hf import FAMILIES, _randomise
 from transformers import PreTrainedModel
 
 from grpo_cli.collect.requests import seed_of
+from grpo_cli.engine.common import EngineParts
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.determinism import Invariance
 from grpo_cli.engine.eviction import Dense
@@ -24,10 +26,10 @@ from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.length_predictor import NoPredictor
 from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.engine.torch_engine import TorchEngine
-from grpo_cli.engine.vllm_engine import VllmEngine
 from grpo_cli.interfaces import Downsample
-from grpo_cli.learner.logprobs import logprobs_at
+from grpo_cli.learner.logprobs import chosen_logprobs
 from grpo_cli.metrics import METRICS
+from grpo_cli.model.checkpointing import last_states
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import NullMeter
@@ -104,31 +106,25 @@ def require_bits(model: Any) -> None:
         )
 
 
-def make_engine(model: Any, **parts: Any) -> TorchEngine:
-    """An engine with everything off but what is given."""
-    defaults: dict[str, Any] = dict(scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense())
-    defaults |= {
-        "sampler": full(),
-        "cuda_graph": False,
-        "packed_weights": True,
-        "native": True,
-        "compile": None,
-        "threads": "auto",
-    }
-    return TorchEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
+def engine_of(choice: str, model: Any, **words: Any) -> Any:
+    """An engine with the settings of conf/engine and everything off, but for what is given."""
+    parts: dict[str, Any] = dict(eos_token_ids=(EOS,), scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense())
+    parts |= {"sampler": full(), **words}
+    names = [field.name for field in fields(EngineParts) if field.name in parts]
+    own = {name: value for name, value in words.items() if name not in names}
+    part, given = made.part("engine", choice, **own), EngineParts(model=model, **{name: parts[name] for name in names})
+    return pkgutil.resolve_name(part.pop("_target_"))(given, **part)
+
+
+def make_engine(model: Any, **words: Any) -> TorchEngine:
+    engine: TorchEngine = engine_of("torch", model, **{"cuda_graph": False} | words)
+    return engine
 
 
 def make_generation(decoder: Decoder, requests: Sequence[Request], **parts: Any) -> Generation:
     """All at once with everything off, but for what is given."""
     defaults: dict[str, Any] = dict(sampler=full(), sparsity=Dense(), eos_token_ids=(EOS,), meter=NullMeter())
     return Generation(decoder, requests=requests, **(defaults | parts))
-
-
-def vllm_engine(model: Any, **parts: Any) -> VllmEngine:
-    """The same by vLLM."""
-    defaults: dict[str, Any] = dict(scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense(), sampler=full())
-    defaults |= {word: value for word, value in made.part("engine", "vllm").items() if word != "_target_"}
-    return VllmEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
 
 
 def some_and_the_rest(cases: Sequence[Any], some: Sequence[Any]) -> list[Any]:
@@ -189,8 +185,9 @@ def token_logprobs(
     model: Any, ids: torch.Tensor, mask: torch.Tensor, temperature: float, chunk: int, **inputs: Any
 ) -> torch.Tensor:
     """The log-probabilities [B, T] of the tokens in the mask, by padded rows; 0 elsewhere."""
-    places = mask.nonzero(as_tuple=True)
-    return torch.zeros(ids.shape).index_put(places, logprobs_at(model, ids, *places, temperature, chunk, **inputs))
+    states = last_states(model, input_ids=ids, **inputs)[:, :-1][mask[:, 1:]]
+    chosen = chosen_logprobs(model, states, ids[mask], temperature, chunk)
+    return torch.zeros(ids.shape).masked_scatter(mask, chosen)
 
 
 def advantages_of(rule: Any, rewards: Sequence[float | Reward], kept: Sequence[int] | None = None, **words: Any) -> Any:

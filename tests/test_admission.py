@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
 
 import torch
 
 from grpo_cli.engine.admission import Admission, Memory
 from grpo_cli.engine.kv_cache import CachedPrompt, KvLayout, PagedCache
-from grpo_cli.engine.scheduling import Running, Waiting
+from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Request
 
 
-class InTurn:
-    """The given order, at most so many at a time; notes what it was shown."""
+class InTurn(Fifo):
+    """The given order."""
 
-    needs_lengths = False
-    details: dict[str, float] = {}
+    def __init__(self, order: Seq[int]) -> None:
+        self._order = order
 
-    def __init__(self, order: Seq[int], at_once: int = 99) -> None:
-        self._order, self._at_once = order, at_once
-        self.shown: list[tuple[list[int], list[int], int]] = []
-
-    def start(self, waiting: Seq[Waiting], slots: int) -> None:
-        self.began = [view.index for view in waiting], slots
-
-    def plan(self, waiting: Seq[Waiting], running: Seq[Running], free: int) -> Seq[int]:
-        left = [view.index for view in waiting]
-        self.shown.append((left, [view.index for view in running], free))
-        return [index for index in self._order if index in left][: min(free, self._at_once)]
+    def start(self, waiting: Seq[Sequence], slots: int, refills: bool) -> None:
+        self.began = indices(waiting), slots, refills
+        self._queue = deque(waiting[index] for index in self._order)
 
 
 def sequences(prompts: str, tokens: int = 9) -> list[Sequence]:
@@ -63,19 +56,18 @@ def indices(some: Seq[Sequence]) -> list[int]:
 def test_slots_are_refilled_in_the_plans_order_or_in_rounds() -> None:
     for refills in (True, False):
         scheduler, waiting = InTurn([3, 1, 0, 2]), sequences("aabb")
-        admission = Admission(waiting, 2, refills)
+        admission = Admission(2, refills)
         admission.start(scheduler, waiting)
-        assert scheduler.began == ([0, 1, 2, 3], 2) and len(admission) == 4
+        assert scheduler.began == ([0, 1, 2, 3], 2, refills) and len(admission) == 4
         assert indices(admission.admit([])) == [3, 1]
         assert indices(admission.admit([waiting[1]])) == [0] * refills
-        assert scheduler.shown[:2] == [([0, 1, 2, 3], [], 2), ([0, 2], [1], 1)][: 1 + refills]
         assert indices(admission.admit([])) == ([2] if refills else [0, 2])
 
 
 def test_one_without_room_waits_before_all_that_are_chosen_later_and_others_begin() -> None:
     """Of 4 blocks, a prompt takes one and a sequence one: one sequence of each of two prompts fits."""
     waiting, (room, cache) = sequences("bbab", 2), memory(4, 2)
-    admission = Admission(waiting, 4, True, room)
+    admission = Admission(4, True, room)
     admission.start(InTurn([0, 2, 1, 3]), waiting)
     first = admission.admit([])
     begin(cache, first)
@@ -91,7 +83,7 @@ def test_one_without_room_waits_before_all_that_are_chosen_later_and_others_begi
 
 def test_one_that_was_preempted_begins_before_all_others_and_one_that_paused_whatever_waits() -> None:
     waiting = sequences("aaaa")
-    admission = Admission(waiting, 2, False)
+    admission = Admission(2, False)
     admission.start(InTurn([0, 1, 2, 3]), waiting)
     running = admission.admit([])
     admission.first(running.pop())
@@ -99,13 +91,6 @@ def test_one_that_was_preempted_begins_before_all_others_and_one_that_paused_wha
     assert indices(admission.admit([])) == [1, 2]
     admission.go_on(waiting[0])
     assert indices(admission.admit([waiting[1]])) == [0]
-
-
-def test_a_scheduler_that_leaves_slots_empty_is_not_asked_again_in_the_same_step() -> None:
-    scheduler, waiting = InTurn([0, 1, 2], at_once=1), sequences("aaa")
-    admission = Admission(waiting, 2, True)
-    admission.start(scheduler, waiting)
-    assert indices(admission.admit([])) == [0] and len(scheduler.shown) == 1
 
 
 def test_rows_fit_with_half_of_everybodys_last_block_left_empty_and_without_paused_ones() -> None:

@@ -19,7 +19,7 @@ support/
 settings native/
 types
 history
-interfaces/ runs/
+interfaces runs/
 rules/ metrics model/ tasks/
 engine/
 learner/ select report/
@@ -146,7 +146,7 @@ def test_published_methods_are_named_by_their_yaml_alone():
 
 
 # What several experimental methods use; no method by itself.
-SHARED = {f"experimental/{name}" for name in ("apportion", "given", "reading", "ridge_probe", "search")}
+SHARED = {f"experimental/{name}" for name in ("given", "reading", "ridge_probe", "search")}
 
 
 def test_a_method_says_its_source_and_what_was_measured_of_it():
@@ -165,6 +165,7 @@ OTHER_MEANING = {
     "config/compose": {"profile"},  # the command
     "config/instantiate": {"none"},  # a value of engine.quantize
     "config/overrides": {"hf"},  # whose YAML lists every setting of a model
+    "config/prepare": {"none"},  # a value of fit
     "config/auto": {"hf", "none"},  # none: a value of model.autocast
     "config/removed": {"none"},  # a value of settings that are gone
     "train": {"none"},  # a value of optim.ess

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 import made
@@ -36,8 +37,6 @@ def number_of_terms(prompt: Prompt) -> int:
 def test_a_worked_solution_does_the_operations_from_left_to_right() -> None:
     problem = Sum((12, 7, -5, 30))
     assert str(problem) == "12+7-5+30"
-    assert worked_solution(problem) == "19-5+30=14+30=44"
-    assert worked_solution(problem, (2, 1)) == "14+30=44"
     assert worked_solution(problem, (3,)) == "44"
     assert worked_solution(Sum((3, -3, 4))) == "0+4=4"
     with pytest.raises(ValueError, match="undone"):
@@ -46,17 +45,10 @@ def test_a_worked_solution_does_the_operations_from_left_to_right() -> None:
 
 @settings(max_examples=50)
 @given(seed=st.integers(0, 10**6), num_terms=st.integers(2, 8))
-def test_running_results_and_operands_stay_within_their_bounds(seed: int, num_terms: int) -> None:
-    terms = draw_sum(Random(seed), num_terms, max_operand=9, max_value=99).terms
-    assert len(terms) == num_terms
-    assert all(1 <= abs(term) <= 9 for term in terms[1:])
-    assert all(0 <= sum(terms[: i + 1]) <= 99 for i in range(num_terms))
-
-
-@settings(max_examples=50)
-@given(seed=st.integers(0, 10**6), num_terms=st.integers(2, 8))
-def test_every_worked_solution_is_judged_right_and_another_number_is_not(seed: int, num_terms: int) -> None:
+def test_a_sum_stays_within_its_bounds_and_its_worked_solution_is_right(seed: int, num_terms: int) -> None:
     problem = draw_sum(Random(seed), num_terms, max_operand=9, max_value=99)
+    assert len(problem.terms) == num_terms and all(1 <= abs(term) <= 9 for term in problem.terms[1:])
+    assert all(0 <= sum(problem.terms[: i + 1]) <= 99 for i in range(num_terms))
     reply, answer = worked_solution(problem), sum(problem.terms)
     assert judge(reply, str(answer)).parts == {"correct": 1.0, "well_formed": 1.0}
     assert judge(reply, str(answer + 1)).total == 0.0
@@ -89,18 +81,12 @@ def test_well_formed_means_lines_of_sums_that_end_in_a_number(reply: str, well_f
     assert is_well_formed(reply) is well_formed
 
 
-def as_sum(prompt: Prompt) -> Sum:
-    text = TOKENIZER.decode(list(prompt.token_ids)).removesuffix("=")
-    return Sum(tuple(int(term) for term in text.replace("-", "+-").split("+")))
-
-
-def test_every_beginning_of_the_eval_split_has_all_numbers_of_terms_evenly() -> None:
-    counts = [number_of_terms(prompt) for prompt in task().prompts("eval")]
-    assert counts[:14] == [2, 3, 4, 5, 6, 7, 8] * 2
-    assert {counts.count(n) for n in range(2, 9)} == {64}
-
-
-def test_the_train_split_has_all_numbers_of_terms_about_evenly() -> None:
-    counts = [number_of_terms(prompt) for prompt in task().prompts("train")[0:1400]]
-    assert set(counts) == set(range(2, 9))
-    assert all(150 <= counts.count(n) <= 250 for n in range(2, 9))
+def test_all_numbers_of_terms_come_evenly() -> None:
+    """In every beginning of the eval split, and about so in the train split."""
+    held_out, train = (
+        map(number_of_terms, task().prompts("eval")),
+        map(number_of_terms, task().prompts("train")[0:1400]),
+    )
+    counts = [*held_out]
+    assert counts[:14] == [2, 3, 4, 5, 6, 7, 8] * 2 and set(Counter(counts).values()) == {64}
+    assert len(found := Counter(train)) == 7 and all(150 <= count <= 250 for count in found.values())

@@ -33,7 +33,7 @@ NO_NUMBERS = ("nan", "inf", "-inf", "few", "[1,2]", "true", "1" + 400 * "0")
 ANY_SIGN = {"record.rollouts", "eval.problems", "sparsity.threshold"}  # of which -1 means something
 GOOD = ("task=jsonl", "task.path=good.jsonl")
 NEEDS = {"jsonl": GOOD, "gsm8k": GOOD, "math": GOOD}
-TOGETHER = {"fptas": ("predictor=mean",), "median": ("n=3",), "median_release": ("n=3",), "tail": ("train.prompts=2",)}
+TOGETHER = {"fptas": ("predictor=mean",), "median": ("n=3",), "tail": ("train.prompts=2",)}
 SHORT = ("logger=jsonl", "train.steps=1", "eval.problems=1", "eval.k=1", "n=2", "train.prompts=1")
 ROW = '{"question": "%s", "answer": "4"}\n'
 FILES: dict[str, str | bytes] = {

@@ -13,20 +13,7 @@ from small import scored
 
 from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, totals
 from grpo_cli.learner.forward import padded, padded_parts
-from grpo_cli.settings import Sampling
-from grpo_cli.types import (
-    ENVIRONMENT,
-    GIVEN,
-    Batch,
-    Finish,
-    Prompt,
-    Request,
-    Reward,
-    Rollout,
-    ScoredGroup,
-    Span,
-    Verdict,
-)
+from grpo_cli.types import ENVIRONMENT, GIVEN, Batch, Span, Verdict
 
 
 def two_groups() -> Batch:
@@ -59,13 +46,10 @@ def test_sums_are_of_rows_also_of_empty_ones() -> None:
 
 def test_each_token_is_as_old_as_the_weights_that_drew_it() -> None:
     """Of version 5 and of the environment: 0; of version 3: 2; given: -1; and a rollout without spans is of now."""
-    prompt, spans = Prompt("p", (1,), ""), [(Span(3, 2), Span(5, 1)), (Span(GIVEN, 1), Span(ENVIRONMENT, 1)), ()]
-    rollouts = tuple(
-        Rollout(Request(prompt, i, i, Sampling.plain(3)), (2,) * n, (-1.0,) * n, Finish.EOS, 3, some)
-        for i, (some, n) in enumerate(zip(spans, (3, 2, 1), strict=True))
-    )
-    group = ScoredGroup(prompt, rollouts, (Reward(0.0),) * 3)
-    batch = collate([group], version=5)
+    spans = [(Span(3, 2), Span(5, 1)), (Span(GIVEN, 1), Span(ENVIRONMENT, 1)), ()]
+    group = scored(0, 0, 0, replies=[(2, 2, 2), (2, 2), (2,)])
+    rollouts = tuple(replace(one, spans=some) for one, some in zip(group.rollouts, spans, strict=True))
+    batch = collate([replace(group, rollouts=rollouts)], version=5)
     assert batch.lags is not None and batch.lags.tolist() == [0 + 2, 2, 0, GIVEN, 0, 0]
     assert batch.response_mask.tolist() == [True, True, True, True, False, True]
     assert batch.sampler_logprobs.tolist() == [-1, -1, -1, 0, 0, -1]

@@ -19,9 +19,9 @@ from grpo_cli.config.choices import shipped
 from grpo_cli.model.load import eos_token_ids
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import prompting
-from grpo_cli.tasks.demonstrations import conversations, said_after
+from grpo_cli.tasks.demonstrations import conversations, reply_tokens
 from grpo_cli.tasks.jsonl import Jsonl
-from grpo_cli.tasks.prompting import Prompting, going_on, template_variables, turn_end
+from grpo_cli.tasks.prompting import Prompting, encode_behind, template_variables, turn_end
 
 # As the published ones of the presets behave, in few words.
 HEADERS = (  # Llama 3
@@ -349,6 +349,8 @@ def test_texts_that_are_joined_have_the_tokens_of_the_whole_text(scheme: str, te
     assert [*prompt, *turn, *chat.between(turn, [talk[2]["content"]], "user")] == found[: -len(shown.turns[1])]
     plain = Prompting(tokenizer, "Q: {question} A:", None, False)
     prompt = plain.encode("What is 3 + 4?")
-    worked = said_after(replace(shown.request.prompt, token_ids=tuple(prompt)), "The answer is 12.", tokenizer)
+    worked = reply_tokens(replace(shown.request.prompt, token_ids=tuple(prompt)), "The answer is 12.", tokenizer)
     assert [*prompt, *worked] == tokenizer("Q: What is 3 + 4? A: The answer is 12.")["input_ids"]
-    assert going_on(tokenizer, "</s>", prompt) != [2] and going_on(tokenizer, "</s>", prompt, special=True) == [2]
+    assert encode_behind(tokenizer, "</s>", prompt) != [2] and encode_behind(
+        tokenizer, "</s>", prompt, special=True
+    ) == [2]

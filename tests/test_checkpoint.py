@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_cli.runs import files
 from grpo_cli.runs.checkpoint import clear_leftovers, load_state, rng_state, save_checkpoint, set_rng_state
 from grpo_cli.runs.find import find_checkpoint, resolve_run
 from grpo_cli.runs.summary import write_summary
@@ -44,7 +43,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "run" / "checkpoints"
 
 
-def test_what_was_saved_is_found_and_loaded(root: Path) -> None:
+def test_what_was_saved_is_found_and_loaded(root):
     assert find_checkpoint(root).path is None and find_checkpoint(root).skipped == ()
     optimizer = {"state": {0: {"exp_avg": torch.arange(3.0)}}}
     path = save(root, 100, optimizer=optimizer, cursor=(1, 2), words=OrderedDict(a=None))
@@ -58,7 +57,7 @@ def test_what_was_saved_is_found_and_loaded(root: Path) -> None:
     assert loaded["cursor"] == (1, 2) and loaded["words"] == {"a": None} and loaded["step"] == 100
 
 
-def test_only_the_last_few_complete_ones_are_kept_and_never_fewer_than_the_one_just_written(root: Path) -> None:
+def test_only_the_last_few_complete_ones_are_kept_and_never_fewer_than_the_one_just_written(root):
     for step in (1, 2, 3, 4):
         save(root, step, keep=2)
     assert names(root) == ["step_000003", "step_000004"]
@@ -76,9 +75,7 @@ def truncate(path: Path) -> None:
 
 
 def alter(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
 
 
 @pytest.mark.parametrize(
@@ -92,9 +89,7 @@ def alter(path: Path) -> None:
         (lambda folder: (folder / "COMPLETE").write_text('{"files": {}}'), "does not list trainer_state.pt"),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over_by_name_and_reason(
-    root: Path, damage: Callable[[Path], None], reason: str
-) -> None:
+def test_a_damaged_checkpoint_is_passed_over_by_name_and_reason(root, damage, reason):
     save(root, 1)
     damage(save(root, 2))
     found = find_checkpoint(root)
@@ -105,7 +100,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name_and_reason(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left")])
-def test_a_save_that_fails_leaves_no_trace_and_says_why(root: Path, error: BaseException) -> None:
+def test_a_save_that_fails_leaves_no_trace_and_says_why(root, error):
     save(root, 1)
 
     def broken(folder: Path) -> None:
@@ -113,32 +108,9 @@ def test_a_save_that_fails_leaves_no_trace_and_says_why(root: Path, error: BaseE
         raise error
 
     full = isinstance(error, OSError)
-    told = "step_000002 could not be written .No space left" if full else None
-    with pytest.raises(UserError if full else type(error), match=told):
+    with pytest.raises(UserError if full else type(error), match="could not be written .No space" if full else None):
         save(root, 2, keep=1, model=broken)
     assert names(root) == ["step_000001"] and find_checkpoint(root).path == root / "step_000001"
-
-
-@pytest.mark.parametrize("call", range(4))
-def test_a_disk_that_fails_at_any_write_of_ours_costs_nothing(
-    root: Path, monkeypatch: pytest.MonkeyPatch, call: int
-) -> None:
-    save(root, 2, mark="old")
-    calls = iter(range(100))
-    real = os.fsync
-
-    def fail(descriptor: int) -> None:
-        if next(calls) >= 2 * call:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(descriptor)
-
-    monkeypatch.setattr(files.os, "fsync", fail)
-    with pytest.raises(UserError):
-        save(root, 2, mark="new")
-    monkeypatch.undo()
-    assert next(calls) > 2 * call, "the save never got that far"
-    assert names(root) == ["step_000002"]
-    assert load_state(find_checkpoint(root).path)["mark"] == "old"  # type: ignore[arg-type]
 
 
 KILLED = """
@@ -183,7 +155,7 @@ print(status, moment)
 """
 
 
-def test_a_kill_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_a_good_checkpoint(tmp_path):
     result = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True)
     status, moments = map(int, result.stdout.split())
     assert status == 0 and moments > 15, result.stderr
@@ -194,17 +166,11 @@ def test_a_kill_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path) -> None:
         assert path is not None
         marks.append(load_state(path)["mark"])
         clear_leftovers(root.parent)
+        assert all(find_checkpoint(root / name).path for name in names(root)), "nothing half deleted comes back"
         save(root, 3, keep=1)
         assert names(root) == ["step_000003"]
     # First the old one is found, from some moment on the new one; never the one before, though it is still there.
     assert set(marks) == {"two", "again"} and marks == sorted(marks, reverse=True)
-
-
-@pytest.mark.parametrize("value", [np.float64(1.0), np.zeros(2), {1}, Path("x"), print])
-def test_state_that_safe_loading_would_refuse_is_refused_when_saving(root: Path, value: Any) -> None:
-    with pytest.raises(TypeError, match=rf"is a {type(value).__name__}"):
-        save(root, 1, a=[1, value])
-    assert not root.exists()
 
 
 class Bomb:
@@ -212,7 +178,12 @@ class Bomb:
         return os.mkdir, ("exploded",)
 
 
-def test_loading_a_state_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_holds_and_runs_no_code(root, tmp_path, monkeypatch):
+    """What safe loading would refuse is refused when saving."""
+    for value in (np.float64(1.0), np.zeros(2), Path("x"), print):
+        with pytest.raises(TypeError, match="tensors and plain values only"):
+            save(root, 1, a=[1, value])
+    assert names(root) == []
     monkeypatch.chdir(tmp_path)
     torch.save({"x": Bomb()}, tmp_path / "trainer_state.pt")
     with pytest.raises(UserError, match="is damaged"):
@@ -220,7 +191,7 @@ def test_loading_a_state_runs_no_code(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "exploded").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_for_people(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error_for_people(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="could not be written .Not a directory"):
         save(tmp_path / "file" / "checkpoints", 1)
@@ -228,7 +199,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_for_people(tmp_path: Path) 
         write_summary(tmp_path / "file", {})
 
 
-def test_auto_is_the_run_that_saved_last_and_has_something_good(tmp_path: Path) -> None:
+def test_auto_is_the_run_that_saved_last_and_has_something_good(tmp_path):
     train = tmp_path / "train"
     for run in ("2026-01-02", "2026-01-01", "sweep/0"):
         save(train / run / "checkpoints", 7)
@@ -239,7 +210,7 @@ def test_auto_is_the_run_that_saved_last_and_has_something_good(tmp_path: Path) 
         shutil.rmtree(train / run)
 
 
-def test_random_states_continue_where_they_were(root: Path) -> None:
+def test_random_states_continue_where_they_were(root):
     def draw() -> tuple[Any, ...]:
         ours = np.random.rand(3).tolist(), np.random.randn()
         return torch.rand(3).tolist(), *ours, random.random(), random.gauss(0, 1)

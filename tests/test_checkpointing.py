@@ -44,18 +44,12 @@ def recomputing(what: str, family: str = "llama", lora: Any = None, **words: Any
     return model.train()
 
 
-def gradients(model: Any, autocast: bool) -> dict[str, Tensor]:
+def gradients(model: Any, autocast: bool) -> list[Tensor]:
     torch.manual_seed(1)  # of dropout
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
         values = token_logprobs(model, IDS, MASK, 0.7, 8)
     (values * torch.arange(20)).sum().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def packed(model: Any, natively: bool) -> dict[str, Tensor]:
-    allow_packing(model)
-    packed_hidden(model, IDS.flatten(), [(10, 20, 30)], natively).sum().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -76,14 +70,18 @@ def test_gradients_have_the_same_bits(family: str, dtype: torch.dtype, lora: Any
         gradients(recomputing(what, family, lora).to(dtype), autocast) for what in ("none", "elementwise", "full")
     )
     for little in less:
-        assert little.keys() == everything.keys() and any(g.any() for g in little.values())
-        assert all(torch.equal(little[name], everything[name]) for name in little)
+        assert len(little) == len(everything) and any(g.any() for g in little)
+        assert all(map(torch.equal, little, everything))
 
 
 @pytest.mark.parametrize("natively", [False, no_tree_attention(2, 2, 8) is None])
 def test_packed_rows_have_them_too(natively: bool) -> None:
-    everything, *less = (packed(recomputing(what), natively) for what in ("none", "elementwise", "full"))
-    assert all(torch.equal(little[name], everything[name]) for little in less for name in everything)
+    found = []
+    for what in ("none", "elementwise", "full"):
+        allow_packing(model := recomputing(what))
+        packed_hidden(model, IDS.flatten(), [(10, 20, 30)], natively).sum().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
 
 
 def kept(model: Any, autocast: bool = False) -> float:
@@ -145,16 +143,11 @@ def test_offloaded_are_the_inputs_of_layers_alone_and_no_gradient_changes(lora: 
     """Two layers, three rows of 20 tokens, 32 numbers each: that is what leaves the device, and what comes back."""
     gone, back = list[Any](), list[Any]()
 
-    def away(tensor: Tensor) -> Tensor:
-        gone.extend([tuple(tensor.shape)] if tensor.numel() else [])  # older releases of PyTorch keep an empty one too
+    def moved(seen: list[Any], tensor: Tensor) -> Tensor:
+        seen.extend([tuple(tensor.shape)] if tensor.numel() else [])  # older releases of PyTorch keep an empty one too
         return tensor.clone()
 
-    def here(tensor: Tensor) -> Tensor:
-        back.extend([tuple(tensor.shape)] if tensor.numel() else [])
-        return tensor
-
     model = recomputing("none", lora=lora)
-    recompute_layers(unwrapped(model), "full", partial(saved_tensors_hooks, away, here))
+    recompute_layers(unwrapped(model), "full", partial(saved_tensors_hooks, partial(moved, gone), partial(moved, back)))
     offloaded, plain = gradients(model, False), gradients(recomputing("none", lora=lora), False)
-    assert gone == back == [(3, 20, 32)] * 2
-    assert all(torch.equal(plain[name], offloaded[name]) for name in plain)
+    assert gone == back == [(3, 20, 32)] * 2 and all(map(torch.equal, plain, offloaded))

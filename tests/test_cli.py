@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
-from typer.testing import CliRunner, Result
+from typed import content, grpo, refused
+from typer.testing import CliRunner
 
 from grpo_cli import __version__
 from grpo_cli.cli import jobs
@@ -26,29 +26,7 @@ from grpo_cli.runs.record import read_record
 from grpo_cli.support.errors import UserError
 
 OLD_RUN = str(Path(__file__).parent / "old_run")
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def grpo(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, list(arguments), prog_name="grpo")
-
-
-def refusal(*arguments: str) -> str:
-    result = grpo(*arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    return result.stderr
-
-
-def test_help_lists_the_commands_and_the_version_is_the_package_s():
-    assert {"train", "eval", "profile"} <= set(grpo("--help").stdout.split())
-    assert grpo("--version").stdout == f"grpo {__version__}\n"
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 COMPLETION = {"_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": "grpo train sampler=in", "COMP_CWORD": "2"}
@@ -113,7 +91,8 @@ def test_a_reader_who_leaves_costs_no_word_and_no_failure(words):
     assert (process.wait(), said) == (0, "")
 
 
-def test_cfg_job_prints_the_settings_and_runs_nothing(elsewhere):
+def test_the_version_and_cfg_job_are_printed_and_nothing_runs(elsewhere):
+    assert grpo("--version").stdout == f"grpo {__version__}\n"
     shown = yaml.safe_load(grpo("train", "n=4", "--cfg", "job", "sampler=micro", "sampler.slots=3").stdout)
     assert (shown["n"], shown["m"], shown["sampler"]["slots"]) == (4, "${n}", 3)
     assert list(elsewhere.iterdir()) == []
@@ -144,11 +123,16 @@ def test_every_example_in_the_help_composes():
         ("fast", ("fast", "key=value")),
         ("=5", ("=5", "key=value")),
         ("n=[1", ("n=[1",)),
-        ("--n 32", ("--n", "n=")),
-        ("-n 32", ("-n", "n=")),
-        ("--num-generations=8", ("--num-generations", " n=")),
-        ("--learning_rate 1e-6", ("--learning_rate", "optim.lr=")),
+        ("--n 32", ("--n", "n=32")),
+        ("-n 32", ("-n", "n=32")),
+        ("--num-generations=8", ("--num-generations", " n=8")),
+        ("--learning_rate 1e-6", ("--learning_rate", "optim.lr=1e-6")),
+        ("--steps 10", ("--steps", "train.steps=10")),
         ("--use_vllm", ("--use_vllm", "engine=vllm")),
+        ("train.steps=1_0", ("train.steps=1_0 ",)),
+        ("-m n=1_6,32", ("n=1_6,32 ",)),
+        ("optim.lr=1e1_0", ("optim.lr=1e1_0 ",)),
+        ("optim.betas=[0.9,0.9_9]", ("optim.betas",)),
         ("--config-dir", ("--config-dir",)),
         ("--config-dir=/dev/null", ("--config-dir=/dev/null",)),
         ("seed=range(3)", ("seed=range(3)", "-m")),
@@ -162,13 +146,13 @@ def test_every_example_in_the_help_composes():
     ],
 )
 def test_what_a_person_got_wrong_is_one_message_and_exit_code_2(arguments: str, keys: tuple[str, ...]) -> None:
-    message = refusal("train", *arguments.split())
+    message = refused("train", *arguments.split())
     assert all(key in message for key in keys), message
 
 
 @pytest.mark.parametrize("words", ["report", "export a", "show --fast", "show a --step b"])
 def test_a_missing_argument_is_answered_in_one_line_with_an_example(words):
-    (line,) = refusal(*words.split()).splitlines()
+    (line,) = refused(*words.split()).splitlines()
     assert line.startswith(f"error: grpo {words.split()[0]}: ") and f": grpo {words.split()[0]} " in line
 
 
@@ -196,7 +180,7 @@ UNKNOWN = {
 
 
 def test_unknown_words_are_named_together_each_with_its_way_out():
-    first, *lines = refusal("train", *UNKNOWN, "optim.lr=1e-5", "model=hf").splitlines()
+    first, *lines = refused("train", *UNKNOWN, "optim.lr=1e-5", "model=hf").splitlines()
     assert first == f"error: {len(UNKNOWN)} settings cannot be used:" and len(lines) == len(UNKNOWN)
     for (word, way_out), line in zip(UNKNOWN.items(), lines, strict=True):
         key = word if word == "loss=grop" else word.partition("=")[0]
@@ -205,16 +189,16 @@ def test_unknown_words_are_named_together_each_with_its_way_out():
 
 def test_a_run_folder_that_cannot_be_made_is_named(elsewhere):
     (elsewhere / "outputs").write_text("in the way")
-    assert "hydra.run.dir=<folder>" in refusal("train")
-    assert "hydra.sweep.dir=<folder>" in refusal("train", "-m", "seed=1,2")
+    assert "hydra.run.dir=<folder>" in refused("train")
+    assert "hydra.sweep.dir=<folder>" in refused("train", "-m", "seed=1,2")
 
 
-def fake_job(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Any]:
-    """Replaces training: every call keeps its config, and then raises or returns `outcome`."""
-    calls: list[Any] = []
+def fake_job(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[str]:
+    """Replace training: every call keeps its folder, and then raises or returns `outcome`."""
+    calls: list[str] = []
 
-    def job(command: Any) -> Any:
-        calls.append(OmegaConf.create(OmegaConf.to_container(command.cfg, resolve=True)))
+    def job(command: Any, settings: Any) -> Any:
+        calls.append(settings.run_dir)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -223,19 +207,17 @@ def fake_job(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Any]:
     return calls
 
 
-def test_an_error_of_the_user_is_printed_alone_and_one_of_ours_keeps_its_traceback(monkeypatch):
+def test_an_error_of_the_user_is_printed_alone_one_of_ours_keeps_its_traceback_and_runs_share_no_folder(
+    monkeypatch, elsewhere
+):
     fake_job(monkeypatch, UserError("task.path=x is empty"))
-    assert refusal("train") == "error: task.path=x is empty\n"
+    assert refused("train") == "error: task.path=x is empty\n"
     fake_job(monkeypatch, OSError("a bug"))
     result = grpo("train")
     assert (result.exit_code, type(result.exception)) == (1, OSError)
-
-
-def test_runs_that_start_together_write_to_different_folders(monkeypatch, elsewhere):
-    calls = fake_job(monkeypatch, None)
+    folders = fake_job(monkeypatch, None)
     assert grpo("train").exit_code == grpo("train").exit_code == 0
-    assert len({cfg.run_dir for cfg in calls}) == len(calls) == 2
-    assert not list(elsewhere.rglob("*.log"))
+    assert len({*folders}) == len(folders) == 2 and not list(elsewhere.rglob("*.log"))
 
 
 @pytest.mark.parametrize("launcher", ["processes", "basic"])
@@ -250,7 +232,7 @@ def test_modules_in_the_current_folder_can_be_named_and_hide_nothing(monkeypatch
     (elsewhere / "json.py").write_text("raise RuntimeError('hides the library')\n")
     seen = []
 
-    def job(command: Any) -> None:
+    def job(command: Any, settings: Any) -> None:
         import my_rules_for_this_test
 
         seen.append((my_rules_for_this_test.mine, sys.path[-1]))
@@ -305,10 +287,10 @@ def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
     assert grpo("train", *SMALL, "train.steps=1", "seed=7").exit_code == 0
     (run,) = (elsewhere / "outputs" / "train").iterdir()
 
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = content(run)
     done = grpo("train", "resume=auto")
     assert (done.exit_code, done.stdout) == (0, f"{run} has done its 1 steps; train.steps=... asks for more\n")
-    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert before == content(run)
     resumed = grpo("train", "resume=auto", "train.steps=2")
     assert resumed.exit_code == 0, resumed.output
     assert "resumed at step 1" in resumed.stdout
@@ -329,18 +311,17 @@ def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
     assert len((folder / "samples.jsonl").read_text().splitlines()) == 3 + 3 * 2
 
 
-@pytest.mark.parametrize("command", ["train", "eval"])
-def test_a_run_whose_model_cannot_be_read_is_refused_and_leaves_no_folder(elsewhere, command):
+@pytest.mark.parametrize("there", ["summary.json", "metrics.jsonl", None])
+def test_a_run_whose_model_cannot_be_read_leaves_no_folder_and_nothing_of_another_run_changed(elsewhere, there):
     words = ["model=hf", "model.path=./nowhere", "logger=jsonl", "hydra.run.dir=out"]
-    assert "model.path=./nowhere is not a folder" in refusal(command, *words)
-    assert not (elsewhere / "out").exists()
-
-
-@pytest.mark.parametrize("there", ["summary.json", "metrics.jsonl"])
-def test_what_a_folder_says_of_another_run_is_not_overwritten(elsewhere, there):
+    if there is None:
+        for command in ("train", "eval"):
+            assert "model.path=./nowhere is not a folder" in refused(command, *words)
+        assert not list(elsewhere.iterdir())
+        return
     (elsewhere / "out").mkdir()
     (elsewhere / "out" / there).write_text('{"step": 3}\n')
-    refusal("train", "model=hf", "model.path=./nowhere", "logger=jsonl", "hydra.run.dir=out")
+    refused("train", *words)
     assert [path.name for path in (elsewhere / "out").glob("*.json*")] == [there]
     assert (elsewhere / "out" / there).read_text() == '{"step": 3}\n'
 
@@ -378,45 +359,14 @@ def test_a_run_whose_task_s_code_is_gone_is_refused_in_one_line(elsewhere, monke
 def test_a_folder_that_is_no_run_is_refused(elsewhere, arguments, message):
     for name in ("empty", "it's"):
         (elsewhere / name).mkdir()
-    assert message in refusal(*arguments)
+    assert message in refused(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "way_out"),
-    [
-        ("--n 32", "n=32"),
-        ("-n 32", "n=32"),
-        ("--num-generations=8", "n=8"),
-        ("--learning_rate 1e-6", "optim.lr=1e-6"),
-        ("--steps 10", "train.steps=10"),
-        ("--use_vllm", "engine=vllm"),
-        ("train.steps=1_0", "train.steps=1_0 "),
-        ("-m n=1_6,32", "n=1_6,32 "),
-        ("optim.lr=1e1_0", "optim.lr=1e1_0 "),
-        ("optim.betas=[0.9,0.9_9]", "optim.betas"),
-        (f"optim.betas=[0.9,{5000 * '9'}]", "optim.betas"),
-    ],
-)
-def test_options_and_numbers_of_other_programs_are_answered_by_what_is_typed_here(arguments: str, way_out: str) -> None:
-    assert way_out in refusal("train", *arguments.split())
-
-
-HARD_TO_TYPE = [
-    *(
-        "data dir/my rows (1).jsonl",
-        "données.jsonl",
-        "it's.jsonl",
-        "{question}",
-        "a, b",
-        'say "hi" (now',
-        "[x",
-        "n=${n}",
-    ),
-    *('"half', "a (b\\", "q: {x}\nA:"),
-]
+HARD_TO_TYPE = ("data dir/my rows (1).jsonl", "données.jsonl", "it's.jsonl", "{question}", "a, b", 'say "hi" (now')
+HARD_TO_TYPE += ("[x", "n=${n}", '"half', "a (b\\", "q: {x}\nA:")
 
 
 @pytest.mark.parametrize("text", HARD_TO_TYPE)
 def test_text_that_hydra_cannot_read_is_answered_with_a_word_that_it_reads(text):
-    (word,) = shlex.split(refusal("train", "task=jsonl", f"task.path={text}").rpartition(" typed ")[2])
+    (word,) = shlex.split(refused("train", "task=jsonl", f"task.path={text}").rpartition(" typed ")[2])
     assert OverridesParser.create().parse_override(word).value() == text

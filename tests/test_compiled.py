@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jaxtyping
@@ -45,11 +46,14 @@ def tokens(rollouts: Any) -> dict[Any, Any]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_one_compilation_serves_all_layers_and_all_numbers_of_rows(family: str, compiler: Counting) -> None:
-    """18 rollouts in 12 slots, so 12 rows and fewer, all laid out as 16."""
+    """18 rollouts in 12 slots, so 12 rows and fewer, all laid out as 16; and none where every operation is watched, as
+    a profile does, which PyTorch's compiler refuses."""
     model, requests = small_model(family, num_hidden_layers=5), some_requests(prompts=3, n=6, tokens=30)
     plain = tokens(make_engine(model, sampler=infinite(slots=12)).generate(requests))
-    assert tokens(make_engine(model, sampler=infinite(slots=12), compile=True).generate(requests)) == plain
-    assert compiler.compiled == 2
+    for watched, compiled in ((FlopCounterMode(display=False), 0), (nullcontext(), 2)):
+        with watched:
+            engine = make_engine(model, sampler=infinite(slots=12), compile=True)
+            assert tokens(engine.generate(requests)) == plain and compiler.compiled == compiled
 
 
 def test_what_is_compiled_can_be_recorded(compiler: Counting) -> None:
@@ -62,38 +66,26 @@ def test_what_is_compiled_can_be_recorded(compiler: Counting) -> None:
     assert compiler.compiled == 2 * 3 and capture.captured
 
 
-def test_where_every_operation_is_watched_nothing_is_compiled(compiler: Counting) -> None:
-    """As a profile does, and PyTorch's compiler refuses to."""
-    model, requests = small_model(), some_requests(prompts=1, n=4, tokens=8)
-    plain = tokens(make_engine(model).generate(requests))
-    with FlopCounterMode(display=False):
-        assert tokens(make_engine(model, compile=True).generate(requests)) == plain
-    assert not compiler.compiled
-
-
-@pytest.mark.parametrize("adapted", [False, True])
-def test_layers_in_bfloat16_are_compiled_with_their_adapters(adapted: bool, compiler: Counting) -> None:
-    model = adapted_model() if adapted else small_model()
+@pytest.mark.parametrize(("kind", "compiled"), [("plain", 2), ("adapted", 2), ("quantised", 0)])
+def test_layers_in_bfloat16_are_compiled_with_their_adapters_if_their_weights_are_plain(
+    kind: str, compiled: int, compiler: Counting
+) -> None:
+    model = adapted_model() if kind == "adapted" else small_model()
     for name, weight in model.named_parameters():
         weight.data = weight.data if "lora_" in name else weight.data.bfloat16()
+    if kind == "quantised":
+        model.model.layers[1].mlp.down_proj.__class__ = type("Quantised", (nn.Linear,), {})
     list(make_engine(model, compile=True).generate(some_requests(prompts=1, n=4, tokens=8)))
-    assert compiler.compiled == 2
+    assert compiler.compiled == compiled
 
 
-def test_layers_that_are_not_of_plain_weights_are_not_compiled(compiler: Counting) -> None:
-    model = small_model()
-    model.model.layers[1].mlp.down_proj.__class__ = type("Quantised", (nn.Linear,), {})
-    list(make_engine(model, compile=True).generate(some_requests(prompts=1, n=2, tokens=8)))
-    assert not compiler.compiled
-
-
-@pytest.mark.parametrize("fails_at", ["before", "after"])
-def test_where_compiling_fails_steps_are_as_they_were_and_that_is_said_once(fails_at: str, compiler: Counting) -> None:
+@pytest.mark.parametrize("fails_at", [0, 1], ids=["before", "after"])
+def test_where_compiling_fails_steps_are_as_they_were_and_that_is_said_once(fails_at: int, compiler: Counting) -> None:
     model, requests, said = small_model(), some_requests(prompts=2, n=3, tokens=12), list[str]()
     plain = tokens(make_engine(model).generate(requests))
-    compiler.fails_at = {"before": 0, "after": 1}[fails_at]
+    compiler.fails_at = fails_at
     engine = make_engine(model, compile=True, warn=said.append)
     for _ in range(2):
         assert tokens(engine.generate(requests)) == plain
-    assert compiler.compiled == compiler.fails_at + 1
+    assert compiler.compiled == fails_at + 1
     assert len(said) == 1 and "there is no compiler" in said[0] and "engine.compile=false" in said[0]

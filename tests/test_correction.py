@@ -20,7 +20,6 @@ from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.instantiate import make
 from grpo_cli.interfaces import Correction
 from grpo_cli.learner.batch import corrected
-from grpo_cli.rules import correction
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Totals
 
@@ -104,6 +103,9 @@ def test_one_impossible_token_vetoes_its_sequence_and_no_other():
     assert kept == [[0, 0, 0], [1, 1, 1], [1, 1, 0]]
     assert weights == [[0, 0, 0], [1, 1, 1], [1, 1, 0]]
     assert metrics["mismatch/rejected"] == close(1 / 3) and metrics["mismatch/masked_tokens"] == close(3 / 8)
+    # A bound on xi for the sake of its weight, of exp(-20), must not hide a token of xi = e**-30.
+    xi = [[math.exp(-30.0)], [math.exp(-25.0)]]
+    assert apply(replace(part, veto=1e-12), xi)[1] == [[0], [1]]
 
 
 def test_the_mask_band_takes_tokens_out_one_by_one():
@@ -138,8 +140,7 @@ def test_without_a_mismatch_no_preset_changes_anything(name):
     part = PRESETS[name]
     weights, kept, metrics = apply(part, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], [[1, 1, 1], [1, 0, 0]])
     assert weights == [[1, 1, 1], [1, 0, 0]] and kept == [[1, 1, 1], [1, 0, 0]]
-    assert {"mismatch/gated": 0.0, **metrics} == {
-        "mismatch/gated": 0,
+    assert metrics == {
         "mismatch/ratio_mean": 1,
         "mismatch/ratio_min": 1,
         "mismatch/log_ratio_q001": 0,
@@ -170,16 +171,6 @@ def test_the_weight_of_a_token_is_one_on_average_over_the_sampler(seed, vocabula
         assert float(sparse.exp() @ truncated[:, 0]) <= 1 + 1e-5
 
 
-def test_sequence_weights_are_unbiased_over_all_sequences():
-    """All 9 sequences of two tokens out of three, the sampler's second distribution depending on the first token."""
-    g = torch.Generator().manual_seed(0)
-    dense, sparse = (torch.randn(4, 3, generator=g).log_softmax(1) for _ in range(2))  # row 0, then by first token
-    pairs = [(a, b) for a in range(3) for b in range(3)]
-    policy, sampler = (torch.stack([torch.stack([p[0, a], p[1 + a, b]]) for a, b in pairs]) for p in (dense, sparse))
-    weights = asked(made.correction(importance="sequence"), sampler, policy, torch.ones(9, 2, dtype=torch.bool)).weights
-    assert float((sampler.sum(1).exp() * weights[:, 0]).sum()) == pytest.approx(1, abs=1e-5)
-
-
 def test_vetoed_sequences_and_masked_tokens_do_not_move_the_policy():
     """Through the loss: exactly their gradients are zero. Of sequence 2 a third of the batch is the mean over its two
     surviving tokens, of xi 1.0 and 1.2."""
@@ -194,24 +185,6 @@ def test_vetoed_sequences_and_masked_tokens_do_not_move_the_policy():
     assert gradient[1].tolist() == close([-1.0 / 2 / 3, 0, -1.2 / 2 / 3])
 
 
-def test_a_veto_below_the_bound_on_ratios_still_fires():
-    """exp(-20) is 2e-9: a bound on xi for the sake of its weight must not hide a token of xi = e**-30."""
-    part, log_ratio = made.correction(rejection="veto", veto=1e-12), torch.tensor([[-30.0], [-25.0]])
-    assert asked(part, torch.zeros(2, 1), log_ratio, torch.ones(2, 1, dtype=torch.bool)).mask.tolist() == [
-        [False],
-        [True],
-    ]
-
-
-@settings(max_examples=20)
-@given(
-    values=st.lists(st.floats(-30, 5, width=32), min_size=1, max_size=60), q=st.sampled_from([0.001, 0.01, 0.3, 1.0])
-)
-def test_lower_quantiles_are_those_of_torch(values, q):
-    tensor = torch.tensor(values)
-    assert float(correction.lower_quantile(tensor, q)) == pytest.approx(float(tensor.quantile(q)), abs=1e-4)
-
-
 def test_quantiles_are_over_response_tokens():
     """1001 tokens, log xi = 0, -1, ... -1000 percent: the 0.1 % quantile is the second smallest, 1 % the eleventh."""
     log_ratio = -torch.arange(1001, dtype=torch.float32)[None] / 100
@@ -222,20 +195,15 @@ def test_quantiles_are_over_response_tokens():
     assert metrics["mismatch/log_ratio_q01"] == close(-9.90)
 
 
-def test_missing_sampler_logprobs_are_refused():
-    sampler = torch.tensor([[-1.0, math.nan, -1.0]])
-    for name in PRESETS:
-        with pytest.raises(UserError, match="no finite sampler log-probability for 1 of 3"):
-            asked(PRESETS[name], sampler, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
-
-
-def test_a_policy_that_is_no_number_is_not_masked_away():
-    """A silently dropped token would hide a broken model from the guard against bad steps."""
-    policy = torch.tensor([[-1.0, math.nan]])
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    for name in PRESETS:
-        verdict = asked(PRESETS[name], torch.full((1, 2), -1.0), policy, mask)
-        assert verdict.mask.all() and (name in WEIGHTLESS or verdict.weights.isnan().any())
+@pytest.mark.parametrize("name", PRESETS)
+def test_log_probabilities_that_are_no_numbers_are_not_masked_away(name):
+    """Of the sampler they are refused; a policy's would hide a broken model from the guard against bad steps."""
+    with pytest.raises(UserError, match="no finite sampler log-probability for 1 of 3"):
+        sampler = torch.tensor([[-1.0, math.nan, -1.0]])
+        asked(PRESETS[name], sampler, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
+    policy, mask = torch.tensor([[-1.0, math.nan]]), torch.ones(1, 2, dtype=torch.bool)
+    verdict = asked(PRESETS[name], torch.full((1, 2), -1.0), policy, mask)
+    assert verdict.mask.all() and (name in WEIGHTLESS or verdict.weights.isnan().any())
 
 
 def test_each_row_has_the_reason_for_its_rejection():
@@ -270,21 +238,6 @@ def test_each_row_has_the_reason_for_its_rejection():
 )
 def test_a_correction_says_whether_it_can_take_out_a_whole_sequence(words, rejects):
     assert made.correction(**words).rejects == rejects
-
-
-@settings(max_examples=50)
-@given(
-    importance=st.sampled_from(["none", "token", "sequence"]),
-    is_mode=st.sampled_from(["truncate", "mask"]),
-    rejection=st.sampled_from(["none", "veto"]),
-    band=st.sampled_from([(None, None), (0.5, None), (None, 2.0), (0.5, 2.0)]),
-    xi=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4),
-)
-def test_a_correction_that_rejects_nothing_leaves_every_sequence_some_weight(importance, is_mode, rejection, band, xi):
-    words = {"importance": importance, "is_mode": is_mode, "rejection": rejection, "is_threshold": 2.0}
-    part = made.correction(**words, is_threshold_low=0.5, mask_low=band[0], mask_high=band[1])
-    weights, *_ = apply(part, [xi])
-    assert part.rejects or max(weights[0]) > 0
 
 
 def test_bounds_that_cross_are_refused():

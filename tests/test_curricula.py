@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -79,34 +77,19 @@ def predictions(solved: Sequence[int | None], **changed: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("solved", "expected"),
+    ("solved", "changed", "expected"),
     [
-        ((4, 1, 7), (0.4, 0.52, 0.5636)),
-        ((4, None, None, None, None), (0.4, 0.3684, 0.3514, 0.3425, 0.3379)),
-        ((8, 8), (0.3, 0.24)),
-        ((0, 0, 3), (0.3, 0.24, 0.3243)),
+        ((4, 1, 7), {}, (0.4, 0.52, 0.5636)),
+        ((4, None, None, None, None), {}, (0.4, 0.3684, 0.3514, 0.3425, 0.3379)),
+        ((8, 8), {}, (0.3, 0.24)),
+        ((0, 0, 3), {}, (0.3, 0.24, 0.3243)),
+        ((4, 4, 4), {"decay": 0.0}, (0.4, 0.5, 0.5)),  # the last way alone counts
     ],
 )
 def test_a_problem_s_chance_to_be_mixed_is_that_of_its_chain(
-    solved: Sequence[int | None], expected: Sequence[float]
+    solved: Sequence[int | None], changed: Mapping[str, Any], expected: Sequence[float]
 ) -> None:
-    assert predictions(solved) == pytest.approx(expected, abs=5e-5)
-
-
-def test_before_anything_is_seen_all_states_are_alike() -> None:
-    rule = curriculum("dps", problems(3), per_step=3)
-    rule.pick(0, 3, frozenset())
-    seen = [group_of(prompt, solved) for prompt, solved in zip(problems(3), (0, 5, 8), strict=True)]
-    metrics = rule.observe(0, seen)
-    assert metrics == {"curriculum/predicted_mixed": pytest.approx(1 / 3), "curriculum/hit": pytest.approx(1 / 3)}
-
-
-def test_what_was_seen_long_ago_counts_less_where_it_decays_and_more_with_less_of_a_prior() -> None:
-    """Mixed three times and then not looked at: who never forgets goes on expecting it."""
-    course = [4, 4, 4, None, None, None, None, None]
-    assert predictions(course, decay=0.5)[-1] < 0.35 < 0.4 < predictions(course, decay=1.0)[-1]
-    assert predictions([4] * 4, decay=0.0) == pytest.approx([0.4, 0.5, 0.5, 0.5]), "the last way alone counts"
-    assert predictions([4], prior=0.1)[0] > predictions([4], prior=1.0)[0] + 0.1
+    assert predictions(solved, **changed) == pytest.approx(expected, abs=5e-5)
 
 
 def test_dps_takes_the_likeliest_candidates_and_draws_among_equals() -> None:
@@ -135,34 +118,6 @@ def test_chances_that_differ_by_rounding_are_alike() -> None:
     assert 3 < sum(picked) < 17
 
 
-def test_a_step_that_is_made_again_looks_at_other_candidates_alone() -> None:
-    rule = curriculum("dps", problems(6), pool=1)
-    for solved in (4, 8):
-        (picked,) = rule.pick(0, 1, frozenset())
-        before = dense(rule, 6)["counts"]
-        rule.observe(0, [group_of(picked, solved)])
-        moved = (before != dense(rule, 6)["counts"]).flatten(1).any(1)
-        assert moved.nonzero().flatten().tolist() == [int(picked.id[1:])]
-
-
-def test_a_problem_that_is_no_candidate_is_left_as_it_is() -> None:
-    prompts = problems(9)
-    rule = curriculum("dps", prompts, per_step=1, pool=3)
-    before = dense(rule, 9)
-    rule.pick(0, 1, frozenset())
-    rule.observe(0, [])
-    after = dense(rule, 9)
-    order = Epochs(prompts, 1, 0).places(0, 3, frozenset())
-    moved = (before["counts"] != after["counts"]).flatten(1).any(1) | (before["chances"] != after["chances"]).any(1)
-    assert not moved.any(), "a look without a visit changes no uniform chain"
-    rule.pick(1, 1, frozenset())
-    rule.observe(1, [group_of(prompts[Epochs(prompts, 1, 0).places(0, 6, frozenset())[i]], 4) for i in range(6)])
-    after = dense(rule, 9)
-    moved = (before["counts"] != after["counts"]).flatten(1).any(1)
-    assert moved.sum() == 1, "of what it is told it learns what it has asked for"
-    assert not moved[order].any()
-
-
 def test_a_group_that_ends_in_a_later_step_is_learnt_from_then_and_once() -> None:
     """Seen mixed, then under way for two steps: that is one way from mixed to mixed, and nobody looked in between."""
     prompts = problems(2)
@@ -184,6 +139,30 @@ def test_a_group_that_ends_in_a_later_step_is_learnt_from_then_and_once() -> Non
         assert rule.observe(3, [group_of(prompts[0], 1)]) == {} and (dense(rule, 2)["counts"][0] == before[0]).all()
 
 
+# target by hand
+
+
+def with_rates(rates: Sequence[float]) -> History:
+    return History({f"q{i}": [Visit(0, round(100 * rate), 100)] for i, rate in enumerate(rates)})
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"temperature": 0.1}, [0.0141, 0.1044, 0.7718, 0.1044, 0.0052]),
+        ({}, [0, 0, 1, 0, 0]),  # at a low temperature the nearest is taken
+        ({"target": 1.0}, [0, 0, 0, 0, 1]),
+        ({"target": 0.0}, [1, 0, 0, 0, 0]),
+    ],
+)
+def test_problems_are_drawn_by_how_near_their_rates_are(changed: Any, expected: Sequence[float]) -> None:
+    draws = 1000
+    rule = curriculum("target", problems(5), history=with_rates((0.1, 0.3, 0.5, 0.7, 1.0)), pool=100, **changed)
+    counts = Counter(rule.pick(step, 1, frozenset())[0].id for step in range(draws))
+    for place, chance in enumerate(expected):
+        assert abs(counts[f"q{place}"] / draws - chance) <= 4 * np.sqrt(chance * (1 - chance) / draws)
+
+
 def test_what_was_predicted_of_a_group_is_told_when_it_ends() -> None:
     prompts = problems(2)
     history = with_rates([0.0, 1.0])
@@ -196,42 +175,14 @@ def test_what_was_predicted_of_a_group_is_told_when_it_ends() -> None:
     assert again.observe(1, [group_of(prompts[0], 0)]) == {"curriculum/predicted_rate": 0.0}
 
 
-# target by hand
-
-
-def with_rates(rates: Sequence[float]) -> History:
-    return History({f"q{i}": [Visit(0, round(100 * rate), 100)] for i, rate in enumerate(rates)})
-
-
-def first_picks(draws: int, rates: Sequence[float], **changed: Any) -> list[float]:
-    """How often each is picked first."""
-    rule = curriculum("target", problems(len(rates)), history=with_rates(rates), pool=100, **changed)
-    counts = Counter(rule.pick(step, 1, frozenset())[0].id for step in range(draws))
-    return [counts[f"q{i}"] / draws for i in range(len(rates))]
-
-
-def test_problems_are_drawn_by_how_near_their_rates_are() -> None:
-    expected = [0.0141, 0.1044, 0.7718, 0.1044, 0.0052]
-    draws = 5000
-    found = first_picks(draws, (0.1, 0.3, 0.5, 0.7, 1.0), temperature=0.1)
-    for share, chance in zip(found, expected, strict=True):
-        assert abs(share - chance) < 4 * np.sqrt(chance * (1 - chance) / draws)
-
-
-def test_at_a_low_temperature_the_nearest_is_taken() -> None:
-    assert first_picks(50, (0.1, 0.3, 0.5, 0.7, 1.0)) == [0, 0, 1, 0, 0]
-    assert first_picks(50, (0.1, 0.3, 0.5, 0.7, 1.0), target=1.0) == [0, 0, 0, 0, 1]
-    assert first_picks(50, (0.1, 0.3, 0.5, 0.7, 1.0), target=0.0) == [1, 0, 0, 0, 0]
-
-
 def test_two_of_a_draw_are_without_replacement_and_in_proportion() -> None:
     """Of weights w the second is i, after j, with chance w_i / (1 - w_j)."""
     rule = curriculum("target", problems(3), history=with_rates((0.5, 0.4, 0.3)), pool=3, temperature=0.1)
-    pairs = Counter(tuple(ids(rule.pick(step, 2, frozenset()))) for step in range(6000))
+    pairs = Counter(tuple(ids(rule.pick(step, 2, frozenset()))) for step in range(2000))
     weights = np.exp([0.0, -1.0, -2.0]) / np.exp([0.0, -1.0, -2.0]).sum()
     for (a, b), count in pairs.items():
         i, j = int(a[1]), int(b[1])
-        assert count / 6000 == pytest.approx(weights[i] * weights[j] / (1 - weights[i]), abs=0.02)
+        assert count / 2000 == pytest.approx(weights[i] * weights[j] / (1 - weights[i]), abs=0.035)
     assert len(pairs) == 6
 
 
@@ -256,49 +207,22 @@ def on_bank(choice: str, seed: int, *, size: Sequence[int] = (500, 16, 8, 100), 
     return BankRun(bank, rule, history, prompts=prompts, n=n, seed=seed).steps(range(steps))
 
 
-@functools.cache
-def mean_on_bank(choice: str, **changed: Any) -> float:
-    return float(np.mean([np.mean(on_bank(choice, seed, **changed).mixed) for seed in range(3)]))
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("choice", "changed", "expected"),
-    [
-        ("epochs", {}, 0.457),
-        ("target", {"pool": 8}, 0.782),
-        ("dps", {"pool": 3}, 0.701),
-        ("dps", {"pool": 8}, 0.799),
-        ("dps", {"pool": 32}, 0.878),
-    ],
+    [("epochs", {}, 0.457), ("target", {"pool": 8}, 0.782), ("dps", {"pool": 8}, 0.799)],
     ids=str,
 )
 def test_a_share_of_groups_is_mixed(choice: str, changed: Mapping[str, Any], expected: float) -> None:
-    """Against means over 20 seeds of a plain numpy program, whose streams are others."""
-    assert mean_on_bank(choice, **changed) == pytest.approx(expected, abs=0.04)
-
-
-@pytest.mark.matrix
-def test_who_never_forgets_is_late_where_ability_grows() -> None:
-    assert mean_on_bank("dps", pool=32, decay=1.0) < mean_on_bank("dps", pool=32) - 0.06
-
-
-def test_predictions_come_true_and_every_problem_is_visited_by_target() -> None:
-    run = on_bank("dps", 0)
-    late = run.metrics[50:]
-    assert np.mean([m["curriculum/hit"] for m in late]) == pytest.approx(np.mean(run.mixed[50:]))
-    assert np.mean([m["curriculum/predicted_mixed"] for m in late]) > 0.5
-    assert len(run.history) < 400, "dps sees a part of the problems, which is why prompts/distinct is written"
-    aimed = on_bank("target", 0)
-    assert len(aimed.history) == 500
-    assert np.mean([m["curriculum/predicted_rate"] for m in aimed.metrics]) == pytest.approx(0.5, abs=0.05)
-
-
-@pytest.mark.matrix
-def test_on_a_large_bank_dps_makes_twice_as_many_groups_mixed() -> None:
-    size = (2000, 64, 8, 200)
-    assert np.mean(on_bank("dps", 0, size=size, pool=32).mixed) >= 0.8
-    assert np.mean(on_bank("epochs", 0, size=(2000, 64, 8, 50)).mixed) <= 0.5
+    """Against means over 20 seeds of a plain numpy program, whose streams are others. What was predicted comes true."""
+    run = on_bank(choice, 0, **changed)
+    assert np.mean(run.mixed) == pytest.approx(expected, abs=0.05)
+    if choice == "dps":
+        late = run.metrics[50:]
+        assert np.mean([m["curriculum/hit"] for m in late]) == pytest.approx(np.mean(run.mixed[50:]))
+        assert np.mean([m["curriculum/predicted_mixed"] for m in late]) > 0.5
+    if choice == "target":
+        assert np.mean([m["curriculum/predicted_rate"] for m in run.metrics]) == pytest.approx(0.5, abs=0.05)
 
 
 # What is kept
@@ -354,16 +278,6 @@ def test_picks_of_a_step_add_up_and_a_step_can_be_made_again(choice: str) -> Non
             assert metrics["curriculum/hit"] == 1.0, "of both picks"
 
 
-def test_what_is_drawn_is_a_function_of_seed_and_step() -> None:
-    def picks(choice: str, seed: int) -> list[list[str]]:
-        rule = curriculum(choice, problems(30), seed=seed, pool=100)
-        return [ids(rule.pick(step, 2, frozenset())) for step in (4, 5, 4)]
-
-    for choice in ("dps", "target"):
-        four, five, again = picks(choice, 0)
-        assert four == again != five and picks(choice, 1)[0] != four
-
-
 # Candidates, and the order of epochs
 
 
@@ -413,24 +327,19 @@ def test_an_order_without_a_place_begins_where_steps_alone_would_have_led() -> N
 
 @pytest.mark.parametrize("choice", ["dps", "target"])
 def test_a_task_that_is_never_revisited_is_refused(choice: str) -> None:
-    build = partial(curriculum, choice, problems(100), per_step=4)
+    curriculum(choice, problems(100), per_step=4, steps=25)
     with pytest.raises(UserError, match=f"curriculum={choice} .*train_problems=24"):
-        build(steps=24)
-    build(steps=25)
+        curriculum(choice, problems(100), per_step=4, steps=24)
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("word", "said"),
     [
-        ({"prior": 0.0}, "curriculum.prior=0.0"),
-        ({"pol": 3}, "did you mean pool"),
-        ({"pool": 2.5}, "curriculum.pool=2.5"),
+        ("curriculum.prior=0.0", "curriculum.prior=0.0"),
+        ("+curriculum.pol=3", "did you mean pool"),
+        ("curriculum.pool=2.5", "curriculum.pool=2.5"),
     ],
 )
-def test_what_is_wrong_with_a_curriculum_is_said_before_a_model_is_loaded(changed: dict[str, Any], said: str) -> None:
-    words = [
-        f"curriculum.{name}={value}" if name in made.part("curriculum", "dps") else f"+curriculum.{name}={value}"
-        for name, value in changed.items()
-    ]
+def test_what_is_wrong_with_a_curriculum_is_said_before_a_model_is_loaded(word: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check(made.settings_of("curriculum=dps", *words))
+        check(made.settings_of("curriculum=dps", word))

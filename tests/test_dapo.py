@@ -25,7 +25,6 @@ from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
 from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
-from grpo_cli.learner.batch import corrected, totals, without_rows
 from grpo_cli.methods import pods
 from grpo_cli.methods.dapo import Dynamic
 from grpo_cli.runs.checkpoint import load_state
@@ -34,7 +33,7 @@ from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.formats import overlong
 from grpo_cli.tracking.examples import NOT_TAKEN
-from grpo_cli.types import ENVIRONMENT, Finish, Prompt, Request, Reward, Rollout, Span, Totals, Verdict
+from grpo_cli.types import ENVIRONMENT, Finish, Prompt, Request, Reward, Rollout, Span, Totals
 
 
 def dynamic(*, surplus: float = 0.0, most_rounds: int = 10) -> Dynamic:
@@ -82,12 +81,10 @@ def test_groups_are_dropped_by_their_answers_and_not_by_penalties(
 ) -> None:
     weights = {name: 1.0 for parts in rewards for name in parts} if weighed else {}
     group = scored(*(Reward(sum(parts.values(), 0.0), parts, weights=weights) for parts in rewards))
-    assert collection_of(Table({}), InOrder([]), n=2, prompts=1).differs(group) == teaches
-
-
-def test_an_answer_that_is_only_logged_drops_no_group() -> None:
-    rewards = [Reward(length, {"correct": 1.0, "length": length}, weights={"length": 1.0}) for length in (0.2, 0.8)]
-    assert collection_of(Table({}), InOrder([]), n=2, prompts=1).differs(scored(*rewards))
+    step = collection_of(Table({}), InOrder([]), n=2, prompts=1)
+    assert step.differs(group) == teaches
+    logged = [Reward(length, {"correct": 1.0, "length": length}, weights={"length": 1.0}) for length in (0.2, 0.8)]
+    assert step.differs(scored(*logged)), "an answer that is only logged drops no group"
 
 
 def test_the_papers_whole_recipe_worked_by_hand() -> None:
@@ -177,22 +174,6 @@ def some_problems(count: int, seed: int) -> list[Prompt]:
     return [Prompt(f"p{place}", (number,), "") for place, number in enumerate(numbers)]
 
 
-def test_rounds_are_as_many_as_a_geometric_law_expects() -> None:
-    """Of one problem a step with the chance p of being mixed: r rounds with the chance p (1 - p)^(r - 1)."""
-    p, steps, asked = 0.4, 600, list[int]()
-    for seed in range(steps):
-        engine = Chance(p)
-        collection = collection_of(engine, InOrder(some_problems(99, seed)), n=2, prompts=1)
-        (group,) = collection.run(dynamic(most_rounds=99))
-        assert group.totals.tolist() == [0.0, 1.0]
-        asked.append(len(engine.rounds))
-    error = math.sqrt((1 - p) / p**2 / steps)
-    assert abs(np.mean(asked) - 1 / p) < 4 * error
-    for rounds in (1, 2, 3):
-        share = p * (1 - p) ** (rounds - 1)
-        assert abs(asked.count(rounds) / steps - share) < 4 * math.sqrt(share * (1 - share) / steps)
-
-
 @pytest.mark.parametrize("surplus", [0.0, 0.3, 2.0])
 def test_every_group_that_is_kept_is_mixed_and_none_comes_twice(surplus: float) -> None:
     rule, order = dynamic(surplus=surplus, most_rounds=99), Epochs(some_problems(4000, 1), 5, 0)
@@ -217,20 +198,26 @@ def test_a_round_generates_what_is_lacking_and_a_surplus() -> None:
     assert [group.prompt.id for group in groups] == ["p3", "p4", "p5", "p6"]
 
 
-def test_a_task_that_has_no_more_problems_ends_a_step() -> None:
-    problems = [Prompt(f"p{i}", (0,), "") for i in range(5)]
-    engine = Scripted(lambda request: request.prompt.id == "p1" and request.sample == 0)
-    collection = collection_of(engine, InOrder(problems), n=2, prompts=3, problems=5)
-    assert [group.prompt.id for group in collection.run(dynamic())] == ["p1"] and len(engine.rounds) == 2
-
-
 def test_a_step_without_a_mixed_group_is_a_plain_one_that_teaches_nothing() -> None:
     engine = Scripted()
     order = InOrder([Prompt(f"p{i}", (0,), "") for i in range(40)])
     collection = collection_of(engine, order, n=2, prompts=3)
     groups = collection.run(dynamic(most_rounds=4))
+    few = [Prompt(f"p{i}", (0,), "") for i in range(5)]
+    one = Scripted(lambda request: request.prompt.id == "p1" and request.sample == 0)
+    ended = collection_of(one, InOrder(few), n=2, prompts=3, problems=5).run(dynamic())
+    assert [group.prompt.id for group in ended] == ["p1"] and len(one.rounds) == 2, "there are no more problems"
     assert [group.prompt.id for group in groups] == ["p0", "p1", "p2"] and len(engine.rounds) == 4
     assert collection.metrics()["collect/dropped_groups"] == 9 and len(collection.made) == 12
+
+
+def test_where_all_groups_are_mixed_a_step_is_a_plain_one() -> None:
+    order = [Prompt(f"p{i}", (0,), "") for i in range(40)]
+    plain, found = (
+        collection_of(Scripted(lambda request: request.sample == 0), InOrder(order), n=3, prompts=4).run(rule)
+        for rule in (equal, dynamic())
+    )
+    assert found == plain and len(found) == 4
 
 
 def test_no_round_is_begun_once_the_run_has_its_tokens() -> None:
@@ -253,28 +240,6 @@ def test_equal_rewards_are_those_that_are_the_same_numbers() -> None:
 # Whole runs
 
 TRAINED = ("record.rollouts=-1", "optim.lr=1e-3", "eval.every=0")
-
-
-def test_where_all_groups_are_mixed_a_run_is_a_plain_one_to_the_bit(tmp_path: Path) -> None:
-    """A reward that depends on the sample alone makes them so."""
-    runs = {}
-    for name, rule in {"equal": equal, "dynamic": dynamic()}.items():
-        trainer = make_trainer(settings_for(tmp_path / name, steps=3), collector=rule)
-        task = trainer._parts.bench.task
-        plain = task.reward
-        task.reward = lambda prompt, rollout, plain=plain: replace(  # type: ignore[method-assign]
-            plain(prompt, rollout), total=float(rollout.request.sample % 2), parts={}
-        )
-        trainer.fit()
-        [recorder] = trainer._parts.trackers
-        passing = ("time/", "clock/", "speed/", "memory/", "collect/")
-        logged = [
-            ({k: v for k, v in record.metrics.items() if not k.startswith(passing)}, record.examples)
-            for record in recorder.records
-        ]
-        runs[name] = logged, [value.clone() for value in trainer._parts.bench.model.parameters()]
-    (logged, weights), (its_logged, its_weights) = runs["equal"], runs["dynamic"]
-    assert logged == its_logged and all(torch.equal(a, b) for a, b in zip(weights, its_weights, strict=True))
 
 
 DYNAMIC = (*TRAINED, "collector=dynamic", "collector.most_rounds=5")
@@ -302,8 +267,7 @@ def lines(trainer: Any) -> list[Any]:
     return [example for record in recorder.records for example in record.examples]
 
 
-@pytest.mark.parametrize("collector", [equal, dynamic(surplus=1.0, most_rounds=2)])
-@pytest.mark.parametrize("m", [2, 4])
+@pytest.mark.parametrize(("m", "collector"), [(2, equal), (4, dynamic(surplus=1.0, most_rounds=2))])
 def test_none_that_was_cut_off_is_kept_where_they_are_left_out(tmp_path: Path, m: int, collector: Any) -> None:
     settings = replace(settings_for(tmp_path, truncated="leave_out", steps=4), m=m, sampling=Sampling.plain(14))
     settings = replace(settings, record=replace(settings.record, rollouts=-1))
@@ -330,23 +294,6 @@ def test_a_group_that_differs_by_what_is_left_out_alone_is_dropped(tmp_path: Pat
     trained_on = [one for one in lines(trainer) if one.kept]
     assert trained_on and all(one.advantage for one in trained_on)
     assert {one.reason for one in lines(trainer)} >= {CUT_OFF, NOT_TAKEN}
-
-
-def test_tokens_that_were_cut_off_are_in_no_divisor_and_have_no_weight(tmp_path: Path) -> None:
-    batch = without_rows(plain_batch([[False, True, True], [False, True, False]]), [True, False])
-    assert batch.weights.tolist() == [0, 0, 1] and batch.trained_mask.sum() == 1
-    everything = Verdict(batch.response_mask.float(), batch.response_mask, ("", ""), {})
-    assert totals(corrected(batch, everything), 4) == Totals(2, 1, 4), "a correction gives nothing back"
-
-
-def test_a_step_in_which_all_are_cut_off_says_so_and_moves_nothing(tmp_path: Path) -> None:
-    warned = list[str]()
-    settings = replace(settings_for(tmp_path, truncated="leave_out", steps=1), sampling=Sampling.plain(1))
-    trainer = make_trainer(settings, warn=warned.append)
-    before = [value.clone() for value in trainer._parts.bench.model.parameters()]
-    assert trainer.fit()["empty_steps"] == 1
-    assert any("train.truncated=leave_out" in line and "sampling.max_new_tokens" in line for line in warned)
-    assert all(torch.equal(a, b) for a, b in zip(before, trainer._parts.bench.model.parameters(), strict=True))
 
 
 def test_what_was_cut_off_earns_nothing_where_that_is_asked() -> None:

@@ -199,7 +199,7 @@ def test_a_call_is_read_whole_and_none_is_made_in_a_thought(rows, turn, answers,
 
 
 def test_no_tool_call_that_a_model_writes_ends_a_run(rows):
-    """2,000 of them, made of pieces of right and wrong ones, each answered by text that can be read, or by the end."""
+    """600 of them, made of pieces of right and wrong ones, each answered by text that can be read, or by the end."""
     chat, warned, rng = make_tokenizer(chat_template=TOOLS), list[str](), Random(0)
     tools = talking(rows, chat, tools="environments:now,later,add", warn=warned.append)
     plain = talking(rows, warn=warned.append, **RESPONDING)
@@ -221,7 +221,7 @@ def test_no_tool_call_that_a_model_writes_ends_a_run(rows):
         return text[:place] + rng.choice(["", rng.choice(marks)]) + text[place + rng.randrange(3) :]
 
     answered, prompt = 0, plain.prompts("train")[0]
-    for _ in range(1000):
+    for _ in range(300):
         text = "".join(rng.choice([call, call, lambda: cut(call()), lambda: rng.choice(marks)])() for _ in range(3))
         for task, turn in ((tools, text), (plain, str(value()) if rng.random() < 0.7 else text)):
             turn = turn.encode("utf-8", "replace").decode()  # what tokens can say
@@ -231,21 +231,16 @@ def test_no_tool_call_that_a_model_writes_ends_a_run(rows):
                 message.encode()
                 assert len(message) <= 100_000
             answered += reply.messages is not None
-    assert answered > 1500 and tools.counted()["turns/errors"] > 500 and plain.counted()["turns/errors"] > 200
+    assert answered > 450 and tools.counted()["turns/errors"] > 150 and plain.counted()["turns/errors"] > 60
     assert len(warned) == len(set(warned)) < 99, "each kind is named once"
 
 
-def test_the_typed_methods_of_a_class_are_tools(rows):
+def test_typed_methods_are_tools_and_what_reset_returns_goes_behind_the_question(rows):
     chat = make_tokenizer(chat_template=TOOLS)
     task = talking(rows, chat, environment="environments:Counter", turns=4)
     take = '<tool_call>{"name": "take", "arguments": {"count": 2}}</tool_call>'
     left = int(task.prompts("train")[0].answer)
     assert heard(task, take, take) == [f"{left - 4} left"] and heard(task, take) == [f"{left - 2} left"]
-
-
-def test_what_reset_returns_goes_behind_the_question(rows):
-    chat = make_tokenizer(chat_template=TOOLS)
-    task = talking(rows, chat, environment="environments:Counter", turns=4)
     plain = task.text(task.prompts("eval")[0].token_ids)
     question = task.row_of(task.prompts("eval")[0])["question"]
     task._eval.problems[0].row["opening"] = " 7 left"

@@ -66,49 +66,12 @@ def test_maxvar_on_groups_worked_out_by_hand(rewards, keep, expected):
     assert sorted(kept.totals) == expected
 
 
-@settings(max_examples=100)
-@given(ones=st.integers(0, 20), zeros=st.integers(0, 20), data=st.data())
-def test_maxvar_of_binary_rewards_is_half_and_half_as_far_as_they_go(ones, zeros, data):
-    if ones + zeros < 2:
-        return
-    keep = data.draw(st.integers(2, ones + zeros))
-    rewards = np.array([1.0] * ones + [0.0] * zeros)
-    kept_ones = rewards[pods.max_variance_indices(rewards, keep, stream())].sum()
-    least, most = keep - min(zeros, keep), min(ones, keep)
-    assert kept_ones in {np.clip(keep // 2, least, most), np.clip((keep + 1) // 2, least, most)}
-
-
-@settings(max_examples=100)
-@given(
-    rewards=st.lists(st.integers(-50, 50), min_size=3, max_size=9),
-    scale=st.sampled_from([-4.0, -0.5, 0.25, 8.0]),
-    offset=st.sampled_from([0.0, 3.0, -1024.0]),
-    data=st.data(),
-)
-def test_the_best_variance_scales_with_the_rewards_and_ignores_their_offset(rewards, scale, offset, data):
-    keep = data.draw(st.integers(2, len(rewards)))
-    plain, moved = np.array(rewards, dtype=float), scale * np.array(rewards, dtype=float) + offset
-    variance = np.var(plain[pods.max_variance_indices(plain, keep, stream())])
-    variance_moved = np.var(moved[pods.max_variance_indices(moved, keep, stream())])
-    assert variance_moved == pytest.approx(scale**2 * variance, rel=1e-9, abs=1e-12)
-
-
 def test_maxvar_survives_a_large_offset():
     """Sums of squares of rewards near 1e9 lose everything below 1e2: the differences here are 1."""
     small = np.array([0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 4.0])
     for keep in range(2, 8):
         kept = small[pods.max_variance_indices(small + 1e9, keep, stream())]
         assert np.var(kept) == pytest.approx(best_variance(small.tolist(), keep))
-
-
-@settings(max_examples=100)
-@given(rewards=reward_lists, data=st.data())
-def test_no_rule_keeps_more_variance_than_maxvar(rewards, data):
-    keep = data.draw(st.integers(2, len(rewards)))
-    group = scored(*rewards)
-    most = np.var(kept_by(pods.maxvar, group, keep, stream()).totals)
-    for rule in CHOOSING_RULES:
-        assert np.var(kept_by(rule, group, keep, stream()).totals) <= most + 1e-9
 
 
 @settings(max_examples=100)
@@ -149,14 +112,6 @@ def test_percentile_takes_order_statistics_at_evenly_spaced_quantiles(size, keep
     assert rewards[kept].tolist() == expected
 
 
-@given(size=st.integers(1, 200), data=st.data())
-@settings(max_examples=60)
-def test_percentile_never_takes_one_twice(size, data):
-    keep = data.draw(st.integers(1, size))
-    kept = pods.percentile_indices(np.zeros(size), keep, stream())
-    assert len(set(kept.tolist())) == keep
-
-
 @pytest.mark.parametrize("rule", CHOOSING_RULES)
 @pytest.mark.parametrize("rewards", [[1.0] * 10, [0.0, 1.0] * 5])
 def test_rollouts_of_equal_reward_are_kept_equally_often(rule, rewards):
@@ -188,21 +143,6 @@ def test_a_draw_among_ties_is_uniform_over_subsets():
     assert sum((count - 500) ** 2 / 500 for count in counts.values()) < 27.9  # 0.99996 quantile, 5 degrees
 
 
-def test_ends_that_meet_in_one_value_draw_from_its_ties_once():
-    """Two from below and two from above 0 5 5 5 9: both borders are 5, and two of the three fives are drawn."""
-    rewards = np.array([5.0, 9.0, 5.0, 0.0, 5.0])
-    kept = {tuple(pods._take_ends(rewards, np.sort(rewards), 2, 2, stream(s)).tolist()) for s in range(40)}
-    assert kept == {(0, 1, 2, 3), (0, 1, 3, 4), (1, 2, 3, 4)}
-
-
-@pytest.mark.parametrize("count", [0, 1, 7, 499, 500, 999, 1000])
-def test_a_draw_has_exactly_the_size_asked_for(count):
-    candidates = np.arange(2000) % 2 == 0
-    for seed in range(20):
-        drawn = pods._draw(candidates, count, stream(seed))
-        assert drawn.sum() == count and not (drawn & ~candidates).any()
-
-
 @pytest.mark.parametrize("rule", CHOOSING_RULES)
 def test_a_rule_is_a_function_of_rewards_and_stream(rule):
     group = scored(*[0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
@@ -219,20 +159,12 @@ def test_a_group_of_m_or_fewer_is_kept_whole_and_in_order(rule, keep):
     assert samples(kept) == [0, 1, 2] and kept.totals.tolist() == [1.0, 0.0, 0.5]
 
 
-def test_kept_rollouts_stay_in_the_order_of_the_group_with_their_own_rewards():
-    kept = kept_by(lambda group, keep, rng: np.array([4, 0, 2]), scored(*[0.0, 1.0, 2.0, 3.0, 4.0]), 3, stream())
-    assert samples(kept) == [0, 2, 4] and kept.totals.tolist() == [0.0, 2.0, 4.0]
-
-
-def test_all_refuses_to_choose_and_says_what_can():
+def test_what_a_rule_cannot_choose_is_refused():
+    with pytest.raises(UserError, match="m=1 cannot be chosen by downsample=maxvar"):
+        pods.maxvar(scored(*[1.0, 0.0, 0.5]), 1, stream())
     with pytest.raises(UserError, match=r"m=2 is less than n=3.*maxvar"):
         downsample.all_rollouts(scored(*[1.0, 0.0, 0.5]), 2, stream())
     assert downsample.all_rollouts(scored(*[1.0, 0.0]), 2, stream()) == [0, 1]
-
-
-def test_maxvar_of_a_single_rollout_is_refused():
-    with pytest.raises(UserError, match="m=1 cannot be chosen by downsample=maxvar"):
-        pods.maxvar(scored(*[1.0, 0.0, 0.5]), 1, stream())
 
 
 def my_rule(group, keep, rng, answer):

@@ -18,57 +18,39 @@ from grpo_cli.model.load import load_model
 from grpo_cli.settings import LoraSettings
 
 pytest.importorskip("peft")
-CPU = torch.device("cpu")
 DROPPING = LoraSettings(rank=2, alpha=4.0, dropout=0.5, targets=("q_proj",), dora=False, rslora=False)
-TINY = replace(made.model(), lora=DROPPING)
-WORDS = ("model.lora.rank=2", "model.lora.dropout=0.5", "optim.lr=0.01", "optim.warmup_steps=0")
-SPARSE_RL = "correction=sparse_rl"
+VETOED = ("correction.importance=token", "correction.is_threshold=2", "correction.rejection=veto")
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_loaded_model_says_the_same_twice(checkpointing: bool) -> None:
-    """In train mode, which gradient checkpointing asks for, it would not."""
-    model = moved(load_model(replace(TINY, gradient_checkpointing="full" if checkpointing else "none"), CPU))
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_loaded_model_says_the_same_twice_and_an_update_recomputes_where_that_was_asked_for(
+    checkpointing: str,
+) -> None:
+    """In train mode, which gradient checkpointing asks for, it would not say the same."""
+    tiny = replace(made.model(), lora=DROPPING, gradient_checkpointing=checkpointing)
+    model = moved(load_model(tiny, torch.device("cpu")))
     assert not any(module.training for module in model.modules())
-    ids = torch.arange(2, 12)[None]
+    ids, calls = torch.arange(2, 12)[None], list[bool]()
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
         assert not torch.equal(model.train()(input_ids=ids).logits, model(input_ids=ids).logits)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_an_update_recomputes_activations_where_that_was_asked_for(checkpointing: bool) -> None:
-    model = load_model(replace(TINY, gradient_checkpointing="full" if checkpointing else "none"), CPU)
-    calls: list[bool] = []
     layer: nn.Module = model.get_base_model().model.layers[0].mlp
     layer.register_forward_pre_hook(lambda module, _: calls.append(module.training))
-    make_learner(model).update(make_batch(), 0)
-    assert calls == [True] * (1 + checkpointing)
+    make_learner(model.eval()).update(make_batch(), 0)
+    assert calls == [True] * (1 + (checkpointing == "full"))
 
 
-def records(folder: Path) -> list[dict[str, float]]:
-    """What was logged of each step."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "reward/mean" in row]
-
-
-TRUNCATED = ("correction.importance=token", "correction.is_threshold=2")
-VETOED = (*TRUNCATED, "correction.rejection=veto")
-
-
-@pytest.mark.parametrize("correction", [(), VETOED], ids=["none", "veto"])
-def test_dropout_is_no_mismatch_and_clips_nothing(correction: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dropout", "correction"), [(0, ()), (0.5, ()), (0.5, VETOED)], ids=str)
+def test_dropout_costs_a_pass_of_its_own_and_is_no_mismatch_and_clips_nothing(
+    dropout: float, correction: tuple[str, ...], tmp_path: Path
+) -> None:
     """The old policy of an update whose learner has not moved yet is the learner itself, dropout included."""
-    trainer(tmp_path, (*WORDS, *correction)).fit()
-    steps = records(tmp_path)
-    assert len(steps) == 2
-    for row in steps:
+    words = ("model.lora.rank=2", f"model.lora.dropout={dropout}", "optim.lr=0.01", "optim.warmup_steps=0")
+    trainer(tmp_path, (*words, *correction)).fit()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "reward/mean" in row]
+    assert ["time/policy_logprobs" in row for row in steps] == [dropout > 0] * 2
+    for row in steps if dropout else ():
         assert row["mismatch/ratio_min"] == pytest.approx(1.0, abs=1e-3)
         assert row["mismatch/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
         assert (row["loss/clip_fraction"], row["loss/policy_ratio_mean"]) == (0.0, 1.0)
-
-
-@pytest.mark.parametrize(("dropout", "passes"), [("0", False), ("0.5", True)])
-def test_only_dropout_costs_a_pass_of_its_own(dropout: str, passes: bool, tmp_path: Path) -> None:
-    trainer(tmp_path, (*WORDS, f"model.lora.dropout={dropout}")).fit()
-    assert ["time/policy_logprobs" in row for row in records(tmp_path)] == [passes, passes]

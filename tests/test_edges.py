@@ -15,9 +15,8 @@ from typing import Any
 import made
 import pytest
 import torch
-from typer.testing import CliRunner
+from typed import grpo
 
-from grpo_cli.cli.main import app
 from grpo_cli.config.check import check
 from grpo_cli.report.read import read_run
 from grpo_cli.runs.checkpoint import clear_leftovers
@@ -111,7 +110,7 @@ def test_a_second_sigterm_that_comes_later_ends_what_hangs(monkeypatch: pytest.M
         now += 60
         for _ in range(3):  # to a run and to who has started it
             os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked_by == "SIGUSR1"
+        assert stop.stopped_by == "SIGUSR1"
         now += TOGETHER_SECONDS + 0.5
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -160,5 +159,5 @@ def test_a_step_of_more_rollouts_than_can_be_held_is_refused(changed: dict[str, 
 def test_no_folder_and_the_folder_of_a_run_are_no_places_for_a_report(words: list[str], key: str) -> None:
     made.record(Path("run"), {})
     Path("other").mkdir()
-    ended = CliRunner().invoke(app, words)
+    ended = grpo(*words)
     assert ended.exit_code == 2 and key in ended.output and os.listdir("run") == ["run.json"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from made import full, infinite, micro
-from orders import Backwards, Forgetful, PromptsFirst
+from orders import Forgetful, PromptsFirst
 from small import contents, make_engine, small_model, some_requests
 from tiny_hf import FAMILIES, LLAMA3_ROPE
 
@@ -16,7 +16,7 @@ from grpo_cli.engine import generation
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.kv_cache import BLOCK, round_up
 from grpo_cli.engine.samplers import KvShape
-from grpo_cli.engine.scheduling import Lpt, Running, Waiting
+from grpo_cli.engine.scheduling import Fifo, Lpt
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt, Request, Rollout
@@ -59,10 +59,9 @@ class Witness(Forgetful):
         self.seen = dict(zip(requests, hidden, strict=True))
         return super().predict(requests, hidden)
 
-    def learn(self, finished: Sequence[Rollout], hidden: torch.Tensor | None) -> Mapping[str, float]:
+    def learn(self, finished: Sequence[Rollout], hidden: torch.Tensor | None) -> None:
         assert hidden is not None
         self.learnt = dict(zip(finished, hidden, strict=True))
-        return {}
 
 
 def test_a_predictor_sees_the_state_after_each_request_s_own_prefix_and_learns_from_the_same() -> None:
@@ -132,14 +131,13 @@ def test_each_prompt_is_computed_once_and_decode_steps_are_the_schedule_s() -> N
         assert stats.slot_utilisation == pytest.approx(sum(steps) / (stats.decode_steps * stats.slots))
 
 
-@pytest.mark.parametrize(("plan", "words"), [([0, 0], "waiting sequences, once"), ([], "must admit a request")])
-def test_a_plan_is_checked_before_anything_moves(plan: list[int], words: str) -> None:
-    class Planned(Backwards):
-        def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free: int) -> Sequence[int]:
-            return plan
+def test_a_scheduler_returns_waiting_sequences_once_each() -> None:
+    class Again(Fifo):
+        def next(self, running: Sequence[Any]) -> Any:
+            return self._queue[0]
 
-    with pytest.raises(AssertionError, match=words):
-        list(make_engine(small_model(), scheduler=Planned()).generate(some_requests()))
+    with pytest.raises(AssertionError, match="waiting sequences, once"):
+        list(make_engine(small_model(), scheduler=Again()).generate(some_requests()))
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:

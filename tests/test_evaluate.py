@@ -34,35 +34,31 @@ def whole(reply, answer):
 
 
 class Scripted(FakeEngine):
-    """An engine whose reply is a function of the request, and what it was asked."""
+    """An engine whose reply is a function of the request; it keeps the requests."""
 
-    def __init__(self, reply: Callable[[Request], str], tokenizer: Any = TOKENIZER) -> None:
-        self._reply, self._tokenizer = reply, tokenizer
+    def __init__(self, reply: Callable[[Request], str]) -> None:
+        self._reply = reply
         self.asked: list[Request] = []
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
         self.asked += requests
         for request in reversed(requests):
-            ids = (
-                *self._tokenizer.encode(self._reply(request), add_special_tokens=False),
-                self._tokenizer.eos_token_id,
-            )
+            ids = (*TOKENIZER.encode(self._reply(request), add_special_tokens=False), TOKENIZER.eos_token_id)
             yield Rollout(request, ids, (0.0,) * len(ids), Finish.EOS, 0)
 
 
-def file_of(folder: Path, count: int = 4) -> str:
+def task_for(folder: Path, name: str = "jsonl", count: int = 4, **words: Any) -> Task:
     """Questions `q0`, `q1`, ... with the answers 10, 11, ... under the fields of every task of text."""
     path = folder / "p.jsonl"
     rows = [{"question": f"q{i}", "problem": f"q{i}", "answer": f"{10 + i}"} for i in range(count)]
     path.write_text("".join(json.dumps(row | {"solution": row["answer"]}) + "\n" for row in rows))
-    return str(path)
+    return task_of(name, TOKENIZER, path=str(path), eval_fraction=1.0, **words)
 
 
-def measured(task: Task, reply: Callable[[Request], str], k: int = 2, tokenizer: Any = TOKENIZER) -> dict[str, float]:
+def measured(task: Task, reply: Callable[[Request], str], k: int = 2) -> dict[str, float]:
     """Metrics of four prompts, without their `eval/`."""
     prompts = [task.prompts("eval")[i] for i in range(4)]
-    engine = Scripted(reply, tokenizer)
-    found = evaluate(engine, task, prompts, Sampling.plain(128), k, seed=0)
+    found = evaluate(Scripted(reply), task, prompts, Sampling.plain(128), k, seed=0)
     return {name.removeprefix("eval/"): value for name, value in found.metrics.items()}
 
 
@@ -81,60 +77,59 @@ def half_marked(request: Request) -> str:
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "jsonl", "math"])
-def test_accuracy_is_of_the_grading_that_was_asked_for(name: str, tmp_path: Path) -> None:
+def test_accuracy_is_of_the_grading_that_was_asked_for(name, tmp_path):
     if name == "math":
         pytest.importorskip("math_verify")
-    words = {"path": file_of(tmp_path), "eval_fraction": 1.0}
-    lenient = measured(task_of(name, TOKENIZER, **words, grading="lenient"), half_marked)
-    strict = measured(task_of(name, TOKENIZER, **words, grading="strict"), half_marked)
+    lenient, strict = (measured(task_for(tmp_path, name, grading=how), half_marked) for how in ("lenient", "strict"))
     assert (lenient["accuracy"], lenient["pass@1"], lenient["pass@2"]) == (1.0, 1.0, 1.0)
     assert (strict["accuracy"], strict["pass@1"], strict["pass@2"]) == (0.5, 0.5, 1.0)
     assert strict["accuracy_low"] < 0.5 < strict["accuracy_high"]
 
 
-def test_an_own_reward_is_right_by_its_part_correct_else_by_a_total_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_own_reward_is_right_by_its_part_correct_else_by_a_total_of_one(tmp_path, monkeypatch):
     (tmp_path / "own_of_evaluation.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for function, accuracy in (("score", 1.0), ("whole", 0.0)):
-        words = {"path": file_of(tmp_path), "eval_fraction": 1.0, "reward": f"own_of_evaluation:{function}"}
-        assert measured(task_of("jsonl", TOKENIZER, **words), half_marked)["accuracy"] == accuracy
-    words |= {"reward": "own_of_evaluation:whole"}
-    assert measured(task_of("jsonl", TOKENIZER, **words), lambda r: r.prompt.answer)["accuracy"] == 1.0
-
-
-def test_a_reward_says_which_of_its_parts_is_the_answer_s() -> None:
+    score, whole = (task_for(tmp_path, reward=f"own_of_evaluation:{name}") for name in ("score", "whole"))
+    assert [measured(task, half_marked)["accuracy"] for task in (score, whole)] == [1.0, 0.0]
+    assert measured(whole, lambda request: request.prompt.answer)["accuracy"] == 1.0
     parts = {"correct": 1.0, "correct_strict": 0.0, "other": 0.99}
     assert Reward(0.0, parts).solved and Reward(1.0).solved and not Reward(0.99).solved
-    assert not Reward(5.0, parts, answer_part="correct_strict").solved
-    assert not Reward(5.0, parts, answer_part="other").solved
+    assert not any(Reward(5.0, parts, answer_part=part).solved for part in ("correct_strict", "other"))
 
 
-# What is asked, and what it is counted as
+# What is generated, and what it is counted as
 
 
-def test_each_prompt_is_answered_greedily_once_and_drawn_k_times(tmp_path: Path) -> None:
-    task = task_of("jsonl", TOKENIZER, path=file_of(tmp_path), eval_fraction=1.0)
+def test_each_prompt_is_answered_greedily_once_and_sampled_k_times(tmp_path):
+    """Every answer can be read with what it was."""
+    task = task_for(tmp_path)
     prompts, engine = list(task.prompts("eval"))[:2], Scripted(half_marked)
     words = dict(max_new_tokens=5, stop=("x",), max_turn_tokens=None)
     sampling = Sampling(temperature=0.5, top_p=0.9, top_k=7, **words)
-    evaluate(engine, task, prompts, sampling, k=2, seed=3)
+    rows = evaluate(engine, task, prompts, sampling, k=2, seed=3).examples
     certain = Sampling(temperature=0.0, top_p=1.0, top_k=0, **words)
-    asked = [(r.prompt.id, r.sample, r.sampling) for r in engine.asked]
-    assert asked == [
+    assert [(r.prompt.id, r.sample, r.sampling) for r in engine.asked] == [
         ("eval-000001", 0, certain),
         ("eval-000002", 0, certain),
         *[(f"eval-00000{line}", sample, sampling) for line in (1, 2) for sample in (0, 1)],
     ]
     assert len({r.seed for r in engine.asked}) == 6 and all(r.held_out for r in engine.asked)
+    assert [(row.prompt_id[-1], row.sample, row.reason, row.reply) for row in rows] == [
+        ("1", 0, "greedy", "It is 10."),
+        ("2", 0, "greedy", "#### 11"),
+        ("1", 0, "sampled", "#### 10"),
+        ("1", 1, "sampled", "It is 10."),
+        ("2", 0, "sampled", "#### 11"),
+        ("2", 1, "sampled", "It is 11."),
+    ]
+    assert not any(row.kept for row in rows) and {row.advantage for row in rows} == {None}
     again = Scripted(half_marked)
     evaluate(again, task, prompts, sampling, k=2, seed=4)
     assert not {r.seed for r in again.asked} & {r.seed for r in engine.asked}
 
 
-def test_metrics_are_those_of_hand_counted_answers(tmp_path: Path) -> None:
-    task = task_of("jsonl", TOKENIZER, path=file_of(tmp_path), eval_fraction=1.0)
+def test_metrics_are_those_of_hand_counted_answers(tmp_path):
+    task = task_for(tmp_path)
 
     def reply(request: Request) -> str:
         """Greedily only the first is right; of four samples none, one, two and four."""
@@ -153,40 +148,25 @@ def test_metrics_are_those_of_hand_counted_answers(tmp_path: Path) -> None:
     assert alone == {name: value for name, value in found.items() if "pass@" not in name}
 
 
-def test_every_answer_can_be_read_with_what_it_was(tmp_path: Path) -> None:
-    task = task_of("jsonl", TOKENIZER, path=file_of(tmp_path), eval_fraction=1.0)
-    prompts = list(task.prompts("eval"))[:2]
-    rows = evaluate(Scripted(half_marked), task, prompts, Sampling.plain(128), k=2, seed=0).examples
-    assert [(row.prompt_id[-1], row.sample, row.reason, row.reply) for row in rows] == [
-        ("1", 0, "greedy", "It is 10."),
-        ("2", 0, "greedy", "#### 11"),
-        ("1", 0, "sampled", "#### 10"),
-        ("1", 1, "sampled", "It is 10."),
-        ("2", 0, "sampled", "#### 11"),
-        ("2", 1, "sampled", "It is 11."),
-    ]
-    assert not any(row.kept for row in rows) and {row.advantage for row in rows} == {None}
-
-
 # That it leaves no trace
 
 
-def test_an_evaluation_teaches_the_length_predictor_nothing() -> None:
+def test_an_evaluation_teaches_the_length_predictor_nothing():
     """It asks about other prompts, greedily or at another temperature, and ever the same ones."""
     predictor = mean_length()
     engine = make_engine(small_model(), sampler=infinite(slots=4), scheduler=Lpt(), predictor=predictor)
     prompts = [Prompt(f"p{i}", (2 + i, 3, 4 + i), "1") for i in range(4)]
-    asked = requests_for(prompts, 4, Sampling.plain(20), seed=0, step=0)
     task = made.task("arithmetic", load_tokenizer(made.model()))
-    sampling = Sampling.plain(20, temperature=0.5)
-    evaluate(engine, task, prompts, sampling, k=3, seed=0)
-    assert tensors_as_lists(predictor.state()) == tensors_as_lists(mean_length().state())
-    list(engine.generate(asked))
+
+    def after_evaluation() -> Any:
+        evaluate(engine, task, prompts, Sampling.plain(20, temperature=0.5), k=3, seed=0)
+        return tensors_as_lists(predictor.state())
+
+    assert after_evaluation() == tensors_as_lists(mean_length().state())
+    list(engine.generate(requests_for(prompts, 4, Sampling.plain(20), seed=0, step=0)))
     learnt = tensors_as_lists(predictor.state())
-    assert learnt != tensors_as_lists(mean_length().state())
-    evaluate(engine, task, prompts, sampling, k=3, seed=0)
-    assert tensors_as_lists(predictor.state()) == learnt
-    # What was said of the evaluation is forgotten with it, and what is said of the next step is judged alone.
+    assert after_evaluation() == learnt != tensors_as_lists(mean_length().state())
+    # What was predicted of the evaluation is forgotten with it, and what is predicted of the next step is judged alone.
     list(engine.generate(requests_for(prompts, 4, Sampling.plain(20), seed=0, step=1)))
     assert "predictor/mean_absolute_error" in engine.stats().details
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,8 @@ import huggingface_hub
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from typer.testing import CliRunner
+from typed import content, done, refused
 
-from grpo_cli.cli import main as cli
 from grpo_cli.model import export
 
 peft = pytest.importorskip("peft")
@@ -29,20 +29,7 @@ TINY = Path(str(files("grpo_cli.model") / "tiny"))
 CHECKPOINT = "checkpoints/step_000002"
 
 
-def grpo(*words: object) -> str:
-    result = CliRunner().invoke(cli.app, list(map(str, words)), prog_name="grpo")
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def refused(*words: object) -> str:
-    result = CliRunner().invoke(cli.app, ["export", *map(str, words)], prog_name="grpo")
-    assert result.exit_code == 2, result.output
-    return result.stderr
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+unexported = partial(refused, "export")
 
 
 def loaded(folder: Path) -> Any:
@@ -53,7 +40,7 @@ def loaded(folder: Path) -> Any:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of adapters."""
     folder = tmp_path_factory.mktemp("export") / "run"
-    grpo("train", "model.lora.rank=4", *MOVED, *SHORT, f"hydra.run.dir={folder}")
+    done("train", "model.lora.rank=4", *MOVED, *SHORT, f"hydra.run.dir={folder}")
     return folder
 
 
@@ -61,14 +48,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of all weights, evaluated before and after, with a checkpoint of each."""
     folder = tmp_path_factory.mktemp("export") / "whole"
-    grpo("train", "optim.lr=0.003", *MOVED[1:], *SHORT, "eval.every=2", "seed=7", f"hydra.run.dir={folder}")
+    done("train", "optim.lr=0.003", *MOVED[1:], *SHORT, "eval.every=2", "seed=7", f"hydra.run.dir={folder}")
     return folder
 
 
 def answers(checkpoint: Path, folder: Path) -> dict[str, str]:
     """The repository's own engine: what it answers 50 held-out problems, greedily."""
     asked = ("eval.problems=50", "eval.k=1", "sampling.max_new_tokens=48", "logger=jsonl")
-    grpo("eval", f"checkpoint={checkpoint}", *asked, f"hydra.run.dir={folder}")
+    done("eval", f"checkpoint={checkpoint}", *asked, f"hydra.run.dir={folder}")
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     return {row["prompt"]: row["reply"] for row in rows if row["reason"] == "greedy"}
 
@@ -86,7 +73,7 @@ def test_transformers_answers_50_of_50_problems_as_the_run_does(
     kind: str, flags: list[str], request: pytest.FixtureRequest, tmp_path: Path
 ):
     of = request.getfixturevalue(kind)
-    assert f"{tmp_path / 'out'} holds the model of {of}" in grpo("export", of, tmp_path / "out", *flags)
+    assert f"{tmp_path / 'out'} holds the model of {of}" in done("export", of, tmp_path / "out", *flags)
     expected = answers(of, tmp_path / "evaluated")
     assert len(expected) == 50 and generated(tmp_path / "out", list(expected)) == expected
     assert generated(TINY, list(expected)) != expected  # so that it says something
@@ -95,53 +82,12 @@ def test_transformers_answers_50_of_50_problems_as_the_run_does(
     assert not files_of_a_run & set(os.listdir(tmp_path / "out"))
 
 
-def test_merged_weights_are_those_that_peft_computes_with(run: Path, tmp_path: Path):
-    grpo("export", run / CHECKPOINT, tmp_path / "merged", "--merge")
-    ids = torch.arange(2, 14)[None]
-    with torch.no_grad():
-        adapted = peft.PeftModel.from_pretrained(loaded(TINY), run / CHECKPOINT)(input_ids=ids).logits
-        merged = loaded(tmp_path / "merged")(input_ids=ids).logits
-    torch.testing.assert_close(merged, adapted, atol=1e-4, rtol=0)
-
-
-def test_weights_have_the_precision_that_is_asked_for_and_generation_is_as_rollouts_were(whole: Path, tmp_path: Path):
-    grpo("export", whole, tmp_path / "out", "--dtype", "bfloat16")
-    assert {weight.dtype for weight in loaded(tmp_path / "out").parameters()} == {torch.bfloat16}
-    config = GenerationConfig.from_pretrained(tmp_path / "out").to_dict()
+def test_the_card_says_the_recipe_and_weights_have_the_precision_that_is_asked_for(whole: Path, tmp_path: Path):
+    done("export", whole, tmp_path / "my model", "--dtype", "bfloat16")
+    assert {weight.dtype for weight in loaded(tmp_path / "my model").parameters()} == {torch.bfloat16}
+    config = GenerationConfig.from_pretrained(tmp_path / "my model").to_dict()  # as rollouts were
     wanted = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 48, "pad_token_id": 0}
     assert {key: config[key] for key in wanted} == wanted and config["eos_token_id"] == [1]
-    assert "--dtype=int3 must be one of float32, bfloat16" in refused(whole, tmp_path / "other", "--dtype", "int3")
-
-
-def test_the_tokenizer_goes_along_with_its_chat_template_and_ends_and_penalties_do_not(tmp_path: Path, whole: Path):
-    base = Path(shutil.copytree(TINY, tmp_path / "base"))
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    tokenizer.save_pretrained(base)
-    penal = json.loads((base / "generation_config.json").read_text()) | {"repetition_penalty": 1.1, "eos_token_id": 5}
-    (base / "generation_config.json").write_text(json.dumps(penal))
-    (base / "README.md").unlink()
-    words = ("model=hf", f"model.path={base}", "model.dtype=float32", "model.eos_tokens=['<eos>','=']")
-    grpo(
-        "train",
-        *words,
-        "model.autocast=none",
-        *SHORT,
-        "eval.every=0",
-        "logger=jsonl",
-        f"hydra.run.dir={tmp_path / 'r'}",
-    )
-    grpo("export", tmp_path / "r", tmp_path / "out")
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
-    config = GenerationConfig.from_pretrained(tmp_path / "out")
-    assert config.eos_token_id == [1, tokenizer.convert_tokens_to_ids("=")] and not config.repetition_penalty
-    said = (tmp_path / "out" / "README.md").read_text()
-    assert "| base | base |" in said and "| its licence | unknown" in said and str(tmp_path) not in said
-    assert "accuracy before | not measured" in said
-
-
-def test_the_card_says_the_recipe_and_what_was_measured(whole: Path, tmp_path: Path):
-    grpo("export", whole, tmp_path / "my model")
     card = huggingface_hub.ModelCard.load(tmp_path / "my model" / "README.md")
     assert card.data.license == "apache-2.0" and card.data.library_name == "transformers" and "grpo" in card.data.tags
     first, *_, last = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
@@ -153,59 +99,75 @@ def test_the_card_says_the_recipe_and_what_was_measured(whole: Path, tmp_path: P
     assert not any(word.startswith(("logger", "model.path", "hydra")) for word in recipe)
 
 
+def test_the_tokenizer_goes_along_with_its_chat_template_and_ends_and_penalties_do_not(tmp_path: Path):
+    base, out = Path(shutil.copytree(TINY, tmp_path / "base")), tmp_path / "out"
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(base)
+    penal = json.loads((base / "generation_config.json").read_text()) | {"repetition_penalty": 1.1, "eos_token_id": 5}
+    (base / "generation_config.json").write_text(json.dumps(penal))
+    (base / "README.md").unlink()
+    words = ("model=hf", f"model.path={base}", "model.eos_tokens=['<eos>','=']", "eval.every=0", "logger=jsonl")
+    done("train", *words, "model.dtype=float32", "model.autocast=none", *SHORT, f"hydra.run.dir={tmp_path / 'r'}")
+    done("export", tmp_path / "r", out)
+    assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
+    config = GenerationConfig.from_pretrained(out)
+    assert config.eos_token_id == [1, tokenizer.convert_tokens_to_ids("=")] and not config.repetition_penalty
+    said = (out / "README.md").read_text()
+    assert "| base | base |" in said and "| its licence | unknown" in said and str(tmp_path) not in said
+    assert "accuracy before | not measured" in said
+
+
 def test_adapters_are_merged_into_a_base_that_has_moved_and_refused_without_one(run: Path, tmp_path: Path):
     base = Path(shutil.copytree(TINY, tmp_path / "base"))
     words = ("model=hf", f"model.path={base}", "model.lora.rank=2", *SHORT, "eval.every=0", "logger=jsonl")
-    grpo("train", *words, f"hydra.run.dir={tmp_path / 'r'}")
+    done("train", *words, f"hydra.run.dir={tmp_path / 'r'}")
     base.rename(tmp_path / "moved")
-    assert f"model.path={base}" in refused(tmp_path / "r", tmp_path / "out", "--merge")
-    grpo("export", tmp_path / "r", tmp_path / "found", "--merge", "--base", tmp_path / "moved")
+    assert f"model.path={base}" in unexported(tmp_path / "r", tmp_path / "out", "--merge")
+    done("export", tmp_path / "r", tmp_path / "found", "--merge", "--base", tmp_path / "moved")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_without_a_good_checkpoint_is_refused(run: Path, whole: Path, tmp_path: Path):
-    assert "holds no checkpoint; name a run" in refused(tmp_path, tmp_path / "out")
-    assert "holds no checkpoint" in refused(tmp_path / "nowhere", tmp_path / "out")
+def test_what_cannot_be_exported_is_refused(run: Path, whole: Path, tmp_path: Path):
+    assert "holds no adapters but an ordinary model; leave it out" in unexported(whole, tmp_path / "out", "--merge")
+    assert "--dtype=int3 must be one of float32, bfloat16" in unexported(whole, tmp_path / "out", "--dtype", "int3")
+    assert "holds no checkpoint; name a run" in unexported(tmp_path, tmp_path / "out")
+    assert "holds no checkpoint" in unexported(tmp_path / "nowhere", tmp_path / "out")
     damaged = Path(shutil.copytree(run, tmp_path / "damaged"))
     for checkpoint in (damaged / "checkpoints").iterdir():
         (checkpoint / "adapter_model.safetensors").write_bytes(b"")
-    assert "step_000002: adapter_model.safetensors has changed" in refused(damaged, tmp_path / "out")
+    assert "step_000002: adapter_model.safetensors has changed" in unexported(damaged, tmp_path / "out")
     newest = Path(shutil.copytree(whole, tmp_path / "newest"))
     (newest / CHECKPOINT / "model.safetensors").write_bytes(b"")
-    assert "passed over step_000002: model.safetensors has changed" in grpo("export", newest, tmp_path / "first")
+    assert "passed over step_000002: model.safetensors has changed" in done("export", newest, tmp_path / "first")
     assert "| steps | 0 |" in (tmp_path / "first" / "README.md").read_text()
     (newest / "run.json").write_text("{")
-    assert "run.json is damaged" in refused(newest, tmp_path / "out")
+    assert "run.json is damaged" in unexported(newest, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_nothing_but_an_export_is_written_over(run: Path, whole: Path, tmp_path: Path):
     (tmp_path / "mine.txt").write_text("mine")
-    assert "exists and is not an empty folder; name a new one" in refused(run, tmp_path)
-    assert "exists and is not an empty folder" in refused(run, tmp_path / "mine.txt")
-    assert "is something else; name a new folder" in refused(run, tmp_path, "--overwrite")
-    assert "is something else; name a new folder" in refused(run, tmp_path / "mine.txt", "--overwrite")
+    assert "exists and is not an empty folder; name a new one" in unexported(run, tmp_path)
+    assert "exists and is not an empty folder" in unexported(run, tmp_path / "mine.txt")
+    assert "is something else; name a new folder" in unexported(run, tmp_path, "--overwrite")
+    assert "is something else; name a new folder" in unexported(run, tmp_path / "mine.txt", "--overwrite")
     assert (tmp_path / "mine.txt").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
     theirs = Path(shutil.copytree(TINY, tmp_path / "theirs"))
     (theirs / "README.md").write_text("---\ntags: [grpo]\n---\n")
-    before = content(theirs)
-    assert "is something else; name a new folder" in refused(whole, theirs, "--overwrite") and content(theirs) == before
-    grpo("export", run, tmp_path / "out")
+    assert "is something else; name a new folder" in unexported(whole, theirs, "--overwrite")
+    assert (theirs / "model.safetensors").read_bytes() == (TINY / "model.safetensors").read_bytes()
+    done("export", run, tmp_path / "out")
     (tmp_path / "out" / "left.txt").touch()
-    grpo("export", whole, tmp_path / "out", "--overwrite")
+    done("export", whole, tmp_path / "out", "--overwrite")
     assert {"README.md", "model.safetensors"} <= set(os.listdir(tmp_path / "out"))
     assert not {"left.txt", "adapter_config.json"} & set(os.listdir(tmp_path / "out"))
-
-
-def test_there_is_nothing_to_merge_without_adapters(whole: Path, tmp_path: Path):
-    assert "holds no adapters but an ordinary model; leave it out" in refused(whole, tmp_path / "out", "--merge")
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_the_older_export(
     whole: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    grpo("export", run, tmp_path / "out")
+    done("export", run, tmp_path / "out")
     before = content(tmp_path / "out")
 
     def full(*given: Any) -> None:
@@ -213,7 +175,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_older_export(
 
     with monkeypatch.context() as patched:
         patched.setattr("grpo_cli.cli.export.write_card", full)
-        assert "No space left on device" in refused(whole, tmp_path / "out", "--overwrite")
+        assert "No space left on device" in unexported(whole, tmp_path / "out", "--overwrite")
         assert content(tmp_path / "out") == before and os.listdir(tmp_path) == ["out"]
     replace, renamed = os.replace, list[Path]()
 
@@ -224,15 +186,15 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_older_export(
 
     with monkeypatch.context() as patched:
         patched.setattr("grpo_cli.runs.files.os.replace", once)
-        assert "No space left on device" in refused(whole, tmp_path / "out", "--overwrite")
+        assert "No space left on device" in unexported(whole, tmp_path / "out", "--overwrite")
     assert len(renamed) == 3 and content(tmp_path / "out") == before and os.listdir(tmp_path) == ["out"]
 
 
 def test_what_a_kill_has_left_is_cleared_and_what_it_set_aside_comes_back(run: Path, whole: Path, tmp_path: Path):
-    grpo("export", run, tmp_path / "out")
+    done("export", run, tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / ".out.replaced")
     (tmp_path / ".out.tmp").mkdir()
-    assert "holds no adapters but an ordinary model" in refused(whole, tmp_path / "out", "--merge")
+    assert "holds no adapters but an ordinary model" in unexported(whole, tmp_path / "out", "--merge")
     assert os.listdir(tmp_path) == ["out"] and (tmp_path / "out" / "adapter_config.json").exists()
 
 
@@ -254,12 +216,12 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_a_model_is_uploaded_in_one_commit(whole: Path, hub: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("HF_TOKEN", "hf_made_up")
     monkeypatch.chdir(tmp_path)
-    assert "https://hub/me/mine holds the model of" in grpo("export", whole, "hub:me/mine")
+    assert "https://hub/me/mine holds the model of" in done("export", whole, "hub:me/mine")
     hub.upload_folder.assert_called_once()
     (sent,) = hub.sent
     assert {"README.md", "model.safetensors", "tokenizer.json"} <= sent.keys() and b"# me/mine" in sent["README.md"]
     assert os.listdir(tmp_path) == []
     hub.repo_exists.return_value = True
-    assert "hub:me/mine exists; name a new one, or add --overwrite" in refused(whole, "hub:me/mine")
-    grpo("export", whole, "hub:me/mine", "--overwrite")
+    assert "hub:me/mine exists; name a new one, or add --overwrite" in unexported(whole, "hub:me/mine")
+    done("export", whole, "hub:me/mine", "--overwrite")
     assert hub.upload_folder.call_args.kwargs["delete_patterns"] == "*" and hub.upload_folder.call_count == 2

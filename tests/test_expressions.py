@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_cli.tasks.expressions import MAX_EXPRESSION, final_expression, read, settled
+from grpo_cli.tasks.expressions import MAX_EXPRESSION, compare_written, final_expression, read
 
 FOUND = [
     (r"So \boxed{3} no, \boxed{\frac{1}{2}}.", r"\frac{1}{2}", True),
@@ -39,74 +41,37 @@ def test_the_final_expression_is_marked_or_stated_or_last(text: str, expression:
     assert (found and found.expression, found and found.marked) == (expression, marked)
 
 
-SAME = [
-    (r"\frac{1}{2}", "0.5"),
-    (r"\dfrac12", "1/2"),
-    (r"-\frac{1}{2}", r"\frac{-1}{2}"),
-    (r"x = 5", "5"),
-    (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
-    (r"5\text{ cm}^2", "5"),
-    (r"12\,\text{cm}", "12"),
-    (r"\text{Monday}", "Monday"),
-    ("1,234", "1{,}234"),
-    (r"\$18.90", "18.9"),
-    (r"50\%", "50"),
-    (r"90^\circ", "90^{\\circ}"),
-    (r"90°", "90"),
-    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
-    (r"3\sqrt2", r"3 \sqrt2"),
-    ("\u22123", "-3"),
-    ("007", "7"),
-    (".5", "0.50"),
-]
-DIFFERENT = [
-    ("5", "6"),
-    (r"\frac{1}{3}", "0.333333"),  # exact
-    ("1/0", "5"),  # no number, so not settled: None
-    ("-3", "3"),
-    ("1,2", "12"),
-    ("5x", "5"),
-    ("3 4", "34"),
-    (r"1\quad 2", "12"),
-    ("1 1/2", "11/2"),
-    (r"5\text{ p.m.}", r"5\text{ a.m.}"),
-    ("no", "on"),
-    ("12:00", "1:00"),
-    ("x=5", "y=5"),
-    ("2^{10}", "210"),
-    ("(1,2)", "(1,2]"),
-    ("1101_2", "1101"),
-]
+PAIRS = Path(__file__).with_name("judge_pairs.txt").read_text("utf-8").splitlines()
 
 
-@pytest.mark.parametrize(("gold", "answer"), SAME)
-def test_what_differs_in_layout_alone_is_the_same(gold: str, answer: str) -> None:
-    assert settled(gold, answer) is True and settled(answer, gold) is True
-
-
-@pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
-def test_what_differs_in_more_is_never_called_the_same(gold: str, answer: str) -> None:
-    assert settled(gold, answer) is not True and settled(answer, gold) is not True
+def test_writing_alone_settles_most_comparisons_and_none_wrongly() -> None:
+    """Of two answers either way round; a fifth of the pairs or so is left to algebra."""
+    pairs = [line.split("\t") for line in PAIRS if not line.startswith("#")]
+    found = [(gold, answer, expected, compare_written(gold, answer)) for gold, answer, expected in pairs]
+    found += [(answer, gold, expected, compare_written(answer, gold)) for gold, answer, expected in pairs]
+    assert [one for one in found if one[2:] == ("different", True)] == []
+    assert len([one for one in found if one[2:] == ("equal", False)]) <= 2
+    assert sum(isinstance(one[3], bool) for one in found) > 0.6 * len(found)
 
 
 def test_only_two_plain_numbers_are_called_different_without_asking() -> None:
-    assert settled("5", "6") is False
-    assert settled("2x", "x + x") == ("2x", "x+x") and settled("5", "2 + 3") == (r"\frac{5}{1}", "2+3")
-    assert settled("", "") is False
+    assert compare_written("5", "6") is False
+    assert compare_written("2x", "x + x") == ("2x", "x+x") and compare_written("5", "2 + 3") == (r"\frac{5}{1}", "2+3")
+    assert compare_written("", "") is False
 
 
 @given(st.fractions(max_denominator=10**6))
 def test_every_fraction_is_its_own_in_each_writing(value: object) -> None:
     upper, _, lower = str(value).partition("/")
     forms = [f"{upper}/{lower or 1}", rf"\frac{{{upper}}}{{{lower or 1}}}", rf"x = \tfrac {{{upper}}}{{{lower or 1}}}."]
-    assert all(settled(str(value), form) for form in forms)
+    assert all(compare_written(str(value), form) for form in forms)
 
 
 @given(st.text(alphabet=r"\frac{}sqrt12x$^_&%,.()[]=- #<answer>/boxed", max_size=200))
 def test_no_text_is_too_odd_to_be_read(text: str) -> None:
     found = final_expression(text)
     assert found is None or 0 < len(found.expression) <= MAX_EXPRESSION
-    assert settled(text, text) in (True, False)
+    assert compare_written(text, text) in (True, False)
 
 
 HOSTILE = ["\\boxed{", "\\(", "$", "<answer>", "\\frac", "answer is ", "\\text{", "#### ", "{", "="]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from made import model, optim
-from test_cli import grpo
+from typed import grpo
 
 from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.model.checks import check_device
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.extras import EXTRAS, absent, installed
+from grpo_cli.support.extras import EXTRAS, absent
 
 ROOT = Path(__file__).parent.parent
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -69,9 +69,3 @@ def test_every_library_is_tried_and_stands_in_its_extra() -> None:
         named = re.findall(r"^[\w-]+", "\n".join(DECLARED[extra]), re.MULTILINE)
         named = [name.replace("-", "_") for name in named]
         assert {"pyarrow": "datasets"}.get(module, module.removeprefix("hydra_plugins.")) in named
-
-
-def test_what_is_there_is_found_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "wave", raising=False)
-    assert installed("wave") and "wave" not in sys.modules
-    assert not installed("no_such_module")

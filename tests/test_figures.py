@@ -58,7 +58,7 @@ def backs(text: str, numbers: Sequence[float]) -> bool:
 
 
 @pytest.mark.parametrize("page", sorted(PAGES), ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_figures_of_a_page_are_those_of_their_source(page: Path) -> None:
+def test_the_figures_of_a_page_are_those_of_their_source(page):
     for text, file, keys in LINK.findall(page.read_text(encoding="utf-8")):
         source = json.loads((page.parent / file).read_text(encoding="utf-8"))
         assert backs(text, list(found_at(source, unquote(keys).split(".")))), f"[{text}]({file}#{keys})"
@@ -81,6 +81,6 @@ def test_the_figures_of_a_page_are_those_of_their_source(page: Path) -> None:
         ("0.6", "a.runs.2.x", True),
     ],
 )
-def test_a_figure_is_compared_as_it_is_rounded(text: str, keys: str, right: bool) -> None:
+def test_a_figure_is_compared_as_it_is_rounded(text, keys, right):
     source = {"a": {"ratio": 2.034, "runs": [{"x": 0.4}, {"x": 0.5}, {"x": 0.6}]}, "bytes": 3 * 2**20}
     assert backs(text, list(found_at(source | {"seconds, 2.5": [7.0, 90.0]}, keys.split(".")))) == right

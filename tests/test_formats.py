@@ -14,33 +14,33 @@ from grpo_cli.tasks.formats import FORMATS
 from grpo_cli.types import Reward
 
 WHOLE = "<think>\n2 + 2\n</think>\n<answer>\n4\n</answer>"
-# text, format, format_soft, tag_count
+# text, format, format_soft, tag_count, tag_lines
 CASES = [
-    (WHOLE, 1.0, 1.0, 1.0),
-    ("<think>2 + 2</think><answer>4</answer>", 0.0, 1.0, 1.0),
-    (f"Well: {WHOLE}", 0.0, 0.94, 1.0),  # six characters outside
-    (f"{WHOLE}{'.' * 150}", 0.0, 0.0, 1.0),
-    (f"{WHOLE}\nbye", 1.0, 0.96, 1.0),  # open-r1 looks no further than the line of the last tag
-    (f"{WHOLE}\n", 1.0, 0.99, 1.0),
-    (f"\n{WHOLE}", 0.0, 0.99, 1.0),
-    (WHOLE.replace("2 + 2", ""), 1.0, 1.0, 1.0),
-    (WHOLE.replace("\n4\n", "\n"), 0.0, 1.0, 1.0),  # one line break cannot end both lines
-    (WHOLE.replace("4", "4</answer> or </answer>\n5"), 1.0, 0.75, 0.75),
-    (WHOLE.replace("2 + 2", "2\n</think>\n3"), 1.0, 1.0, 0.75),
-    (f"{WHOLE} ", 0.0, 0.99, 1.0),
-    (WHOLE.replace("</think>", ""), 0.0, 0.0, 0.75),
-    (f"{WHOLE}\n<answer>\n5\n</answer>", 1.0, 0.79, 0.5),  # 21 characters outside; a tag twice is no tag
-    ("<answer>4</answer><think>x</think>", 0.0, 0.0, 1.0),
-    ("", 0.0, 0.0, 0.0),
-    ("<think>\n" + "\n</think>\n<answer>\n" * 20_000, 0.0, 0.0, 0.25),
-    ("<think>" * 20_000 + "</think><answer>" * 20_000, 0.0, 0.0, 0.0),  # quick, however hostile
+    (WHOLE, 1.0, 1.0, 1.0, 1.0),
+    ("<think>2 + 2</think><answer>4</answer>", 0.0, 1.0, 1.0, 0.0),
+    (f"Well: {WHOLE}", 0.0, 0.94, 1.0, 1.0),  # six characters outside
+    (f"{WHOLE}{'.' * 150}", 0.0, 0.0, 1.0, 1.0),
+    (f"{WHOLE}\nbye", 1.0, 0.96, 1.0, 1.0),  # open-r1 looks no further than the line of the last tag
+    (f"{WHOLE}\n", 1.0, 0.99, 1.0, 1.0),
+    (f"\n{WHOLE}", 0.0, 0.99, 1.0, 1.0),
+    (WHOLE.replace("2 + 2", ""), 1.0, 1.0, 1.0, 1.0),
+    (WHOLE.replace("\n4\n", "\n"), 0.0, 1.0, 1.0, 1.0),  # one line break cannot end both lines
+    (WHOLE.replace("4", "4</answer> or </answer>\n5"), 1.0, 0.75, 0.75, 1.0),
+    (WHOLE.replace("2 + 2", "2\n</think>\n3"), 1.0, 1.0, 0.75, 0.75),
+    (f"{WHOLE} ", 0.0, 0.99, 1.0, 1.0),
+    (WHOLE.replace("</think>", ""), 0.0, 0.0, 0.75, 0.75),
+    (f"{WHOLE}\n<answer>\n5\n</answer>", 1.0, 0.79, 0.5, 0.5),  # 21 characters outside; a tag twice is no tag
+    ("<answer>4</answer><think>x</think>", 0.0, 0.0, 1.0, 0.0),
+    ("", 0.0, 0.0, 0.0, 0.0),
+    ("<think>\n" + "\n</think>\n<answer>\n" * 20_000, 0.0, 0.0, 0.25, 0.25),
+    ("<think>" * 20_000 + "</think><answer>" * 20_000, 0.0, 0.0, 0.0, 0.0),  # quick, however hostile
 ]
 
 
-@pytest.mark.parametrize(("text", "whole", "soft", "count"), CASES)
-def test_each_part_sees_the_tags_in_its_way(text: str, whole: float, soft: float, count: float) -> None:
+@pytest.mark.parametrize(("text", "whole", "soft", "count", "lines"), CASES)
+def test_each_part_sees_the_tags_in_its_way(text: str, whole: float, soft: float, count: float, lines: float) -> None:
     found = {name: pytest.approx(form(text)) for name, form in FORMATS.items()}
-    assert found == {"format": whole, "format_soft": soft, "tag_count": count}
+    assert found == {"format": whole, "format_soft": soft, "tag_count": count, "tag_lines": lines}
 
 
 TOKENIZER = make_tokenizer()
@@ -67,9 +67,9 @@ def test_parts_without_a_weight_are_not_looked_at_and_those_of_zero_only_logged(
         (WHOLE.replace("4", "5"), {"correct": 1.0, "format_soft": 0.1, "tag_count": 0.1}, "wrong", 0.2),
         # the later commits: in all replies
         (WHOLE, {"correct": 1.0, "format_soft": 0.01, "tag_count": 0.01}, "all", 1.02),
-        # open-r1: accuracy and format
-        (WHOLE, {"correct": 1.0, "format": 1.0}, "all", 2.0),
-        (f"4{WHOLE}"[:-9], {"correct": 1.0, "format": 1.0}, "all", 1.0),
+        # open-r1: accuracy, format and tag count, 0 to 3
+        (WHOLE, {"correct": 1.0, "format": 1.0, "tag_lines": 1.0}, "all", 3.0),
+        (f"4{WHOLE}"[:-9], {"correct": 1.0, "format": 1.0, "tag_lines": 1.0}, "all", 1.75),
     ],
 )
 def test_the_total_is_the_weighted_sum_as_in_the_published_runs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from copy import deepcopy
 from pathlib import Path
@@ -13,7 +14,16 @@ import torch
 from families import CONFIGS, foreign_folder, foreign_model
 from made import micro
 from safetensors.torch import load_file
-from small import EOS, contents, make_engine, one_and_the_rest, plain_batch, small_model, some_requests, token_logprobs
+from small import (
+    contents,
+    engine_of,
+    make_engine,
+    one_and_the_rest,
+    plain_batch,
+    small_model,
+    some_requests,
+    token_logprobs,
+)
 from talk import Talk
 from test_turns import played, said
 from torch import Tensor
@@ -22,9 +32,6 @@ from transformers import GenerationConfig
 from grpo_cli.collect.resuming import begun, joined, rest_of
 from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
-from grpo_cli.engine.eviction import Dense
-from grpo_cli.engine.length_predictor import NoPredictor
-from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.engine.transformers_engine import GenerateEngine
 from grpo_cli.experiment import build
 from grpo_cli.learner.learner import Learner
@@ -40,9 +47,8 @@ CPU = torch.device("cpu")
 
 
 def generating(model: Any, said: list[str] | None = None, **parts: Any) -> GenerateEngine:
-    defaults = dict(scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense(), sampler=made.full(), pad_token_id=0)
-    warn = (lambda line: None) if said is None else said.append
-    return GenerateEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts), warn=warn)
+    engine: GenerateEngine = engine_of("generate", model, warn=[].append if said is None else said.append, **parts)
+    return engine
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -204,7 +210,8 @@ def test_a_model_that_is_not_served_rightly_is_refused(
     model = foreign_model(family)
     if method:
         own = getattr(type(model), method)
-        monkeypatch.setattr(type(model), method, lambda self, *a, **kw: other(own, self, *a, **kw))
+        patched = functools.wraps(own)(lambda self, *given, **words: other(own, self, *given, **words))
+        monkeypatch.setattr(type(model), method, patched)
     with pytest.raises(UserError, match=said):
         generating(model)
 

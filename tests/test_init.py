@@ -9,18 +9,15 @@ import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 from processes import Forked
 from test_export import generated
-from typer.testing import CliRunner
-
-from grpo_cli.cli.main import app
+from typed import grpo
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["init", "my experiment/"])
+    result = grpo("init", "my experiment/")
     assert result.exit_code == 0, result.output
     place, *commands = result.output.splitlines()
     assert place == "cd 'my experiment'" and os.listdir(tmp_path) == ["my experiment"]
@@ -68,23 +65,11 @@ def test_its_sweep_compares_two_rules(folder: Path) -> None:
     assert "maxvar" in typed(folder, "report")
 
 
-def test_every_file_says_what_it_is(folder: Path) -> None:
-    front = (folder / "README.md").read_text()
-    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {"README.md"}
-    assert {
-        name for cell in re.findall(r"^\| (`.*?`) \|", front, re.MULTILINE) for name in re.findall("`(.*?)`", cell)
-    } == files
-    for name in files - {"rows.jsonl"}:
-        text = (folder / name).read_text()
-        assert text.startswith('"""' if name.endswith(".py") else "# "), name
-        assert name.endswith(".py") or yaml.safe_load(text)
-
-
 def test_what_is_there_is_not_written_over(folder: Path) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for there in (folder, folder / "rules.py"):
-        result = CliRunner().invoke(app, ["init", str(there)])
+        result = grpo("init", str(there))
         assert result.exit_code == 2 and f"{there} exists and is not an empty folder; name a new one" in result.output
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     (folder.parent / "empty").mkdir()
-    assert CliRunner().invoke(app, ["init", "empty"]).exit_code == 0 and (folder.parent / "empty" / "rules.py").exists()
+    assert grpo("init", "empty").exit_code == 0 and (folder.parent / "empty" / "rules.py").exists()

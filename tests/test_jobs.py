@@ -38,7 +38,7 @@ def run(
     def command(job: Job) -> list[str]:
         return ["sh", "-c", f"cd {job.folder}; {job.overrides[0]}"]
 
-    pool = Pool(places, command, "train", say)
+    pool = Pool(places, command, say)
     pool.run(jobs)
     return pool
 
@@ -192,12 +192,10 @@ def test_a_training_that_was_begun_goes_on_and_any_other_job_begins(
 
 
 def test_a_line_tells_how_far_a_job_came_and_why_it_ended(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "reward/mean": 0.5, "eval/accuracy": 0.25}\n{')
-    job = Job(1, tmp_path, ("n=1",), "n=1", steps=7)
+    (tmp_path / "summary.json").write_text('{"status": "failed", "step": 2, "final_accuracy": 0.25}')
+    job = Job(1, tmp_path, ("n=1",), "n=1")
     failed = JobState("failed", "no [memory]\nat all", job.overrides, seconds=61.0)
-    assert (
-        status_line(job, failed) == "job 1  n=1: failed  step 2/7  reward 0.500  eval 0.250  1m01s  no [memory] at all"
-    )
+    assert status_line(job, failed) == "job 1  n=1: failed  step 2  accuracy 0.250  1m01s  no [memory] at all"
     assert status_line(job, JobState("skipped", "m > n", job.overrides)) == "job 1  n=1: skipped  m > n"
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +60,8 @@ def test_every_row_is_in_one_split_known_by_its_line_and_with_its_answer(tmp_pat
             number = int(line) - 2
             assert task.text(prompt.token_ids) == f"Question: What is {number} + {number}?\nAnswer:"
             assert (name, prompt.answer) == (split, str(2 * number))
+            assert task.prompts(split).by_id(prompt.id) == prompt
+        assert task.prompts(split).by_id("test-000002") is None
 
 
 def test_the_split_follows_from_the_questions_alone_and_is_the_same_in_every_version(tmp_path: Path) -> None:
@@ -159,9 +162,10 @@ def test_both_gradings_are_reported_and_one_is_the_total(
     tmp_path: Path, reply: str, lenient: float, strict: float
 ) -> None:
     path = write(tmp_path / "p.jsonl", *problems(5))
-    prompt = Prompt("p", (1,), "8")
     for grading, total in (("lenient", lenient), ("strict", strict)):
-        reward = make(path, grading=grading).reward(prompt, rollout_of(prompt, reply, TOKENIZER))
+        task = make(path, grading=grading)
+        prompt = replace(task.prompts("train")[0], answer="8")
+        reward = task.reward(prompt, rollout_of(prompt, reply, TOKENIZER))
         assert (reward.total, reward.parts) == (total, {"correct": lenient, "correct_strict": strict})
 
 
@@ -258,6 +262,38 @@ def test_a_hub_data_set_is_read_like_a_file(tmp_path: Path, monkeypatch: pytest.
     message = message_of(lambda: make("hub:someone/sums:train", eval_path="hub:someone/sums:hard:test"))
     assert "hub:someone/sums:hard:test, row 1: no answer was understood" in message
     assert asked == [("someone/sums", "train")] * 2 + [("someone/sums", "hard", "test")]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "train", "test"),
+    [
+        ("gsm8k", ("question", "answer"), ("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")),
+        (
+            "math",
+            ("problem", "solution"),
+            ("DigitalLearningGmbH/MATH-lighteval", "default", "train"),
+            ("HuggingFaceH4/MATH-500", "test"),
+        ),
+    ],
+)
+def test_without_a_path_both_splits_come_from_the_hub_and_training_s_when_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fields: Any, train: Any, test: Any
+) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(*names: str, split: str) -> list[dict[str, str]]:
+        asked.append((*names, split))
+        return [dict(zip(fields, (f"{split} {i}", rf"{i} \boxed{{{i}}}"), strict=True)) for i in range(3)]
+
+    pytest.importorskip("math_verify")
+    hub(monkeypatch, load_dataset)
+    task = task_of(name, TOKENIZER)
+    assert asked == [test]
+    for split in ("train", "eval"):
+        assert [(p.id, p.answer) for p in task.prompts(split)] == [(f"{split}-{i + 1:06d}", str(i)) for i in range(3)]
+    assert asked == [test, train]
+    own = write(tmp_path / "own.jsonl", dict(zip(fields, ("mine", "#### 1000"), strict=True)))
+    assert [prompt.answer for prompt in task_of(name, TOKENIZER, eval_path=own).prompts("eval")] == ["1000"]
 
 
 # Examples

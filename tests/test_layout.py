@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import grpo_cli
 from grpo_cli.runs import layout
 
@@ -18,7 +16,7 @@ PACKAGE = Path(grpo_cli.__file__).parent
 NAMES = {value for value in vars(layout).values() if isinstance(value, str)} - {layout.WANDB, layout.UNFINISHED}
 
 
-def test_no_other_module_says_a_name_of_a_run_s_folder() -> None:
+def test_no_other_module_says_a_name_of_a_run_s_folder():
     assert {"metrics.jsonl", "COMPLETE", "checkpoints", "run.json"} <= NAMES
     said = [
         f"{file.relative_to(PACKAGE)}, line {node.lineno}: {node.value}"
@@ -30,21 +28,19 @@ def test_no_other_module_says_a_name_of_a_run_s_folder() -> None:
     assert said == []
 
 
-@pytest.mark.parametrize("step", [0, 100, 999_999, 1_000_000])
-def test_a_step_s_folder_tells_its_step_also_while_it_is_written_or_replaced(step: int) -> None:
-    name = layout.step_folder(step)
-    for whole in (name, f".{name}{layout.UNFINISHED}", f".{name}{layout.REPLACED}"):
-        assert layout.step_of(whole) == step
+def test_a_step_s_folder_tells_its_step_also_while_it_is_written_or_replaced():
+    for step in (0, 100, 999_999, 1_000_000):
+        name = layout.step_folder(step)
+        for whole in (name, f".{name}{layout.UNFINISHED}", f".{name}{layout.REPLACED}"):
+            assert layout.step_of(whole) == step
+    assert {layout.step_of(name) for name in ("best", "step_", "step_1.bak", "a_step_1", "step_1 ")} == {None}
 
 
-@pytest.mark.parametrize("name", ["best", "step_", "step_1.bak", "a_step_1", "step_1 "])
-def test_other_names_are_no_step(name: str) -> None:
-    assert layout.step_of(name) is None
-
-
-def test_names_and_what_is_looked_for_by_them_load_no_torch() -> None:
+def test_names_and_what_is_looked_for_by_them_load_no_torch():
+    """The process that starts a sweep's jobs would need seconds and memory."""
     wanted = "grpo_cli.runs.layout, grpo_cli.runs.find, grpo_cli.model.adapters, grpo_cli.config.overrides"
-    program = f"import sys, {wanted}; print({{'torch', 'hydra'}} & {{*sys.modules}})"
+    program = f"import sys, {wanted}; print({{'torch', 'hydra'}} & {{*sys.modules}}); "
+    program += "import hydra_plugins.grpo_processes; print({'torch', 'wandb'} & {*sys.modules})"
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert shown.stdout == "set()\n"
+    assert shown.stdout == "set()\nset()\n"

@@ -1,4 +1,4 @@
-"""One optimizer step: its rate, its gradient's bound, and the mode that the model is in."""
+"""One optimizer step: its rate, its gradient's bound, the mode that the model is in, and what of AdamW is saved."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from small import plain_batch, small_model
 
 from grpo_cli.learner.learner import Learner
+from grpo_cli.learner.optimizer import make_optimizer
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.meter import NullMeter
@@ -66,9 +67,7 @@ def test_weights_that_are_not_finite_after_an_update_are_said_with_what_did_it(b
     model = small_model()
     learner = make_learner(model, weight_decay=0.5)
     learner._optimizer.step = lambda: model.lm_head.weight.data[3, 1:2].fill_(bad)
-    with pytest.raises(
-        UserError, match=r"step 8: after the update .* not finite \(optim\.lr=0\.25, .*weight_decay=0\.5"
-    ):
+    with pytest.raises(UserError, match=r"step 8: .* not finite \(optim\.lr=0\.25, .*weight_decay=0\.5"):
         learner.update(make_batch(), 7)
 
 
@@ -91,40 +90,61 @@ def test_the_model_trains_in_training_mode_and_samples_in_evaluation_mode() -> N
     assert modes == [True] and not model.training
 
 
-def weights_of(model: Any) -> list[torch.Tensor]:
-    return [weight.detach().clone() for weight in model.parameters()]
+def same_state(one: Any, other: Any) -> bool:
+    pairs = zip(one["state"].values(), other["state"].values(), strict=True)
+    return all(torch.equal(old[name], new[name]) for old, new in pairs for name in old | new)
 
 
-def unmoved(model: Any, before: list[torch.Tensor]) -> bool:
-    return all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-
-
-def flat(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
-    return LossOutput(0.0 * logprobs.sum(), {})
-
-
-def test_a_gradient_of_zero_is_no_update() -> None:
-    """AdamW would move every weight, by its averages of earlier gradients and by its decay."""
-    losses = [steep, flat]
-    model = small_model()
-    learner = make_learner(model, lambda *words: losses[0](*words), weight_decay=0.5)
+@pytest.mark.parametrize("factor", [0.0, 1e-30])
+def test_a_gradient_of_zero_is_no_update_and_one_whose_norm_is_too_small_for_a_number_is(factor: float) -> None:
+    """AdamW would move weights by its averages of earlier gradients and by its decay, and steps by the sign of a
+    gradient of any size; the square of 1e-30 is 0 in float32."""
+    model, factors = small_model(), [1.0, factor]
+    loss = lambda logprobs, *_: LossOutput(factors[0] * logprobs.sum(), {})  # noqa: E731
+    learner = make_learner(model, loss, weight_decay=0.5, eps=1e-38)
     assert learner.update(make_batch(), 0).moved
-    before, averages = weights_of(model), copy.deepcopy(learner.state_dict())
-    losses.pop(0)
+    before, state = [weight.detach().clone() for weight in model.parameters()], copy.deepcopy(learner.state_dict())
+    factors.pop(0)
     update = learner.update(make_batch(), 1)
-    assert (update.moved, update.fault, update.metrics["optim/grad_norm"], learner.updates) == (False, None, 0.0, 1)
-    assert unmoved(model, before)
-    for old, new in zip(averages["state"].values(), learner.state_dict()["state"].values(), strict=True):
-        assert all(torch.equal(old[name], new[name]) for name in old)
+    moved = factor > 0
+    assert (update.moved, update.fault, update.metrics["optim/grad_norm"]) == (moved, None, 0.0)
+    assert learner.updates == 1 + moved and same_state(learner.state_dict(), state) != moved
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)) != moved
 
 
-def test_a_gradient_whose_norm_is_too_small_for_a_number_is_still_one() -> None:
-    """The square of 1e-30 is 0 in float32; AdamW steps by the sign of a gradient of any size."""
+OFFLOAD = pytest.mark.parametrize("offload", [False, True])
+
+
+@OFFLOAD
+def test_matrices_decay_and_norms_and_biases_do_not(offload: bool) -> None:
+    """A step of rate 0.1 with decay 0.5 and no gradient multiplies a weight by 1 - 0.1 * 0.5, or leaves it alone."""
     model = small_model()
-    before = weights_of(model)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    optimizer = make_optimizer(list(model.parameters()), made.optim(lr=0.1, weight_decay=0.5, offload=offload))
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    stays = {name for name in before if name.endswith(("bias", "norm.weight"))}
+    assert len(stays) == 2 * 5 + 1
+    for name, weight in model.named_parameters():
+        wanted = before[name] * (1.0 if name in stays else 0.95)
+        torch.testing.assert_close(weight.detach(), wanted, atol=0, rtol=0 if name in stays else 1e-6)
 
-    def faint(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
-        return LossOutput(1e-30 * logprobs.sum(), {})
 
-    update = make_learner(model, faint, eps=1e-38).update(make_batch(), 0)
-    assert update.metrics["optim/grad_norm"] == 0.0 and update.moved and not unmoved(model, before)
+@OFFLOAD
+def test_averages_come_back_and_the_settings_of_a_resumed_run_are_those_that_are_given(offload: bool) -> None:
+    """Without an average of gradients (betas 0) and with no gradient to speak of beside eps, all that acts is decay."""
+    model = small_model()
+    first = make_learner(model, offload=offload)
+    first.update(make_batch(), 0)
+    state, again = copy.deepcopy(first.state_dict()), copy.deepcopy(model)
+    second = make_learner(again, weight_decay=0.4, betas=(0.0, 0.5), eps=1e9, offload=offload)
+    second.load_state_dict(state)
+    assert state["state"] and same_state(second.state_dict(), state)
+    matrix = again.model.layers[0].mlp.up_proj.weight
+    before = matrix.detach().clone()
+    second.update(make_batch(), 0)
+    torch.testing.assert_close(matrix.detach(), 0.9 * before, atol=1e-6, rtol=0)  # 1 - 0.25 * 0.4
+    words = [(group["betas"], group["eps"], group["weight_decay"]) for group in second.state_dict()["param_groups"]]
+    assert words == [((0.0, 0.5), 1e9, 0.4), ((0.0, 0.5), 1e9, 0.0)]
+    assert all(float(one["step"]) == 2.0 for one in second.state_dict()["state"].values())

@@ -8,26 +8,13 @@ import re
 from pathlib import Path
 
 import made
-import pytest
 from test_report import launched, leave
-from typer.testing import CliRunner, Result
-
-from grpo_cli.cli import main as cli
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def grpo(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ["ls", *arguments], prog_name="grpo")
+from typed import grpo
 
 
 def listed(*arguments: str) -> list[list[str]]:
     """The lines, split at columns."""
-    result = grpo(*arguments)
+    result = grpo("ls", *arguments)
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     return [line.split() for line in result.stdout.splitlines()]
 
@@ -91,7 +78,7 @@ def test_damaged_files_cost_a_remark_and_nothing_else(elsewhere):
     with open(run / "metrics.jsonl", "a") as file:
         file.write("nothing\n{")
     leave(elsewhere / "outputs/whole")
-    said = grpo()
+    said = grpo("ls")
     assert said.exit_code == 0 and said.stdout.replace("\n", "").isprintable()
     assert len([line for line in said.stdout.splitlines() if line.startswith("train")]) == 3
     remarks = [line.partition(": ")[2] for line in said.stdout.splitlines() if "[red]: " in line]

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from tiny_hf import make_tokenizer
-from words import GSM8K, rollout_of, task_of
+from words import rollout_of, task_of
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import math_judge, workers
 from grpo_cli.tasks.judges import Completion
 from grpo_cli.tasks.math_judge import MathJudge
+from grpo_cli.tasks.problems import Problem
 
 TOKENIZER = make_tokenizer()
 TOWER = r"5^{5^{5^{5^5}}}"
@@ -31,7 +29,7 @@ def judge() -> Iterator[MathJudge]:
 
 
 def reply(text: str, gold: str) -> Completion:
-    return Completion("sample 0 of prompt p", text, (text,), gold, True, 1, None)
+    return Completion("sample 0 of prompt p", text, (text,), gold, True, 1, Problem(1, "line 1", "q", gold))
 
 
 def started(judge: MathJudge) -> bool:
@@ -40,39 +38,6 @@ def started(judge: MathJudge) -> bool:
 
 def verdict(judge: MathJudge, gold: str, answer: str) -> dict[str, float]:
     return {name: value for name, value in judge([reply(rf"\boxed{{{answer}}}", gold)])[0].items() if value}
-
-
-RIGHT = [
-    ("x^2+2x+1", "(x+1)^2"),
-    (r"3\sqrt{2}", r"\sqrt{18}"),
-    (r"\{1,2\}", "2, 1"),
-    (r"\pm 2", "2, -2"),
-    (r"(-\infty,3]", r"x \in (-\infty, 3]"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"),
-    ("x < 3", "3 > x"),
-    (r"2^{10}", "1024"),
-    (r"\frac{\pi}{4}", r"\arctan(1)"),
-    (r"\text{(B)}", r"(\text{B})"),
-    (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
-]
-WRONG = [
-    ("(1,2]", "(1,2)"),
-    ("(1,2)", "(2,1)"),
-    ("x+1", "x-1"),
-    (r"\frac{\pi}{4}", "0.785"),
-    (r"\frac", r"\frac{1}{2}"),
-    ("1/0", "x"),
-]
-
-
-@pytest.mark.parametrize(("gold", "answer"), RIGHT)
-def test_equal_expressions_are_right(judge: MathJudge, gold: str, answer: str) -> None:
-    assert verdict(judge, gold, answer) == {"correct": 1.0, "correct_strict": 1.0}
-
-
-@pytest.mark.parametrize(("gold", "answer"), WRONG)
-def test_other_expressions_are_wrong(judge: MathJudge, gold: str, answer: str) -> None:
-    assert "correct" not in verdict(judge, gold, answer)
 
 
 PAIRS = Path(__file__).with_name("judge_pairs.txt").read_text("utf-8").splitlines()
@@ -155,39 +120,3 @@ def test_answers_are_the_last_boxes_of_solutions_or_short_texts(tmp_path: Path) 
     assert set(rewards[0].parts) == {"correct", "correct_strict", "over_limit", "incomparable"}
     with pytest.raises(UserError, match="lower task.eval_fraction"):
         task.prompts("train")
-
-
-def test_the_hub_has_both_splits_and_what_is_in_both_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("math_verify")
-
-    def load_dataset(name: str, *config: str, split: str) -> list[dict[str, str]]:
-        rows = [{"problem": f"p{i}", "solution": rf"\boxed{{{i}}}"} for i in range(5)]
-        return rows if name == "DigitalLearningGmbH/MATH-lighteval" else rows[3:]
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    said: list[Any] = []
-    task = task_of("math", TOKENIZER, warn=said.append)
-    assert [prompt.answer for prompt in task.prompts("eval")] == ["3", "4"]
-    assert [prompt.answer for prompt in task.prompts("train")] == ["0", "1", "2"]
-    assert len(said) == 1 and "2 of the 5 problems" in said[0]
-
-
-def test_every_gsm8k_solution_is_right_and_with_another_number_wrong() -> None:
-    """No worker is started for any of them: plain numbers are settled by their writing."""
-    pytest.importorskip("math_verify")
-    if not GSM8K.is_dir():
-        pytest.skip("the GSM8K files are not here")
-    lines = [line for name in ("train", "test") for line in (GSM8K / f"{name}.jsonl").read_text("utf-8").splitlines()]
-    judge, right, wrong = MathJudge("correct", 5.0, 1), [], []
-    for i, solution in enumerate(json.loads(line)["answer"] for line in lines):
-        worked, _, answer = solution.rpartition("#### ")
-        gold = judge.gold(solution)
-        assert gold == answer
-        form = ("#### {}", r"$\boxed{{{}}}$", "The answer is {}.", "<answer>{}</answer>")[i % 4]
-        right.append(reply(worked + form.format(answer), answer))
-        other = f"{answer}.5" if i % 2 else f"1{answer.lstrip('-').replace(',', '')}"
-        wrong.append(reply(worked + form.format(other), answer))
-    assert len(right) == 7473 + 1319
-    assert all(parts["correct"] == 1.0 for parts in judge(right))
-    assert not any(parts["correct"] for parts in judge(wrong))
-    assert not started(judge)

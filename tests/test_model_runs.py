@@ -21,7 +21,6 @@ from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import read_settings
 from grpo_cli.config.recorded import of_the_weights
 from grpo_cli.experiment import build
-from grpo_cli.model.anatomy import AdapterOff
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 
@@ -69,46 +68,35 @@ def test_a_resumed_run_equals_one_left_alone(words: tuple[str, ...], tmp_path: P
     assert last_record(tmp_path / "alone") == last_record(tmp_path / "cut")
 
 
-def test_averages_in_the_cpus_memory_change_nothing(tmp_path: Path) -> None:
-    trainer(tmp_path / "plain", ()).fit()
+def test_averages_in_the_cpus_memory_change_nothing_and_plain_transformers_says_the_same(tmp_path: Path) -> None:
+    (run := trainer(tmp_path / "plain", ())).fit()
     trainer(tmp_path / "offloaded", ("optim.offload=true",)).fit()
-    plain, offloaded = (
-        load_file(tmp_path / run / "checkpoints" / "step_000002" / "model.safetensors")
-        for run in ("plain", "offloaded")
-    )
-    assert all(torch.equal(plain[name], offloaded[name]) for name in plain)
-
-
-def test_plain_transformers_says_the_same_of_a_checkpoint(tmp_path: Path) -> None:
-    run = trainer(tmp_path, ())
-    run.fit()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "step_000002")
+    plain, offloaded = (tmp_path / name / "checkpoints" / "step_000002" for name in ("plain", "offloaded"))
+    weights, others = (load_file(folder / "model.safetensors") for folder in (plain, offloaded))
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
     ids = torch.arange(2, 40)[None]
     with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(plain)
         assert torch.equal(loaded(ids).logits, run._parts.bench.model(ids).logits)
 
 
 def test_the_reference_takes_no_memory_unless_adapters_were_there_before(tmp_path: Path) -> None:
+    """Saved ones are found with their base."""
     pytest.importorskip("peft")
-    first = trainer(tmp_path / "first", (*LORA, "loss.kl_coef=0.04"))
-    assert isinstance(first._parts.reference, AdapterOff)
+    first = trainer(tmp_path / "first", (*LORA, "loss.kl_coef=0.04", "optim.lr=0.01", "optim.warmup_steps=0"))
+    assert first._parts.reference is first._parts.bench.model
     first.fit()
+    assert last_record(tmp_path / "first")["loss/kl"] > 0
     saved = tmp_path / "first" / "checkpoints" / "step_000002"
+    values = of_the_weights(saved, None)
+    assert values["model.adapter"] == str(saved) and values["model.path"].endswith("tiny")
     further = trainer(tmp_path / "further", (f"model.adapter={saved}", "loss.kl_coef=0.04"))
-    assert not isinstance(further._parts.reference, AdapterOff)
-    ids = torch.arange(2, 40)[None]
+    ids, reference = torch.arange(2, 40)[None], further._parts.reference
+    assert reference is not further._parts.bench.model and not any(p.requires_grad for p in reference.parameters())
     with torch.no_grad():  # training goes on from what was saved, and that is what it is kept near to
         expected = first._parts.bench.model(ids).logits
         assert torch.equal(further._parts.bench.model(ids).logits, expected)
-        assert torch.equal(further._parts.reference(ids).logits, expected)
-
-
-def test_evaluation_finds_the_base_of_saved_adapters(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    trainer(tmp_path / "run", LORA).fit()
-    saved = tmp_path / "run" / "checkpoints" / "step_000002"
-    values = of_the_weights(saved, None)
-    assert values["model.adapter"] == str(saved) and values["model.path"].endswith("tiny")
+        assert torch.equal(reference(ids).logits, expected)
 
 
 @pytest.mark.parametrize(
@@ -138,19 +126,27 @@ def test_what_cannot_work_is_refused(words: tuple[str, ...], message: str, tmp_p
     assert message in str(refused.value)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("words", [("optim.name=adamw8bit",), ("model.quantize=4bit",), ("model.quantize=8bit",)])
-def test_bitsandbytes_on_a_gpu(words: tuple[str, ...], tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    lora = ("model.autocast=bfloat16", *LORA) if "model.quantize" in words[0] else ()
-    summary = trainer(tmp_path, (*words, *lora, "device=cuda")).fit()
-    assert summary["status"] == "completed" and summary["updates"] == 2
-    again = trainer(tmp_path, (*words, *lora, "device=cuda", "train.steps=3", f"resume={tmp_path}")).fit()
-    assert again["updates"] == 3
+QUANTISED = ("model.autocast=bfloat16", *LORA)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("words", [(), ("model.autocast=bfloat16",), ("optim.offload=true",), LORA])
-def test_a_run_completes_on_a_gpu(words: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("model.autocast=bfloat16",),
+        ("optim.offload=true",),
+        LORA,
+        ("optim.name=adamw8bit",),
+        (*QUANTISED, "model.quantize=4bit"),
+        (*QUANTISED, "model.quantize=8bit"),
+    ],
+    ids=" ".join,
+)
+def test_a_run_completes_and_goes_on_on_a_gpu(words: tuple[str, ...], tmp_path: Path) -> None:
+    if "8bit" in "".join(words) or "4bit" in "".join(words):
+        pytest.importorskip("bitsandbytes")
     summary = trainer(tmp_path, (*words, "device=cuda")).fit()
     assert summary["status"] == "completed" and summary["updates"] == 2
+    again = trainer(tmp_path, (*words, "device=cuda", "train.steps=3", f"resume={tmp_path}")).fit()
+    assert again["updates"] == 3

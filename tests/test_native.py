@@ -11,17 +11,25 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import made
 import pytest
 import torch
 import torch.nn.functional as F
 from small import make_engine, small_model, some_requests
 from test_attention import Case, in_c
+from test_learner import make_batch
+from test_tree_attention import UNEVEN, by_hand, runs_of
+from test_tree_attention import in_c as tree_in_c
 from torch import Tensor
 
+from grpo_cli.learner.learner import Learner
 from grpo_cli.native import library as loader
 from grpo_cli.native.library import WRONG, NoNative, library
-from grpo_cli.native.ops import draw, norm, rotate, silu
+from grpo_cli.native.ops import draw, no_tree_attention, norm, rotate, silu
+from grpo_cli.settings import Sampling
+from grpo_cli.support.meter import NullMeter
 from grpo_cli.support.threads import computing_with
 
 CPU = torch.device("cpu")
@@ -43,9 +51,6 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> T
 
 def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
     return bool((found.double() - wanted.double()).abs().max() <= CLOSE[dtype] * max(1.0, wanted.abs().max().item()))
-
-
-# ---- the other functions
 
 
 @pytest.mark.parametrize("width", [8, 96, 100, 576])
@@ -125,19 +130,19 @@ def test_a_row_has_the_same_bits_alone_and_among_others_and_with_any_number_of_t
 
 # ---- where it cannot be made
 
-NATIVE_FLAGS = loader.FLAGS
-
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache and a copy of the sources, and after the test the library as it was."""
     before = library("decode")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(loader, "FLAGS", ("-O0", *NATIVE_FLAGS[1:]))  # a second in place of ten
+    monkeypatch.setattr(loader, "FLAGS", ("-O0", *loader.FLAGS[1:]))  # a second in place of ten
     monkeypatch.setattr(loader, "SOURCES", Path(shutil.copytree(loader.SOURCES, tmp_path / "sources")))
     library.cache_clear()
+    no_tree_attention.cache_clear()
     yield tmp_path
     library.cache_clear()
+    no_tree_attention.cache_clear()
     del before
 
 
@@ -148,12 +153,6 @@ def change(name: str, right: str, wrong: str) -> None:
     assert text.count(right) == 1
     source.write_text(text.replace(right, wrong))
     library.cache_clear()
-
-
-def march(monkeypatch: pytest.MonkeyPatch) -> None:
-    if torch.cpu.get_capabilities()["architecture"] != "x86_64":
-        pytest.skip("this processor is not x86-64")
-    monkeypatch.setattr(loader, "FLAGS", ("-O1", "-march=x86-64", *NATIVE_FLAGS[2:]))
 
 
 def compiler(script: str, anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +169,18 @@ def engine_says(warned: list[str]) -> Any:
     return engine.facts()["native"]
 
 
+def learner_says(warned: list[str], **train: Any) -> Any:
+    settings = made.model(""), Sampling.plain(4), made.train(**train), made.optim()
+    learner = Learner(small_model(), made.loss(), *settings, NullMeter(), warned.append)
+    assert learner.update(make_batch(), 0).moved
+    return learner.native
+
+
 @pytest.mark.usefixtures("anew")
 def test_the_oldest_instructions_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    march(monkeypatch)
+    if torch.cpu.get_capabilities()["architecture"] != "x86_64":
+        pytest.skip("this processor is not x86-64")
+    monkeypatch.setattr(loader, "FLAGS", ("-O0", "-march=x86-64", *loader.FLAGS[2:]))
     for dtype in (torch.float32, torch.bfloat16):
         for dim, group in ((24, 2), (64, 3)):
             case = Case([5, 31, 16, 90, 0], [20, 48, 1], (2, group, dim), dtype, dim + group)
@@ -181,6 +189,10 @@ def test_the_oldest_instructions_compute_the_same(monkeypatch: pytest.MonkeyPatc
         x, by = numbers(3, 100, dtype=dtype), 1 + numbers(100, seed=2, dtype=dtype) / 4
         scaled = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         assert close(norm(x, None, by, 1e-5, dtype), scaled.to(dtype).double() * by.double(), dtype)
+        for group, dim in ((2, 24), (3, 64), (1, 80)):
+            runs = runs_of(UNEVEN, 2, group, dim, dtype)
+            pairs = zip(tree_in_c(UNEVEN, runs, 0.125), by_hand(UNEVEN, runs, 0.125), strict=True)
+            assert all(close(found, wanted, dtype) for found, wanted in pairs)
     logits = numbers(9, 1000) * 3
     tokens, logprobs = draw(logits, torch.rand(9, dtype=torch.float64), torch.ones(9))
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=0)
@@ -192,67 +204,69 @@ REFUSE = 'for word; do test "$word" = -fopenmp && echo "error: unsupported optio
 @pytest.mark.parametrize("fault", ["no OpenMP", "another OpenMP"])
 def test_threads_other_than_pytorchs_are_not_used(fault: str, anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine with two threads uses what was made, which starts none of its own."""
-    symbols = lambda: Path(library("decode")._name).read_bytes()  # noqa: E731
+    assert learner_says([], native=False) is False and learner_says([]) is True
     if fault == "no OpenMP":
         compiler(f'{REFUSE}\nPATH="{os.environ["PATH"]}" exec {shutil.which("cc")} "$@"', anew, monkeypatch)
     else:
         change("decode", "#define CHUNK", "int omp_get_max_threads(void) { return 7; }\n#define CHUNK")
-    library.cache_clear()
     warned: list[str] = []
     with computing_with(2):
         assert engine_says(warned) is True and not warned
-    assert b"GOMP_parallel" not in symbols()
+    assert b"GOMP_parallel" not in Path(library("decode")._name).read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("cut", "added", "mode"),
+    ("length", "mode", "kept"),
     [
-        (None, b"", 0o700),  # as it was made: loaded, and not made again
-        (None, b"", 0o722),  # others could have written it
-        (9000, b"", 0o700),  # a bus error if it is loaded
+        (None, 0o700, True),  # as it was made
+        (None, 0o722, False),  # others could have written it
+        (9000, 0o700, False),  # a bus error if it is loaded
     ],
 )
 def test_a_library_that_is_not_as_it_was_made_is_made_again(
-    anew: Path, cut: int | None, added: bytes, mode: int, monkeypatch: pytest.MonkeyPatch
+    anew: Path, length: int | None, mode: int, kept: bool
 ) -> None:
     library("decode")
     (made,) = (anew / "cache" / "grpo-cli").iterdir()
     whole, number = made.read_bytes(), made.stat().st_ino
-    assert stat.S_IMODE(made.stat().st_mode) == 0o700
-    if (cut, mode) != (None, 0o700):
+    if not kept:
         made.unlink()  # what is loaded stays what it is
-        made.write_bytes(whole[:cut] + added)
+        made.write_bytes(whole[:length])
         made.chmod(mode)
     library.cache_clear()
     library("decode")
     assert made.read_bytes() == whole and stat.S_IMODE(made.stat().st_mode) == 0o700
-    assert (made.stat().st_ino == number) == ((cut, mode) == (None, 0o700))
+    assert (made.stat().st_ino == number) == kept
 
 
-def test_no_library_is_kept_in_the_current_folder_or_below_another_users(
-    anew: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["relative", "another user's", "a file", "read-only"])
+def test_where_no_library_can_be_kept_one_is_made_each_time(
+    place: str, anew: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Not in the current folder, and not below another user's."""
     monkeypatch.chdir(anew)
-    with monkeypatch.context() as relative:
-        relative.setenv("XDG_CACHE_HOME", "cache")
-        library("decode")
-    library.cache_clear()
-    monkeypatch.setattr(loader.os, "getuid", lambda: os.stat(anew).st_uid + 1)
+    cache = anew / "cache"
+    if place == "relative":
+        monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    elif place == "another user's":
+        monkeypatch.setattr(loader.os, "getuid", lambda: os.stat(anew).st_uid + 1)
+    elif place == "a file":
+        cache.write_text("not a folder")
+    else:
+        access = os.access
+        monkeypatch.setattr(
+            loader.os, "access", lambda path, mode: cache not in Path(path).parents and access(path, mode)
+        )
     library("decode")
-    assert not (anew / "cache").exists()
-
-
-def test_a_cache_that_cannot_be_written_is_done_without(anew: Path) -> None:
-    (anew / "cache").write_text("not a folder")
-    library("decode")
+    assert not list(anew.rglob("*.so"))
 
 
 def test_two_processes_compile_at_once_and_an_interrupted_one_leaves_nothing_that_is_loaded(anew: Path) -> None:
-    compiling = "from grpo_cli.native.library import WRONG, library; print(library('tree')._name)"
+    compiling = f"from grpo_cli.native import library as l; l.FLAGS = {loader.FLAGS}; print(l.library('tree')._name)"
     (anew / "cache" / "grpo-cli" / "tmp_of_one_that_was_killed").mkdir(parents=True, mode=0o700)
     (anew / "cache" / "grpo-cli").chmod(0o700)
-    start = lambda: subprocess.Popen([sys.executable, "-c", compiling], stdout=subprocess.PIPE, text=True)  # noqa: E731
-    both = [start(), start()]
+    command = [sys.executable, "-c", compiling]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     names = {process.communicate()[0].strip() for process in both}
     assert [process.returncode for process in both] == [0, 0]
     assert names == set(map(str, (anew / "cache" / "grpo-cli").glob("*.so")))
@@ -269,29 +283,31 @@ def test_two_processes_compile_at_once_and_an_interrupted_one_leaves_nothing_tha
 def test_a_compiler_that_fails_is_said_once(
     script: str | None, said: str, anew: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for one that is not there."""
+    """But for one that is not there. Updates do without, too."""
     if script == "noexec":
-
-        def refuse(name: str) -> Any:
-            raise OSError(f"{name}: failed to map segment from shared object".rpartition(": ")[2])
-
-        monkeypatch.setattr(loader.ctypes, "CDLL", refuse)
+        monkeypatch.setattr(loader.ctypes, "CDLL", Mock(side_effect=OSError("failed to map segment")))
     elif script is None:
         monkeypatch.setenv("PATH", str(anew))
     else:
         compiler(script, anew, monkeypatch)
-    warned: list[str] = []
-    assert said in engine_says(warned)
-    assert len(warned) == (script is not None) and all(said in w and "engine.native=false" in w for w in warned)
+    for says, setting in ((engine_says, "engine.native=false"), (learner_says, "train.native=false")):
+        warned: list[str] = []
+        assert said.replace("decode.c", "") in says(warned).replace("decode.c", "")
+        assert len(warned) == (script is not None) and all(said in w and setting in w for w in warned)
 
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
-    [("sums(parts[g]) * scale", "sums(parts[g])"), ("1.0f / sqrtf", "1.1f / sqrtf"), ("log(total)", "total")],
+    [
+        ("sums(parts[g]) * scale", "sums(parts[g])"),
+        ("1.0f / sqrtf", "1.1f / sqrtf"),
+        ("log(total)", "total"),
+        ("(*grad - common)", "(*grad + common)"),
+    ],
 )
 @pytest.mark.usefixtures("anew")
 def test_functions_that_compute_something_else_are_not_used(right: str, wrong: str) -> None:
-    change("decode", right, wrong)
-    warned: list[str] = []
-    assert engine_says(warned) == WRONG
-    assert len(warned) == 1 and "engine.native=false" in warned[0]
+    of_updates, warned = "grad" in right, list[str]()
+    change("tree" if of_updates else "decode", right, wrong)
+    assert (learner_says if of_updates else engine_says)(warned) == WRONG
+    assert len(warned) == 1 and f"{'train' if of_updates else 'engine'}.native=false" in warned[0]

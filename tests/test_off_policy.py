@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -14,13 +14,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from small import describe, one_and_the_rest, plain_batch, small_model
+from small import describe, one_and_the_rest, plain_batch, small_model, some_and_the_rest
 from test_learner import make_learner
 from test_seams import Spy, quiet
 from test_train import Recorder, make_trainer, settings_for
 
 from grpo_cli.collect.collection import StepCollection
-from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices
 from grpo_cli.config.compose import settings_of
@@ -40,7 +39,6 @@ from grpo_cli.types import (
     ScoredGroup,
     Span,
     Totals,
-    Verdict,
 )
 
 PROMPT = Prompt("p", (1,), "")
@@ -122,7 +120,7 @@ def test_no_number_of_a_step_with_given_tokens_is_nan(
     aged(monkeypatch, given_then_old)
     spy, recorder = Spy(), Recorder()
     settings = quiet(settings_for(tmp_path, steps=2, minibatches=2), m=m)
-    parts: dict[str, Any] = {"correction": made.correction(choice), "advantage": made.advantage("novelty")}
+    parts: dict[str, Any] = {"correction": made.correction(choice)}
     parts["downsample"] = lambda group, keep, rng: list(range(keep))
     trainer = make_trainer(settings, loss=spy, trackers=(recorder,), **parts)
     trainer._learner.updates = 10
@@ -142,13 +140,12 @@ def test_no_number_of_a_step_with_given_tokens_is_nan(
 # Old tokens.
 
 
-class Table(torch.nn.Module):
+class Table:
     """Two tokens of three, the second's distribution depending on the first: every string can be counted."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.logits = torch.nn.Parameter(torch.randn(4, 3, generator=generator, dtype=torch.float64))
+        self.logits = torch.randn(4, 3, generator=generator, dtype=torch.float64).requires_grad_()
 
     def logprobs(self) -> torch.Tensor:
         """Of all nine strings: zero for the prompt, then of both tokens."""
@@ -187,7 +184,7 @@ def lagged(*versions: int) -> torch.Tensor:
     return torch.stack([first[:, 0], first[:, 1], second[:, 2]], dim=1)
 
 
-@pytest.mark.parametrize("versions", [(0, 0), (1, 1), (2, 2), (3, 1), (4, 0)])
+@pytest.mark.parametrize("versions", [(0, 0), (2, 2), (3, 1), (4, 0)])
 def test_importance_weights_of_sequences_have_no_bias_at_any_lag(versions: tuple[int, int]):
     """Version 0 is the policy; a partial rollout has two. Exact: all strings are counted, none is sampled."""
     policy = Table(0)
@@ -200,7 +197,7 @@ def test_importance_weights_of_sequences_have_no_bias_at_any_lag(versions: tuple
         assert not torch.allclose(uncorrected, exact, atol=1e-2)
 
 
-@pytest.mark.parametrize("lag", [1, 2, 3])
+@pytest.mark.parametrize("lag", [1, 3])
 def test_decoupled_weights_have_no_bias_where_only_the_last_token_is_paid_for(lag: int):
     """Per token they answer for the token and not for those before it: the last token's part is exact given the first,
     which the sampler drew."""
@@ -216,22 +213,20 @@ def test_decoupled_weights_have_no_bias_where_only_the_last_token_is_paid_for(la
 def test_how_much_is_old_or_given_is_told_of_the_tokens_that_are_trained_on():
     batch = batch_of(rollout(0, (GIVEN, 1), (3, 2), (5, 1)), rollout(1, (4, 2)), rollout(2, (1, 4)))
     weights = batch.weights * batch.spread(torch.tensor([1.0, 1.0, 0.0]))  # the oldest counts nothing
-    found = reuse_metrics(replace(batch, weights=weights))
     expected = {"off/token_share": 4 / 6, "off/lag_mean": (2 + 2 + 0 + 1 + 1) / 5, "off/lag_max": 2.0}
-    assert found == {**expected, "off/given_share": 1 / 6}
+    assert reuse_metrics(replace(batch, weights=weights)) == {**expected, "off/given_share": 1 / 6}
     assert reuse_metrics(batch)["off/lag_max"] == 4.0
     assert reuse_metrics(batch_of(rollout(0, (5, 3)))) == {}
-    nothing = reuse_metrics(replace(batch, weights=0 * weights))
-    assert set(nothing.values()) == {0.0} and all(type(value) is float for value in nothing.values())
+    assert set(reuse_metrics(replace(batch, weights=0 * weights)).values()) == {0.0}
 
 
 # optim.ess
 
 
-def weighed(*weights: float, tokens: int = 2) -> tuple[Batch, torch.Tensor]:
-    """A batch of rows that the learner finds so many times as likely as the sampler did."""
-    batch = batch_of(*(rollout(i, (5, tokens)) for i in range(len(weights))))
-    return batch, batch.sampler_logprobs + batch.spread(torch.tensor(weights).log()) / tokens
+def logged(*log_weights: float) -> tuple[Batch, torch.Tensor]:
+    """A batch of rows of two tokens each, of which the learner's and the sampler's probabilities differ by so much."""
+    batch = batch_of(*(rollout(i, (5, 2)) for i in range(len(log_weights))))
+    return batch, batch.sampler_logprobs + batch.spread(torch.tensor(log_weights)) / 2
 
 
 @pytest.mark.parametrize(
@@ -239,11 +234,11 @@ def weighed(*weights: float, tokens: int = 2) -> tuple[Batch, torch.Tensor]:
     [((8.0, *[1.0] * 7), 0.39613, 0.62939), ((1.0, 2.0, 3.0, 4.0), 0.83333, 0.91287), ((3.0, 3.0), 1.0, 1.0)],
 )
 def test_an_update_is_worth_its_effective_sample_size(weights: tuple[float, ...], share: float, root: float):
-    found = effective_share(*weighed(*weights))
+    found = effective_share(*logged(*map(math.log, weights)))
     assert found == pytest.approx(share, abs=5e-6) and found <= 1.0
     assert rate_factor("sqrt", found, 1.0) == pytest.approx(root, abs=5e-6)
-    assert rate_factor("linear", found, 1.0) == found and rate_factor("none", found, 1.0) == 1.0
-    assert effective_share(*weighed(*(7 * w for w in weights))) == pytest.approx(found, rel=1e-5)
+    assert rate_factor("linear", found, 1.0) == found
+    assert rate_factor("linear", found, found) == rate_factor("sqrt", found, 0.1) == 1.0
 
 
 def test_given_tokens_and_rows_that_count_nothing_have_no_part_in_the_sample_size():
@@ -257,18 +252,6 @@ def test_given_tokens_and_rows_that_count_nothing_have_no_part_in_the_sample_siz
     assert effective_share(replace(batch, weights=0 * weights), logprobs) == 1.0
 
 
-def logged(*log_weights: float) -> tuple[Batch, torch.Tensor]:
-    """A batch of rows of two tokens each, of which the learner's and the sampler's probabilities differ by so much."""
-    batch, logprobs = weighed(*[1.0] * len(log_weights))
-    return batch, logprobs + batch.spread(torch.tensor(log_weights)) / 2
-
-
-def by_definition(log_weights: Sequence[float]) -> float:
-    """(sum w)^2 / (B sum w^2) in decimals, whose exponents have no end that matters here."""
-    w = [Decimal(one).exp() for one in log_weights]
-    return float(sum(w) ** 2 / (len(w) * sum(one * one for one in w)))
-
-
 # Sixteenths are exact in every sum that is made of them.
 sixteenths = st.integers(-32_000, 32_000).map(lambda whole: whole / 16)
 
@@ -278,19 +261,10 @@ sixteenths = st.integers(-32_000, 32_000).map(lambda whole: whole / 16)
 @example(log_weights=[-25.0, -60.0, -40.0, -90.0], further=-2000.0)
 @example(log_weights=[25.0, 60.0, 40.0, 90.0], further=2000.0)
 def test_the_share_is_that_of_the_definition_however_far_all_rollouts_are_off(log_weights: list[float], further: float):
-    share = effective_share(*logged(*log_weights))
-    assert share == pytest.approx(by_definition(log_weights), rel=1e-9)
+    """(sum w)^2 / (B sum w^2) in decimals, whose exponents have no end that matters here."""
+    share, w = effective_share(*logged(*log_weights)), [Decimal(one).exp() for one in log_weights]
+    assert share == pytest.approx(float(sum(w) ** 2 / (len(w) * sum(one * one for one in w))), rel=1e-9)
     assert effective_share(*logged(*(one + further for one in log_weights))) == share
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_no_number_is_not_taken_for_a_full_share(bad: float):
-    assert math.isnan(effective_share(*logged(0.0, bad, -3.0)))
-    batch = uneven()
-    broken = batch.sampler_logprobs.clone()
-    broken[-1] = -bad
-    update = make_learner(small_model(), ess="sqrt").update(replace(batch, sampler_logprobs=broken), 0)
-    assert update.fault == "off/ess is nan" and not update.moved
 
 
 def uneven() -> Batch:
@@ -318,97 +292,52 @@ def test_the_sample_size_is_that_of_the_whole_update_however_it_is_cut(tokens: i
 
 
 def test_without_optim_ess_it_is_measured_where_anything_is_old_and_changes_nothing() -> None:
-    old = make_learner(small_model()).update(uneven(), 0).metrics
-    new = make_learner(small_model()).update(replace(uneven(), lags=None), 0).metrics
-    assert old["optim/lr"] == new["optim/lr"] == 0.25
-    assert 0 < old["off/ess"] < 1 and "off/ess" not in new
-    asked = make_learner(small_model(), ess="sqrt", ess_reference=0.5).update(replace(uneven(), lags=None), 0).metrics
-    assert asked["optim/lr"] == 0.25 * min(1.0, math.sqrt(asked["off/ess"] / 0.5))
+    """With it a share that is no number is a fault, not a full share."""
+    batch, found = uneven(), list[Any]()
+    for aged, words in ((batch, {}), (replace(batch, lags=None), {}), (replace(batch, lags=None), {"ess": "sqrt"})):
+        found.append(make_learner(small_model(), **words).update(aged, 0).metrics)
+    old, new, asked = found
+    assert old["optim/lr"] == new["optim/lr"] == 0.25 and 0 < old["off/ess"] < 1 and "off/ess" not in new
+    assert asked["optim/lr"] == 0.25 * math.sqrt(asked["off/ess"])
+    for bad in (math.nan, math.inf):
+        assert math.isnan(effective_share(*logged(0.0, bad, -3.0)))
+        broken = replace(batch, sampler_logprobs=batch.sampler_logprobs.index_fill(0, torch.tensor([9]), -bad))
+        update = make_learner(small_model(), ess="sqrt").update(broken, 0)
+        assert update.fault == "off/ess is nan" and not update.moved
 
 
 # What is said.
 
 
 @pytest.mark.parametrize(
-    ("parts", "ess", "warned"),
-    [
-        ({}, "none", True),
-        pytest.param({"correction": made.correction("tis")}, "none", False, marks=pytest.mark.matrix),
-        ({"correction": made.correction(prox="drawn")}, "none", False),
-        pytest.param({"correction": made.correction(prox="ewma")}, "none", True, marks=pytest.mark.matrix),
-        ({}, "sqrt", False),
-    ],
-    ids=["nothing", "tis", "drawn", "ewma", "ess"],
+    ("choice", "prox", "ess", "warned"),
+    some_and_the_rest(
+        [
+            ("none", "now", "none", True),
+            ("tis", "now", "none", False),
+            ("none", "drawn", "none", False),
+            ("none", "ewma", "none", True),
+            ("none", "now", "sqrt", False),
+        ],
+        [("none", "now", "none", True), ("none", "drawn", "none", False), ("none", "now", "sqrt", False)],
+    ),
 )
 def test_what_answers_for_old_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any], ess: str, warned: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, prox: str, ess: str, warned: bool
 ) -> None:
     aged(monkeypatch, lambda one, version: replace(one, spans=(Span(version - 2, len(one)),)))
     warnings, settings = list[str](), quiet(settings_for(tmp_path, steps=1))
     settings = replace(settings, optim=replace(settings.optim, ess=ess))
-    trainer = make_trainer(settings, warn=warnings.append, **parts)
+    trainer = make_trainer(settings, warn=warnings.append, correction=made.correction(choice, prox=prox))
     trainer._learner.updates = 10
     trainer.fit()
     assert ["off/token_share is 1.00" in text for text in warnings].count(True) == warned
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("correction.prox=drawn engine=vllm", "prox=drawn .*engine=vllm .*correction.prox=now"),
-        ("correction.prox=drawn engine=ray engine.inner=vllm", "prox=drawn .*engine.inner=vllm .*correction.prox=now"),
-        ("correction.prox=drawn sparsity=rkv", "prox=drawn .*sparsity=rkv .*correction.prox=now"),
-    ],
+    ("words", "named"),
+    [("engine=vllm", "engine=vllm"), ("engine=ray engine.inner=vllm", "engine.inner=vllm"), ("sparsity=rkv",) * 2],
 )
-def test_what_cannot_work_is_refused_before_a_model_is_loaded(words: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check(settings_of(*words.split()))
-
-
-class Silent:
-    """A correction that lacks what its protocol has."""
-
-    needs_policy_logprobs = rejects = False
-
-    def __call__(self, batch: Any, policy_logprobs: Any) -> Verdict:
-        raise AssertionError("it is not called")
-
-
-def test_a_correction_of_one_s_own_that_lacks_a_member_is_refused() -> None:
-    parts = {**made.settings().parts, "correction": {"_target_": "test_off_policy.Silent"}}
-    with pytest.raises(UserError, match="correction: test_off_policy.Silent lacks count_rejected, prox, prox_window"):
-        check(replace(made.settings(), parts=parts))
-
-
-def stored(name: str, rewards: Sequence[float] = (1.0, 0.0), version: int = 0, logprob: float = -1.0) -> ScoredGroup:
-    """Of rollouts of two tokens each."""
-    prompt = Prompt(name, (1, 3), "x")
-    requests = [Request(prompt, sample, 2**64 - 1 - sample, Sampling.plain(8)) for sample in range(len(rewards))]
-    rollouts = tuple(
-        Rollout(r, (4, 5 + r.sample), (logprob,) * 2, Finish.EOS, 2, (Span(version, 2),)) for r in requests
-    )
-    return ScoredGroup(prompt, rollouts, tuple(Reward(r, {"correct": r}, weights={"correct": 1.0}) for r in rewards))
-
-
-def test_a_group_comes_back_from_plain_values_as_it_was() -> None:
-    given = replace(stored("a").rollouts[0], sampler_logprobs=(math.nan, -0.5), spans=(Span(GIVEN, 1), Span(3, 1)))
-    whole = replace(stored("a"), rollouts=(given, replace(given, token_ids=(), sampler_logprobs=(), spans=())))
-    again = from_plain(to_plain(whole))
-    assert math.isnan(again.rollouts[0].sampler_logprobs[0]) and again.rollouts[0].sampler_logprobs[1] == -0.5
-    known = [replace(r, sampler_logprobs=()) for r in again.rollouts]
-    assert known == [replace(r, sampler_logprobs=()) for r in whole.rollouts]
-    assert (again.prompt, again.rewards) == (whole.prompt, whole.rewards)
-
-
-def test_the_ratio_is_to_the_policy_that_drew_a_token() -> None:
-    """A group of version 2 with log-probability -2 beside one of version 5 with -1; the policy now says -1 of all."""
-    batch = collate([stored("a", version=5), stored("b", version=2, logprob=-2.0)], 5)
-    verdict = verdict_on(made.correction("decoupled"), batch, torch.full(batch.weights.shape, -1.0))
-    weights = corrected(batch, verdict).weights
-    assert weights.tolist() == pytest.approx([1.0] * 4 + [math.e] * 4)
-    assert reuse_metrics(batch) == {
-        "off/token_share": 0.5,
-        "off/lag_mean": 1.5,
-        "off/lag_max": 3.0,
-        "off/given_share": 0.0,
-    }
+def test_drawn_is_refused_before_a_model_is_loaded_where_the_sampler_is_not_the_policy(words: str, named: str) -> None:
+    with pytest.raises(UserError, match=f"prox=drawn .*{named} .*correction.prox=now"):
+        check(settings_of("correction.prox=drawn", *words.split()))

@@ -21,10 +21,9 @@ from test_stop import engine as reading_engine
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
-from grpo_cli.collect.resuming import begun, first_seed, joined, rest_of
+from grpo_cli.collect.resuming import GOLDEN, begun, joined, rest_of
 from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.instantiate import ready
-from grpo_cli.engine.ray_engine import RayEngine
 from grpo_cli.engine.sampling import uniforms
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
 from grpo_cli.engine.torch_engine import TorchEngine
@@ -62,6 +61,11 @@ def after(count: int) -> Callable[[Rollout], bool]:
     return enough
 
 
+def first_seed(request: Request) -> int:
+    """Return the seed that a rollout started with, from the request for its rest."""
+    return (request.seed - request.resumed * GOLDEN) % 2**64
+
+
 def key(rollout: Rollout) -> tuple[str, int]:
     return rollout.request.prompt.id, rollout.request.sample
 
@@ -95,11 +99,7 @@ def engine_of(sampler: str, plan: str) -> TorchEngine:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_stopped_rollout_goes_on_as_if_it_had_not_been_stopped(sampler: str, plan: str) -> None:
-    goes_on_as_itself(engine_of(sampler, plan))
-
-
-def goes_on_as_itself(engine: TorchEngine) -> None:
-    requests = some_requests(n=6)
+    engine, requests = engine_of(sampler, plan), some_requests(n=6)
     whole = by_key(list(make_engine(MODEL).generate(requests)))
     begun_before = {key(begun(r)): begun(r) for r in requests}
     rounds = 0
@@ -121,14 +121,6 @@ def goes_on_as_itself(engine: TorchEngine) -> None:
         np.testing.assert_allclose(rollout.sampler_logprobs, whole[name].sampler_logprobs, atol=2e-5)
         versions = [span.version for span in rollout.spans]
         assert versions == sorted(set(versions)) and sum(span.count for span in rollout.spans) == len(rollout)
-
-
-def test_what_ends_in_the_same_step_has_ended_and_the_rest_is_as_far_as_it_came() -> None:
-    requests = some_requests(prompts=1, n=4, tokens=6)
-    engine = make_engine(MODEL, eos_token_ids=(99,), sampler=infinite(slots=2))
-    made = list(engine.generate(requests, after(1)))
-    assert [(len(r), r.finish.value) for r in made] == [(6, "length")] * 2 + [(0, "partial")] * 2
-    assert engine.stats().decode_steps == 5
 
 
 def test_predictors_learn_from_what_has_ended_by_itself_and_from_its_beginning_on() -> None:
@@ -153,7 +145,7 @@ def test_predictors_learn_from_what_has_ended_by_itself_and_from_its_beginning_o
 
 @pytest.mark.bits
 @pytest.mark.parametrize("stop", [("d",), ("fgf", "cc", "e"), tuple("a" + letter for letter in "bcdefghij")])
-@pytest.mark.parametrize("before", [1, 2, 5])
+@pytest.mark.parametrize("before", [1, 5])
 def test_a_stop_string_that_began_before_the_border_is_found(stop: tuple[str, ...], before: int) -> None:
     """Rollouts that were stopped so many tokens before the one that completes a string."""
     requests = stopping(some_requests(n=12), stop)
@@ -307,6 +299,10 @@ def test_in_fifty_steps_every_rollout_ends_once_and_as_it_would_have_by_itself(
                 versions = [span.version for span in rollout.spans]
                 assert versions == sorted(set(versions)) and sum(s.count for s in rollout.spans) == len(rollout)
                 assert step - versions[0] <= max_lag
+        left = [one for group in held_of(rule) for one in group.rollouts if one.finish is Finish.PARTIAL]
+        metrics = collection.metrics()
+        carried = (metrics["collect/carried_rollouts"], metrics["collect/carried_tokens"])
+        assert carried == (len(left), sum(map(len, left)))
         held = {group.prompt.id for group in held_of(rule)}
         assert not held & {group.prompt.id for group in groups}
         assert len(held) <= surplus * 4
@@ -349,17 +345,6 @@ def test_another_surplus_goes_on_with_what_is_held() -> None:
     steps = [step_of(engine, step, curriculum=curriculum).run(plain) for step in (1, 2, 3)]
     assert len(held) > 4 and held <= {group.prompt.id for groups in steps for group in groups}
     assert held_of(plain) == []
-
-
-def test_what_is_carried_on_is_told() -> None:
-    engine, rule = Slotted(6), Partial(surplus=1.0, max_lag=4)
-    collection = step_of(engine, 0)
-    collection.run(rule)
-    partial = [r for group in held_of(rule) for r in group.rollouts if r.finish is Finish.PARTIAL]
-    metrics = collection.metrics()
-    assert metrics["collect/carried_rollouts"] == len(partial) > 0
-    assert metrics["collect/carried_tokens"] == sum(map(len, partial)) > 0
-    assert metrics["collect/rollouts_max"] == 3 and metrics["collect/problems"] == 8
 
 
 # What a collector may do with partial rollouts
@@ -416,7 +401,15 @@ def test_a_limit_makes_rollouts_partial_and_what_is_not_resumed_is_left_out() ->
     assert all(len(rollout) <= 5 for group in groups[2:] for rollout in group.rollouts)
 
 
-def test_a_problem_that_is_held_and_made_anew_is_not_mixed_up() -> None:
+def test_without_a_surplus_steps_are_plain_ones() -> None:
+    engines, rules = (Slotted(5), Slotted(5)), (Partial(surplus=0.0, max_lag=4), equal)
+    orders = [Epochs(PROBLEMS, 4, 0) for _ in rules]
+    for step in range(4):
+        found, plain = (step_of(e, step, curriculum=o).run(r) for e, o, r in zip(engines, orders, rules, strict=True))
+        assert sorted(found, key=lambda group: group.prompt.id) == sorted(plain, key=lambda group: group.prompt.id)
+
+
+def test_what_is_held_is_not_mixed_up_and_goes_on_with_the_sampling_that_it_was_begun_with() -> None:
     engine, rule = Slotted(6), Partial(surplus=1.0, max_lag=4)
     step_of(engine, 0).run(rule)
     held = held_of(rule)
@@ -426,11 +419,6 @@ def test_a_problem_that_is_held_and_made_anew_is_not_mixed_up() -> None:
 
     with pytest.raises(UserError, match="of which this step has another group: pass its id to step.pick"):
         step_of(engine, 1).run(forgets)
-
-
-def test_a_rollout_goes_on_with_the_sampling_that_it_was_begun_with() -> None:
-    engine, rule = Slotted(6), Partial(surplus=1.0, max_lag=4)
-    step_of(engine, 0).run(rule)
     said = "begun with sampling.max_new_tokens=40, and this run has sampling.max_new_tokens=2: resume with the former"
     with pytest.raises(UserError, match=said):
         step_of(engine, 1, tokens=2).run(rule)
@@ -440,16 +428,6 @@ def test_a_rollout_goes_on_with_the_sampling_that_it_was_begun_with() -> None:
 
 
 TRAINED = ("record.rollouts=-1", "optim.lr=1e-3")
-
-
-def test_a_run_without_a_surplus_is_a_plain_one_to_the_bit(tmp_path: Path) -> None:
-    words = (*TRAINED, "sampler=infinite", "sampler.slots=5")
-    trained(tmp_path / "equal", *words)
-    trained(tmp_path / "partial", *words, "collector=partial", "collector.surplus=0")
-    metrics, rollouts = records(tmp_path / "partial")
-    carried = [{row.pop(f"collect/carried_{what}") for what in ("rollouts", "tokens")} for row in metrics[1:]]
-    assert carried == [{0.0}] * 2
-    assert (metrics, rollouts) == records(tmp_path / "equal")
 
 
 def test_a_run_goes_on_with_its_partial_rollouts_from_a_checkpoint(tmp_path: Path) -> None:
@@ -463,11 +441,6 @@ def test_a_run_goes_on_with_its_partial_rollouts_from_a_checkpoint(tmp_path: Pat
     assert "partial" not in {json.loads(line)["finish"] for line in rollouts.splitlines()}
     with pytest.raises(UserError, match="the checkpoint holds what collector=partial has learnt, and this run's"):
         trained(tmp_path / "cut", *words, f"resume={tmp_path / 'cut'}", "collector=equal", "train.steps=5")
-
-
-def test_workers_that_tell_of_whole_rollouts_only_are_asked_for_nothing_else() -> None:
-    with pytest.raises(UserError, match="engine=ray cannot stop rollouts before their end"):
-        next(RayEngine.generate(object.__new__(RayEngine), [], after(1)))
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -95,31 +95,20 @@ def by_hand(
     return total.item(), gradients(model)
 
 
-def assert_equal(first: tuple[float, list[torch.Tensor]], second: tuple[float, list[torch.Tensor]]) -> None:
-    assert first[0] == pytest.approx(second[0], abs=1e-5)
-    for a, b in zip(first[1], second[1], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("stats_over", ["kept", "group"])
+@pytest.mark.parametrize(("keep", "stats_over"), [(3, "kept"), (3, "group"), (6, "kept")])
 @pytest.mark.parametrize("rule", RULES)
-def test_loss_and_gradient_are_those_of_the_kept_rollouts_alone(rule, stats_over):
+def test_loss_and_gradient_are_those_of_the_kept_rollouts_alone(rule, keep, stats_over):
+    """With m equal to n they are plain GRPO's."""
     groups = scored_groups()
-    selected = chosen(groups, rule, 3, stats_over)
+    selected = chosen(groups, rule, keep, stats_over)
     kept = [s.indices for s in selected]
-    assert all(len(indices) == 3 for indices in kept)
-    if rule == "maxreward" and stats_over == "kept":  # what a deviation of 0 does is the advantage's test
+    assert [len(indices) for indices in kept] == [keep] * 3
+    if rule == "maxreward" and (keep, stats_over) == (3, "kept"):  # what a deviation of 0 does is the advantage's test
         groups, selected, kept = groups[:1] + groups[2:], selected[:1] + selected[2:], kept[:1] + kept[2:]
-    assert_equal(ours(selected, micro_batch_tokens=40), by_hand(groups, kept, stats_over))
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_with_m_equal_to_n_loss_and_gradient_are_plain_grpo_s(rule):
-    groups = scored_groups()
-    whole = [tuple(range(6))] * 3
-    selected = chosen(groups, rule, 6, "kept")
-    assert [s.indices for s in selected] == whole
-    assert_equal(ours(selected, micro_batch_tokens=60), by_hand(groups, whole, "kept"))
+    found, expected = ours(selected, micro_batch_tokens=40), by_hand(groups, kept, stats_over)
+    assert found[0] == pytest.approx(expected[0], abs=1e-5)
+    for one, other in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 # Named runs
@@ -137,14 +126,6 @@ def test_every_experiment_can_be_run_as_it_stands(name):
     check(composed(f"experiment={name}"))
 
 
-def test_the_baselines_of_an_experiment_differ_from_it_in_n_and_m_and_the_length_of_the_run_only():
-    """So that `m=64` on the command line and the file are one thing."""
-    assert composed("experiment=grpo_ga_arithmetic") == composed("experiment=pods_arithmetic", "m=64", "train.steps=50")
-    assert composed("experiment=grpo_arithmetic") == composed("experiment=pods_arithmetic", "n=16", "m=16")
-    in_six_hours = ("train.steps=2850", "train.checkpoint_every=238", "eval.every=238")
-    assert composed("experiment=grpo_gsm8k") == composed("experiment=pods_gsm8k", "n=16", "m=16", *in_six_hours)
-
-
 def test_pods_trains_on_a_quarter_chosen_by_variance_and_the_command_line_has_the_last_word():
     for name in (name for name in EXPERIMENTS if name.startswith("pods_")):
         run = composed(f"experiment={name}")
@@ -160,66 +141,34 @@ def test_pods_trains_on_a_quarter_chosen_by_variance_and_the_command_line_has_th
 SMALL = ["n=4", "m=2", "train.steps=1", "train.prompts=2", "sampling.max_new_tokens=6", "eval.every=0", "logger=jsonl"]
 
 USER_RULES = """
-import numpy as np
-
 def ends(group, keep, rng, first=0):
     return [first, len(group.rollouts) - 1]
 
-def only_in_trial(answer):
-    # right on the group that a rule is tried on before the run, wrong in the run
-    return lambda group, keep: [0, 1] if group.prompt.id.startswith("synthetic") else answer
-
 def twice(group, keep, rng):
-    return only_in_trial([3, 3])(group, keep)
-
-def too_few(group, keep, rng):
-    return only_in_trial(np.array([2]))(group, keep)
-
-def beyond(group, keep, rng):
-    return only_in_trial([0, 4])(group, keep)
+    # right on the group that a rule is tried on before the run, wrong in the run
+    return [0, 1] if group.prompt.id.startswith("synthetic") else [3, 3]
 """
 
 
-@pytest.fixture
-def user_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def test_a_rule_of_one_s_own_decides_what_is_trained_on_and_stops_the_run_if_it_answers_wrongly(tmp_path, monkeypatch):
     (tmp_path / "rules_of_a_pods_user.py").write_text(USER_RULES)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
 
+    def run(rule: str, *words: str) -> Result:
+        words = (*SMALL, f"downsample._target_=rules_of_a_pods_user.{rule}", *words)
+        return CliRunner().invoke(cli.app, ["train", *words], prog_name="grpo")
 
-def grpo_train(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ["train", *SMALL, *arguments], prog_name="grpo")
-
-
-def test_a_rule_of_one_s_own_decides_what_is_trained_on(user_rules):
-    result = grpo_train(
-        "downsample._target_=rules_of_a_pods_user.ends",
-        "+downsample.first=1",
-        "record.rollouts=-1",
-        "hydra.run.dir=run",
-    )
+    result = run("ends", "+downsample.first=1", "record.rollouts=-1", "hydra.run.dir=run")
     assert result.exit_code == 0, result.output
-    (record,) = (json.loads(line) for line in (user_rules / "run/metrics.jsonl").read_text().splitlines()[1:])
+    (record,) = (json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()[1:])
     assert (record["rollouts/generated"], record["rollouts/trained"]) == (8, 4)
-    rows = [json.loads(line) for line in (user_rules / "run/rollouts.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
     assert [row["sample"] for row in rows if row["kept"]] == [1, 3, 1, 3]
-
-
-@pytest.mark.parametrize(
-    ("rule", "complaint"),
-    [
-        ("twice", "[3, 3]"),
-        ("too_few", "[2]"),
-        ("beyond", "[0, 4]"),
-    ],
-)
-def test_a_rule_that_answers_wrongly_stops_the_run_with_its_name_and_the_prompt(user_rules, rule, complaint):
-    result = grpo_train(f"downsample._target_=rules_of_a_pods_user.{rule}")
-    assert result.exit_code == 2
+    result = run("twice", "hydra.run.dir=wrong")
+    assert result.exit_code == 2 and "Traceback" not in result.stderr
     message = result.stderr.splitlines()[-1]
-    assert message.startswith(f"error: downsample rules_of_a_pods_user.{rule} returned {complaint} for prompt train-")
+    assert message.startswith("error: downsample rules_of_a_pods_user.twice returned [3, 3] for prompt train-")
     assert message.endswith("return 2 different indices from 0 to 3")
-    assert "Traceback" not in result.stderr
 
 
 def test_many_rollouts_of_few_problems_are_those_of_one_round_in_the_memory_of_few(tmp_path: Path) -> None:
@@ -237,16 +186,3 @@ def test_many_rollouts_of_few_problems_are_those_of_one_round_in_the_memory_of_f
     assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(few, all_of_them, strict=True))
     assert in_slots["engine/slots"] == 16 and at_once["engine/slots"] > 16
     assert in_slots["engine/kv_peak_bytes"] < at_once["engine/kv_peak_bytes"] / 2
-
-
-def test_broad_groups_are_trained_on_whole() -> None:
-    broad, wide = composed("experiment=brorl_arithmetic"), composed("experiment=wide_arithmetic")
-    assert broad.m == broad.n == 512
-    assert broad.train.prompts * broad.m == wide.train.prompts * wide.m, "a step of a size that a laptop makes"
-
-
-def test_a_wide_step_keeps_the_size_of_an_update() -> None:
-    plain, wide = composed(), composed("experiment=wide_arithmetic")
-    assert wide.optim == plain.optim and wide.n == plain.n
-    rows = [run.train.prompts * run.m / run.train.minibatches for run in (plain, wide)]
-    assert rows[0] == rows[1] == 256

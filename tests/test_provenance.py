@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -21,21 +22,19 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "checkout"
     folder.mkdir()
     (folder / "code.py").write_text("one")
-    git(folder, "init", "-q")
-    git(folder, "add", "code.py")
-    git(folder, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one")
-    git(folder, "-c", "user.name=a", "-c", "user.email=a@b", "tag", "-am", "v", "v1-2")
+    me = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (["init", "-q"], ["add", "code.py"], [*me, "commit", "-qm", "one"], [*me, "tag", "-am", "v", "v1-2"]):
+        git(folder, *words)
     return folder
 
 
 def git(folder: Path, *words: str) -> str:
-    try:
-        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-    except FileNotFoundError:
+    if shutil.which("git") is None:
         pytest.skip("git is not installed")
+    return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_a_checkout_is_its_commit_and_whether_a_tracked_file_differs(repository: Path) -> None:
+def test_a_checkout_is_its_commit_and_whether_a_tracked_file_differs(repository):
     commit = git(repository, "rev-parse", "HEAD")
     (repository / "untracked.py").write_text("not part of it")
     assert checkout_state(repository) == (commit, False)
@@ -45,9 +44,7 @@ def test_a_checkout_is_its_commit_and_whether_a_tracked_file_differs(repository:
     assert checkout_state(repository.parent / "other") == (commit, False)
 
 
-def test_neither_the_current_folder_nor_the_environment_names_another_repository(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neither_the_current_folder_nor_the_environment_names_another_repository(repository, monkeypatch):
     monkeypatch.chdir(repository)
     monkeypatch.setenv("GIT_DIR", str(repository / ".git"))
     installed = repository / "site-packages"
@@ -57,9 +54,7 @@ def test_neither_the_current_folder_nor_the_environment_names_another_repository
     assert checkout_state(installed) == (None, None)
 
 
-def test_without_git_without_commits_and_with_a_git_that_hangs_there_is_no_commit(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_git_without_commits_and_with_a_git_that_hangs_there_is_no_commit(repository, tmp_path, monkeypatch):
     git(tmp_path, "init", "-q")
     assert checkout_state(tmp_path) == (None, None)
     programs = tmp_path / "programs"

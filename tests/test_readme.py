@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from test_architecture import ROWS
 
 from grpo_cli.cli.main import app
-from grpo_cli.config.check import check, check_eval
+from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, is_experimental, parts_of
 from grpo_cli.config.comments import flow, read_choice, read_conf
 from grpo_cli.config.compose import read_settings
@@ -160,7 +160,7 @@ def test_the_settings_of_every_command_can_be_read(name: str, tmp_path: Path, mo
             try:
                 settings = read_settings(compose(name, [*given, "run_dir=somewhere"]), KINDS[name])
                 if chosen not in checked:
-                    check_eval(settings) if name == "eval" else check(settings)
+                    check(settings)
             except (UserError, HydraException) as error:
                 pytest.fail(f"grpo {name} {shlex.join(words)}: {error}")
             checked.add(chosen)

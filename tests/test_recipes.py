@@ -12,9 +12,8 @@ import torch
 import yaml
 from planned import peak_on_a_gpu, problems
 from small import some_and_the_rest
-from typer.testing import CliRunner
+from typed import done
 
-from grpo_cli.cli.main import app
 from grpo_cli.config.auto import fill
 from grpo_cli.config.compose import settings_of
 from grpo_cli.runs.record import read_record
@@ -62,17 +61,11 @@ def test_a_task_of_ones_own_without_a_recipe_has_the_numbers_of_text_tasks(tmp_p
     (tmp_path / "task").mkdir()
     (tmp_path / "task" / "own.yaml").write_text("_target_: own.Task\n")
     shown = yaml.safe_load(
-        grpo("train", "--cfg", "job", f"--config-dir={tmp_path}", "task=own", "model=hf", "model.path=x")
+        done("train", "--cfg", "job", f"--config-dir={tmp_path}", "task=own", "model=hf", "model.path=x")
     )
     assert "recipe" not in shown["task"]
     fill(shown)
     assert (shown["sampling"]["max_new_tokens"], shown["eval"]["problems"], shown["eval"]["every"]) == (512, 200, 20)
-
-
-def grpo(*words: str) -> str:
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 SMALL = ("logger=jsonl", "n=2", "train.prompts=2", "train.steps=1", "eval.problems=2", "eval.k=1", "eval.every=1")
@@ -80,10 +73,10 @@ SMALL = ("logger=jsonl", "n=2", "train.prompts=2", "train.steps=1", "eval.proble
 
 def test_a_run_writes_its_numbers_down_and_goes_on_with_them_whatever_a_recipe_says_since(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    grpo("train", *SMALL, "hydra.run.dir=R")
+    done("train", *SMALL, "hydra.run.dir=R")
     begun = read_record(Path("R"))
     assert begun.config["optim"]["lr"] == 5e-4 and begun.config["sampling"]["max_new_tokens"] == 128
-    grpo("train", "resume=R", "train.steps=2", "model.recipe.lr=3e-3")  # as a version with another default has it
+    done("train", "resume=R", "train.steps=2", "model.recipe.lr=3e-3")  # as a version with another default has it
     lr = [json.loads(line).get("optim/lr") for line in Path("R/metrics.jsonl").read_text().splitlines()]
     assert read_record(Path("R")).config["optim"]["lr"] == 5e-4
     assert lr[2] == pytest.approx(5e-4 * 2 / 5), "the second of five steps of warm-up"

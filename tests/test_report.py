@@ -18,9 +18,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
-from grpo_cli.report.compare import compare, estimate
+from grpo_cli.report.compare import Comparison, compare, estimate
 from grpo_cli.report.curves import Curve, curve_of, deviation, mean_curve
-from grpo_cli.report.evaluations import headline
 from grpo_cli.report.make import make, training_runs
 from grpo_cli.report.read import GREEDY, Run, State, read_all, read_rows, read_run
 from grpo_cli.report.tables import arm_table, footnotes
@@ -42,6 +41,10 @@ def rows_of(accuracies: Mapping[int, float], steps: int, seconds_per_step: float
     return rows
 
 
+def lines_of(*rows: Mapping[str, Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
 def leave(
     folder: Path,
     accuracies: Mapping[int, float] | Sequence[float] = (0.5, 0.75),
@@ -56,8 +59,7 @@ def leave(
     if not isinstance(accuracies, Mapping):
         accuracies = {10 * i: accuracy for i, accuracy in enumerate(accuracies)}
     made.record(folder, {"seed": 0, **(settings or {})}, words, choices)
-    rows = rows_of(accuracies, max(accuracies, default=0), seconds_per_step)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "metrics.jsonl").write_text(lines_of(*rows_of(accuracies, max(accuracies, default=0), seconds_per_step)))
     if status is not None:
         error = "RuntimeError: it broke" if status == "failed" else None
         (folder / "summary.json").write_text(json.dumps({"status": status, "error": error, "train_seconds": 1.0}))
@@ -67,36 +69,48 @@ def leave(
 def launched(folder: Path, state: str, reason: str | None = None, words: Sequence[str] = ()) -> None:
     """The launcher's record of a job."""
     folder.mkdir(parents=True, exist_ok=True)
-    job = {"state": state, "reason": reason, "overrides": list(words), "exit_code": None, "log": "log.txt"}
-    (folder / "status.json").write_text(json.dumps(job))
+    (folder / "status.json").write_text(json.dumps({"state": state, "reason": reason, "overrides": list(words)}))
 
 
 def runs_in(*folders: Path, metric: str = GREEDY) -> list[Run]:
     return training_runs(read_all(folders, metric), folders, metric)
 
 
-def reported(folder: Path, width: int = 200, terminal: bool = False, **asked: Any) -> tuple[str, dict[str, Any]]:
+def compared(folder: Path, **words: Any) -> Comparison:
+    return compare(runs_in(folder), **words)
+
+
+def reported(folder: Path, terminal: bool = False, **asked: Any) -> tuple[str, dict[str, Any]]:
     """What is printed, and the numbers that are written."""
     screen = io.StringIO()
-    make([folder], folder.parent / "out", console=Console(file=screen, width=width, force_terminal=terminal), **asked)
+    make([folder], folder.parent / "out", console=Console(file=screen, width=200, force_terminal=terminal), **asked)
     return screen.getvalue(), json.loads((folder.parent / "out" / "report.json").read_text())
 
 
 # One run
 
 
-def test_a_run_is_read_as_it_was_written(tmp_path):
-    run = read_run(leave(tmp_path / "a", (0.25, 0.5, 0.375), settings={"seed": 7}, seconds_per_step=2.0), "a")
+def test_a_run_is_read_as_it_was_written_and_nothing_in_it_is_executed(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", "read")
+    settings = {"seed": 7, "n": 8, "m": "${n}", "x": "${oc.env:SECRET}"}
+    folder = leave(tmp_path / "a", (0.25, 0.5, 0.375), settings=settings, seconds_per_step=2.0)
+    run = read_run(folder, "a")
     assert (run.state, run.reason, run.recorded.seed, run.notes) == (State.COMPLETED, "", 7, ())
     assert run.curve.steps == (0, 10, 20) and run.curve.along("clock/train_seconds") == (0.0, 20.0, 40.0)
     assert (run.final_accuracy, run.accuracy_interval) == (0.375, (0.1, 0.9))
     assert (run.steps, run.seconds, run.generated_tokens, run.trained_tokens) == (20, 40.0, 2000.0, 500.0)
     assert run.peak_bytes == 20 * 2**20
+    assert (run.recorded.settings["m"], run.recorded.settings["x"]) == (8, "${oc.env:SECRET}")
+    (folder / "summary.json").write_text('{"status": "comp')
+    (folder / "status.json").write_text("[]")
+    damaged = read_run(folder, "a")
+    assert damaged.state == State.UNFINISHED
+    assert [note.partition(" ")[0] for note in damaged.notes] == ["status.json", "summary.json"]
 
 
 @given(cut=st.integers(min_value=0), rows=st.integers(0, 4))
 def test_a_file_that_ends_anywhere_loses_its_last_line_at_most(tmp_path_factory, cut, rows):
-    whole = "".join(json.dumps(row) + "\n" for row in rows_of({0: 0.5}, rows)).encode()
+    whole = lines_of(*rows_of({0: 0.5}, rows)).encode()
     cut %= len(whole) + 1
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     path.write_bytes(whole[:cut])
@@ -108,12 +122,10 @@ def test_a_file_that_ends_anywhere_loses_its_last_line_at_most(tmp_path_factory,
 
 def test_a_resumed_run_that_went_back_counts_once(tmp_path):
     """The second process wrote steps 2 and 3 anew and stopped before the first one's steps 4 and 5."""
-    first = [{"step": step, "reward/mean": 0.0} for step in range(6)]
-    second = [{"step": step, "reward/mean": 1.0} for step in (2, 3)]
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in first + second))
-    rows, notes = read_rows(path)
-    assert [(row["step"], row["reward/mean"]) for row in rows] == [(0, 0.0), (1, 0.0), (2, 1.0), (3, 1.0)]
+    rows = [{"step": step, "reward/mean": 0.0} for step in range(6)]
+    (tmp_path / "metrics.jsonl").write_text(lines_of(*rows, *({"step": step, "reward/mean": 1.0} for step in (2, 3))))
+    found, notes = read_rows(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["reward/mean"]) for row in found] == [(0, 0.0), (1, 0.0), (2, 1.0), (3, 1.0)]
     assert notes == []
 
 
@@ -129,21 +141,13 @@ def test_lines_that_are_no_records_are_left_out_and_named(tmp_path):
     ]
     lines += ["[" * 100_000, '{"step": 1, "eval/accuracy": "NaN", "x": "-Infinity"}', '{"step": 1, "x": null}']
     lines += ['{"step": 2, "eval/accuracy": 1, "memory/peak_bytes": 1' + "0" * 400 + "}", ""]
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes("\n".join(lines).encode("utf-8", "surrogateescape"))
-    rows, notes = read_rows(path)
+    (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode("utf-8", "surrogateescape"))
+    rows, notes = read_rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert math.isnan(rows[1]["eval/accuracy"]) and rows[1]["x"] == -math.inf
     assert notes == ["metrics.jsonl: lines 2, 3, 4, 5, 6, 7, 9 cannot be read and were left out"]
     run = read_run(tmp_path, "a")
     assert (run.curve.steps, run.curve.accuracy, run.peak_bytes) == ((0, 2), (0.5, 1.0), None)
-
-
-def test_nothing_in_a_config_is_executed(tmp_path, monkeypatch):
-    monkeypatch.setenv("SECRET", "told")
-    run = leave(tmp_path / "a", settings={"n": 8, "m": "${n}", "x": "${oc.env:SECRET}"})
-    settings = read_run(run, "a").recorded.settings
-    assert (settings["m"], settings["x"]) == (8, "${oc.env:SECRET}")
 
 
 NOBODY = "no summary.json, and no process is at it"
@@ -173,34 +177,22 @@ def test_how_a_run_ended_is_the_launcher_s_word_before_the_run_s_own(tmp_path, s
         assert read_run(run, "0").state == State.RUNNING
 
 
-def test_damaged_small_files_are_notes(tmp_path):
-    run = leave(tmp_path / "0")
-    (run / "summary.json").write_text('{"status": "comp')
-    (run / "status.json").write_text("[]")
-    found = read_run(run, "0")
-    assert found.state == State.UNFINISHED
-    assert [note.partition(" ")[0] for note in found.notes] == ["status.json", "summary.json"]
-
-
 # Which runs there are
 
 
 def test_runs_are_found_below_any_folder_once_and_jobs_come_in_order(tmp_path):
+    """Also those that have not begun, with what they will run."""
     for name in ("sweep/10", "sweep/9", "sweep/2/", "train/b", "train/a"):
         leave(tmp_path / name)
     leave(tmp_path / "train/a/checkpoints/step_000001")  # below a run nothing is looked for
-    names = ["sweep/2", "sweep/9", "sweep/10", "train/a", "train/b"]
     found = runs_in(tmp_path, tmp_path / "sweep" / "9")
+    names = ["sweep/2", "sweep/9", "sweep/10", "train/a", "train/b"]
     assert [run.name for run in found] == [f"{tmp_path.name}/{name}" for name in names]
     assert [run.name for run in runs_in(tmp_path / "sweep" / "9")] == ["9"]
-
-
-def test_jobs_that_have_not_begun_are_listed_with_what_they_will_run(tmp_path):
-    leave(tmp_path / "0", settings={"n": 8}, words=["n=8"])
-    jobs = [{"number": i, "folder": f"/moved/from/{i}", "overrides": [f"n={n}"]} for i, n in enumerate((8, 16))]
-    (tmp_path / "sweep.json").write_text(json.dumps({"overrides": ["n=8,16"], "jobs": jobs}))
-    first, second = runs_in(tmp_path)
-    assert (first.name, first.state, second.name, second.state) == ("0", State.COMPLETED, "1", State.WAITING)
+    jobs = [{"number": i, "folder": f"/moved/from/{i}", "overrides": [f"n={i}"]} for i in (9, 16)]
+    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({"overrides": ["n=9,16"], "jobs": jobs}))
+    first, second, *_ = runs_in(tmp_path / "sweep")
+    assert (first.name, first.state, second.name, second.state) == ("9", State.COMPLETED, "16", State.WAITING)
     assert second.recorded.settings == {"n": "16"}
 
 
@@ -218,17 +210,11 @@ def test_evaluations_alone_are_shown_side_by_side(tmp_path, capsys):
         "search=majority 0.625 0.500 (0.250–0.750) 1,264 18",
         "search=none – 0.500 (0.250–0.750) – 18",
     ]
-    assert headline({"status": "failed"}) == "" and headline(greedy | found) == "search 0.625"
     with pytest.raises(UserError, match="no training run in or below"):
         runs_in(tmp_path)
 
 
-# What differs
-
-
-def columns(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    comparison = compare(runs_in(folder))
-    return comparison.columns, comparison.also
+# What differs, and who is averaged
 
 
 def test_columns_are_the_settings_that_differ_and_are_no_names(tmp_path):
@@ -236,41 +222,37 @@ def test_columns_are_the_settings_that_differ_and_are_no_names(tmp_path):
         same = {"task": {"max_terms": 4}, "train": {"steps": 80}}
         settings = {"n": n, "optim": {"lr": lr}, "seed": i, "run_dir": f"{i}", "logger": {"name": f"run {i}"}, **same}
         leave(tmp_path / str(i), settings=settings)
-    assert columns(tmp_path) == (("n", "optim.lr"), ())
-    assert [arm.label for arm in compare(runs_in(tmp_path)).arms][-1] == "n=16 optim.lr=0.0003"
+    found = compared(tmp_path)
+    assert (found.columns, found.also, found.arms[-1].label) == (("n", "optim.lr"), (), "n=16 optim.lr=0.0003")
 
 
-def test_a_choice_speaks_for_what_differs_along_with_it(tmp_path):
-    full, slots = {"_target_": "sampler.Full"}, {"_target_": "sampler.Infinite", "slots": 16}
-    leave(tmp_path / "0", settings={"n": 8, "m": "${n}", "sampler": full}, choices={"sampler": "full"})
-    leave(tmp_path / "1", settings={"n": 16, "m": "${n}", "sampler": slots}, choices={"sampler": "infinite"})
-    assert columns(tmp_path) == (("sampler",), ("n", "m", "sampler._target_", "sampler.slots"))
-    assert footnotes(compare(runs_in(tmp_path)))[-1].endswith(": n, m, sampler.slots.")
+def test_a_choice_and_what_was_typed_speak_for_what_differs_along_with_them(tmp_path):
+    for i, (name, n, slots) in enumerate([("full", 8, None), ("infinite", 16, 16)]):
+        settings = {"n": n, "m": "${n}", "sampler": {"_target_": name} | ({"slots": slots} if slots else {})}
+        leave(tmp_path / "a" / str(i), settings=settings, choices={"sampler": name})
+        words = [f"m={n // 2}", f"experiment={name}"]
+        leave(tmp_path / "b" / str(i), settings={"n": n, "m": n // 2}, choices={"experiment": name}, words=words)
+    found = compared(tmp_path / "a")
+    assert (found.columns, found.also) == (("sampler",), ("n", "m", "sampler._target_", "sampler.slots"))
+    assert footnotes(found)[-1].endswith(": n, m, sampler.slots.")
     # Slots that differ where the sampler does not tell arms apart by themselves.
-    other = {"_target_": "sampler.Infinite", "slots": 32}
-    leave(tmp_path / "2", settings={"n": 16, "m": "${n}", "sampler": other}, choices={"sampler": "infinite"})
-    assert columns(tmp_path)[0] == ("sampler", "sampler.slots")
-
-
-def test_what_was_typed_is_always_a_column_in_the_order_of_typing(tmp_path):
-    for name, n, m in (("a", 8, 4), ("b", 16, 8)):
-        words = [f"m={m}", f"experiment={name}"]
-        leave(tmp_path / name, settings={"n": n, "m": m}, choices={"experiment": name}, words=words)
-    assert columns(tmp_path) == (("m", "experiment"), ("n",))
-
-
-# Who is averaged
+    leave(
+        tmp_path / "a" / "2",
+        settings=settings | {"sampler": settings["sampler"] | {"slots": 32}},
+        choices={"sampler": "infinite"},
+    )
+    assert compared(tmp_path / "a").columns == ("sampler", "sampler.slots")
+    assert (compared(tmp_path / "b").columns, compared(tmp_path / "b").also) == (("m", "experiment"), ("n",))
 
 
 def test_runs_that_differ_only_in_their_seed_are_one_arm(tmp_path):
     for seed, accuracy in enumerate((0.8, 0.9, 1.0)):
         leave(tmp_path / str(seed), (0.5, accuracy), settings={"seed": seed})
-    (arm,) = compare(runs_in(tmp_path)).arms
+    (arm,) = compared(tmp_path).arms
     final = arm.final_accuracy
     # Student's quantile with two degrees of freedom is 4.3027: 4.3027 * 0.1 / sqrt(3) = 0.2484
     assert (final.mean, final.low, final.over) == (pytest.approx(0.9), pytest.approx(0.6516, abs=1e-4), "seeds")
-    assert final.high == 1.0, "an accuracy is at most 1"
-    assert arm.label == "all runs"
+    assert (final.high, arm.label) == (1.0, "all runs"), "an accuracy is at most 1"
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
@@ -278,7 +260,7 @@ def test_one_seed_and_seeds_that_agree_have_the_interval_of_an_evaluation(tmp_pa
     """Two seeds of equal accuracy are not certainty."""
     for seed in range(seeds):
         leave(tmp_path / str(seed), settings={"seed": seed})
-    (arm,) = compare(runs_in(tmp_path)).arms
+    (arm,) = compared(tmp_path).arms
     found = arm.final_accuracy
     assert (found.mean, found.low, found.high, found.over) == (0.75, 0.1, 0.9, "problems")
     assert arm.mean("seconds").mean == 10.0
@@ -299,36 +281,31 @@ def test_arms_are_compared_seed_by_seed_with_the_one_that_is_named(tmp_path):
         reported(tmp_path / "runs", base="n=9")
 
 
-@pytest.mark.parametrize("status", ["failed", "interrupted", None])
-def test_a_run_that_did_not_complete_changes_no_mean(tmp_path, status):
+def test_a_run_that_did_not_complete_changes_no_mean_and_a_repeated_seed_counts_once(tmp_path):
     for seed in range(2):
         leave(tmp_path / str(seed), settings={"seed": seed})
-    alone = compare(runs_in(tmp_path))
-    leave(tmp_path / "2", (0.0, 0.1, 0.2), settings={"seed": 2}, status=status)
-    launched(tmp_path / "3", "skipped", "m > n", ["seed=3"])
-    leave(tmp_path / "4", (0.1, 0.2), settings={"seed": 4})
-    (tmp_path / "4" / "run.json").unlink()  # nobody knows its settings
-    found = compare(runs_in(tmp_path))
+    alone = compared(tmp_path)
+    for number, status in enumerate(("failed", "interrupted", None), 2):
+        leave(tmp_path / str(number), (0.0, 0.1, 0.2), settings={"seed": number}, status=status)
+    launched(tmp_path / "5", "skipped", "m > n", ["seed=3"])
+    leave(tmp_path / "6", (0.1, 0.2), settings={"seed": 4})
+    (tmp_path / "6" / "run.json").unlink()  # nobody knows its settings
+    found = compared(tmp_path)
     (before,), (after,) = alone.arms, found.arms
     assert (before.final_accuracy, before.mean_curve) == (after.final_accuracy, after.mean_curve)
     assert all(before.mean(figure) == after.mean(figure) for figure in ("seconds", "generated_tokens", "peak_bytes"))
-    assert [run.name for run in found.left_out] == ["2", "3", "4"]
-
-
-def test_a_seed_that_was_run_twice_counts_once(tmp_path):
-    leave(tmp_path / "0", (0.5, 0.6))
-    leave(tmp_path / "1", (0.5, 0.8))
-    (arm,) = compare(runs_in(tmp_path)).arms
-    (earlier,) = arm.others
-    assert [run.name for run in arm.runs] == ["1"]
-    assert (earlier.name, earlier.state) == ("0", State.REPEATED) and "seed 0" in earlier.reason
+    assert [run.name for run in found.left_out] == ["2", "3", "4", "5", "6"]
+    leave(tmp_path / "7", (0.5, 0.8), settings={"seed": 1})
+    (arm,) = compared(tmp_path).arms
+    assert [run.name for run in arm.runs] == ["0", "7"]
+    assert (arm.others[0].name, arm.others[0].state) == ("1", State.REPEATED) and "seed 1" in arm.others[0].reason
 
 
 def test_runs_of_different_code_are_compared_but_said_to_be(tmp_path):
     for seed, code in enumerate(({"commit": "aa"}, {"commit": "aa"}, {"commit": "aa", "modified": True}, None)):
         summary = leave(tmp_path / str(seed), settings={"n": 4, "seed": seed}) / "summary.json"
         summary.write_text(json.dumps({"status": "completed", **({} if code is None else {"code": code})}))
-        notes = [note for note in footnotes(compare(runs_in(tmp_path))) if "different code" in note]
+        notes = [note for note in footnotes(compared(tmp_path)) if "different code" in note]
         assert bool(notes) == (seed > 1)
     assert "commit aa (2 of the runs); commit aa, modified True (1 of the runs); not recorded (1" in notes[0]
 
@@ -339,37 +316,32 @@ def test_runs_of_different_code_are_compared_but_said_to_be(tmp_path):
 def test_the_time_to_an_accuracy_counts_who_never_gets_there(tmp_path):
     for seed, (accuracies, seconds) in enumerate([((0.5, 0.8, 0.9), 1.0), ((0.5, 0.9, 0.9), 2.0), ((0.5, 0.7), 1.0)]):
         leave(tmp_path / str(seed), accuracies, settings={"seed": seed}, seconds_per_step=seconds)
-    comparison = compare(runs_in(tmp_path), target=0.8)
+    comparison = compared(tmp_path, target=0.8)
     assert comparison.arms[0].reaching(0.8) == (15.0, 2)  # 10 s and 20 s
     assert "15.0 s (2 of 3)" in arm_table(comparison).rows[0]
-    with pytest.raises(UserError, match="--target=80 must be an accuracy above 0 and at most 1"):
-        compare(runs_in(tmp_path), target=80.0)
 
 
 def test_the_target_is_of_the_highest_accuracy_and_the_best_arm_ends_best(tmp_path):
     """n=1 had the best evaluation, n=2 ends best; neither is the last arm, nor any best the last evaluation."""
     for i, accuracies in enumerate([(0.5, 0.6, 0.4), (0.5, 0.9, 0.6), (0.7, 0.8, 0.75), (0.1, 0.2, 0.1)]):
-        leave(tmp_path / str(i), accuracies, settings={"n": i})
-    comparison = compare(runs_in(tmp_path))
+        leave(tmp_path / "a" / str(i), accuracies, settings={"n": i})
+    comparison = compared(tmp_path / "a")
     assert comparison.target == pytest.approx(0.95 * 0.9) and comparison.best.label == "n=2"
+    leave(tmp_path / "b", {5: math.nan})  # not evaluated
+    comparison = compared(tmp_path / "b")
+    assert (comparison.target, comparison.best, comparison.arms[0].final_accuracy) == (None, None, None)
+    assert comparison.arms[0].mean("seconds").mean == 5.0
 
 
 def test_the_accuracy_of_samples_can_be_compared_instead(tmp_path):
     run = leave(tmp_path / "0")
-    rows = [{"step": 0, "eval/pass@1": 0.25}, {"step": 4, "eval/accuracy": 1.0, "eval/pass@1": 0.375}]
-    rows[1] |= {"eval/pass@1_low": 0.125, "eval/pass@1_high": 0.625, "eval/pass@16": 0.75, "eval/length_mean": 9.0}
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = {"step": 4, "eval/accuracy": 1.0, "eval/pass@1": 0.375, "eval/pass@1_low": 0.125, "eval/pass@1_high": 0.625}
+    rows = {"step": 0, "eval/pass@1": 0.25}, row | {"eval/pass@16": 0.75, "eval/length_mean": 9.0}
+    (run / "metrics.jsonl").write_text(lines_of(*rows))
     (found,) = runs_in(tmp_path, metric="eval/pass@1")
     assert (found.curve.accuracy, found.accuracy_interval) == ((0.25, 0.375), (0.125, 0.625))
     with pytest.raises(UserError, match="--metric=reward/mean is no accuracy in these runs: they have eval/accuracy, "):
         runs_in(tmp_path, metric="reward/mean")
-
-
-def test_runs_without_evaluations_have_no_accuracy_and_no_target(tmp_path):
-    leave(tmp_path / "0", {5: math.nan})
-    comparison = compare(runs_in(tmp_path))
-    assert (comparison.target, comparison.best, comparison.arms[0].final_accuracy) == (None, None, None)
-    assert comparison.arms[0].mean("seconds").mean == 5.0
 
 
 def curve(points: Mapping[int, float], seconds_per_step: float = 1.0) -> Curve:
@@ -388,16 +360,12 @@ def test_curves_of_different_evaluations_are_averaged_where_all_are():
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=30))
 def test_an_interval_holds_its_mean_and_stays_where_a_mean_can_be(values):
+    assert estimate([None, None]) is None and math.isnan(estimate([1.0, math.inf]).mean)
     found = estimate(values, 0.0, 1.0)
     if min(values) == max(values):
         assert found.over == "" and math.isnan(found.low)
         return
     assert 0.0 <= found.low <= found.mean + 1e-12 and found.mean - 1e-12 <= found.high <= 1.0
-
-
-def test_an_estimate_of_nothing_is_none_and_of_no_number_is_no_number():
-    assert estimate([None, None]) is None
-    assert math.isnan(estimate([1.0, math.inf]).mean)
 
 
 # What is shown and written
@@ -430,7 +398,7 @@ def test_arms_are_shown_and_apart_what_is_not_averaged(tmp_path, without_matplot
     assert [run["state"] for run in (*second["not_averaged"], *numbers["without_settings"])] == ["failed", "skipped"]
 
 
-def test_what_files_say_is_neither_markup_nor_escape_codes(tmp_path, without_matplotlib):
+def test_what_files_hold_is_neither_markup_nor_escape_codes(tmp_path, without_matplotlib):
     hostile = "<script>alert(1)</script> [red]$a_b$ \x1b[31m"
     for i in range(2):
         run = leave(tmp_path / "runs" / f"{i}<b>", settings={"_x<i>": hostile + str(i)}, status=None)
@@ -447,17 +415,10 @@ def test_more_arms_than_colours_and_runs_without_numbers_can_be_drawn(tmp_path, 
     for i in range(12):
         settings = {"_n": f"${i}"}  # a dollar would begin a formula, an underscore hide the label
         leave(tmp_path / "runs" / str(i), (0.5, 0.5 + i / 100, 0.6), settings=settings, status=status)
-    leave(tmp_path / "runs" / "12", {}, settings={"_n": "12"})
-    leave(tmp_path / "runs" / "13", {7: 0.5}, settings={"_n": "13"})
+    for i, accuracies in ((12, {}), (13, {7: 0.5})):
+        leave(tmp_path / "runs" / str(i), accuracies, settings={"_n": str(i)})
     reported(tmp_path / "runs")
     assert (tmp_path / "out" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, without_matplotlib):
-    leave(tmp_path / "runs" / "0")
-    (tmp_path / "out").write_text("in the way")
-    with pytest.raises(UserError, match="the report cannot be written to .*out .*: choose another --out"):
-        reported(tmp_path / "runs")
 
 
 def grpo(*arguments: str) -> Any:
@@ -466,30 +427,36 @@ def grpo(*arguments: str) -> Any:
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["nowhere"], "nowhere is not a folder"), (["run", "--target", "95"], "--target=95"), ([], "missing argument")],
+    [
+        (["nowhere"], "nowhere is not a folder"),
+        (["run", "--target", "95"], "--target=95 must be an accuracy above 0 and at most 1"),
+        (["run", "--out", "file"], "the report cannot be written to file"),
+        ([], "missing argument"),
+    ],
 )
-def test_the_command_refuses_what_it_cannot_do(arguments, said, tmp_path, monkeypatch):
+def test_the_command_refuses_what_it_cannot_do(arguments, said, tmp_path, monkeypatch, without_matplotlib):
     monkeypatch.chdir(tmp_path)
     leave(tmp_path / "run")
+    (tmp_path / "file").write_text("in the way")
     result = grpo("report", *arguments)
     assert result.exit_code == 2 and said in result.stderr and not (tmp_path / "outputs").exists()
 
 
-def test_the_command_reports_real_runs_as_their_summaries_say(tmp_path, monkeypatch):
+def test_the_command_reports_real_runs_as_their_summaries_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = "train.prompts=2 sampling.max_new_tokens=6 eval.problems=4 eval.k=1 logger=jsonl device=cpu".split()
-    for i, words in enumerate([("n=2", "seed=0"), ("n=2", "seed=1"), ("n=3", "seed=0")]):
-        result = grpo("train", *small, *words, "train.steps=2", "eval.every=1", f"hydra.run.dir=runs/{i}")
+    for n in (2, 3):
+        result = grpo("train", *small, f"n={n}", "train.steps=2", "eval.every=1", f"hydra.run.dir=runs/{n}")
         assert result.exit_code == 0, result.output
     result = grpo("report", "runs")
     assert result.exit_code == 0, result.output
     (out,) = (tmp_path / "outputs" / "report").iterdir()
-    told = json.loads((out / "report.json").read_text())
-    assert (told["columns"], told["also_different"]) == (["n"], ["m"])
-    for run in (run for arm in told["arms"] for run in arm["runs"]):
+    found = json.loads((out / "report.json").read_text())
+    assert (found["columns"], found["also_different"]) == (["n"], ["m"])
+    (first,), (second,) = (arm["runs"] for arm in found["arms"])
+    for run in (first, second):
         summary = json.loads((Path(run["folder"]) / "summary.json").read_text())
         assert run["curve"]["accuracy"][-1] == summary["final_accuracy"] and run["curve"]["steps"] == [0, 1, 2]
         assert (run["steps"], run["seconds"]) == (2, summary["train_seconds"])
         totals = [summary[name] for name in ("generated_tokens", "trained_tokens")]
         assert [run["generated_tokens"], run["trained_tokens"]] == totals
-    assert [len(arm["runs"]) for arm in told["arms"]] == [2, 1]

@@ -16,15 +16,8 @@ from safetensors.torch import load_file
 from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
 
-WORDS = [
-    "logger=jsonl",
-    "n=4",
-    "train.prompts=2",
-    "train.steps=6",
-    "train.checkpoint_every=2",
-    "eval.every=0",
-    "sampling.max_new_tokens=12",
-]
+WORDS = "logger=jsonl n=4 train.prompts=2 train.steps=6 train.checkpoint_every=2 eval.every=0".split()
+WORDS += ["sampling.max_new_tokens=12"]
 
 
 def start(folder: Path, *words: str) -> Forked:
@@ -70,91 +63,78 @@ def cut_off_and_resumed(tmp_path: Path, *words: str, step: int) -> None:
     assert records(tmp_path / "cut") == records(tmp_path / "alone")
 
 
-# The run that is to be killed waits in its third step (the first call is the trial's) while there is a file `hold`,
-# so that it cannot end before.
-HELD = """
+# The run that is to be killed waits while there is a file `hold`, so that it cannot end before: in its third step (the
+# first call is the trial's), or in the middle of that step's rollouts, as one is to take a slot that has fallen free.
+SAVED = 'saved = pathlib.Path("outputs/train/killed/checkpoints/step_000002/COMPLETE")'
+HELD = f"""
 import pathlib, time
 from grpo_cli.rules.advantage import grpo
 
-saved = pathlib.Path("outputs/train/killed/checkpoints/step_000002/COMPLETE")
+{SAVED}
 
 def advantage(group, kept, **settings):
     while saved.exists() and pathlib.Path("hold").exists():
+        pathlib.Path("waiting").touch()
         time.sleep(0.05)
     return grpo(group, kept, **settings)
 """
-
-
-FEW = "task.train_problems=12"
-# The same in the middle of the third step's rollouts, as somebody is to take a slot that has fallen free.
-HALFWAY = """
+HALFWAY = f"""
 import pathlib, time
 from grpo_cli.engine.scheduling import Fifo
 
-saved = pathlib.Path("outputs/train/killed/checkpoints/step_000002/COMPLETE")
+{SAVED}
 
 class Halfway(Fifo):
-    def plan(self, waiting, running, free):
+    def next(self, running):
         while saved.exists() and running and pathlib.Path("hold").exists():
             pathlib.Path("waiting").touch()
             time.sleep(0.05)
-        return super().plan(waiting, running, free)
+        return super().next(running)
 """
+LATER = ("advantage._target_=held.advantage", HELD)
+DURING = ("scheduler._target_=held.Halfway", HALFWAY)
+LEARNING = "curriculum=dps collector=partial task.train_problems=12"
+PARTIAL = "collector=partial collector.max_lag=4 sampler=infinite sampler.slots=3 record.rollouts=-1 optim.lr=1e-3"
 
 
 @pytest.mark.parametrize(
-    "rules",
+    ("words", "held"),
     [
-        pytest.param((), id="plain"),
-        pytest.param(("curriculum=dps", "collector=partial", FEW), id="learning", marks=pytest.mark.process),
+        pytest.param("", LATER, id="plain"),
+        pytest.param(LEARNING, LATER, id="learning", marks=pytest.mark.process),
+        pytest.param(PARTIAL, DURING, id="partial", marks=pytest.mark.process),
     ],
 )
-def test_kill_9_and_resume_equals_a_run_left_alone(tmp_path: Path, rules: tuple[str, ...]) -> None:
-    held_up = (HELD, "advantage._target_=held.advantage", "outputs/train/killed/checkpoints/step_000002/COMPLETE")
-    kill_and_resume(tmp_path, (*WORDS, *rules), *held_up)
-
-
-@pytest.mark.process
-def test_kill_9_in_the_middle_of_a_round_loses_no_partial_rollout(tmp_path: Path) -> None:
-    words = (*WORDS, "collector=partial", "collector.max_lag=4", "sampler=infinite", "sampler.slots=3")
-    words = (*words, "record.rollouts=-1", "optim.lr=1e-3")
-    kill_and_resume(tmp_path, words, HALFWAY, "scheduler._target_=held.Halfway", "waiting")
-    assert rows(tmp_path / "alone")[2]["collect/carried_tokens"], "the checkpoint holds some"
-    ours, theirs = (tmp_path / run / "rollouts.jsonl" for run in ("alone", "outputs/train/killed"))
-    assert ours.read_text() == theirs.read_text()
-
-
-def kill_and_resume(tmp_path: Path, words: tuple[str, ...], code: str, held_up: str, until: str) -> None:
-    """Two runs of the same words: one left alone, one that `code` holds up until a file is there, killed, and gone on
-    with. They end alike."""
-    alone = start(tmp_path, *words, "hydra.run.dir=alone")
-    (tmp_path / "held.py").write_text(code)
+def test_kill_9_and_resume_equals_a_run_left_alone(tmp_path, words, held):
+    alone = start(tmp_path, *WORDS, *words.split(), "hydra.run.dir=alone")
+    (tmp_path / "held.py").write_text(held[1])
     (tmp_path / "hold").touch()
-    killed = start(tmp_path, *words, "hydra.run.dir=outputs/train/killed", held_up)
-    wait_for(tmp_path, until, killed)
+    killed = start(tmp_path, *WORDS, *words.split(), "hydra.run.dir=outputs/train/killed", held[0])
+    wait_for(tmp_path, "waiting", killed)
     killed.kill()
     killed.communicate()
     (tmp_path / "hold").unlink()
-    said, _ = alone.communicate()
-    assert alone.returncode == 0, said
+    printed, _ = alone.communicate()
+    assert alone.returncode == 0, printed
     resumed = start(tmp_path, "resume=auto")
-    said, _ = resumed.communicate()
-    assert resumed.returncode == 0, said
-    assert "resumed at step 2 " in said
-    last = "checkpoints/step_000006"
-    weights = load_file(tmp_path / "alone" / last / "model.safetensors")
-    again = load_file(tmp_path / "outputs/train/killed" / last / "model.safetensors")
+    printed, _ = resumed.communicate()
+    assert resumed.returncode == 0 and "resumed at step 2 " in printed, printed
+    folders = tmp_path / "alone", tmp_path / "outputs/train/killed"
+    weights, again = (load_file(folder / "checkpoints/step_000006/model.safetensors") for folder in folders)
     assert weights.keys() == again.keys() and all((weights[name] == again[name]).all() for name in weights)
-    assert rows(tmp_path / "outputs/train/killed") == rows(tmp_path / "alone")
-    assert [row["step"] for row in rows(tmp_path / "alone")] == list(range(7))
+    ours, theirs = map(records, folders)
+    assert ours[0] == theirs[0] and [row["step"] for row in ours[0]] == list(range(7))
+    if words == PARTIAL:
+        assert ours[0][2]["collect/carried_tokens"], "the checkpoint holds some"
+        assert ours[1] == theirs[1]
 
 
-def test_sigterm_ends_a_run_well(tmp_path: Path) -> None:
+def test_sigterm_ends_a_run_well(tmp_path):
     run = start(tmp_path, *WORDS, "train.steps=1000", "hydra.run.dir=run")
     wait_for(tmp_path, "run/checkpoints/step_000002/COMPLETE", run)
     run.send_signal(signal.SIGTERM)
-    said, _ = run.communicate()
-    assert run.returncode == 0, said
+    printed, _ = run.communicate()
+    assert run.returncode == 0, printed
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["status"] == "interrupted" and 2 <= summary["step"] < 1000
     assert (tmp_path / f"run/checkpoints/step_{summary['step']:06d}/COMPLETE").exists()

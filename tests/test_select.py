@@ -12,7 +12,6 @@ import torch
 from small import scored as group
 from torch import Tensor
 
-from grpo_cli.experimental import lightning_rl
 from grpo_cli.methods import dr_grpo, pods
 from grpo_cli.select import NOT_CHOSEN, Selection, batch_advantages, batch_rows, select
 from grpo_cli.tracking.examples import examples
@@ -41,25 +40,6 @@ def test_without_down_sampling_the_rejected_count_or_not() -> None:
     assert counted.reasons == ("", "", "veto")
     left_out = chosen((0.0, 2.0, 4.0), rejected=(2,), keep=3, count_rejected=False)
     assert left_out.indices == (0, 1) and left_out.advantages.tolist() == [-1.0, 1.0]
-
-
-@pytest.mark.parametrize("count_rejected", [True, False])
-def test_the_group_s_statistics_follow_the_switch(count_rejected: bool) -> None:
-    over_group = partial(dr_grpo.dr_grpo, stats_over="group")
-    rewards, why = (0.0, 1.0, 2.0, 9.0), ["", "", "", "veto"]
-    selection = select(group(*rewards), why, 2, pods.maxvar, over_group, np.random.default_rng(0), count_rejected)
-    mean = 3.0 if count_rejected else 1.0
-    assert selection.advantages.tolist() == [0.0 - mean, 2.0 - mean]
-
-
-@pytest.mark.parametrize(("count_rejected", "expected"), [(True, [-0.734847, -0.244949]), (False, [-1.0, 1.0])])
-def test_so_do_those_of_each_part_of_the_reward(count_rejected: bool, expected: list[float]) -> None:
-    """Of 0 1 2 and the rejected 9 the mean is 3 and the deviation sqrt(50 / 3); without the 9 both are 1."""
-    parts = partial(lightning_rl.per_part, weights={}, stats_over="group", eps=0.0)
-    four, why = group(0.0, 1.0, 2.0, 9.0), ["", "", "", "veto"]
-    four = replace(four, rewards=tuple(Reward(r.total, {"a": r.total}, weights={"a": 1.0}) for r in four.rewards))
-    selection = select(four, why, 2, pods.maxvar, parts, np.random.default_rng(0), count_rejected)
-    assert selection.indices == (0, 2) and selection.advantages.tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_fewer_than_wanted_or_none_may_be_left() -> None:

@@ -10,40 +10,33 @@ from typing import Any
 import pytest
 import torch
 from made import infinite, micro
-from small import small_model, some_requests, vllm_engine
+from small import engine_of, small_model, some_requests
 
 import grpo_cli.engine.vllm_engine as engine_module
 from grpo_cli.engine.sequence import Status
 from grpo_cli.engine.vllm_engine import VllmEngine
 from grpo_cli.engine.vllm_process import guest
 from grpo_cli.engine.vllm_served import Served
-from grpo_cli.model.weights import merged_weights
+from grpo_cli.model.anatomy import merged_weights
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Request
 
 
-def test_weights_are_those_of_a_saved_folder():
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+def test_weights_are_those_of_a_saved_folder_with_adapters_added_to_what_they_adapt():
     model = small_model()
     found, saved = dict(merged_weights(model)), model.state_dict()
-    assert found.keys() == saved.keys()
-    assert all(found[name] is saved[name] or torch.equal(found[name], saved[name]) for name in saved)
+    assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
     assert not any(weight.requires_grad for weight in found.values())
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
-def test_adapters_are_added_to_what_they_adapt():
     peft = pytest.importorskip("peft")
-    model = small_model()
-    names = list(model.state_dict())
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter)
-    found = {name: weight.clone() for name, weight in merged_weights(adapted)}
-    assert list(found) == names
+    merged = {name: weight.clone() for name, weight in merged_weights(adapted)}
     plain = adapted.merge_and_unload().state_dict()
-    assert all(torch.allclose(found[name], plain[name], atol=1e-6) for name in names)
+    assert [*merged] == [*found] and all(torch.allclose(merged[name], plain[name], atol=1e-6) for name in found)
 
 
 def test_larger_heads_are_zero_where_the_models_have_nothing():
@@ -56,19 +49,16 @@ def test_larger_heads_are_zero_where_the_models_have_nothing():
     weights, wide = dict(merged_weights(model)), dict(served.weights(merged_weights(model)))
     prefix = "model.layers.0.self_attn."
     q, wide_q = (x[prefix + "q_proj.weight"] for x in (weights, wide))
-    assert wide_q.shape == (4 * 32, 32)
+    assert wide_q.shape == (4 * 32, 32) and wide_q[40:64].count_nonzero() == 0
     assert torch.allclose(wide_q[32:40], 2 * q[8:16])  # sqrt(32 / 8)
-    assert wide_q[40:64].count_nonzero() == 0
     v, wide_v = (x[prefix + "v_proj.bias"] for x in (weights, wide))
     assert torch.equal(wide_v[32:40], v[8:16]) and wide_v.shape == (64,)
     o, wide_o = (x[prefix + "o_proj.weight"] for x in (weights, wide))
     assert torch.equal(wide_o[:, 96:104], o[:, 24:32]) and wide_o.shape == (32, 128)
-    assert wide["model.norm.weight"] is not None
-
-
-def test_heads_that_no_kernel_takes_are_refused():
     with pytest.raises(UserError, match="heads of 8 numbers here: its kernels take 4, and none of them is larger"):
-        Served.of(small_model(), [4])
+        Served.of(model, [4])
+    with pytest.raises(UserError, match="cannot serve Qwen3ForCausalLM with heads of 8 numbers.* use engine=torch"):
+        Served.of(small_model("qwen3"), [32])
 
 
 @pytest.mark.parametrize(
@@ -85,6 +75,12 @@ def test_half_precision_on_a_cpu_needs_heads_that_fill_registers(dim: int, dtype
     """vLLM's rotary kernel ends the process otherwise (found with 0.32.0)."""
     with nullcontext() if fine else pytest.raises(UserError, match=f"heads of {dim} numbers in .*float16, only"):
         Served({}, dim, dim).check_dtype(dtype, torch.device(device))
+
+
+@pytest.fixture(autouse=True)
+def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "require_vllm", lambda: None)
+    monkeypatch.setattr(engine_module, "head_sizes", lambda device: None)
 
 
 class FakeCore:
@@ -122,14 +118,10 @@ class FakeCore:
         return True
 
 
-def serving(monkeypatch: pytest.MonkeyPatch, core: FakeCore, **parts: Any) -> VllmEngine:
-    monkeypatch.setattr(engine_module, "require_vllm", lambda: None)
-    monkeypatch.setattr(engine_module, "head_sizes", lambda device: None)
-    engine = vllm_engine(small_model(), **parts)
-    engine._llm, engine._slots = SimpleNamespace(llm_engine=core), 2
-    monkeypatch.setattr(engine, "_wake", lambda requests: 0.0)
-    monkeypatch.setattr(engine, "_limit", lambda: 999)
-    monkeypatch.setattr(engine, "_enter", core.enter)
+def serving(core: FakeCore, **parts: Any) -> VllmEngine:
+    engine: VllmEngine = engine_of("vllm", small_model(), **parts)
+    engine._llm, engine._slots, engine._enter = SimpleNamespace(llm_engine=core), 2, core.enter  # type: ignore[method-assign]
+    engine._wake, engine._limit = lambda requests: 0.0, lambda: 999  # type: ignore[method-assign]
     return engine
 
 
@@ -138,11 +130,10 @@ def stopping(request: Request, tokens: int, stop: str) -> Request:
 
 
 @pytest.mark.parametrize(("sampler", "steps"), [(infinite(slots=2), 5), (micro(slots=2), 6)])
-def test_a_slot_is_refilled_or_waits_for_its_round(monkeypatch: pytest.MonkeyPatch, sampler: Any, steps: int) -> None:
+def test_a_slot_is_refilled_or_waits_for_its_round(sampler: Any, steps: int) -> None:
     """Five of one prompt in two slots; the second and the fourth end after a token, the others after two."""
-    core = FakeCore([5, 1], token_by_token=True)
     requests = [stopping(one, 1 if place in (1, 3) else 9, "x") for place, one in enumerate(some_requests(1, 5))]
-    engine = serving(monkeypatch, core, sampler=sampler, decode=lambda ids: "")
+    engine = serving(FakeCore([5, 1], token_by_token=True), sampler=sampler, decode=lambda ids: "")
     rollouts = {one.request.sample: one for one in engine.generate(requests)}
     assert [len(rollouts[i]) for i in range(5)] == [2, 1, 2, 1, 2]
     assert [rollouts[i].finish for i in (0, 1)] == [Finish.EOS, Finish.LENGTH] and rollouts[0].kept_kv == 1
@@ -151,9 +142,9 @@ def test_a_slot_is_refilled_or_waits_for_its_round(monkeypatch: pytest.MonkeyPat
     assert stats.slot_utilisation == pytest.approx(8 / (2 * steps))
 
 
-def test_a_stop_string_ends_a_rollout_and_enough_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_string_ends_a_rollout_and_enough_the_others() -> None:
     core = FakeCore([5, 6, 7, 8], token_by_token=True)
-    engine = serving(monkeypatch, core, decode=lambda ids: "".join(chr(97 + i) for i in ids))
+    engine = serving(core, decode=lambda ids: "".join(chr(97 + i) for i in ids))
     requests = [stopping(one, 9, stop) for one, stop in zip(some_requests(1, 3), "gzz", strict=True)]
     first, *others = engine.generate(requests, lambda rollout: True)
     assert (first.token_ids, first.finish) == ((5, 6), Finish.STOP)
@@ -161,14 +152,27 @@ def test_a_stop_string_ends_a_rollout_and_enough_the_others(monkeypatch: pytest.
     assert set(core.aborted) == {"0", "1"} and core.entered == ["0", "1"]
 
 
+def test_what_nothing_depends_on_before_its_end_is_reported_then_and_a_closed_iterator_aborts_the_rest() -> None:
+    core = FakeCore([5, 6, 1], token_by_token=False)
+    rollouts = serving(core, sampler=infinite(slots=2)).generate(some_requests(1, 3, temperature=0.0))
+    assert [one.sampler_logprobs for one in rollouts] == [(0.0,) * 3] * 3, "greedy tokens are those of a point mass"
+    core, requests = FakeCore([5, 6, 7, 8], token_by_token=True), some_requests(1, 2)
+    letters = serving(core, decode=lambda ids: "".join(chr(97 + i) for i in ids))
+    rollouts = letters.generate([stopping(one, 9, stop) for one, stop in zip(requests, "gz", strict=True)])
+    assert next(rollouts).token_ids == (5, 6)
+    rollouts.close()  # type: ignore[attr-defined]
+    assert core.aborted == ["0", "1"]
+
+
+# A GPU's memory
+
+
 class FakeVllm:
     """As much of vLLM as is told of memory: notes what it is started with and told to do, and by which runner."""
 
     def __init__(self, notes: list[Any], v2: bool) -> None:
-        cache = SimpleNamespace(num_gpu_blocks=7)
-        config = SimpleNamespace(cache_config=cache, use_v2_model_runner=v2)
-        core = SimpleNamespace(shutdown=lambda: None)
-        self.llm_engine = SimpleNamespace(vllm_config=config, engine_core=core)
+        config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=7), use_v2_model_runner=v2)
+        self.llm_engine = SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace(shutdown=lambda: None))
         self.wake_up = lambda tags: notes.append(tags)
         self.collective_rpc = lambda name, kwargs: notes.append(name)
         self.reset_prefix_cache = lambda: True
@@ -176,12 +180,10 @@ class FakeVllm:
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, notes: list[Any], v2: bool = True, **words: Any) -> VllmEngine:
     """The engine as on a GPU of 100 GiB, of which so many are free when it starts."""
-    monkeypatch.setattr(engine_module, "require_vllm", lambda: None)
-    monkeypatch.setattr(engine_module, "head_sizes", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 100 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * 2**30)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: notes.append("empty_cache"))
-    engine = vllm_engine(small_model(), warn=notes.append, **words)
+    engine: VllmEngine = engine_of("vllm", small_model(), warn=notes.append, **words)
     engine._device, engine._sleeps = torch.device("cuda"), True
 
     def started(folder: Any, kwargs: Any) -> Any:
@@ -194,17 +196,21 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, notes: list[Any], v2: b
 
 @pytest.mark.parametrize("words", [{}, {"sampler": infinite(kv_budget="1GiB")}], ids=["", "budget"])
 @pytest.mark.filterwarnings("ignore:User provided device_type")
-def test_vllm_is_told_to_take_what_is_free_where_the_policy_is_there_already(
+def test_vllm_takes_what_is_free_where_the_policy_is_there_already(
     monkeypatch: pytest.MonkeyPatch, words: dict[str, Any]
 ):
     """It does not start where its share of the whole card is not free."""
-    for free, share in ((80, 0.4), (30, 0.295)):  # half a GiB is left
+    for free, share, v2 in ((80, 0.4, True), (30, 0.295, True), (80, 0.4, False)):  # half a GiB is left
         notes: list[Any] = []
-        on_a_gpu(monkeypatch, free, notes, memory=0.4, **words)._build(some_requests(1, 2))
-        emptied, *warned, kwargs = notes
-        assert emptied == "empty_cache" and kwargs["gpu_memory_utilization"] == pytest.approx(share)
+        engine = on_a_gpu(monkeypatch, free, notes, v2, memory=0.4, **words)
+        assert engine.facts()["model_runner"] is None
+        engine._build(some_requests(1, 2))
+        texts, (kwargs,) = [note for note in notes if isinstance(note, str)], [n for n in notes if isinstance(n, dict)]
+        assert texts[0] == "empty_cache" and kwargs["gpu_memory_utilization"] == pytest.approx(share)
         assert ("kv_cache_memory_bytes" in kwargs) == ("sampler" in words)
-        assert [text for text in warned if "engine.memory=0.4" in text] == warned and len(warned) == (free == 30)
+        assert [text for text in texts[1:] if "engine.memory=0.4" in text] == texts[1 : 1 + (free == 30)]
+        assert engine.facts()["model_runner"] == ("V2" if v2 else "V1")
+        assert any("older runner" in text for text in texts) != v2
     with pytest.raises(UserError, match="engine=vllm cannot start: .* are free"):
         on_a_gpu(monkeypatch, 0, [])._build(some_requests(1, 2))
 
@@ -220,22 +226,11 @@ def test_the_policy_gives_back_what_it_keeps_before_vllm_wakes(monkeypatch: pyte
     assert notes == ["empty_cache", ["weights"], "reload_weights", ["kv_cache"]]
 
 
-@pytest.mark.filterwarnings("ignore:User provided device_type")
-@pytest.mark.parametrize("v2", [True, False])
-def test_the_runner_is_named(monkeypatch: pytest.MonkeyPatch, v2: bool):
-    notes: list[Any] = []
-    engine = on_a_gpu(monkeypatch, 80, notes, v2)
-    assert engine.facts()["model_runner"] is None
-    engine._build(some_requests(1, 2))
-    assert engine.facts()["model_runner"] == ("V2" if v2 else "V1")
-    assert any("older runner" in str(note) for note in notes) != v2
-
-
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_segments_that_grow_are_refused_where_vllm_sleeps(monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
     with pytest.raises(UserError, match=f"{name}=max.*True in the environment: vLLM sleeps by.*engine.sleep=false"):
-        vllm_engine(small_model(), sleep=True)
+        engine_of("vllm", small_model(), sleep=True)
 
 
 def test_a_guest_leaves_the_random_states_of_gpus_as_they_were(monkeypatch: pytest.MonkeyPatch):

@@ -56,23 +56,23 @@ def test_the_last_step_is_shown_prompt_by_prompt_with_what_became_of_each_rollou
         row(step=2, prompt_id="q", prompt="2+2=", answer="4", reply="4", reward=0.25),
         row(step=2, sample=1, reply="3", reward=0.0, **dropped),
     ]
-    assert shown(run(tmp_path / "r", *rows)).splitlines()[1:] == [
-        "",
-        "prompt p, answer 2",
-        "  1+1=",
-        "",
-        "  sample 0: reward 1 (correct 1, form 0.5)  advantage +0.5  2 tokens, eos  kept",
-        "    2",
-        "",
-        "  sample 1: reward 0  2 tokens, length  dropped: not chosen",
-        "    3",
-        "",
-        "prompt q, answer 4",
-        "  2+2=",
-        "",
-        "  sample 0: reward 0.25  advantage +0.5  2 tokens, eos  kept",
-        "    4",
-    ]
+    expected = """
+prompt p, answer 2
+  1+1=
+
+  sample 0: reward 1 (correct 1, form 0.5)  advantage +0.5  2 tokens, eos  kept
+    2
+
+  sample 1: reward 0  2 tokens, length  dropped: not chosen
+    3
+
+prompt q, answer 4
+  2+2=
+
+  sample 0: reward 0.25  advantage +0.5  2 tokens, eos  kept
+    4
+"""
+    assert shown(run(tmp_path / "r", *rows)).partition("\n")[2] == expected
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_the_last_step_is_shown_prompt_by_prompt_with_what_became_of_each_rollou
 )
 def test_rollouts_are_chosen_by_prompt_fate_and_rank(tmp_path, options, replies):
     """A reward that is no number is the worst of all."""
-    told = [("c", "q", True, 0.0), ("d", "q", False, "NaN"), ("a", "p", True, 0.5), ("b", "p", False, 1.0)]
-    rows = [row(reply=reply, prompt_id=of, kept=kept, reward=reward) for reply, of, kept, reward in told]
+    some = [("c", "q", True, 0.0), ("d", "q", False, "NaN"), ("a", "p", True, 0.5), ("b", "p", False, 1.0)]
+    rows = [row(reply=reply, prompt_id=of, kept=kept, reward=reward) for reply, of, kept, reward in some]
     lines = shown(run(tmp_path / "r", *rows), *options).splitlines()
     assert [line.strip() for line in lines if line.strip() in ("a", "b", "c", "d")] == replies
 
@@ -124,9 +124,9 @@ def test_damaged_lines_are_named_and_the_rest_is_shown(tmp_path):
 
 
 def test_an_evaluation_s_samples_are_shown_and_have_no_steps(tmp_path):
-    told = row(kept=False, reason="greedy", advantage=None)
-    del told["step"]
-    folder = run(tmp_path / "e", told, name="samples.jsonl")
+    sample = row(kept=False, reason="greedy", advantage=None)
+    del sample["step"]
+    folder = run(tmp_path / "e", sample, name="samples.jsonl")
     assert "e  evaluation: 1 of 1 recorded" in shown(folder) and "2 tokens, eos  greedy" in shown(folder)
     assert "samples.jsonl" in refusal(folder, "--step", "1")
 

@@ -15,34 +15,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typed import content, grpo, refused
 
-from grpo_cli.cli import main as cli
 from grpo_cli.runs import files, lock, record
 from grpo_cli.support.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 SMALL = ("logger=jsonl", "n=2", "train.prompts=2", "train.steps=2", "eval.every=0", "sampling.max_new_tokens=4")
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def grpo(*words: str) -> Result:
-    return CliRunner().invoke(cli.app, words, prog_name="grpo")
-
-
-def refused(*words: str) -> str:
-    result = grpo(*words)
-    assert result.exit_code == 2, result.output
-    assert result.stderr.startswith("error: ") or "\nerror: " in result.stderr, result.stderr
-    return result.stderr
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +297,7 @@ def test_a_run_goes_on_neither_with_fewer_steps_than_it_has_done_nor_with_anothe
     before = content(run)
     assert "train.steps=2" in refused("train", "resume=R", "train.steps=2")
     (run / "summary.json").unlink()
-    del before[str(run / "summary.json")]
+    del before["summary.json"]
     assert "train.steps=2" in refused("train", "resume=R", "train.steps=2")
     for words in ("model=hf model.path=/nonexistent", "model=smollm2_135m model.path=other"):
         shutil.copytree(run / "checkpoints" / "step_000003", "other", dirs_exist_ok=True)
@@ -327,14 +306,6 @@ def test_a_run_goes_on_neither_with_fewer_steps_than_it_has_done_nor_with_anothe
         assert "model.path=" in refused("train", "resume=R", "train.steps=4", *words.split())
     (run / "summary.json").unlink(missing_ok=True)
     assert content(run) == before
-
-
-def test_the_lock_dies_with_its_process(held) -> None:
-    folder, process = held
-    process.kill()
-    process.wait()
-    with lock.sole_use(folder, print):
-        assert json.loads((folder / ".lock").read_text())["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize(("typed", "meant"), [(r"\n", "\n"), (r"a\\n", r"a\n")])

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,22 +45,12 @@ def start(cwd: Path, *arguments: str) -> Forked:
     return Forked("train", "-m", *arguments, cwd=cwd, env={"PYTHONPATH": str(ROOT)}, joined=False)
 
 
-def wait_until(holds: Callable[[], bool], process: Forked) -> None:
-    while not holds():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-
-
 def job_process(launcher: Forked, folder: Path) -> psutil.Process:
     """The process that trains in this folder."""
-    for child in psutil.Process(launcher.pid).children():
-        if any(f"{folder}" in word for word in child.cmdline()):
-            return child
-    raise AssertionError(f"no process trains in {folder}")
-
-
-def status(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "status.json").read_text())
+    (process,) = (
+        one for one in psutil.Process(launcher.pid).children() if any(str(folder) in w for w in one.cmdline())
+    )
+    return process
 
 
 def steps(folder: Path) -> list[int]:
@@ -72,44 +59,33 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines]
 
 
-def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: Path) -> None:
+def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path):
     folders = [tmp_path / "sweep" / str(number) for number in range(2)]
     (tmp_path / "held.py").write_text(HELD)
     (tmp_path / "hold").touch()
     process = start(tmp_path, *SMALL)
-    wait_until(lambda: len(steps(folders[0])) > 2, process)
+    while len(steps(folders[0])) <= 2:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
     job_process(process, folders[0]).kill()
     output, errors = process.communicate()
     assert (process.returncode, errors) == (1, ""), "one job has failed"
-    assert "job 1  m=4: skipped  m=4 must not be more than n=2" in output
-    assert "2 jobs: 1 failed, 1 skipped" in output
+    assert "job 1  m=4: skipped  m=4 must not be more than n=2" in output and "2 jobs: 1 failed, 1 skipped" in output
     assert "grpo train -m resume=sweep hydra.sweep.dir=sweep" in output
-    assert [status(folder)["state"] for folder in folders] == ["failed", "skipped"]
-    assert status(folders[0])["reason"].startswith("killed by SIGKILL")
+    found = [json.loads((folder / "status.json").read_text()) for folder in folders]
+    assert [status["state"] for status in found] == ["failed", "skipped"]
+    assert found[0]["reason"].startswith("killed by SIGKILL") and steps(folders[0]) == [0, 1, 2]
     listed = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["jobs"]
-    assert [(job["number"], job["folder"], job["overrides"][1:3]) for job in listed] == [
-        (0, "0", ["n=2", "m=2"]),
-        (1, "1", ["n=2", "m=4"]),
-    ]
-    assert steps(folders[0]) == [0, 1, 2]
+    jobs = [(job["number"], job["folder"], job["overrides"][1:3]) for job in listed]
+    assert jobs == [(0, "0", ["n=2", "m=2"]), (1, "1", ["n=2", "m=4"])]
 
     (tmp_path / "hold").unlink()
     process = start(tmp_path, "resume=sweep", "hydra.sweep.dir=sweep")
     output, errors = process.communicate()
-    assert (process.returncode, errors) == (0, "")
-    assert "2 jobs: 1 done, 1 skipped" in output
-    assert steps(folders[0]) == list(range(7))
-    assert "resumed at step" in (folders[0] / "log.txt").read_text()
+    assert (process.returncode, errors) == (0, "") and "2 jobs: 1 done, 1 skipped" in output
+    assert steps(folders[0]) == list(range(7)) and "resumed at step" in (folders[0] / "log.txt").read_text()
     assert json.loads((folders[0] / "summary.json").read_text())["status"] == "completed"
     assert [(folder / "run.json").exists() for folder in folders] == [True, False]
-
-
-def test_the_process_that_starts_the_jobs_loads_no_torch() -> None:
-    """It would take seconds, and memory for as long as the sweep runs."""
-    program = "import sys, hydra_plugins.grpo_processes; print({'torch', 'wandb'} & {*sys.modules})"
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
-    shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert shown.stdout == "set()\n"
 
 
 def grpo(*arguments: str) -> Any:
@@ -135,7 +111,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
     return started
 
 
-def test_a_job_is_started_as_one_would_by_hand(tmp_path: Path, pretended: list[list[str]]) -> None:
+def test_a_job_is_started_as_one_would_by_hand(tmp_path, pretended):
     (tmp_path / "mine").mkdir()
     words = ["seed=1,2", "hydra.sweep.dir=s", "hydra.job.chdir=false", "hydra.launcher.jobs=1"]
     result = grpo("train", "--config-dir", "mine", "-m", *words)
@@ -147,43 +123,42 @@ def test_a_job_is_started_as_one_would_by_hand(tmp_path: Path, pretended: list[l
     assert second[-2:] == ["seed=2", f"hydra.run.dir='{tmp_path}/s/1'"]
 
 
-def test_the_exit_code_is_the_number_of_failed_jobs(pretended: list[list[str]]) -> None:
-    result = grpo("train", "-m", "seed=13,13,1")
-    assert result.exit_code == 2 and "3 jobs: 1 done, 2 failed" in result.stdout
-
-
-def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(
-    tmp_path: Path, pretended: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(tmp_path, pretended, monkeypatch):
     """The first job presses ctrl-C, and runs until it is told to stop."""
     waits = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"
     presses = ["sh", "-c", f"trap 'exit 0' TERM; kill -INT $PPID; {waits}"]
-    finishes = resume.Sweep.command_of
-    monkeypatch.setattr(resume.Sweep, "command_of", lambda self, job: presses)
-    result = grpo("train", "-m", "seed=1,2,3", "hydra.sweep.dir=s")
-    assert result.exit_code == 130
-    assert "SIGINT: stopping after this step" in result.stdout
+    with monkeypatch.context() as patched:
+        patched.setattr(resume.Sweep, "command_of", lambda self, job: presses)
+        result = grpo("train", "-m", "seed=1,2,3", "hydra.sweep.dir=s")
+    assert result.exit_code == 130 and "SIGINT: stopping after this step" in result.stdout
     assert "3 jobs: 1 done, 2 waiting\ngo on with: grpo train -m resume=sweep hydra.sweep.dir=s\n" in result.stdout
-    monkeypatch.setattr(resume.Sweep, "command_of", finishes)
     assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 0
     assert [command[-2] for command in pretended] == ["seed=2", "seed=3"]
 
 
-def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, pretended: list[list[str]]) -> None:
-    first = grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s")
-    assert first.exit_code == 1
-    assert [line for line in first.stdout.splitlines() if line.startswith("job 1 ")][-1].startswith(
-        "job 1  seed=1: done"
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path, pretended):
+    """The exit code is the number of jobs that failed. A sweep that is there is refused and stays as it was."""
+    first = grpo("train", "-m", "seed=13,13,1,2", "hydra.sweep.dir=s")
+    assert first.exit_code == 2 and "4 jobs: 2 done, 2 failed" in first.stdout
+    assert [line for line in first.stdout.splitlines() if line.startswith("job 2 ")][-1].startswith(
+        "job 2  seed=1: done  accuracy 0.500"
     )
     pretended.clear()
-    assert "s already holds a sweep" in grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s").stderr
-    (tmp_path / "s" / "2" / "status.json").unlink()
-    (tmp_path / "s" / "2" / "summary.json").unlink()
+    before = content(tmp_path / "s")
+    assert "s already holds a sweep" in grpo("train", "-m", "seed=3,4", "hydra.sweep.dir=s").stderr
+    assert content(tmp_path / "s") == before
+    (tmp_path / "s" / "3" / "status.json").unlink()
+    (tmp_path / "s" / "3" / "summary.json").unlink()
     saved = tmp_path / "s" / "0" / "checkpoints" / "step_000003"
     saved.mkdir(parents=True)
     (saved / "COMPLETE").touch()
-    assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 1
-    assert [command[-1] for command in pretended] == [f"resume='{tmp_path}/s/0'", f"hydra.run.dir='{tmp_path}/s/2'"]
+    assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 2
+    again = [f"resume='{tmp_path}/s/0'", f"hydra.run.dir='{tmp_path}/s/1'", f"hydra.run.dir='{tmp_path}/s/3'"]
+    assert [command[-1] for command in pretended] == again
     assert grpo("eval", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 2
 
 
@@ -195,9 +170,7 @@ def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, preten
         ["correction=tis", "correction.importance=token,sequence", "seed=13"],
     ],
 )
-def test_a_sweep_goes_on_with_the_words_that_it_began_with(
-    tmp_path: Path, pretended: list[list[str]], words: list[str]
-) -> None:
+def test_a_sweep_goes_on_with_the_words_that_it_began_with(tmp_path, pretended, words):
     assert grpo("train", "-m", *words, "hydra.sweep.dir=s").exit_code == 2
     assert json.loads((tmp_path / "s" / "sweep.json").read_text())["overrides"] == words
     again = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
@@ -205,34 +178,17 @@ def test_a_sweep_goes_on_with_the_words_that_it_began_with(
     assert pretended[2:] == pretended[:2] and len(pretended) == 4
 
 
-def test_a_refused_sweep_leaves_the_one_that_is_there_as_it_was(tmp_path: Path, pretended: list[list[str]]) -> None:
-    """Hydra wrote `multirun.yaml` anew before our refusal."""
-    assert grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s").exit_code == 0
-    files = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
-    assert "s already holds a sweep" in grpo("train", "-m", "seed=3,4", "hydra.sweep.dir=s").stderr
-    assert files == {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
-
-
-def test_a_sweep_whose_job_still_runs_is_not_resumed_and_says_which_process_it_is(
-    tmp_path: Path, pretended: list[list[str]]
-) -> None:
+def test_a_sweep_whose_job_still_runs_or_would_be_another_is_not_resumed(tmp_path, pretended):
     assert grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s").exit_code == 0
     path = tmp_path / "s" / "1" / "status.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"state": "running", "pid": 12, "host": "node7"}))
     with open(tmp_path / "s" / "1" / "log.txt", "ab") as log:
         assert try_lock(log)
         result = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
-    assert result.exit_code == 2
-    assert "job 1 of s is still running (process 12 on node7)" in result.stderr
-
-
-def test_a_sweep_that_would_be_another_is_not_resumed(tmp_path: Path, pretended: list[list[str]]) -> None:
-    assert grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s").exit_code == 0
-    path = tmp_path / "s" / "1" / "status.json"
+    assert result.exit_code == 2 and "job 1 of s is still running (process 12 on node7)" in result.stderr
     path.write_text(path.read_text().replace("seed=2", "seed=3"))
     result = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
-    assert result.exit_code == 2
-    assert "job 1 of s was seed=3 and would now be seed=2" in result.stderr
+    assert result.exit_code == 2 and "job 1 of s was seed=3 and would now be seed=2" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -244,17 +200,17 @@ def test_a_sweep_that_would_be_another_is_not_resumed(tmp_path: Path, pretended:
         ("hydra.launcher.gpus=1", "such as [0,1]"),
         ("hydra.sweep.subdir=x", "would share"),
         ("hydra/launcher=slurm", "hydra/launcher=slurm"),
+        ("n=range(0)", "at least one value"),
+        ("loss=glob(zzz)", "at least one value"),
     ],
 )
-def test_a_sweep_that_cannot_be_run_is_refused_before_it_writes_anything(
-    pretended: list[list[str]], word: str, way_out: str
-) -> None:
+def test_a_sweep_that_cannot_be_run_is_refused_before_it_writes_anything(pretended, word, way_out):
     result = grpo("train", "-m", "seed=1,2", word, "hydra.sweep.dir=s")
     assert result.exit_code == 2 and not list(Path().glob("s/*.json")) and pretended == []
-    assert word.partition("=")[0] in result.stderr and way_out in result.stderr
+    assert way_out in result.stderr and (word.partition("=")[0] in result.stderr or "values" in result.stderr)
 
 
-def test_what_w_and_b_s_agent_starts_can_be_run() -> None:
+def test_what_w_and_b_s_agent_starts_can_be_run():
     from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
     asked = yaml.safe_load((Path(__file__).parents[1] / "scripts" / "wandb_sweep.yaml").read_text())
@@ -272,65 +228,47 @@ def test_what_w_and_b_s_agent_starts_can_be_run() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of Optuna's own imports
-def test_optuna_s_best_run_is_that_of_the_greatest_accuracy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: list[list[str]]
-) -> None:
+def test_optuna_s_best_run_is_that_of_the_greatest_accuracy(tmp_path, pretended):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = ["hydra/sweeper=optuna", "seed=choice(13,1)", "hydra.sweeper.n_trials=4", "hydra.sweep.dir=s"]
-    result = grpo("train", "-m", *words, "hydra.sweeper.sampler.seed=1")
-    assert "4 jobs" in result.stdout
+    assert "4 jobs" in grpo("train", "-m", *words, "hydra.sweeper.sampler.seed=1").stdout
     best = yaml.safe_load((tmp_path / "s" / "optimization_results.yaml").read_text())
     assert (best["best_params"], best["best_value"]) == ({"seed": 1}, 0.5)
+    none = grpo("train", "-m", "hydra/sweeper=optuna", "seed=choice(1,2)", "hydra.sweeper.n_trials=2", "eval.every=0")
+    assert none.exit_code == 2
+    assert none.stderr.endswith("error: job 0 has no final_accuracy to optimise; let it evaluate: eval.every=1\n")
 
 
-@pytest.mark.filterwarnings("ignore")  # of Optuna's own imports
-def test_optuna_is_not_left_without_an_accuracy(pretended: list[list[str]]) -> None:
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    result = grpo("train", "-m", "hydra/sweeper=optuna", "seed=choice(1,2)", "hydra.sweeper.n_trials=2", "eval.every=0")
-    assert result.exit_code == 2
-    assert result.stderr.endswith("error: job 0 has no final_accuracy to optimise; let it evaluate: eval.every=1\n")
-
-
-def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: list[list[str]]
-) -> None:
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(tmp_path, monkeypatch, pretended):
     """`hydra.launcher.gpus=[7]` was taken where there was none, and the jobs ran on the processor."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     result = grpo("train", "-m", "seed=1,2", "hydra.launcher.gpus=[7]", "hydra.sweep.dir=s")
     assert (result.exit_code, pretended) == (2, [])
     assert "GPU 7" in result.stderr and "leave hydra.launcher.gpus out" in result.stderr
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '0\n1'\n")
+    gpus = "GPU 0: X (UUID: GPU-a)\n  MIG 1g Device 0: (UUID: MIG-1)\n  MIG 1g Device 1: (UUID: MIG-2)\nGPU 1: X\n"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{gpus}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    assert visible_gpus() == chosen_gpus(["0", "1"]) == ["0", "1"]
+    assert visible_gpus() == chosen_gpus(["MIG-1", "MIG-2", "1"]) == ["MIG-1", "MIG-2", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-cc,3")
     assert visible_gpus() == chosen_gpus(["MIG-cc", "3"]) == ["MIG-cc", "3"]
     with pytest.raises(UserError, match=r"asks for GPU 0, .* there are MIG-cc, 3$"):
         chosen_gpus(["0"])
 
 
-def test_gpus_are_dealt_evenly_and_sharers_split_the_memory() -> None:
+def test_gpus_memory_and_threads_are_dealt_evenly(monkeypatch):
+    """Threads unless their number is set."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     dealt = [(place["CUDA_VISIBLE_DEVICES"], place["GRPO_GPU_SHARE"]) for place in places(3, ["a", "b"], {})]
     assert dealt == [("a", "0.5"), ("b", "1.0"), ("a", "0.5")]
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places(1, ["a", "b"], {})] == ["a"]
-    assert "CUDA_VISIBLE_DEVICES" not in places(1, [], {})[0]
-
-
-def test_jobs_at_a_time_split_the_threads_unless_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert [place["OMP_NUM_THREADS"] for place in places(3, [], {})] == ["2", "2", "2"]
     assert places(20, [], {})[0]["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in places(1, [], {})[0]
+    assert not {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"} & places(1, [], {})[0].keys()
     assert "OMP_NUM_THREADS" not in places(3, [], {"OMP_NUM_THREADS": "4"})[0]
 
 
-def test_a_setting_without_values_is_refused(pretended: list[list[str]]) -> None:
-    for word in ("seed=range(0)", "loss=glob(zzz)"):
-        result = grpo("train", "-m", "n=2,4", word, "hydra.sweep.dir=s")
-        assert result.exit_code == 2 and "at least one value" in result.stderr and pretended == []
-
-
-def test_another_launcher_runs_jobs_as_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_launcher_runs_jobs_as_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = ["train.steps=1", "train.prompts=1", "sampling.max_new_tokens=4", "eval.every=0", "logger=jsonl"]
     result = grpo("train", "-m", *small, "n=2,4", "hydra/launcher=basic", "hydra.sweep.dir=s")

@@ -10,14 +10,14 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import made
 import pytest
 import torch
+from test_resume import trained
 from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
@@ -27,6 +27,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.tracking import wandb as tracking
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.tracking.redact import HIDDEN, arguments_without_secrets, without_secrets
+from grpo_cli.tracking.tensorboard import TensorBoardTracker
 from grpo_cli.tracking.wandb import WandbTracker
 from grpo_cli.types import Example, Record
 
@@ -45,32 +46,24 @@ def steps(path: Path) -> list[int]:
     return [row["step"] for row in read(path)]
 
 
-def test_a_record_is_in_the_files_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+def test_a_record_is_in_the_files_as_soon_as_it_is_logged(tmp_path):
     tracker: Tracker = JsonlTracker(tmp_path / "run")
-    tracker.log(Record(1, METRICS, (example(), example(advantage=None))))
+    reply = 'a\nb\r\u2028"\\ é 漢 \ud800 \x00'  # any text stays on one line
+    numbers = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.1, "e": -0.0, "f": 1e300}
+    tracker.log(Record(1, numbers, (example(), example(reply, advantage=None))))
     (row,) = read(tmp_path / "run" / "metrics.jsonl")  # not closed: a killed process would have left this
-    assert row.pop("loss/kl") == "NaN"
-    assert row == {"step": 1, "reward/mean": 0.5, "optim/lr": 1e-3}
+    assert {name: repr(float(row[name])) for name in numbers} == {name: repr(one) for name, one in numbers.items()}
+    assert (row["a"], list(row)) == ("NaN", ["step", *numbers])
     first, second = read(tmp_path / "run" / "rollouts.jsonl")
     asked = {"prompt_id": "p1", "sample": 0, "prompt": "1+1=", "reply": "2", "answer": "2", "reward": 1.0}
     judged = {"solved": True, "parts": {"correct": 1.0}, "length": 1, "finish": "eos"}
     assert first == {"step": 1, **asked, **judged, "kept": True, "reason": "kept", "advantage": 0.5}
-    assert second["advantage"] is None
-    tracker.close({})
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.1, -0.0, 1e300])
-def test_every_number_can_be_read_back(tmp_path: Path, value: float) -> None:
-    JsonlTracker(tmp_path).log(Record(1, {"x": value}))
-    (row,) = read(tmp_path / "metrics.jsonl")
-    assert float(row["x"]) == value or (math.isnan(value) and math.isnan(float(row["x"])))
-
-
-def test_any_text_stays_on_one_line(tmp_path: Path) -> None:
-    reply = 'a\nb\r\u2028"\\ é 漢 \ud800 \x00'
-    JsonlTracker(tmp_path).log(Record(1, {}, (example(reply), example("next"))))
-    assert [row["reply"] for row in read(tmp_path / "rollouts.jsonl")] == [reply, "next"]
-    assert "漢" in (tmp_path / "rollouts.jsonl").read_text(), "a person can read it"
+    assert (second["advantage"], second["reply"]) == (None, reply)
+    assert "漢" in (tmp_path / "run" / "rollouts.jsonl").read_text(), "a person can read it"
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match="already holds the records of a run.*resume="):
+        JsonlTracker(tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
 def logged(run: Path, saved: int = 3, last: int = 5) -> tuple[JsonlTracker, dict[str, Any]]:
@@ -82,7 +75,7 @@ def logged(run: Path, saved: int = 3, last: int = 5) -> tuple[JsonlTracker, dict
     return tracker, state
 
 
-def test_a_resumed_run_cuts_off_what_was_logged_after_its_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_cuts_off_what_was_logged_after_its_checkpoint(tmp_path):
     _, state = logged(tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "lo')
@@ -104,9 +97,7 @@ def test_a_resumed_run_cuts_off_what_was_logged_after_its_checkpoint(tmp_path: P
         lambda lines: [*lines[:1], lines[1][:9]],  # cut short
     ],
 )
-def test_records_that_differ_from_those_written_are_refused_and_kept_only_if_asked(
-    tmp_path: Path, name: str, damage: Any
-) -> None:
+def test_records_that_differ_from_those_written_are_refused_and_kept_only_if_asked(tmp_path, name, damage):
     _, state = logged(tmp_path)
     path = tmp_path / name
     path.write_bytes(b"".join(damage(path.read_bytes().splitlines(keepends=True))))
@@ -120,7 +111,7 @@ def test_records_that_differ_from_those_written_are_refused_and_kept_only_if_ask
     assert len(warnings) == 1 and before.startswith(kept) and kept.endswith(b"\n") and b'"step": 4' not in kept
 
 
-def test_a_full_disk_ends_a_run_with_one_error_and_costs_no_record_of_a_checkpoint(tmp_path: Path) -> None:
+def test_a_full_disk_ends_a_run_with_one_error_and_costs_no_record_of_a_checkpoint(tmp_path):
     tracker, state = logged(tmp_path, last=3)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 10, hard))
@@ -134,45 +125,21 @@ def test_a_full_disk_ends_a_run_with_one_error_and_costs_no_record_of_a_checkpoi
     assert steps(tmp_path / "metrics.jsonl") == [0, 1, 2, 3]
 
 
-def test_a_fresh_run_does_not_write_into_the_records_of_another(tmp_path: Path) -> None:
-    JsonlTracker(tmp_path).log(Record(1, {}))
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match="already holds the records of a run.*resume="):
-        JsonlTracker(tmp_path)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-
-
-def test_secrets_are_hidden_by_name_by_value_and_by_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_hidden_by_name_by_value_and_by_looks(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "correct horse")
     token = "hf_" + "a1B2" * 8
-    hidden = {
-        "logger": {"api_key": "k"},
-        "hub": [{"token": "t"}, {"HF-TOKEN": "x", "hf_token": "t"}],
-        "password": ["a", "b"],
-        "note": "my correct horse!",
-        "path": f"https://user:{'pw'}@host/data",
-        **{f"begins with {start}": f"with {start}{'a1B2_' * 4}" for start in ("hf_", "sk-", "ghp_", "wandb_v1_")},
-    }
-    shown = {
-        "project": "p",
-        "micro_batch_tokens": 4096,
-        "max_token": 5,
-        "tokenizer": "qwen",
-        "key": None,
-        "short": "hf_",
-    }
-    config = {**hidden, **shown, "args": ("--token", token)}
-    assert without_secrets(config) == {**blacked_out(hidden), **shown, "args": ["--token", HIDDEN]}
+    names = {"api_key": "k", "token": "t", "HF-TOKEN": "x", "hf_token": "t", "password": "a"}
+    values = ["my correct horse!", f"https://user:{'pw'}@host/data"]
+    values += [f"with {start}{'a1B2_' * 4}" for start in ("hf_", "sk-", "ghp_", "wandb_v1_")]
+    secrets = names | dict(enumerate(values))
+    shown = {"project": "p", "micro_batch_tokens": 4096, "max_token": 5, "tokenizer": "qwen", "key": None, "x": "hf_"}
+    config = {"logger": secrets, "hub": [secrets], "password": ["a", "b"], **shown, "args": ("--token", token)}
+    hidden = dict.fromkeys(map(str, secrets), HIDDEN)
+    found = {"logger": hidden, "hub": [hidden], "password": [HIDDEN] * 2, **shown, "args": ["--token", HIDDEN]}
+    assert without_secrets(config) == found
     words = ["grpo", "n=4", "++task.api_key=k", "task.url=http://u:pw@h", "a correct horse", "x=1=2"]
     cleaned = ["grpo", "n=4", f"++task.api_key={HIDDEN}", f"task.url={HIDDEN}", HIDDEN, "x=1=2"]
     assert arguments_without_secrets(words) == cleaned
-
-
-def blacked_out(value: Any) -> Any:
-    """The same with every text hidden."""
-    if isinstance(value, dict):
-        return {key: blacked_out(item) for key, item in value.items()}
-    return [blacked_out(item) for item in value] if isinstance(value, list) else HIDDEN
 
 
 # --- W&B -----------------------------------------------------------------------------------------------------------
@@ -228,7 +195,7 @@ def wandb_tracker(run_dir: Path, config: dict[str, Any], **words: Any) -> WandbT
     return made.ready("logger", "wandb", {"run_dir": run_dir, "config": config, **say}, **words)
 
 
-def test_a_whole_run_is_complete_in_w_and_b(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
+def test_a_whole_run_is_complete_in_w_and_b(tmp_path, lonely):
     """What the files in the run's folder say is in W&B's offline log, and the run can be found by what it is."""
     sweep, words = tmp_path / "my sweep", ["train.steps=2", "train.prompts=1", "n=2", "sampling.max_new_tokens=4"]
     sweep.mkdir()
@@ -245,11 +212,11 @@ def test_a_whole_run_is_complete_in_w_and_b(tmp_path: Path, lonely: pytest.Monke
         for name, value in row.items():
             assert float(logged[row["step"]][name]) == float(value), name
     assert len(logged) == 3
-    told = {item.key: json.loads(item.value_json) for record in records for item in record.summary.update}
+    summed = {item.key: json.loads(item.value_json) for record in records for item in record.summary.update}
     summary = json.loads((run / "summary.json").read_text())
     code, engine = summary.pop("code"), summary.pop("engine")
-    assert summary.items() <= told.items() and json.loads(told["code"]) == code == asdict(code_version())
-    assert json.loads(told["engine"]) == engine and engine["threads"] == torch.get_num_threads()
+    assert summary.items() <= summed.items() and json.loads(summed["code"]) == code == code_version()
+    assert json.loads(summed["engine"]) == engine and engine["threads"] == torch.get_num_threads()
     (started,) = {record.run.run_id: record.run for record in records if record.HasField("run")}.values()
     assert (started.run_group, started.job_type) == ("my sweep", "train")
     assert {"mine", "model=tiny", "downsample=maxvar", "task=arithmetic"} <= set(started.tags)
@@ -261,30 +228,27 @@ def test_a_whole_run_is_complete_in_w_and_b(tmp_path: Path, lonely: pytest.Monke
     assert sum(len(table["data"]) for table in tables) == len(read(run / "rollouts.jsonl"))
 
 
-def test_the_agent_of_a_w_and_b_sweep_names_the_run(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_is_the_same_w_and_b_run_and_may_go_back(tmp_path, lonely):
+    """The agent of a W&B sweep may name it; the first life logged steps 1 to 3, but its checkpoint was of step 1."""
+    for folder in ("alone", "run"):
+        (tmp_path / folder).mkdir()
     lonely.setenv("WANDB_RUN_ID", "theirs")
-    assert tracking._run_id(tmp_path) != "theirs", "only where an agent has set it"
-    (tmp_path / "wandb_id.txt").unlink()
+    assert tracking._run_id(tmp_path / "alone") != "theirs", "only where an agent has set it"
     lonely.setenv("WANDB_SWEEP_ID", "sweep")
-    assert tracking._run_id(tmp_path) == "theirs"
-    lonely.delenv("WANDB_RUN_ID")
-    assert tracking._run_id(tmp_path) == "theirs", "resumed without the agent"
-
-
-def test_a_resumed_run_is_the_same_w_and_b_run_and_may_go_back(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
-    for first in (1, 2):  # the first life logged steps 1 to 3, but was resumed from a checkpoint at step 1
-        tracker = wandb_tracker(tmp_path, {}, project="p", mode="offline", say=lambda text: None)
+    for first in (1, 2):
+        tracker = wandb_tracker(tmp_path / "run", {}, project="p", mode="offline", say=lambda text: None)
         for step in range(first, 4):
             tracker.log(Record(step, {"life": float(first)}))
         tracker.close({})
         time.sleep(1.1)  # W&B names folders by the second
-    records = offline_records(tmp_path)
+        lonely.delenv("WANDB_RUN_ID", raising=False)
+    records = offline_records(tmp_path / "run")
     ids = {record.run.run_id for record in records if record.WhichOneof("record_type") == "run"}
-    assert ids == {(tmp_path / "wandb_id.txt").read_text().strip()}
+    assert ids == {(tmp_path / "run" / "wandb_id.txt").read_text().strip()} == {"theirs"}
     assert [(row["step"], row["life"]) for row in history(records)] == [(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)]
 
 
-def test_only_failures_of_w_and_b_are_forgiven(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
+def test_only_failures_of_w_and_b_are_forgiven(tmp_path, lonely):
     import wandb
 
     def broken(error: Exception) -> Any:
@@ -304,7 +268,7 @@ def test_only_failures_of_w_and_b_are_forgiven(tmp_path: Path, lonely: pytest.Mo
         tracker.log(Record(3, METRICS))
 
 
-def test_disabled_w_and_b_is_not_even_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_w_and_b_is_not_even_imported(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would raise
     for mode, variable in (("disabled", "online"), ("auto", "disabled")):
         monkeypatch.setenv("WANDB_MODE", variable)
@@ -312,3 +276,128 @@ def test_disabled_w_and_b_is_not_even_imported(tmp_path: Path, monkeypatch: pyte
         tracker.log(Record(1, METRICS))
         tracker.close({})
     assert list(tmp_path.iterdir()) == []
+
+
+WORDS = ("eval.every=2", "eval.problems=4")
+
+
+def same(found: dict[int, dict[str, float]], folder: Path) -> bool:
+    """True if these are the numbers of `metrics.jsonl`, up to the rounding of an event file."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    expected = {row.pop("step"): {name: float(value) for name, value in row.items()} for row in rows}
+    assert found.keys() == expected.keys()
+    for step, row in expected.items():
+        assert found[step] == {name: pytest.approx(value, rel=1e-6, nan_ok=True) for name, value in row.items()}
+    return True
+
+
+# TensorBoard
+
+
+def scalars(folder: Path) -> dict[int, dict[str, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "events"))
+    events.Reload()
+    found: dict[int, dict[str, float]] = {}
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            found.setdefault(event.step, {})[name] = event.value
+    return found
+
+
+# Of the library, at its import.
+QUIET = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::PendingDeprecationWarning", "ignore::ResourceWarning"
+)
+
+
+@QUIET
+def test_tensorboard_has_what_the_files_have_also_after_a_kill(tmp_path):
+    pytest.importorskip("tensorboard")
+    trained(tmp_path, *WORDS, "logger=tensorboard", "train.steps=3", "train.checkpoint_every=2")
+    # As a kill after the checkpoint of step 2 leaves it: step 3 is made again.
+    (tmp_path / "checkpoints" / "step_000003" / "COMPLETE").unlink()
+    (tmp_path / "summary.json").unlink()
+    trained(tmp_path, *WORDS, "logger=tensorboard", f"resume={tmp_path}", "train.steps=4")
+    assert same(scalars(tmp_path), tmp_path), "no step is there twice"
+
+
+@QUIET
+def test_tensorboard_s_texts_hide_secrets_and_a_full_disk_is_a_warning(tmp_path):
+    pytest.importorskip("tensorboard")
+    said, warned = list[str](), list[str]()
+    tracker = TensorBoardTracker(tmp_path, {"api_key": "k" * 12}, say=said.append, warn=warned.append)
+    tracker.log(Record(1, {"reward/mean": math.nan}))
+    assert "tensorboard --logdir" in said[0]
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    tracker._writer.add_scalar = full
+    tracker.log(Record(2, {"reward/mean": 1.0}))
+    tracker.log(Record(3, {"reward/mean": 1.0}))
+    tracker.close({"status": "completed"})
+    assert len(warned) == 1 and "No space left" in warned[0] and "metrics.jsonl" in warned[0]
+    found = b"".join(file.read_bytes() for file in (tmp_path / "events").iterdir())
+    assert b"kkkk" not in found and HIDDEN.encode() in found
+
+
+# Trackio
+
+
+def fake(calls: list[Any], fails: type[Exception] | None = None) -> ModuleType:
+    """A `trackio` that notes what it is given, and prints."""
+
+    class Run:
+        def log(self, values: dict[str, Any], step: int) -> None:
+            calls.append((step, values))
+            if fails is not None and step:
+                raise fails("no\nroom")
+
+        def finish(self) -> None:
+            calls.append("finished")
+
+    def init(**about: Any) -> Run:
+        print("* Trackio")
+        if fails is ConnectionError:
+            raise fails("no such space")
+        calls.append(about)
+        return Run()
+
+    module = ModuleType("trackio")
+    module.init, module.__spec__ = init, SimpleNamespace()  # type: ignore[attr-defined, assignment]
+    return module
+
+
+def trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, **words: Any) -> Any:
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    offered = {"run_dir": tmp_path / "one", "config": {"n": 4, "api_key": "s3cr3t"}, **words}
+    return made.ready("logger", "trackio", offered)
+
+
+def test_trackio_gets_the_metrics_by_step_and_no_secret(tmp_path, monkeypatch, capsys):
+    calls, printed = list[Any](), list[str]()
+    tracker = trackio(tmp_path, monkeypatch, fake(calls), say=printed.append)
+    tracker.log(Record(0, {"eval/accuracy": 0.5}))
+    tracker.log(Record(1, {"reward/mean": 0.25}))
+    tracker.close({"status": "completed", "final_accuracy": 0.75})
+    about, *rest = calls
+    assert (about["project"], about["name"], about["resume"]) == ("grpo-cli", "one", "allow")
+    assert (about["config"]["n"], about["config"]["api_key"]) == (4, HIDDEN)
+    logged = [(0, {"eval/accuracy": 0.5}), (1, {"reward/mean": 0.25}), (1, {"summary/final_accuracy": 0.75})]
+    assert rest == [*logged, "finished"]
+    assert "trackio show --project grpo-cli" in printed[0] and capsys.readouterr().out == ""
+
+
+def test_a_trackio_that_does_not_start_is_an_error_and_one_that_fails_later_a_warning(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="trackio did not start: no such space"):
+        trackio(tmp_path, monkeypatch, fake([], ConnectionError))
+    calls, warned = list[Any](), list[str]()
+    tracker = trackio(tmp_path, monkeypatch, fake(calls, OSError), say=str, warn=warned.append)
+    for step in (1, 2):
+        tracker.log(Record(step, {}))
+    tracker.close({})
+    assert len(warned) == 1 and "(no)" in warned[0] and len(calls) == 2
+    with pytest.raises(TypeError):  # a bug
+        trackio(tmp_path, monkeypatch, fake([], TypeError), say=str).log(Record(1, {}))

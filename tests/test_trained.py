@@ -1,7 +1,8 @@
-"""What the record says of training is what the loss was given: of each rollout, and in numbers."""
+"""What the record says of training is what the loss was given; and steps that teach nothing change nothing."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +16,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small import plain_batch, scored, small_model
 from test_seams import Spy, quiet
-from test_train import SPARSE_RL, CountTask, Recorder, make_trainer, settings_for, with_sampler_off_by
+from test_train import (
+    GRPO,
+    SEQUENCE_MASK,
+    SPARSE_RL,
+    CountTask,
+    Recorder,
+    make_trainer,
+    same,
+    settings_for,
+    with_sampler_off_by,
+)
 
 from grpo_cli.methods import pods
 from grpo_cli.select import NO_TOKEN, NOT_CHOSEN, Selection, settled
-from grpo_cli.settings import RecordSettings
-from grpo_cli.types import Prompt, Record, Reward, Rollout
+from grpo_cli.settings import RecordSettings, RunSettings
+from grpo_cli.types import Batch, LossOutput, Prompt, Record, Reward, Rollout, Totals
 
 WITHOUT = made.correction("none")
-GATE = made.correction("ftis", gate=0.5)  # one token with a xi of exp(-20) has a KL of 1
+MASKED = made.correction("mis", importance="sequence")  # one token has a xi of exp(-20)
 
 
 class SecondIsWorst(CountTask):
@@ -35,10 +46,7 @@ def ran(folder: Path, m: int = 4, train: Mapping[str, Any] | None = None, **part
     """One step of three problems with four rollouts each; of samples 1 the sampler is off by 20 in a token."""
     recorder, spy, model = Recorder(), Spy(), small_model()
     engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample == 1 else 0.0)
-    settings = replace(
-        settings_for(folder, steps=1, **(train or {})),
-        record=RecordSettings(rollouts=-1, tokens=False),
-    )
+    settings = replace(settings_for(folder, steps=1, **(train or {})), record=RecordSettings(rollouts=-1, tokens=False))
     parts = dict(engine=engine, task=SecondIsWorst(), trackers=(recorder,), loss=spy) | parts
     trainer = make_trainer(quiet(settings, m=m), model=model, **parts)
     trainer._learner.updates = 10
@@ -46,55 +54,47 @@ def ran(folder: Path, m: int = 4, train: Mapping[str, Any] | None = None, **part
     return recorder.records[1], spy
 
 
-def of_the_loss(spy: Spy, epochs: int = 1) -> tuple[int, int]:
-    """Rollouts and tokens that were given to the loss with a weight, once each."""
+def counted(record: Record, spy: Spy, epochs: int = 1) -> tuple[float, float]:
+    """Rollouts and tokens as the record has them: those that were given to the loss with a weight, once each."""
     cells = [(batch, batch.trained_mask) for batch in spy.batches]
     rows, tokens = sum(int(b.any(c).sum()) for b, c in cells), sum(int(c.sum()) for _, c in cells)
-    return rows // epochs, tokens // epochs
+    found = record.metrics["rollouts/trained"], record.metrics["tokens/trained"]
+    assert found == (rows / epochs, tokens / epochs)
+    return found
 
 
-def told(record: Record) -> tuple[float, float]:
-    return record.metrics["rollouts/trained"], record.metrics["tokens/trained"]
-
-
-TWICE = {"epochs": 2, "minibatches": 2}
-
-
-@pytest.mark.parametrize("train", [{}, TWICE], ids=["once", "twice"])
-def test_a_rollout_that_is_gated_is_not_kept_and_counts_nowhere(tmp_path: Path, train: dict[str, int]) -> None:
-    record, spy = ran(tmp_path, train=train, correction=GATE)
+@pytest.mark.parametrize("train", [{}, {"epochs": 2, "minibatches": 2}], ids=["once", "twice"])
+def test_a_rollout_without_a_weight_is_not_kept_and_counts_nowhere(tmp_path: Path, train: dict[str, int]) -> None:
+    record, spy = ran(tmp_path, train=train, correction=MASKED)
     lengths = [row.length for row in record.examples if row.sample != 1]
-    assert told(record) == of_the_loss(spy, train.get("epochs", 1)) == (9, sum(lengths))
+    assert counted(record, spy, train.get("epochs", 1)) == (9, sum(lengths))
     assert [row.sample for row in record.examples if not row.kept] == [1, 1, 1]
-    assert all(row.reason.startswith("gate: ") == (row.sample == 1) for row in record.examples)
+    assert all(row.reason.startswith("importance: ") == (row.sample == 1) for row in record.examples)
     assert record.metrics["reward/kept_mean"] == pytest.approx((1 + 3 + 4) / 3), "nor in the mean reward"
-    assert record.metrics["mismatch/gated"] == 0.25
 
 
 @pytest.mark.parametrize("m", [4, 2])
-def test_a_vetoed_rollout_counts_nowhere(tmp_path: Path, m: int) -> None:
+def test_a_vetoed_rollout_counts_nowhere(tmp_path, m):
     """With m = n it is in the batch, for the divisors."""
     record, spy = ran(tmp_path, m=m, correction=SPARSE_RL, downsample=pods.maxvar)
-    assert len(spy.batches[0]) == 3 * m
     trained = [row for row in record.examples if row.kept]
-    assert told(record) == of_the_loss(spy) == (3 * min(m, 3), sum(row.length for row in trained))
-    assert len(trained) == 3 * min(m, 3) and not any(row.sample == 1 for row in trained)
-    assert {row.reason.partition(":")[0] for row in record.examples} == {"kept", "veto"} | (
-        {NOT_CHOSEN} if m < 4 else set()
-    )
+    assert counted(record, spy) == (3 * min(m, 3), sum(row.length for row in trained))
+    assert len(spy.batches[0]) == 3 * m and not any(row.sample == 1 for row in trained)
+    reasons = {row.reason.partition(":")[0] for row in record.examples}
+    assert reasons == {"kept", "veto"} | ({NOT_CHOSEN} if m < 4 else set())
 
 
-def test_a_rollout_whose_advantage_is_0_is_trained_on(tmp_path: Path) -> None:
+def test_a_rollout_whose_advantage_is_0_is_trained_on(tmp_path):
     record, _ = ran(tmp_path, correction=WITHOUT, advantage=lambda group, kept: torch.zeros(len(kept)))
     assert all(row.kept and row.advantage == 0.0 for row in record.examples)
-    assert told(record) == (12, sum(row.length for row in record.examples))
+    assert record.metrics["tokens/trained"] == sum(row.length for row in record.examples)
 
 
 cells = st.lists(st.booleans(), min_size=3, max_size=3)
 
 
 @given(st.lists(st.tuples(cells, cells, st.booleans(), st.sampled_from(["", "veto", "gate"])), min_size=1, max_size=6))
-def test_a_rollout_has_a_reason_if_and_only_if_no_token_of_it_is_in_the_loss(rows: Any) -> None:
+def test_a_rollout_has_a_reason_if_and_only_if_no_token_of_it_is_in_the_loss(rows):
     """Rows of a batch: the loss mask, weights that are not 0, whether it was chosen, and what a correction said."""
     chosen = tuple(i for i, row in enumerate(rows) if row[2])
     selection = Selection(
@@ -114,3 +114,94 @@ def test_a_rollout_has_a_reason_if_and_only_if_no_token_of_it_is_in_the_loss(row
     assert after.indices == selection.indices and [r.request.sample for r in after.trained.rollouts] == [
         i for i, why in enumerate(after.reasons) if not why
     ]
+
+
+class Equal(CountTask):
+    """Every rollout of the first `steps` steps earns the same."""
+
+    def __init__(self, steps: int, rollouts_per_step: int = 12) -> None:
+        self._left = steps * rollouts_per_step
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        self._left -= 1
+        return Reward(0.3) if self._left >= 0 else super().reward(prompt, rollout)
+
+
+def decaying(folder: Path, **train: Any) -> RunSettings:
+    settings = quiet(settings_for(folder, **train))
+    return replace(settings, optim=replace(settings.optim, weight_decay=0.1))
+
+
+def test_a_step_of_equal_rewards_is_as_if_it_had_not_been(tmp_path):
+    """Decay, and averages of the step before, would move the weights without a gradient."""
+    model, recorder, warnings = small_model(), Recorder(), list[str]()
+    kept: list[dict[str, torch.Tensor]] = [copy.deepcopy(dict(model.state_dict()))]
+    recorder._on_log = lambda record: kept.append(copy.deepcopy(dict(model.state_dict())))
+    settings, updated = decaying(tmp_path, steps=3, epochs=2, minibatches=2), list[int]()
+    parts: dict[str, Any] = dict(task=Equal(2), trackers=(recorder,), warn=warnings.append)
+    trainer = make_trainer(settings, model=model, **parts)
+    trainer._parts.bench.engine.update_weights = lambda: updated.append(trainer._progress.step)
+    summary = trainer.fit()
+    assert updated == [2], "an engine gets weights that have moved, and no others"
+    assert [same(kept[0], later) for later in kept[1:]] == [True, True, True, False]
+    assert (summary["updates"], summary["empty_steps"], summary["skipped_updates"]) == (4, 2, 0)
+    first, last = recorder.records[1].metrics, recorder.records[3].metrics
+    assert (first["optim/empty_steps"], first["optim/grad_norm"], first["loss/policy"]) == (1, 0.0, 0.0)
+    assert (first["rollouts/trained"], last["rollouts/trained"]) == (12, 36), "they were gone over all the same"
+    assert first["mismatch/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert not [text for text in warnings if "rejected" in text]
+
+
+def test_equal_rewards_do_step_towards_the_reference(tmp_path):
+    """The divergence is asked of every token after fixed ones: that of a step's own rollouts differs with them."""
+    model, far = small_model(), small_model(seed=1)
+    ids = torch.randint(2, 24, (8, 16), generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def divergence() -> float:
+        policy, reference = (some(ids).logits.log_softmax(-1) for some in (model, far))
+        return float((policy.exp() * (policy - reference)).sum(-1).mean())
+
+    near = made.loss(kl_coef=1.0)
+    before, settings = divergence(), decaying(tmp_path, steps=6)
+    summary = make_trainer(settings, model=model, task=Equal(6), loss=near, reference=far).fit()
+    assert (summary["updates"], summary["empty_steps"]) == (6, 0)
+    assert divergence() < 0.9 * before
+
+
+@pytest.mark.parametrize("own_term", [False, True], ids=["plain", "own term"])
+@pytest.mark.parametrize("correction", [SPARSE_RL, SEQUENCE_MASK], ids=["veto", "is"])
+def test_a_step_in_which_all_are_rejected_moves_nothing_but_for_a_term_of_the_loss_s_own(
+    tmp_path, correction, own_term
+):
+    """Weights of 0 leave the tokens in the mask, a veto takes them out of it; weight decay would move the weights."""
+
+    def with_own_term(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
+        output = GRPO(logprobs, batch, totals)
+        return replace(output, loss=output.loss + logprobs[batch.loss_mask].sum() / totals.tokens)
+
+    model, warnings, moved = small_model(), list[str](), own_term and correction is SEQUENCE_MASK
+    before = copy.deepcopy(dict(model.state_dict()))
+    engine = with_sampler_off_by(model, lambda rollout: 20.0)
+    parts: dict[str, Any] = dict(engine=engine, correction=correction, loss=with_own_term if own_term else GRPO)
+    summary = make_trainer(decaying(tmp_path, steps=1), model=model, warn=warnings.append, **parts).fit()
+    assert (summary["updates"], summary["empty_steps"], summary["skipped_updates"]) == (moved, 1 - moved, 0)
+    assert (summary["trained_rollouts"], summary["trained_tokens"]) == (0, 0)
+    assert same(before, model.state_dict()) != moved
+    (warning,) = [text for text in warnings if "every rollout was rejected" in text]
+    assert "sparsity.budget" in warning
+
+
+def test_a_minibatch_of_equal_rewards_is_passed_over_and_the_next_one_is_still_on_policy(tmp_path):
+    """One prompt, two minibatches of two: the pairs are equal within the first alone when the advantages are given."""
+    spy = Spy()
+
+    def halves(group: Any, kept: Any) -> torch.Tensor:
+        return torch.tensor([0.0, 1.0, 0.0, 0.0])
+
+    settings = quiet(settings_for(tmp_path, steps=1, prompts=1, minibatches=4))
+    summary = make_trainer(settings, loss=spy, advantage=halves).fit()
+    assert (summary["updates"], summary["empty_steps"], len(spy.batches)) == (1, 0, 4)
+    moved = [float(batch.advantages[0]) for batch in spy.batches].index(1.0)
+    old = [batch.policy_logprobs is None for batch in spy.batches]
+    assert old == [place <= moved for place in range(4)]

@@ -142,19 +142,17 @@ def test_a_run_warms_up_and_then_learns_from_rewards_and_resumes_inside(tmp_path
     assert [row["optim/lr"] for row in rows[1:5]] == [3e-3] * 4 and rows[5]["optim/lr"] == 1e-3
     assert rows[1]["rollouts/trained"] == 16 and rows[1].get("tokens/generated", 0.0) == 0.0
     assert "eval/accuracy" in rows[3]
-    cut = ("train.warmup_lr=3e-3", "train.steps=5")
-    with pytest.MonkeyPatch.context() as patch:
-        stopped = run_of(tmp_path / "cut", *cut)
-        own = stopped._step.run
+    stopped = run_of(tmp_path / "cut", "train.warmup_lr=3e-3")
+    own = stopped._step.run
 
-        def failing(step: int, progress: Any) -> Any:
-            if step == 2:
-                raise UserError("the power is gone")
-            return own(step, progress)
+    def failing(step: int, progress: Any) -> Any:
+        if step == 2:
+            raise UserError("the power is gone")
+        return own(step, progress)
 
-        patch.setattr(stopped._step, "run", failing)
-        with pytest.raises(UserError, match="the power is gone"):
-            stopped.fit()
+    stopped._step.run = failing  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="the power is gone"):
+        stopped.fit()
     run_of(tmp_path / "cut", "train.warmup_lr=3e-3", f"resume={tmp_path / 'cut'}").fit()
     one, other = (load_file(tmp_path / run / "checkpoints/step_000006/model.safetensors") for run in ("alone", "cut"))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -163,17 +161,14 @@ def test_a_run_warms_up_and_then_learns_from_rewards_and_resumes_inside(tmp_path
 
 def test_conversations_of_a_file_warm_a_chat_model_up(tmp_path: Path) -> None:
     model = make_folder(tmp_path / "model", chat_template=True)
-    talks = [
-        {"messages": TALK[1:3]},
-        {"messages": TALK},
-        {"messages": [{"role": "user", "content": "x" * 999}, TALK[2]]},
-    ]
-    words = (f"train.warmup_path={written(tmp_path, *talks)}", "model=hf", f"model.path={model}", "eval.every=0")
+    long = {"messages": [{"role": "user", "content": "x" * 999}, TALK[2]]}  # longer than the context
+    path = written(tmp_path, {"messages": TALK[1:3]}, {"messages": TALK}, long)
+    words = (f"train.warmup_path={path}", "model=hf", f"model.path={model}", "eval.every=0")
     trainer = run_of(tmp_path / "run", *words, "train.warmup_steps=2", "train.steps=3")
-    assert len(trainer._parts.warmup.shown) == 2, "one is longer than the context"
+    assert len(trainer._parts.warmup.shown) == 2
     trainer.fit()
-    losses = [row["warmup/loss"] for row in rows_of(tmp_path / "run") if "warmup/loss" in row]
-    assert losses[1] < losses[0]
+    first, second = (row["warmup/loss"] for row in rows_of(tmp_path / "run") if "warmup/loss" in row)
+    assert second < first
 
 
 def test_a_task_that_works_solutions_out_is_imitated_with_its_answers(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from grpo_cli.cli.mistakes import explained, fail, refusals, unusable
+from grpo_cli.cli.mistakes import explained, fail, unusable
 from grpo_cli.support.errors import UserError, refuse
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def hand_over(
     only_help: bool = False,
 ) -> None:
     """Run the command with its settings; in a sweep, once for every combination that passes its check."""
-    with refusals(), _current_folder_on_the_path():
+    with _current_folder_on_the_path():
         words = with_checkpoint(words) if command == "eval" else words
         if own_choices is not None:
             if not own_choices.is_dir():
@@ -50,17 +50,13 @@ def hand_over(
         if is_sweep and not only_print:
             _sweep(command, words)
             return
-        from grpo_cli.cli.jobs import JOBS
+        from omegaconf import OmegaConf
+
         from grpo_cli.config.compose import composed
 
         with explained(command, words):
             found = composed(command, words)
-        if only_print:
-            from omegaconf import OmegaConf
-
-            typer.echo(OmegaConf.to_yaml(found.cfg))
-        else:
-            JOBS[command](found)
+        typer.echo(OmegaConf.to_yaml(found.cfg)) if only_print else _run(found)
 
 
 def with_checkpoint(words: Sequence[str]) -> list[str]:
@@ -92,10 +88,18 @@ class _Job:
         self.sweep, self.started = sweep, False
 
     def __call__(self, cfg: DictConfig) -> Any:
-        from grpo_cli.cli.jobs import JOBS
-
         self.started = True
-        return JOBS[self.sweep.command](_command(self.sweep.command, cfg))
+        return _run(_command(self.sweep.command, cfg))
+
+
+def _run(command: Any) -> Any:
+    """Read a command's settings, and then load PyTorch to do its work."""
+    from grpo_cli.config.compose import read_command
+
+    settings = read_command(command)
+    from grpo_cli.cli.jobs import JOBS
+
+    return JOBS[command.name](command, settings)
 
 
 def _command(name: str, cfg: DictConfig) -> Any:
@@ -108,9 +112,13 @@ def _command(name: str, cfg: DictConfig) -> Any:
 
 
 def _check(name: str, cfg: DictConfig) -> None:
-    from grpo_cli.cli.jobs import check
+    """UserError for settings that the command would refuse: a sweep's job is checked before it starts."""
+    from grpo_cli.config.compose import read_command
 
-    check(_command(name, cfg))
+    settings = read_command(_command(name, cfg))
+    from grpo_cli.config.check import check
+
+    check(settings)
 
 
 def _sweep(command: str, words: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The work of `grpo train`, `grpo eval` and `grpo profile` with composed settings. Loads PyTorch once they are read."""
+"""The work of `grpo train`, `grpo eval` and `grpo profile` with settings that are read. Loads PyTorch."""
 
 from __future__ import annotations
 
@@ -9,36 +9,32 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
+from rich.table import Table
 
+from grpo_cli import experiment
+from grpo_cli.cli.start import started
+from grpo_cli.config.auto import AUTO
 from grpo_cli.config.choices import shipped
-from grpo_cli.config.compose import COMMANDS, read_settings
+from grpo_cli.config.instantiate import factory
+from grpo_cli.config.prepare import Prepared, prepare
 from grpo_cli.config.recorded import Command
+from grpo_cli.memory import command as profiling
+from grpo_cli.memory import explain, fit
+from grpo_cli.memory.gpus import fast_when_planned
 from grpo_cli.runs.find import completed_steps
 from grpo_cli.runs.layout import PROFILE, SAMPLES
+from grpo_cli.runs.stop import Stop
+from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.terminal import console, to_stderr
 
 
-def check(command: Command) -> None:
-    """UserError for settings that the command would refuse: a sweep's job is checked before it starts."""
-    (kind,) = (kind for kind, name in COMMANDS.items() if name == command.name)
-    settings = read_settings(command.cfg, kind, command.typed)
-    from grpo_cli.config import check as checks
-
-    checks.check_eval(settings) if isinstance(settings, EvalRunSettings) else checks.check(settings)
-
-
-def train(command: Command) -> Any:
-    """Train, and return the value that a sweeper optimizes."""
-    settings = read_settings(command.cfg, RunSettings, command.typed)
-    from grpo_cli import experiment
-    from grpo_cli.cli.start import started
-    from grpo_cli.config.prepare import prepare
-    from grpo_cli.memory import explain
-    from grpo_cli.runs.stop import Stop
-
+def train(command: Command, settings: RunSettings) -> Any:
+    """Train, and return the value that a sweeper optimizes; None for a resumed run with nothing left to do."""
     run = prepare(settings, to_stderr)
-    if _is_done(settings):
+    done = completed_steps(settings.resume)
+    if done == settings.train.steps:
+        print(f"{settings.run_dir} has done its {done} steps; train.steps=... asks for more")
         return None
     run, chosen = _fitted(run, command)
     with started(command, run.settings, chosen) as go_on, explain.memory_explained(run), Stop(to_stderr) as stop:
@@ -47,12 +43,9 @@ def train(command: Command) -> Any:
         return trainer.fit(stop)["final_accuracy"]
 
 
-def _fitted(run: Any, command: Command) -> tuple[Any, tuple[str, ...]]:
+def _fitted(run: Prepared[RunSettings], command: Command) -> tuple[Prepared[RunSettings], tuple[str, ...]]:
     """Return the run with what `fit` or an automatic micro-batch chooses, which goes into the command too, and that as
     words. A resumed run computes as it began."""
-    from grpo_cli.config.auto import AUTO
-    from grpo_cli.memory import fit
-
     settings = run.settings
     if (settings.fit == "none" or settings.resume is not None) and settings.train.micro_batch_tokens != AUTO:
         return run, ()
@@ -64,38 +57,23 @@ def _fitted(run: Any, command: Command) -> tuple[Any, tuple[str, ...]]:
         if group in settings.parts:
             part = {**settings.parts[group], name: value} if name else value
             settings = replace(settings, parts={**settings.parts, group: part})
+            run = replace(run, parts={**run.parts, group: factory(group, part)})
         else:
             settings = replace(settings, **{group: replace(getattr(settings, group), **{name: value})})
     return replace(run, settings=settings), chosen
 
 
-def _is_done(settings: RunSettings) -> bool:
-    """True if the resumed run has nothing left to do, which is printed."""
-    done = completed_steps(settings.resume)
-    if done != settings.train.steps:
-        return False
-    print(f"{settings.run_dir} has done its {done} steps; train.steps=... asks for more")
-    return True
-
-
-def evaluate(command: Command) -> Any:
+def evaluate(command: Command, settings: EvalRunSettings) -> Any:
     """Evaluate, print a table, and return the accuracy."""
-    settings = read_settings(command.cfg, EvalRunSettings, command.typed)
-    from grpo_cli import experiment
-    from grpo_cli.cli.start import started
-    from grpo_cli.config.prepare import prepare_eval
-
-    settings = prepare_eval(settings, to_stderr)
-    with started(command, settings):
-        result = experiment.evaluate_model(settings)
+    run = prepare(settings, to_stderr)
+    with started(command, run.settings):
+        result = experiment.evaluate_model(run)
     _print_table(result.metrics)
     print(f"every answer ({settings.eval.split} split): {settings.run_dir}/{SAMPLES}")
     return result.metrics["eval/accuracy"]
 
 
 def _print_table(metrics: Mapping[str, float]) -> None:
-    from rich.table import Table
-
     table = Table("", "value", "95 % interval")
     for name, value in metrics.items():
         low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
@@ -106,16 +84,8 @@ def _print_table(metrics: Mapping[str, float]) -> None:
     console().print(table)
 
 
-def profile(command: Command) -> Any:
+def profile(command: Command, settings: ProfileRunSettings) -> Any:
     """Profile, print what was found, and return the peak memory."""
-    settings = read_settings(command.cfg, ProfileRunSettings, command.typed)
-    from grpo_cli import experiment
-    from grpo_cli.cli.start import started
-    from grpo_cli.config.prepare import prepare
-    from grpo_cli.memory import command as profiling
-    from grpo_cli.memory.gpus import fast_when_planned
-    from grpo_cli.runs.summary import write_summary
-
     run = prepare(settings, to_stderr, fast_when_planned(settings.profile.for_gpu))
     with started(command, run.settings):
         found = profiling.profile(run, ["grpo", "profile", *command.typed], to_stderr, experiment.say_to_stderr)

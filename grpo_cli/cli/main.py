@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from grpo_cli import __version__
 from grpo_cli.cli.completion import offered
 from grpo_cli.cli.hydra_run import hand_over
-from grpo_cli.cli.mistakes import fail, named, refusals, without_dashes
+from grpo_cli.cli.mistakes import fail, named, without_dashes
 from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.processor import settle
 from grpo_cli.support.terminal import outlive_the_reader
@@ -43,6 +43,8 @@ class _Group(TyperGroup):
             if of.info_name in RUNS and hasattr(wrong, "possibilities"):  # a setting typed as an option
                 fail(without_dashes(of.info_name, wrong.option_name, ctx.meta["words"]))
             fail(f"{of.command_path}: {fault[:1].lower()}{fault[1:300]}; {of.command.epilog}")
+        except UserError as error:
+            fail(error)
 
 
 app = typer.Typer(
@@ -143,8 +145,7 @@ def report(
     """Compare runs: a table here, plots and all numbers in a folder."""
     from grpo_cli.report.make import make
 
-    with refusals():
-        make(folders, out, target, metric, base)
+    make(folders, out, target, metric, base)
 
 
 @app.command(epilog="an example is: grpo show outputs/train/my_run")
@@ -165,8 +166,7 @@ def show(
     """Show a step's completions, and why each was kept or dropped."""
     from grpo_cli.cli.show import show_rollouts
 
-    with refusals():
-        show_rollouts(folder, step, prompt, kept, best, worst)
+    show_rollouts(folder, step, prompt, kept, best, worst)
 
 
 @app.command("ls", epilog="an example is: grpo ls outputs")
@@ -178,8 +178,7 @@ def list_runs(
     """List runs, newest first: status, settings and accuracy."""
     from grpo_cli.cli.ls import list_runs as ls
 
-    with refusals():
-        ls(folder)
+    ls(folder)
 
 
 @app.command(epilog="an example is: grpo explain sampler kl train.epochs")
@@ -189,8 +188,7 @@ def explain(
     """Explain a choice, setting, metric or concept."""
     from grpo_cli.cli.explain import explain_each
 
-    with refusals():
-        explain_each(words)
+    explain_each(words)
 
 
 @app.command(epilog="an example is: grpo export outputs/train/my_run my_model")
@@ -209,8 +207,7 @@ def export(
     """Write a run's model for other programs, with its card."""
     from grpo_cli.cli.export import export as export_run
 
-    with refusals():
-        place = export_run(run, str(out), merge, base, dtype, overwrite)
+    place = export_run(run, str(out), merge, base, dtype, overwrite)
     typer.echo(f"{place} holds the model of {run}")
 
 
@@ -219,8 +216,7 @@ def init(folder: Annotated[Path, typer.Argument(parser=named, help="A new folder
     """Write an experiment of your own to start from."""
     from grpo_cli.cli.init import init as written
 
-    with refusals():
-        commands = written(folder)
+    commands = written(folder)
     typer.echo("\n".join([f"cd {shlex.quote(str(folder))}", *commands]))
 
 

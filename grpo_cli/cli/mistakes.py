@@ -23,15 +23,6 @@ from grpo_cli.support.formatting import legible
 NUMBER = r"[+-]?\d[\d_]*(\.[\d_]*)?(e[+-]?[\d_]+)?"  # as Python and Hydra read them
 
 
-@contextmanager
-def refusals() -> Iterator[None]:
-    """End the program with a UserError's message."""
-    try:
-        yield
-    except UserError as error:
-        fail(error)
-
-
 def fail(error: UserError | str) -> NoReturn:
     """End the program as for every mistake: one message and exit code 2."""
     typer.echo(f"error: {legible(str(error))}", err=True)

@@ -6,7 +6,6 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,7 @@ def _record(
         tuple(typed),
         {group: choice for group, choice in command.choices.items() if not group.startswith("hydra/")},
         {key: value for key, value in config.items() if key not in OF_A_RESUME},
-        about | {"code": asdict(code_version()), "data": digests(files)} | ({"fit": list(chosen)} if chosen else {}),
+        about | {"code": code_version(), "data": digests(files)} | ({"fit": list(chosen)} if chosen else {}),
     )
 
 

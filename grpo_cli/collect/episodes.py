@@ -47,14 +47,14 @@ def play(
     spent = Spent() if spent is None else spent
     if not has_turns(task):
         yield from _generated(engine, partial, [rest_of(one) for one in partial], version, enough, spent)
-    elif getattr(engine, "answers_in_place", False):
-        assert isinstance(task, Dialogue), "it has turns"
+        return
+    assert isinstance(task, Dialogue), "it has turns"
+    if getattr(engine, "answers_in_place", False):
         of = {_key(rest_of(one)): one for one in partial}
         conversation = Conversation(task, lambda rest: joined(of[_key(rest.request)], rest, version), spent)
         requests = [_ending(rest_of(one), task) for one in partial]
         yield from _generated(engine, partial, requests, version, enough, spent, replies=conversation)
     else:
-        assert isinstance(task, Dialogue), "it has turns"
         yield from _in_rounds(engine, task, partial, version, enough, spent)
 
 

@@ -23,7 +23,7 @@ def seed_of(*names: object) -> int:
 
 
 def check_ids(prompts: Iterable[Prompt], which: str) -> None:
-    """Raise Raise UserError for two prompts with the same id, which identifies seeds, groups and what is learnt."""
+    """Raise UserError for two prompts with the same id, which identifies seeds, groups and what is learnt."""
     numbers: dict[str, int] = {}
     for number, prompt in enumerate(prompts, 1):
         first = numbers.setdefault(prompt.id, number)
@@ -37,8 +37,7 @@ def check_ids(prompts: Iterable[Prompt], which: str) -> None:
 def requests_for(
     prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, step: int | str, held_out: bool = False
 ) -> list[Request]:
-    """Return Return `n` requests per prompt, prompt by prompt; randomness is a function of (seed, step, prompt,
-    sample)."""
+    """Return `n` requests per prompt, prompt by prompt; randomness is a function of (seed, step, prompt, sample)."""
     check_ids(prompts, "prompts asked about together")
     return [
         Request(prompt, sample, seed_of(seed, step, prompt.id, sample), sampling, held_out)
@@ -71,7 +70,7 @@ def score_all(task: Task, groups: Sequence[Group]) -> list[ScoredGroup]:
 
 
 def check_rewards(group: ScoredGroup) -> None:
-    """Raise Raise UserError for a NaN, infinite or huge reward, which would silently destroy the weights."""
+    """Raise UserError for a NaN, infinite or huge reward, which would silently destroy the weights."""
     bad = np.flatnonzero(~(np.abs(group.totals) <= LARGEST_REWARD))
     if len(bad):
         first = int(bad[0])

@@ -57,11 +57,6 @@ def unlimited(made: Rollout, before: Rollout) -> Rollout:
     return replace(made, request=before.request, finish=Finish.PARTIAL if cut else made.finish)
 
 
-def first_seed(request: Request) -> int:
-    """Return the seed that a rollout started with, from the request for its rest."""
-    return (request.seed - request.resumed * GOLDEN) % 2**64
-
-
 def joined(partial: Rollout, rest: Rollout, version: int) -> Rollout:
     """Join a partial rollout and its continuation by weights of `version`, under the first request; still partial if
     the continuation is."""

@@ -30,8 +30,8 @@ class Sft:
 
     def groups(self, step: int) -> list[ScoredGroup]:
         """Return the demonstrations of step `step` (from 0)."""
-        places = range(step * self.per_step, (step + 1) * self.per_step)
-        rollouts = (self.shown[_order(self.seed, *divmod(place, len(self.shown)), len(self.shown))] for place in places)
+        size, places = len(self.shown), range(step * self.per_step, (step + 1) * self.per_step)
+        rollouts = [self.shown[_order(self.seed, place // size, size)[place % size]] for place in places]
         return [ScoredGroup(one.request.prompt, (one,), (Reward(1.0),)) for one in rollouts]
 
     def loss(self, logprobs: Float[Tensor, "N"], batch: Batch, totals: Totals) -> LossOutput:
@@ -41,10 +41,6 @@ class Sft:
         return LossOutput(loss, {"warmup/loss": loss.detach()})
 
 
-def _order(seed: int, epoch: int, place: int, size: int) -> int:
-    return int(_permutation(seed, epoch, size)[place])
-
-
 @lru_cache(maxsize=2)
-def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+def _order(seed: int, epoch: int, size: int) -> np.ndarray:
     return np.random.default_rng(seed_of(seed, "warmup", epoch)).permutation(size)

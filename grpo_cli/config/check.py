@@ -1,99 +1,64 @@
 """Refuses settings that would silently ruin a run together, all at once. No model is loaded.
 
-Types and ranges are checked already (`config.read`). What a part requires of others it states itself (`goes_with`: see
-`facts.facts`). Names of choices appear in messages only.
+Types and ranges are checked already (`config.read`). What a part can do it states itself (`support.facts`). Names of
+choices appear in messages only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from grpo_cli.collect.collection import MOST_ROLLOUTS
-from grpo_cli.config.choices import choice_of
-from grpo_cli.config.instantiate import INNER, engine_parts, fact_of, rule_of, rules_of, says
+from grpo_cli.config.instantiate import INNER, Factory, engine_parts, fact, factories, named, rules_of
 from grpo_cli.config.trial import try_rules
-from grpo_cli.interfaces import Rules
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
-from grpo_cli.support.errors import gathered, own_code_unless_ours, refuse
-from grpo_cli.support.formatting import parse_bytes, shown
+from grpo_cli.support.errors import gathered, refuse
+from grpo_cli.support.formatting import shown
+
+ROUNDING = 1e-6  # of a sum of weights
+Parts = Mapping[str, Factory]
 
 
-def check(settings: RunSettings) -> Rules:
-    """Return the rules of a training run, tried once. UserError lists everything that cannot be used."""
-    problems, rules = list(conflicts(settings)), None
+def check(settings: RunSettings | EvalRunSettings) -> tuple[dict[str, Factory], Any]:
+    """Return the factories of a run's parts, and its rules, tried once (of an evaluation its search). UserError lists
+    everything that cannot be used."""
+    parts, made = factories(settings.parts), None
+    problems = [*conflicts(settings, parts)]
     with gathered(problems):
-        engine_parts(settings.parts, {"seed": settings.seed}, early=True)
+        engine_parts(parts, {"seed": settings.seed}, early=True)
     with gathered(problems):
-        rules = rules_of(settings.parts)
-        if settings.m <= settings.n:
-            try_rules(rules, settings.n, settings.m, settings.train.prompts)
+        if isinstance(settings, EvalRunSettings):
+            made = parts["search"].make()
+        else:
+            n, m, prompts = settings.n, settings.m, settings.train.prompts
+            made = rules_of(parts, {"n": n, "m": m, "prompts": prompts})
+            if m <= n:
+                try_rules(made, n, m, prompts)
     refuse(problems)
-    assert rules is not None, "rules that cannot be made are refused"
-    return rules
+    return parts, made
 
 
-def check_eval(settings: EvalRunSettings) -> None:
-    """Check the settings of an evaluation, whose k samples of a problem are its groups."""
-    k = settings.eval.k
-    problems = [*_model(settings.model, settings.device), *_turns(settings)]
-    problems += Chosen(settings.parts, k, k, settings.eval.problems).goes_with()
-    with gathered(problems):
-        engine_parts(settings.parts, {"seed": settings.seed}, early=True)
-    with gathered(problems):
-        rule_of("search", settings.parts["search"])
-    refuse(problems)
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The other parts of the run, as in `facts.Others`."""
-
-    parts: Mapping[str, Mapping[str, Any]]
-    n: int
-    m: int
-    prompts: int
-
-    def says(self, group: str, fact: str) -> Any:
-        return says(self.parts, group, fact)
-
-    def named(self, group: str) -> str:
-        return f"{group}={choice_of(group, self.parts[group])}"
-
-    def setting(self, group: str, key: str) -> Any:
-        return self.parts[group].get(key)
-
-    def goes_with(self) -> Iterator[str]:
-        """Yield what the parts state against each other."""
-        for group, part in self.parts.items():
-            if callable(ask := fact_of(group, part, "goes_with")):
-                with own_code_unless_ours(f"{group}._target_={part['_target_']}: goes_with", ask):
-                    found = [*ask(part, self)]
-                yield from found
-
-
-def conflicts(settings: RunSettings) -> Iterator[str]:
-    """Yield each pair of settings of a training that cannot be used together."""
-    chosen = Chosen(settings.parts, settings.n, settings.m, settings.train.prompts)
-    yield from _groups(settings, chosen)
-    yield from _lengths(settings)
-    yield from _turns(settings)
-    yield from _updates(settings)
+def conflicts(settings: RunSettings | EvalRunSettings, parts: Parts) -> Iterator[str]:
+    """Yield each pair of settings that cannot be used together."""
+    yield from _turns(settings, parts)
     yield from _model(settings.model, settings.device)
-    yield from chosen.goes_with()
-    yield from _drawn(chosen)
-    yield from _partial(chosen)
+    if isinstance(settings, RunSettings):
+        yield from _groups(settings, parts)
+        yield from _lengths(settings)
+        yield from _updates(settings)
+        yield from _drawn(parts)
+        yield from _rules(settings, parts)
     if isinstance(settings, ProfileRunSettings):
         yield from _profile(settings)
 
 
-def _groups(settings: RunSettings, chosen: Chosen) -> Iterator[str]:
+def _groups(settings: RunSettings, parts: Parts) -> Iterator[str]:
     n, m, train = settings.n, settings.m, settings.train
     if m > n:
         yield f"m={m} must not be more than n={n}: only {n} rollouts of a prompt are generated"
-    elif n == 1 or (m == 1 and chosen.setting("advantage", "stats_over") == "kept"):
-        yield f"n={n} m={m} leaves {chosen.named('advantage')} nothing to compare with: take 2 or more"
+    elif n == 1 or (m == 1 and _stats_of_kept(settings)):
+        yield f"n={n} m={m} leaves {named(parts, 'advantage')} nothing to compare with: take 2 or more"
     if train.minibatches > train.prompts * m:
         yield f"train.minibatches={train.minibatches} must not exceed train.prompts * m, which is {train.prompts * m}"
     if n * train.prompts > MOST_ROLLOUTS:
@@ -103,6 +68,10 @@ def _groups(settings: RunSettings, chosen: Chosen) -> Iterator[str]:
             f"train.warmup_steps={train.warmup_steps} must be less than train.steps={train.steps}, which counts them: "
             "no step would learn from rewards"
         )
+
+
+def _stats_of_kept(settings: RunSettings) -> bool:
+    return bool(settings.parts["advantage"].get("stats_over") == "kept")
 
 
 def _lengths(settings: RunSettings) -> Iterator[str]:
@@ -122,9 +91,20 @@ def _lengths(settings: RunSettings) -> Iterator[str]:
         )
 
 
-def _turns(settings: RunSettings | EvalRunSettings) -> Iterator[str]:
-    if settings.sampling.max_turn_tokens is not None and settings.parts["task"].get("turns", 1) == 1:
+def _turns(settings: RunSettings | EvalRunSettings, parts: Parts) -> Iterator[str]:
+    """Yield what cannot work with the number of a task's turns, or with evicted tokens."""
+    turns = settings.parts["task"].get("turns") or 1
+    if settings.sampling.max_turn_tokens is not None and turns == 1:
         yield "sampling.max_turn_tokens bounds each of several turns, and the task has one: use sampling.max_new_tokens"
+    for group in parts:
+        if turns > 1 and fact(parts, group, "one_turn"):
+            task = named(parts, "task")
+            yield f"{named(parts, group)} is for replies of one turn, and {task} has several: use task.turns=1"
+        if fact(parts, group, "resumes") and fact(parts, "sparsity", "evicts"):
+            yield (
+                f"{named(parts, group)} resumes rollouts, whose tokens {named(parts, 'sparsity')} never evicts: use "
+                "sparsity=dense"
+            )
 
 
 def _updates(settings: RunSettings) -> Iterator[str]:
@@ -163,32 +143,56 @@ def _model(model: ModelSettings, device: str) -> Iterator[str]:
         yield f"{quantized} needs a CUDA GPU, not device=cpu"
 
 
-def _drawn(chosen: Chosen) -> Iterator[str]:
+def _drawn(parts: Parts) -> Iterator[str]:
     """Yield why the sampler cannot stand in for the old policy."""
-    if chosen.setting("correction", "prox") != "drawn":
+    if parts["correction"].settings.get("prox") != "drawn":
         return
-    inner = chosen.setting("engine", INNER)
-    engine = f"engine.{INNER}={inner}" if inner else chosen.named("engine")
-    others = [engine] * (chosen.says("engine", "is_policy") is False)
-    others += [chosen.named("sparsity")] * bool(chosen.says("sparsity", "evicts"))
-    if chosen.says("collector", "resumes") and not chosen.says("collector", "stops"):
-        others.append(chosen.named("collector"))
+    inner = parts["engine"].settings.get(INNER)
+    others = [f"engine.{INNER}={inner}" if inner else named(parts, "engine")] * (
+        fact(parts, "engine", "is_policy") is False
+    )
+    others += [named(parts, "sparsity")] * bool(fact(parts, "sparsity", "evicts"))
+    if fact(parts, "collector", "resumes") and not fact(parts, "collector", "stops"):
+        others.append(named(parts, "collector"))
     for other in others:
         yield f"correction.prox=drawn takes {other} for the old policy, which it is not: use correction.prox=now"
-    if rule_of("correction", chosen.parts["correction"]).needs_policy_logprobs:
+    if parts["correction"].make().needs_policy_logprobs:
         yield (
-            f"{chosen.named('correction')} compares old policy and sampler, which correction.prox=drawn makes one: "
+            f"{named(parts, 'correction')} compares old policy and sampler, which correction.prox=drawn makes one: "
             "use correction.prox=now, or correction=none"
         )
 
 
-def _partial(chosen: Chosen) -> Iterator[str]:
-    """Yield what cannot work with a collector that stops rollouts, or resumes partial ones."""
-    collector, resumes = chosen.named("collector"), chosen.says("collector", "resumes")
-    if resumes and chosen.says("sparsity", "evicts"):
-        yield f"{collector} resumes rollouts, whose tokens {chosen.named('sparsity')} never evicts: use sparsity=dense"
-    if chosen.says("collector", "stops") and chosen.says("engine", "stops_early") is False:
-        yield f"{collector} stops rollouts early, which {chosen.named('engine')} cannot: use engine=torch or vllm"
+def _rules(settings: RunSettings, parts: Parts) -> Iterator[str]:
+    """Yield what a rule needs of the others."""
+    divides, divided = fact(parts, "advantage", "divides"), parts["collector"].settings.get("divided")
+    if isinstance(divided, bool) and divides not in (None, divided):
+        yield (
+            f"{named(parts, 'collector')} counts for collector.divided={shown(divided)}, which is not what "
+            f"{named(parts, 'advantage')} does: change one of them"
+        )
+    if fact(parts, "collector", "stops") and fact(parts, "engine", "stops_early") is False:
+        yield (
+            f"{named(parts, 'collector')} stops rollouts early, which {named(parts, 'engine')} cannot: use "
+            "engine=torch or vllm"
+        )
+    if fact(parts, "loss", "needs_values") and not fact(parts, "advantage", "of_values"):
+        yield f"{named(parts, 'loss')} needs rewards less their problems' values, not {named(parts, 'advantage')}"
+    weights = settings.parts["task"].get("weights")
+    given = [one for one in weights.values() if isinstance(one, int | float)] if isinstance(weights, Mapping) else []
+    if fact(parts, "advantage", "unit_rewards") and (sum(given) > 1 + ROUNDING or weights and weights.get("overlong")):
+        yield (
+            f"{named(parts, 'advantage')} takes rewards from 0 to 1: lower task.weights={shown(weights)} to a sum "
+            "of 1, without overlong"
+        )
+    for group in ("advantage", "downsample"):
+        if fact(parts, group, "same_size") and fact(parts, "collector", "unequal"):
+            yield f"{named(parts, group)} takes groups of n rollouts, not those of {named(parts, 'collector')}"
+    size, counted = ("m", settings.m) if _stats_of_kept(settings) else ("n", settings.n)
+    if fact(parts, "advantage", "odd") and counted % 2 == 0:
+        yield f"{size}={counted} has no middle rollout for {named(parts, 'advantage')}: use an odd {size}"
+    if fact(parts, "downsample", "leaves_out") and settings.m == settings.n:
+        yield f"m=n={settings.n} leaves nothing out, as {named(parts, 'downsample')} does: use m={settings.n - 1}"
 
 
 def _profile(settings: ProfileRunSettings) -> Iterator[str]:
@@ -199,7 +203,3 @@ def _profile(settings: ProfileRunSettings) -> Iterator[str]:
     if profile.for_gpu and not (profile.plan_only and (named or settings.fit not in ("none", "auto"))):
         has = "" if named else " and its memory, such as fit=80GB"
         yield f"profile.for_gpu={shown(profile.for_gpu)} only plans: add profile.plan_only=true{has}"
-    problems: list[str] = []
-    with gathered(problems):
-        parse_bytes("1GB" if settings.fit in ("none", "auto") else settings.fit, "fit")
-    yield from problems

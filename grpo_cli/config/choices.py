@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -41,7 +41,7 @@ def shipped(group: str, choice: str) -> dict[str, Any]:
 def values_of(name: str) -> dict[str, Any]:
     """Return the keys and values of a file of `conf/`, including those of its base files."""
     merged: dict[str, Any] = {}
-    for values in _files(name):
+    for values in _files(conf_file(name)):
         merged = _over(merged, {key: value for key, value in values.items() if key != "defaults"})
     return merged
 
@@ -55,8 +55,9 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 @functools.cache
 def defaults_of(command: str) -> Mapping[str, str]:
     """Return a command's default choice in each group, Hydra's own groups included."""
-    entries = [entry for values in _files(command) for entry in values.get("defaults", []) if isinstance(entry, dict)]
-    return {group.removeprefix("override "): choice for entry in entries for group, choice in entry.items()}
+    listed = [entry for values in _files(conf_file(command)) for entry in values.get("defaults", [])]
+    groups = [entry for entry in listed if isinstance(entry, dict)]
+    return {group.removeprefix("override "): choice for entry in groups for group, choice in entry.items()}
 
 
 def groups_of(command: str) -> list[str]:
@@ -69,13 +70,20 @@ def parts_of(command: str) -> tuple[str, ...]:
     return tuple(group for group in groups_of(command) if group not in ("model", "experiment"))
 
 
-def _files(name: str) -> Iterator[dict[str, Any]]:
-    """A file of `conf/`, unresolved, preceded by its base files."""
-    values = yaml.load(conf_file(name).read_text(encoding="utf-8"), _LOADER) or {}
-    for entry in values.get("defaults", []):
-        if isinstance(entry, str) and entry != "_self_":
-            yield from _files(str(PurePosixPath("/", name).parent / entry.partition("@")[0])[1:])
+def _files(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the content of a file of `conf/`, unresolved, preceded by its base files."""
+    values = yaml.load(file.read_text(encoding="utf-8"), _LOADER) or {}
+    for base in bases_of(file, values):
+        yield from _files(base)
     yield values
+
+
+def bases_of(file: Path, values: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield the files that a file builds on, beside it or in its group of `conf/`."""
+    for entry in values.get("defaults", []):  # groups, and overrides of their choices, are mappings
+        if isinstance(entry, str) and entry != "_self_":
+            beside = file.with_name(f"{entry.partition('@')[0]}.yaml")
+            yield beside if beside.is_file() else config_dir() / file.parent.name / beside.name
 
 
 def choices(group: str) -> list[str]:

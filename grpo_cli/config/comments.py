@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from grpo_cli.config.choices import EXPERIMENTAL, conf_file, config_dir
+from grpo_cli.config.choices import EXPERIMENTAL, bases_of, conf_file, config_dir
 
 _NO_SETTINGS = {"defaults", "hydra", "_target_", "_partial_"}
 
@@ -47,11 +47,8 @@ def read_conf(file: Path) -> ConfFile:
     values: dict[str, Any] = yaml.safe_load(text) or {}
     builds: str | None = values.get("_target_")
     settings: dict[str, Setting] = {}
-    for base in values.get("defaults", []):  # groups, and overrides of their choices, are mappings
-        if isinstance(base, str) and base != "_self_":
-            beside = file.with_name(f"{base}.yaml")
-            below = read_conf(beside if beside.is_file() else config_dir() / file.parent.name / beside.name)
-            builds, settings = builds or below.builds, {**settings, **below.settings}
+    for base in map(read_conf, bases_of(file, values)):
+        builds, settings = builds or base.builds, {**settings, **base.settings}
     above: dict[str, str] = {}
     head = _head(root, lines)
     for key, setting in _settings(root, [""] * head + lines[head:], _name(file)):

@@ -19,7 +19,7 @@ from grpo_cli.config.overrides import is_ours, key_of, leaves
 from grpo_cli.config.read import read
 from grpo_cli.config.recorded import Command, named, over_recorded
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
-from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.errors import UserError, gathered, refuse
 from grpo_cli.support.processor import fast_in_bfloat16
 
 Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
@@ -61,6 +61,12 @@ def new_folder_names() -> None:
     OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(2), use_cache=True, replace=True)
 
 
+def read_command(command: Command) -> Any:
+    """Return the settings of a composed command."""
+    (kind,) = (kind for kind, name in COMMANDS.items() if name == command.name)
+    return read_settings(command.cfg, kind, command.typed)
+
+
 def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = ()) -> Settings:
     """Return the settings of a command. UserError lists every missing value, wrong type or range, and unknown key.
 
@@ -78,11 +84,12 @@ def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = 
     problems = [line for group, part in parts.items() for line in _part_problems(group, part)]
     _read_escapes(values.get("sampling"), parts["task"])
     settings = read(kind, values | {"parts": parts}, problems, cfg)
-    changed = {group: part for group, part in parts.items() if not problems or not _is_shipped(group, part)}
-    if changed:
-        from grpo_cli.config.instantiate import settings_problems  # imports the parts, and so torch
+    named = {group: part for group, part in parts.items() if isinstance(part, dict) and "_target_" in part}
+    if problems and (own := {group: part for group, part in named.items() if not _is_shipped(group, part)}):
+        from grpo_cli.config.instantiate import factories  # imports the parts, and so torch
 
-        problems += settings_problems(changed)
+        with gathered(problems):  # what is wrong with parts too, which is found with the factories if nothing else is
+            factories(own)
     refuse(list(dict.fromkeys(problems)))
     assert settings is not None, "without a problem there are settings"
     return settings

@@ -1,4 +1,4 @@
-"""Builds the parts of a configuration.
+"""Builds the parts of a configuration: `factory` reads a part's settings, once, and `Factory.make` calls what it names.
 
 A part gets the arguments of its YAML and those offered objects (model, tokenizer, seed, ...) that its signature names.
 The protocol of each group says what else a part must have: a new kind of rule is a protocol and a field of
@@ -21,11 +21,12 @@ from omegaconf import DictConfig, open_dict
 from grpo_cli import interfaces
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
 from grpo_cli.config.overrides import is_ours
-from grpo_cli.config.read import read_argument
+from grpo_cli.config.read import read
 from grpo_cli.engine.length_predictor import NoPredictor, Predictor
 from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.interfaces import Rules
+from grpo_cli.settings import Strict
 from grpo_cli.support.errors import UserError, closest, gathered, hidden, own_code, own_code_unless_ours, refuse
 
 RULES: Mapping[str, Any] = typing.get_type_hints(Rules)
@@ -39,34 +40,95 @@ _NO_ARGUMENTS = ("_target_", "_partial_", RECIPE)
 INNER = "inner"  # the key by which an engine names its workers' engine
 
 
-def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
-    """Build the part of group `name`. UserError if an argument is missing or unknown, or if it lacks members of its
-    protocol."""
-    factory = _factory(name, part, offered)
-    missing, given = _fits(factory, offered)
-    if missing:
-        raise UserError(f"{name}: {part['_target_']} cannot be made: {missing}; give it as +{name}.<argument>=...")
-    with own_code_unless_ours(f"{name}._target_={part['_target_']}", factory.func):
-        made = factory(**given)
-    if lacking := [] if is_function(name) else [word for word in _members(name) if not hasattr(made, word)]:
-        kind = PROTOCOLS[name]
-        raise UserError(f"{name}: {part['_target_']} lacks {', '.join(lacking)} of {kind.__module__}.{kind.__name__}")
-    return made
+class MissingArgument(UserError):
+    """A part that needs an argument that is neither among its settings nor offered."""
 
 
-def _members(name: str) -> list[str]:
-    return [word for word in vars(PROTOCOLS.get(name, object)) if not word.startswith("_")]
+@dataclasses.dataclass(frozen=True)
+class Factory:
+    """A part's class or function with its settings, as the types of its arguments."""
+
+    group: str
+    part: Mapping[str, Any]  # as it is configured
+    code: Any
+    settings: Mapping[str, Any]
+
+    @property
+    def target(self) -> str:
+        return str(self.part["_target_"])
+
+    def make(self, offered: Mapping[str, Any] | None = None) -> Any:
+        """Build the part; a rule may also be a function with its settings bound. UserError if an argument is missing,
+        or if the part lacks what its protocol has."""
+        protocol, signature = PROTOCOLS.get(self.group, object), inspect.signature(self.code)
+        members = [word for word in vars(protocol) if not word.startswith("_")]
+        is_called = inspect.isfunction(getattr(protocol, "__call__", None))  # noqa: B004
+        may_be_function = is_called and (self.group == "loss" or not members)
+        if may_be_function and not isinstance(self.code, type):
+            made: Any = partial(self.code, **self.settings)
+        else:
+            given = {word: value for word, value in (offered or {}).items() if word in signature.parameters}
+            arguments = {**given, **self.settings}
+            try:
+                signature.bind(**arguments)
+            except TypeError as error:
+                raise MissingArgument(
+                    f"{self.group}: {self.target} cannot be made: {error}; give it as +{self.group}.<argument>=..."
+                ) from error
+            with own_code_unless_ours(f"{self.group}._target_={self.target}", self.code):
+                made = self.code(**arguments)
+        if may_be_function:
+            self._check_call(made, [*inspect.signature(protocol.__call__).parameters][1:])
+        elif lacking := [word for word in members if not hasattr(made, word)]:
+            kind = f"{protocol.__module__}.{protocol.__name__}"
+            raise UserError(f"{self.group}: {self.target} lacks {', '.join(lacking)} of {kind}")
+        if self.group == "loss" and not hasattr(made, "needs_reference"):
+            made.needs_reference = bool(getattr(self.code, "needs_reference", False))
+        return made
+
+    def _check_call(self, made: Any, arguments: Sequence[str]) -> None:
+        """UserError if a rule does not take the arguments of its kind."""
+        try:
+            inspect.signature(made).bind(*arguments)
+        except TypeError as error:
+            called = f"{self.group}._target_={self.target} cannot be called as {self.group}({', '.join(arguments)})"
+            raise UserError(f"{called}: {error}; give what else it needs as +{self.group}.<argument>=...") from error
 
 
-def is_function(name: str) -> bool:
-    """True if a plain function can be a part of this group."""
-    called = inspect.isfunction(getattr(PROTOCOLS.get(name), "__call__", None))  # noqa: B004
-    return called and (name == "loss" or not _members(name))
+def factory(group: str, part: Mapping[str, Any]) -> Factory:
+    """Return the factory of a part. UserError if its class or function takes other settings."""
+    target = str(part["_target_"])
+    code, problems = _code(group, target), list[str]()
+    settings = {key: value for key, value in part.items() if key not in _NO_ARGUMENTS}
+    takes = _takes(code)
+    hints = _hints(code) if is_ours(code.__module__) else {}  # others may annotate as they like
+    for word in settings.keys() - (settings if takes is None else takes):
+        problems.append(f"{group}.{word}: {target} takes no {word}{closest(word, takes or ())}")
+    hints = {word: hint for word, hint in hints.items() if word in settings}
+    kind = dataclasses.make_dataclass("PartSettings", hints.items(), bases=(Strict,), kw_only=True)
+    typed = read(kind, {word: settings[word] for word in hints}, problems, key=group)
+    refuse(problems)
+    return Factory(group, part, code, settings | vars(typed))
 
 
-def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, /, **changed: Any) -> Any:
-    """Build `name=choice` with changed settings: for tests, scripts and notebooks."""
-    return make(name, shipped(name, choice) | changed, offered or {})
+def factories(parts: Mapping[str, Any]) -> dict[str, Factory]:
+    """Return the factories of all parts. UserError lists everything that is wrong with their settings."""
+    found, problems = dict[str, Factory](), list[str]()
+    for group, part in parts.items():
+        with gathered(problems):
+            found[group] = factory(group, part)
+    refuse(problems)
+    return found
+
+
+def make(group: str, part: Mapping[str, Any], offered: Mapping[str, Any] | None = None) -> Any:
+    """Build a part of plain settings."""
+    return factory(group, part).make(offered)
+
+
+def ready(group: str, choice: str, offered: Mapping[str, Any] | None = None, /, **changed: Any) -> Any:
+    """Build `group=choice` with changed settings: for tests, scripts and notebooks."""
+    return make(group, shipped(group, choice) | changed, offered)
 
 
 def drop_inherited(cfg: DictConfig, groups: Sequence[str], typed: Set[str]) -> None:
@@ -83,16 +145,6 @@ def drop_inherited(cfg: DictConfig, groups: Sequence[str], typed: Set[str]) -> N
             for word in known & part.keys() - (known if takes is None else takes):
                 if f"{name}.{word}" not in typed:
                     del part[word]
-
-
-def settings_problems(parts: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the settings of each part, before any is built."""
-    problems: list[str] = []
-    for name, part in parts.items():
-        if isinstance(part, dict) and "_target_" in part:
-            with gathered(problems):
-                _factory(name, part)
-    return problems
 
 
 def _takes(code: Any) -> Set[str] | None:
@@ -130,56 +182,7 @@ def _code(name: str, target: str) -> Any:
     return code
 
 
-def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any] | None = None) -> partial[Any]:
-    """Return the class or function with its settings bound. UserError if it takes others."""
-    target = str(part["_target_"])
-    code = _code(name, target)
-    kwargs = {key: value for key, value in part.items() if key not in _NO_ARGUMENTS}
-    takes, problems = _takes(code), list[str]()
-    hints = _hints(code) if is_ours(code.__module__) else {}  # others may annotate as they like
-    known = [word for word in (*inspect.signature(code).parameters, *hints) if word not in (offered or ())]
-    for word, value in kwargs.items():
-        if takes is not None and word not in takes:
-            problems.append(f"{name}.{word}: {target} takes no {word}{closest(word, known)}")
-        elif word in hints:
-            kwargs[word] = read_argument(hints[word], value, f"{name}.{word}", problems)
-    refuse(problems)
-    return partial(code, **kwargs)
-
-
-def _fits(factory: Any, offered: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return Python's message about missing arguments, and the offered objects that it takes."""
-    signature = inspect.signature(factory.func)
-    given = {key: offered[key] for key in signature.parameters if key in offered and key not in factory.keywords}
-    try:
-        signature.bind(**factory.keywords, **given)
-    except TypeError as error:
-        return str(error), given
-    return "", given
-
-
-def function(name: str, part: Mapping[str, Any]) -> Any:
-    """Return a callable rule: an instance, or a function with its settings bound. UserError if it does not take the
-    arguments of its kind."""
-    factory = _factory(name, part)
-    rule: Any = make(name, part, {}) if isinstance(factory.func, type) else factory
-    called_with = [*inspect.signature(PROTOCOLS[name].__call__).parameters][1:]
-    try:
-        inspect.signature(rule).bind(*called_with)
-    except TypeError as error:
-        called = f"{name}._target_={part['_target_']} cannot be called as {name}({', '.join(called_with)})"
-        raise UserError(f"{called}: {error}; give what else it needs as +{name}.<argument>=...") from error
-    if name == "loss" and not hasattr(rule, "needs_reference"):
-        rule.needs_reference = bool(getattr(factory.func, "needs_reference", False))
-    return rule
-
-
-def fact_of(name: str, part: Mapping[str, Any], fact: str) -> Any:
-    """Return a fact of a part's class or function (`facts.facts`); None if it has no such fact."""
-    return getattr(_code(name, str(part["_target_"])), fact, None)
-
-
-def engine_parts(parts: Mapping[str, Any], offered: Mapping[str, Any], early: bool = False) -> dict[str, Any]:
+def engine_parts(parts: Mapping[str, Factory], offered: Mapping[str, Any], early: bool = False) -> dict[str, Any]:
     """Build sampler, scheduler, predictor and sparsity. UserError if they do not work together or with the engine.
 
     `early`: before a model is loaded; parts that need an object that is not offered yet are left out.
@@ -187,56 +190,60 @@ def engine_parts(parts: Mapping[str, Any], offered: Mapping[str, Any], early: bo
     built: dict[str, Any] = {}
     problems: list[str] = []
     for name in ENGINE_PARTS[1:]:
-        with gathered(problems):
-            if not (early and _fits(_factory(name, parts[name], offered), offered)[0]):
-                built[name] = make(name, parts[name], offered)
+        with gathered(problems), suppress(*[MissingArgument] * early):
+            built[name] = parts[name].make(offered)
     with gathered(problems):
         problems += _not_together(parts, built)
     refuse(problems)
     return built
 
 
-def _not_together(parts: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
+def _not_together(parts: Mapping[str, Factory], built: Mapping[str, Any]) -> Iterator[str]:
     """Yield conflicts among the parts that could be built."""
     if isinstance(built.get("predictor"), NoPredictor) and "scheduler" in built and built["scheduler"].needs_lengths:
-        scheduler, predictor = (f"{name}={choice_of(name, parts[name])}" for name in ("scheduler", "predictor"))
-        yield f"{scheduler} orders by predicted length, which {predictor} has not: use predictor=prefix or mean"
-    inner = [inner_engine(parts["engine"])] if INNER in parts["engine"] else []
-    for engine in (parts["engine"], *inner):
-        refuses = fact_of("engine", engine, "refuses")
-        taken = inspect.signature(refuses).parameters if callable(refuses) else {"none": None}
-        if taken.keys() <= built.keys():
-            with own_code_unless_ours(f"engine._target_={engine['_target_']}: refuses", refuses):
-                found = [*refuses(**{word: built[word] for word in taken})]
+        yield (
+            f"{named(parts, 'scheduler')} orders by predicted length, which {named(parts, 'predictor')} has not: use "
+            "predictor=prefix or mean"
+        )
+    for engine in engines(parts["engine"]):
+        refuses = getattr(engine.code, "refuses", None)
+        words = inspect.signature(refuses).parameters if callable(refuses) else {"none": None}
+        if words.keys() <= built.keys():
+            with own_code_unless_ours(f"engine._target_={engine.target}: refuses", refuses):
+                found = [*refuses(**{word: built[word] for word in words})]
             yield from found
 
 
-def inner_engine(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the engine of an engine's workers. UserError for an unknown one."""
-    inner, known = part[INNER], [name for name in choices("engine") if INNER not in shipped("engine", name)]
+def engines(engine: Factory) -> list[Factory]:
+    """Return an engine and, where it has workers, that of its workers. UserError if that is unknown."""
+    if INNER not in engine.settings:
+        return [engine]
+    inner, known = engine.settings[INNER], [one for one in choices("engine") if INNER not in shipped("engine", one)]
     if inner not in known:
         raise UserError(f"engine.{INNER}={inner} must be one of {', '.join(known)}{closest(str(inner), known)}")
-    return shipped("engine", inner) | dict(part.get("options") or {})
+    return [engine, factory("engine", shipped("engine", inner) | dict(engine.settings.get("options") or {}))]
 
 
-def says(parts: Mapping[str, Mapping[str, Any]], group: str, fact: str) -> Any:
-    """Return a fact as `facts.Others.says`; of an engine of workers what these say where it says nothing."""
-    part = parts[group]
-    said = fact_of(group, part, fact)
-    return fact_of(group, inner_engine(part), fact) if said is None and INNER in part else said
+def fact(parts: Mapping[str, Factory], group: str, name: str) -> Any:
+    """Return a fact of the part of a group (`support.facts`), None if it has none; of an engine of workers what theirs
+    states where it states nothing."""
+    if group not in parts:
+        return None
+    found = [getattr(one.code, name, None) for one in (engines(parts[group]) if group == "engine" else [parts[group]])]
+    return next((one for one in found if one is not None), None)
 
 
-def rules_of(parts: Mapping[str, Mapping[str, Any]]) -> Rules:
+def named(parts: Mapping[str, Factory], group: str) -> str:
+    """Return `group=choice` as a person types it."""
+    return f"{group}={choice_of(group, parts[group].part)}"
+
+
+def rules_of(parts: Mapping[str, Factory], offered: Mapping[str, Any] | None = None) -> Rules:
     """Return the rules of a run, untried. UserError lists all that cannot be made."""
     made: dict[str, Any] = {}
     problems: list[str] = []
     for name in RULES:
         with gathered(problems):
-            made[name] = rule_of(name, parts[name])
+            made[name] = parts[name].make(offered)
     refuse(problems)
     return Rules(**made)
-
-
-def rule_of(name: str, part: Mapping[str, Any]) -> Any:
-    """Return a rule, untried. UserError if it cannot be made."""
-    return function(name, part) if is_function(name) else make(name, part, {})

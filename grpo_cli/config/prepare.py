@@ -1,19 +1,19 @@
-"""Prepares a run once: settings checked, `auto` resolved, rules made and tried, a device picked."""
+"""Prepares a command, once: settings checked, `auto` resolved, rules made and tried, a device picked."""
 
 from __future__ import annotations
 
 import os
-import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from grpo_cli.collect.equal import at_once
-from grpo_cli.config.auto import decided
-from grpo_cli.config.check import check, check_eval
+from grpo_cli.config.auto import AUTO, decided
+from grpo_cli.config.check import check
+from grpo_cli.config.instantiate import Factory
 from grpo_cli.interfaces import Rules
 from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.settings import EvalRunSettings, RunSettings
@@ -22,38 +22,40 @@ from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.support.memory import SHARE, keep_freed, part_of_gpu
 from grpo_cli.support.processor import flush_denormals, why_no_gpu
 
-Settings = TypeVar("Settings", bound=RunSettings)
+Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
 
 
 @dataclass(frozen=True)
 class Prepared(Generic[Settings]):
-    """A run before its model is loaded."""
+    """A command before its model is loaded. `made` are the rules of a run, or the search of an evaluation."""
 
     settings: Settings
-    rules: Rules
+    parts: Mapping[str, Factory]
+    made: Any
     device: torch.device
 
     @property
-    def at_once(self) -> int:
-        """The most rollouts that a step requests at a time."""
+    def rules(self) -> Rules:
+        rules: Rules = self.made
+        return rules
+
+    @property
+    def at_once(self) -> int | None:
+        """The most rollouts that a step requests at a time; None for an evaluation."""
+        if isinstance(self.settings, EvalRunSettings):
+            return None
         return at_once(self.rules.collector, self.settings.n, self.settings.train.prompts)
 
 
 def prepare(settings: Settings, say: Callable[[str], None] = print, fast: bool | None = None) -> Prepared[Settings]:
     """UserError with everything that can be refused before a model is read. `say` gets what `auto` became; `fast` as in
     `config.auto`."""
-    is_a_size = re.match(r"[\d.]*[1-9]", str(settings.fit))
-    keep_freed(parse_bytes(settings.fit, "fit") if is_a_size else None)
-    rules = check(settings)
+    parts, made = check(settings)
     device = pick_device(settings.device)
-    check_optimizer(settings.optim, device)
-    return Prepared(decided(settings, say, fast), rules, device)
-
-
-def prepare_eval(settings: EvalRunSettings, say: Callable[[str], None] = print) -> EvalRunSettings:
-    """The settings of an evaluation, checked and with `auto` resolved."""
-    check_eval(settings)
-    return decided(settings, say)
+    if isinstance(settings, RunSettings):
+        keep_freed(None if settings.fit in ("none", AUTO) else parse_bytes(settings.fit, "fit"))
+        check_optimizer(settings.optim, device)
+    return Prepared(decided(settings, say, fast), parts, made, device)
 
 
 def pick_device(word: str) -> torch.device:

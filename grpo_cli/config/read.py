@@ -11,7 +11,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import TypeAdapter, ValidationError
-from pydantic.errors import PydanticSchemaGenerationError
 from pydantic_core import ErrorDetails
 
 from grpo_cli.config.overrides import leaves
@@ -49,14 +48,6 @@ def read(kind: Any, values: Any, problems: list[str], cfg: DictConfig | None = N
     follow = [name for name in found if cfg is not None and _follows(cfg, name.partition("=")[0])]
     problems += [line for name, line in found.items() if name not in follow or len(follow) == len(found)]
     return None if found else result
-
-
-def read_argument(hint: Any, value: Any, key: str, problems: list[str]) -> Any:
-    """Return a part's setting as the type of its constructor; as it is where pydantic knows no such type."""
-    try:
-        return read(hint, value, problems, key=key)
-    except PydanticSchemaGenerationError:
-        return value
 
 
 def _follows(cfg: DictConfig, key: str) -> bool:

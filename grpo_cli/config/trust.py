@@ -25,7 +25,7 @@ from grpo_cli.support.formatting import plain, shown
 OWN = ("task.reward", "task.environment", "task.tools")  # settings that name a user's own code as module:name
 _OF_A_SWEEP = re.compile(r"hydra[./](launcher|sweeper)(\.[a-z]\w*)?")
 # Where a run writes, whose answers it believes, and what it reveals of the environment.
-_TYPED_AGAIN = ("run_dir", "engine.address", "task.judge.key")
+_TYPED_AGAIN = re.compile(r"run_dir|engine\.address|engine\.options\..*|task\.judge\.(key|base_url)")
 # Files that are read, whose content reaches prompts, records and judges.
 _READ = ("task.judge.prompt", "train.warmup_path", *(f"task.{one}path" for one in ("", "eval_", "few_shot_")))
 _HERE = re.compile(r"https?://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?(/|$)")  # a server on this machine
@@ -77,23 +77,24 @@ def is_foreign(key: str, value: Any, folder: Path) -> bool:
     if group.startswith("hydra") or (config_dir() / key).is_dir():  # a choice: a path would be another file's
         may_be_set = not group.startswith("hydra") or _OF_A_SWEEP.fullmatch(key)
         return not (may_be_set and re.fullmatch(r"\w[\w-]*|", text))
-    if name == "_target_":
-        ours = len(inner) == 1 and text in [shipped(group, choice).get(name) for choice in choices(group)]
-        return not (ours or _is_here(*text.rpartition(".")[::2], folder))
-    if key in OWN and ":" in text:
-        module, _, names = text.partition(":")
-        return not all(_is_here(module, one.strip(), folder) for one in names.split(","))
-    if key in _TYPED_AGAIN or name == "trust_remote_code":
-        return value not in (None, False, "auto")
+    if name == "_target_" or (key in OWN and ":" in text):
+        module, _, names = text.rpartition(".") if name == "_target_" else text.partition(":")
+        ours = len(inner) == 1 and text in _shipped(group, name)
+        return not (ours or all(_is_here(module, one.strip(), folder) for one in names.split(",")))
+    if any(part.startswith("_") for part in inner) or ":" in text.partition("${")[2]:
+        return True
+    if name == "trust_remote_code" or value is None or value == "auto" or isinstance(value, int | float):
+        return name == "trust_remote_code" and bool(value)
     if key in _READ:
         is_below_here = Path(text).expanduser().resolve().is_relative_to(Path.cwd().resolve())
-        return value is not None and not (text.startswith("hub:") or is_below_here)
-    if key == "task.judge.base_url":
-        return value is not None and not _HERE.match(text)
-    if group == "logger" and name not in _OF_A_RUN and not isinstance(value, int | float | None):
-        return value not in [shipped("logger", one).get(name) for one in choices("logger")]
-    of_another_program = key.startswith("engine.options.") and isinstance(value, str)
-    return of_another_program or any(part.startswith("_") for part in inner) or ":" in text.partition("${")[2]
+        return not (text.startswith("hub:") or is_below_here)
+    if group == "logger":
+        return name not in _OF_A_RUN and value not in _shipped(group, name)
+    return bool(_TYPED_AGAIN.fullmatch(key)) and not (name == "base_url" and _HERE.match(text))
+
+
+def _shipped(group: str, name: str) -> list[Any]:
+    return [shipped(group, choice).get(name) for choice in choices(group)]
 
 
 def _is_here(module: str, name: str, folder: Path) -> bool:

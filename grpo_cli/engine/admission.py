@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from grpo_cli.engine.kv_cache import BLOCK, PagedCache, blocks_for
-from grpo_cli.engine.scheduling import Running, Scheduler, Waiting
+from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Sequence
 
 
@@ -19,22 +19,21 @@ class Admission:
     the scheduler is asked for others that can begin now. So its plans are always carried out eventually.
     """
 
-    def __init__(self, sequences: Seq[Sequence], slots: int, refills: bool, memory: Memory | None = None) -> None:
-        self._sequences = {sequence.index: sequence for sequence in sequences}
+    def __init__(self, slots: int, refills: bool, memory: Memory | None = None) -> None:
         self._slots, self._refills, self._memory = slots, refills, memory
-        self._views: dict[int, Waiting] = {}  # of those not chosen yet
+        self._waiting = set[Sequence]()  # and not chosen yet
         self._chosen: list[Sequence] = []  # waiting for room
         self._back: list[Sequence] = []  # waiting for a slot in which they go on
 
     def __len__(self) -> int:
-        return len(self._views) + len(self._chosen) + len(self._back)
+        return len(self._waiting) + len(self._chosen) + len(self._back)
 
     def start(self, scheduler: Scheduler, waiting: Seq[Sequence]) -> None:
         """Serve these sequences in the scheduler's order."""
         self._scheduler = scheduler
-        self._views = {s.index: Waiting(s.index, s.request.prompt.id, s.limit, s.predicted) for s in waiting}
+        self._waiting = set(waiting)
         slots = self._slots if self._memory is None else self._memory.rows(waiting, self._slots)
-        scheduler.start(tuple(self._views.values()), slots)
+        scheduler.start(waiting, slots, self._refills)
 
     def admit(self, running: Seq[Sequence]) -> list[Sequence]:
         """Return the sequences that begin, or go on, now."""
@@ -50,25 +49,18 @@ class Admission:
             return []
         entering = list[Sequence]()
 
-        def enters(sequence: Sequence) -> bool:
+        def try_to_enter(sequence: Sequence) -> None:
             can = len(entering) < free and (self._memory is None or self._memory.admits(sequence))
             (entering if can else self._chosen).append(sequence)
-            return can
 
         chosen, self._chosen = self._chosen, []
         for sequence in chosen:
-            enters(sequence)
-        asking = True
-        while asking and self._views and len(entering) < free:
-            busy = [Running(s.index, s.made, s.predicted) for s in (*running, *entering)]
-            plan = self._scheduler.plan(tuple(self._views.values()), busy, free - len(entering))
-            assert len({*plan} & self._views.keys()) == len(plan), "a plan admits waiting sequences, once each"
-            assert len(plan) <= free - len(entering), "a plan admits no more sequences than there are free slots"
-            assert plan or busy, "a scheduler must admit a request when nothing is running"
-            asking = False
-            for index in plan:
-                del self._views[index]
-                asking = not enters(self._sequences[index]) or asking
+            try_to_enter(sequence)
+        while self._waiting and len(entering) < free:
+            sequence = self._scheduler.next([*running, *entering])
+            assert sequence in self._waiting, "a scheduler returns waiting sequences, once each"
+            self._waiting.remove(sequence)
+            try_to_enter(sequence)
         assert entering or running, "something enters when nothing runs"
         return entering
 

@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from grpo_cli.engine.length_predictor import Predictor
+from grpo_cli.engine.eviction import Budget, Dense
+from grpo_cli.engine.length_predictor import Predictor, accuracy
+from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.scheduling import Scheduler
-from grpo_cli.engine.sequence import Sequence
+from grpo_cli.engine.sequence import Decode, Sequence
+from grpo_cli.interfaces import Meter
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """The parts of an engine, whatever its own settings are. `rollouts_per_step` is None where it is not known;
+    `decode` turns tokens into text, and is used only for requests with stop strings."""
+
+    model: Any
+    eos_token_ids: Seq[int]
+    sampler: Sampler
+    scheduler: Scheduler
+    predictor: Predictor
+    sparsity: Dense | Budget
+    pad_token_id: int = 0
+    seed: int = 0
+    rollouts_per_step: int | None = None
+    decode: Decode | None = None
+    meter: Meter = field(default_factory=NullMeter)
+    warn: Callable[[str], None] = print
 
 
 class SequenceEngine:
     """An engine that serves sequences in a scheduler's order."""
 
-    _predictor: Predictor
-    _scheduler: Scheduler
     _stats = EngineStats()
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts, self._predictor, self._scheduler = parts, parts.predictor, parts.scheduler
 
     def stats(self) -> EngineStats:
         """Return the cost of the last `generate`; complete once its iterator is exhausted."""
@@ -46,10 +70,13 @@ class SequenceEngine:
             sequence.predicted = length
 
     def _learn(self, served: Seq[tuple[Sequence, Rollout]]) -> Mapping[str, float]:
-        taught = [(s, r) for s, r in served if r.request.teaches_length and r.finish is not Finish.PARTIAL]
+        """Pass finished rollouts to the predictor; return metrics of what it had predicted of them."""
         if not served:
             return {}
-        return self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
+        taught = [(s, r) for s, r in served if r.request.teaches_length and r.finish is not Finish.PARTIAL]
+        self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
+        known = [(s.predicted, len(r) - self._predictor.prefix_tokens) for s, r in taught if s.predicted is not None]
+        return accuracy([predicted for predicted, _ in known], [true for _, true in known])
 
 
 def _hidden(sequences: Seq[Sequence]) -> torch.Tensor | None:

@@ -75,7 +75,7 @@ class Generation:
         if plan.room.budget is not None:
             most, evicts = max(s.limit for s in self._sequences), self._evictor is not None
             self._memory = Memory(self._cache, most, prefix if plan.room.probes else 0, plan.keys, evicts)
-        self._admission = Admission(self._sequences, slots, sampler.refills, self._memory)
+        self._admission = Admission(slots, sampler.refills, self._memory)
         fill = self._cache.count if fills else None
         widths = plan.own_blocks, plan.prompt_blocks
         self._batch = RunningBatch(slots, widths, decoder.device, decoder.is_native, fill)

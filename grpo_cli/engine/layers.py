@@ -307,8 +307,7 @@ def _rotate(x: Float[Tensor, "N heads D"], cos: Float[Tensor, "N 1 D"], sin: Flo
 
 def compiled(functions: Functions, warn: Callable[[str], None]) -> Functions:
     """Compile functions; if compiling one fails, all run uncompiled, with one warning."""
-    compiler = Compiler("decode steps", "engine.compile", warn)
-    before, after = (compiler.compiled(function, False) for function in (functions.before, functions.after))
+    before, after = map(Compiler(warn), (functions.before, functions.after))
     return Functions(before, after, compiled=True)
 
 

@@ -14,11 +14,10 @@ import numpy as np
 
 Lists = list[list[int]]  # the jobs of each slot, by their place in the list of lengths
 
+# The most slots for which the dynamic programme is tried: its states grow as (jobs / epsilon) ** (slots - 1).
 DYNAMIC_SLOTS = 3
-"""The most slots for which the dynamic programme is tried: its states grow as (jobs / epsilon) ** (slots - 1)."""
-
+# A share of the makespan too small to start it for: any predicted length is further off.
 WORTHWHILE = 0.001
-"""A share of the makespan too small to start the dynamic programme for: any predicted length is further off."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,6 @@ class Assignment:
     makespan: int
     lower_bound: int
     guarantee: float
-
-    @property
-    def bound_ratio(self) -> float:
-        """Makespan over lower bound; 1 is as good as can be, and not always reachable."""
-        return self.makespan / self.lower_bound
 
 
 def lower_bound(lengths: Sequence[int], slots: int) -> int:

@@ -17,7 +17,8 @@ import tempfile
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
@@ -28,15 +29,12 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from grpo_cli.engine.common import together
-from grpo_cli.engine.length_predictor import Predictor
+from grpo_cli.engine.common import EngineParts, SequenceEngine, together
 from grpo_cli.engine.ray_worker import Delivery, RolloutWorker, hollow, numbers, place
-from grpo_cli.engine.samplers import Sampler
-from grpo_cli.engine.scheduling import Scheduler
-from grpo_cli.interfaces import Engine, Meter, facts
+from grpo_cli.engine.sequence import Sequence
+from grpo_cli.interfaces import Engine, facts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.extras import require
-from grpo_cli.support.meter import NullMeter
 from grpo_cli.support.ranges import Count
 from grpo_cli.types import EngineStats, Request, Rollout
 
@@ -53,15 +51,18 @@ _ON = "continue with grpo train resume=auto"
 
 @dataclass
 class _Worker:
-    """`coming` is the reference to its place or answer, None if it is idle. `portion` has the indices of the answer's
-    requests, none if nobody needs it anymore."""
+    """`coming` is the reference to its place or answer, None if it is idle. `portion` is what the answer is of; empty
+    if it is no longer needed."""
 
     number: int
     actor: Any
     coming: Any = None
-    portion: tuple[int, ...] = ()
+    portion: Seq[Sequence] = ()
     place: Mapping[str, Any] = field(default_factory=dict)
     deaths: int = 0  # since its last answer
+
+    def __str__(self) -> str:
+        return f"worker {self.number} on {self.place.get('host', 'a new node')}"
 
     def start(self) -> None:
         """Request its place, which comes once Ray has found room on a node and started it."""
@@ -69,20 +70,15 @@ class _Worker:
 
 
 @facts(stops_early=False)
-class RayEngine:
-    """Rollouts by `workers` actors of Ray."""
+class RayEngine(SequenceEngine):
+    """Rollouts by `workers` actors of Ray, whose engines `build` makes."""
 
     reads_stop_strings = True
 
     def __init__(
         self,
-        model: Any,
-        sampler: Sampler,
-        scheduler: Scheduler,
-        predictor: Predictor,
+        parts: EngineParts,
         build: Callable[..., Engine],
-        meter: Meter | None = None,
-        warn: Callable[[str], None] = print,
         *,
         inner: str,
         options: Mapping[str, Any] | None,
@@ -92,13 +88,14 @@ class RayEngine:
         gpus: Annotated[float, Field(ge=0)],
         timeout: Annotated[float, Field(gt=0)],
     ) -> None:
+        super().__init__(parts)
+        model = parts.model
         if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
             raise UserError("engine=ray cannot send quantised weights: use model.quantize=none, or engine=torch")
         if gpus > 1 and gpus % 1:
             raise UserError(f"engine.gpus={gpus:g} of a worker: use 0, a part of one, or a whole number")
-        self._model, self._sampler, self._predictor, self._warn = model, sampler, predictor, warn
-        self._span, self._timeout = (meter or NullMeter()).span, timeout
-        self._place = place(next(model.parameters()).device)
+        self._timeout, self._device = timeout, next(model.parameters()).device
+        self._place = place(self._device)
         # The trainer is idle while workers run; if all are on this machine, they share its threads.
         cpus = threads or max(1, torch.get_num_threads() // (workers if address is None else 1))
         self._processes = connect(address, workers, {"CPU": cpus, "GPU": gpus})
@@ -115,17 +112,14 @@ class RayEngine:
         for worker in self._workers:
             worker.start()
         # Without a prefix to read, lengths are predicted here and sent to the workers.
-        self._tells_lengths = predictor.prefix_tokens == 0
-        build = partial(build, tells_lengths=self._tells_lengths)
-        self._parts = ray.put((hollow(model), numbers(model, trained=False), build))
+        self._predicts = parts.predictor.prefix_tokens == 0
+        build = partial(build, lengths_are_given=self._predicts)
+        self._frozen = ray.put((hollow(model), numbers(model, trained=False), build))
         self._weights: Any = None  # a reference too
         self._facts: Mapping[str, Any] = {}
-        self._stats = EngineStats()
         self._warned = set[str]()
 
-    def generate(
-        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
-    ) -> Iterator[Rollout]:
+    def generate(self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None = None) -> Iterator[Rollout]:
         """Yield one rollout per request, in order of arrival. UserError with `enough`. Closing the iterator early
         leaves the workers to finish their calls, whose answers are dropped."""
         if enough is not None:
@@ -137,22 +131,25 @@ class RayEngine:
         self._stats = EngineStats()
         if not requests:
             return
-        start, finished, answers = time.perf_counter(), list[Rollout](), list[Delivery]()
+        start, answers = time.perf_counter(), list[Delivery]()
         self._answered = time.monotonic()
-        with self._span("weights"):
+        with self._parts.meter.span("weights"):
             self._check_ray()
             if self._weights is None:  # once per version; workers keep the previous one while they use it
-                self._weights = ray.put(numbers(self._model, trained=True))
+                self._weights = ray.put(numbers(self._parts.model, trained=True))
         details = {"engine/weight_update_seconds": time.perf_counter() - start, "engine/requests_again": 0.0}
-        lengths = self._predictor.predict(requests, None) if self._tells_lengths else None
-        queue = deque(portions(lengths or [1.0] * len(requests), len(self._workers), self._sampler.all_at_once))
+        sequences = [Sequence(index, request) for index, request in enumerate(requests)]
+        if self._predicts:
+            self._predict(sequences)
+        finished = list[tuple[Sequence, Rollout]]()
+        queue = deque(portions(sequences, len(self._workers), self._parts.sampler.all_at_once))
         try:
             while len(finished) < len(requests):
-                with self._span("dealing"):
+                with self._parts.meter.span("dealing"):
                     for worker in self._workers:
                         if queue and worker.coming is None:
-                            self._deal(worker, queue.popleft(), requests, lengths)
-                with self._span("decode"):  # waiting for the workers
+                            self._deal(worker, queue.popleft())
+                with self._parts.meter.span("decode"):  # waiting for the workers
                     ready, _ = ray.wait([worker.coming for worker in self._workers if worker.coming], timeout=1.0)
                 self._check_ray()
                 for worker in [worker for worker in self._workers if worker.coming in ready]:
@@ -162,23 +159,21 @@ class RayEngine:
                         queue.extendleft([portion] if portion else [])
                     elif portion:
                         answers.append(answer)
-                        for index, rollout in zip(portion, answer.rollouts, strict=True):
-                            finished.append(replace(rollout, request=requests[index]))
-                            yield finished[-1]
-            if self._tells_lengths:
-                details |= self._predictor.learn([r for r in finished if r.request.teaches_length], None)
+                        for sequence, rollout in zip(portion, answer.rollouts, strict=True):
+                            finished.append((sequence, replace(rollout, request=sequence.request)))
+                            yield finished[-1][1]
+            if self._predicts:
+                details |= self._learn(finished)
         finally:
             for worker in self._workers:
                 worker.portion = ()
-            self._account(answers, sum(map(len, finished)), details)
+            self._account(answers, sum(len(rollout) for _, rollout in finished), details)
 
-    def _deal(
-        self, worker: _Worker, portion: tuple[int, ...], requests: Sequence[Request], lengths: Sequence[float] | None
-    ) -> None:
-        kind = next(self._model.parameters()).device.type
+    def _deal(self, worker: _Worker, portion: Seq[Sequence]) -> None:
+        kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        some, given = ([each[i] for i in portion] if each else None for each in (requests, lengths))
-        worker.coming = worker.actor.generate.remote((self._parts, self._weights), some, given, autocast)
+        requests, lengths = [one.request for one in portion], [one.predicted for one in portion]
+        worker.coming = worker.actor.generate.remote((self._frozen, self._weights), requests, lengths, autocast)
         worker.portion = portion
 
     def _check_ray(self) -> None:
@@ -200,42 +195,43 @@ class RayEngine:
         """Return the answer that has come, and set the worker idle. None if that was its place, or if it has died."""
         import ray
 
-        name = f"worker {worker.number} on {worker.place.get('host', 'a new node')}"
         try:
             answer = ray.get(worker.coming)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, UserError):
                 raise UserError(str(error.cause)) from error
-            raise UserError(f"{name}: {reason_of(error.cause)}; {_ON}") from error
+            raise UserError(f"{worker}: {reason_of(error.cause)}; {_ON}") from error
         except ray.exceptions.RayError as error:
             worker.deaths += 1
             if worker.deaths == TRIES:
-                raise UserError(f"{name} died in {TRIES} calls in a row: see Ray's log; {_ON}") from error
-            self._warn(f"{name} died: Ray restarts it, and any worker repeats its call")
+                raise UserError(f"{worker} died in {TRIES} calls in a row: see Ray's log; {_ON}") from error
+            self._parts.warn(f"{worker} died: Ray restarts it, and any worker repeats its call")
             worker.start()
             return None
         self._answered, worker.coming, worker.portion = time.monotonic(), None, ()
         if isinstance(answer, Delivery):
             worker.deaths = 0
             return answer
-        worker.place = answer
-        if answer["software"] != self._place["software"]:
-            raise UserError(
-                f"{name} has {answer['software']}, not {self._place['software']}: install the same everywhere"
-            )
-        if answer["rounding"] != self._place["rounding"]:
-            self._warn_once(
-                f"rollouts equal engine=torch's up to rounding: {answer['host']} has {answer['rounding']} "
-                f"(engine.threads), the trainer {self._place['rounding']} (OMP_NUM_THREADS)"
-            )
+        self._meet(worker, answer)
         return None
+
+    def _meet(self, worker: _Worker, there: Mapping[str, Any]) -> None:
+        """Note the place of a worker. UserError if another software runs there."""
+        worker.place, here = there, self._place
+        if there["software"] != here["software"]:
+            raise UserError(f"{worker} has {there['software']}, not {here['software']}: install the same everywhere")
+        if there["rounding"] != here["rounding"]:
+            self._warn_once(
+                f"rollouts equal engine=torch's up to rounding: {there['host']} has {there['rounding']} "
+                f"(engine.threads), the trainer {here['rounding']} (OMP_NUM_THREADS)"
+            )
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:  # each worker has the same ones
             self._warned.add(text)
-            self._warn(text)
+            self._parts.warn(text)
 
-    def _account(self, answers: Sequence[Delivery], tokens: int, details: dict[str, float]) -> None:
+    def _account(self, answers: Seq[Delivery], tokens: int, details: dict[str, float]) -> None:
         for text in (text for answer in answers for text in answer.warnings):
             self._warn_once(text)
         known = together([answer.stats for answer in answers]) if answers else EngineStats()
@@ -243,11 +239,6 @@ class RayEngine:
         details["engine/workers"] = float(sum(bool(worker.place) for worker in self._workers))
         details["engine/weight_update_seconds"] += known.details.get("engine/weight_update_seconds", 0.0)
         self._stats = replace(known, generated_tokens=tokens, details={**known.details, **details})
-
-    def stats(self) -> EngineStats:
-        """Return the cost of the last `generate` over all workers: decode steps are summed, slots and bytes are the
-        largest of one worker."""
-        return self._stats
 
     def facts(self) -> Mapping[str, Any]:
         """Return, for `summary.json`, the facts of a worker's engine, and where workers run."""
@@ -257,23 +248,17 @@ class RayEngine:
         """Have the next `generate` send the new weights."""
         self._weights = None
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return the trainer's predictor; what a worker's own predictor has learned is lost with it."""
-        return {"predictor": self._predictor.state()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._predictor.load_state(state["predictor"])
-
-
-def portions(lengths: Sequence[float], workers: int, at_once: bool) -> list[tuple[int, ...]]:
-    """Return indices of requests, the longest first, in the order in which idle workers get them. Neighbours stay
-    together, as samples of a prompt share its keys. `at_once`: a portion is one batch, so each worker gets one."""
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+def portions(sequences: Seq[Sequence], workers: int, at_once: bool) -> list[Seq[Sequence]]:
+    """Return the sequences, the longest first, in the order in which idle workers get them. Neighbours stay together,
+    as samples of a prompt share its keys. `at_once`: a portion is one batch, so each worker gets one."""
+    lengths = [1.0 if one.predicted is None else one.predicted for one in sequences]
+    order = np.argsort(-np.array(lengths), kind="stable")
     shares = np.arange(1, workers + 1) / workers
     ends = shares if at_once or workers == 1 else np.concatenate([FIRST * shares, FIRST + (1 - FIRST) * shares])
-    done = np.cumsum([lengths[index] for index in order])
+    done = np.cumsum(np.array(lengths)[order])
     cuts = np.searchsorted(done, ends[:-1] * done[-1], side="right")
-    return [tuple(map(int, piece)) for piece in np.split(np.array(order), cuts) if len(piece)]
+    return [[sequences[index] for index in piece] for piece in np.split(order, cuts) if len(piece)]
 
 
 def connect(address: str | None, workers: int, each: Mapping[str, int | float]) -> set[psutil.Process]:
@@ -307,9 +292,7 @@ def connect(address: str | None, workers: int, each: Mapping[str, int | float]) 
         raise UserError(f"Ray {place}: {reason_of(error)}; for a cluster, try ray status there") from error
     finally:
         signal.signal(signal.SIGTERM, handler)  # a run stops by its own
-    for host in hosts:
-        if ipaddress.ip_address(host).is_global and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-            raise UserError(f"engine.address: {host} is public: set RAY_AUTH_MODE=token on every node")
+    refuse_public(hosts)
     for name, number in each.items():
         have = free.get(name, 0.0)
         if have < workers * number:  # Ray would let them wait forever
@@ -329,6 +312,13 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5.0).close()
     except (OSError, OverflowError) as error:
         raise UserError(f"engine.address={address} does not answer ({error}): run ray start --head there") from error
+
+
+def refuse_public(hosts: Iterable[str]) -> None:
+    """UserError for a public host without a token: Ray runs the code that it is sent."""
+    for host in hosts:
+        if ipaddress.ip_address(host).is_global and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+            raise UserError(f"engine.address: {host} is public: set RAY_AUTH_MODE=token on every node")
 
 
 def reason_of(error: BaseException) -> str:

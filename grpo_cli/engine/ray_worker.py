@@ -53,18 +53,18 @@ class RolloutWorker:
         self,
         references: Sequence[Any],
         requests: Sequence[Request],
-        lengths: Sequence[float] | None,
+        lengths: Sequence[float | None],
         autocast: torch.dtype | None,
     ) -> Delivery:
         """`references` into Ray's store: to the model without numbers, its frozen numbers and `build`, which makes the
-        engine; and to the trained numbers. `lengths` are predictions."""
+        engine; and to the trained numbers. `lengths` are predictions, if there are any."""
         import ray
 
-        parts, weights = references
+        frozen, weights = references
         flush_denormals()
         if self._engine is None:
-            self._model, frozen, build = ray.get(parts)
-            fill(self._model, frozen, self._device)
+            self._model, untrained, build = ray.get(frozen)
+            fill(self._model, untrained, self._device)
         if self._version != weights.hex():
             fill(self._model, ray.get(weights), self._device)
             self._version = weights.hex()
@@ -73,7 +73,9 @@ class RolloutWorker:
         if self._engine is None:  # it may read the weights
             self._engine = build(self._model, given=self._given, warn=self._warnings.append)
         self._given.clear()
-        self._given.update(zip(map(key_of, requests), lengths or (), strict=lengths is not None))
+        self._given |= {
+            key_of(one): length for one, length in zip(requests, lengths, strict=True) if length is not None
+        }
         with torch.autocast(self._device.type, autocast) if autocast else nullcontext():
             made = {id(rollout.request): rollout for rollout in self._engine.generate(requests)}
         warned, self._warnings[:] = tuple(self._warnings), []

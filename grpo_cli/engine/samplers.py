@@ -3,9 +3,8 @@ values that they need. The scheduler decides the order."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from grpo_cli.engine.eviction import Budget, Dense
@@ -73,46 +72,18 @@ class Room:
     probes_with: int = 0
 
 
-class Sampler(ABC):
-    """`refills`: a free slot goes to the next request at once. `all_at_once`: no request of a step waits for a slot."""
-
-    refills: ClassVar[bool]
-    all_at_once: ClassVar[bool] = False
-    slots: int | None
-    kv_budget: str | int | None
-
-    @abstractmethod
-    def fit(self, shape: KvShape, per_step: int | None = None) -> Room:
-        """Return what requests of this shape may allocate; `per_step` rollouts are made in a step, if known."""
-
-    @abstractmethod
-    def with_slots(self, slots: int) -> Sampler:
-        """Return the closest sampler with that many slots."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Full(Sampler):
-    """All requests of a step at once. An evaluation, which may have many more, runs that many at a time and refills."""
-
-    refills = all_at_once = True
-    slots = kv_budget = None
-
-    def fit(self, shape: KvShape, per_step: int | None = None) -> Room:
-        return _unbounded(max(per_step or 0, LEAST_AT_ONCE), shape)
-
-    def with_slots(self, slots: int) -> Infinite:
-        return Infinite(slots=slots, kv_budget=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Slots(Sampler):
-    """A fixed number of slots: as given, as many as fit into `kv_budget` (the fewer if both are given), or 16.
+class Sampler:
+    """A number of slots: as given, as many as fit into `kv_budget` (the fewer if both are given), or 16. With `refills`
+    a free slot goes to the next request at once; if `all_at_once`, no request of a step waits for a slot.
 
     `kv_budget` bounds the bytes of KV cache at any moment: slots, prompts and paused rollouts. Temporary tensors (a
     prefill's output, the copies of an eviction) and statistics of eviction policies (`engine/eviction_note_bytes`) are
     extra.
     """
 
+    refills: ClassVar[bool] = True
+    all_at_once: ClassVar[bool] = False
     slots: Count | None
     kv_budget: str | int | None
 
@@ -121,13 +92,16 @@ class _Slots(Sampler):
             parse_bytes(shown(self.kv_budget))
 
     def fit(self, shape: KvShape, per_step: int | None = None) -> Room:
-        """Return never more slots than requests or pages of the budget.
+        """Return what requests of this shape may allocate, never more slots than requests or pages of the budget;
+        `per_step` rollouts are made in a step, if known.
 
         Generating all prefixes first, to order the rest, costs slots. No order is twice as fast as another (Graham), so
         it may cost at most half of them; otherwise there is no prefix round.
         """
         if self.kv_budget is None:
-            return _unbounded(self.slots or DEFAULT_SLOTS, shape)
+            slots = max(per_step or 0, LEAST_AT_ONCE) if self.all_at_once else self.slots or DEFAULT_SLOTS
+            slots = min(slots, shape.requests)
+            return Room(slots, None, probes=shape.parked_bytes > 0 and slots < shape.requests)
         budget = parse_bytes(self.kv_budget)
         if budget < shape.least:
             raise UserError(
@@ -145,31 +119,35 @@ class _Slots(Sampler):
         enough = (shape.probing(n) for n in range(1, limit + 1) if min(limit, shape.slots(shape.probing(n))) <= 2 * n)
         return Room(rows, budget, probes=False, probes_with=next(enough))
 
-    def with_slots(self, slots: int) -> _Slots:
+    def with_slots(self, slots: int) -> Sampler:
+        """Return the closest sampler with that many slots."""
         return replace(self, slots=slots)
 
 
-def _unbounded(slots: int, shape: KvShape) -> Room:
-    slots = min(slots, shape.requests)
-    return Room(slots, None, probes=shape.parked_bytes > 0 and slots < shape.requests)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Micro(_Slots):
+class Full(Sampler):
+    """All requests of a step at once. An evaluation, which may have many more, runs that many at a time and refills."""
+
+    all_at_once = True
+    slots: None = field(default=None, init=False)
+    kv_budget: None = field(default=None, init=False)
+
+    def with_slots(self, slots: int) -> Infinite:
+        return Infinite(slots=slots, kv_budget=None)
+
+
+class Micro(Sampler):
     """Micro sampling groups (section 3.1): rounds of at most `slots` requests, each decoded to its end."""
 
     refills = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Infinite(_Slots):
+class Infinite(Sampler):
     """Continuous sampling: a free slot is refilled in the same step, across prompts too.
 
     The paper's fixed-slot variant (its definition is not public in detail). With `kv_budget` as many rows run as there
     is memory for.
     """
-
-    refills = True
 
 
 @dataclass(frozen=True)

@@ -187,8 +187,8 @@ class RunningBatch:
         """Lay out what the decoder reads and samples by for one more token of each sequence."""
         running, seen = self.sequences, [0 if s.prompt is None else s.prompt.length for s in self.sequences]
         numbers = [
-            (s.tokens[s.made - 1], s.prompt_length + s.made - 1, s.held, s.blocks[s.held // BLOCK], keys, s.slot)
-            for s, keys in zip(running, seen, strict=True)
+            (s.tokens[s.made - 1], s.prompt_length + s.made - 1, s.held, s.blocks[s.held // BLOCK], count, s.slot)
+            for s, count in zip(running, seen, strict=True)
         ]
         drawn = [s.uniforms[s.made] for s in running]
         widths = max([len(s.blocks) for s in running]), -(-max(seen) // BLOCK)
@@ -203,5 +203,6 @@ class RunningBatch:
         columns = np.array(numbers, dtype=np.int64).T.copy()
         tables = (table[columns[5], :width] for table, width in zip((self._own, self._prompts), widths, strict=True))
         uniforms = np.array([*drawn, *[0.0] * missing])
-        *rest, uniform, own, prompt = send(self._device, *columns, uniforms, *tables)
-        return Rows(*rest, uniform=uniform, own=own, prompt=prompt, drawing=self._drawing)
+        tokens, positions, held, write_to, keys, slots, *others = send(self._device, *columns, uniforms, *tables)
+        uniform, own, prompt = others
+        return Rows(tokens, positions, held, write_to, keys, slots, uniform, own, prompt, self._drawing)

@@ -10,24 +10,21 @@ from typing import Any, Literal
 
 import torch
 
-from grpo_cli.engine.common import SequenceEngine, check_context
+from grpo_cli.engine.common import EngineParts, SequenceEngine, check_context
 from grpo_cli.engine.cuda_graph import CudaGraphs
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.determinism import Invariance, computes_the_same, invariance_of, rounding_warning
-from grpo_cli.engine.eviction import Budget, Dense
+from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.layers import EAGER, NATIVE, compiled
-from grpo_cli.engine.length_predictor import Predictor
-from grpo_cli.engine.samplers import Sampler
-from grpo_cli.engine.scheduling import Fifo, Scheduler
-from grpo_cli.engine.sequence import Decode, Sequence
-from grpo_cli.interfaces import Meter, Replies, facts
+from grpo_cli.engine.scheduling import Fifo
+from grpo_cli.engine.sequence import Sequence
+from grpo_cli.interfaces import Replies, facts
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.checks import context_of
 from grpo_cli.native.library import WRONG, NoNative
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_freed
-from grpo_cli.support.meter import NullMeter
 from grpo_cli.support.ranges import Count
 from grpo_cli.support.threads import computing_with, threads_for
 from grpo_cli.types import EngineStats, Prompt, Request, Rollout
@@ -45,23 +42,16 @@ class TorchEngine(SequenceEngine):
 
     def __init__(
         self,
-        model: Any,
-        eos_token_ids: Seq[int],
-        sampler: Sampler,
-        scheduler: Scheduler,
-        predictor: Predictor,
-        sparsity: Dense | Budget,
-        rollouts_per_step: int | None = None,
+        parts: EngineParts,
         *,
         cuda_graph: bool | None,
         packed_weights: bool,
         native: bool,
         compile: bool | None,
         threads: Count | Literal["auto"],
-        decode: Decode | None = None,
-        meter: Meter | None = None,
-        warn: Callable[[str], None] = print,
     ) -> None:
+        super().__init__(parts)
+        model, warn = parts.model, parts.warn
         self._decoder = Decoder.of(model, packed_weights)
         on_gpu = self._decoder.device.type == "cuda"
         if on_gpu if compile is None else compile:
@@ -80,13 +70,9 @@ class TorchEngine(SequenceEngine):
         self._capture = CudaGraphs if graphs else None
         self._packed_weights, self._threads = packed_weights, threads_for(threads, model, most=1)
         self._native: bool | str = native and not compile  # or why not
-        self._eos, self._decode = tuple(eos_token_ids), decode
-        self._sampler, self._per_step = sampler, rollouts_per_step
-        self._scheduler, self._predictor, self._sparsity = scheduler, predictor, sparsity
         # Only useful if the scheduler orders by length.
-        self._prefix = predictor.prefix_tokens if scheduler.needs_lengths else 0
-        self._meter = meter or NullMeter()
-        self._warn, self._warned = warn, set[str]()
+        self._prefix = parts.predictor.prefix_tokens if parts.scheduler.needs_lengths else 0
+        self._warned = set[str]()
         self._invariance: Invariance | None = None
 
     def generate(
@@ -105,14 +91,15 @@ class TorchEngine(SequenceEngine):
             self._pad()
             if requests:
                 capture = self._capture and self._capture()
-                parts = (self._decoder, self._sampler, self._sparsity, requests, self._eos, self._meter, self._decode)
-                yield from self._serve(Generation(*parts, self._prefix, capture, replies, self._per_step, enough))
+                of = self._parts
+                parts = (self._decoder, of.sampler, of.sparsity, requests, of.eos_token_ids, of.meter, of.decode)
+                yield from self._serve(Generation(*parts, self._prefix, capture, replies, of.rollouts_per_step, enough))
         give_back_freed(all_of_it=False)
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            self._warn(text)
+            self._parts.warn(text)
 
     def _pad(self) -> None:
         """Set the padding for the current model, precision and threads; warns once if bits depend on the batch."""
@@ -123,7 +110,7 @@ class TorchEngine(SequenceEngine):
         self._invariance = found
         if not found.holds and self._decoder.promises_bits:
             self._warn_once(rounding_warning(found, torch.get_num_threads()))
-        slow = self._decoder.no_triton(self._sparsity.needs_received)
+        slow = self._decoder.no_triton(self._parts.sparsity.needs_received)
         if slow and self._decoder.device.type == "cuda":
             self._warn_once(f"decode steps attend without page tables, and are slower: {slow}")
 
@@ -138,7 +125,7 @@ class TorchEngine(SequenceEngine):
         except NoNative as error:
             self._native = str(error)
             if error.is_fault:
-                self._warn(
+                self._parts.warn(
                     f"decode steps run slower, in PyTorch's operations: {error}; engine.native=false accepts that"
                 )
         else:
@@ -197,11 +184,11 @@ class TorchEngine(SequenceEngine):
                     f"{len(prompt.token_ids)} others, but a prompt is computed once and stored under its id: make the "
                     "task's ids unique"
                 )
-            if request.resumed and not isinstance(self._sparsity, Dense):
+            if request.resumed and not isinstance(self._parts.sparsity, Dense):
                 raise UserError(
                     f"prompt {prompt.id} ends with {request.resumed} tokens of a partial rollout, which "
-                    f"sparsity={type(self._sparsity).__name__.lower()} would count as prompt and never evict: use "
-                    "sparsity=dense"
+                    f"sparsity={type(self._parts.sparsity).__name__.lower()} would count as prompt and never evict: "
+                    "use sparsity=dense"
                 )
         check_context(requests, context_of(self._decoder.model.config))
 

@@ -17,148 +17,90 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from grpo_cli.engine.admission import Admission
-from grpo_cli.engine.common import SequenceEngine, Tally, check_context
+from grpo_cli.engine.common import EngineParts, check_context
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.length_predictor import Predictor
 from grpo_cli.engine.samplers import KvShape, Sampler
 from grpo_cli.engine.sampling import draw, drawing_of, uniforms
 from grpo_cli.engine.scheduling import Scheduler
-from grpo_cli.engine.sequence import Decode, Sequence
-from grpo_cli.interfaces import Meter, facts
-from grpo_cli.model.anatomy import backbone, can_pack, head, place_of, unwrapped
+from grpo_cli.engine.sequence import Sequence
+from grpo_cli.engine.serving import Serving, ServingEngine
+from grpo_cli.interfaces import facts
+from grpo_cli.model.anatomy import backbone, can_pack, device_of, head, unwrapped
 from grpo_cli.model.checks import ARCHITECTURES, context_of, vocabulary_of
 from grpo_cli.support.errors import UserError, refuse
-from grpo_cli.support.meter import NullMeter
-from grpo_cli.types import EngineStats, Finish, Request, Rollout
+from grpo_cli.types import Request
 
 _LONG, _SHORT, _MADE = 9, 4, 3  # tokens of two trial prompts, and of their completions
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # of the range of the logits, by the weights
 
 
 @facts(any_family=True)
-class GenerateEngine(SequenceEngine):
+class GenerateEngine(ServingEngine):
     """Whole rounds, each decoded to the end of its longest reply. The modules are the trainer's own."""
 
-    reads_stop_strings = True
+    choice = "generate"
 
-    def __init__(
-        self,
-        model: Any,
-        eos_token_ids: Seq[int],
-        pad_token_id: int,
-        sampler: Sampler,
-        scheduler: Scheduler,
-        predictor: Predictor,
-        sparsity: Dense | Budget,
-        rollouts_per_step: int | None = None,
-        decode: Decode | None = None,
-        meter: Meter | None = None,
-        warn: Callable[[str], None] = print,
-    ) -> None:
-        refuse([*self.refuses(sampler, scheduler, predictor, sparsity)])
-        self._model, self._eos, self._pad = model, frozenset(eos_token_ids), pad_token_id
-        self._sampler, self._per_step = sampler, rollouts_per_step
-        self._scheduler, self._predictor, self._decode = scheduler, predictor, decode
-        self._span = (meter or NullMeter()).span
-        self._pads = may_be_padded(model, pad_token_id)
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        model = parts.model
+        refuse([*self.refuses(parts.sampler, parts.scheduler, parts.predictor, parts.sparsity)])
+        self._pads = may_be_padded(model, parts.pad_token_id)
         apart = "" if self._pads else f", and {type(unwrapped(model)).__name__} takes prompts of one length at a time"
         known, here = ", ".join(ARCHITECTURES.values()), ", this model among them" if can_pack(model) else ""
-        warn(
+        parts.warn(
             f"engine=generate is slow: every completion waits for the longest of its round{apart}; engine=torch serves "
             f"{known}{here}"
         )
 
-    @staticmethod
+    @classmethod
     def refuses(
-        sampler: Sampler, scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget
+        cls, sampler: Sampler, scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget
     ) -> Iterator[str]:
-        """Yield what can be checked without a model."""
-        if isinstance(sparsity, Budget):
-            name = type(sparsity).__name__.lower()
-            yield f"sparsity={name} is not supported by engine=generate; choose engine=torch or sparsity=dense"
+        yield from super().refuses(sampler, scheduler, predictor, sparsity)
         if sampler.refills and not sampler.all_at_once:
             name = type(sampler).__name__.lower()
             yield f"sampler={name} refills slots, which engine=generate cannot do; choose sampler=micro or sampler=full"
         if sampler.kv_budget is not None:
             yield f"sampler.kv_budget={sampler.kv_budget} is not supported by engine=generate; use sampler.slots"
-        if scheduler.needs_lengths and predictor.prefix_tokens > 0:
-            yield (
-                "engine=generate does not expose its hidden states, which predictor=prefix reads; choose "
-                "predictor=mean, or scheduler=fifo"
-            )
 
-    def generate(self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None = None) -> Iterator[Rollout]:
-        """Yield one rollout per request, in order of finishing, once their round is over. After `enough` the others are
-        partial."""
-        self._stats = EngineStats()
-        if not requests:
-            return
-        check_context(requests, context_of(unwrapped(self._model).config))
-        sequences = [Sequence(index, request) for index, request in enumerate(requests)]
-        if predicts := self._predictor.prefix_tokens == 0:
-            self._predict(sequences)
-        # Without a budget, bytes do not matter.
-        tally = Tally(self._sampler.fit(KvShape(len(requests), 0, 0, 0, 0), self._per_step).slots)
-        admission, served, cache, details = Admission(sequences, tally.slots, False), [], 0, dict[str, float]()
-        admission.start(self._scheduler, sequences)
-        stopped = False
-        try:
-            while admission and not stopped:
-                # Prompts that may not be padded are read in parts of one length.
-                entered = sorted(admission.admit(()), key=lambda s: 0 if self._pads else s.prompt_length)
-                for _, part in groupby(entered, lambda s: 0 if self._pads else s.prompt_length):
-                    if not stopped:
-                        ended, stopped, size = self._part(list(part), enough, tally)
-                        cache = max(cache, size)
-                        for sequence in ended:
-                            served.append((sequence, sequence.rollout()))
-                            yield served[-1][1]
-            for sequence in sequences:
-                if sequence.finish is None:
-                    tally.generated += len(sequence.tokens)
-                    served.append((sequence, sequence.rollout(Finish.PARTIAL)))
-                    yield served[-1][1]
-        finally:
-            if predicts and len(served) == len(requests):
-                details |= self._learn(served)
-            self._stats = tally.stats(cache, details | dict(self._scheduler.details))
+    def _start(self, requests: Seq[Request]) -> Mapping[str, float]:
+        check_context(requests, context_of(unwrapped(self._parts.model).config))
+        shape = KvShape(len(requests), 0, 0, 0, 0)  # without a budget, bytes do not matter
+        self._slots = self._parts.sampler.fit(shape, self._parts.rollouts_per_step).slots
+        self._kv_bytes = 0
+        return {}
 
-    def _part(
-        self, sequences: Seq[Sequence], enough: Callable[[Rollout], bool] | None, tally: Tally
-    ) -> tuple[list[Sequence], bool, int]:
-        """Call the model's `generate` once; return those that have ended, in this order, whether that is `enough`, and
-        the bytes of the cache. A row that has ended is computed on until all have, and its further tokens are dropped.
-        """
-        settings, device = [sequence.request.sampling for sequence in sequences], place_of(self._model)
-        most = max(sequence.limit for sequence in sequences)
-        by = drawing_of(settings, device)
+    def _advance(self, serving: Serving, entered: Seq[Sequence]) -> None:
+        """Bring a round to its end. Prompts that may not be padded are read in parts of one length."""
+        length = (lambda sequence: 0) if self._pads else (lambda sequence: sequence.prompt_length)
+        for _, part in groupby(sorted(entered, key=length), length):
+            if not serving.stopped:
+                self._round(serving, list(part))
+
+    def _round(self, serving: Serving, sequences: Seq[Sequence]) -> None:
+        """Call the model's `generate` once. A row that has ended is computed on until all have, and its further tokens
+        are dropped."""
+        settings, device = [sequence.request.sampling for sequence in sequences], device_of(self._parts.model)
+        most, by = max(sequence.limit for sequence in sequences), drawing_of(settings, device)
         uniform = torch.from_numpy(uniforms([sequence.request.seed for sequence in sequences], most)).to(device)
-        ended, stopped, steps = list[Sequence](), False, 0
+        steps = iter(range(most))
 
         def drawn(logits: Tensor) -> Tensor:
-            nonlocal stopped, steps
-            tokens, logprobs = draw(logits, uniform[:, steps], by)
-            steps += 1
-            for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-                if s.finish is None:
-                    s.append(token, logprob)
-                    s.kept = len(s.tokens) - 1
-                    if s.ends(self._eos, self._decode):
-                        ended.append(s)
-                        stopped = stopped or (enough is not None and enough(s.rollout()))
+            tokens, logprobs = draw(logits, uniform[:, next(steps)], by)
+            serving.tally.steps += 1
+            serving.tally.row_steps += sum(sequence.finish is None for sequence in sequences)
+            for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+                serving.add(sequence, token, logprob)
             return tokens
 
-        with self._span("decode"):  # prompts included
-            prompts = [sequence.request.prompt.token_ids for sequence in sequences]
-            cache = generate(
-                self._model, prompts, self._pad, most, drawn, lambda: stopped or len(ended) == len(sequences)
-            )
-        tally.steps += steps
-        tally.row_steps += sum(len(sequence.tokens) for sequence in sequences)
-        tally.generated += sum(len(sequence.tokens) for sequence in ended)
-        tally.prefilled += sum(map(len, prompts))
-        return ended, stopped, cache
+        def over() -> bool:
+            return serving.stopped or all(sequence.finish for sequence in sequences)
+
+        prompts = [sequence.request.prompt.token_ids for sequence in sequences]
+        cache = generate(self._parts.model, prompts, self._parts.pad_token_id, most, drawn, over)
+        self._kv_bytes = max(self._kv_bytes, cache)
+        serving.tally.prefilled += sum(map(len, prompts))
 
     def facts(self) -> Mapping[str, Any]:
         """Return the engine's part of `summary.json`."""
@@ -175,7 +117,7 @@ def generate(
 ) -> int:
     """Have the model read the prompts, padded on the left, and continue them by what `sample` makes of logits
     [rows, vocabulary], until it is `over` or has made `most` tokens. Returns the bytes of its cache."""
-    width, device, inner = max(map(len, prompts)), place_of(model), unwrapped(model)
+    width, device, inner = max(map(len, prompts)), device_of(model), unwrapped(model)
     ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
 
@@ -230,7 +172,7 @@ def may_be_padded(model: Any, pad: int) -> bool:
     another one: it is more than its backbone and its head, or its cache gives other logits than a full pass."""
     name = type(unwrapped(model)).__name__
     tokens = [(pad + 1 + i) % vocabulary_of(model) for i in range(_LONG + _MADE)]
-    ids, seen = torch.tensor([tokens], device=place_of(model)), list[Tensor]()
+    ids, seen = torch.tensor([tokens], device=device_of(model)), list[Tensor]()
 
     def given(logits: Tensor) -> Tensor:
         seen.append(logits.clone())

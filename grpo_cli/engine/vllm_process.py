@@ -18,8 +18,7 @@ import torch
 from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.extras import require
 
-# Set before vLLM is imported. Only the first overrides a value that is already set.
-_INSISTED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are passed as tensors of this process
+# Set before vLLM is imported, unless the user has.
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -36,9 +35,7 @@ def require_vllm() -> None:
 def guest() -> Iterator[None]:
     """Wraps vLLM's import and start: sets its environment, and restores the process-wide state that it changes: random
     states, threads and `set_num_threads`."""
-    os.environ.update(_INSISTED)
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    os.environ |= _ENVIRONMENT | os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are passed as tensors
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
@@ -86,14 +83,6 @@ def head_sizes(device: torch.device) -> list[int] | None:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         return list(CPUAttentionBackend.get_supported_head_sizes())
-
-
-OLD_RUNNER = "V1"
-
-
-def runner_of(llm: Any) -> str:
-    """Return the model runner of vLLM that drives the model: V1, or V2, which samples all rows in one kernel."""
-    return "V2" if llm.llm_engine.vllm_config.use_v2_model_runner else OLD_RUNNER
 
 
 _holder: list[weakref.ref[Any]] = []

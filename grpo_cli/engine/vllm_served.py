@@ -74,23 +74,21 @@ class Served:
         return int(2 * layers * heads * self.served_dim * dtype.itemsize)
 
     def weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Return the model's weights (`model.weights.merged_weights`) in the shapes that vLLM has for them."""
+        """Yield the model's weights (`model.anatomy.merged_weights`) in the shapes that vLLM has for them: rows of q, k
+        and v, and columns of o, for larger heads."""
         for name, weight in weights:
-            yield name, weight if self.served_dim == self.head_dim else self._widened(name, weight)
+            projection = name.rsplit(".", 2)[-2]
+            if self.served_dim > self.head_dim and projection in ("q_proj", "k_proj", "v_proj"):
+                # vLLM divides by the root of the larger size.
+                scale = (self.served_dim / self.head_dim) ** 0.5 if projection == "q_proj" else 1.0
+                yield name, self._widened(weight) * scale
+            elif self.served_dim > self.head_dim and name.endswith("o_proj.weight"):
+                yield name, self._widened(weight.T).T.contiguous()
+            else:
+                yield name, weight
 
-    def _widened(self, name: str, weight: Tensor) -> Tensor:
-        """Projections with larger heads: rows of q, k and v, columns of o; anything else as it is."""
-        projection = name.rsplit(".", 2)[-2]
-        if projection in ("q_proj", "k_proj", "v_proj"):
-            heads = weight.view(-1, self.head_dim, *weight.shape[1:])
-            wide = heads.new_zeros(heads.shape[0], self.served_dim, *weight.shape[1:])
-            wide[:, : self.head_dim] = heads
-            if projection == "q_proj":
-                wide *= (self.served_dim / self.head_dim) ** 0.5  # vLLM divides by the root of the larger size
-            return wide.flatten(0, 1)
-        if name.endswith("o_proj.weight"):
-            columns = weight.view(weight.shape[0], -1, self.head_dim)
-            wide = columns.new_zeros(weight.shape[0], columns.shape[1], self.served_dim)
-            wide[..., : self.head_dim] = columns
-            return wide.flatten(1)
-        return weight
+    def _widened(self, rows: Tensor) -> Tensor:
+        """Add rows of zeros to those of each head."""
+        heads = rows.unflatten(0, (-1, self.head_dim))
+        zeros = heads.new_zeros(heads.shape[0], self.served_dim - self.head_dim, *heads.shape[2:])
+        return torch.cat([heads, zeros], 1).flatten(0, 1)

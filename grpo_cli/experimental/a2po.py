@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
@@ -29,7 +29,6 @@ from torch import Tensor
 from grpo_cli.interfaces import Bench
 from grpo_cli.rules.loss import masked_float
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.facts import Others, facts
 from grpo_cli.types import Batch, LossOutput, ScoredGroup, Totals
 
 Beta = Annotated[float, Field(gt=0, le=1e3)]
@@ -51,6 +50,7 @@ class Optimal:
     """1 or 0 for solved or not, less the prompt's optimal value by answers from before training (A*-PO)."""
 
     divides = False
+    of_values = True
 
     def __init__(self, *, beta: Beta, answers: str | None) -> None:
         if answers is None:
@@ -85,15 +85,6 @@ def _shares_in(file: Path) -> dict[str, float]:
     return {problem: sum(solved) / len(solved) for problem, solved in found.items()}
 
 
-def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    if others.setting("advantage", "answers") is None:
-        yield (
-            f"{others.named('loss')} regresses on how far a reward is from its problem's value: use advantage=a2po "
-            f"advantage.answers=<samples.jsonl>, which {WRITE_IT} writes"
-        )
-
-
-@facts(goes_with=_goes_with)
 @dataclass(frozen=True)
 class Regression:
     """(beta * log(pi / pi_ref) of a whole rollout - its advantage)^2, the mean over rollouts (A*-PO, arXiv 2505.20686).
@@ -104,6 +95,7 @@ class Regression:
     beta: Beta
 
     needs_reference = True
+    needs_values = True
 
     def __call__(self, logprobs: Float[Tensor, "N"], batch: Batch, totals: Totals) -> LossOutput:
         mask = batch.loss_mask

@@ -24,8 +24,8 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
+from grpo_cli.experimental.fresh import weighed
 from grpo_cli.experimental.given import begun_with, num_given
-from grpo_cli.experimental.token_credit import weighed
 from grpo_cli.interfaces import Bench, Shows, StepRollouts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import facts

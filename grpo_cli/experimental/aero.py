@@ -20,8 +20,8 @@ of rounds and baseline; embedded model).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from torch import Tensor
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.rules.advantage import StatsOver, compared
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.facts import Others, facts
+from grpo_cli.support.facts import facts
 from grpo_cli.types import ScoredGroup
 
 Prior = Annotated[float, Field(gt=0)]
@@ -92,19 +92,7 @@ def right_and_some_wrong(
     return np.concatenate(drawn).tolist()
 
 
-def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    """Yield why the weights of parts cannot give rewards from 0 to 1, if so."""
-    weights = others.setting("task", "weights")
-    named = weights.items() if isinstance(weights, Mapping) else ()
-    given = {name: weight for name, weight in named if isinstance(weight, int | float)}
-    if given.get("overlong") or sum(given.values()) > 1 + ROUNDING:
-        yield (
-            f"{others.named('advantage')} takes rewards from 0 to 1, and those of task.weights={given} are not; lower "
-            "the weights (their sum may be 1) without overlong, or use advantage=dr_grpo"
-        )
-
-
-@facts(divides=False, goes_with=_goes_with)
+@facts(divides=False, unit_rewards=True)
 def beta(
     group: ScoredGroup, kept: Sequence[int], *, prior_right: Prior, prior_wrong: Prior, stats_over: StatsOver
 ) -> Float[Tensor, " K"]:

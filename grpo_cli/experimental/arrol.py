@@ -19,7 +19,7 @@ Measured: docs/studies.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -27,11 +27,10 @@ from jaxtyping import Float
 from pydantic import Field
 
 from grpo_cli.experimental.reading import read
-from grpo_cli.experimental.ridge_probe import ProbeRows, Probing, RidgeProbe, never_enough
+from grpo_cli.experimental.ridge_probe import ProbeRows, Probing
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.rules.ridge import narrowed
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import Count, OneOf, Share
 from grpo_cli.types import Group, ScoredGroup
 
@@ -40,20 +39,6 @@ BINS = 10  # of scores, in each of which the share of right ones is counted
 TINY = 1e-12
 
 
-def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    name = others.named("collector")
-    if own["keep"] * others.n < LEAST:
-        yield (
-            f"collector.keep={own['keep']} of n={others.n} leaves less than {LEAST} rollouts of a problem, and one has "
-            "nothing to be compared with: raise collector.keep or n"
-        )
-    if (others.setting("task", "turns") or 1) > 1:
-        yield f"{name} looks into replies of one turn, and {others.named('task')} has several; use task.turns=1"
-    if own["rule"] == "probe":
-        yield from never_enough("collector", own, others)
-
-
-@facts(goes_with=_goes_with)
 class Arrol(Probing):
     """Rollouts are looked at once they have `at` tokens, and those that are needed least end there (ARRoL, arXiv
     2603.24840)."""
@@ -61,6 +46,7 @@ class Arrol(Probing):
     group, kind = "collector", "arrol"
     resumes: ClassVar[bool] = True
     unequal: ClassVar[bool] = True
+    one_turn: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -74,10 +60,17 @@ class Arrol(Probing):
         window: Count,
         min_rollouts: Annotated[int, Field(ge=2)],
         layer: Count | None,
+        n: int,
+        prompts: int,
     ) -> None:
+        if keep * n < LEAST:
+            raise UserError(
+                f"collector.keep={keep} of n={n} leaves less than {LEAST} rollouts of a problem: raise "
+                "collector.keep or n"
+            )
         self.layer = layer
         self._at, self._keep, self._share, self._warmup, self._rule = at, keep, share, warmup, rule
-        self._probe = RidgeProbe(window=window, least=min_rollouts, ridge=ridge, layer=layer)
+        self._probe = self.probe(window, min_rollouts, ridge, n * prompts if rule == "probe" else None)
         self._now: dict[tuple[str, int], tuple[Float[np.ndarray, " F"], float]] = {}  # of what passed `at` in this step
         self._begun = self._dropped = self._stopped_at = 0
 

@@ -8,35 +8,20 @@ Measured: docs/studies.md (lower on average, and confounded: fewer steps at equa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, isqrt
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
-from grpo_cli.experimental.apportion import in_proportion
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.facts import Others, facts
 from grpo_cli.support.ranges import OneOf
 from grpo_cli.types import ScoredGroup
 
 
-def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    """Yield why the advantage does not fit `divided`, if so; of a custom one only if it declares that it divides."""
-    divides, divided = others.says("advantage", "divides"), own.get("divided")
-    if isinstance(divided, bool) and divides not in (None, divided):
-        does, other = ("divides", "dr_grpo") if divides else ("does not divide", "grpo")
-        yield (
-            f"{others.named('collector')} counts for {'divided' if divided else 'undivided'} advantages, but "
-            f"{others.named('advantage')} {does} by the deviation; use advantage={other} or "
-            f"collector.divided={str(divides).lower()}"
-        )
-
-
-@facts(goes_with=_goes_with)
 @dataclass(frozen=True)
 class Dars:
     """`n` rollouts of each prompt, then more of those that fewer than half of them solved (DARS, arXiv 2508.13755).
@@ -62,7 +47,7 @@ class Dars:
         groups = step.score(step.generate((prompt, step.n) for prompt in step.pick(step.prompts)))
         more = [missing(group.solved, step.n, self.most, self.weighting, self.divided) for group in groups]
         if self.cap_rollouts is not None:
-            more = _within(more, self.cap_rollouts - first, step.rng)
+            more = within(more, self.cap_rollouts - first, step.rng)
         step.note("second_round", sum(more) / (first + sum(more)))
         return step.score(step.generate((group.prompt, count) for group, count in zip(groups, more, strict=True)))
 
@@ -101,11 +86,14 @@ def _check(most: int, cap_rollouts: int | None, n: int, first: int) -> None:
         )
 
 
-def _within(more: Sequence[int], room: int, rng: np.random.Generator) -> list[int]:
-    """Return the same counts, or in proportion smaller ones of sum `room`."""
+def within(more: Sequence[int], room: int, rng: np.random.Generator) -> list[int]:
+    """Return the same counts, or in proportion smaller ones of sum `room`; what rounding down leaves goes to the
+    largest remainders, ties broken at random."""
     if sum(more) <= room:
         return list(more)
-    wanted = np.array(more, dtype=np.float64)
-    smaller, some = np.zeros(len(more), dtype=np.int64), wanted > 0
-    smaller[some] = in_proportion(wanted[some], room, 0, rng)
-    return smaller.tolist()
+    exact = np.array(more, dtype=np.float64) * room / sum(more)
+    counts = np.floor(exact + 1e-9).astype(np.int64)  # a share of 3 may come out as 2.9999...
+    # Compared as rounded, since equal shares need not differ from whole numbers by the same bits.
+    order = np.lexsort((rng.random(len(more)), -np.round(exact - counts, 9)))
+    counts[order[: room - int(counts.sum())]] += 1
+    return counts.tolist()

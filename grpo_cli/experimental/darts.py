@@ -17,17 +17,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from grpo_cli.types import Rollout, ScoredGroup
+from grpo_cli.experimental.sample_and_rank import mean_logprob
+from grpo_cli.types import ScoredGroup
 
 
 def shortest(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
     """Return the rollouts with the fewest sampled tokens; of equal length the likeliest per token; then any of them."""
-    by = [(rollout.num_drawn, -_mean_logprob(rollout)) for rollout in group.rollouts]
+    by = [(rollout.num_drawn, -mean_logprob(rollout) if rollout.num_drawn else 0.0) for rollout in group.rollouts]
     return sorted(rng.permutation(len(by)).tolist(), key=by.__getitem__)[:keep]
-
-
-def _mean_logprob(rollout: Rollout) -> float:
-    """Return the mean over sampled tokens; 0 without any."""
-    said = np.array(rollout.sampler_logprobs)
-    drawn = said[~np.isnan(said)]
-    return float(drawn.mean()) if len(drawn) else 0.0

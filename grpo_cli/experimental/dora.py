@@ -27,7 +27,6 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import Field
 
-from grpo_cli.experimental.particle import goes_with
 from grpo_cli.experimental.sample_and_rank import mean_logprob
 from grpo_cli.experimental.search import Searching, SearchMethod
 from grpo_cli.settings import MOST_SAMPLES
@@ -55,7 +54,7 @@ class Leaf(NamedTuple):
 SharesOut = Callable[[Sequence[Leaf], Float[np.ndarray, "L H"], int], Sequence[int]]
 
 
-@facts(goes_with=goes_with)
+@facts(resumes=True, one_turn=True)
 @dataclass(frozen=True, kw_only=True)
 class Dora(SearchMethod):
     """A tree of `width` completions, which continues where completions are likely and their directions rare."""

@@ -27,7 +27,6 @@ from jaxtyping import Float
 from pydantic import Field
 
 from grpo_cli.experimental.dora import Leaf, Temperature, cosines, grown, rebase, voted
-from grpo_cli.experimental.particle import goes_with
 from grpo_cli.experimental.search import Searching, SearchMethod
 from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count
@@ -40,7 +39,7 @@ Weight = Annotated[float, Field(ge=0)]
 Width = Annotated[int, Field(ge=1, le=20)]
 
 
-@facts(goes_with=goes_with)
+@facts(resumes=True, one_turn=True)
 @dataclass(frozen=True, kw_only=True)
 class Ets(SearchMethod):
     """A tree of `width` completions, of which branches are cut that cost more than they are worth."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -29,7 +29,7 @@ from grpo_cli.experimental.arrol import look_at
 from grpo_cli.experimental.given import begun_with
 from grpo_cli.experimental.reading import read
 from grpo_cli.interfaces import Bench, StepRollouts
-from grpo_cli.support.facts import Others, facts
+from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import Finish, Group, Rollout, ScoredGroup
 
@@ -59,34 +59,11 @@ class _Tree:
         return [Group(group.prompt, some) for group, some in zip(groups, found, strict=True)]
 
 
-def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    name = others.named("collector")
-    if len(own["share"]) != len(own["since"]) or list(own["since"]) != sorted({0, *own["since"]}):
-        yield (
-            f"collector.since={list(own['since'])} must be the steps, from 0 on, at which each of collector.share="
-            f"{list(own['share'])} begins: as many, and in order"
-        )
-    if list(own["prune_after"]) != sorted(set(own["prune_after"])) or min(own["prune_after"], default=1) < 1:
-        yield f"collector.prune_after={list(own['prune_after'])} must be numbers of tokens, from 1 on, in order"
-    if others.setting("correction", "prox") == "drawn":
-        yield (
-            f"correction.prox=drawn takes the sampler for the old policy, but {name} gives branches tokens that it did "
-            "not draw for them; use correction.prox=now"
-        )
-    if others.says("sparsity", "evicts"):
-        yield (
-            f"{name} goes on from tokens that are there, which {others.named('sparsity')} would count as prompt and "
-            "never evict; use sparsity=dense, or collector=equal"
-        )
-    if (others.setting("task", "turns") or 1) > 1:
-        yield f"{name} branches in replies of one turn, and {others.named('task')} has several; use task.turns=1"
-
-
-@facts(goes_with=_goes_with)
 class Lookahead:
     """A share of each group branches off one rollout of the prompt; the others are plain (LATR, arXiv 2510.24302)."""
 
     resumes: ClassVar[bool] = True
+    one_turn: ClassVar[bool] = True
     _bench: Bench
 
     def __init__(
@@ -101,9 +78,16 @@ class Lookahead:
         share: Sequence[Share],
         since: Sequence[int],
     ) -> None:
+        if len(share) != len(since) or list(since) != sorted({0, *since}):
+            raise UserError(
+                f"collector.since={list(since)} must be the steps, from 0 on, at which each of collector.share="
+                f"{list(share)} begins: as many, and in order"
+            )
+        if list(prune_after) != sorted(set(prune_after)) or min(prune_after, default=1) < 1:
+            raise UserError(f"collector.prune_after={list(prune_after)} must be numbers of tokens, from 1 on, in order")
         self._tau_abs, self._tau_rel, self._tau_edit = tau_abs, tau_rel, tau_edit
         self._chunk, self._prune_after, self._hand_over = chunk, prune_after, hand_over
-        self._shares = list(zip(since, share, strict=False))  # as many: see `_goes_with`
+        self._shares = list(zip(since, share, strict=True))
 
     def setup(self, runtime: Bench) -> None:
         self._bench = runtime

@@ -8,8 +8,8 @@ Measured: docs/studies.md (n = 3 and 9, divided by the deviation; the form of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from grpo_cli.rules.advantage import StatsOver, compared, varies
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.facts import Others, facts
+from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import OneOf
 from grpo_cli.types import ScoredGroup
 
@@ -27,36 +27,7 @@ Scale = Annotated[str, OneOf(("mad", "std", "none"))]
 Floor = Annotated[float, Field(gt=0)]
 
 
-def _any_size(others: Others, rule: str) -> Iterator[str]:
-    """Refuses groups whose size, and so whose middle, is not known beforehand."""
-    if others.says("collector", "unequal"):
-        yield (
-            f"{others.named('collector')} makes groups of any size, in which {rule} cannot know the middle rollout; "
-            "use collector=equal"
-        )
-
-
-def _advantage_goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    n, rule = others.n, others.named("advantage")
-    if n % 2 == 0 and (own.get("stats_over") != "kept" or others.m == n):
-        yield f"n={n} has no middle rollout for {rule}; take n={n + 1} (downsample=median m={n} then trains on {n})"
-    yield from _any_size(others, rule)
-    m = others.m
-    if own.get("stats_over") == "kept" and m != others.n and m % 2 == 0:
-        yield (
-            f"m={m} leaves no rollout in the middle for {others.named('advantage')} advantage.stats_over=kept, which "
-            "would take the mean of two; use advantage.stats_over=group, or an odd m"
-        )
-
-
-def _downsample_goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    rule = others.named("downsample")
-    if others.m == others.n:  # if m is less, the rule itself is asked
-        yield f"{rule} leaves out one of n={others.n} rollouts, so m must be {others.n - 1}"
-    yield from _any_size(others, rule)
-
-
-@facts(goes_with=_downsample_goes_with)
+@facts(leaves_out=True, same_size=True)
 def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
     """All but one in the middle of the rewards, sampled among equal ones (MC-GRPO, arXiv 2601.22582).
 
@@ -71,7 +42,7 @@ def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) 
     return [index for index in range(size) if index != left_out]
 
 
-@facts(goes_with=_advantage_goes_with)
+@facts(odd=True, same_size=True)
 def median(
     group: ScoredGroup, kept: Sequence[int], *, scale: Scale, floor: Floor, stats_over: StatsOver
 ) -> Float[Tensor, " K"]:

@@ -5,7 +5,6 @@ Measured: docs/studies.md
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.engine.length_predictor import Predictions
 from grpo_cli.history import of_kind
-from grpo_cli.runs.files import regular
 from grpo_cli.support.errors import UserError
+from grpo_cli.tasks.problems import records
 from grpo_cli.types import Request, Rollout
 
 
@@ -40,14 +38,11 @@ class Oracle:
             by_step.setdefault(row.prompt_id, {}).setdefault(row.step, {})[row.sample] = row.length
         self._recorded = {prompt_id: [steps[step] for step in sorted(steps)] for prompt_id, steps in by_step.items()}
         self._replayed: Counter[str] = Counter()
-        self._answers = Predictions()
 
     def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
-        answers = None
         if any(request.prompt.id in self._recorded and not request.held_out for request in requests):
-            answers = [float(self._length(request)) for request in requests]
-        self._answers.remember(requests, answers)
-        return answers
+            return [float(self._length(request)) for request in requests]
+        return None
 
     def _length(self, request: Request) -> int:
         name, times = request.prompt.id, self._replayed[request.prompt.id]
@@ -60,10 +55,8 @@ class Oracle:
             )
         return recorded[times][request.sample]
 
-    def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> Mapping[str, float]:
-        metrics = self._answers.judge(finished, self.prefix_tokens)
+    def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> None:
         self._replayed.update({r.request.prompt.id for r in finished} & self._recorded.keys())
-        return metrics
 
     def state(self) -> dict[str, Any]:
         return {"kind": "oracle", "replayed": dict(self._replayed)}
@@ -83,33 +76,26 @@ class TraceRow:
     length: int
 
 
-def read_trace(path: str | Path, key: str = "predictor.lengths") -> list[TraceRow]:
-    """The rows of a run's `rollouts.jsonl`. Raises UserError, with the line, for any other file. `key` is the setting
-    that named it."""
-    rows = []
-    try:
-        with open(path, encoding="utf-8", opener=regular) as lines:
-            for number, line in enumerate(lines, start=1):
-                rows.append(_trace_row(line, f"{key}={path}, line {number}"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{key}={path} cannot be read ({error}): give the rollouts.jsonl of an earlier run") from error
+def read_trace(path: str | Path) -> list[TraceRow]:
+    """Return the rows of a run's `rollouts.jsonl`. Raise UserError, with the line, for any other file."""
+    rows = [
+        _trace_row(row, f"predictor.lengths={path}, line {number}")
+        for number, row in records(str(path), "predictor.lengths")
+    ]
     if not rows:
-        raise UserError(f"{key}={path} has no rollouts: record some with record.rollouts=-1 (all of each step)")
+        raise UserError(
+            f"predictor.lengths={path} has no rollouts: record some with record.rollouts=-1 (all of each step)"
+        )
     return rows
 
 
-def _trace_row(line: str, place: str) -> TraceRow:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{place} is not JSON ({error}): give the rollouts.jsonl of an earlier run") from error
-    found = {name: row.get(name) if isinstance(row, dict) else None for name in ("step", "sample", "length")}
-    numbers = [value for value in found.values() if isinstance(value, int) and value >= 0]
-    prompt_id = row.get("prompt_id") if isinstance(row, dict) else None
-    if len(numbers) < len(found) or not isinstance(prompt_id, str) or found["length"] == 0:
+def _trace_row(row: Any, place: str) -> TraceRow:
+    found = [row.get(name) if isinstance(row, Mapping) else None for name in ("step", "sample", "length")]
+    numbers = [one for one in found if isinstance(one, int) and one >= 0]
+    prompt_id = row.get("prompt_id") if isinstance(row, Mapping) else None
+    if len(numbers) < 3 or numbers[2] == 0 or not isinstance(prompt_id, str):
         raise UserError(
-            f"{place} needs a text prompt_id and the whole numbers step, sample and length (1 or more), "
-            f"found prompt_id={prompt_id!r} {found}: give the rollouts.jsonl of an earlier run"
+            f"{place} needs a text prompt_id and the whole numbers step, sample and length (1 or more), but is "
+            f"{str(row)[:80]}: give the rollouts.jsonl of an earlier run"
         )
-    step, sample, length = numbers
-    return TraceRow(step, prompt_id, sample, length)
+    return TraceRow(numbers[0], prompt_id, *numbers[1:])

@@ -18,33 +18,21 @@ Measured: docs/studies.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
 
 from grpo_cli.experimental.search import Searching, SearchMethod
 from grpo_cli.settings import MOST_SAMPLES
-from grpo_cli.support.facts import Others, facts
+from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count
 from grpo_cli.types import Finish, Rollout
 
 
-def goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    """Yield what prevents a search from copying completions before their end."""
-    named, instead = others.named("search"), "or search=best"
-    if others.says("sparsity", "evicts"):
-        yield (
-            f"{named} goes on with replies that are copied, whose tokens {others.named('sparsity')} would count as "
-            f"prompt and never evict; use sparsity=dense, {instead}"
-        )
-    if (others.setting("task", "turns") or 1) > 1:
-        yield f"{named} copies replies of one turn, and {others.named('task')} has several; use task.turns=1, {instead}"
-
-
-@facts(goes_with=goes_with)
+@facts(resumes=True, one_turn=True)
 @dataclass(frozen=True, kw_only=True)
 class Particle(SearchMethod):
     """`particles` completions to a prompt, of which those with small weights are replaced by copies of the others."""

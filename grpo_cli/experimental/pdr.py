@@ -16,9 +16,9 @@ Measured: docs/studies.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -26,17 +26,12 @@ from grpo_cli.experimental.sample_and_rank import mean_logprob
 from grpo_cli.experimental.search import Searching, SearchMethod
 from grpo_cli.settings import MOST_SAMPLES
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.facts import Others, facts
+from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count
 from grpo_cli.types import Prompt, Rollout
 
 
-def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    if (others.setting("task", "turns") or 1) > 1:
-        yield f"{others.named('search')} drafts one turn, and {others.named('task')} has several; use task.turns=1"
-
-
-@facts(goes_with=_goes_with)
+@facts(one_turn=True)
 @dataclass(frozen=True, kw_only=True)
 class Pdr(SearchMethod):
     """The answer of `rounds` rounds of refinement. UserError if no token of a draft would be shown."""

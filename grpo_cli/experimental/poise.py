@@ -18,9 +18,9 @@ Measured: docs/studies.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -29,21 +29,17 @@ from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.experimental.reading import PolicyReading, read
-from grpo_cli.experimental.ridge_probe import ProbeRows, Probing, RidgeProbe, correlation, never_enough
+from grpo_cli.experimental.ridge_probe import ProbeRows, Probing, correlation
 from grpo_cli.rules.ridge import narrowed
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.facts import Others, facts
+from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import ScoredGroup
 
 ROUNDING = 1e-6  # of a sum of weighted parts
 
 
-def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    yield from never_enough("advantage", own, others)
-
-
-@facts(divides=False, goes_with=_goes_with)
+@facts(divides=False)
 class Poise(Probing):
     """Reward minus what a linear probe predicts from what was read in the others (POISE, arXiv 2605.07579)."""
 
@@ -58,10 +54,12 @@ class Poise(Probing):
         mix: Share,
         clip: bool,
         layer: Count | None,
+        n: int,
+        prompts: int,
     ) -> None:
         self.layer = layer
         self._mix, self._clip = mix, clip
-        self._probe = RidgeProbe(window=window, least=min_rollouts, ridge=ridge, layer=layer)
+        self._probe = self.probe(window, min_rollouts, ridge, n * prompts)
         self._now: dict[str, ProbeRows] = {}  # of the step that is under way, by prompt
 
     def __call__(self, group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, " K"]:

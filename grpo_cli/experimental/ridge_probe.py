@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,6 @@ from grpo_cli.history import of_kind
 from grpo_cli.interfaces import Bench
 from grpo_cli.rules.ridge import RidgeHead, fit_ridge
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.facts import Others
 
 _ARRAYS = ("features", "targets", "predicted")
 
@@ -85,8 +84,18 @@ class Probing:
 
     group: ClassVar[str]
     kind: ClassVar[str]
+    layer: int | None
     _probe: RidgeProbe
     _bench: Bench
+
+    def probe(self, window: int, least: int, ridge: float, rollouts: int | None) -> RidgeProbe:
+        """Return the probe. UserError if `window` steps, each of so many `rollouts`, never have `least` of them."""
+        if rollouts is not None and least > window * rollouts:
+            raise UserError(
+                f"{self.group}.min_rollouts={least} is more than the {window * rollouts} rollouts of "
+                f"{self.group}.window={window} steps: lower it, or raise the window"
+            )
+        return RidgeProbe(window=window, least=least, ridge=ridge, layer=self.layer)
 
     def setup(self, runtime: Bench) -> None:
         self._bench = runtime
@@ -97,15 +106,6 @@ class Probing:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         found = of_kind(state, self.group, self.kind)
         self._probe.load(found, self.group)
-
-
-def never_enough(group: str, own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    """Yield what is wrong with `min_rollouts`, if a probe's window never has so many."""
-    if own["min_rollouts"] > (most := own["window"] * others.n * others.prompts):
-        yield (
-            f"{group}.min_rollouts={own['min_rollouts']} is more than the {most} rollouts of {group}.window="
-            f"{own['window']} steps, so that nothing would ever be predicted: lower it, or raise the window"
-        )
 
 
 def correlation(predicted: Float[np.ndarray, "N"], targets: Float[np.ndarray, "N"]) -> float | None:

@@ -17,8 +17,7 @@ Measured: docs/studies.md (no difference in accuracy seen, fewer decode steps; e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -26,19 +25,10 @@ from grpo_cli.collect.requests import with_surplus
 from grpo_cli.collect.resuming import begun
 from grpo_cli.collect.stored import HoldsGroups
 from grpo_cli.interfaces import StepRollouts
-from grpo_cli.support.facts import Others, facts
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Group, ScoredGroup
 
 
-def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    if others.prompts == 1:
-        yield (
-            f"train.prompts=1 makes every second step of {others.named('collector')} a long one, so that nothing is "
-            "saved; take train.prompts of 4 or more, or collector=equal"
-        )
-
-
-@facts(goes_with=_goes_with)
 class Tail(HoldsGroups):
     """Short steps end with the first `train.prompts` groups; those of the others are generated again in long steps
     (tail batching, arXiv 2509.21009). All tokens that are trained on are of the step's own weights.
@@ -56,6 +46,8 @@ class Tail(HoldsGroups):
         return n * with_surplus(prompts, self._surplus)
 
     def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
+        if step.prompts == 1:
+            raise UserError("collector=tail needs train.prompts=2 or more: with 1 half of its steps would be long")
         aside, late = self._held, list[Group]()
         is_long = len(aside) >= step.prompts
         if is_long:

@@ -25,6 +25,7 @@ from grpo_cli.collect.requests import check_rewards
 from grpo_cli.interfaces import Bench, StepRollouts
 from grpo_cli.runs.layout import ROLLOUTS
 from grpo_cli.support.errors import UserError
+from grpo_cli.tasks.prompting import MadePrompts
 from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
 WRITE_IT = "record.rollouts=-1 record.tokens=true"
@@ -42,13 +43,14 @@ class RunFolder:
     def setup(self, runtime: Bench) -> None:
         """Raise UserError for a file that is no record, or holds nothing to train on."""
         file = Path(self.path or "").expanduser() / ROLLOUTS
-        prompts = {prompt.id: prompt for prompt in runtime.task.prompts("train")}
+        prompts = runtime.task.prompts("train")
+        named = prompts.by_id if isinstance(prompts, MadePrompts) else {prompt.id: prompt for prompt in prompts}.get
         self._rows = list[tuple[Prompt, list[dict[str, Any]]]]()
         try:
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
             for (_, name), some in groupby(rows, lambda row: (row["step"], row["prompt_id"])):
                 group = [_checked(row, runtime.task.text, runtime.ends) for row in some]
-                prompt = prompts.get(name)
+                prompt = named(str(name))
                 if prompt is not None and len({row["reward"] for row in group}) > 1:
                     self._rows += [(prompt, group)] * (group[0]["prompt"] in _texts(runtime.task, prompt))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

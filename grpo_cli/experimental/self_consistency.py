@@ -41,8 +41,8 @@ class Majority(SearchMethod):
 def winner(answers: Sequence[str | None]) -> int:
     """Return the place of the first of the most frequent answers.
 
-    >>> winner([None, "7", "5", "5", None, None, "7"])
-    1
+    >>> winner([None, "7", "5", "5", None, None, "7"]), winner([None, None])
+    (1, 0)
     """
     votes = Counter(answer for answer in answers if answer is not None)  # in order of their first vote
     return answers.index(max(votes, key=lambda answer: votes[answer])) if votes else 0

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_cli.learner.logprobs import chosen_logprobs
-from grpo_cli.model.anatomy import backbone, is_llama_shaped, place_of
+from grpo_cli.model.anatomy import backbone, device_of, is_llama_shaped
 from grpo_cli.model.checkpointing import last_states
 from grpo_cli.model.packed import allow_packing, packed_hidden
 from grpo_cli.model.transfer import send
@@ -59,7 +59,7 @@ class Forward(ABC):
     def logprobs(self, model: Any, part: Batch, entropies: Float[Tensor, "M"] | None = None) -> Float[Tensor, "N"]:
         """Compute log p(token | tokens before) of a part that is on the host, 0 outside the response, on the model's
         device. `chosen_logprobs` writes to `entropies` those of the response's tokens."""
-        device, (places,) = place_of(model), part.response_mask.nonzero(as_tuple=True)
+        device, (places,) = device_of(model), part.response_mask.nonzero(as_tuple=True)
         states = self.states(model, part)
         labels, at = send(device, part.token_ids[places].numpy(), places.numpy())
         chosen = chosen_logprobs(model, states, labels, self.temperature, self.chunk, entropies=entropies)
@@ -84,7 +84,7 @@ def packs_rows(model: ModelSettings, device: torch.device, can_pack: bool) -> bo
 
 def attends_natively(train: TrainSettings, model: Any, packs: bool) -> bool | NoNative:
     """Return whether packed rows are attended to in C, or why they cannot be."""
-    if not train.native or place_of(model).type != "cpu" or not packs:
+    if not train.native or device_of(model).type != "cpu" or not packs:
         return False
     config = backbone(model).config
     heads, queries = config.num_key_value_heads, config.num_attention_heads
@@ -99,7 +99,7 @@ class Padded(Forward):
 
     def prepare(self, model: Any) -> None:
         """Select our attention on a GPU: transformers would wait there to see whether positions are of packed rows."""
-        if place_of(model).type == "cuda" and is_llama_shaped(model):
+        if device_of(model).type == "cuda" and is_llama_shaped(model):
             allow_packing(model)
 
     def cut(self, batch: Batch) -> list[list[int]]:
@@ -108,7 +108,7 @@ class Padded(Forward):
     def states(self, model: Any, part: Batch) -> Float[Tensor, "M H"]:
         rows = part.spread(torch.arange(len(part)))[part.response_mask]
         tables = padded(part), rows, part.positions[part.response_mask] - 1
-        ids, rows, columns = send(place_of(model), *(table.numpy() for table in tables))
+        ids, rows, columns = send(device_of(model), *(table.numpy() for table in tables))
         return last_states(model, input_ids=ids)[rows, columns]
 
 
@@ -179,7 +179,7 @@ class PackedTrees(Forward):
     def states(self, model: Any, part: Batch) -> Float[Tensor, "M H"]:
         ids, trees, predicting = pack(part)
         tables = ids, predicting[part.response_mask]
-        run, at = send(place_of(model), *(table.numpy() for table in tables))
+        run, at = send(device_of(model), *(table.numpy() for table in tables))
         # A prompt's last state predicts several tokens, whose gradients are added up; with several threads the backward
         # pass of plain indexing does so in an order that differs from run to run.
         return packed_hidden(model, run, trees, self.natively).index_select(0, at)

@@ -19,8 +19,8 @@ from grpo_cli.learner.batch import rows_of, to_device, tokens_of, totals
 from grpo_cli.learner.forward import attends_natively, make_forward, packs_rows
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights, state_by_name
 from grpo_cli.learner.sample_size import effective_share, rate_factor
-from grpo_cli.model.anatomy import can_pack, has_dropout, is_of_a_known_family
-from grpo_cli.model.transfer import fetched, send
+from grpo_cli.model.anatomy import can_pack, has_dropout
+from grpo_cli.model.transfer import send, to_host
 from grpo_cli.native.library import NoNative
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.support.memory import give_back_freed
@@ -66,7 +66,7 @@ class Learner:
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self._names, self._parameters = list(trained), list(trained.values())
         self._device = self._parameters[0].device
-        packs = packs_rows(model_settings, self._device, is_of_a_known_family(model) and can_pack(model))
+        packs = packs_rows(model_settings, self._device, can_pack(model))
         native = attends_natively(train, model, packs)
         self.native = native if isinstance(native, bool) else str(native)
         self._forward = make_forward(train, sampling.temperature, packs, native is True)
@@ -94,14 +94,15 @@ class Learner:
         return torch.autocast(self._device.type, dtype=getattr(torch, self._autocast_word))
 
     @torch.no_grad()
-    def logprobs(self, model: Any, batch: Batch) -> Float[Tensor, "N"]:
-        """Compute log-probabilities of the batch's response tokens under `model`, without gradient. They are on the
-        CPU."""
+    def logprobs(self, model: Any, batch: Batch, adapters: bool = True) -> Float[Tensor, "N"]:
+        """Compute log-probabilities of the batch's response tokens under `model`, or what is below its `adapters`,
+        without gradient. They are on the CPU."""
         self._forward.prepare(model)
         parts = [torch.tensor(rows) for rows in self._forward.cut(batch)]
-        with self.autocast(), computing_with(self.threads):
+        off = nullcontext() if adapters else model.disable_adapter()
+        with self.autocast(), computing_with(self.threads), off:
             values = [self._forward.logprobs(model, rows_of(batch, rows)) for rows in parts]
-        return _in_place(batch, parts, fetched(values))
+        return _in_order(batch, parts, to_host(values))
 
     def update(self, batch: Batch, step: int, loss: LossFn | None = None, rate: float | None = None) -> Update:
         """Compute the gradients of the whole batch, then make one optimizer step, unless they are not finite or all
@@ -120,9 +121,9 @@ class Learner:
             with self._span("optimizer"):
                 sums["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, optim.max_grad_norm)
                 numbers = [number.detach().to(self._device).double() for number in sums.values()]
-                *logprobs, found = fetched([*logprobs, torch.stack(numbers)])
+                *logprobs, found = to_host([*logprobs, torch.stack(numbers)])
                 metrics = dict(zip(sums, found.tolist(), strict=True))
-                own = _in_place(batch, [rows for rows, _ in parts], logprobs)
+                own = _in_order(batch, [rows for rows, _ in parts], logprobs)
                 if optim.ess != "none" or batch.lags is not None:
                     metrics["off/ess"] = effective_share(batch, own)
                 rate = learning_rate(optim, step, self._train.steps) if rate is None else rate
@@ -203,7 +204,7 @@ class Learner:
         load_state(self._optimizer, state, self._names, self._parameters)
 
 
-def _in_place(batch: Batch, parts: Sequence[Tensor], values: Sequence[Tensor]) -> Float[Tensor, "N"]:
+def _in_order(batch: Batch, parts: Sequence[Tensor], values: Sequence[Tensor]) -> Float[Tensor, "N"]:
     """Return the results of all parts, in the original order of the rows."""
     return torch.cat(list(values))[torch.cat([tokens_of(batch, rows) for rows in parts]).argsort()]
 

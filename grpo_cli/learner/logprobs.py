@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from grpo_cli.model.anatomy import head
-from grpo_cli.model.checkpointing import last_states
 
 _AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits in float32 at one time; a GPU works best with few large calls
 
@@ -55,21 +54,6 @@ def _slope_in_parts(
 
 
 PLAIN = ByRow(_chosen_in_parts, _slope_in_parts)
-
-
-def logprobs_at(
-    model: Any,
-    input_ids: Int[Tensor, "B T"],
-    rows: Int[Tensor, "N"],
-    columns: Int[Tensor, "N"],
-    temperature: float,
-    chunk: int,
-    **inputs: Any,
-) -> Float[Tensor, "N"]:
-    """Compute log p(token | tokens before) of the tokens at these places, none of them in the first column. `inputs`
-    are for the backbone, beside the ids. Rows are right-padded, so the causal mask alone hides the padding."""
-    states = last_states(model, input_ids=input_ids, **inputs)[rows, columns - 1]
-    return chosen_logprobs(model, states, input_ids[rows, columns], temperature, chunk)
 
 
 def chosen_logprobs(

@@ -32,7 +32,7 @@ class OldPolicy(ABC):
 
     @property
     @abstractmethod
-    def apart(self) -> bool:
+    def differs(self) -> bool:
         """True if it differs from the learner at the start of the step, and so must be computed before an update."""
 
     @abstractmethod
@@ -40,11 +40,11 @@ class OldPolicy(ABC):
         """Return those of the batch's response tokens, on the CPU, without gradient. Called before the step's first
         update."""
 
-    def follow(self) -> None:
-        """Follow an optimizer step, which was just made."""
+    def after_update(self) -> None:
+        """Take in an optimizer step, which was just made."""
         return None
 
-    def settle(self, active: float) -> Mapping[str, float]:
+    def end_step(self, active: float) -> Mapping[str, float]:
         """Finish a step that moved the weights; `active` is the share of its tokens that were neither masked nor
         clipped. Return metrics by their full names."""
         return {}
@@ -80,7 +80,7 @@ def average_bytes(weights: Sequence[Tensor], prox: str | None) -> int:
 class StepPolicy(OldPolicy):
     """The learner as of the start of the step."""
 
-    kind, apart = "now", False
+    kind, differs = "now", False
 
     def __init__(self, model: Any, learner: Learner) -> None:
         self._model, self._learner = model, learner
@@ -93,7 +93,7 @@ class SamplerPolicy(OldPolicy):
     """The sampler itself, if it is the policy as of when it drew: there is no extra pass, and the clip measures from
     the policy that drew each token. The ratio that a correction sees is then 1 everywhere."""
 
-    kind, apart = "drawn", True
+    kind, differs = "drawn", True
 
     def logprobs(self, batch: Batch) -> Float[Tensor, "N"]:
         given = 0 if batch.lags is None else int((batch.lags == GIVEN).sum())
@@ -104,7 +104,7 @@ class SamplerPolicy(OldPolicy):
             )
         return batch.sampler_logprobs
 
-    def settle(self, active: float) -> Mapping[str, float]:
+    def end_step(self, active: float) -> Mapping[str, float]:
         return {"off/active": active}
 
 
@@ -127,7 +127,7 @@ class AveragedPolicy(OldPolicy):
         self._count = self._resets = 0
 
     @property
-    def apart(self) -> bool:
+    def differs(self) -> bool:
         return self._count > 0
 
     def logprobs(self, batch: Batch) -> Float[Tensor, "N"]:
@@ -147,7 +147,7 @@ class AveragedPolicy(OldPolicy):
                 weight.data = data
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def after_update(self) -> None:
         self._count += 1
         if self._count == 1:
             self._average = [weight.detach().to(torch.float32, copy=True) for weight in self._weights]
@@ -157,7 +157,7 @@ class AveragedPolicy(OldPolicy):
         for average, weight in zip(self._average, self._weights, strict=True):
             average.lerp_(weight.detach().float(), share)
 
-    def settle(self, active: float) -> Mapping[str, float]:
+    def end_step(self, active: float) -> Mapping[str, float]:
         if active < ACTIVE_LEAST:
             self._average, self._count = [], 0
             self._resets += 1

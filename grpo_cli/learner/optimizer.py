@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,13 +106,11 @@ def _check_moments(optimizer: Any, state: Mapping[int, Mapping[str, Any]]) -> No
 
 def check_optimizer(optim: OptimSettings, device: torch.device) -> None:
     """Raise UserError for 8-bit state if bitsandbytes is missing or has no kernels for the device."""
-    if optim.name == "adamw8bit" and device.type != "cuda":
-        raise UserError(
-            f"optim.name=adamw8bit needs a CUDA GPU, for which bitsandbytes has kernels, but the device is "
-            f"{device.type}; use optim.name=adamw"
-        )
-    if optim.name == "adamw8bit":
-        require("bitsandbytes", "optim.name=adamw8bit")
+    if optim.name != "adamw8bit":
+        return
+    if device.type != "cuda":
+        raise UserError(f"optim.name=adamw8bit needs a CUDA GPU, but the device is {device.type}; use optim.name=adamw")
+    require("bitsandbytes", "optim.name=adamw8bit")
 
 
 # Of bitsandbytes: tensors of fewer numbers keep float32 state, and so many numbers share a scale (2048 in older
@@ -125,19 +123,10 @@ def state_bytes(weights: Sequence[Tensor], optim: OptimSettings, device: torch.d
     if optim.offload and device.type != "cpu":
         return 0
     if optim.name == "adamw8bit":
-        maps = 2 * 256 * 4  # from a byte to a number, for each of the moments
-        return maps + sum(_eight_bit_bytes(weight.numel()) for weight in weights)
-    copies = 1 if optim.offload else 0
-    return sum(copies * weight.untyped_storage().nbytes() + _two_moments(weight) for weight in weights)
-
-
-def _two_moments(weight: Tensor) -> int:
-    """AdamW's two moments in the weight's own precision, and a float32 step count."""
-    return 2 * weight.untyped_storage().nbytes() + 4
-
-
-def _eight_bit_bytes(count: int) -> int:
-    return 2 * 4 * count if count < _SMALL else 2 * (count + 4 * -(-count // _BLOCK))
+        maps, counts = 2 * 256 * 4, [weight.numel() for weight in weights]  # from a byte to a number of each moment
+        return maps + sum(8 * n if n < _SMALL else 2 * (n + 4 * -(-n // _BLOCK)) for n in counts)
+    # Two moments in the weight's own precision, and a float32 step count.
+    return sum((2 + optim.offload) * weight.untyped_storage().nbytes() + 4 for weight in weights)
 
 
 class Offloaded:
@@ -185,12 +174,8 @@ def move_state(optimizer: Any, to_host: bool) -> None:
     """Bring the optimizer's state from a GPU to the host's memory, or back to its weights. Values keep their bits;
     state that is already in place is not touched."""
     for weight, state in optimizer.state.items():
-        for name, value in _tensors(state):
+        for name, value in [(name, value) for name, value in state.items() if isinstance(value, Tensor)]:
             if to_host and value.is_cuda:
                 state[name] = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
             elif not to_host and value.device != weight.device:
                 state[name] = value.to(weight.device, non_blocking=True)
-
-
-def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    yield from ((name, value) for name, value in list(state.items()) if isinstance(value, Tensor))

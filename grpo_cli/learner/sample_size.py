@@ -30,8 +30,6 @@ def effective_share(batch: Batch, logprobs: Float[Tensor, "N"]) -> float:
 
 
 def rate_factor(ess: str, share: float, reference: float) -> float:
-    """Return what `optim.ess` multiplies the learning rate by: 1 for shares of at least `reference`."""
-    if ess == "none":
-        return 1.0
+    """Return what `optim.ess` (sqrt, linear) multiplies the learning rate by: 1 for shares of at least `reference`."""
     part = min(1.0, share / reference)
     return math.sqrt(part) if ess == "sqrt" else part

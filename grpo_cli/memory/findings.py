@@ -12,8 +12,7 @@ from grpo_cli.memory.explain import breakdown
 from grpo_cli.memory.measure import PHASES, Measured
 from grpo_cli.memory.plan import KINDS, MemoryPlan
 from grpo_cli.report.profiles import SCHEMA
-from grpo_cli.report.show import print_table
-from grpo_cli.report.tables import Table
+from grpo_cli.report.tables import Table, print_table
 from grpo_cli.support.formatting import gib
 
 MOST = 1024  # rollouts per prompt: the search for the largest group that fits stops here

@@ -105,7 +105,7 @@ def measure(run: Prepared[ProfileRunSettings], say: Callable[[str], None], warn:
     ends = {"eos_token_ids": (NEVER,)} if wanted.lengths == "full" else {}
     bench = experiment.set_up(run, settings.model, meter=meter, warn=warn, **ends)
     rules = replace(run.rules, advantage=partial(_never_all_equal, run.rules.advantage))
-    parts = experiment.parts_of(replace(run, rules=rules), bench, (), meter, say, warn)
+    parts = experiment.parts_of(replace(run, made=rules), bench, (), meter, say, warn)
     step, progress, figures = Step(settings, parts), Progress(), dict[str, float]()
     for number in range(-wanted.warmup, wanted.steps):
         before = replace(progress)

@@ -12,16 +12,18 @@ import torch
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
 from grpo_cli.config.auto import AUTO
+from grpo_cli.config.choices import ENGINE_PARTS
 from grpo_cli.config.compose import model_of
-from grpo_cli.config.instantiate import engine_parts, make
+from grpo_cli.config.instantiate import engine_parts, factories, make
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.experiment import is_ours
 from grpo_cli.learner.forward import packs_rows
-from grpo_cli.learner.logprobs import logprobs_at
+from grpo_cli.learner.logprobs import chosen_logprobs
 from grpo_cli.learner.old_policy import average_bytes, pass_before
 from grpo_cli.learner.optimizer import state_bytes
 from grpo_cli.memory.plan import EngineShape, MemoryPlan, StepShape, Workload, plan
 from grpo_cli.memory.shapes import ShapeModel, trained
+from grpo_cli.model.checkpointing import last_states
 from grpo_cli.model.checks import window_of
 from grpo_cli.model.load import TINY, load_model, load_tokenizer, model_config
 from grpo_cli.support.facts import fact
@@ -46,7 +48,7 @@ class Planner:
     def of(cls, run: Prepared[Any], device: torch.device, workspace: int = 0) -> Planner:
         """Build it for a process that holds `workspace` bytes without the run."""
         settings, (rollouts, evaluation) = run.settings, _workloads(run)
-        built = engine_parts(settings.parts, {"seed": settings.seed})
+        built = engine_parts(factories({name: settings.parts[name] for name in ENGINE_PARTS}), {"seed": settings.seed})
         engine = EngineShape(
             built["sampler"],
             built["sparsity"],
@@ -150,13 +152,13 @@ def process_alone(device: torch.device) -> int:
     model = load_model(model_of(TINY), device)
     load_tokenizer(model_of(TINY))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    ids, place = torch.zeros(2, 16, dtype=torch.long, device=device), torch.ones(8, dtype=torch.long, device=device)
-    logprobs_at(model, ids, 0 * place, place, 1.0, 8).sum().backward()
+    ids = torch.zeros(1, 16, dtype=torch.long, device=device)
+    chosen_logprobs(model, last_states(model, ids)[0], ids[0], 1.0, 8).sum().backward()
     optimizer.step()
     if device.type == "cpu":
         return resident_bytes()
     optimizer.zero_grad()
-    del model, optimizer, ids, place
+    del model, optimizer, ids
     gc.collect()
     return int(torch.cuda.memory_allocated(device))
 

@@ -23,9 +23,8 @@ class Partial(HoldsGroups):
     is whole (APRIL, arXiv 2509.18521). The others are held, with the rollouts that have ended and those that have not,
     and go on first in the next step.
 
-    Groups that are whole at the same moment are all trained on: nothing is lost, and nothing comes twice. One whose
-    oldest token is of weights `max_lag` updates ago or more is finished first; where a step makes several updates it
-    may be older by those of one step, less one.
+    Groups that are whole at the same moment are all trained on: nothing is lost, and nothing comes twice. Where a step
+    makes several updates, a held group may be older than `max_lag` by those of one step, less one.
     """
 
     kind = "partial"

@@ -25,9 +25,9 @@ from grpo_cli.types import ScoredGroup
 class Dynamic:
     """Rounds until `train.prompts` groups are mixed; the others are dropped, as are mixed ones beyond.
 
-    A round generates `1 + surplus` times the groups that are lacking (ours: the release as many in each round, three
-    times a step's). After `most_rounds`, or once the run or the task has no more, the step trains on the mixed groups
-    that there are; with none at all it is a plain step without a gradient.
+    With `surplus` (ours: the release generates as many in each round, three times a step's) a round is of what is
+    lacking. Once the run or the task has no more, the step trains on the mixed groups that there are; with none at all
+    it is a plain step without a gradient.
     """
 
     surplus: Annotated[float, Field(ge=0, le=1000)]

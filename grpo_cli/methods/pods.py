@@ -1,8 +1,8 @@
-"""PODS: generate n rollouts, train on the m whose rewards vary most (Xu, Savani, Fang, Kolter, "Not All Rollouts are
-Useful", arXiv 2504.13818), and the rules that the paper compares it with.
+"""PODS: generate n rollouts, train on the m whose rewards vary most (arXiv 2504.13818), and the rules that the paper
+compares it with.
 
-Rules read rewards and nothing else. Rollouts of equal reward are exchangeable: which of them is kept is drawn from the
-group's own random stream, so that early samples are never favoured.
+Rollouts of equal reward are exchangeable: which of them is kept is drawn from the group's own random stream, so that
+early samples are never favoured.
 
     kept = the m of n rewards with the largest variance: the k largest and the m - k smallest, for the best k
 

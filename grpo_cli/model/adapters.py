@@ -85,7 +85,7 @@ def _with_saved(model: Any, place: str, lora: LoraSettings) -> Any:
         raise UserError(f"model.adapter={place} cannot be loaded onto {type(model).__name__} ({reason})") from error
 
 
-def merged(model: Any) -> Any:
+def merge_adapters(model: Any) -> Any:
     """Return the base with its adapters in its weights; what embeddings and head share is parted if adapters change one
     of them. UserError where the result would compute anything else."""
     import torch
@@ -126,7 +126,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[Any]:
-    """Yield PEFT, without its warnings about its own names, and about shared weights, which `merged` parts."""
+    """Yield PEFT, without its warnings about its own names, and about shared weights, which `merge_adapters` parts."""
     require("peft", "an adapter (model.lora or model.adapter)")
     import peft
 

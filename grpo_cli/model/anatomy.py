@@ -6,15 +6,15 @@ itself, asked for what it makes of states that its backbone has given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from grpo_cli.model.checks import ARCHITECTURES, window_of
+from grpo_cli.support.errors import UserError
 
 PACKING = "grpo_packed"  # the name that transformers has for the attention of `model.packed`
 _NO_MASK = torch.empty(0, 0, 0, 0)
@@ -27,25 +27,20 @@ def unwrapped(model: Any) -> Any:
 
 
 def is_llama_shaped(model: Any) -> bool:
-    """Return whether it is of the families whose layers are driven, packed and taken apart here, or not of transformers
-    at all. Of any other nothing is known but its two halves."""
-    return not isinstance(unwrapped(model), PreTrainedModel) or is_of_a_known_family(model)
-
-
-def is_of_a_known_family(model: Any) -> bool:
+    """Return whether it is of the families whose layers are driven, packed and taken apart here. Of any other nothing
+    is known but its two halves."""
     return type(unwrapped(model)).__name__ in ARCHITECTURES.values()
 
 
 def can_pack(model: Any) -> bool:
     """True if the model's rows may be packed: layers of a known shape, each of which attends to all tokens before."""
-    return is_llama_shaped(model) and window_of(getattr(unwrapped(model), "config", None)) is None
+    return is_llama_shaped(model) and window_of(unwrapped(model).config) is None
 
 
 def without_mask(model: Any) -> dict[str, Tensor]:
     """Return the input that keeps transformers from building a mask where causal attention needs none: packed rows, and
     rows padded on the right. Before it builds one it waits for a GPU to compare positions."""
-    config = getattr(backbone(model), "config", None)
-    packing = getattr(config, "_attn_implementation", None) == PACKING and can_pack(model)
+    packing = backbone(model).config._attn_implementation == PACKING and can_pack(model)
     return {"attention_mask": _NO_MASK} if packing else {}
 
 
@@ -103,7 +98,7 @@ class _WholeAsHead:
         return logits[0]
 
 
-def place_of(model: Any) -> torch.device:
+def device_of(model: Any) -> torch.device:
     """Return the device that it computes on."""
     place: torch.device = next(model.parameters()).device
     return place
@@ -114,38 +109,34 @@ def has_dropout(model: Any) -> bool:
     return any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules())
 
 
-@dataclass(frozen=True)
-class AdapterOff:
-    """The model with its adapters off, in the shape that `anatomy` reads: a reference that takes no memory."""
+def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight, without gradient and with adapters merged, by its name in the model's saved folder.
 
-    adapted: Any
-
-    def get_base_model(self) -> AdapterOff:
-        return self
-
-    def parameters(self) -> Iterator[Any]:
-        yield from self.adapted.parameters()
-
-    @property
-    def model(self) -> Any:
-        return _Half(self.adapted, backbone(self.adapted))
-
-    @property
-    def lm_head(self) -> Any:
-        return _Half(self.adapted, head(self.adapted))
+    Weights without adapters are the model's own tensors, not copies; a merged one exists only while it is the current
+    one. Tied weights are yielded under each of their names. UserError for an adapted layer whose weights are packed
+    (quantised): they cannot be merged.
+    """
+    inner = unwrapped(model)
+    adapted = {path for path, module in inner.named_modules() if hasattr(module, "get_delta_weight")}
+    for path, module in inner.named_modules():
+        if path in adapted:
+            for name, parameter in module.base_layer.named_parameters(recurse=False):
+                weight = parameter.detach()
+                yield f"{path}.{name}", _with_adapters(weight, module, path) if name == "weight" else weight
+        elif not any(path.startswith(f"{layer}.") for layer in adapted):
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{path}.{name}" if path else name, parameter.detach()
 
 
-@dataclass(frozen=True)
-class _Half:
-    """One half of a model; adapters are off while it runs."""
-
-    adapted: Any
-    half: Callable[..., Any]
-
-    @property
-    def config(self) -> Any:
-        return self.adapted.get_base_model().config
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.adapted.disable_adapter():
-            return self.half(*args, **kwargs)
+@torch.no_grad()
+def _with_adapters(weight: Tensor, layer: Any, path: str) -> Tensor:
+    if not weight.is_floating_point():
+        raise UserError(
+            f"the weights of {path} are quantised, and its adapters cannot be merged into them for engine=vllm: load "
+            "the model unquantised, or use engine=torch"
+        )
+    total = weight
+    for adapter in layer.active_adapters:
+        delta = layer.get_delta_weight(adapter)
+        total = total.to(torch.promote_types(total.dtype, delta.dtype)) + delta
+    return total.to(weight.dtype)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from grpo_cli.model.anatomy import backbone, without_mask
@@ -60,18 +59,14 @@ def last_states(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
 def recompute_layers(model: Any, what: str, hooks: Hooks | None = None) -> None:
     """Recompute in train mode, which the learner turns on for its updates. `hooks` apply to a layer's kept input."""
     body, freed = backbone(model), _Freed()
-    elementwise = {"context_fn": partial(_contexts, body.config)} if what == "elementwise" else {}
+    contexts = partial(create_selective_checkpoint_contexts, partial(_policy, body.config))
+    elementwise = {"context_fn": contexts} if what == "elementwise" else {}
     # the second is its name in older releases of transformers
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False} | elementwise)
     for layer in body.layers if elementwise or hooks is not None else ():
         checkpoint = layer._gradient_checkpointing_func
         layer._gradient_checkpointing_func = partial(_checkpointed, checkpoint, bool(elementwise), hooks, body, freed)
-
-
-def offloading() -> AbstractContextManager[Any]:
-    """Keep tensors in pinned memory of the CPU until the backward pass."""
-    return save_on_cpu(pin_memory=True)
 
 
 def _checkpointed(
@@ -115,10 +110,6 @@ class _Freed:
         if self.passed > _AT_MOST_FREED:
             self.passed = 0
             give_back_freed()
-
-
-def _contexts(config: Any) -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(partial(_policy, config))
 
 
 def _policy(config: Any, _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

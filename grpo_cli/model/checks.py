@@ -57,10 +57,10 @@ def context_of(config: PreTrainedConfig) -> int:
     return context
 
 
-def window_of(config: PreTrainedConfig | None) -> int | None:
+def window_of(config: PreTrainedConfig) -> int | None:
     """Return the sliding window of the layers that have one; None where no token can be outside of it."""
     window, layers = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if config is None or window is None or window >= context_of(config):
+    if window is None or window >= context_of(config):
         return None
     return window if layers is None or "sliding_attention" in layers else None
 

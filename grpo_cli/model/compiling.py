@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,42 +16,32 @@ MOST_SHAPES = 32
 
 
 class Compiler:
-    """Compiles functions until one of them fails; then all run uncompiled. `what` names them in the warning, and `key`
-    is the setting that turns compilation off. They also run uncompiled under a dispatch mode, which cannot see into
-    compiled functions."""
+    """Compiles the functions of decode steps until one of them fails; then all run uncompiled. They also do under a
+    dispatch mode, which cannot see into compiled functions."""
 
-    def __init__(self, what: str, key: str, warn: Callable[[str], None]) -> None:
-        self._what, self._key, self._warn, self._failed = what, key, warn, False
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn, self._failed = warn, False
 
-    def compiled(
-        self, function: Callable[..., Any], dynamic: bool | None, otherwise: Callable[..., Any] | None = None
-    ) -> Callable[..., Any]:
-        """`function` compiled, falling back to `otherwise`, by default `function` itself. `dynamic` as in
-        torch.compile."""
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         from torch._dynamo import config
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         config.recompile_limit = max(config.recompile_limit, MOST_SHAPES)
         # The compiler's advice for float32 on a GPU would round angles of rotary embeddings to 10 bits.
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
-        compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=BACKEND)
-        plain = otherwise or function
+        return partial(self._run, torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND), function)
 
-        def run(*operands: Any) -> Any:
-            if not self._failed and not is_in_torch_dispatch_mode(include_infra_modes=False):
-                try:
-                    return compiled(*operands)
-                except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-                    self._fall_back(error)
-            return plain(*operands)
+    def _run(self, compiled: Callable[..., Any], plain: Callable[..., Any], *operands: Any) -> Any:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-        return run
-
-    def _fall_back(self, error: Exception) -> None:
-        self._failed = True
-        cause = getattr(error, "inner_exception", error)
-        reason = next(iter(str(cause).strip().splitlines()), "no reason given")
-        self._warn(
-            f"{self._what} run uncompiled, and slower, because compilation failed ({type(cause).__name__}: {reason}). "
-            f"To turn it off: {self._key}=false"
-        )
+        if not self._failed and not is_in_torch_dispatch_mode(include_infra_modes=False):
+            try:
+                return compiled(*operands)
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+                self._failed = True
+                cause = getattr(error, "inner_exception", error)
+                reason = next(iter(str(cause).strip().splitlines()), "no reason given")
+                self._warn(
+                    "decode steps run uncompiled, and slower, because compilation failed "
+                    f"({type(cause).__name__}: {reason}). To turn it off: engine.compile=false"
+                )
+        return plain(*operands)

@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.utils import validate_repo_id
 from transformers import GenerationConfig
 
-from grpo_cli.model.adapters import BASE, has_adapters, merged, read_config
+from grpo_cli.model.adapters import BASE, has_adapters, merge_adapters, read_config
 from grpo_cli.model.load import (
     DTYPES,
     HUB_SECONDS,
@@ -57,7 +57,7 @@ def write_model(
     tokenizer = load_tokenizer(settings if adapted else replace(settings, path=str(checkpoint)))
     eos = eos_token_ids(model, tokenizer, settings.eos_tokens, turn_end(tokenizer))
     if merge:
-        model = merged(model)
+        model = merge_adapters(model)
     elif adapted:  # the path that was written down may be of another machine
         model.active_peft_config.base_model_name_or_path = str(source_of(settings.path))
     save_pretrained(model.to(DTYPES[settings.dtype]), tokenizer, folder)

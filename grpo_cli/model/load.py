@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, StrictDataclassError
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,14 +32,8 @@ from transformers.utils import logging as transformers_logging
 
 from grpo_cli.model.adapters import BASE, base_of, has_adapters, with_adapters
 from grpo_cli.model.anatomy import is_llama_shaped, unwrapped
-from grpo_cli.model.checkpointing import offloading, recompute_layers
-from grpo_cli.model.checks import (
-    architecture_of,
-    check_config,
-    check_device,
-    check_stored,
-    check_weights,
-)
+from grpo_cli.model.checkpointing import recompute_layers
+from grpo_cli.model.checks import architecture_of, check_config, check_device, check_stored, check_weights
 from grpo_cli.model.packed import allow_packing
 from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
@@ -56,8 +52,8 @@ def load_model(
     Llama-shaped, or with `any_family` whatever causal model `transformers` knows.
 
     With `random_init` only the config is read, of which `layers` may replace the number of layers, and the weights come
-    from torch's global generator. With `lora` or
-    `adapter` the model is in PEFT's wrapper, with only the adapters trained; theirs is the only dropout.
+    from torch's global generator. With `lora` or `adapter` the model is in PEFT's wrapper, with only the adapters
+    trained; theirs is the only dropout.
 
     UserError for a missing or incomplete folder, an unreachable hub id, an unsupported architecture, and for settings
     that `device` does not support.
@@ -103,7 +99,7 @@ def _recompute(model: PreTrainedModel, settings: ModelSettings) -> None:
     if settings.offload_activations and not ours:
         raise UserError(f"model.offload_activations=true needs Llama-shaped layers, and {name} has others; use false")
     if what == "full" or (what == "elementwise" and ours):
-        recompute_layers(model, what, offloading if settings.offload_activations else None)
+        recompute_layers(model, what, partial(save_on_cpu, pin_memory=True) if settings.offload_activations else None)
 
 
 def at_checkpoint(settings: ModelSettings, folder: Path) -> ModelSettings:

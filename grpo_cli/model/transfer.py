@@ -39,8 +39,8 @@ def read(*columns: Tensor) -> list[np.ndarray]:
     ]
 
 
-def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Floating-point tensors of one device on the host, moved together, with one wait."""
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return floating-point tensors of one device on the host, moved together, with one wait."""
     if tensors[0].device.type == "cpu":
         return list(tensors)
     together = torch.cat([tensor.double().reshape(-1) for tensor in tensors]).cpu()

@@ -56,14 +56,17 @@ def _compiled(compiler: str, threads: bool, source: Path) -> ctypes.CDLL:
     made_from = hashlib.sha256("\0".join([*texts, *flags, defined]).encode()).hexdigest()
     name, folder = f"{source.stem}-{made_from[:32]}", _cache()
     try:
-        kept = None if folder is None else _kept(folder, name)
-        if kept is not None:
+        if folder is not None and (kept := _kept(folder, name)) is not None:
             made = ctypes.CDLL(str(kept))
         else:
-            with tempfile.TemporaryDirectory() as place:
+            keeps = folder is not None and os.access(folder, os.W_OK)
+            with tempfile.TemporaryDirectory(dir=folder if keeps else None) as place:
                 new = Path(place) / f"{name}.so"
                 _run(compiler, *flags, "-I", str(SOURCES), "-o", str(new), str(source), "-lm")
-                made = ctypes.CDLL(str(new if folder is None else _keep(new, folder)))
+                if folder is not None and keeps:  # written whole or not at all
+                    new.chmod(0o700)
+                    new = new.replace(folder / _with_checksum(new.read_bytes(), name))
+                made = ctypes.CDLL(str(new))
     except OSError as error:  # also of a folder from which nothing may be executed
         raise NoNative(f"the library made by {compiler} cannot be loaded: {error}") from error
     if threads and not _has_our_threads(made):
@@ -102,19 +105,6 @@ def _kept(folder: Path, name: str) -> Path | None:
     """Return a library made before whose bytes have the checksum in its name."""
     found = [path for path in folder.glob(f"{name}-*.so") if _is_ours(path)]
     return next((path for path in found if path.name == _with_checksum(path.read_bytes(), name)), None)
-
-
-def _keep(new: Path, folder: Path) -> Path:
-    """Return a copy in the folder, written whole or not at all; `new` itself if it cannot be written."""
-    kept = folder / _with_checksum(new.read_bytes(), new.stem)
-    try:
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            shutil.copyfile(new, here := Path(place) / kept.name)
-            here.chmod(0o700)
-            here.replace(kept)
-    except OSError:
-        return new
-    return kept
 
 
 def _with_checksum(content: bytes, name: str) -> str:

@@ -163,23 +163,16 @@ def _value(recorded: RecordedSettings, key: str) -> str:
 
 def _arm(columns: Sequence[str], runs: Sequence[Run]) -> Arm:
     """Build an arm. Two completed runs of one seed are one sample: the later run counts, the earlier ones are set
-    apart."""
+    apart, with the reason."""
     counted = {run.recorded.seed: run for run in runs if run.state == State.COMPLETED}
     others = [run for run in runs if counted.get(run.recorded.seed) is not run]
+    for i, run in enumerate(others):
+        if run.state == State.COMPLETED:
+            again = f"seed {shown(run.recorded.seed)} is there again in {counted[run.recorded.seed].name}"
+            others[i] = replace(run, state=State.REPEATED, reason=again)
     settings = runs[0].recorded.settings
-    return Arm(
-        {column: settings[column] for column in columns if column in settings},
-        tuple(counted.values()),
-        tuple(_set_apart(run, counted) for run in others),
-    )
-
-
-def _set_apart(run: Run, counted: Mapping[Setting, Run]) -> Run:
-    """Return a run that is not averaged; if it did complete, with the reason."""
-    if run.state != State.COMPLETED:
-        return run
-    seed = run.recorded.seed
-    return replace(run, state=State.REPEATED, reason=f"seed {shown(seed)} is there again in {counted[seed].name}")
+    kept = {column: settings[column] for column in columns if column in settings}
+    return Arm(kept, tuple(counted.values()), tuple(others))
 
 
 def estimate(values: Iterable[float | None], least: float = -math.inf, most: float = math.inf) -> Estimate | None:

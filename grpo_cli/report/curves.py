@@ -18,7 +18,7 @@ CLOCK = "clock/train_seconds"
 AXES = {CLOCK: "training seconds", "tokens/generated": "generated tokens"}
 
 
-def spoken(metric: str) -> str:
+def accuracy_label(metric: str) -> str:
     """Return the label of an accuracy metric."""
     return "greedy accuracy" if metric == GREEDY else f"{metric.removeprefix('eval/')} of samples"
 
@@ -58,11 +58,12 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     cover are used, so that no run enters or leaves the mean on the way. Empty if there are none.
     """
     steps = _common_steps(curves)
-    axes = {axis: _at(steps, curves, [curve.axes[axis] for curve in curves]).mean(axis=0) for axis in AXES if steps}
-    accuracy = _at(steps, curves, [curve.accuracy for curve in curves]).mean(axis=0) if steps else np.zeros(0)
-    return Curve(
-        tuple(steps), tuple(accuracy.tolist()), {axis: tuple(axes[axis].tolist()) if steps else () for axis in AXES}
-    )
+
+    def mean(values: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        return tuple(_at(steps, curves, values).mean(axis=0).tolist()) if steps else ()
+
+    axes = {axis: mean([curve.axes[axis] for curve in curves]) for axis in AXES}
+    return Curve(tuple(steps), mean([curve.accuracy for curve in curves]), axes)
 
 
 def deviation(curves: Sequence[Curve]) -> Float[np.ndarray, " steps"]:

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from grpo_cli.report.compare import differences
 from grpo_cli.report.read import Run
-from grpo_cli.report.show import print_table
-from grpo_cli.report.tables import NOTHING, Table
+from grpo_cli.report.tables import NOTHING, Table, print_table
 from grpo_cli.runs import layout
 from grpo_cli.runs.summary import read_object
 from grpo_cli.support import terminal
@@ -20,12 +19,6 @@ from grpo_cli.support.formatting import is_a, shown
 # Columns: what they show of a summary. An accuracy comes with its 95 % interval over problems.
 _ACCURACIES = {"search": "search/accuracy", "greedy": "eval/accuracy", "sampled": "eval/pass@1"}
 _TOKENS = {"tokens": "search/tokens", "one after another": "search/sequential", "tokens of a reply": "eval/length_mean"}
-
-
-def headline(summary: Mapping[str, Any]) -> str:
-    """Return an evaluation's first accuracy, and of which kind it is."""
-    found = (f"{word} {summary[name]:.3f}" for word, name in _ACCURACIES.items() if is_a(float, summary.get(name)))
-    return next(found, "")
 
 
 def show_evaluations(evaluations: Sequence[tuple[str, Path]], console: Console | None = None) -> None:

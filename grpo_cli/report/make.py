@@ -12,8 +12,7 @@ from grpo_cli.report.compare import Comparison, compare
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.evaluations import labelled, show_evaluations
 from grpo_cli.report.read import Run, read_all
-from grpo_cli.report.show import show
-from grpo_cli.report.tables import as_json
+from grpo_cli.report.tables import as_json, show
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line
 from grpo_cli.runs.record import has_record

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_cli.report.compare import Arm, Comparison
-from grpo_cli.report.curves import AXES, Curve, deviation, spoken
+from grpo_cli.report.curves import AXES, Curve, accuracy_label, deviation
 from grpo_cli.support.formatting import short
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def accuracy_figure(arms: Sequence[Arm], target: float | None, metric: str) -> F
         panel.set_xlabel(caption)
         panel.set_xlim(left=0)
         panel.xaxis.set_major_formatter(lambda value, _: short(value).replace(".0", ""))
-    panels[0].set_ylabel(f"held-out {spoken(metric)}")
+    panels[0].set_ylabel(f"held-out {accuracy_label(metric)}")
     handles, labels = panels[0].get_legend_handles_labels()
     named = dict(zip(labels, handles, strict=True))
     widest = max((len(line) for label in named for line in label.split("\n")), default=1)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from grpo_cli.report.show import print_table
-from grpo_cli.report.tables import Table
+from grpo_cli.report.tables import Table, print_table
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.summary import read_object
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib
@@ -30,14 +29,10 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 
 def read_profile(path: Path) -> dict[str, Any]:
     """Return the content of a `profile.json`. UserError if it is something else or has another schema."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): give a {layout.PROFILE} that grpo profile wrote") from error
-    schema = found.get("schema") if isinstance(found, dict) else None
-    if schema != SCHEMA:
+    found = read_object(path)
+    if (schema := found.get("schema")) != SCHEMA:
         raise UserError(f"{path} has schema {schema}, but this version reads {SCHEMA}: profile it again")
-    return dict(found)
+    return found
 
 
 def profile_row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -129,15 +129,13 @@ def read_run(folder: Path, name: str, job: Sequence[str] = (), metric: str = GRE
     notes: list[str] = []
     status, summary = (_object(folder / file, notes) for file in (layout.STATUS, layout.SUMMARY))
     rows, of_rows = read_rows(folder / layout.METRICS)
-    record = None
     try:
         record = read_record(folder)
     except UserError as error:
+        record = None
         notes.insert(0, plain(str(error).removeprefix(f"{folder}{os.sep}")))
-    if record is not None:
-        recorded = settings_of_record(record)
-    else:
-        recorded = settings_of_overrides(_words(status.get("overrides")) or job, str(status.get("command", "train")))
+    words, command = _words(status.get("overrides")) or job, str(status.get("command", "train"))
+    recorded = settings_of_overrides(words, command) if record is None else settings_of_record(record)
     if recorded.command == "eval":  # has no steps; its results are in its summary
         rows = [{"step": 0.0} | {key: float(value) for key, value in summary.items() if is_a(float, value)}]
     steps = [row for row in rows if row["step"] > 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_cli.runs.record import RunRecord
@@ -20,14 +20,12 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 class RecordedSettings:
     """Settings by key: `optim.lr`, or a group's name for the choice made in it (`groups`).
 
-    `typed` are the keys of the command line, `references` those that follow another key (`m` follows `n`). Without a
-    record (`known` is False) only the typed settings are there.
+    `typed` are the keys of the command line. Without a record (`known` is False) only their settings are there.
     """
 
     settings: Mapping[str, Setting]
     typed: tuple[str, ...] = ()
     groups: frozenset[str] = frozenset()
-    references: Mapping[str, str] = field(default_factory=dict)
     command: str = "train"
     known: bool = True
 
@@ -39,11 +37,11 @@ class RecordedSettings:
 def settings_of_record(record: RunRecord) -> RecordedSettings:
     """Return the settings of a record, references such as `m: ${n}` followed."""
     settings = {key: value for key, value in _flat(dict(record.config), "") if ".recipe." not in key}
-    references = {key: match[1] for key, value in settings.items() if (match := _REFERENCE.fullmatch(str(value)))}
-    settings |= {key: settings[other] for key, other in references.items() if other in settings}
+    referred = {key: match[1] for key, value in settings.items() if (match := _REFERENCE.fullmatch(str(value)))}
+    settings |= {key: settings[other] for key, other in referred.items() if other in settings}
     choices = {plain(group): plain(choice) for group, choice in record.choices.items()}
     typed = tuple(dict(map(_override, record.overrides)))
-    return RecordedSettings(settings | choices, typed, frozenset(choices), references, record.command)
+    return RecordedSettings(settings | choices, typed, frozenset(choices), record.command)
 
 
 def settings_of_overrides(overrides: Sequence[str], command: str) -> RecordedSettings:

@@ -1,4 +1,4 @@
-"""Compared runs as tables of text; and as JSON, with every digit."""
+"""Compared runs as tables of text, which are printed, with a sparkline per arm; and as JSON, with every digit."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from grpo_cli.report.compare import Arm, Comparison, Estimate
-from grpo_cli.report.curves import spoken
+from grpo_cli.report.curves import accuracy_label
 from grpo_cli.report.read import Run
+from grpo_cli.support import terminal
 from grpo_cli.support.formatting import duration, short, shown, size, sparkline
 
 NOTHING = "–"
 SPARK_WIDTH = 16
+STATE_STYLES = {"completed": "green", "failed": "red", "running": "cyan", "waiting": "dim", "repeated": "dim"}
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,42 @@ class Table:
     numeric: frozenset[str] = frozenset()
     marked: int | None = None
     title: str = ""
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """Print the report."""
+    if comparison.arms:
+        print_table(console, arm_table(comparison, sparks=console.encoding.startswith("utf")))
+    for note in footnotes(comparison):
+        console.print(Text(note, style="dim"))
+    if comparison.left_out:
+        console.print(Text("\nNot averaged:", style="bold"))
+        print_table(console, run_table(comparison))
+    for run in (run for arm in comparison.arms for run in arm.runs if run.notes):
+        console.print(Text(f"note: {run.name}: {'; '.join(run.notes)}", style="yellow"))
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table, in which nothing is read as markup: it comes from files. In a file or a pipe rows are as long as
+    they need to be."""
+    title = Text(table.title, style="italic") if table.title else None
+    made = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for name, *cells in zip(table.columns, *table.rows, strict=True):
+        longest = max((len(word) for cell in cells for word in cell.split()), default=0)
+        if name in table.numeric:
+            made.add_column(Text(name), justify="right", min_width=longest, overflow="fold")  # numbers are not wrapped
+        else:
+            made.add_column(Text(name), overflow="fold")
+    for number, row in enumerate(table.rows):
+        styles = [
+            STATE_STYLES.get(text, "yellow") if name == "state" else ""
+            for name, text in zip(table.columns, row, strict=True)
+        ]
+        made.add_row(*map(Text, row, styles), style="bold" if number == table.marked else None)
+    width = Measurement.get(console, console.options.update(max_width=10_000), made).maximum
+    if not console.is_terminal and width > console.width:
+        console = terminal.console(console.file, width=width, force_terminal=False)
+    console.print(made)
 
 
 def _seconds(seconds: float) -> str:
@@ -85,20 +128,15 @@ def run_table(comparison: Comparison) -> Table:
     """Return one row per run that is not averaged: how it ended, its settings, how far it got, and remarks."""
     rows = []
     for run in comparison.left_out:
-        settings = run.recorded.settings
-        told = comparison.columns if run.recorded.known else [key for key in run.recorded.typed if key != "seed"]
-        rows.append(
-            (
-                run.name,
-                run.state.value,
-                " ".join(f"{key}={shown(settings[key])}" for key in told if key in settings),
-                NOTHING if run.recorded.seed is None else shown(run.recorded.seed),
-                "/".join([str(run.steps), *([shown(settings["train.steps"])] if "train.steps" in settings else [])]),
-                NOTHING if run.final_accuracy is None else f"{run.final_accuracy:.3f}",
-                NOTHING if run.seconds is None else _seconds(run.seconds),
-                "; ".join(filter(None, (run.reason, *run.notes))),
-            )
-        )
+        settings, seed = run.recorded.settings, run.recorded.seed
+        keys = comparison.columns if run.recorded.known else [key for key in run.recorded.typed if key != "seed"]
+        label = " ".join(f"{key}={shown(settings[key])}" for key in keys if key in settings)
+        steps = f"{run.steps}/{shown(settings['train.steps'])}" if "train.steps" in settings else str(run.steps)
+        accuracy = NOTHING if run.final_accuracy is None else f"{run.final_accuracy:.3f}"
+        reached = NOTHING if seed is None else shown(seed), steps, accuracy
+        seconds = NOTHING if run.seconds is None else _seconds(run.seconds)
+        remarks = "; ".join(filter(None, (run.reason, *run.notes)))
+        rows.append((run.name, run.state.value, label, *reached, seconds, remarks))
     names = ("seed", "steps", "last accuracy", "training time")
     return Table(("run", "state", "settings", *names, "remarks"), tuple(rows), frozenset(names))
 
@@ -109,7 +147,7 @@ def footnotes(comparison: Comparison) -> list[str]:
     averaged = [run for arm in arms for run in arm.runs]
     notes = [
         f"Means over the {len(averaged)} completed of {len(averaged) + len(comparison.left_out)} runs, with Student's "
-        f"95 % interval over seeds where they differ; accuracy is the held-out {spoken(comparison.metric)}."
+        f"95 % interval over seeds where they differ; accuracy is the held-out {accuracy_label(comparison.metric)}."
     ]
     if base and len(arms) > 1:
         notes.append(f"Difference: final accuracy less that of {base.label}, mean over the seeds that both have.")
@@ -145,11 +183,9 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _arm_json(arm: Arm, comparison: Comparison) -> dict[str, Any]:
-    estimates = {
-        "final_accuracy": arm.final_accuracy,
-        "difference": arm.less(comparison.base) if comparison.base else None,
-        **{figure: arm.mean(figure) for figure, _ in MEANS.values()},
-    }
+    estimates = {"final_accuracy": arm.final_accuracy}
+    estimates["difference"] = arm.less(comparison.base) if comparison.base else None
+    estimates |= {figure: arm.mean(figure) for figure, _ in MEANS.values()}
     return {
         "settings": arm.settings,
         **{name: None if found is None else asdict(found) for name, found in estimates.items()},
@@ -159,12 +195,10 @@ def _arm_json(arm: Arm, comparison: Comparison) -> dict[str, Any]:
     }
 
 
-_OF_A_RUN = ("folder", "reason", "notes", "steps", "code", *(figure for figure, _ in MEANS.values()))
-
-
 def _run_json(run: Run) -> dict[str, Any]:
+    names = ("folder", "reason", "notes", "steps", "code", *(figure for figure, _ in MEANS.values()))
     facts = {"state": run.state.value, "seed": run.recorded.seed, "overrides": run.recorded.typed}
-    return {**{name: getattr(run, name) for name in _OF_A_RUN}, **facts, "curve": asdict(run.curve)}
+    return {**{name: getattr(run, name) for name in names}, **facts, "curve": asdict(run.curve)}
 
 
 def _with_interval(found: Estimate | None, form: str = ".3f") -> str:

@@ -35,21 +35,8 @@ Window = Annotated[float | int, Field(ge=0)]
 class Correct:
     """A correction by its settings (an `interfaces.Correction`).
 
-    importance        none | token (weight xi_t) | sequence (weight prod_t xi_t, shared by the tokens).
-    is_threshold      largest weight, None for no bound. Truncation bounds the variance and costs bias.
-    is_threshold_low  smallest weight, None for no bound.
-    is_mode           truncate (weights are moved to the bound) | mask (weights outside the bounds become 0; the token
-                      still counts in the loss's divisor).
-    batch_normalise   divide weights by their mean over the rollouts asked about (token: over all response tokens;
-                      sequence: over sequences), rejected ones included, so that the correction does not rescale the
-                      learning rate.
-    rejection         none | veto: a sequence with any xi_t < `veto` is removed from the loss as a whole.
-    veto              what the dense policy considers impossible, e.g. the start of an endless repetition.
-    mask_low/high     tokens with xi_t outside [mask_low, mask_high] leave the loss and its divisors; None for no bound.
-    count_rejected    whether rejected rollouts count in their group's reward statistics (read by the trainer; the
-                      released code counts them).
-    prox              now | drawn | ewma: whose probabilities the old policy's are (see `learner.old_policy`).
-    prox_window       how many updates the average of ewma looks back; 0 is no average.
+    A weight that is masked to 0 still counts in the loss's divisor, a token outside the band does not. The mean of
+    normalised weights is over all rollouts of the batch (token: their response tokens), rejected ones included.
     """
 
     importance: Annotated[str, OneOf(("none", "token", "sequence"))]

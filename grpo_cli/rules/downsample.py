@@ -1,10 +1,4 @@
-"""The choice of rollouts to train on: the down-sampling rules of PODS, and the check that every answer passes.
-
-Rules read rewards and nothing else. Rollouts of equal reward are exchangeable: which of them is kept is drawn from the
-group's own random stream, so that early samples are never favoured. Advantages are computed elsewhere, afterwards.
-
-PODS: Xu, Savani, Fang, Kolter, "Not All Rollouts are Useful", arXiv 2504.13818.
-"""
+"""The choice of rollouts to train on: plain GRPO's rule, and the check that every rule's answer passes."""
 
 from __future__ import annotations
 

@@ -43,13 +43,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Clipped(ABC):
-    """A loss by its settings: `terms` says what each token contributes, the rest is the same for all.
-
-    clip_low     how far the ratio may fall below 1 before the clip acts, at most 1.
-    clip_high    how far it may rise above 1.
-    kl_coef      weight of the k3 KL to the model as it was at the start; 0 needs no such model.
-    aggregation  how tokens are averaged, see the module.
-    """
+    """A loss by its settings: `terms` says what each token contributes, the rest is the same for all."""
 
     clip_low: Annotated[float, Field(ge=0, le=1)]
     clip_high: Annotated[float, Field(ge=0)]

@@ -1,7 +1,7 @@
 """Checkpoints that are written while training goes on (`train.checkpoint=lazy`; DataStates-LLM, arXiv 2406.10707).
 
-What an update changes is copied to buffers in the host's memory, which are used again each time, and written from
-there, both by one thread. Only an update has to wait, and only until the copy is made; rollouts change none of it.
+What an update changes is copied to the host's memory and written from there, both by one thread. Only an update has to
+wait, and only until the copy is made; rollouts change none of it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import torch
@@ -27,11 +28,9 @@ class Saver:
 
     def __init__(self, lazy: bool, span: Callable[[str], AbstractContextManager[Any]]) -> None:
         self.lazy, self._span = lazy, span
-        self._buffers: dict[int, list[Tensor]] = {}  # by their bytes
         self._copied = Event()
         self._copied.set()
-        self._thread: Thread | None = None
-        self._error: BaseException | None = None
+        self._writing: Future[None] | None = None
         self._seconds: float | None = None
 
     def save(self, moving: Any, write: Callable[[Any], object], frozen: Iterable[Tensor] = ()) -> None:
@@ -41,15 +40,16 @@ class Saver:
             write(moving)
             return
         self.join()
-        pairs, snapshot = self._snapshot(moving, {_place(tensor) for tensor in frozen})
+        pairs, snapshot = _snapshot(moving, {_place(tensor) for tensor in frozen})
         gpu = next((source.device for source, _ in pairs if source.is_cuda), None)
         # on a GPU, sources are right behind this place in its queue
         ready = None if gpu is None else torch.cuda.current_stream(gpu).record_event()
         self._copied.clear()
-        self._thread = Thread(target=self._work, args=(pairs, ready, snapshot, write), name="checkpoint")
-        self._thread.start()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing = thread.submit(self._work, pairs, ready, snapshot, write)
+        thread.shutdown(wait=False)
 
-    def settle(self) -> None:
+    def wait_until_copied(self) -> None:
         """Wait until what is being saved is copied: before any of it changes."""
         if not self._copied.is_set():
             with self._span("checkpoint"):
@@ -57,13 +57,10 @@ class Saver:
 
     def join(self) -> None:
         """Wait until it is written. Raises what has failed there."""
-        if self._thread is not None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
             with self._span("checkpoint"):
-                self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+                writing.result()
 
     def take(self) -> Mapping[str, float]:
         """Return the seconds that the thread has taken since the last `take`, as a metric."""
@@ -79,44 +76,38 @@ class Saver:
                 pairs.clear()  # what was parked or replaced since then is free
                 self._copied.set()
             write(snapshot)
-        except BaseException as error:
-            self._error = error
-        self._seconds = (self._seconds or 0.0) + time.perf_counter() - start
+        finally:
+            self._seconds = (self._seconds or 0.0) + time.perf_counter() - start
 
-    def _snapshot(self, moving: Any, frozen: set[tuple[int, int]]) -> tuple[_Pairs, Any]:
-        """Return the bytes to copy; and `moving` with tensors that lie where they go, which share memory where the
-        originals do, so that it is pickled to the same bytes."""
-        free, self._buffers = self._buffers, {}
-        pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        same: dict[int, Any] = {}
-        for tensor in _tensors(moving):
-            storage, place = tensor.untyped_storage(), _place(tensor)
-            if place in frozen:
-                same[id(tensor)] = tensor
-                continue
-            if place not in pairs:
-                size, known = storage.nbytes(), free.get(storage.nbytes())
-                source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                buffer = known.pop() if known else torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-                self._buffers.setdefault(size, []).append(buffer)
-                pairs[place] = source, buffer
-            copied = pairs[place][1].untyped_storage()
-            empty = torch.empty(0, dtype=tensor.dtype)
-            same[id(tensor)] = empty.set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
-        return list(pairs.values()), copy.deepcopy(moving, same)
+
+def _snapshot(moving: Any, frozen: set[tuple[int, int]]) -> tuple[_Pairs, Any]:
+    """Return the bytes to copy; and `moving` with tensors that lie where they go, which share memory where the
+    originals do, so that it is pickled to the same bytes."""
+    pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    same: dict[int, Any] = {}
+    for tensor in _tensors(moving):
+        storage, place = tensor.untyped_storage(), _place(tensor)
+        if place in frozen:
+            same[id(tensor)] = tensor
+            continue
+        if place not in pairs:
+            source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            pairs[place] = source, torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        copied = pairs[place][1].untyped_storage()
+        empty = torch.empty(0, dtype=tensor.dtype)
+        same[id(tensor)] = empty.set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return list(pairs.values()), copy.deepcopy(moving, same)
 
 
 def _copy(pairs: _Pairs, ready: Any) -> None:
-    if ready is None:
+    stream = None if ready is None else torch.cuda.Stream(ready.device)
+    with torch.cuda.stream(stream):  # None is no stream
+        if stream is not None:
+            stream.wait_event(ready)
         for source, buffer in pairs:
-            buffer.copy_(source)
-        return
-    stream = torch.cuda.Stream(ready.device)
-    with torch.cuda.stream(stream):
-        stream.wait_event(ready)
-        for source, buffer in pairs:
-            buffer.copy_(source, non_blocking=True)
-    stream.synchronize()
+            buffer.copy_(source, non_blocking=stream is not None)
+    if stream is not None:
+        stream.synchronize()
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:

@@ -12,7 +12,6 @@ import os
 import pickle
 import random
 import shutil
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from grpo_cli.runs.files import folder_written_atomically, json_line, must_be_writable, sha256
 from grpo_cli.runs.find import candidates
@@ -37,7 +36,6 @@ def save_checkpoint(
     that it can be read back without running code; TypeError otherwise. After any exception (UserError if the files
     cannot be written) nothing of this save is left and every earlier checkpoint is intact.
     """
-    _refuse_unplain(state, "state")
     folder = root / step_folder(step)
     with folder_written_atomically(folder) as new:
         save_model(new)
@@ -61,6 +59,8 @@ def _save_state(path: Path, state: Mapping[str, Any]) -> None:
             torch.save(dict(state), file)
         except RuntimeError as error:  # about its zip file: a full disk or a ctrl-C is the context
             raise error.__context__ or error from error
+    if unsafe := get_unsafe_globals_in_checkpoint(path):
+        raise TypeError(f"a checkpoint holds tensors and plain values only, and not {', '.join(sorted(unsafe))}")
 
 
 def clear_leftovers(run_dir: Path) -> None:
@@ -104,7 +104,7 @@ def rng_state() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
-        "numpy": [str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)],
+        "numpy": [str(kind), keys.tolist(), int(position), int(has_gauss), float(gauss)],
         "python": random.getstate(),
     }
 
@@ -114,17 +114,5 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(cuda_state, device)
-    kind, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    version, words, gauss_next = state["python"]
-    random.setstate((version, tuple(words), gauss_next))
-
-
-def _refuse_unplain(value: Any, where: str) -> None:
-    # The exact type matters: a numpy float is a float too, but safe loading refuses it.
-    if type(value) in (list, tuple, dict, OrderedDict):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            _refuse_unplain(key, f"a key of {where}")
-            _refuse_unplain(item, f"{where}[{key!r}]")
-    elif not (type(value) in (type(None), bool, int, float, str, bytes) or isinstance(value, Tensor)):
-        raise TypeError(f"{where} is a {type(value).__name__}: a checkpoint holds tensors and plain values only")
+    np.random.set_state(tuple(state["numpy"]))
+    random.setstate(state["python"])

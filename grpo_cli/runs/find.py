@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,14 +104,12 @@ def completed_steps(resume: str | None) -> int | None:
         return None
     named = step_of(Path(resume).name)
     folder = Path(resume) if named is None else Path(resume).parent.parent
-    try:
-        summary = read_object(folder / SUMMARY)
-    except UserError:  # damaged: the checkpoints decide
-        return None
-    saved = {step_of(path.name) for path in candidates(folder) if (path / COMPLETE).is_file()}
-    if summary.get("status") != "completed" or not is_a(int, summary.get("step")) or summary["step"] not in saved:
-        return None
-    return summary["step"] if named is None else named
+    with suppress(UserError):  # a damaged summary: the checkpoints decide
+        ended = read_object(folder / SUMMARY)
+        saved = {step_of(path.name) for path in candidates(folder) if (path / COMPLETE).is_file()}
+        if ended.get("status") == "completed" and is_a(int, ended.get("step")) and ended["step"] in saved:
+            return ended["step"] if named is None else named
+    return None
 
 
 def _newest_run(train: Path, key: str) -> Path:

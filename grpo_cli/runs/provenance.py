@@ -6,7 +6,6 @@ import functools
 import os
 import platform
 import subprocess
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -18,28 +17,20 @@ SOURCE = Path(__file__).resolve().parents[2]
 GIT_SECONDS = 3.0  # timeout; git usually answers within 0.1 s
 
 
-@dataclass(frozen=True)
-class CodeVersion:
-    """`commit` is None unless the package runs from a git checkout and git answers; `modified` says whether a tracked
-    file of the checkout differed from that commit."""
-
-    grpo_cli: str
-    commit: str | None
-    modified: bool | None
-    python: str
-    torch: str
-    transformers: str | None
-
-
 @functools.cache
-def code_version() -> CodeVersion:
-    """Return the versions at the first call: later edits of the checkout do not change what runs."""
+def code_version() -> dict[str, str | bool | None]:
+    """Return the versions at the first call: later edits of the checkout do not change what runs.
+
+    `commit` is None unless the package runs from a git checkout and git answers; `modified` says whether a tracked
+    file of the checkout differed from that commit.
+    """
     try:
         transformers = version("transformers")
     except PackageNotFoundError:  # a bare source tree
         transformers = None
-    state = checkout_state(SOURCE)
-    return CodeVersion(__version__, *state, platform.python_version(), str(torch.__version__), transformers)
+    commit, modified = checkout_state(SOURCE)
+    code = {"grpo_cli": __version__, "commit": commit, "modified": modified, "python": platform.python_version()}
+    return code | {"torch": str(torch.__version__), "transformers": transformers}
 
 
 def checkout_state(folder: Path) -> tuple[str | None, bool | None]:

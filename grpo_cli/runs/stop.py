@@ -31,11 +31,11 @@ class Stop:
         self._say = say
         self._before: dict[signal.Signals, Any] = {}
         self._in_children = ExitStack()
-        self.asked_by: str | None = None
+        self.stopped_by: str | None = None
         self._terminated: float | None = None  # when the first SIGTERM came
 
     def __bool__(self) -> bool:
-        return self.asked_by is not None
+        return self.stopped_by is not None
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
@@ -63,6 +63,6 @@ class Stop:
             raise KeyboardInterrupt
         if number == signal.SIGTERM and self._terminated is None:
             self._terminated = now
-        self.asked_by = self.asked_by or signal.Signals(number).name
+        self.stopped_by = self.stopped_by or signal.Signals(number).name
         with suppress(OSError, RuntimeError):  # the terminal is gone, or busy with another line
-            self._say(f"{self.asked_by}: stopping after this step; a second ctrl-C or SIGTERM stops at once")
+            self._say(f"{self.stopped_by}: stopping after this step; a second ctrl-C or SIGTERM stops at once")

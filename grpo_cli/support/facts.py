@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
-
-
-@runtime_checkable
-class Others(Protocol):
-    """The parts of a run as their settings describe them, before any is made, for `goes_with`."""
-
-    n: int
-    m: int
-    prompts: int
-
-    def says(self, group: str, fact: str) -> Any:
-        """Return a fact of the part chosen of this group, None where it has none of this name."""
-
-    def named(self, group: str) -> str:
-        """Return `group=choice`, as a person types it."""
-
-    def setting(self, group: str, key: str) -> Any:
-        """Return a setting of the part, None where it has none of this name."""
-
-
-Conflicts = Callable[[Mapping[str, Any], Others], Iterator[str]]
+from collections.abc import Callable
+from typing import Any, TypedDict, TypeVar, Unpack
 
 
 class Facts(TypedDict, total=False):
     """The attributes of parts; one that is left out is not known, which is as good as False."""
 
-    goes_with: Conflicts  # any part: yields why its settings cannot work beside the others
     divides: bool  # an advantage divides by the deviation of the group
+    odd: bool  # an advantage takes the middle of an odd number of rollouts
+    of_values: bool  # an advantage is a reward less its problem's value
+    unit_rewards: bool  # an advantage takes rewards from 0 to 1
+    same_size: bool  # an advantage or a down-sample rule takes groups of n rollouts only
+    needs_values: bool  # a loss needs an advantage that is `of_values`
+    leaves_out: bool  # a down-sample rule needs an m less than n
     keeps_fewer: bool  # a down-sample rule may keep fewer than `keep`
     unequal: bool  # a collector's groups may have another size than n
     stops: bool  # a collector stops rollouts before their end (`enough`)
-    resumes: bool  # a collector goes on with partial rollouts, or with tokens that are given
+    resumes: bool  # a collector or a search goes on with partial rollouts, or with tokens that are given
+    one_turn: bool  # a collector or a search can do so only where a reply is one turn
     evicts: bool  # a sparsity drops KV entries
     is_policy: bool  # an engine draws from the trainer's own policy (left to `engine.inner` where there is one)
     stops_early: bool  # an engine can stop rollouts before their end

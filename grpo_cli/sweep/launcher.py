@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from grpo_cli.sweep.status import Job, JobState, is_done, is_running, read_statu
 
 # Of Hydra's own settings, those that concern the sweep and not its jobs.
 _OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
+say = partial(print, flush=True)  # a line at once, also into a pipe
 
 
 class ProcessLauncher(Launcher):
@@ -88,7 +90,7 @@ class ProcessLauncher(Launcher):
             write_status(job.folder, status)
             if status.state != "waiting":
                 say(status_line(job, status))
-        pool = Pool(self._places, self._sweep.command_of, self._sweep.command, say)
+        pool = Pool(self._places, self._sweep.command_of, say)
         try:
             pool.run([job for job, status in states.items() if status.state == "waiting"])
         finally:
@@ -110,8 +112,7 @@ class ProcessLauncher(Launcher):
                 cfg.hydra.runtime.output_dir = str(folder)
             with _current(cfg):
                 del cfg["hydra"]
-                steps = OmegaConf.select(cfg, "train.steps") if self._sweep.command == "train" else None
-                job = Job(number, folder, given, label, steps)
+                job = Job(number, folder, given, label)
                 try:
                     self._sweep.check(cfg)
                 except UserError as error:
@@ -153,22 +154,15 @@ class ProcessLauncher(Launcher):
     def _returned(self, job: Job) -> JobReturn:
         """Return the result for the sweeper. Hydra's basic one stops at a failure, so to it all have completed."""
         status, objective = self._sweep.outcomes[job.number], self._sweep.objective
-        value: Any = read_object(job.folder / SUMMARY).get(objective)
-        completed = True
-        if not self._config.hydra.sweeper._target_.endswith(".BasicSweeper"):
-            completed = status.state == "done"
-            if completed and value is None:
-                raise UserError(f"job {job.number} has no {objective} to optimise; let it evaluate: eval.every=1")
-            value = value if completed else UserError(f"job {job.number} {status.state}: {status.reason}")
+        value = read_object(job.folder / SUMMARY).get(objective)
+        is_basic, done = self._config.hydra.sweeper._target_.endswith(".BasicSweeper"), status.state == "done"
+        if done and value is None and not is_basic:
+            raise UserError(f"job {job.number} has no {objective} to optimise; let it evaluate: eval.every=1")
         returned = JobReturn(overrides=job.overrides, working_dir=os.getcwd(), task_name=self._sweep.command)
-        returned.status = JobStatus.COMPLETED if completed else JobStatus.FAILED
-        returned.return_value = value
+        returned.status = JobStatus.COMPLETED if is_basic or done else JobStatus.FAILED
+        failed = UserError(f"job {job.number} {status.state}: {status.reason}")
+        returned.return_value = value if is_basic or done else failed
         return returned
-
-
-def say(text: str) -> None:
-    """Print a line at once, also into a pipe."""
-    print(text, flush=True)
 
 
 @contextmanager

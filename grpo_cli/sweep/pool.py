@@ -13,8 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from typing import IO, Any
+from typing import IO
 
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import regular
@@ -59,13 +58,9 @@ class Pool:
     """
 
     def __init__(
-        self,
-        places: Sequence[Mapping[str, str]],
-        command_of: Callable[[Job], list[str]],
-        name: str,
-        say: Callable[[str], None],
+        self, places: Sequence[Mapping[str, str]], command_of: Callable[[Job], list[str]], say: Callable[[str], None]
     ) -> None:
-        self._free, self._command_of, self._name, self._say = deque(places), command_of, name, say
+        self._free, self._command_of, self._say = deque(places), command_of, say
         self._running: list[RunningJob] = []
         self.stopped = False
 
@@ -79,7 +74,7 @@ class Pool:
                         self._start(waiting.popleft())
                     if stop and not self.stopped:
                         self._end(signal.SIGTERM)
-                    self._settle()
+                    self._wait()
             except KeyboardInterrupt:  # the second signal
                 self._end(signal.SIGKILL)
             except BaseException:
@@ -87,7 +82,7 @@ class Pool:
                 raise
             finally:
                 while self._running:
-                    self._settle()
+                    self._wait()
 
     def _start(self, job: Job) -> None:
         """Start the job's process. UserError if an earlier one still runs."""
@@ -107,9 +102,7 @@ class Pool:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **place},
                 start_new_session=True,
             )
-        started = before.started or datetime.now(UTC).isoformat(timespec="seconds")
-        here: dict[str, Any] = {"command": self._name, "pid": process.pid, "host": platform.node()}
-        status = JobState("running", None, job.overrides, started=started, seconds=before.seconds, **here)
+        status = replace(before, state="running", reason=None, exit_code=None, pid=process.pid, host=platform.node())
         self._running.append(RunningJob(job, place, process, log, status, time.monotonic()))
         self._note(job, status)
 
@@ -120,7 +113,7 @@ class Pool:
             if running.process.poll() is None:
                 running.process.terminate() if number == signal.SIGTERM else os.killpg(running.process.pid, number)
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         """Wait a little, and note which jobs have ended."""
         time.sleep(POLL_SECONDS)
         for running in [running for running in self._running if running.process.poll() is not None]:

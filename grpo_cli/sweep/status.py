@@ -8,21 +8,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.lock import is_held
 from grpo_cli.runs.summary import read_object
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.formatting import duration, plain
+from grpo_cli.support.formatting import duration, is_a, plain
 
-TAIL_BYTES = 65536  # of metrics.jsonl and log.txt: the last lines are in them
+TAIL_BYTES = 65536  # of log.txt: the last lines are in them
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,6 @@ class Job:
     folder: Path
     overrides: tuple[str, ...]
     label: str
-    steps: int | None = None
     refusal: str | None = None
 
 
@@ -45,7 +43,6 @@ class JobState:
     reason: str | None
     overrides: tuple[str, ...]
     exit_code: int | None = None
-    started: str | None = None
     seconds: float | None = None
     command: str = "train"
     pid: int | None = None  # of the process that runs it, on `host`
@@ -75,8 +72,9 @@ def read_status(folder: Path) -> JobState | None:
 def is_done(folder: Path) -> bool:
     """True if `status.json` says done, or `summary.json` completed."""
     status = read_status(folder)
-    done = status is not None and status.state == "done"
-    return done or read_object(folder / layout.SUMMARY).get("status") == "completed"
+    return (status is not None and status.state == "done") or read_object(folder / layout.SUMMARY).get(
+        "status"
+    ) == "completed"
 
 
 def is_running(folder: Path) -> bool:
@@ -85,36 +83,18 @@ def is_running(folder: Path) -> bool:
 
 
 def status_line(job: Job, status: JobState) -> str:
-    """Return a job's new state in a line, with its step, reward and accuracy; `grpo ls` shows those of running jobs."""
+    """Return a job's new state in a line, with its step and accuracy; `grpo ls` shows those of running jobs."""
     parts = [status.state]
-    if status.state in ("done", "failed") and (seen := _last_record(job.folder)):
-        parts.append(f"step {seen['step']}" + (f"/{job.steps}" if job.steps else ""))
-        for word, name in (("reward", "reward/mean"), ("eval", "eval/accuracy")):
-            parts += [f"{word} {float(seen[name]):.3f}"] if name in seen else []
+    if status.state in ("done", "failed"):
+        with suppress(UserError):  # a damaged summary is the reason
+            ended = read_object(job.folder / layout.SUMMARY)
+            accuracy = ended.get("final_accuracy", ended.get("eval/accuracy"))
+            parts += [f"step {ended['step']}"] if is_a(int, ended.get("step")) else []
+            parts += [f"accuracy {accuracy:.3f}"] if is_a(float, accuracy) else []
     if status.seconds is not None:
         parts.append(duration(status.seconds))
     parts += [plain(status.reason)] if status.reason else []
     return f"job {job.number}  {job.label}: {'  '.join(parts)}"
-
-
-def _last_record(folder: Path) -> dict[str, Any]:
-    """Return the last whole line of `metrics.jsonl`, empty if there is none."""
-    lines = _tail(folder / layout.METRICS)[:-1]
-    try:
-        record = json.loads(lines[-1]) if lines else {}
-    except ValueError:  # longer than the tail, or damaged: only for display
-        return {}
-    return record if isinstance(record, dict) and "step" in record else {}
-
-
-def _tail(path: Path) -> list[str]:
-    """Return the last lines; what follows the last line break, usually nothing, is the last one."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return file.read().decode("utf-8", "replace").split("\n")
-    except OSError:  # missing: only for display
-        return []
 
 
 def failure(code: int, folder: Path) -> str | None:
@@ -130,7 +110,10 @@ def failure(code: int, folder: Path) -> str | None:
         named = {number.value: number.name for number in signal.Signals}  # most of the real-time ones have no name
         hint = ": often because the machine ran out of memory" if -code == signal.SIGKILL else ""
         return f"killed by {named.get(-code, f'signal {-code}')}{hint}"
-    lines = [line.strip() for line in _tail(folder / layout.LOG) if line.strip()]
+    lines: list[str] = []
+    with suppress(OSError), open(folder / layout.LOG, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = [line.strip() for line in file.read().decode("utf-8", "replace").split("\n") if line.strip()]
     start = next((i for i in reversed(range(len(lines))) if lines[i].startswith("error: ")), len(lines) - 1)
     message = " ".join(lines[start:]).removeprefix("error: ")
     return message or f"exit code {code}, and nothing in the log"

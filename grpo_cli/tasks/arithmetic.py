@@ -20,7 +20,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.formats import OverlongTokens, overlong
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.judges import Weighing
-from grpo_cli.tasks.prompting import Tokenizer, Verbatim, going_on
+from grpo_cli.tasks.prompting import Tokenizer, Verbatim, encode_behind
 from grpo_cli.tasks.turns import answer
 from grpo_cli.types import Prompt, Reward, Rollout
 
@@ -126,7 +126,7 @@ class Arithmetic(GeneratedTask[Sum]):
         return str(sum(problem.terms))
 
     def shown(self, prompt: Prompt) -> Sequence[int]:
-        return going_on(self._prompting.tokenizer, worked_solution(self._problem(prompt)[0]), prompt.token_ids)
+        return encode_behind(self._prompting.tokenizer, worked_solution(self._problem(prompt)[0]), prompt.token_ids)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         completion = self._prompting.completion(rollout)
@@ -165,4 +165,4 @@ class Calculator(Arithmetic):
         return answer([str(sum(map(int, re.findall(r"[+-]?[0-9]+", sum_of)))) if is_sum(sum_of) else "?"])
 
     def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
-        return going_on(self._prompting.tokenizer, "".join(said), turns[-1])
+        return encode_behind(self._prompting.tokenizer, "".join(said), turns[-1])

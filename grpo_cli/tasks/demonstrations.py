@@ -15,7 +15,7 @@ from grpo_cli.interfaces import Bench, Shows
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.problems import records, value_of, where
-from grpo_cli.tasks.prompting import PLACEHOLDER, Prompting, Tokenizer, going_on, turn_end
+from grpo_cli.tasks.prompting import PLACEHOLDER, Prompting, Tokenizer, encode_behind, turn_end
 from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, Prompt, Request, Rollout, Span
 
 Parts = Sequence[tuple[bool, Sequence[int]]]  # whether others say it, and its tokens
@@ -61,7 +61,7 @@ def solutions(
         with suppress(KeyError):
             text = value_of(task.row_of(prompt), field)
             if isinstance(text, str) and text.strip():
-                found.append(demonstration(prompt, [(False, [*said_after(prompt, text, tokenizer), eos])]))
+                found.append(demonstration(prompt, [(False, [*reply_tokens(prompt, text, tokenizer), eos])]))
     if not found:
         raise UserError(
             f"train.warmup=sft imitates worked solutions, but no row of the task has text in the field {field}: set "
@@ -72,7 +72,7 @@ def solutions(
     return found
 
 
-def said_after(prompt: Prompt, text: str, tokenizer: Tokenizer) -> list[int]:
+def reply_tokens(prompt: Prompt, text: str, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of a text as a reply begins with it; none of a blank one. A space comes after a plain prompt
     that ends in a word or a colon, as the model would continue it."""
     if not (text := text.strip()):
@@ -80,7 +80,7 @@ def said_after(prompt: Prompt, text: str, tokenizer: Tokenizer) -> list[int]:
     last = prompt.token_ids[-1]
     end = tokenizer.decode([last])
     begins = last in tokenizer.all_special_ids or end[-1:].isspace() or end.endswith(">")
-    return going_on(tokenizer, text if begins else f" {text}", prompt.token_ids)
+    return encode_behind(tokenizer, text if begins else f" {text}", prompt.token_ids)
 
 
 def conversations(source: str, tokenizer: Tokenizer, words: Mapping[str, Any], eos: int) -> list[Rollout]:
@@ -124,10 +124,12 @@ def _parts(
                 "the chat template changes a reply once it is answered; split the conversation, one reply each"
             )
         lead, ended, rest = text[len(before) :].partition(end) if before else ("", "", text)
-        said = going_on(chat.tokenizer, rest if ended and not lead.strip() else text[len(before) :], ids, special=True)
+        said = encode_behind(
+            chat.tokenizer, rest if ended and not lead.strip() else text[len(before) :], ids, special=True
+        )
         yield True, said
         reply = _spaced(messages[i]["content"], text, chat.rendered(messages[: i + 1], answered=True), end)
-        yield False, [*going_on(chat.tokenizer, reply, said), eos]
+        yield False, [*encode_behind(chat.tokenizer, reply, said), eos]
         before, ids = text + reply, [eos]
 
 

@@ -1,6 +1,6 @@
 """Final answers that are LaTeX expressions: found in a text, brought to one way of writing, compared as that.
 
-Most right answers are settled here, exactly and at once; only what is left needs a library that knows algebra. Every
+Most comparisons end here, exactly and at once; only what is left needs a library that knows algebra. Every
 pattern takes linear time, nothing is evaluated, and what is longer than `MAX_EXPRESSION` characters is no answer.
 """
 
@@ -202,7 +202,7 @@ def _is_word(letters: str) -> bool:
     return letters.isupper() or "o" in some or spoken
 
 
-def settled(gold: str, answer: str) -> bool | tuple[str, str]:
+def compare_written(gold: str, answer: str) -> bool | tuple[str, str]:
     """Return whether two answers are equal where their writing tells; else the expressions to compare by algebra.
 
     They are equal by writing as quantities (a unit may be left out, cents are hundredths of dollars) and as texts, and

@@ -7,7 +7,8 @@ The published runs weigh them in different ways (docs/cookbook.md); each part li
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated
 
 from pydantic import Field
@@ -17,6 +18,7 @@ from grpo_cli.types import Rollout
 OVERLONG = "overlong"
 OverlongTokens = Annotated[int | None, Field(ge=1)]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _OPENED, _TURNED = "<think>\n", "\n</think>\n<answer>\n"
 _CLOSED = re.compile(r"\n</answer>$", re.MULTILINE)
 _FROM_THOUGHT_TO_ANSWER = re.compile(r"</think>\s{0,8}<answer>")
@@ -43,15 +45,16 @@ def soft_format(text: str) -> float:
     return max(0.0, 1.0 - 0.01 * (len(text) - inside)) if end >= 0 else 0.0
 
 
-def tag_count(text: str) -> float:
+def tag_count(text: str, tags: Sequence[str] = TAGS) -> float:
     """Return a quarter for each of the four tags that occurs exactly once."""
-    return sum(text.count(tag) == 1 for tag in TAGS) / len(TAGS)
+    return sum(text.count(tag) == 1 for tag in tags) / len(tags)
 
 
 FORMATS: Mapping[str, Callable[[str], float]] = {
     "format": strict_format,
     "format_soft": soft_format,
     "tag_count": tag_count,
+    "tag_lines": partial(tag_count, tags=TAG_LINES),
 }
 
 

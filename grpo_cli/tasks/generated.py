@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Generic, TypeVar
 from pydantic import Field
 
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.prompting import MadePrompts, Texts
+from grpo_cli.tasks.prompting import MadePrompts, TextTask
 from grpo_cli.types import Prompt
 
 HELD_OUT_ONE_IN = 8
@@ -28,7 +28,7 @@ def is_held_out(problem: str, one_in: int = HELD_OUT_ONE_IN) -> bool:
 P = TypeVar("P")
 
 
-class GeneratedTask(Texts, ABC, Generic[P]):
+class GeneratedTask(TextTask, ABC, Generic[P]):
     """Problems of several sizes: the size is uniform in `train`, and `eval` goes through the sizes in turn, so that
     every beginning of it covers them evenly.
 

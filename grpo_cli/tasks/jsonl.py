@@ -22,12 +22,12 @@ from grpo_cli.tasks.model_judge import JudgeSettings, ModelJudge
 from grpo_cli.tasks.own_reward import OwnReward
 from grpo_cli.tasks.problems import LONG_PROMPTS, LazyPrompts, Problem, of_json, read_problems, split_by_hash, value_of
 from grpo_cli.tasks.prompting import Tokenizer
-from grpo_cli.tasks.turns import Environment, Episodes, Speaks, TurnSettings
+from grpo_cli.tasks.turns import DialogueTask, Environment, Episodes, TurnSettings
 from grpo_cli.tasks.workers import JudgeWorkers
 from grpo_cli.types import Prompt, Reward, Rollout
 
 
-class Jsonl(Speaks):
+class Jsonl(DialogueTask):
     """The task. A prompt's id is its split and its line in the file, as in `train-000012`.
 
     With `eval_path` that file is the eval split, and its questions are not trained on. Without, the `eval_fraction` of
@@ -69,7 +69,7 @@ class Jsonl(Speaks):
         del seed  # nothing here is random: runs that differ in their seed share their problems
         if not (source := path or default_path):
             raise UserError("task.path is missing: give a JSONL file, or hub:<dataset>:<split>")
-        self._talk(tokenizer, turns, chat_defaults, warn)
+        self._set_up(tokenizer, turns, chat_defaults, warn)
         self._judge = (
             ModelJudge(judge, run_dir, warn)
             if reward == "judge"
@@ -122,7 +122,7 @@ class Jsonl(Speaks):
             answer=prompt.answer,
             finished=rollout.finish.complete,
             length=rollout.num_drawn,
-            problem=self._problem(prompt) if isinstance(self._judge, OwnReward | ModelJudge) else None,
+            problem=self._problem(prompt),
         )
 
     @cached_property

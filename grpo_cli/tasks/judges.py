@@ -26,7 +26,7 @@ Weight = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 @dataclass(frozen=True)
 class Completion:
     """One rollout as a judge reads it. `place` names it in messages, `answer` is its prompt's gold answer, `text` the
-    last of the model's `turns`. Your own reward function and a model get the `problem`."""
+    last of the model's `turns`."""
 
     place: str
     text: str
@@ -34,7 +34,7 @@ class Completion:
     answer: str
     finished: bool
     length: int
-    problem: Problem | None
+    problem: Problem
 
 
 class Judge(ABC):

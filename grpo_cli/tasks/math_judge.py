@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_cli.support.extras import require
-from grpo_cli.tasks.expressions import MAX_EXPRESSION, final_expression, settled
+from grpo_cli.tasks.expressions import MAX_EXPRESSION, compare_written, final_expression
 from grpo_cli.tasks.judges import Completion, Judge
 from grpo_cli.tasks.workers import Workers
 
@@ -59,7 +59,7 @@ class MathJudge(Judge):
         left: dict[_Pair, dict[str, str]] = {}
         for pair in pairs:
             if pair not in self._known:
-                verdict = settled(*pair)
+                verdict = compare_written(*pair)
                 if isinstance(verdict, bool):
                     self._known[pair] = "equal" if verdict else "different"
                 else:

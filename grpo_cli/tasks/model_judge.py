@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +25,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import Field
 
-from grpo_cli.runs.files import content, regular
+from grpo_cli.runs.files import content, must_be_writable, regular
 from grpo_cli.runs.layout import JUDGEMENTS
 from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.formatting import plain
@@ -122,7 +123,6 @@ class ModelJudge(Judge):
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
         together: dict[Any, list[int]] = {}  # the completions of a question: one each, or all of a problem
         for i, one in enumerate(completions):
-            assert one.problem is not None
             together.setdefault(one.problem.place if self._settings.of == "group" else i, []).append(i)
         questions = [(self._question([completions[i] for i in some]), len(some)) for some in together.values()]
         found: list[dict[str, float]] = [{} for _ in completions]
@@ -134,8 +134,7 @@ class ModelJudge(Judge):
     def _question(self, completions: Sequence[Completion]) -> str:
         first = completions[0]
         replies = "\n".join(f'<reply number="{i}">\n{one.text}\n</reply>' for i, one in enumerate(completions, 1))
-        question = "" if first.problem is None else first.problem.question
-        words = {"question": question, "answer": first.answer, "reply": first.text, "replies": replies}
+        words = {"question": first.problem.question, "answer": first.answer, "reply": first.text, "replies": replies}
         return _FIELD.sub(lambda field: words[field[1]], self._template)
 
     def _scores(self, questions: Sequence[tuple[str, int]]) -> list[list[float]]:
@@ -286,22 +285,17 @@ def _parsed(body: str, of: str, count: int) -> list[float]:
 def _read(file: Path | None) -> dict[str, list[float]]:
     """Return stored answers but for those in torn or foreign lines."""
     known: dict[str, list[float]] = {}
-    for line in content(file).decode("utf-8", "replace").splitlines() if file is not None and file.is_file() else ():
-        try:
+    for line in content(file).splitlines() if file is not None and file.is_file() else ():
+        with suppress(*_MALFORMED):
             row = json.loads(line)
-            name, scores = row["question"], [float(score) for score in row["scores"]]
-        except _MALFORMED:
-            continue
-        if isinstance(name, str) and all(0 <= score <= 1 for score in scores):
-            known[name] = scores
+            if all(0 <= float(score) <= 1 for score in row["scores"]):
+                known[str(row["question"])] = [*map(float, row["scores"])]
     return known
 
 
 def _append(file: Path, found: Mapping[str, Sequence[float]]) -> None:
-    try:
+    with must_be_writable(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "a+", encoding="utf-8", opener=regular) as lines:
             lines.write("\n" * (lines.tell() > 0 and not content(file).endswith(b"\n")))  # behind a torn line
             lines.writelines(json.dumps({"question": name, "scores": [*found[name]]}) + "\n" for name in found)
-    except OSError as error:
-        raise UserError(f"{file} cannot be written ({error}): make room, then resume=auto") from error

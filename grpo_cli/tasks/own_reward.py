@@ -18,16 +18,16 @@ from grpo_cli.tasks.problems import of_json
 from grpo_cli.types import LARGEST_REWARD
 
 # What a function may request by the names of its arguments: values of one rollout, or lists of all of a step's.
-ONE: Mapping[str, Callable[[Completion], Any]] = {
+PER_ROLLOUT: Mapping[str, Callable[[Completion], Any]] = {
     "reply": lambda completion: completion.text,
     "turns": lambda completion: list(completion.turns),
     "answer": lambda completion: completion.answer,
-    "question": lambda completion: completion.problem and completion.problem.question,
-    "row": lambda completion: completion.problem and of_json(completion.problem.row),
+    "question": lambda completion: completion.problem.question,
+    "row": lambda completion: of_json(completion.problem.row),
     "finished": lambda completion: completion.finished,
     "length": lambda completion: completion.length,
 }
-MANY = {
+PER_STEP = {
     "replies": "reply",
     "answers": "answer",
     "questions": "question",
@@ -51,7 +51,9 @@ class OwnReward(Judge):
         if self._takes_many:
             values = self._of_all(completions) if completions else ()
         else:
-            values = [self._called({word: ONE[word](one) for word in self._words}, one.place) for one in completions]
+            values = [
+                self._called({word: PER_ROLLOUT[word](one) for word in self._words}, one.place) for one in completions
+            ]
         return [self._parts(value, completion) for value, completion in zip(values, completions, strict=True)]
 
     def _called(self, kwargs: Mapping[str, Any], place: str) -> Any:
@@ -61,7 +63,9 @@ class OwnReward(Judge):
 
     def _of_all(self, completions: Sequence[Completion]) -> Sequence[Any]:
         place = f"the {len(completions)} rollouts from {completions[0].place} on"
-        values = self._called({word: [ONE[MANY[word]](one) for one in completions] for word in self._words}, place)
+        values = self._called(
+            {word: [PER_ROLLOUT[PER_STEP[word]](one) for one in completions] for word in self._words}, place
+        )
         with own_code(f"task.reward={self._name}, reading what it returned,"):
             is_list = not isinstance(values, (str, bytes, Mapping)) and hasattr(values, "__len__")
             if not is_list or len(values) != len(completions):
@@ -119,15 +123,15 @@ def _words(name: str, function: Callable[..., Any]) -> tuple[tuple[str, ...], bo
         parameters = inspect.signature(function).parameters.values()
     except ValueError as error:  # some functions written in C
         raise UserError(f"task.reward={name} does not give the names of its arguments; wrap it") from error
-    takes_many = any(p.name in MANY and p.name not in ONE for p in parameters)
-    known = MANY if takes_many else ONE
+    takes_many = any(p.name in PER_STEP and p.name not in PER_ROLLOUT for p in parameters)
+    known = PER_STEP if takes_many else PER_ROLLOUT
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = [p.name for p in named if p.name not in known and p.default is p.empty]
     unknown += [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
     if unknown:
         raise UserError(
-            f"task.reward={name} takes {', '.join(unknown)}, but by name it can get {', '.join(ONE)} of one rollout, "
-            f"or lists of all: {', '.join(MANY)}"
+            f"task.reward={name} takes {', '.join(unknown)}, but by name it can get {', '.join(PER_ROLLOUT)} of one "
+            f"rollout, or lists of all: {', '.join(PER_STEP)}"
         )
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return tuple(known if takes_any else [p.name for p in named if p.name in known]), takes_many

@@ -65,17 +65,14 @@ def records(source: str, key: str) -> Iterator[tuple[int, Any]]:
     if source.startswith(HUB):
         yield from enumerate(_hub_table(source, key), 1)
         return
-    is_table, errors = source.lower().endswith(PARQUET), tuple[type[Exception], ...]((OSError,))
+    is_table = source.lower().endswith(PARQUET)
     if is_table:
         require("pyarrow", f"{key}={source}", "or give a JSONL file")
-        from pyarrow import ArrowException
-
-        errors = (OSError, ArrowException)
     path = Path(source).expanduser()
     try:
         with open(path, "rb", opener=regular) as file:
             yield from _rows_of_table(file) if is_table else _rows_of_lines(file, source)
-    except errors as error:
+    except OSError as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"{key}={source} cannot be read: {reason} (tried {path.absolute()}); give a JSONL or Parquet file"
@@ -83,9 +80,13 @@ def records(source: str, key: str) -> Iterator[tuple[int, Any]]:
 
 
 def _rows_of_table(file: Any) -> Iterator[tuple[int, Any]]:
-    from pyarrow import parquet
+    from pyarrow import ArrowException, parquet
 
-    yield from enumerate((row for batch in parquet.ParquetFile(file).iter_batches() for row in batch.to_pylist()), 1)
+    try:
+        batches = parquet.ParquetFile(file).iter_batches()
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+    except ArrowException as error:
+        raise OSError(error) from error
 
 
 def _rows_of_lines(file: Any, source: str) -> Iterator[tuple[int, Any]]:
@@ -234,6 +235,10 @@ class LazyPrompts(MadePrompts):
     def places(self) -> Mapping[str, int]:
         """The index of each prompt by its id; no prompt is made for it."""
         return {self._id(problem): place for place, problem in enumerate(self.problems)}
+
+    def by_id(self, prompt_id: str) -> Prompt | None:
+        place = self.places.get(prompt_id)
+        return None if place is None else self[place]
 
     def of(self, prompt_id: str) -> Problem:
         """Return the problem that a prompt was made of."""

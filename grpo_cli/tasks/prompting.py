@@ -48,8 +48,14 @@ class MadePrompts(Sequence[Prompt]):
         places = range(self._size)[index]
         return self._make(places) if isinstance(places, int) else [self._make(place) for place in places]
 
+    def by_id(self, prompt_id: str) -> Prompt | None:
+        """Return the prompt with an id that ends in its place, such as train-12; None if there is none."""
+        number = prompt_id.rpartition("-")[2]
+        found = self[int(number) % self._size] if number.isdecimal() else None
+        return found if found and found.id == prompt_id else None
 
-def going_on(tokenizer: Tokenizer, text: str, before: Sequence[int], special: bool = False) -> list[int]:
+
+def encode_behind(tokenizer: Tokenizer, text: str, before: Sequence[int], special: bool = False) -> list[int]:
     """Return the tokens of a text behind others. SentencePiece and its kind begin a text with a space of their own, so
     the text is encoded behind a character that is taken off. With `special`, special tokens in it are no text."""
 
@@ -143,7 +149,7 @@ class Prompting(Reading):
         """Build it from a task's settings. `chat_defaults` (`model.chat_template_kwargs`) apply where the template
         reads them and the task does not set them. Raise UserError for a variable that the template does not read."""
         made = cls(tokenizer, words["template"], words["system_prompt"], words["use_chat_template"])
-        values = {**told_by_model(tokenizer, words, chat_defaults), **words["chat_template_kwargs"]}
+        values = {**model_defaults(tokenizer, words, chat_defaults), **words["chat_template_kwargs"]}
         known = template_variables(tokenizer) if made.is_chat else []
         if values and not made.is_chat:
             raise UserError(f"task.chat_template_kwargs={values} needs a chat template, and none is used: leave it out")
@@ -205,7 +211,7 @@ class Prompting(Reading):
         messages of a `role`. Special tokens are the template's alone; those in a message are text."""
         if not self.is_chat:
             text = "".join("\n\n" + self._filled(message) for message in messages)
-            return tuple(going_on(self.tokenizer, text, turn))
+            return tuple(encode_behind(self.tokenizer, text, turn))
         *_, text = self._around(_TURN, role, len(messages))
         lead, drawn, rest = text.partition(self.written(turn[-1:])) if turn else ("", "", text)
         text = rest if drawn and not lead.strip() else text  # the turn has its end already
@@ -213,12 +219,12 @@ class Prompting(Reading):
         for i, message in enumerate(messages):
             before, _, text = text.partition(_SAID.format(i))
             plain += before
-            if going_on(self.tokenizer, message, []) == going_on(self.tokenizer, message, [], special=True):
+            if encode_behind(self.tokenizer, message, []) == encode_behind(self.tokenizer, message, [], special=True):
                 plain += message
             else:  # it spells a special token
-                ids += going_on(self.tokenizer, plain, ids, special=True)
-                ids, plain = ids + going_on(self.tokenizer, message, ids), ""
-        ids += going_on(self.tokenizer, plain + text, ids, special=True)
+                ids += encode_behind(self.tokenizer, plain, ids, special=True)
+                ids, plain = ids + encode_behind(self.tokenizer, message, ids), ""
+        ids += encode_behind(self.tokenizer, plain + text, ids, special=True)
         return tuple(ids[len(turn) :])
 
     def check_turns(self, role: str, keep_reasoning: bool) -> None:
@@ -304,7 +310,7 @@ class _Stopped(datetime):
         return TODAY
 
 
-class Texts:
+class TextTask:
     """A task whose prompts and completions are text."""
 
     _prompting: Reading
@@ -342,7 +348,7 @@ def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def told_by_model(
+def model_defaults(
     tokenizer: Tokenizer, words: Mapping[str, Any], chat_defaults: Mapping[str, Any] | None
 ) -> Mapping[str, Any]:
     """Return the model's `chat_template_kwargs` that apply to a task with these settings: those that the template reads

@@ -22,8 +22,8 @@ from grpo_cli.support.ranges import OneOf
 from grpo_cli.tasks.generated import EvalProblems, TrainProblems, is_held_out
 from grpo_cli.tasks.judges import GRADINGS, Weight
 from grpo_cli.tasks.prompting import MadePrompts, Tokenizer
-from grpo_cli.tasks.turns import Speaks, TurnSettings
-from grpo_cli.tasks.workers import LATE, START_SECONDS, JudgeWorkers, Question, Reply, Workers
+from grpo_cli.tasks.turns import DialogueTask, TurnSettings
+from grpo_cli.tasks.workers import LATE, JudgeWorkers, Question, Reply, Workers
 from grpo_cli.types import Prompt, Reward, Rollout
 
 _EXECUTES = (
@@ -49,7 +49,7 @@ class GymWeights:
     format: Weight
 
 
-class ReasoningGym(Speaks):
+class ReasoningGym(DialogueTask):
     """The task. A prompt's id names the problem: `train-000012`.
 
     A problem is a function of its task, the config, its number and the seed, on which `eval` does not depend; a hash of
@@ -82,7 +82,7 @@ class ReasoningGym(Speaks):
         self._check()
         self._seed, self._strict, self._weights = seed, grading == "strict", asdict(weights)
         self._most_tokens, self._has_cut = max_prompt_tokens, False
-        self._talk(tokenizer, turns, chat_defaults, warn)
+        self._set_up(tokenizer, turns, chat_defaults, warn)
         self._prompting = replace(self._prompting, examples=self._examples(few_shot))
         self._train = MadePrompts(self._train_prompt, train_problems)
         self._eval = self._held_out(eval_problems)
@@ -192,9 +192,9 @@ class ReasoningGym(Speaks):
     def _check(self) -> None:
         """Raise UserError for a task that does not exist, is refused, or rejects its config."""
         task = self._name
-        (reply,) = self._workers.ask([{"check": task, "config": self._config}])
         if task in REFUSED:
             raise UserError(f"task=reasoning_gym does not take task.name={task}: {REFUSED[task]}")
+        (reply,) = self._workers.ask([{"check": task, "config": self._config}])
         if names := set(reply.get("names", ())) - REFUSED.keys():
             raise UserError(f"reasoning-gym has no task.name={task}{closest(task, names)}; it has {_listed(names)}")
         if words := reply.get("words"):
@@ -202,12 +202,6 @@ class ReasoningGym(Speaks):
             raise UserError(f"task.config.{word} is unknown to {task}{closest(word, words)}; it has {_listed(words)}")
         if reply:
             raise UserError(f"{task} does not accept task.config: {reply.get('refused', reply)}")
-
-
-def library_names() -> list[str]:
-    """Return all tasks of the library, including those refused here."""
-    (reply,) = Workers("gym", 1, START_SECONDS).ask([{"check": "", "config": {}}])
-    return list(reply["names"])
 
 
 def _listed(words: Any) -> str:

@@ -23,7 +23,7 @@ from pydantic import Field
 from grpo_cli.support.errors import UserError, own_code, raised, refuse, text_of
 from grpo_cli.support.ranges import Count
 from grpo_cli.tasks.own_reward import own
-from grpo_cli.tasks.prompting import Prompting, PromptSettings, Texts, Tokenizer
+from grpo_cli.tasks.prompting import Prompting, PromptSettings, TextTask, Tokenizer
 from grpo_cli.tasks.tool_calls import Functions, calls_of
 from grpo_cli.types import Prompt
 
@@ -99,9 +99,8 @@ class _Late(UserError):
     """A call of a user's code that has not returned in time."""
 
 
-def _limited(call: Callable[[], Any], seconds: float, who: str) -> Any:
-    """Return what a user's code returns, from a thread of its own, awaited. Raise UserError if it is late or would end
-    the process."""
+def _begun(call: Callable[[], Any]) -> Future[Any]:
+    """Return what a call will return or raise, in a thread of its own that ends with the program."""
     done: Future[Any] = Future()
 
     def run() -> None:
@@ -111,6 +110,12 @@ def _limited(call: Callable[[], Any], seconds: float, who: str) -> Any:
             done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
+    return done
+
+
+def _limited(call: Callable[[], Any], seconds: float, who: str) -> Any:
+    """Return what a user's code returns, awaited. Raise UserError if it is late or would end the process."""
+    done = _begun(call)
     if not wait([done], seconds).done:
         raise _Late(f"{who} has not returned within task.respond_seconds={seconds:g}: raise it, or see why it waits")
     if isinstance(error := done.exception(), KeyboardInterrupt | SystemExit):
@@ -167,26 +172,23 @@ class Environment:
 
     def reply(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Reply:
         """Answer the last of the turns; `who` names the request in errors."""
-        return _called(self._functions, turns[-1], self._thinks, self._seconds, who)
+        return self._called(self._functions, turns[-1], who)
 
     def opens(self, row: Mapping[str, Any], place: str) -> str:
         """Return the text behind the question of a row."""
         return ""
 
-
-def _called(
-    functions: Functions, turn: str, in_thought: bool = False, seconds: float = 60.0, who: str = "a tool"
-) -> Reply:
-    """Return the results of a turn's calls, one message each; no messages for a turn without a call."""
-    replies = [
-        Reply([f"error: {call}"], failed=1)
-        if isinstance(call, str)
-        else _reply(*call, lambda value: [_text(value)], seconds, who)
-        for call in calls_of(functions, turn, in_thought)
-    ]
-    messages = [message for reply in replies for message in reply.messages or ()]
-    faults = {kind: fault for reply in replies for kind, fault in reply.faults.items()}
-    return Reply(messages or None, sum(reply.failed for reply in replies), faults)
+    def _called(self, functions: Functions, turn: str, who: str) -> Reply:
+        """Return the results of a turn's calls, one message each; no messages for a turn without a call."""
+        replies = [
+            Reply([f"error: {call}"], failed=1)
+            if isinstance(call, str)
+            else _reply(*call, lambda value: [_text(value)], self._seconds, who)
+            for call in calls_of(functions, turn, self._thinks)
+        ]
+        messages = [message for reply in replies for message in reply.messages or ()]
+        faults = {kind: fault for reply in replies for kind, fault in reply.faults.items()}
+        return Reply(messages or None, sum(reply.failed for reply in replies), faults)
 
 
 class Episodes(Environment):
@@ -218,7 +220,7 @@ class Episodes(Environment):
         if instance is None:
             instance, found = self._replayed(row, turns, who)
         else:
-            found = self._hear(instance, turns[-1], who)
+            found = self._answered(instance, turns[-1], who)
         if not self._checked.is_set() and self._replayed(row, turns, who)[1].messages != found.messages:
             raise UserError(f"{self.name} answered the same turns in two ways: let all randomness follow from the row")
         self._checked.set()
@@ -239,7 +241,7 @@ class Episodes(Environment):
     def opens(self, row: Mapping[str, Any], place: str) -> str:
         who = f"{self.name}, reset for {place},"
         with own_code(who):
-            text = self._begun(row, who)[1]
+            text = self._reset(row, who)[1]
         if text is not None and (not isinstance(text, str) or text != _plain(text)):
             raise UserError(
                 f"{who} returned a {type(text).__name__}: return None, or text behind the question, in UTF-8 and of at "
@@ -247,28 +249,27 @@ class Episodes(Environment):
             )
         return text or ""
 
-    def _begun(self, row: Mapping[str, Any], who: str) -> tuple[Any, Any]:
+    def _reset(self, row: Mapping[str, Any], who: str) -> tuple[Any, Any]:
         def begin() -> tuple[Any, Any]:
             instance = self._made()
             return instance, _awaited(instance.reset(**row))
 
         return _limited(begin, self._seconds, who)
 
-    def _hear(self, instance: Any, turn: str, who: str) -> Reply:
+    def _answered(self, instance: Any, turn: str, who: str) -> Reply:
         if not self._responds:
-            functions = {word: getattr(instance, word) for word in self._methods}
-            return _called(functions, turn, self._thinks, self._seconds, who)
+            return self._called({word: getattr(instance, word) for word in self._methods}, turn, who)
         read: Callable[[Any], Any] = lambda value: None if value is None else [_text(value)]  # noqa: E731
         return _reply("respond", lambda: instance.respond(turn), read, self._seconds, who)
 
     def _replayed(self, row: Mapping[str, Any], turns: Sequence[str], who: str) -> tuple[Any, Reply]:
-        instance, reply = self._begun(row, who)[0], Reply(None)
+        instance, reply = self._reset(row, who)[0], Reply(None)
         for turn in turns:
-            reply = self._hear(instance, turn, who)
+            reply = self._answered(instance, turn, who)
         return instance, reply
 
 
-class Speaks(Texts, ABC):
+class DialogueTask(TextTask, ABC):
     """A task of text that is a `Dialogue`: its environment hears and returns text, and here are the tokens."""
 
     turns = 1
@@ -276,7 +277,7 @@ class Speaks(Texts, ABC):
     _prompting: Prompting
     _environment: Environment | None
 
-    def _talk(
+    def _set_up(
         self,
         tokenizer: Tokenizer,
         settings: TurnSettings,
@@ -302,22 +303,17 @@ class Speaks(Texts, ABC):
         return self._prompting.between(turns[-1], said, self._environment.role)
 
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
-        pending: Future[Sequence[str] | None] = Future()
         heard, row, environment = [self.text(turn) for turn in turns], self.row_of(prompt), self._environment
         assert environment is not None
+        who = f"{environment.name}, asked after turn {len(turns)} of prompt {prompt.id},"
 
-        def run() -> None:
-            who = f"{environment.name}, asked after turn {len(turns)} of prompt {prompt.id},"
-            try:
-                with self._room, own_code(who):
-                    reply = environment.reply(prompt, row, heard, who)
-                    self._note(reply)
-                pending.set_result(reply.messages)
-            except UserError as error:
-                pending.set_exception(error)
+        def reply() -> Sequence[str] | None:
+            with self._room, own_code(who):
+                found = environment.reply(prompt, row, heard, who)
+                self._note(found)
+            return found.messages
 
-        threading.Thread(target=run, daemon=True).start()
-        return pending
+        return _begun(reply)
 
     def counted(self) -> Mapping[str, float]:
         """Return the metrics of environments since the last call."""

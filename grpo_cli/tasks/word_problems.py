@@ -18,7 +18,7 @@ from pydantic import Field
 from grpo_cli.tasks.answers import equal, extract_answer
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.prompting import Tokenizer
-from grpo_cli.tasks.turns import Speaks, TurnSettings
+from grpo_cli.tasks.turns import DialogueTask, TurnSettings
 from grpo_cli.types import Prompt, Reward, Rollout
 
 MOST_STEPS = 8
@@ -114,7 +114,7 @@ def draw_story(rng: Random, steps: int, max_start: int, max_change: int, groups:
             return story
 
 
-class WordProblems(Speaks, GeneratedTask[Story]):
+class WordProblems(DialogueTask, GeneratedTask[Story]):
     """The task. No sum of one split is in the other, whatever the words; no two texts of `eval` are alike.
 
     The reward is 1 where the completion's final number is the answer, else 0; with `must_end` only where the completion
@@ -142,7 +142,7 @@ class WordProblems(Speaks, GeneratedTask[Story]):
         **turns: Unpack[TurnSettings],
     ) -> None:
         self._must_end, self._instruction, self._level = must_end, instruction, (max_start, max_change, groups)
-        self._talk(tokenizer, turns, chat_defaults, warn)
+        self._set_up(tokenizer, turns, chat_defaults, warn)
         self._generate(seed, min_steps, max_steps, train_problems, eval_problems)
 
     def draw(self, rng: Random, size: int) -> Story:

@@ -37,44 +37,86 @@ FACTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 
 
-class RunView:
-    """The current state of a run as a rich renderable (`console.print(view)`). What does not fit into a line is cut."""
+class ConsoleTracker:
+    """Shows records as they come. `record.step` counts finished steps, up to `total_steps`.
 
-    def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total = total_steps
-        self.step: int | None = None  # of the newest record
-        self.warning = ""
-        self._clock = clock
+    In a terminal: a view redrawn twice a second, with progress, reward, evaluation, speed, the time of each phase,
+    memory and the last warning; what does not fit into a line is cut. Otherwise (a file, a pipe, a CI log): a line for
+    about every hundredth of the run, for every step that ends ten seconds after the last line, and for every step with
+    an evaluation. The tracker itself is the view (`console.print(tracker)`).
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        folder: Path | None = None,
+    ) -> None:
+        """Set up; the run's `folder` is named at the end."""
+        self._total, self._folder, self._clock = total_steps, folder, clock
+        self._console = console or screen.console()
+        self._live: Live | None = None
+        self._step: int | None = None  # of the newest record
         self._metrics: dict[str, float] = {}  # the newest value of every metric, so that an evaluation stays in view
         self._rewards: deque[float] = deque(maxlen=HISTORY)
         self._finished: deque[tuple[float, int]] = deque(maxlen=HISTORY)  # when which step was
-        self._phase, self._phase_start = "", clock()
+        self._warning, self._phase = "", ""
+        self._phase_start = self._last_line = clock()
 
-    def add(self, record: Record) -> None:
-        self.step = record.step
+    def log(self, record: Record) -> None:
+        self._show()
+        self._step = step = record.step
         self._metrics.update(record.metrics)
-        self._finished.append((self._clock(), record.step))
+        self._finished.append((self._clock(), step))
         if "reward/mean" in record.metrics:
             self._rewards.append(record.metrics["reward/mean"])
+        due = step <= 1 or step >= self._total or step % max(1, math.ceil(self._total / PLAIN_LINES)) == 0
+        due = due or self._clock() - self._last_line >= PLAIN_SECONDS or "eval/accuracy" in record.metrics
+        if self._live is None and due:
+            self._last_line = self._clock()
+            self.say(step_line(record, self._total, self.seconds_left()))
 
     def phase(self, names: tuple[str, ...]) -> None:
+        """Note the currently open spans, outermost first (`WallMeter(on_phase=...)`)."""
+        self._show()
         self._phase, self._phase_start = (names or ("",))[-1], self._clock()
 
-    def interval(self, summary: Mapping[str, Any]) -> str:
-        """Return the interval of the last evaluation, if the summary has its accuracy."""
-        is_last = "eval/accuracy" in self._metrics and self._metrics["eval/accuracy"] == summary.get("final_accuracy")
-        return _certainty(self._metrics) if is_last else ""
+    def say(self, text: str) -> None:
+        """Print a line, above the live view if there is one."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Print a warning, and keep it in view."""
+        self._warning = f"step {self._step or 0}: {text}"
+        self._console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Leave the view's last frame on the screen, and print how the run ended below it."""
+        if self._live is not None:
+            self._phase = ""
+            self._live.stop()
+        accuracy = self._metrics.get("eval/accuracy")
+        certainty = "" if accuracy is None or accuracy != summary.get("final_accuracy") else _certainty(self._metrics)
+        for line in ending(summary, self._total, self._folder, certainty):
+            self.say(line)
 
     def seconds_left(self) -> float | None:
         """Return the estimate from the steps so far; None before there are two."""
         if len(self._finished) < 2:
             return None
         (then, first), (now, last) = self._finished[0], self._finished[-1]
-        return (now - then) / max(last - first, 1) * (self.total - last)
+        return (now - then) / max(last - first, 1) * (self._total - last)
+
+    def _show(self) -> None:
+        """Begin to show the run in a terminal, at its first phase or record. Earlier lines stay above the view."""
+        if self._live is None and self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(self, console=self._console, refresh_per_second=2)
+            self._live.start()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         left, waited = self.seconds_left(), self._clock() - self._phase_start
-        parts = ["starting" if self.step is None else f"step {self.step}/{self.total}"]
+        parts = ["starting" if self._step is None else f"step {self._step}/{self._total}"]
         parts += [f"{duration(left)} left"] if left else []
         parts += [self._phase + f" {duration(waited)}" * (waited >= 2)] if self._phase else []
         yield Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
@@ -84,8 +126,8 @@ class RunView:
         for name, text in self._rows(bars=console.encoding.startswith("utf")).items():
             rows.add_row(name, Text(text))
         yield rows
-        if self.warning:  # printed in full above the view
-            yield Text(f"! {self.warning}", style="yellow", overflow="ellipsis", no_wrap=True)
+        if self._warning:  # printed in full above the view
+            yield Text(f"! {self._warning}", style="yellow", overflow="ellipsis", no_wrap=True)
 
     def _rows(self, bars: bool) -> dict[str, str]:
         """Return the text beside each label."""
@@ -100,70 +142,6 @@ class RunView:
         phases = {name.removeprefix("time/"): seen[name] for name in seen if name.startswith("time/")}
         slowest = sorted(phases.keys() - {"step"}, key=lambda name: -phases[name])
         return rows | ({"time": "  ".join(f"{name} {phases[name]:.2f} s" for name in slowest)} if slowest else {})
-
-
-class ConsoleTracker:
-    """Shows records as they come. `record.step` counts finished steps, up to `total_steps`.
-
-    In a terminal: a view redrawn twice a second, with progress, reward, evaluation, speed, the time of each phase,
-    memory and the last warning. Otherwise (a file, a pipe, a CI log): a line for about every hundredth of the run, for
-    every step that ends ten seconds after the last line, and for every step with an evaluation.
-    """
-
-    def __init__(
-        self,
-        total_steps: int,
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        folder: Path | None = None,
-    ) -> None:
-        """Set up; the run's `folder` is named at the end."""
-        self.view = RunView(total_steps, clock)
-        self._folder = folder
-        self._console = console or screen.console()
-        self._clock = clock
-        self._live: Live | None = None
-        self._last_line = clock()
-
-    def _show(self) -> None:
-        """Begin to show the run in a terminal, at its first phase or record. Earlier lines stay above the view."""
-        if self._live is None and self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(self.view, console=self._console, refresh_per_second=2)
-            self._live.start()
-
-    def log(self, record: Record) -> None:
-        self._show()
-        self.view.add(record)
-        if self._live is None and ("eval/accuracy" in record.metrics or self._line_due(record.step)):
-            self._last_line = self._clock()
-            self.say(step_line(record, self.view.total, self.view.seconds_left()))
-
-    def phase(self, names: tuple[str, ...]) -> None:
-        """Note the currently open spans, outermost first (`WallMeter(on_phase=...)`)."""
-        self._show()
-        self.view.phase(names)
-
-    def say(self, text: str) -> None:
-        """Print a line, above the live view if there is one."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def warn(self, text: str) -> None:
-        """Print a warning, and keep it in view."""
-        self.view.warning = f"step {self.view.step or 0}: {text}"
-        self._console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
-
-    def close(self, summary: Mapping[str, Any]) -> None:
-        """Leave the view's last frame on the screen, and print how the run ended below it."""
-        if self._live is not None:
-            self.view.phase(())
-            self._live.stop()
-        for line in ending(summary, self.view.total, self._folder, self.view.interval(summary)):
-            self.say(line)
-
-    def _line_due(self, step: int) -> bool:
-        every = max(1, math.ceil(self.view.total / PLAIN_LINES))
-        ends = step <= 1 or step >= self.view.total
-        return ends or step % every == 0 or self._clock() - self._last_line >= PLAIN_SECONDS
 
 
 def step_line(record: Record, total: int, left: float | None) -> str:

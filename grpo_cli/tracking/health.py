@@ -48,64 +48,48 @@ class HealthCheck:
         self._warned_of[name] = badness
         return True
 
-    def _causes(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
+    def _causes(self, seen: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
         """Yield each cause's name, how bad it is (1 if it is reported once), and what to do."""
-        yield from self._rewards(metrics)
-        ratio_name = next((name for name in RATIOS if name in metrics), RATIOS[0])
-        ratio, (low, high) = metrics.get(ratio_name, 1.0), RATIO_RANGE
-        if not low <= ratio <= high:  # so is NaN
-            badness = abs(math.log(ratio)) if 0.0 < ratio < math.inf else math.inf
-            ways = "use correction=tis, model.dtype=float32 model.autocast=none, or evict less (sparsity)."
-            yield "mismatch", badness, f"{ratio_name} is {ratio:.3f}: sampler and policy disagree; {ways}"
-        if (ess := metrics.get("off/ess", 1.0)) < LEAST_ESS:
-            ways = "use optim.ess=sqrt, a lower optim.lr, or fewer train.minibatches."
-            text = f"off/ess is {ess:.3f}: the policy has moved far from its rollouts; {ways}"
-            yield "ess", 1.0 / ess if ess > 0.0 else math.inf, text
-        if (share := metrics.get("off/token_share", 0.0)) > 0.0 and not self._reuse_is_answered:
-            ways = "use correction=tis, or optim.ess=sqrt."
-            yield (
-                "reuse",
-                share,
-                f"off/token_share is {share:.2f}: nothing corrects for tokens of earlier weights; {ways}",
-            )
-        yield from self._entropy(metrics)
-        if (count := metrics.get("eval/problems", math.inf)) < FEWEST_HELD_OUT:
-            ways = "hold out more (eval.problems, task.eval_path, or task.eval_fraction)."
-            yield "few_held_out", 1.0, f"eval/problems is {count:.0f}: accuracy on so few says little; {ways}"
-
-    def _rewards(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
-        """Yield why rewards carry no signal."""
-        truncated, share = metrics.get("response/truncated", 0.0), metrics.get("group/zero_std", 0.0)
-        if "reward/std" in metrics:
-            self._equal_steps = self._equal_steps + 1 if metrics["reward/std"] == 0.0 else 0
+        truncated, share = seen.get("response/truncated", 0.0), seen.get("group/zero_std", 0.0)
+        if "reward/std" in seen:
+            self._equal_steps = self._equal_steps + 1 if seen["reward/std"] == 0.0 else 0
         if truncated > TRUNCATED_SHARE:
-            text = f"response/truncated is {truncated:.2f}, a share cut off: raise sampling.max_new_tokens."
-            yield "truncated", truncated, text
-        if truncated > NEARLY_ALL:
-            return
-        if "reward/std" in metrics and self._equal_steps >= EQUAL_STEPS:
-            ways = "read a few completions (grpo show): the task's answers or judge are wrong, or it is too hard."
-            yield (
-                "equal",
-                float(self._equal_steps),
-                f"every reward of the last {self._equal_steps} steps was equal; {ways}",
-            )
-        elif share > ZERO_STD_SHARE:
-            ways = "raise n or sampling.temperature, or choose other problems (task)."
-            yield "zero_std", 1.0, f"group/zero_std is {share:.2f}: groups of equal rewards teach nothing; {ways}"
+            why = "a share cut off: raise sampling.max_new_tokens."
+            yield "truncated", truncated, f"response/truncated is {truncated:.2f}, {why}"
+        if truncated <= NEARLY_ALL and "reward/std" in seen and self._equal_steps >= EQUAL_STEPS:
+            why = "read a few completions (grpo show): the task's answers or judge are wrong, or it is too hard."
+            equal = f"every reward of the last {self._equal_steps} steps was equal"
+            yield "equal", float(self._equal_steps), f"{equal}; {why}"
+        elif truncated <= NEARLY_ALL and share > ZERO_STD_SHARE:
+            why = "of equal rewards teach nothing; raise n or sampling.temperature, or choose other problems (task)."
+            yield "zero_std", 1.0, f"group/zero_std is {share:.2f}: groups {why}"
+        name = next((name for name in RATIOS if name in seen), RATIOS[0])
+        if not RATIO_RANGE[0] <= (ratio := seen.get(name, 1.0)) <= RATIO_RANGE[1]:  # so is NaN
+            why = "disagree; use correction=tis, model.dtype=float32 model.autocast=none, or evict less (sparsity)."
+            badness = abs(math.log(ratio)) if 0.0 < ratio < math.inf else math.inf
+            yield "mismatch", badness, f"{name} is {ratio:.3f}: sampler and policy {why}"
+        if (ess := seen.get("off/ess", 1.0)) < LEAST_ESS:
+            why = "has moved far from its rollouts; use optim.ess=sqrt, a lower optim.lr, or fewer train.minibatches."
+            yield "ess", 1.0 / ess if ess > 0.0 else math.inf, f"off/ess is {ess:.3f}: the policy {why}"
+        if (old := seen.get("off/token_share", 0.0)) > 0.0 and not self._reuse_is_answered:
+            why = "nothing corrects for tokens of earlier weights; use correction=tis, or optim.ess=sqrt."
+            yield "reuse", old, f"off/token_share is {old:.2f}: {why}"
+        if (collapsed := self._collapsed(seen)) is not None:
+            yield "entropy", 1.0, collapsed
+        if (count := seen.get("eval/problems", math.inf)) < FEWEST_HELD_OUT:
+            why = "on so few says little; hold out more (eval.problems, task.eval_path, or task.eval_fraction)."
+            yield "few_held_out", 1.0, f"eval/problems is {count:.0f}: accuracy {why}"
 
-    def _entropy(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
-        """Yield a cause for a policy that is certain, repeats the same answers and is still wrong."""
-        entropy = metrics.get("policy/entropy")
-        if entropy is None:
-            return
-        if len(self._entropies) < FIRST_ENTROPIES:
-            self._entropies.append(entropy)
-            return
+    def _collapsed(self, seen: Mapping[str, float]) -> str | None:
+        """Return the warning of a policy that is certain, repeats the same answers and is still wrong."""
+        entropy = seen.get("policy/entropy")
+        if entropy is None or len(self._entropies) < FIRST_ENTROPIES:
+            self._entropies += [] if entropy is None else [entropy]
+            return None
         first = sum(self._entropies) / len(self._entropies)
-        alike = metrics.get("group/zero_std", 0.0)
-        solved = metrics.get("reward/correct", metrics.get("reward/mean", 1.0))
-        if entropy < min(LEAST_ENTROPY, ENTROPY_LEFT * first) and alike >= ALIKE_SHARE and solved < SOLVED_SHARE:
-            ways = "lower optim.lr, or raise loss.kl_coef, loss.clip_high or sampling.temperature."
-            text = f"policy/entropy is {entropy:.3f}, was {first:.3f}: the policy no longer explores; {ways}"
-            yield "entropy", 1.0, text
+        solved = seen.get("reward/correct", seen.get("reward/mean", 1.0))
+        gone = entropy < min(LEAST_ENTROPY, ENTROPY_LEFT * first)
+        if not gone or seen.get("group/zero_std", 0.0) < ALIKE_SHARE or solved >= SOLVED_SHARE:
+            return None
+        why = "no longer explores; lower optim.lr, or raise loss.kl_coef, loss.clip_high or sampling.temperature."
+        return f"policy/entropy is {entropy:.3f}, was {first:.3f}: the policy {why}"

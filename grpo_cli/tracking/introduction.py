@@ -11,7 +11,7 @@ from grpo_cli.interfaces import Task
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.formatting import shown
 from grpo_cli.support.processor import why_no_gpu
-from grpo_cli.tasks.prompting import TODAY, Tokenizer, reads_clock, told_by_model, turn_end
+from grpo_cli.tasks.prompting import TODAY, Tokenizer, model_defaults, reads_clock, turn_end
 
 MOST_LR = 5e-5  # for full fine-tuning of a pretrained model: more than in any recipe cited in conf/model
 # What PyTorch says if nothing is wrong: a build without CUDA, no driver, no GPU or no visible one.
@@ -36,7 +36,7 @@ def introduction(
     if device.type == "cpu" and settings.device == "auto" and not any(sign in why_no_gpu() for sign in _NO_GPU):
         yield f"device=auto is cpu: there is a GPU driver, but PyTorch finds no GPU that it can use ({why_no_gpu()})"
     given = settings.model.chat_template_kwargs if tokenizer else None
-    for word, value in told_by_model(tokenizer, settings.parts["task"], given).items():
+    for word, value in model_defaults(tokenizer, settings.parts["task"], given).items():
         yield (
             f"the chat template gets {word}={shown(value)}, the default of the model's preset; "
             f"'+task.chat_template_kwargs={{{word}:...}}' changes it"

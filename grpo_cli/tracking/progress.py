@@ -46,17 +46,19 @@ class Trained:
     reuse: Mapping[str, float]
 
 
+# Counters as metrics, by their names in `metrics.py`: those of every step, and of one with rollouts.
+_COUNTERS = {"optim/skipped_updates": "skipped_updates", "tokens/trained": "trained_tokens"}
+_COUNTERS |= {"rollouts/trained": "trained_rollouts", "clock/train_seconds": "train_seconds"}
+_OF_ROLLOUTS = {"optim/empty_steps": "empty_steps", "tokens/generated": "generated_tokens"}
+_OF_ROLLOUTS |= {"rollouts/generated": "generated_rollouts"}
+_OF_ENGINE = ("decode_steps", "slots", "slot_utilisation", "kv_peak_bytes", "prefill_tokens")
+
+
 def warmup_metrics(progress: Progress, updates: Sequence[Update], batch: Batch) -> dict[str, float]:
     """Return the metrics of a step that imitates: nothing was generated."""
     progress.trained_tokens += int(batch.trained_mask.sum())
     progress.trained_rollouts += len(batch)
-    return {
-        **_means(updates),
-        "optim/skipped_updates": float(progress.skipped_updates),
-        "tokens/trained": float(progress.trained_tokens),
-        "rollouts/trained": float(progress.trained_rollouts),
-        "clock/train_seconds": progress.train_seconds,
-    }
+    return _means(updates) | {name: float(getattr(progress, counter)) for name, counter in _COUNTERS.items()}
 
 
 def _means(updates: Sequence[Update]) -> dict[str, float]:
@@ -67,10 +69,7 @@ def _means(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def step_metrics(
-    progress: Progress,
-    scored: Sequence[ScoredGroup],
-    stats: EngineStats,
-    trained: Trained,
+    progress: Progress, scored: Sequence[ScoredGroup], stats: EngineStats, trained: Trained
 ) -> dict[str, float]:
     """Add a step to the counters; returns its metrics, counters included, by their names in `metrics.py`."""
     progress.generated_tokens += stats.generated_tokens
@@ -84,17 +83,7 @@ def step_metrics(
         **trained.mismatch,
         **trained.reuse,
         **stats.details,
-        "optim/skipped_updates": progress.skipped_updates,
-        "optim/empty_steps": progress.empty_steps,
-        "tokens/generated": progress.generated_tokens,
-        "tokens/trained": progress.trained_tokens,
-        "rollouts/generated": progress.generated_rollouts,
-        "rollouts/trained": progress.trained_rollouts,
-        "engine/decode_steps": stats.decode_steps,
-        "engine/slots": stats.slots,
-        "engine/slot_utilisation": stats.slot_utilisation,
-        "engine/kv_peak_bytes": stats.kv_peak_bytes,
-        "engine/prefill_tokens": stats.prefill_tokens,
-        "clock/train_seconds": progress.train_seconds,
+        **{name: getattr(progress, counter) for name, counter in (_COUNTERS | _OF_ROLLOUTS).items()},
+        **{f"engine/{name}": getattr(stats, name) for name in _OF_ENGINE},
     }
     return {name: float(value) for name, value in metrics.items()}

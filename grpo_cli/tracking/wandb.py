@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import fields
 from io import StringIO
@@ -72,7 +72,7 @@ class WandbTracker:
         require(module, f"logger={module}")
         known = without_secrets({**config, "choices": choices or {}})
         about = {"project": project, "name": name, "group": group or sweep_of(run_dir), "config": known}
-        with self._calls(self._not_started):
+        with self._calls():
             if module == "trackio":
                 # It would measure the machine beside the run.
                 quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
@@ -110,14 +110,14 @@ class WandbTracker:
         self._rows += [_table_row(record.step, example) for example in record.examples] if self._table_every else []
         self._records += 1
         table = self._table_every > 0 and self._records % self._table_every == 0
-        with self._calls(self._given_up):
+        with self._calls():
             self._send({**record.metrics, **(self._take_table() if table else {})})
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Send what is left and the summary, and end the run."""
         if self._run is None:
             return
-        with self._calls(self._given_up):
+        with self._calls():
             if rest := self._take_table():
                 self._send(rest)
             if self._module == "trackio":
@@ -147,20 +147,21 @@ class WandbTracker:
         folders = shlex.quote(str(self._run_dir / layout.WANDB))
         return f"wandb sync {folders}/{'' if self._online else 'offline-'}run-*"
 
-    def _not_started(self, reason: str) -> None:
-        where = f"logger.mode={self._mode}" if self._module == "wandb" else "logger=trackio"
-        raise UserError(
-            f"{where}, but {self._module} did not start: {reason}. Check the key and the network, or choose "
-            "logger.mode=offline or logger=jsonl."
-        )
-
-    def _given_up(self, reason: str) -> None:
+    def _failed(self, reason: str) -> None:
+        """Warn that nothing more is sent. UserError if the run has not started."""
+        if self._run is None:
+            where = f"logger.mode={self._mode}" if self._module == "wandb" else "logger=trackio"
+            raise UserError(
+                f"{where}, but {self._module} did not start: {reason}. Check the key and the network, or choose "
+                "logger.mode=offline or logger=jsonl."
+            )
+        self._run = None
         later = f"; send what is on disk with: {self._sync()}" if self._module == "wandb" else ""
         self._warn(f"{self._module} failed ({reason}) and gets nothing more; metrics.jsonl has everything{later}")
 
     @contextmanager
-    def _calls(self, failed: Callable[[str], None]) -> Iterator[None]:
-        """Call `failed` with the reason if the library or its connection fails; our own errors propagate.
+    def _calls(self) -> Iterator[None]:
+        """Answer a failure of the library or its connection by `_failed`; our own errors propagate.
 
         W&B stages tables and writes its service's logs in the home directory unless these variables name another, and
         records the command line, which may hold a secret. Trackio prints lines of its own.
@@ -178,11 +179,10 @@ class WandbTracker:
             theirs = type(error).__module__.partition(".")[0] == self._module
             if not (theirs or isinstance(error, OSError | ValueError | RuntimeError)) or isinstance(error, UserError):
                 raise
-            self._run = None
             if self._module == "wandb":
                 with suppress(Exception):  # exit would wait for its process, which may be dead
                     importlib.import_module("wandb").teardown(1)
-            failed((str(error).splitlines() or [type(error).__name__])[0].rstrip("."))
+            self._failed((str(error).splitlines() or [type(error).__name__])[0].rstrip("."))
         finally:
             sys.argv = argv
             for name in missing:

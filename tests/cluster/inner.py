@@ -35,7 +35,7 @@ class Slowed:
 def build(
     model: Any,
     *,
-    tells_lengths: bool,
+    lengths_are_given: bool,
     given: Mapping[tuple[str, int, int], float],
     warn: Any,
     slots: int,
@@ -56,7 +56,7 @@ def build(
         model,
         sampler=made.infinite(slots=slots),
         scheduler=ready("scheduler", scheduler),
-        predictor=GivenLengths(given) if tells_lengths and not prefix else learning,
+        predictor=GivenLengths(given) if lengths_are_given and not prefix else learning,
         meter=Slowed(seconds),
         warn=warn,
     )

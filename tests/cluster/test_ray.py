@@ -17,14 +17,14 @@ import psutil
 import pytest
 import torch
 from inner import build
-from small import contents, make_engine, require_bits, small_model, some_requests
+from small import contents, engine_of, make_engine, require_bits, small_model, some_requests
 
 if importlib.util.find_spec("ray") is None:  # not imported: what it asks the environment it asks only then
     pytest.skip("Ray is not installed", allow_module_level=True)
 
 from grpo_cli.config.instantiate import ready  # noqa: E402
 from grpo_cli.engine import ray_engine as ray_module  # noqa: E402
-from grpo_cli.engine.length_predictor import MeanLength, NoPredictor  # noqa: E402
+from grpo_cli.engine.length_predictor import MeanLength  # noqa: E402
 from grpo_cli.engine.ray_engine import RayEngine  # noqa: E402
 from grpo_cli.engine.ray_worker import numbers  # noqa: E402
 from grpo_cli.model.adapters import with_adapters  # noqa: E402
@@ -64,21 +64,12 @@ def ray_engine(model: Any) -> Iterator[Any]:
     made_here: list[RayEngine] = []
 
     def make(workers: int = WORKERS, of: Any = None, built: dict[str, Any] | None = None, **words: Any) -> RayEngine:
-        built = built or {}
-        defaults: dict[str, Any] = dict(
-            sampler=made.infinite(slots=2),
-            scheduler=ready("scheduler", built.get("scheduler", "fifo")),
-            predictor=NoPredictor(),
-            inner="torch",
-            options=None,
-            address=None,
-            threads=1,
-            gpus=0.0,
-            timeout=300.0,
-        )
-        of_worker = partial(build, slots=2, **built)
-        made_here.append(RayEngine(of or model, build=of_worker, workers=workers, **(defaults | words)))
-        return made_here[-1]
+        build_one = partial(build, slots=2, **(built or {}))
+        scheduler = ready("scheduler", (built or {}).get("scheduler", "fifo"))
+        defaults = dict(sampler=made.infinite(slots=2), scheduler=scheduler, threads=1, timeout=300.0)
+        engine = engine_of("ray", of or model, build=build_one, workers=workers, **(defaults | words))
+        made_here.append(engine)
+        return engine
 
     yield make
     for worker in (worker for engine in made_here for worker in engine._workers):
@@ -175,19 +166,20 @@ def test_lengths_are_predicted_where_what_they_are_predicted_from_is(model, ray_
 
 
 @pytest.mark.cluster
-def test_a_worker_that_dies_at_each_call_ends_the_run(ray_engine, tmp_path):
+@pytest.mark.parametrize(
+    ("built", "said"),
+    [
+        ({"dies": True}, r"worker 0 on .* died in 3 calls in a row: .*grpo train resume=auto$"),
+        ({"fails": "refused"}, r"^lower sampling.max_new_tokens$"),
+        ({"fails": "no kernel. At all"}, r"worker 0 on .*: RuntimeError: no kernel; .*resume=auto$"),
+    ],
+    ids=str,
+)
+def test_a_worker_that_dies_refuses_or_fails_at_each_call_ends_the_run(ray_engine, tmp_path, built, said):
     flag = tmp_path / "dies"
     flag.touch()
-    with pytest.raises(UserError, match=r"worker 0 on .* died in 3 calls in a row: .*grpo train resume=auto$"):
-        list(ray_engine(1, built={"dies": str(flag)}).generate(REQUESTS))
-
-
-@pytest.mark.cluster
-def test_an_engine_that_refuses_or_cannot_be_made_ends_with_its_reason(ray_engine):
-    with pytest.raises(UserError, match=r"^lower sampling.max_new_tokens$"):
-        list(ray_engine(1, built={"fails": "refused"}).generate(REQUESTS))
-    with pytest.raises(UserError, match=r"worker 0 on .*: RuntimeError: no kernel; .*resume=auto$"):
-        list(ray_engine(1, built={"fails": "no kernel. At all"}).generate(REQUESTS))
+    with pytest.raises(UserError, match=said):
+        list(ray_engine(1, built=built | ({"dies": str(flag)} if "dies" in built else {})).generate(REQUESTS))
 
 
 @pytest.mark.cluster

@@ -1,59 +1,98 @@
-"""What is refused before Ray is started or joined, and in which words."""
+"""What is refused before Ray is started or joined, which requests are dealt together, and what a worker is sent."""
 
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
+from typing import Any
 
 import made
 import pytest
-from small import small_model
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small import engine_of, small_model, some_requests
 
 from grpo_cli.config.choices import shipped
-from grpo_cli.config.instantiate import engine_parts, inner_engine
-from grpo_cli.engine.length_predictor import NoPredictor
-from grpo_cli.engine.ray_engine import RayEngine, connect
-from grpo_cli.engine.ray_worker import hollow
-from grpo_cli.engine.scheduling import Fifo
+from grpo_cli.config.instantiate import engine_parts, engines, factories, factory
+from grpo_cli.engine.ray_engine import RayEngine, _Worker, connect, portions, refuse_public
+from grpo_cli.engine.ray_worker import hollow, place
+from grpo_cli.engine.sequence import Sequence
 from grpo_cli.support.errors import UserError
 
 
-def test_what_the_inner_engine_refuses():
-    parts = dict(made.settings().parts) | {"engine": made.part("engine", "ray", inner="vllm")}
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"inner": "vllm"}, "sparsity=rkv is not supported by engine=vllm"),
+        ({"inner": "ray"}, "engine.inner=ray must be one of generate, torch, vllm"),
+    ],
+)
+def test_what_the_inner_engine_refuses(engine, said):
+    parts = dict(made.settings().parts) | {"engine": made.part("engine", "ray", **engine)}
     parts["sparsity"] = made.part("sparsity", "rkv")
-    with pytest.raises(UserError, match="sparsity=rkv is not supported by engine=vllm"):
-        engine_parts(parts, {"seed": 0}, early=True)
+    with pytest.raises(UserError, match=said):
+        engine_parts(factories(parts), {"seed": 0}, early=True)
 
 
-def test_the_inner_engine_is_that_of_its_file_with_the_options_on_top():
-    assert inner_engine(made.part("engine", "ray")) == shipped("engine", "torch")
-    changed = inner_engine(made.part("engine", "ray", inner="vllm", options={"memory": 0.8}))
-    assert changed == shipped("engine", "vllm") | {"memory": 0.8}
+@pytest.mark.parametrize(("inner", "options"), [("torch", {}), ("vllm", {"memory": 0.8})])
+def test_the_inner_engine_is_that_of_its_file_with_the_options_on_top(inner, options):
+    found = engines(factory("engine", made.part("engine", "ray", inner=inner, options=options)))[-1]
+    assert found.part == shipped("engine", inner) | options
 
 
-@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "head", "head:x"])
-def test_addresses_that_cannot_be_meant(address):
-    with pytest.raises(UserError, match=f"^engine.address={address}: use auto, or host:port"):
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        *((one, ": use auto, or host:port") for one in ("ray://127.0.0.1:10001", "head", "head:x")),
+        *(
+            (one, " does not answer .*: run ray start --head there$")
+            for one in ("127.0.0.1:1", "127.0.0.1:99999", "no.such.host.invalid:6379")
+        ),
+    ],
+)
+def test_addresses_that_cannot_be_meant_or_at_which_nothing_answers(address, said):
+    with pytest.raises(UserError, match=f"^engine.address={address}{said}"):
         connect(address, 1, {"CPU": 1})
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "no.such.host.invalid:6379"])
-def test_addresses_at_which_nothing_answers(address):
-    with pytest.raises(UserError, match=f"^engine.address={address} does not answer .*: run ray start --head there$"):
-        connect(address, 1, {"CPU": 1})
+@pytest.mark.parametrize("host", ["8.8.8.8", "2001:4860:4860::8888"])
+def test_a_public_cluster_without_a_token(host, monkeypatch):
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    refuse_public(["127.0.0.1", "10.1.2.3", "192.168.0.7", "fd00::1"])
+    with pytest.raises(UserError, match=f"{host} is public"):
+        refuse_public(["10.1.2.3", host])
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    refuse_public([host])
 
 
-def test_quantised_weights():
-    model = small_model()
+def test_what_a_ray_engine_refuses_of_its_model_and_settings(monkeypatch):
+    model, build = small_model(), print
+    with pytest.raises(UserError, match=r"engine.gpus=1.5 of a worker"):
+        engine_of("ray", model, build=build, gpus=1.5)
+    with pytest.raises(UserError, match="engine=ray cannot stop rollouts before their end"):
+        next(RayEngine.generate(object.__new__(RayEngine), [], lambda rollout: True))
     model.lm_head.weight = type("Int8Params", (type(model.lm_head.weight),), {})(model.lm_head.weight.data)
     with pytest.raises(UserError, match=r"quantised .*model.quantize=none"):
-        RayEngine(
-            model,
-            made.full(),
-            Fifo(),
-            NoPredictor(),
-            print,
-            **{name: x for name, x in made.part("engine", "ray").items() if name != "_target_"},
-        )
+        engine_of("ray", model, build=build)
+
+
+def met(times: int = 2, **other: Any) -> list[str]:
+    """The warnings about a worker at a place that differs so from the trainer's."""
+    engine, said = object.__new__(RayEngine), list[str]()
+    engine._parts, engine._warned = SimpleNamespace(warn=said.append), set()
+    engine._place = place(torch.device("cpu"))
+    for _ in range(times):
+        engine._meet(_Worker(0, None), engine._place | other)
+    return said
+
+
+def test_workers_that_run_something_else_are_refused_and_those_that_round_otherwise_are_said_once():
+    with pytest.raises(UserError, match=r"has Python 3, torch 9, not Python .*: install the same everywhere$"):
+        met(software="Python 3, torch 9")
+    assert met() == []
+    [said] = met(rounding="another")
+    assert "up to rounding" in said and "another" in said and f"{torch.get_num_threads()} threads" in said
 
 
 def test_a_hollow_model_has_no_numbers_and_ties_stay_ties():
@@ -64,3 +103,30 @@ def test_a_hollow_model_has_no_numbers_and_ties_stay_ties():
     assert not any(p.requires_grad for p in copy.parameters()) and not copy.training
     assert [name for name, _ in copy.named_buffers()] == [name for name, _ in model.named_buffers()]
     assert all(p.requires_grad for p in model.parameters())
+
+
+# Which requests are dealt together, and in which order
+
+
+def dealt(lengths: list[float], workers: int, at_once: bool) -> list[list[int]]:
+    one, *_ = some_requests(1, 1)
+    sequences = [Sequence(index, one, predicted=length) for index, length in enumerate(lengths)]
+    return [[sequence.index for sequence in portion] for portion in portions(sequences, workers, at_once)]
+
+
+def test_portions_by_hand():
+    # Shares of 100, of which nine tenths go first; then 10 each, to who has ended.
+    assert [len(portion) for portion in dealt([1.0] * 200, 2, False)] == [90, 90, 10, 10]
+    # One batch each where a portion is one batch, and everything for a single worker.
+    assert dealt([7.0] * 6, 2, True) == [[0, 1, 2], [3, 4, 5]]
+    assert dealt([7.0] * 3, 1, False) == [[0, 1, 2]]
+    # The longest go first, and portions are equally long.
+    assert dealt([10.0, 40.0, 20.0, 30.0], 2, True) == [[1], [3, 2, 0]]
+    assert dealt([10.0, 40.0, 20.0, 30.0], 4, True) == [[1], [3], [2, 0]]
+
+
+@given(lengths=st.lists(st.floats(0, 99), min_size=1, max_size=60), workers=st.integers(1, 6), at_once=st.booleans())
+def test_every_request_is_dealt_once(lengths, workers, at_once):
+    found = dealt(lengths, workers, at_once)
+    assert all(found) and sorted(index for portion in found for index in portion) == list(range(len(lengths)))
+    assert len(found) <= (workers if at_once or workers == 1 else 2 * workers)

@@ -17,9 +17,10 @@ from test_rollouts_on_fake_cuda import SMALL, adapted
 
 from grpo_cli.learner.batch import collate
 from grpo_cli.learner.learner import Learner
-from grpo_cli.learner.logprobs import chosen_logprobs, logprobs_at
+from grpo_cli.learner.logprobs import chosen_logprobs
 from grpo_cli.learner.optimizer import make_optimizer
 from grpo_cli.model import flash, packed
+from grpo_cli.model.checkpointing import last_states
 from grpo_cli.model.packed import allow_packing, packed_hidden
 from grpo_cli.native.ops import flat
 from grpo_cli.settings import Sampling
@@ -51,11 +52,11 @@ def test_an_update_mixes_no_devices_and_no_types(
             part = Batch(((1,) * 4,), 0 * rows, rows, places, *[cells.bool()] * 2, cells, cells, None, None, cells)
         with torch.autocast("cuda", torch.bfloat16) if precision == "autocast" else nullcontext():
             if trees is None:
-                chosen = logprobs_at(model, ids, places, places, 1.0, 8)
+                states = last_states(model, ids).flatten(0, 1)
             else:
                 allow_packing(model)
                 states = packed_hidden(model, ids.view(-1)[: sum(map(sum, trees))], trees)
-                chosen = chosen_logprobs(model, states[places], places, 1.0, 8)
+            chosen = chosen_logprobs(model, states[places], places, 1.0, 8)
         output = loss(chosen, part, Totals(4, 12, 8))
         assert output.loss.device.type == "cuda" and output.loss.requires_grad
         trained = [weight for weight in model.parameters() if weight.requires_grad]

@@ -16,7 +16,7 @@ from bank import InOrder, Scripted, collection_of
 from small import advantages_of, kept_by, scored
 from test_collectors import collector, one_step, problems
 
-from grpo_cli.config.instantiate import function
+from grpo_cli.config.instantiate import make
 from grpo_cli.select import select
 from grpo_cli.types import Request, ScoredGroup
 
@@ -27,7 +27,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 @functools.cache
 def aero(k: float = 1.0) -> Any:
-    return function("downsample", made.part("downsample", "aero", k=k))
+    return make("downsample", made.part("downsample", "aero", k=k))
 
 
 def close(values: list[float]) -> Any:

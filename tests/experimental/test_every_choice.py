@@ -12,9 +12,9 @@ import pytest
 from made import composed
 from test_architecture import modules, own_imports
 
-from grpo_cli.config.check import check_eval
 from grpo_cli.config.choices import EXPERIMENTAL, config_dir
 from grpo_cli.config.compose import settings_of
+from grpo_cli.config.prepare import prepare
 from grpo_cli.experiment import build, evaluate_model
 from grpo_cli.runs.layout import METRICS
 
@@ -41,9 +41,7 @@ WITH = {
     "collector=dars": ["advantage=dr_grpo"],
     "collector=lookahead": ["collector.tau_abs=0.01", "collector.tau_rel=0.99", "collector.chunk=2"],
     "advantage=median": ["n=5"],
-    "advantage=median_release": ["n=5"],
     "curriculum=dps": ["task.train_problems=4"],
-    "collector=ci": ["n=6", "m=6"],
     "advantage=arms": ["collector=hint"],
     "advantage=fresh": ["collector=partial"],
     "collector=fifo": ["correction=decoupled", "task.train_problems=8"],
@@ -77,9 +75,7 @@ def test_a_choice_takes_two_steps(choice: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("choice", [one for one in CHOICES if one.startswith("search=")])
 def test_a_search_answers_every_problem(choice: str, tmp_path: Path) -> None:
     small = ["eval.problems=3", "eval.k=1", "sampling.max_new_tokens=16", "device=cpu", "logger=jsonl"]
-    settings = composed(choice, *small, f"run_dir={tmp_path}", command="eval")
-    check_eval(settings)
-    result = evaluate_model(settings)
+    result = evaluate_model(prepare(composed(choice, *small, f"run_dir={tmp_path}", command="eval")))
     assert [one.reason for one in result.examples] == ["greedy"] * 3 + ["sampled"] * 3 + ["searched"] * 3
     assert 0 < result.metrics["search/sequential"] < result.metrics["search/tokens"]
 
@@ -88,16 +84,16 @@ def test_answers_from_before_training_are_what_a2po_learns_by(tmp_path: Path) ->
     small = ["task.train_problems=8", "sampling.max_new_tokens=16", "device=cpu", "logger=jsonl"]
     asked = ["eval.split=train", "eval.problems=-1", "eval.k=2", *small, f"run_dir={tmp_path / 'before'}"]
     (tmp_path / "before").mkdir()
-    evaluate_model(composed(*asked, command="eval"))
+    evaluate_model(prepare(composed(*asked, command="eval")))
     words = ["advantage=a2po", "loss=a2po", f"advantage.answers={tmp_path / 'before' / 'samples.jsonl'}", *small]
     assert build(settings_of(*SMALL, *words, f"run_dir={tmp_path / 'run'}")).fit()["step"] == 2
 
 
 # ---- the border
 
-# Choices that are ordinary words, or values of other settings (optim.ess=sqrt, model.lora.dora): no choice there.
+# Choices that are ordinary words, or values of other settings (model.lora.dora): no choice there.
 OTHERWISE = {"sorted", "mixed", "median", "best", "shortest", "probe", "particle", "majority", "beta", "tail"}
-OTHERWISE |= {"arms", "sqrt", "dora", "entropy", "folder", "fresh", "hint", "repair"}
+OTHERWISE |= {"arms", "dora", "folder", "fresh", "hint"}
 
 
 def core() -> dict[str, Path]:

@@ -150,6 +150,3 @@ def test_the_shortest_are_kept_and_of_equally_long_ones_the_likeliest() -> None:
     assert chosen(replies(5, 2, 9, 3, 4), 3) == [1, 3, 4]
     assert chosen(replies(3, 3, 1, 3, logprobs=[-2.0, -0.5, -9.0, -1.0]), 3) == [1, 2, 3]
     assert {tuple(chosen(replies(3, 3, 3), 2, seed)) for seed in range(40)} == {(0, 1), (0, 2), (1, 2)}
-
-
-# The study

@@ -41,9 +41,9 @@ def test_a_prompt_gets_the_lengths_of_its_recorded_steps_in_turn_also_after_a_re
     [
         ("", "has no rollouts"),
         ("{}\n", "line 1 needs"),
-        ('{"step": 0, "prompt_id": "a", "sample": 0, "length": 5}\n{"step', "line 2 is not JSON"),
+        ('{"step": 0, "prompt_id": "a", "sample": 0, "length": 5}\n{"step', "line 2 cannot be read as JSON"),
         ('{"step": 0, "prompt_id": "a", "sample": 0, "length": 0}\n', "line 1 needs"),
-        ('{"step": 0, "prompt_id": 3, "sample": 0, "length": 5}\n', "prompt_id=3"),
+        ('{"step": 0, "prompt_id": 3, "sample": 0, "length": 5}\n', "line 1 needs .*'prompt_id': 3"),
         ("[1, 2]\n", "line 1 needs"),
         (None, "cannot be read"),
     ],
@@ -51,5 +51,5 @@ def test_a_prompt_gets_the_lengths_of_its_recorded_steps_in_turn_also_after_a_re
 def test_a_file_that_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str | None, found: str) -> None:
     path = tmp_path / "rollouts.jsonl"
     os.mkfifo(path) if text is None else path.write_text(text)
-    with pytest.raises(UserError, match=f"predictor.lengths=.*{found}"):
+    with pytest.raises(UserError, match=f"rollouts.jsonl.*{found}"):
         Oracle(path)

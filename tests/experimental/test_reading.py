@@ -22,11 +22,10 @@ from tiny_hf import FAMILIES
 
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.config.instantiate import rule_of
+from grpo_cli.config.instantiate import make, ready
 from grpo_cli.experimental import arrol as arrol_module
 from grpo_cli.experimental import latr, poise
-from grpo_cli.experimental.arrol import Arrol, auc, drawn
-from grpo_cli.experimental.latr import edit_distance
+from grpo_cli.experimental.arrol import Arrol
 from grpo_cli.experimental.poise import Poise, described
 from grpo_cli.experimental.reading import POOLED, PolicyReading, read
 from grpo_cli.experimental.ridge_probe import ProbeRows, RidgeProbe, correlation
@@ -224,7 +223,7 @@ class Growing(Scripted):
 
 
 def arrol(**changed: Any) -> Arrol:
-    rule = rule_of("collector", made.part("collector", "arrol", **{"warmup": 0, "min_rollouts": 4} | changed))
+    rule = ready("collector", "arrol", made.OFFERED, **{"warmup": 0, "min_rollouts": 4} | changed)
     assert isinstance(rule, Arrol)
     rule.setup(BENCH)
     return rule
@@ -236,18 +235,6 @@ def test_of_a_perfect_head_so_many_go_on_and_so_many_of_them_are_right(mean: flo
     chances = arrol()._chances(solved.astype(float))
     found = float(chances.mean()), float(chances[solved].sum() / chances.sum())
     assert found == pytest.approx((kept, right), abs=1e-4)
-
-
-def test_draws_areas_and_calibration_by_hand() -> None:
-    chances, never = np.array([0.1, 0.6, 0.3, 0.2]), np.full(4, 0.99)
-    assert drawn(chances, never, 2).tolist() == [False, True, True, False]
-    assert drawn(chances, np.array([0.05, 0.99, 0.99, 0.99]), 2).tolist() == [True, True, False, False]
-    scores, right = np.array([0.9, 0.4, 0.4, 0.1, np.nan]), np.array([1.0, 1.0, 0.0, 0.0, 1.0])
-    assert auc(scores, right) == pytest.approx((1 + 1 + 0.5 + 1) / 4)
-    # Of four with a score in [0.2, 0.3) three were right: (3 + 0.25) / 5. Beyond 0 and 1 the outer tenths count.
-    rule, said = arrol(), np.array([0.21, 0.25, 0.28, 0.2, 0.95, np.nan])
-    rule._probe.add([ProbeRows(np.random.default_rng(0).random((6, 2)), np.array([1.0, 1, 1, 0, 0, 1]), said)])
-    assert rule._calibrated(np.array([0.22, 1.7, -3.0])) == pytest.approx([3.25 / 5, 0.95 / 2, 0.05])
 
 
 def test_wrong_ones_are_given_up_once_they_are_told_from_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +307,7 @@ def grown(
 
     monkeypatch.setattr(latr, "read", hesitates)
     words = {"chunk": 4, "prune_after": [3], "hand_over": 12} | changed
-    rule, engine = rule_of("collector", made.part("collector", "lookahead", **words)), engine or Spelled()
+    rule, engine = make("collector", made.part("collector", "lookahead", **words)), engine or Spelled()
     rule.setup(BENCH)
     sampling = Sampling.plain(LONGEST)
     collection = collection_of(engine, Epochs(PROBLEMS, 1, 7), n=n, prompts=1, step=step, sampling=sampling)
@@ -370,12 +357,6 @@ def test_what_stays_close_is_given_up_and_its_place_is_taken_by_another(monkeypa
 def test_the_share_that_is_a_tree_by_step(step: int, trees: int, monkeypatch: pytest.MonkeyPatch) -> None:
     group, _ = grown(monkeypatch, range(LONGEST), n=8, step=step)
     assert sum(given(one) > 0 for one in group.rollouts) == max(trees - 1, 0) and len(group.rollouts) == 8
-
-
-def test_distances_by_hand() -> None:
-    cases = [((), (), 0), ((1,), (), 1), ((1, 2, 3), (1, 3), 1), ((1, 2, 3), (3, 2, 1), 2), ((1, 2), (2, 1, 2), 1)]
-    assert [edit_distance(a, b) for a, b, _ in cases] == [edit_distance(b, a) for a, b, _ in cases]
-    assert [edit_distance(a, b) for a, b, _ in cases] == [distance for *_, distance in cases]
 
 
 # ---- whole runs

@@ -13,21 +13,19 @@ import numpy as np
 import pytest
 import torch
 from made import composed
-from small import VOCABULARY, FakeEngine, make_engine, small_model
+from small import FakeEngine, make_engine, small_model
 from words import rollout_of
 
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.collect.resuming import begun
-from grpo_cli.config.check import check_eval
-from grpo_cli.config.instantiate import rule_of
+from grpo_cli.config.check import check
+from grpo_cli.config.instantiate import make
 from grpo_cli.engine.sampling import uniforms
 from grpo_cli.evaluate import search_with
 from grpo_cli.experimental.dora import cosines, rebase, shared_out
 from grpo_cli.experimental.ets import chosen, clusters
-from grpo_cli.experimental.particle import resampled
-from grpo_cli.experimental.search import Replies, Searching
-from grpo_cli.experimental.self_consistency import winner
+from grpo_cli.experimental.search import Searching
 from grpo_cli.interfaces import Bench
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
@@ -40,7 +38,7 @@ A, B, C, D = range(2, 6)  # tokens
 
 
 def search(choice: str, **changed: Any) -> Any:
-    return rule_of("search", made.part("search", choice, **changed))
+    return make("search", made.part("search", choice, **changed))
 
 
 def problems(count: int) -> list[Prompt]:
@@ -92,16 +90,6 @@ class Table(FakeEngine):
 # ---- what each chooses
 
 
-@pytest.mark.parametrize(
-    ("found", "place"),
-    [(["5", "7", "7"], 1), (["5", "7", "7", "5"], 0), ([None, None, None, "5"], 3), ([None, None], 0), (["5"], 0)],
-)
-def test_the_majority_is_the_answer_given_most_often_and_of_equal_ones_the_first(
-    found: list[str | None], place: int
-) -> None:
-    assert winner(found) == place
-
-
 def test_answers_are_compared_as_numbers_and_what_was_cut_off_has_none() -> None:
     searching = Searching(bench(FakeEngine()), problems(1), Sampling.plain(8), 0)
     replies = [rollout_of(problems(1)[0], text, TOKENIZER) for text in ("9+3=12", "12", "12.0", "6*2=", "")]
@@ -116,28 +104,12 @@ def test_best_is_the_likeliest_per_token_and_not_the_shortest_or_right_one() -> 
     assert found.request.sample == 1
 
 
-@pytest.mark.parametrize(
-    ("weights", "u", "places"),
-    [
-        # shares 2/3, 1/6, 1/6 end at .667, .833 and 1; looked at are (0 + u)/3, (1 + u)/3, (2 + u)/3
-        ((4, 1, 1), 0.3, [0, 0, 1]),  # .1, .433, .767
-        ((4, 1, 1), 0.6, [0, 0, 2]),  # .2, .533, .867
-        ((1, 1, 1, 1), 0.5, [0, 1, 2, 3]),
-        ((0, 1), 0.0, [1, 1]),  # what has no weight is never chosen
-    ],
-)
-def test_particles_are_chosen_by_their_shares(weights: Sequence[float], u: float, places: list[int]) -> None:
-    with np.errstate(divide="ignore"):
-        logs = np.log(np.array(weights, dtype=float))
-    assert resampled(logs, u) == resampled(logs - 5000, u) == places
-
-
 def test_many_particles_draw_from_the_power_of_the_distribution_of_whole_replies() -> None:
     """ac has 0.4, bc and bd 0.3 each. To the power of 4: .0256, .0081, .0081, so that ac has .6124 of the sum. Token
     by token it would have .4^4 / (.4^4 + .6^4) = .165."""
-    prompts = [Prompt(f"p{place}", (9,), "") for place in range(200)]
+    prompts = [Prompt(f"p{place}", (9,), "") for place in range(80)]
     found = answers(search("particle", particles=32, alpha=4.0, every=1), Table(), prompts, tokens=2)
-    assert sum(one.token_ids == (A, C) for one in found) / 200 == pytest.approx(0.6124, abs=0.07)
+    assert sum(one.token_ids == (A, C) for one in found) / 80 == pytest.approx(0.6124, abs=0.1)
 
 
 def test_drafts_are_read_before_the_problem_and_the_answer_is_the_problems() -> None:
@@ -208,15 +180,6 @@ def test_replies_in_parts_have_the_tokens_of_whole_ones_and_cost_as_many() -> No
     assert parts.sequential == whole.sequential == longest
 
 
-def test_a_copy_goes_on_with_other_tokens_than_what_it_is_a_copy_of() -> None:
-    engine = make_engine(small_model(), eos_token_ids=(VOCABULARY,))  # which is never drawn
-    searching = Searching(bench(engine), problems(1), Sampling.plain(12), 0)
-    (row,) = searching.go_on(searching.begin(4), 4)
-    copies: Replies = [[replace(row[0], request=one.request) for one in row]]
-    (longer,) = searching.go_on(copies)
-    assert {one.token_ids[:4] for one in longer} == {row[0].token_ids} and len({one.token_ids for one in longer}) == 4
-
-
 def measured(choice: Any, replies: Sequence[tuple[str, float]]) -> Any:
     exam = replace(composed(command="eval").eval, problems=2, temperature=1.0)
     return search_with(bench(Says(replies)), choice, exam, Sampling.plain(64), 0)
@@ -266,7 +229,7 @@ def test_without_a_search_there_is_none_and_an_own_one_returns_a_whole_rollout_f
 )
 def test_what_cannot_be_searched_is_refused_before_a_model_is_loaded(words: list[str], named: str) -> None:
     with pytest.raises(UserError) as refused:
-        check_eval(composed(*words, command="eval"))
+        check(composed(*words, command="eval"))
     assert named in str(refused.value)
 
 

@@ -14,16 +14,12 @@ import made
 import numpy as np
 import pytest
 import torch
-from bank import InOrder, Scripted, collection_of, group_of
+from bank import InOrder, Scripted, collection_of
 from small import scored
 from test_collectors import problems
 
-from grpo_cli.config.instantiate import rule_of
-from grpo_cli.experimental import token_credit
+from grpo_cli.config.instantiate import make
 from grpo_cli.experimental.given import num_given
-from grpo_cli.experimental.reading import PolicyReading
-from grpo_cli.experimental.scope import beginning
-from grpo_cli.history import History, Visit
 from grpo_cli.interfaces import Bench
 from grpo_cli.rules.advantage import advantages
 from grpo_cli.settings import Sampling
@@ -54,60 +50,6 @@ def test_only_tokens_of_the_newest_weights_and_given_ones_are_trained_on() -> No
     assert advantages(made.advantage("fresh"), aged(TWO, [(3, 3)], [(3, 2)]), [1]).shape == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("choice", "changed", "weights"),
-    [
-        # the two largest of five entropies, of equal ones the first
-        ("entropy", {"keep": 0.4}, [[0, 2.5, 2.5], [0, 0]]),
-        ("entropy", {"keep": 1.0}, [[1, 1, 1], [1, 1]]),
-        # entropies 0 2 1 1 1: mean 1, deviation sqrt(0.4)
-        ("echo", {"doubt": 0.0, "amount": 0.5}, [[1 - 0.5 / 0.4**0.5, 1 + 0.5 / 0.4**0.5, 1], [1, 1]]),
-        ("echo", {"doubt": 0.0, "amount": 0.5, "bound": 0.1}, [[0.95, 1.05, 1], [1, 1]]),
-    ],
-)
-def test_tokens_weigh_by_how_uncertain_the_policy_was(
-    choice: str, changed: Any, weights: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entropies = (np.array([0.0, 2.0, 1.0]), np.array([1.0, 1.0]))
-    monkeypatch.setattr(token_credit, "read", lambda *_, **__: PolicyReading(np.zeros((2, 0)), entropies))
-    rule = rule_of("advantage", made.part("advantage", choice, **changed))
-    rule.setup(bench())
-    found = advantages(rule, TWO, [0, 1]).numpy()
-    wanted = [[HALF * one for one in weights[0]], [*(-HALF * one for one in weights[1]), 0]]
-    assert found == close(wanted)
-
-
-def test_a_token_counts_more_the_less_likely_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    same = (np.ones(3), np.ones(2))
-    monkeypatch.setattr(token_credit, "read", lambda *_, **__: PolicyReading(np.zeros((2, 0)), same))
-    rule = rule_of("advantage", made.part("advantage", "echo"))
-    rule.setup(bench())
-    doubts = 1 - np.exp([-0.1, -0.2, -3.0, -0.5, -0.5])
-    weights = 1 + 0.1 * ((doubts - doubts.mean()) / doubts.std())
-    assert advantages(rule, TWO, [0, 1]).numpy() == close([HALF * weights[:3], [*(-HALF * weights[3:]), 0]])
-
-
-def test_problems_of_bins_that_fail_weigh_more() -> None:
-    """Two bins. p0 is in the upper one and always solved, p1 in the lower one and never: its failure share is 1, over
-    half of the step's problems 2. With beta 0.5 the scores are 1 and 0, of which eta is 1."""
-    history = History({"p0": [Visit(0, 8, 8)], "p1": [Visit(0, 0, 8)]})
-    words = {"bins": 2, "eta": 1.0, "gamma": 0.0, "beta": 0.5, "cap": 1.3}
-    rule, again = (rule_of("advantage", made.part("advantage", "gdro", **words)) for _ in range(2))
-    rule.setup(bench(history=history))
-    solved, failed = (group_of(prompt, count, 2) for prompt, count in zip(problems(2), (2, 0), strict=True))
-    mixed = [replace(TWO, prompt=prompt) for prompt in problems(2)]
-    assert [rule(group, [0, 1])[0].item() for group in mixed] == pytest.approx([HALF] * 2, abs=2e-4)
-    rule.observe(0, [solved, failed])
-    again.setup(bench(history=history))
-    again.load_state_dict(rule.state_dict())
-    low, high = 1 / (1 + math.e), math.e / (1 + math.e)
-    factors = [low / 0.5, min(high / 0.5, 1.3)]  # over the mean weight of the step before
-    for one in (rule, again):
-        assert [one(group, [0, 1])[0].item() for group in mixed] == pytest.approx([HALF * f for f in factors], abs=2e-4)
-    rule.observe(1, [solved, failed])
-    assert rule(mixed[0], [0, 1])[0].item() < HALF and rule.observe(2, []) == {}
-
-
 # Groups of other steps
 
 
@@ -115,7 +57,7 @@ def test_stored_groups_take_the_place_of_new_ones_and_cost_nothing() -> None:
     """Half of four problems are new. Of p0 to p3, p3 is solved by none and not stored; then p4 and p5 beside two of
     p0, p1 and p2."""
     engine, order = Scripted(lambda r: r.sample == 0 and r.prompt.id != "p3"), OnceInOrder(problems(20))
-    rule = rule_of("collector", made.part("collector", "fifo", capacity=4))
+    rule = make("collector", made.part("collector", "fifo", capacity=4))
     collection_of(engine, order, n=2, prompts=4).run(rule)
     collection = collection_of(engine, order, n=2, prompts=4, step=1, version=1)
     groups = collection.run(rule)
@@ -124,7 +66,7 @@ def test_stored_groups_take_the_place_of_new_ones_and_cost_nothing() -> None:
     assert [len(requests) for requests in engine.rounds] == [8, 4] and len(engine.judged) == 12
     assert [group.prompt.id for group in collection.made] == ["p4", "p5"]
     assert [one["prompt"][0] for one in rule.state_dict()["stored"]] == ["p1", "p2", "p4", "p5"], "the newest four"
-    again = rule_of("collector", made.part("collector", "fifo", max_lag=1))
+    again = make("collector", made.part("collector", "fifo", max_lag=1))
     again.load_state_dict(rule.state_dict())
     later = collection_of(engine, order, n=2, prompts=4, step=3, version=3).run(again)
     assert [group.prompt.id for group in later] == ["p6", "p7", "p8", "p9"], "what is stored is too old"
@@ -157,7 +99,7 @@ def recorded(folder: Path, *changes: dict[str, Any]) -> str:
 
 
 def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_path: Path) -> None:
-    rule = rule_of("collector", made.part("collector", "folder", path=recorded(tmp_path, {}, {})))
+    rule = make("collector", made.part("collector", "folder", path=recorded(tmp_path, {}, {})))
     rule.setup(bench(Known()))
     engine = Scripted()
     collection = collection_of(engine, InOrder(problems(9)[1:]), n=2, prompts=2, sampling=Sampling.plain(8))
@@ -185,7 +127,7 @@ def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_pat
     ids=str,
 )
 def test_what_is_no_record_of_this_task_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
-    rule = rule_of("collector", made.part("collector", "folder", path=recorded(tmp_path, change, change)))
+    rule = make("collector", made.part("collector", "folder", path=recorded(tmp_path, change, change)))
     with pytest.raises(UserError, match="collector.path=.*record.tokens=true"):
         rule.setup(bench(Known()))
 
@@ -209,7 +151,7 @@ class Going(Scripted):
 
 def test_the_harder_a_problem_is_the_more_of_its_solution_is_given() -> None:
     """Of two plain replies each, one to p0 is right and none to p1: 0.4 and 0.8 of 10 tokens for the other two."""
-    rule = rule_of("collector", made.part("collector", "hint", noise=0.0))
+    rule = make("collector", made.part("collector", "hint", noise=0.0))
     rule.setup(bench(Solving()))
     engine = Going(lambda r: r.prompt.id == "p0" and r.sample == 0)
     groups = collection_of(engine, InOrder(problems(2)), n=4, prompts=2, sampling=Sampling.plain(30)).run(rule)
@@ -221,14 +163,3 @@ def test_the_harder_a_problem_is_the_more_of_its_solution_is_given() -> None:
     assert advantages(arms, groups[0], [0, 2]).tolist() == [[0.5] * 3 + [0] * 4, [0.0] * 7]
     right = replace(groups[0], rewards=(groups[0].rewards[1],) * 2 + groups[0].rewards[:2])
     assert advantages(arms, right, [2, 3]).tolist() == [[0.5] * 7, [0] * 4 + [-0.5] * 3]
-
-
-def test_failed_replies_are_taken_up_again_from_a_part_of_their_first_half() -> None:
-    rule = rule_of("collector", made.part("collector", "repair"))
-    engine = Going(lambda r: r.prompt.id == "p0" and r.sample == 0)
-    collection = collection_of(engine, InOrder(problems(2)), n=5, prompts=2, sampling=Sampling.plain(30))
-    groups = collection.run(rule)
-    assert [[num_given(one) for one in group.rollouts] for group in groups] == [[0] * 5, [0, 0, 0, 1, 1]]
-    assert groups[1].rollouts[4].token_ids == (7, 7, 7, 9) and collection.metrics()["collect/repaired"] == 0.0
-    nine = replace(groups[0].rollouts[0], token_ids=(1,) * 9, spans=())
-    assert {len(beginning(nine, np.random.default_rng(seed))) for seed in range(40)} == {1, 2, 3, 4}

@@ -1,0 +1,127 @@
+"""Engines whose tokens another library computes: the loop that admits sequences, adds their tokens and ends them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from grpo_cli.engine.admission import Admission
+from grpo_cli.engine.common import SequenceEngine, Tally
+from grpo_cli.engine.eviction import Budget, Dense
+from grpo_cli.engine.length_predictor import Predictor
+from grpo_cli.engine.samplers import Sampler
+from grpo_cli.engine.scheduling import Scheduler
+from grpo_cli.engine.sequence import Decode, Sequence, Status
+from grpo_cli.types import EngineStats, Finish, Request, Rollout
+
+Enough = Callable[[Rollout], bool]
+
+
+@dataclass
+class Serving:
+    """The sequences of one `generate`: those that run, and those that have ended since they were last taken."""
+
+    sequences: Seq[Sequence]
+    enough: Enough | None
+    eos: Collection[int]
+    decode: Decode | None
+    tally: Tally
+    running: list[Sequence] = field(default_factory=list)
+    ended: list[tuple[Sequence, Rollout]] = field(default_factory=list)
+    stopped: bool = False
+
+    def add(self, sequence: Sequence, token: int, logprob: float) -> None:
+        """Add a sampled token, with which the sequence may end, and all others may stop. After its end nothing is
+        added."""
+        if sequence.finish is None:
+            sequence.append(token, logprob)
+            sequence.kept = len(sequence.tokens) - 1
+            if sequence.ends(self.eos, self.decode):
+                rollout = self.end(sequence)
+                self.stopped = self.stopped or (self.enough is not None and self.enough(rollout))
+
+    def end(self, sequence: Sequence, finish: Finish | None = None) -> Rollout:
+        rollout = sequence.rollout(finish)
+        sequence.status = Status.FINISHED
+        self.tally.generated += len(rollout)
+        self.ended.append((sequence, rollout))
+        return rollout
+
+    def taken(self) -> list[tuple[Sequence, Rollout]]:
+        """Return those that have ended since the last call."""
+        taken, self.ended = self.ended, []
+        self.running = [sequence for sequence in self.running if sequence.status is Status.RUNNING]
+        return taken
+
+
+class ServingEngine(SequenceEngine):
+    """Rollouts by another library, dense and in the scheduler's order. With stop strings, or `enough`, sequences end in
+    the step that decides it."""
+
+    reads_stop_strings = True
+    choice: ClassVar[str]  # of conf/engine
+    _slots = 0
+    _kv_bytes = 0
+
+    @classmethod
+    def refuses(
+        cls, sampler: Sampler, scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget
+    ) -> Iterator[str]:
+        """Yield what can be checked without a model."""
+        if isinstance(sparsity, Budget):
+            name = type(sparsity).__name__.lower()
+            yield f"sparsity={name} is not supported by engine={cls.choice}; choose engine=torch or sparsity=dense"
+        if scheduler.needs_lengths and predictor.prefix_tokens > 0:
+            yield (
+                f"engine={cls.choice} does not expose its hidden states, which predictor=prefix reads; choose "
+                "predictor=mean, or scheduler=fifo"
+            )
+
+    def generate(self, requests: Seq[Request], enough: Enough | None = None) -> Iterator[Rollout]:
+        """Yield one rollout per request, in order of finishing. Once `enough` returns True for a finished one, the
+        others are partial, except those that end in the same step."""
+        self._stats = EngineStats()
+        if not requests:
+            return
+        details, parts = dict(self._start(requests)), self._parts
+        sequences = [Sequence(index, request) for index, request in enumerate(requests)]
+        serving = Serving(sequences, enough, frozenset(parts.eos_token_ids), parts.decode, Tally(self._slots))
+        if predicts := self._predictor.prefix_tokens == 0:
+            self._predict(sequences)
+        admission, served = Admission(self._slots, parts.sampler.refills), list[tuple[Sequence, Rollout]]()
+        admission.start(self._scheduler, sequences)
+        try:
+            while (admission or serving.running) and not serving.stopped:
+                entered = admission.admit(serving.running)
+                for sequence in entered:
+                    sequence.status = Status.RUNNING
+                serving.running += entered
+                with parts.meter.span("decode"):  # prompts included
+                    self._advance(serving, entered)
+                for pair in serving.taken():
+                    served.append(pair)
+                    yield pair[1]
+            for sequence in sequences:
+                if sequence.status is not Status.FINISHED:
+                    served.append((sequence, serving.end(sequence, Finish.PARTIAL)))
+                    yield served[-1][1]
+        finally:
+            details |= self._stop(serving)
+            if predicts and len(served) == len(requests):
+                details |= self._learn(served)
+            self._stats = serving.tally.stats(self._kv_bytes, details | dict(self._scheduler.details))
+
+    @abstractmethod
+    def _start(self, requests: Seq[Request]) -> Mapping[str, float]:
+        """Check the requests and make ready for them, with a number of slots. Return details."""
+
+    @abstractmethod
+    def _advance(self, serving: Serving, entered: Seq[Sequence]) -> None:
+        """Begin what has entered, and add at least one token to a running sequence."""
+
+    def _stop(self, serving: Serving) -> Mapping[str, float]:
+        """Drop what still runs. Return details."""
+        return {}

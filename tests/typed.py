@@ -1,0 +1,34 @@
+"""`grpo` as it is typed, in the process of the tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from grpo_cli.cli.main import app
+
+
+def grpo(*words: object) -> Result:
+    """Return how the command ended."""
+    return CliRunner().invoke(app, [str(word) for word in words], prog_name="grpo")
+
+
+def done(*words: object) -> str:
+    """Return what a command that works prints."""
+    result = grpo(*words)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*words: object) -> str:
+    """Return the message of a command that is refused."""
+    result = grpo(*words)
+    assert result.exit_code == 2 and result.stdout == "" and "Traceback" not in result.stderr, result.output
+    assert result.stderr.startswith("error: ") or "\nerror: " in result.stderr, result.stderr
+    return result.stderr
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of every file in a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -13,7 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from grpo_cli.support.ranges import Count
+from grpo_cli.support.formatting import parse_bytes
+from grpo_cli.support.ranges import Bytes, Count
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -214,7 +215,7 @@ class RunSettings(Strict):
     seed: Seed
     resume: str | None
     accept_damage: bool
-    fit: int | str  # bytes, auto or none (`memory.fit`)
+    fit: Literal["none", "auto"] | Bytes
     device: Device
     run_dir: str
     model: ModelSettings
@@ -224,6 +225,11 @@ class RunSettings(Strict):
     eval: EvalSettings
     record: RecordSettings
     parts: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def fit_bytes(self) -> int | None:
+        """The size that was typed for `fit`."""
+        return None if self.fit in ("none", "auto") else parse_bytes(self.fit)
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,7 @@ from grpo_cli.config.choices import config_dir, shipped
 from grpo_cli.config.compose import COMMANDS, model_of, read_settings, settings_of
 from grpo_cli.config.instantiate import ready
 from grpo_cli.runs.record import RunRecord, read_record, write_record
-from grpo_cli.settings import (
-    LoraSettings,
-    ModelSettings,
-    OptimSettings,
-    RunSettings,
-    TrainSettings,
-)
+from grpo_cli.settings import LoraSettings, ModelSettings, OptimSettings, RunSettings, TrainSettings
 
 
 def part(group: str, choice: str, **changed: Any) -> dict[str, Any]:

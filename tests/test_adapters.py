@@ -17,9 +17,11 @@ from test_learner import make_learner
 from tiny_hf import FAMILIES, make_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_cli.config.recorded import of_the_weights
 from grpo_cli.model.adapters import base_of, with_adapters
 from grpo_cli.model.export import write_card, write_model
 from grpo_cli.model.load import at_checkpoint, load_model, load_tokenizer, save_pretrained
+from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import LoraSettings, ModelSettings
 from grpo_cli.support.errors import UserError
 
@@ -125,6 +127,13 @@ def test_random_weights_below_adapters_are_saved_with_them(tied: bool, tmp_path:
     again = at_checkpoint(words, tmp_path / "saved")
     assert again.path == base_of(tmp_path / "saved") == str(tmp_path / "saved" / "base")
     assert torch.equal(logits(load_model(again, CPU)), logits(model))
+    preset = {
+        "path": "org/none",
+        "random_init": True,
+        "architecture": {"model_type": "qwen2"},
+    }
+    record = RunRecord("train", (), {}, {"model": preset | {"eos_tokens": ["<|im_end|>"]}}, {})
+    assert of_the_weights(tmp_path / "saved", record)["model.eos_tokens"] == ()
 
 
 def test_adapters_that_cannot_be_had_are_named(tmp_path: Path) -> None:

@@ -99,33 +99,27 @@ def test_the_card_says_the_recipe_and_weights_have_the_precision_that_is_asked_f
     assert not any(word.startswith(("logger", "model.path", "hydra")) for word in recipe)
 
 
-def test_the_tokenizer_goes_along_with_its_chat_template_and_ends_and_penalties_do_not(tmp_path: Path):
-    base, out = Path(shutil.copytree(TINY, tmp_path / "base")), tmp_path / "out"
+def test_adapters_go_into_a_base_that_has_moved_with_its_chat_template_and_ends_and_without_its_penalties(
+    tmp_path: Path,
+):
+    base, out, moved = Path(shutil.copytree(TINY, tmp_path / "base")), tmp_path / "out", tmp_path / "moved"
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(base)
     penal = json.loads((base / "generation_config.json").read_text()) | {"repetition_penalty": 1.1, "eos_token_id": 5}
     (base / "generation_config.json").write_text(json.dumps(penal))
     (base / "README.md").unlink()
-    words = ("model=hf", f"model.path={base}", "model.eos_tokens=['<eos>','=']", "eval.every=0", "logger=jsonl")
-    done("train", *words, "model.dtype=float32", "model.autocast=none", *SHORT, f"hydra.run.dir={tmp_path / 'r'}")
-    done("export", tmp_path / "r", out)
+    words = ("model=hf", f"model.path={base}", "model.lora.rank=2", "model.eos_tokens=['<eos>','=']", "eval.every=0")
+    done("train", *words, "logger=jsonl", *SHORT, f"hydra.run.dir={tmp_path / 'r'}")
+    base.rename(moved)
+    assert f"model.path={base}" in unexported(tmp_path / "r", out, "--merge") and not out.exists()
+    done("export", tmp_path / "r", out, "--merge", "--base", moved)
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
     config = GenerationConfig.from_pretrained(out)
     assert config.eos_token_id == [1, tokenizer.convert_tokens_to_ids("=")] and not config.repetition_penalty
     said = (out / "README.md").read_text()
-    assert "| base | base |" in said and "| its licence | unknown" in said and str(tmp_path) not in said
+    assert "| base | moved |" in said and "| its licence | unknown" in said and str(tmp_path) not in said
     assert "accuracy before | not measured" in said
-
-
-def test_adapters_are_merged_into_a_base_that_has_moved_and_refused_without_one(run: Path, tmp_path: Path):
-    base = Path(shutil.copytree(TINY, tmp_path / "base"))
-    words = ("model=hf", f"model.path={base}", "model.lora.rank=2", *SHORT, "eval.every=0", "logger=jsonl")
-    done("train", *words, f"hydra.run.dir={tmp_path / 'r'}")
-    base.rename(tmp_path / "moved")
-    assert f"model.path={base}" in unexported(tmp_path / "r", tmp_path / "out", "--merge")
-    done("export", tmp_path / "r", tmp_path / "found", "--merge", "--base", tmp_path / "moved")
-    assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_exported_is_refused(run: Path, whole: Path, tmp_path: Path):
@@ -214,6 +208,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def test_a_model_is_uploaded_in_one_commit(whole: Path, hub: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    assert "log in with `hf auth login`, or set HF_TOKEN" in unexported(whole, "hub:me/mine")
+    assert "hub:me/mine/too names no repository" in unexported(whole, "hub:me/mine/too") and hub.mock_calls == []
     monkeypatch.setenv("HF_TOKEN", "hf_made_up")
     monkeypatch.chdir(tmp_path)
     assert "https://hub/me/mine holds the model of" in done("export", whole, "hub:me/mine")

@@ -1,4 +1,5 @@
-"""`fit`: what is chosen fits, costs least, leaves what is typed alone, and stays with a resumed run."""
+"""`fit` and `train.micro_batch_tokens=auto`: what is chosen fits, costs least, leaves what is typed alone, is reported,
+and stays with a resumed run."""
 
 from __future__ import annotations
 
@@ -16,13 +17,17 @@ from typer.testing import CliRunner
 from grpo_cli.cli import main as cli
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
+from grpo_cli.experiment import build
 from grpo_cli.memory import fit
 from grpo_cli.memory.planner import Planner
+from grpo_cli.support import memory
 from grpo_cli.support.errors import UserError
 
 RUN = (*WORDS, "n=16")
+AUTO = f"{fit.TOKENS}=auto"
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MIB = 2**20
+LITTLE = 13 * MIB  # takes the weights, the optimizer and a few rows
 
 
 @cache
@@ -35,9 +40,14 @@ def chosen(room: int, device: torch.device = CPU, typed: frozenset[str] = frozen
     return fit.chosen(plans, room, fit.choosable(plans, typed), "fit=auto")
 
 
-def grpo(*words: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(cli.app, ["train", *words], prog_name="grpo")
-    assert result.exit_code == code, result.output
+def tokens_chosen(room: int, *words: str) -> int:
+    found: int = fit.chosen(planner(CPU, AUTO, *words).of_updates, room, {fit.TOKENS}, AUTO).values[fit.TOKENS]
+    return found
+
+
+def grpo(*words: str, command: str = "train") -> Any:
+    result = CliRunner().invoke(cli.app, [command, *words], prog_name="grpo")
+    assert result.exit_code == 0, result.output
     return result
 
 
@@ -46,7 +56,7 @@ def test_what_is_chosen_fits_and_is_needed_and_nothing_is_where_there_is_room(de
     whole = chosen(2**40, device)
     assert whole.values == {} and whole.plan.peak == whole.before
     peaks = [whole.before]
-    for share in (0.9, 0.6, 0.4):
+    for share in (0.6, 0.4):
         room = int(share * whole.before)
         found = chosen(room, device)
         assert found.values and found.plan.peak <= room and found.before == whole.before
@@ -74,41 +84,77 @@ def test_a_refusal_names_the_least_that_would_do_and_that_does() -> None:
     assert chosen(room).plan.peak <= room
     with pytest.raises(UserError):
         chosen(room - 2 * MIB)
-
-
-@pytest.mark.parametrize(("asked", "way_out"), [("0", "auto"), ("0GB", "auto"), ("1PB", "auto"), ("much", "2GB")])
-def test_bad_sizes_are_refused(asked: str, way_out: str) -> None:
-    settings = replace(settings_of(*RUN), fit=asked)
     with pytest.raises(UserError) as refused:
-        fit.room_of(settings, CPU, 0, lambda line: None)
-    assert f"fit={asked}" in str(refused.value) and way_out in str(refused.value)
+        tokens_chosen(0)
+    for lever in (fit.TOKENS, "model.gradient_checkpointing=full", "model.lora.rank=16", "sampling.max_new_tokens"):
+        assert lever in str(refused.value)
 
 
-def test_a_control_group_with_less_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_micro_batch_is_all_of_a_step_or_the_most_that_fits(tmp_path: Path) -> None:
+    everything, few = tokens_chosen(2**40), tokens_chosen(LITTLE)
+    # 2 prompts of 6 to 16 tokens, each once, and 16 rollouts of each of 12 tokens at most
+    assert 6 + 12 < few < everything and 2 * 6 + 32 * 12 <= everything <= 2 * 16 + 32 * 12
+    assert few < tokens_chosen(LITTLE, "model.gradient_checkpointing=full")
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps({"question": f"{i:?>99}", "answer": "#### 1"}) + "\n" for i in range(40)))
+    assert tokens_chosen(2**40, "task=gsm8k", f"task.path={file}") > 2 * 99 + 32 * 12
+
+
+@pytest.mark.parametrize(
+    "typed", ["0", "0GB", "0.0GiB", "much", "-4GB", "4gb2", "9999999PB", "true", "1e9", "", ".5GB"]
+)
+def test_what_is_no_size_is_refused(typed: str) -> None:
+    with pytest.raises(UserError) as refused:
+        settings_of(*RUN, f"fit={typed}")
+    assert str(refused.value).startswith("fit=") and "none, auto" in str(refused.value)
+
+
+def test_more_than_there_is_is_refused_and_what_is_free_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "free_bytes", lambda device: 100 * MIB)
     monkeypatch.setattr(fit, "resident_bytes", lambda: 300 * MIB)
     said: list[str] = []
-    assert fit.room_of(replace(settings_of(*RUN), fit="1GB"), CPU, 0, said.append) == 400 * MIB - fit.BESIDE
-    assert "fit=1GB" in said[0] and "400.0 MiB" in said[0]
-    for word in ("auto", "none"):
-        assert fit.room_of(replace(settings_of(*RUN), fit=word), CPU, 0, said.append) == (300 + 90) * MIB
+
+    def room(word: str) -> int:
+        return fit.room_of(settings_of(*RUN, f"fit={word}"), CPU, 0, said.append)
+
+    assert room("1GB") == 400 * MIB - fit.BESIDE and "fit=1GB" in said[0] and "400.0 MiB" in said[0]
+    assert room("auto") == room("none") == (300 + 90) * MIB and len(said) == 1
+    with pytest.raises(UserError, match="fit=1PB.* fit=auto"):
+        room("1PB")
 
 
-def test_a_resumed_run_goes_on_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_control_groups_around_a_process_bound_what_is_free(tmp_path: Path) -> None:
+    for group, most in (("a", "5000"), ("a/b", "max"), ("", "100000")):
+        folder = tmp_path / "cgroup" / group
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in (("max", most), ("current", "3000"), ("stat", "anon 2000\ninactive_file 700")):
+            (folder / f"memory.{name}").write_text(f"{text}\n")
+
+    def found(path: str) -> list[tuple[int, int]]:
+        (tmp_path / "own").write_text(f"7:cpuset:/a\n0::{path}\n")
+        return list(memory._control_groups(tmp_path / "own", tmp_path / "cgroup"))
+
+    assert found("/a/b") == [(5000, 2300), (100000, 2300)]
+    assert found("/elsewhere/in/a/container") == [(100000, 2300)]
+    assert list(memory._control_groups(tmp_path / "none", tmp_path)) == []
+
+
+@pytest.mark.parametrize("word", ["fit=auto", AUTO])
+def test_a_resumed_run_goes_on_with_what_was_chosen(word: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
+    room = LITTLE if word == AUTO else int(0.7 * chosen(2**40).before)
+    values = {fit.TOKENS: tokens_chosen(room)} if word == AUTO else chosen(room).values
     monkeypatch.setattr(fit, "process_alone", lambda device: 0)
     monkeypatch.setattr(fit, "room_of", lambda *given: room)
-    room = int(0.7 * chosen(2**40).before)
-    values = chosen(room).values
-    begun = grpo(*RUN, "train.steps=2", "fit=auto", "hydra.run.dir=fitted")
+    begun = grpo(*RUN, "train.steps=2", word, "hydra.run.dir=fitted")
     record = json.loads(Path("fitted/run.json").read_text())
     for key, value in values.items():
         group, name = key.split(".")
-        assert record["config"][group][name] == value and f"{key}={value}".lower() in begun.stderr.lower()
-        assert not any(word.startswith(key) for word in record["overrides"])
+        assert record["config"][group][name] == value and f"{key}={value} " in begun.stderr
+        assert f"{key}={value}" not in record["overrides"]
     monkeypatch.setattr(fit, "chosen", lambda *given: pytest.fail("a resumed run was planned again"))
     again = grpo("resume=fitted", "train.steps=4", "fit=3GB").stderr
-    assert "fit=auto is 3GB" in again
+    assert f"{record['config']['fit']} is 3GB" in again
     typed = [f"{key}={str(value).lower()}" for key, value in values.items()]
     sampler = ["sampler=infinite"] if fit.SLOTS in values else []
     grpo(*RUN, "train.steps=4", *sampler, *typed, "hydra.run.dir=whole")
@@ -120,7 +166,11 @@ def test_a_profile_reports_what_the_fit_of_its_run_would_choose(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = [*RUN, "fit=700MiB", "profile.plan_only=true", "eval.every=0", "hydra.run.dir=out"]
-    result = CliRunner().invoke(cli.app, ["profile", *words], prog_name="grpo")
-    assert result.exit_code == 0 and "fit=700MiB: at most" in result.stderr
-    assert f"{int(0.95 * 700)}.0 MiB" in result.stderr  # less than 700 - 32
+    said = grpo(*words, command="profile").stderr
+    assert "fit=700MiB: at most" in said and f"{int(0.95 * 700)}.0 MiB" in said  # less than 700 - 32
     assert json.loads(Path("out/profile.json").read_text())["fit"]["room_bytes"] == 700 * MIB
+
+
+def test_what_is_built_without_the_command_line_wants_a_number(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="train.micro_batch_tokens=auto is decided by the command line"):
+        build(replace(settings_of(*RUN, AUTO), run_dir=str(tmp_path)))

@@ -41,20 +41,15 @@ def test_few_shapes_occur_and_those_that_come_back_are_captured() -> None:
     assert capture.captured == 0, "none came back; the first token of a rollout comes without a step"
 
 
-def test_a_graph_is_refused_where_it_cannot_be() -> None:
-    model = small_model()
-    with pytest.raises(UserError, match="engine.cuda_graph=true: a graph needs a GPU"):
-        make_engine(model, cuda_graph=True)
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ({}, "a graph needs a GPU"),
         ({"is_loaded_in_8bit": True}, "model.quantize=8bit searches for outliers in every step"),
         ({"rope_type": "dynamic"}, "rope_type dynamic depends on the longest row in every step"),
     ],
 )
-def test_a_model_that_asks_the_host_is_not_recorded(words: dict[str, Any], said: str) -> None:
+def test_a_graph_is_refused_without_a_gpu_and_for_a_model_that_waits_for_the_host(words: Any, said: str) -> None:
     model = small_model()
     for name, value in words.items():
         setattr(model if name.startswith("is_") else model.model.rotary_emb, name, value)

@@ -1,4 +1,4 @@
-"""Settings that save memory: Muon, an optimizer whose state is away during rollouts, DoRA and rsLoRA."""
+"""Settings that save memory: an optimizer whose state is away during rollouts, DoRA and rsLoRA."""
 
 from __future__ import annotations
 
@@ -16,32 +16,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_cli.cli.export import export
-from grpo_cli.config.compose import settings_of
-from grpo_cli.config.prepare import prepare
 from grpo_cli.learner.optimizer import make_optimizer, move_state
-from grpo_cli.memory.plan import OPTIMIZER
-from grpo_cli.memory.planner import Planner
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.load import load_model, load_tokenizer, save_pretrained
-from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-
-
-def optim(**words: Any) -> Any:
-    return made.optim(**{"lr": 1e-2, "warmup_steps": 0, "weight_decay": 0.1, **words})
-
-
-def run_for(folder: Path, *, steps: int = 4, **words: Any) -> RunSettings:
-    return replace(settings_for(folder, steps=steps), optim=optim(**words))
-
-
-# The optimizer's state away during rollouts
+OPTIM: dict[str, Any] = {"lr": 1e-2, "warmup_steps": 0, "weight_decay": 0.1}
 
 
 def test_a_run_whose_state_is_parked_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    plain, parked = (records_of(run_for(tmp_path / str(park), park=park)) for park in (False, True))
+    plain, parked = (
+        records_of(replace(settings_for(tmp_path / str(park), steps=4), optim=made.optim(**OPTIM, park=park)))
+        for park in (False, True)
+    )
     assert [timeless(record) for record in plain] == [timeless(record) for record in parked]
 
 
@@ -55,40 +43,23 @@ def test_on_a_gpu_all_of_it_goes_to_the_host_and_comes_back(monkeypatch: pytest.
         return plain(value, device=device)
 
     with FakeTensorMode():
-        weights = [torch.zeros(8, 8, device=GPU, requires_grad=True), torch.zeros(8, device=GPU, requires_grad=True)]
-        optimizer = make_optimizer(weights, optim())
+        weights = [torch.zeros(*size, device=GPU, requires_grad=True) for size in ((8, 8), (8,))]
+        optimizer = make_optimizer(weights, made.optim(**OPTIM))
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         optimizer.step()
 
-        def places() -> set[str]:
-            return {value.device.type for state in optimizer.state.values() for value in state.values()}
+        def state() -> tuple[set[str], list[Any]]:
+            values = [item for state in optimizer.state.values() for item in state.items()]
+            return {value.device.type for _, value in values}, [(key, value.shape) for key, value in values]
 
-        shapes = [(key, value.shape) for state in optimizer.state.values() for key, value in state.items()]
-        assert places() == {"cuda"}
+        before = state()
         monkeypatch.setattr(torch, "empty_like", empty_like)
-        move_state(optimizer, to_host=True)
-        assert places() == {"cpu"} and pinned == [True] * len(shapes)
-        move_state(optimizer, to_host=True)
-        assert len(pinned) == len(shapes), "what is there stays there"
+        for _ in range(2):  # what is there stays there
+            move_state(optimizer, to_host=True)
+            assert state() == ({"cpu"}, before[1]) and pinned == [True] * len(before[1])
         move_state(optimizer, to_host=False)
-        assert places() == {"cuda"}
-        assert shapes == [(key, value.shape) for state in optimizer.state.values() for key, value in state.items()]
-
-
-@pytest.mark.matrix
-def test_a_parked_state_is_planned_to_take_nothing_during_rollouts() -> None:
-    def planned(*words: str) -> Any:
-        run = prepare(settings_of("device=cpu", *words), say=lambda line: None)
-        return Planner.of(run, GPU).plan().phases
-
-    plain, parked = planned(), planned("optim.park=true")
-    state = plain["decode"][OPTIMIZER]
-    assert state > 0 and parked["decode"][OPTIMIZER] == parked["prefill"][OPTIMIZER] == parked["eval"][OPTIMIZER] == 0
-    assert parked["backward"] == plain["backward"] and parked["optimizer"] == plain["optimizer"]
-
-
-# Kinds of adapters
+        assert state() == before and before[0] == {"cuda"}
 
 
 KINDS = [{"dora": True}, {"rslora": True}]
@@ -98,17 +69,30 @@ def adapted(**kinds: bool) -> Any:
     return moved(with_adapters(small_model(), settings(lora=made.lora(rank=4, alpha=8.0, **kinds)))).eval()
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "+".join(kinds))
-def test_rollouts_are_drawn_from_what_the_learner_has(kinds: dict[str, bool], packed: bool) -> None:
+def test_kinds_of_adapters_are_drawn_from_saved_read_and_merged_as_the_learner_has_them(
+    tmp_path: Path, kinds: dict[str, bool]
+) -> None:
     model = adapted(**kinds)
-    for rollout in make_engine(model, packed_weights=packed).generate(some_requests(prompts=2, n=2)):
+    for rollout in make_engine(model).generate(some_requests(prompts=2, n=2)):
         start = len(rollout.request.prompt.token_ids)
         row = torch.tensor([[*rollout.request.prompt.token_ids, *rollout.token_ids]])
         with torch.no_grad():
-            said = model(input_ids=row).logits.log_softmax(-1)[0, start - 1 : -1]
-        expected = said.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+            logs = model(input_ids=row).logits.log_softmax(-1)[0, start - 1 : -1]
+        expected = logs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(rollout.sampler_logprobs), expected, atol=2e-5, rtol=0)
+    lora = made.lora(rank=4, alpha=8.0, **kinds)
+    model = moved(load_model(settings(lora=lora), CPU)).eval()
+    found, saved = logits(model), tmp_path / "saved"
+    save_pretrained(model, load_tokenizer(made.model("tiny")), saved, with_base=True)
+    again = load_model(settings(adapter=str(saved), lora=lora), CPU).eval()
+    torch.testing.assert_close(logits(again), found)
+    export(saved, str(tmp_path / "merged"), merge=True, base="tiny")
+    merged = logits(load_model(made.model(str(tmp_path / "merged")), CPU).eval())
+    torch.testing.assert_close(merged, found, atol=1e-4, rtol=0)
+    for other in {"dora", "rslora"} - kinds.keys():
+        with pytest.raises(UserError, match=f"model.lora.{other}=true"):
+            load_model(settings(adapter=str(saved), lora=replace(lora, **{other: True})), CPU)
 
 
 def test_they_are_what_their_papers_say() -> None:
@@ -125,20 +109,3 @@ def test_they_are_what_their_papers_say() -> None:
     x = torch.randn(3, whole.shape[1], generator=torch.Generator().manual_seed(0))
     expected = torch.nn.functional.linear(x, whole, layer.base_layer.bias)
     torch.testing.assert_close(layer(x), expected)
-
-
-@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "+".join(kinds))
-def test_what_is_saved_is_read_and_merged_as_it_was(tmp_path: Path, kinds: dict[str, bool]) -> None:
-    lora = made.lora(rank=4, alpha=8.0, **kinds)
-    model = moved(load_model(settings(lora=lora), CPU)).eval()
-    found = logits(model)
-    saved = tmp_path / "saved"
-    save_pretrained(model, load_tokenizer(made.model("tiny")), saved, with_base=True)
-    again = load_model(settings(adapter=str(saved), lora=lora), CPU).eval()
-    torch.testing.assert_close(logits(again), found)
-    export(saved, str(tmp_path / "merged"), merge=True, base="tiny")
-    merged = logits(load_model(made.model(str(tmp_path / "merged")), CPU).eval())
-    torch.testing.assert_close(merged, found, atol=1e-4, rtol=0)
-    for other in {"dora", "rslora"} - kinds.keys():
-        with pytest.raises(UserError, match=f"model.lora.{other}=true"):
-            load_model(settings(adapter=str(saved), lora=replace(lora, **{other: True})), CPU)

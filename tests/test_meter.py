@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_cli.support.memory import free_bytes, give_back_freed, peak_bytes, resident_bytes
-from grpo_cli.support.meter import WallMeter
+from grpo_cli.support.memory import free_bytes, give_back_freed, peak_bytes, resident_bytes, start_peak
+from grpo_cli.support.meter import WallMeter, spans_around
 
 
 class Clock:
@@ -21,52 +21,45 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-def test_spans_of_one_name_add_up_and_take_starts_over(clock: Clock) -> None:
-    meter = WallMeter(clock=clock)
+def test_spans_of_one_name_add_up_and_contain_those_inside_and_open_ones_count_up_to_now() -> None:
+    clock, told = Clock(), list[tuple[str, ...]]()
+    meter = WallMeter(on_phase=told.append, clock=clock)
     for seconds in (1.0, 2.5):
         with meter.span("rollout"):
             clock.now += seconds
         clock.now += 100.0  # between spans
-    assert meter.take() == {"time/rollout": 3.5}
-    assert meter.take() == {}
-
-
-def test_a_span_contains_those_of_other_names_inside_it_and_one_of_its_own_name_is_not_counted_twice(
-    clock: Clock,
-) -> None:
-    meter = WallMeter(clock=clock)
+    assert meter.take() == {"time/rollout": 3.5} and meter.take() == {}
+    told.clear()
     with meter.span("step"):
         clock.now += 1.0
         with meter.span("reward"):
             clock.now += 2.0
-        with meter.span("step"):
+            assert meter.take() == {"time/step": 3.0, "time/reward": 2.0}
             clock.now += 4.0
-    assert meter.take() == {"time/step": 7.0, "time/reward": 2.0}
+        with meter.span("step"):  # is not counted twice
+            clock.now += 8.0
+    assert meter.take() == {"time/step": 12.0, "time/reward": 4.0}
+    assert told == [("step",), ("step", "reward"), ("step",), ("step", "step"), ("step",), ()]
 
 
-def test_an_open_span_is_shared_between_the_takes_around_it(clock: Clock) -> None:
+def test_a_span_that_raises_or_outlives_the_one_around_it_is_measured_and_closed() -> None:
+    clock = Clock()
     meter = WallMeter(clock=clock)
-    with meter.span("step"):
-        clock.now += 1.0
-        with meter.span("eval"):
-            clock.now += 2.0
-            assert meter.take() == {"time/step": 3.0, "time/eval": 2.0}
-            clock.now += 4.0
-        clock.now += 8.0
-    assert meter.take() == {"time/step": 12.0, "time/eval": 4.0}
-
-
-def test_the_open_spans_are_told_to_whoever_shows_them(clock: Clock) -> None:
-    told: list[tuple[str, ...]] = []
-    meter = WallMeter(on_phase=told.append, clock=clock)
-    with meter.span("step"), meter.span("rollout"):
-        pass
-    assert told == [("step",), ("step", "rollout"), ("step",), ()]
+    with pytest.raises(ValueError) as raised, meter.span("step"), meter.span("rollout"):
+        with meter.span("prefill"):
+            pass
+        with meter.span("decode"):
+            clock.now += 1.0
+            raise ValueError
+    assert spans_around(raised.value) == ("step", "rollout", "decode")
+    assert meter.take() == {"time/prefill": 0.0, "time/decode": 1.0, "time/rollout": 1.0, "time/step": 1.0}
+    outer, inner = meter.span("step"), meter.span("rollout")
+    outer.__enter__(), inner.__enter__()
+    clock.now += 1.0
+    outer.__exit__(None, None, None)
+    clock.now += 4.0
+    inner.__exit__(None, None, None)
+    assert meter.take() == {"time/step": 1.0, "time/rollout": 5.0}
 
 
 class Queue:
@@ -96,12 +89,12 @@ class Mark:
 
 
 def test_work_of_a_gpu_is_charged_to_the_span_that_queued_it_and_nobody_waits_but_take(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     queue = Queue()
     monkeypatch.setattr(torch.cuda, "Event", queue.event)
     monkeypatch.setattr(torch.cuda, "synchronize", queue.synchronize)
-    meter = WallMeter("cuda:0", clock=clock)
+    meter = WallMeter("cuda:0")
     with meter.span("step"):
         for _ in range(3):
             with meter.span("decode"):
@@ -109,22 +102,26 @@ def test_work_of_a_gpu_is_charged_to_the_span_that_queued_it_and_nobody_waits_bu
         with meter.span("reward"):
             pass
         queue.queued += 0.5
-    clock.now += 100.0  # of the host, which does not count
     assert queue.waits == 0
     assert meter.take() == {"time/decode": 6.0, "time/reward": 0.0, "time/step": 6.5}
     assert (meter.take(), queue.waits) == ({}, 1)
 
 
-def test_peak_memory_grows_with_what_is_resident_and_stays() -> None:
+def test_peak_memory_rises_stays_and_is_counted_anew_in_this_process_alone() -> None:
     before = peak_bytes()
-    block = torch.ones(before // 8 + 2**24, dtype=torch.float64)  # more than all that ever was resident
-    after = peak_bytes()
-    assert after >= block.numel() * 8
+    block = torch.ones(before // 8 + 2**26, dtype=torch.float64)  # more than all that ever was resident
+    high, held = peak_bytes(), block.numel() * 8
+    assert high >= held
+    # `ru_maxrss` of a child starts at its parent's peak.
+    program = "import grpo_cli.support.memory as m; print(m.peak_bytes())"
+    peak = int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
+    assert 2**24 < peak < high - held // 4
     del block
-    assert peak_bytes() >= 0.99 * after  # the kernel counts per thread, and adds up now and then
+    assert peak_bytes() >= 0.99 * high  # the kernel counts per thread, and adds up now and then
+    start_peak(torch.device("cpu"))
+    assert peak_bytes() < high - held // 2
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps what is freed, and has a call for it")
 def test_what_is_free_of_a_gpu_is_its_share_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     def fraction(device: Any = None) -> float:
         assert device is None or torch.device(device).index is not None, "PyTorch takes no other"
@@ -137,6 +134,7 @@ def test_what_is_free_of_a_gpu_is_its_share_at_most(monkeypatch: pytest.MonkeyPa
         assert free_bytes(torch.device("cuda")) == expected
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps what is freed, and has a call for it")
 def test_memory_that_was_freed_between_what_is_held_goes_back() -> None:
     blocks: list[torch.Tensor | None] = [torch.ones(100 << 10, dtype=torch.uint8) for _ in range(2000)]
     blocks[::2] = [None] * 1000
@@ -146,26 +144,10 @@ def test_memory_that_was_freed_between_what_is_held_goes_back() -> None:
     del blocks
 
 
-def test_peak_memory_is_not_that_of_the_process_that_started_this_one() -> None:
-    # `ru_maxrss` of a child starts at its parent's peak; the past bug of whoever measures a sweep from its launcher.
-    block = torch.ones(2**29, dtype=torch.uint8)
-    program = "import grpo_cli.support.memory as m; print(m.peak_bytes())"
-    peak = int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
-    assert 2**24 < peak < peak_bytes() - len(block) // 4
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_peak_memory_on_a_gpu_is_the_allocators() -> None:
-    block = torch.empty(2**22, device="cuda")
-    assert peak_bytes("cuda") == torch.cuda.max_memory_allocated() >= block.numel() * 4
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_queued_gpu_work_is_charged_to_the_span_that_queued_it() -> None:
-    meter = WallMeter("cuda")
-    matrix = torch.ones(4096, 4096, device="cuda")
+def test_a_gpu_s_queue_and_allocator_are_read() -> None:
+    meter, matrix = WallMeter("cuda"), torch.ones(4096, 4096, device="cuda")
+    assert peak_bytes("cuda") == torch.cuda.max_memory_allocated() >= matrix.numel() * 4
     with meter.span("work"):
         for _ in range(50):
             matrix @ matrix

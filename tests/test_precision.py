@@ -13,35 +13,42 @@ import torch
 from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
-from grpo_cli.config.auto import decided, decided_model
+from grpo_cli.config.auto import decided
 from grpo_cli.runs.record import read_record
 from grpo_cli.support.processor import fast_in_bfloat16
 
-LORA, NONE = made.lora(rank=4), made.lora(rank=0)
+LORA, NONE = {"lora": made.lora(rank=4)}, {"lora": made.lora(rank=0)}
 SHORT = ("model=hf", "model.path=tiny", "logger=jsonl", "device=cpu", "n=2", "train.prompts=1", "eval.every=0")
+FLOAT32, BFLOAT16 = ("float32", "none"), ("bfloat16", "bfloat16")
 
 
 @pytest.mark.parametrize(
-    "dtype, autocast, lora, on_fast, on_slow",
+    "dtype, autocast, adapters, on_fast, on_slow",
     [
-        ("auto", "auto", NONE, ("float32", "bfloat16"), ("float32", "none")),
-        ("auto", "auto", LORA, ("bfloat16", "bfloat16"), ("float32", "none")),
-        ("auto", "none", LORA, ("float32", "none"), ("float32", "none")),
-        ("auto", "bfloat16", LORA, ("bfloat16", "bfloat16"), ("bfloat16", "bfloat16")),
-        ("bfloat16", "auto", NONE, ("bfloat16", "bfloat16"), ("bfloat16", "none")),
-        ("float32", "auto", LORA, ("float32", "bfloat16"), ("float32", "none")),
+        ("auto", "auto", NONE, ("float32", "bfloat16"), FLOAT32),
+        ("auto", "auto", LORA, BFLOAT16, FLOAT32),
+        ("auto", "auto", {"adapter": "somewhere"}, BFLOAT16, FLOAT32),
+        ("auto", "none", LORA, FLOAT32, FLOAT32),
+        ("auto", "bfloat16", LORA, BFLOAT16, BFLOAT16),
+        ("bfloat16", "auto", NONE, BFLOAT16, ("bfloat16", "none")),
+        ("float32", "auto", LORA, ("float32", "bfloat16"), FLOAT32),
+        ("float32", "none", LORA, FLOAT32, FLOAT32),
+        ("float32", "bfloat16", NONE, ("float32", "bfloat16"), ("float32", "bfloat16")),
     ],
 )
-def test_what_auto_comes_to(dtype: str, autocast: str, lora: Any, on_fast: Any, on_slow: Any) -> None:
-    asked = replace(made.model(), dtype=dtype, autocast=autocast, lora=lora)
+def test_what_auto_comes_to_is_reported_in_a_line_and_so_is_a_slow_choice(
+    dtype: str, autocast: str, adapters: Any, on_fast: Any, on_slow: Any
+) -> None:
+    typed = replace(made.settings(), model=replace(made.model(), dtype=dtype, autocast=autocast, **adapters))
     for fast, expected in ((True, on_fast), (False, on_slow)):
-        found = decided_model(asked, fast)
+        lines: list[str] = []
+        found = decided(typed, lines.append, fast).model
         assert (found.dtype, found.autocast) == expected
-
-
-def test_saved_adapters_are_adapters_too() -> None:
-    found = decided_model(replace(made.model(), dtype="auto", autocast="auto", adapter="somewhere"), True)
-    assert (found.dtype, found.autocast) == ("bfloat16", "bfloat16")
+        is_auto, is_slow = "auto" in (dtype, autocast), not fast and "bfloat16" in expected
+        assert len(lines) == (is_auto or is_slow)
+        for name, word in (("dtype", dtype), ("autocast", autocast)):
+            assert word != "auto" or f"model.{name}=auto is {getattr(found, name)}" in lines[0]
+        assert is_auto or not is_slow or ("slower" in lines[0] and "model.autocast=none" in lines[0])
 
 
 @pytest.mark.parametrize(
@@ -67,50 +74,22 @@ def test_a_gpu_is_asked_for_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) 
         assert fast_in_bfloat16("cuda") == fast_in_bfloat16("auto") == kernels
 
 
-def said(fast: bool, **model: Any) -> list[str]:
-    lines: list[str] = []
-    words = {"dtype": "auto", "autocast": "auto"} | model
-    decided(replace(made.settings(), model=replace(made.model(), **words)), lines.append, fast)
-    return lines
-
-
-def test_the_choice_is_said_in_a_line_and_what_is_slow_though_it_was_asked_for() -> None:
-    for fast, dtype, autocast in ((True, "bfloat16", "bfloat16"), (False, "float32", "none")):
-        [line] = said(fast, lora=LORA)
-        assert line.startswith(f"model.dtype=auto is {dtype}, model.autocast=auto is {autocast}: ")
-        assert said(fast, dtype="float32", autocast="none") == []
-    assert said(True, dtype="float32", autocast="bfloat16") == []
-    [line] = said(False, dtype="float32", autocast="bfloat16")
-    assert "slower" in line and "model.autocast=none" in line
-
-
-def grpo(*words: str) -> str:
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 def test_a_run_goes_on_as_it_began_on_a_machine_that_would_choose_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = Path("run")
 
     def on(fast: bool, *words: str) -> str:
         monkeypatch.setattr("grpo_cli.support.processor.fast_in_bfloat16", lambda device: fast)
-        return grpo(*words)
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+        return result.output
 
-    train = ("train", *SHORT, "sampling.max_new_tokens=4", "model.lora.rank=1", f"hydra.run.dir={run}")
-    out = on(False, *train, "train.steps=1")
-    assert "model.dtype=auto is float32, model.autocast=auto is none: bfloat16 is slower" in out
-    assert "float32, on cpu" in out
-    out = on(True, "train", f"resume={run}", "train.steps=2")
-    record = read_record(run)
-    assert record is not None and (record.config["model"]["dtype"], record.config["model"]["autocast"]) == (
-        "float32",
-        "none",
-    )
-    assert [path.name for path in run.glob("resumed_*.json")] == ["resumed_001.json"]  # for train.steps, no more
-    out = on(True, "eval", f"checkpoint={run}", "eval.problems=1", "hydra.run.dir=seen")
-    assert "auto" not in out
-    assert json.loads((Path("seen") / "run.json").read_text())["config"]["model"]["autocast"] == "none"
+    train = ("train", *SHORT, "sampling.max_new_tokens=4", "model.lora.rank=1", "hydra.run.dir=run")
+    assert "float32, on cpu" in on(False, *train, "train.steps=1")
+    on(True, "train", "resume=run", "train.steps=2")
+    record = read_record(Path("run"))
+    assert record is not None and (record.config["model"]["dtype"], record.config["model"]["autocast"]) == FLOAT32
+    assert [path.name for path in Path("run").glob("resumed_*.json")] == ["resumed_001.json"]  # for train.steps alone
+    assert "auto" not in on(True, "eval", "checkpoint=run", "eval.problems=1", "hydra.run.dir=seen")
+    assert json.loads(Path("seen/run.json").read_text())["config"]["model"]["autocast"] == "none"

@@ -1,4 +1,4 @@
-"""What a process asks of its libraries: what is documented for the processor, and never against a person's word."""
+"""The settings of libraries that a process makes: what is documented for the processor, and never against the user."""
 
 from __future__ import annotations
 
@@ -13,46 +13,38 @@ from grpo_cli.support import processor
 from grpo_cli.support.errors import UserError
 
 SKYLAKE = "fpu sse4_2 avx avx2 avx512f avx512dq avx512cd avx512bw avx512vl"
-
-
-def a_machine(folder: Path, monkeypatch: pytest.MonkeyPatch, vendor: str, flags: str) -> None:
-    text = f"processor\t: 0\nvendor_id\t: {vendor}\nmodel\t\t: 207\nflags\t\t: {flags}\nbogomips\t: 1\n"
-    (folder / "cpuinfo").write_text(text)
-    monkeypatch.setattr(processor, "CPUINFO", folder / "cpuinfo")
+USERS = {"OMP_WAIT_POLICY": "ACTIVE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "7", "LRU_CACHE_CAPACITY": "7"}
 
 
 @pytest.mark.parametrize(
-    ("vendor", "flags", "set_already", "branch"),
+    ("vendor", "flags", "given", "branch"),
     [
         ("GenuineIntel", SKYLAKE, {}, "AVX512,STRICT"),
         ("GenuineIntel", "fpu avx avx2 avx512f", {}, "AVX2,STRICT"),  # some of AVX-512 is not MKL's branch
         ("GenuineIntel", "fpu sse4_2 avx", {}, None),
-        ("AuthenticAMD", SKYLAKE, {}, None),  # MKL takes what it is told there for AUTO
+        ("AuthenticAMD", SKYLAKE, {}, None),  # MKL takes these values for AUTO there
         ("GenuineIntel", SKYLAKE, {"MKL_ENABLE_INSTRUCTIONS": "avx2"}, "AVX2,STRICT"),
-        ("GenuineIntel", SKYLAKE, {"MKL_CBWR": "COMPATIBLE"}, "COMPATIBLE"),  # a person's own
+        ("GenuineIntel", SKYLAKE, {"MKL_CBWR": "COMPATIBLE"}, "COMPATIBLE"),
+        (None, "", {}, None),  # no list of processors
     ],
 )
-def test_strict_products_are_asked_for_where_they_are_documented(
+def test_what_is_documented_for_a_processor_is_set_unless_the_user_has(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    vendor: str,
+    vendor: str | None,
     flags: str,
-    set_already: dict[str, str],
+    given: dict[str, str],
     branch: str | None,
 ) -> None:
-    a_machine(tmp_path, monkeypatch, vendor, flags)
-    environment = dict(set_already)
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    if vendor is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel\t: 207\nflags\t: {flags}\n")
+    environment, users = dict(given), {**given, **USERS}
     processor.settle(environment)
-    assert environment.get("MKL_CBWR") == branch
-    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
-
-
-def test_without_a_list_of_processors_nothing_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "none")
-    kept = {"OMP_WAIT_POLICY": "ACTIVE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "7", "LRU_CACHE_CAPACITY": "7"}
-    environment = dict(kept)
-    processor.settle(environment)
-    assert environment == kept
+    processor.settle(users)
+    assert environment.get("MKL_CBWR") == users.get("MKL_CBWR") == branch
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE" and environment["LRU_CACHE_CAPACITY"] == "64"
+    assert USERS.items() <= users.items()
 
 
 @pytest.mark.parametrize("threads", ["0", "two", "", "2,0"])

@@ -18,6 +18,7 @@ from small import plain_batch, scored, small_model
 from test_seams import Spy, quiet
 from test_train import (
     GRPO,
+    NO_EXAM,
     SEQUENCE_MASK,
     SPARSE_RL,
     CountTask,
@@ -48,7 +49,7 @@ def ran(folder: Path, m: int = 4, train: Mapping[str, Any] | None = None, **part
     engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample == 1 else 0.0)
     settings = replace(settings_for(folder, steps=1, **(train or {})), record=RecordSettings(rollouts=-1, tokens=False))
     parts = dict(engine=engine, task=SecondIsWorst(), trackers=(recorder,), loss=spy) | parts
-    trainer = make_trainer(quiet(settings, m=m), model=model, **parts)
+    trainer = make_trainer(replace(settings, eval=NO_EXAM, m=m), model=model, **parts)
     trainer._learner.updates = 10
     trainer.fit()
     return recorder.records[1], spy
@@ -128,7 +129,7 @@ class Equal(CountTask):
 
 
 def decaying(folder: Path, **train: Any) -> RunSettings:
-    settings = quiet(settings_for(folder, **train))
+    settings = quiet(folder, **train)
     return replace(settings, optim=replace(settings.optim, weight_decay=0.1))
 
 
@@ -199,7 +200,7 @@ def test_a_minibatch_of_equal_rewards_is_passed_over_and_the_next_one_is_still_o
     def halves(group: Any, kept: Any) -> torch.Tensor:
         return torch.tensor([0.0, 1.0, 0.0, 0.0])
 
-    settings = quiet(settings_for(tmp_path, steps=1, prompts=1, minibatches=4))
+    settings = quiet(tmp_path, prompts=1, minibatches=4)
     summary = make_trainer(settings, loss=spy, advantage=halves).fit()
     assert (summary["updates"], summary["empty_steps"], len(spy.batches)) == (1, 0, 4)
     moved = [float(batch.advantages[0]) for batch in spy.batches].index(1.0)

@@ -1,7 +1,4 @@
-"""Runs a command with the settings that are composed: a run, a sweep, or one message about a mistake.
-
-Hydra is imported in functions, so that help and completion are immediate.
-"""
+"""Runs a command with the settings that are composed: a run, a sweep, or one message about a mistake."""
 
 from __future__ import annotations
 
@@ -11,49 +8,37 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+import hydra
 import typer
+from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.cli.mistakes import explained, fail, unusable
+from grpo_cli.config.choices import config_dir
+from grpo_cli.config.compose import composed, new_folder_names, of_hydra, read_command
+from grpo_cli.config.overrides import overrides
+from grpo_cli.config.recorded import Command, choices_of, over_recorded, recorded_run
 from grpo_cli.support.errors import UserError, refuse
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from grpo_cli.sweep.resume import Sweep
+from grpo_cli.sweep.resume import Sweep, sweep_of
 
 MOST_FAILED = 100  # exit codes above 125 have other meanings to the shell
 
 
 def hand_over(
-    command: str,
-    words: Sequence[str],
-    is_sweep: bool = False,
-    only_print: bool = False,
-    own_choices: Path | None = None,
-    only_help: bool = False,
+    command: str, words: Sequence[str], is_sweep: bool = False, only_print: bool = False, own: Path | None = None
 ) -> None:
     """Run the command with its settings; in a sweep, once for every combination that passes its check."""
     with _current_folder_on_the_path():
         words = with_checkpoint(words) if command == "eval" else words
-        if own_choices is not None:
-            if not own_choices.is_dir():
-                raise UserError(f"--config-dir={own_choices} is not a folder: name the one that holds your choices")
-            words = [f"hydra.searchpath=[file://{own_choices.absolute()}]", *words]
-        if only_help:
-            from grpo_cli.cli.help import print_help
-
-            print_help(command, [word for word in words if "," not in word])
-            return
+        if own is not None:
+            if not own.is_dir():
+                raise UserError(f"--config-dir={own} is not a folder: name the one that holds your choices")
+            words = [f"hydra.searchpath=[file://{own.absolute()}]", *words]
         refuse([*unusable(command, words, is_sweep)])
         if is_sweep and not only_print:
             _sweep(command, words)
             return
-        from omegaconf import OmegaConf
-
-        from grpo_cli.config.compose import composed
-
         with explained(command, words):
             found = composed(command, words)
         typer.echo(OmegaConf.to_yaml(found.cfg)) if only_print else _run(found)
@@ -61,8 +46,6 @@ def hand_over(
 
 def with_checkpoint(words: Sequence[str]) -> list[str]:
     """Return the words of `grpo eval`, of which the first may be a folder, with `checkpoint=<folder>`."""
-    from grpo_cli.config.overrides import overrides
-
     first, *rest = words or [""]
     is_setting = first[:1] in ("", "+", "=") or "=" in first.partition("/")[0] or first.startswith("hydra/")
     if is_setting or (first[:1] == "~" and first[:2] != "~/"):
@@ -92,29 +75,22 @@ class _Job:
         return _run(_command(self.sweep.command, cfg))
 
 
-def _run(command: Any) -> Any:
+def _run(command: Command) -> Any:
     """Read a command's settings, and then load PyTorch to do its work."""
-    from grpo_cli.config.compose import read_command
-
     settings = read_command(command)
     from grpo_cli.cli.jobs import JOBS
 
     return JOBS[command.name](command, settings)
 
 
-def _command(name: str, cfg: DictConfig) -> Any:
+def _command(name: str, cfg: DictConfig) -> Command:
     """Return the command of a sweep's job, over the settings of the run that it evaluates."""
-    from grpo_cli.config.compose import of_hydra
-    from grpo_cli.config.recorded import named, over_recorded
-
     command = of_hydra(name, cfg)
-    return over_recorded(command, named(name, command.typed))
+    return over_recorded(command, recorded_run(name, command.typed))
 
 
 def _check(name: str, cfg: DictConfig) -> None:
     """UserError for settings that the command would refuse: a sweep's job is checked before it starts."""
-    from grpo_cli.config.compose import read_command
-
     settings = read_command(_command(name, cfg))
     from grpo_cli.config.check import check
 
@@ -123,15 +99,8 @@ def _check(name: str, cfg: DictConfig) -> None:
 
 def _sweep(command: str, words: Sequence[str]) -> None:
     """Let Hydra run the sweep, and end with its result."""
-    import hydra
-
-    from grpo_cli.config.choices import config_dir
-    from grpo_cli.config.compose import new_folder_names
-    from grpo_cli.config.recorded import choices_of, named
-    from grpo_cli.sweep.resume import sweep_of
-
     words, sweep = sweep_of(command, words, partial(_check, command))
-    if command == "eval" and (record := named(command, words).record) is not None:
+    if command == "eval" and (record := recorded_run(command, words).record) is not None:
         words = [*choices_of(record, command), *words]
     job, before = _Job(sweep), sys.argv
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are explained here

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from grpo_cli.cli.start import started
 from grpo_cli.config.auto import AUTO
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.instantiate import factory
+from grpo_cli.config.overrides import key_of
 from grpo_cli.config.prepare import Prepared, prepare
 from grpo_cli.config.recorded import Command
 from grpo_cli.memory import command as profiling
@@ -23,8 +24,8 @@ from grpo_cli.memory import explain, fit
 from grpo_cli.memory.gpus import fast_when_planned
 from grpo_cli.runs.find import completed_steps
 from grpo_cli.runs.layout import PROFILE, SAMPLES
+from grpo_cli.runs.record import write_summary
 from grpo_cli.runs.stop import Stop
-from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.terminal import console, to_stderr
 
@@ -49,7 +50,7 @@ def _fitted(run: Prepared[RunSettings], command: Command) -> tuple[Prepared[RunS
     settings = run.settings
     if (settings.fit == "none" or settings.resume is not None) and settings.train.micro_batch_tokens != AUTO:
         return run, ()
-    chosen = fit.words(settings, fit.decided(run, fit.typed_keys(command.typed), to_stderr))
+    chosen = fit.choose(run, {key_of(word) for word in command.typed}, to_stderr)
     for key, _, text in (word.partition("=") for word in chosen):
         group, _, name = key.partition(".")
         value = yaml.safe_load(text) if name else shipped(group, text)
@@ -88,11 +89,10 @@ def profile(command: Command, settings: ProfileRunSettings) -> Any:
     """Profile, print what was found, and return the peak memory."""
     run = prepare(settings, to_stderr, fast_when_planned(settings.profile.for_gpu))
     with started(command, run.settings):
-        found = profiling.profile(run, ["grpo", "profile", *command.typed], to_stderr, experiment.say_to_stderr)
-        found.show(console())
+        peak = profiling.profile(run, command.typed, to_stderr, experiment.say_to_stderr, console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")
-        write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": found.peak_bytes})
-    return found.peak_bytes
+        write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})
+    return peak
 
 
-JOBS = {"train": train, "eval": evaluate, "profile": profile}
+JOBS: Mapping[str, Callable[[Command, Any], Any]] = {"train": train, "eval": evaluate, "profile": profile}

@@ -1,7 +1,4 @@
-"""Messages about unusable command lines: what was typed, and what it should have been.
-
-Hydra is imported in functions, so that help is immediate.
-"""
+"""Messages about unusable command lines: what was typed, and what it should have been. Imports no Hydra at the top."""
 
 from __future__ import annotations
 
@@ -15,6 +12,9 @@ from typing import Any, NoReturn
 
 import typer
 
+from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, marked
+from grpo_cli.config.comments import read_choice, read_conf
+from grpo_cli.config.elsewhere import meant_by, removed
 from grpo_cli.config.overrides import quoted
 from grpo_cli.support.errors import UserError, closest, refuse
 from grpo_cli.support.extras import EXTRAS, absent, installed
@@ -29,7 +29,7 @@ def fail(error: UserError | str) -> NoReturn:
     raise typer.Exit(2)
 
 
-def named(text: str | Path) -> Path:
+def folder(text: str | Path) -> Path:
     """Return a folder as typed. An empty word is refused: it would mean the current directory."""
     if not str(text).strip():
         raise typer.BadParameter("it is empty: name a folder (. is the current directory)")
@@ -38,9 +38,6 @@ def named(text: str | Path) -> Path:
 
 def unusable(command: str, words: Sequence[str], is_sweep: bool) -> Iterator[str]:
     """Yield problems that Hydra would answer with a traceback, or misunderstand."""
-    from grpo_cli.config.choices import choices, groups_of
-    from grpo_cli.config.elsewhere import removed
-
     yield from removed(words)
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
@@ -109,8 +106,6 @@ def _as_text(word: str) -> str:
 
 def _unknown(command: str, words: Sequence[str]) -> Iterator[str]:
     """Yield what is wrong with each key and choice that is not known."""
-    from grpo_cli.config.choices import choices, groups_of
-
     groups = groups_of(command)
     has_own = any(word.startswith("hydra.searchpath") for word in words)
     known = known_keys(command, words)
@@ -125,8 +120,6 @@ def _unknown(command: str, words: Sequence[str]) -> Iterator[str]:
 
 def without_dashes(command: str, flag: str, words: Sequence[str]) -> str:
     """Return the answer to a setting that is typed as an option, whose value may be the next of the command's words."""
-    from grpo_cli.config.elsewhere import meant_by
-
     key = flag.lstrip("-").replace("-", "_")
     known = known_keys(command, ())
     below = [name for name in known if name.endswith(f".{key}")]
@@ -142,8 +135,6 @@ def without_dashes(command: str, flag: str, words: Sequence[str]) -> str:
 
 def no_choice(group: str, choice: str, options: Sequence[str]) -> str:
     """Return that a group has no such choice, with those that it has."""
-    from grpo_cli.config.choices import marked
-
     for module in EXTRAS:
         if module.startswith(f"hydra_plugins.hydra_{choice.partition('_')[0]}_") and not installed(module):
             return absent(module, f"{group}={choice}")
@@ -158,10 +149,6 @@ def no_choice(group: str, choice: str, options: Sequence[str]) -> str:
 def no_setting(key: str, known: Sequence[str]) -> str:
     """Return what an unknown key may have meant: a setting of another choice of its group, a name of TRL or verl, a
     misspelling."""
-    from grpo_cli.config.choices import choices
-    from grpo_cli.config.comments import read_choice
-    from grpo_cli.config.elsewhere import meant_by
-
     group, _, word = key.partition(".")
     having = [f"{group}={one}" for one in choices(group) if group and word in read_choice(group, one).settings]
     if having:
@@ -179,9 +166,6 @@ def no_setting(key: str, known: Sequence[str]) -> str:
 
 def known_keys(command: str, words: Sequence[str]) -> list[str]:
     """Return every key of the configuration with the choices among these words."""
-    from grpo_cli.config.choices import choices, config_dir, defaults_of
-    from grpo_cli.config.comments import read_choice, read_conf
-
     known = [*read_conf(config_dir() / f"{command}.yaml").settings]
     for group, default in defaults_of(command).items():
         typed = [word.partition("=")[2] for word in words if word.startswith(f"{group}=")]

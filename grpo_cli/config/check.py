@@ -200,6 +200,6 @@ def _profile(settings: ProfileRunSettings) -> Iterator[str]:
     if profile.lengths != "natural" and (turns := settings.parts["task"].get("turns", 1)) > 1:
         yield f"profile.lengths={profile.lengths} cannot be forced with task.turns={turns}: use profile.lengths=natural"
     named = isinstance(profile.for_gpu, str)
-    if profile.for_gpu and not (profile.plan_only and (named or settings.fit not in ("none", "auto"))):
+    if profile.for_gpu and not (profile.plan_only and (named or settings.fit_bytes)):
         has = "" if named else " and its memory, such as fit=80GB"
         yield f"profile.for_gpu={shown(profile.for_gpu)} only plans: add profile.plan_only=true{has}"

@@ -206,7 +206,7 @@ def _not_together(parts: Mapping[str, Factory], built: Mapping[str, Any]) -> Ite
             "predictor=prefix or mean"
         )
     for engine in engines(parts["engine"]):
-        refuses = getattr(engine.code, "refuses", None)
+        refuses: Any = getattr(engine.code, "refuses", None)
         words = inspect.signature(refuses).parameters if callable(refuses) else {"none": None}
         if words.keys() <= built.keys():
             with own_code_unless_ours(f"engine._target_={engine.target}: refuses", refuses):

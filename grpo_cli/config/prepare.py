@@ -11,14 +11,13 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from grpo_cli.collect.equal import at_once
-from grpo_cli.config.auto import AUTO, decided
+from grpo_cli.config.auto import decided
 from grpo_cli.config.check import check
 from grpo_cli.config.instantiate import Factory
 from grpo_cli.interfaces import Rules
 from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.support.memory import SHARE, keep_freed, part_of_gpu
 from grpo_cli.support.processor import flush_denormals, why_no_gpu
 
@@ -40,11 +39,10 @@ class Prepared(Generic[Settings]):
         return rules
 
     @property
-    def at_once(self) -> int | None:
-        """The most rollouts that a step requests at a time; None for an evaluation."""
-        if isinstance(self.settings, EvalRunSettings):
-            return None
-        return at_once(self.rules.collector, self.settings.n, self.settings.train.prompts)
+    def at_once(self) -> int:
+        """The most rollouts that a step of a training requests at a time."""
+        settings: Any = self.settings
+        return at_once(self.rules.collector, settings.n, settings.train.prompts)
 
 
 def prepare(settings: Settings, say: Callable[[str], None] = print, fast: bool | None = None) -> Prepared[Settings]:
@@ -53,7 +51,7 @@ def prepare(settings: Settings, say: Callable[[str], None] = print, fast: bool |
     parts, made = check(settings)
     device = pick_device(settings.device)
     if isinstance(settings, RunSettings):
-        keep_freed(None if settings.fit in ("none", AUTO) else parse_bytes(settings.fit, "fit"))
+        keep_freed(settings.fit_bytes)
         check_optimizer(settings.optim, device)
     return Prepared(decided(settings, say, fast), parts, made, device)
 

@@ -10,8 +10,8 @@ from typing import ClassVar
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, blocks_for
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.formatting import parse_bytes, shown
-from grpo_cli.support.ranges import Count
+from grpo_cli.support.formatting import parse_bytes
+from grpo_cli.support.ranges import Bytes, Count
 from grpo_cli.types import Request
 
 DEFAULT_SLOTS = 16
@@ -85,11 +85,7 @@ class Sampler:
     refills: ClassVar[bool] = True
     all_at_once: ClassVar[bool] = False
     slots: Count | None
-    kv_budget: str | int | None
-
-    def __post_init__(self) -> None:
-        if self.kv_budget is not None:
-            parse_bytes(shown(self.kv_budget))
+    kv_budget: Bytes | None
 
     def fit(self, shape: KvShape, per_step: int | None = None) -> Room:
         """Return what requests of this shape may allocate, never more slots than requests or pages of the budget;

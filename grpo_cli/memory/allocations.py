@@ -33,11 +33,6 @@ class Allocations(TorchDispatchMode):
         for tensor in [*model.parameters(), *model.buffers(), *gradients]:
             self._watch(tensor, None)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled under it, and not to say so at every operation takes less time."""
-        return False
-
     def take_peak(self) -> Mapping[str, int]:
         """Return bytes by kind at the peak since the last call."""
         peak, self._peak = self._peak, self._live.copy()

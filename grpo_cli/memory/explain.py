@@ -43,32 +43,29 @@ def breakdown(plan: MemoryPlan, phase: str) -> list[str]:
 
 @contextmanager
 def memory_explained(run: Prepared[Any]) -> Iterator[None]:
-    """Turn a failed allocation into a UserError that says where it failed, and what would make it fit."""
+    """Turn a failed allocation into a UserError: the phase, what it was expected to hold, and what would lower that."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise out_of_memory(run, error) from error
+        spans = spans_around(error) or ("setting up",)
+        phase = "eval" if "eval" in spans else spans[-1]
+        lines = [f"out of memory in {phase} ({' '.join(str(error).split())[:200]})"]
+        if run.device.type == "cuda":
+            others, free, whole = held_by_others(run.device)
+            lines.append(f"other processes hold {gib(others)} of the GPU's {gib(whole)}; {gib(free)} are free")
+        raise UserError("\n".join([*lines, *_expected(run, phase)])) from error
 
 
-def out_of_memory(run: Prepared[Any], error: BaseException) -> UserError:
-    """Build the message: the phase, what it was expected to hold, and what would lower that."""
+def _expected(run: Prepared[Any], phase: str) -> list[str]:
     from grpo_cli.memory.planner import Planner  # which loads the engine
 
-    spans = spans_around(error)
-    phase = next((name for name in reversed(spans) if name not in ("step", "update", "logprobs", "rollout")), "")
-    if "eval" in spans:
-        phase = "eval"
-    lines = [f"out of memory in {phase or (spans or ('setting up',))[-1]} ({' '.join(str(error).split())[:200]})"]
-    if run.device.type == "cuda":
-        others, free, whole = held_by_others(run.device)
-        lines.append(f"other processes hold {gib(others)} of the GPU's {gib(whole)}; {gib(free)} are free")
     try:
         plan = Planner.of(run, run.device).plan()
-        lines += breakdown(plan, phase if phase in plan.phases else plan.fullest)
-    except (UserError, MemoryError, RuntimeError) as also:
-        return UserError("\n".join([*lines, f"its memory could not be planned: {also}"]))
+    except (UserError, MemoryError, RuntimeError) as error:
+        return [f"its memory could not be planned: {error}"]
+    lines = breakdown(plan, phase if phase in plan.phases else plan.fullest)
     if run.settings.fit == "none":
         lines.append("fit=auto chooses settings that fit what is free when the run starts")
-    return UserError("\n".join([*lines, "what fits: grpo profile profile.plan_only=true fit=<memory> ..."]))
+    return [*lines, "what fits: grpo profile profile.plan_only=true fit=<memory> ..."]

@@ -8,12 +8,10 @@ slot fewer costs decode steps. Nothing is chosen where there is room.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
 import torch
 
 from grpo_cli.config.auto import AUTO
@@ -23,8 +21,8 @@ from grpo_cli.memory.plan import MemoryPlan
 from grpo_cli.memory.planner import CHUNK, OFFLOAD, PARK, RECOMPUTE, SLOTS, TOKENS, Planner, Values, process_alone
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.formatting import gib, parse_bytes, shown
-from grpo_cli.support.memory import free_bytes, resident_bytes
+from grpo_cli.support.formatting import gib, shown
+from grpo_cli.support.memory import free_bytes, resident_bytes, total_bytes
 
 # What updates may do, the cheapest first; the micro-batch is the largest with which each of them fits.
 _FEWER_LOGITS, _RECOMPUTED, _OFFLOADED = {CHUNK: 128}, {RECOMPUTE: "full"}, {RECOMPUTE: "full", OFFLOAD: True}
@@ -42,7 +40,6 @@ _COSTS = {
     PARK: "copies of the optimizer's state twice a step",
     SLOTS: "more decode steps",
 }
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -64,18 +61,15 @@ class Fitted:
             yield f"  {f'{key}={shown(value)}':42}  costs {_COSTS[key]}"
 
 
-def room_of(settings: RunSettings, device: torch.device, workspace: int, warn: Say) -> int:
-    """Return the bytes that the run may hold, the program's `workspace` among them. UserError for none, or for more
-    than the machine has; if less is free than was typed, what is free."""
+def room_of(settings: RunSettings, device: torch.device, workspace: int, warn: Callable[[str], None]) -> int:
+    """Return the bytes that the run may hold, the program's `workspace` among them. UserError for more than the machine
+    has; if less is free than was typed, what is free."""
     held = resident_bytes() if device.type == "cpu" else workspace
-    free = free_bytes(device) + held
-    if settings.fit in ("none", AUTO):
-        return int(SHARE * free_bytes(device)) + held
-    if re.fullmatch(r"[0.]+ *[a-zA-Z]*", str(settings.fit)):
-        raise UserError(f"fit={settings.fit} leaves a run nothing: give what it may take, or fit=auto for what is free")
-    given, whole = parse_bytes(settings.fit, "fit"), int(psutil.virtual_memory().total)
-    if device.type == "cuda":
-        whole = int(torch.cuda.get_device_properties(device).total_memory)
+    free = free_bytes(device)
+    given, free = settings.fit_bytes, free + held
+    if given is None:
+        return int(SHARE * (free - held)) + held
+    whole = total_bytes(device)
     if given > whole:
         raise UserError(
             f"fit={settings.fit}: the machine has {gib(whole)}; fit=auto takes what is free of it ({gib(free)})"
@@ -90,41 +84,44 @@ def within(given: int, device: torch.device) -> int:
     return max(0, min(int(MARGIN * given), given - (BESIDE if device.type == "cpu" else 0)))
 
 
-def decided(run: Prepared[Any], typed: Set[str], say: Say) -> dict[str, Any]:
-    """Choose for a run on its own device, and report it: with `fit` all that is not typed, else the micro-batch, for
-    which updates alone are planned."""
+def choose(run: Prepared[Any], typed: Set[str], say: Callable[[str], None]) -> tuple[str, ...]:
+    """Choose for a run on its own device, report it, and return the choices as they would be typed: with `fit` of all
+    that is not typed, else the micro-batch, for which updates alone are planned."""
     planner = Planner.of(run, run.device)
     planner.plan()  # loads libraries, which the program then holds
     workspace = process_alone(run.device)
     planner = replace(planner, step=replace(planner.step, workspace=workspace))
-    room = room_of(run.settings, run.device, workspace, say)
-    if run.settings.fit == "none" or run.settings.resume is not None:
+    room, settings = room_of(run.settings, run.device, workspace, say), run.settings
+    if settings.fit == "none" or settings.resume is not None:
         name, planner, may = f"{TOKENS}=auto", planner.of_updates, frozenset({TOKENS})
     else:
-        name, may = f"fit={run.settings.fit}", choosable(planner, typed)
+        name, may = f"fit={settings.fit}", choosable(planner, typed)
     fitted = chosen(planner, room, may, name)
     for line in fitted.lines(name, room):
         say(line)
-    return fitted.values
+    infinite = ("sampler=infinite",) if SLOTS in fitted.values and "slots" not in settings.parts["sampler"] else ()
+    return (*infinite, *(f"{key}={shown(value)}" for key, value in fitted.values.items()))
 
 
 def choosable(planner: Planner, typed: Set[str]) -> frozenset[str]:
     """Return the keys that may be chosen beside these typed ones."""
     may = {TOKENS, CHUNK, RECOMPUTE, SLOTS} | ({OFFLOAD, PARK} if planner.device.type == "cuda" else set())
-    engine = planner.step.engine
-    if engine is None or "sampler.kv_budget" in typed or ("sampler" in typed and engine.sampler.all_at_once):
+    sampler = planner.step.sampler
+    if sampler is None or "sampler.kv_budget" in typed or ("sampler" in typed and sampler.all_at_once):
         may.remove(SLOTS)
     return frozenset(may - typed)
 
 
 def chosen(planner: Planner, room: int, may: Set[str], name: str) -> Fitted:
-    """Choose for `room` bytes among the keys that `may` be chosen: for updates, then for rollouts. UserError with the
-    least that would do if none suffices."""
+    """Choose for `room` bytes among the keys that `may` be chosen: for updates, then for rollouts; and drop what other
+    choices have made unnecessary. UserError with the least that would do if none suffices."""
 
     def fits(values: Values) -> bool:
         return planner.plan(values).peak <= room
 
-    values = _of_updates(planner.of_updates, room, may)
+    auto = planner.run.settings.train.micro_batch_tokens == AUTO
+    updates = planner.of_updates
+    values = {} if not auto and updates.plan().peak <= room else _of_updates(updates, room, may)
     for more in ({}, {PARK: True}) if PARK in may else ({},):
         tried = {**values, **more}
         slots = planner.most(SLOTS, room, tried) if SLOTS in may and not fits(tried) else None
@@ -133,36 +130,20 @@ def chosen(planner: Planner, room: int, may: Set[str], name: str) -> Fitted:
             break
     else:
         raise _refused(planner, room, may, name)
-    for key in tuple(tried):  # what other choices have made unnecessary
+    for key in [key for key in tried if not (auto and key == TOKENS)]:
         less = {other: value for other, value in tried.items() if other != key}
-        is_auto = key == TOKENS and planner.run.settings.train.micro_batch_tokens == AUTO
-        tried = less if fits(less) and not is_auto else tried
+        tried = less if fits(less) else tried
     return Fitted(tried, planner.plan(tried), planner.plan().peak)
 
 
 def _of_updates(planner: Planner, room: int, may: Set[str]) -> dict[str, Any]:
     """Return the first way in which updates fit with passes that are not small, else the leanest; and the most tokens
     of a pass."""
-    step, settings = planner.step, planner.run.settings
-    if settings.train.micro_batch_tokens != AUTO and planner.plan().peak <= room:
-        return {}
-    has = {CHUNK: step.chunk <= 128, RECOMPUTE: settings.model.gradient_checkpointing == "full"}
-    has[OFFLOAD] = settings.model.offload_activations
-    ways = [way for way in _WAYS if way.keys() <= may and not any(has[key] for key in way)]
+    step = planner.step
+    ways = [{**way, CHUNK: min(128, step.chunk)} if CHUNK in way else way for way in _WAYS if way.keys() <= may]
     few = {TOKENS: min(FEW_TOKENS, step.tokens)} if TOKENS in may else {}
     way = next((way for way in ways if planner.plan({**way, **few}).peak <= room), ways[-1])
     return {**way, **({TOKENS: min(planner.most(TOKENS, room, way) or 1, step.tokens)} if few else {})}
-
-
-def words(settings: RunSettings, values: Values) -> tuple[str, ...]:
-    """Return the choices as they would be typed."""
-    infinite = ("sampler=infinite",) if SLOTS in values and "slots" not in settings.parts["sampler"] else ()
-    return (*infinite, *(f"{key}={str(value).lower()}" for key, value in values.items()))
-
-
-def typed_keys(overrides: Sequence[str]) -> frozenset[str]:
-    """Return the keys of these words."""
-    return frozenset(word.lstrip("+~").partition("=")[0] for word in overrides)
 
 
 def _refused(planner: Planner, room: int, may: Set[str], name: str) -> UserError:

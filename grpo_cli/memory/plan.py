@@ -1,27 +1,30 @@
-"""The bytes that a step is expected to hold, by phase and kind: arithmetic on the lines that `shapes.py` finds."""
+"""The bytes that a step is expected to hold, by phase and kind: arithmetic on the lines of `shapes.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.generation import PREFILL_TOKENS
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, blocks_for, round_up
-from grpo_cli.engine.samplers import KvShape, Sampler
+from grpo_cli.engine.samplers import KvPlan, Sampler
 from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS
 from grpo_cli.memory.shapes import ShapeModel, Sizes
 from grpo_cli.model.checkpointing import stored_bytes
+from grpo_cli.settings import Sampling
 from grpo_cli.support.memory import is_little
+from grpo_cli.types import Prompt, Request
 
 WEIGHTS, REFERENCE, OPTIMIZER, GRADIENTS = "weights", "reference", "optimizer", "gradients"
 KV, WORKSPACE = "kv", "workspace"
 # What holds memory, in display order; `workspace` is the program, and what its allocator and libraries keep.
 KINDS = (WEIGHTS, REFERENCE, OPTIMIZER, GRADIENTS, KV, LOGITS, ACTIVATIONS, WORKSPACE)
-BEFORE_UPDATES = ("prefill", "decode", "policy_logprobs", "ref_logprobs", "eval")
-# Of what comes and goes in a phase on a CPU, and at most: what the allocator keeps between blocks of many sizes.
+UPDATE = ("forward", "backward", "optimizer")
+# A CPU's allocator keeps this part of what comes and goes in a phase, between blocks of many sizes, and not more.
 _COME_AND_GO = (GRADIENTS, KV, LOGITS, ACTIVATIONS)
-_BESIDE, _MOST_BESIDE = 0.8, 160 * 2**20
+_KEPT, _MOST_KEPT = 0.8, 160 * 2**20
 _DRAWN_AT_ONCE = 1 << 19  # logits in float32 from which a CPU draws together
 
 
@@ -41,6 +44,12 @@ class Workload:
     def longest_row(self) -> int:
         return max(self.prompts) + self.longest
 
+    @cached_property
+    def requests(self) -> list[Request]:
+        sampling = Sampling.plain(self.longest)
+        prompts = (Prompt(str(i), (0,) * tokens, "") for i, tokens in enumerate(self.prompts))
+        return [Request(prompt, 0, 0, sampling) for prompt in prompts] * self.n
+
     def tokens(self, take: int, share: bool) -> int:
         """Return the tokens of a pass over `take` rollouts of each prompt; with `share` a prompt counts once.
 
@@ -52,29 +61,21 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class EngineShape:
-    """The settings that decide how much a rollout engine allocates. Every rollout makes `prefix` tokens before the rest
-    is ordered by predicted length; `packed` weights matter on a CPU only."""
-
-    sampler: Sampler
-    sparsity: Dense | Budget
-    prefix: int = 0
-    packed: bool = False
-
-
-@dataclass(frozen=True)
 class StepShape:
-    """The settings that decide the memory of a step. `evaluation` is None if there is none, `engine` if rollouts are
+    """The settings that decide the memory of a step. `evaluation` is None if there is none, `sampler` if rollouts are
     not made by engine=torch. Passes have at most `tokens` tokens or one row, `chunk` of which reach the head
     together."""
 
     rollouts: Workload
     m: int
-    engine: EngineShape | None
+    sampler: Sampler | None
+    sparsity: Dense | Budget
     evaluation: Workload | None
     tokens: int
     chunk: int
     share: bool
+    prefix: int = 0  # tokens of every rollout before the rest is ordered by predicted length
+    packed: bool = False  # weights of the engine, which matters on a CPU only
     minibatches: int = 1
     logprobs_of: int = 0  # rollouts of each prompt in the policy's pass before updates
     reference: bool = False
@@ -117,35 +118,34 @@ class MemoryPlan:
 
 def plan(model: ShapeModel, step: StepShape) -> MemoryPlan:
     """Compute each phase at its fullest moment, with what is there all the time."""
-    steady = {
-        WEIGHTS: model.weights,
-        REFERENCE: model.weights if step.reference and step.second_model else 0,
-        OPTIMIZER: step.optimizer,
-        WORKSPACE: step.workspace,
-    }
-    found: dict[str, Sizes] = {}
-    if step.engine is not None:
-        found |= _rollouts(model, step.engine, step.rollouts, step.rollouts.rollouts)
+    phases: dict[str, Sizes] = {}
+    if step.sampler is not None:
+        phases |= _rollouts(model, step, step.sampler, step.rollouts)
     if step.logprobs_of:
-        found["policy_logprobs"] = _quiet(model, step, step.rollouts.tokens(step.logprobs_of, step.share))
+        phases["policy_logprobs"] = _no_gradients(model, step, step.logprobs_of)
     if step.reference:
-        found["ref_logprobs"] = _quiet(model, step, step.rollouts.tokens(step.m, step.share))
-    found |= _update(model, step)
-    if step.evaluation is not None and step.engine is not None:
-        phases = _rollouts(model, step.engine, step.evaluation, step.rollouts.rollouts)
-        largest = max(phases.values(), key=lambda sizes: sum(sizes.values()))
-        found["eval"] = {**largest, KV: phases["decode"][KV]}
-    whole: dict[str, dict[str, int]] = {}
-    for phase, sizes in found.items():
-        whole[phase] = {**steady, **sizes}
-        if phase != "optimizer":
-            whole[phase][ACTIVATIONS] += model.dequantised
-        if step.parks and phase in BEFORE_UPDATES:
-            whole[phase][OPTIMIZER] = 0
-        if model.on_cpu:
-            beside = int(_BESIDE * sum(sizes.get(kind, 0) for kind in _COME_AND_GO))
-            whole[phase][WORKSPACE] += min(_MOST_BESIDE, beside)
-    return MemoryPlan(whole)
+        phases["ref_logprobs"] = _no_gradients(model, step, step.m)
+    phases |= _update(model, step)
+    if step.evaluation is not None and step.sampler is not None:
+        parts = _rollouts(model, step, step.sampler, step.evaluation)
+        phases["eval"] = {**_fullest(*parts.values()), KV: parts["decode"][KV]}
+
+    def whole(phase: str, sizes: Sizes) -> Sizes:
+        kept = min(_MOST_KEPT, int(_KEPT * sum(sizes.get(kind, 0) for kind in _COME_AND_GO))) if model.on_cpu else 0
+        return {
+            **sizes,
+            WEIGHTS: model.weights,
+            REFERENCE: model.weights if step.reference and step.second_model else 0,
+            OPTIMIZER: 0 if step.parks and phase not in UPDATE else step.optimizer,
+            ACTIVATIONS: sizes.get(ACTIVATIONS, 0) + (model.dequantised if phase != "optimizer" else 0),
+            WORKSPACE: step.workspace + kept,
+        }
+
+    return MemoryPlan({phase: whole(phase, sizes) for phase, sizes in phases.items()})
+
+
+def _fullest(*moments: Sizes) -> Sizes:
+    return max(moments, key=lambda sizes: sum(sizes.values()))
 
 
 def _update(model: ShapeModel, step: StepShape) -> dict[str, Sizes]:
@@ -154,54 +154,52 @@ def _update(model: ShapeModel, step: StepShape) -> dict[str, Sizes]:
     tokens = step.in_a_pass(every)
     spares = not model.on_cpu or not is_little(model.layers * stored_bytes(model.config, tokens))
     lines, some = model.train_lines(step.chunk, spares), min(step.chunk, tokens)
-    moments = [{GRADIENTS: model.gradients, **line(model.layers, tokens)} for line in lines]
-    for moment in moments[1:3]:  # in the head
-        moment[LOGITS] = moment.get(LOGITS, 0) * some // step.chunk + model.softmax_bytes(some)
+
+    def moments(layers: int, gradients: int) -> list[dict[str, int]]:
+        found = [{GRADIENTS: gradients, **line(layers, tokens)} for line in lines]
+        for moment in found[1:3]:  # in the head
+            moment[LOGITS] = moment.get(LOGITS, 0) * some // step.chunk + model.softmax_bytes(some)
+        return found
+
+    found = moments(model.layers, model.gradients)
     if every <= tokens:
         early = model.gradients - model.embedding_gradient
-        last = [{**lines[3](1, tokens), GRADIENTS: early}, *({**moment, GRADIENTS: early} for moment in moments[4:])]
-        moments = [*({**moment, GRADIENTS: 0} for moment in moments[:4]), *last]
-    forward, backward = (max(part, key=lambda one: sum(one.values())) for part in (moments[:2], moments[2:]))
-    return {"forward": forward, "backward": backward, "optimizer": {GRADIENTS: model.gradients}}
-
-
-def _quiet(model: ShapeModel, step: StepShape, of: int) -> Sizes:
-    tokens = step.in_a_pass(of)
-    some = min(step.chunk, tokens)
-    return {**model.quiet_line(model.layers, tokens), LOGITS: model.logits_bytes(some) + model.softmax_bytes(some)}
-
-
-def _rollouts(model: ShapeModel, engine: EngineShape, work: Workload, of_a_step: int) -> dict[str, Sizes]:
-    """Prefill and decode of one `generate`."""
-    layout = KvLayout(model.layers, model.kv_heads, model.head_dim, model.dtype)
-    each, longest = layout.block_bytes, max(work.prompts)
-    keys = engine.sparsity.capacity(work.longest, longest + work.longest)
-    parked = engine.sparsity.capacity(engine.prefix + 1, longest + engine.prefix + 1) if engine.prefix else 0
-    first = keys if isinstance(engine.sparsity, Budget) else 1
-    shape = KvShape(
-        work.rollouts, len(work.prompts), *(each * blocks_for(tokens) for tokens in (longest, first, keys, parked))
-    )
-    room = engine.sampler.fit(shape, of_a_step)
-    rows, waits = room.slots, shape.parked_bytes * work.rollouts if room.probes else 0
-    prompts = sorted((BLOCK * blocks_for(tokens) for tokens in work.prompts), reverse=True)[:rows]
-    if model.on_cpu:  # where memory counts once it is written
-        begun = layout.bytes_per_token * sum(prompts) + shape.page_bytes * rows
-        kv = layout.bytes_per_token * (sum(prompts) + rows * round_up(min(work.longest, keys), BLOCK)) + waits
-    else:
-        begun = kv = min(shape.most, shape.prompts * shape.prompt_bytes + rows * shape.slot_bytes + waits)
-    if room.budget is not None:
-        begun, kv = min(begun, room.budget), min(kv, room.budget)
-    passed = min(max(PREFILL_TOKENS, max(prompts)), sum(prompts))
-    copies = model.copied(engine.packed)
-    logits = model.logits_bytes(rows) + _drawing(model, rows)
-    activations = [copies + model.quiet_line(model.layers, tokens)[ACTIVATIONS] for tokens in (passed, rows)]
+        found = [*moments(model.layers, 0)[:4], moments(1, early)[3], *moments(model.layers, early)[4:]]
     return {
-        "prefill": {KV: begun, LOGITS: logits, ACTIVATIONS: activations[0] + layout.bytes_per_token * passed},
-        "decode": {KV: kv, LOGITS: logits, ACTIVATIONS: activations[1]},
+        "forward": _fullest(*found[:2]),
+        "backward": _fullest(*found[2:]),
+        "optimizer": {GRADIENTS: model.gradients},
     }
 
 
-def _drawing(model: ShapeModel, rows: int) -> int:
-    """Bytes of probabilities and their sums, in float32; a CPU draws from few rows at a time."""
-    some = min(rows, max(1, _DRAWN_AT_ONCE // model.vocabulary)) if model.on_cpu else rows
-    return 3 * 4 * some * model.vocabulary
+def _no_gradients(model: ShapeModel, step: StepShape, take: int) -> Sizes:
+    """Predict log-probabilities of `take` rollouts of each prompt."""
+    tokens = step.in_a_pass(step.rollouts.tokens(take, step.share))
+    some = min(step.chunk, tokens)
+    logits = model.logits_bytes(some) + model.softmax_bytes(some)
+    return {**model.line_without_gradients(model.layers, tokens), LOGITS: logits}
+
+
+def _rollouts(model: ShapeModel, step: StepShape, sampler: Sampler, work: Workload) -> dict[str, Sizes]:
+    """Predict prefill and decode of one `generate`."""
+    layout = KvLayout(model.layers, model.kv_heads, model.head_dim, model.dtype)
+    per_step = step.rollouts.rollouts
+    cache = KvPlan.of(layout, sampler, step.sparsity, work.requests, per_step, step.prefix, pauses=False)
+    token, rows = layout.bytes_per_token, cache.room.slots
+    prompts = sorted((BLOCK * blocks_for(tokens) for tokens in work.prompts), reverse=True)[:rows]
+    begun = kv = cache.blocks * layout.block_bytes
+    if model.on_cpu:  # where memory counts once it is written
+        own = rows * token * round_up(min(work.longest, cache.keys), BLOCK) + cache.spare_blocks * layout.block_bytes
+        begun, kv = (min(kv, token * sum(prompts) + held) for held in (cache.shape.page_bytes * rows, own))
+    passed = min(max(PREFILL_TOKENS, max(prompts)), sum(prompts))
+    drawn = min(rows, max(1, _DRAWN_AT_ONCE // model.vocabulary)) if model.on_cpu else rows
+    # with probabilities and their sums in float32
+    logits = model.logits_bytes(rows) + 3 * 4 * drawn * model.vocabulary
+    prefill, decode = (
+        model.copied(step.packed) + model.line_without_gradients(model.layers, tokens)[ACTIVATIONS]
+        for tokens in (passed, rows)
+    )
+    return {
+        "prefill": {KV: begun, LOGITS: logits, ACTIVATIONS: prefill + token * passed},
+        "decode": {KV: kv, LOGITS: logits, ACTIVATIONS: decode},
+    }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from grpo_cli.learner.forward import packs_rows
 from grpo_cli.learner.logprobs import chosen_logprobs
 from grpo_cli.learner.old_policy import average_bytes, pass_before
 from grpo_cli.learner.optimizer import state_bytes
-from grpo_cli.memory.plan import EngineShape, MemoryPlan, StepShape, Workload, plan
+from grpo_cli.memory.plan import MemoryPlan, StepShape, Workload, plan
 from grpo_cli.memory.shapes import ShapeModel, trained
 from grpo_cli.model.checkpointing import last_states
 from grpo_cli.model.checks import window_of
@@ -32,6 +34,7 @@ from grpo_cli.support.memory import resident_bytes
 Values = Mapping[str, Any]  # by dotted key
 TOKENS, CHUNK, SLOTS = "train.micro_batch_tokens", "train.logprob_chunk", "sampler.slots"
 RECOMPUTE, OFFLOAD, PARK = "model.gradient_checkpointing", "model.offload_activations", "optim.park"
+AS_IT_IS: Values = MappingProxyType({})
 ALL_AT_ONCE = 1 << 30  # tokens
 
 
@@ -42,77 +45,65 @@ class Planner:
     run: Prepared[Any]
     device: torch.device
     step: StepShape
-    _shapes: dict[tuple[str, bool], ShapeModel] = field(default_factory=dict, repr=False)
+    shapes: Callable[[str, bool], ShapeModel]  # of a model that recomputes, and offloads activations
 
     @classmethod
     def of(cls, run: Prepared[Any], device: torch.device, workspace: int = 0) -> Planner:
         """Build it for a process that holds `workspace` bytes without the run."""
         settings, (rollouts, evaluation) = run.settings, _workloads(run)
+        model, tokens = settings.model, settings.train.micro_batch_tokens
+
+        @cache
+        def shapes(recompute: str, offload: bool) -> ShapeModel:
+            return ShapeModel(replace(model, gradient_checkpointing=recompute, offload_activations=offload), device)
+
         built = engine_parts(factories({name: settings.parts[name] for name in ENGINE_PARTS}), {"seed": settings.seed})
-        engine = EngineShape(
-            built["sampler"],
-            built["sparsity"],
-            built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0,
-            bool(settings.parts["engine"].get("packed_weights")) and device.type == "cpu",
-        )
         correction, several = run.rules.correction, settings.train.epochs * settings.train.minibatches > 1
         m = settings.m if settings.m < settings.n else rollouts.n
-        before = correction.needs_policy_logprobs or several or settings.model.lora.dropout > 0
+        before = correction.needs_policy_logprobs or several or model.lora.dropout > 0
         over_all = correction.rejects and pass_before(correction.prox, True)
-        packs = window_of(model_config(settings.model, any_family=True)) is None
-        tokens = settings.train.micro_batch_tokens
-        shapes = ShapeModel(settings.model, device)
         step = StepShape(
             rollouts=rollouts,
             m=m,
-            engine=engine if is_ours(settings) else None,
+            sampler=built["sampler"] if is_ours(settings) else None,
+            sparsity=built["sparsity"],
             evaluation=evaluation,
             tokens=ALL_AT_ONCE if tokens == AUTO else tokens,
             chunk=settings.train.logprob_chunk,
-            share=packs_rows(settings.model, device, packs),
+            share=packs_rows(model, device, window_of(model_config(model, any_family=True)) is None),
+            prefix=built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0,
+            packed=bool(settings.parts["engine"].get("packed_weights")),
             minibatches=settings.train.minibatches,
             logprobs_of=rollouts.n if over_all else m if pass_before(correction.prox, before) else 0,
             reference=run.rules.loss.needs_reference,
-            second_model=not settings.model.adapted or settings.model.adapter is not None,
-            optimizer=_optimizer_bytes(settings, shapes),
+            second_model=not model.adapted or model.adapter is not None,
+            optimizer=_optimizer_bytes(settings, shapes(model.gradient_checkpointing, model.offload_activations)),
             parks=settings.optim.park and device.type != "cpu",
             workspace=workspace,
         )
-        model = settings.model
-        return cls(run, device, step, {(model.gradient_checkpointing, model.offload_activations): shapes})
+        return cls(run, device, step, shapes)
 
     @property
     def of_updates(self) -> Planner:
         """The planner of a step without rollouts."""
-        return replace(self, step=replace(self.step, engine=None, evaluation=None))
+        return replace(self, step=replace(self.step, sampler=None))
 
-    def plan(self, values: Values = {}) -> MemoryPlan:  # noqa: B006
+    def plan(self, values: Values = AS_IT_IS) -> MemoryPlan:
         """Compute the plan with these settings in place of the run's."""
-        step = replace(
-            self.step,
-            tokens=values.get(TOKENS, self.step.tokens),
-            chunk=values.get(CHUNK, self.step.chunk),
-            parks=values.get(PARK, self.step.parks),
-        )
-        if SLOTS in values and step.engine is not None:
-            sampler = step.engine.sampler.with_slots(values[SLOTS])
-            step = replace(step, engine=replace(step.engine, sampler=sampler))
-        return plan(self._shapes_with(values), step)
+        step, model = self.step, self.run.settings.model
+        tokens, chunk = values.get(TOKENS, step.tokens), values.get(CHUNK, step.chunk)
+        step = replace(step, tokens=tokens, chunk=chunk, parks=values.get(PARK, step.parks))
+        if SLOTS in values and step.sampler is not None:
+            step = replace(step, sampler=step.sampler.with_slots(values[SLOTS]))
+        recompute = values.get(RECOMPUTE, model.gradient_checkpointing)
+        offload = recompute == "full" and values.get(OFFLOAD, model.offload_activations)
+        return plan(self.shapes(recompute, offload), step)
 
-    def most(self, key: str, room: int, values: Values = {}) -> int | None:  # noqa: B006
+    def most(self, key: str, room: int, values: Values = AS_IT_IS) -> int | None:
         """Return the largest micro-batch or number of slots with which a step fits; None if not even one does."""
         rollouts = self.step.rollouts
         most = rollouts.rollouts if key == SLOTS else rollouts.tokens(self.step.m, self.step.share)
         return largest(most, lambda number: self.plan({**values, key: number}).peak <= room)
-
-    def _shapes_with(self, values: Values) -> ShapeModel:
-        model = self.run.settings.model
-        recompute = values.get(RECOMPUTE, model.gradient_checkpointing)
-        offload = recompute == "full" and values.get(OFFLOAD, model.offload_activations)
-        if (recompute, offload) not in self._shapes:
-            changed = replace(model, gradient_checkpointing=recompute, offload_activations=offload)
-            self._shapes[recompute, offload] = ShapeModel(changed, self.device)
-        return self._shapes[recompute, offload]
 
 
 def largest(most: int, fits: Callable[[int], bool]) -> int | None:
@@ -177,12 +168,11 @@ def not_planned(run: Prepared[Any]) -> tuple[str, ...]:
 
 def _workloads(run: Prepared[Any]) -> tuple[Workload, Workload | None]:
     """Return a step's rollouts and an evaluation's, on the first prompts of the task."""
-    settings, problems, model = run.settings, -(-run.at_once // run.settings.n), run.settings.model
+    settings, problems, model = run.settings, -(-(run.at_once or 0) // run.settings.n), run.settings.model
     # A plan needs only a preset's shape, if there is one, and the embedded tokenizer.
     tokenizer = load_tokenizer(model if model.architecture is None else replace(model, random_init=True))
-    # The run itself gives the warnings when it makes the task.
-    quiet: Callable[[str], None] = lambda line: None  # noqa: E731
-    offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": 1 << 20, "warn": quiet}
+    # Without its warnings, which the run itself gives.
+    offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": 1 << 20, "warn": lambda line: None}
     task = make("task", settings.parts["task"], offered)
 
     def work(prompts: Sequence[Any], n: int) -> Workload:

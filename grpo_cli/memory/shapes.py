@@ -6,11 +6,12 @@ of one layer and of two, each with two numbers of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -87,13 +88,16 @@ class ShapeModel:
         self.head_dim = getattr(self.config, "head_dim", None) or (
             self.config.hidden_size // self.config.num_attention_heads
         )
+        # The precision of products.
+        self.dtype: torch.dtype = getattr(torch, settings.dtype if settings.autocast == "none" else settings.autocast)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._models = [self._made(layers) for layers in LAYERS]
-        self.train_lines = lru_cache(maxsize=None)(self._train_lines)
+        self.train_lines = cache(self._train_lines)
 
     def _made(self, layers: int) -> Any:
         settings = replace(self.settings, random_init=True, quantize="none", offload_activations=False)
-        with self._fake, _unmoved():
+        # PEFT moves new adapters to the device that they are on already, which a fake parameter cannot be.
+        with self._fake, patch.object(nn.Module, "to", lambda module, *_, **__: module):
             model = load_model(settings, torch.device("cpu"), any_family=True, layers=layers)
         backbone(model).config._attn_implementation = _ATTENTION
         if self.settings.offload_activations:
@@ -101,7 +105,7 @@ class ShapeModel:
             recompute_layers(model, "full", keep)
         return model
 
-    def of_all_layers(self, count: Any) -> int:
+    def of_all_layers(self, count: Callable[[Any], int | float]) -> int:
         """Extrapolate a number that is affine in layers."""
         few, many = map(count, self._models)
         return int(few + (many - few) * (self.layers - LAYERS[0]))
@@ -115,41 +119,37 @@ class ShapeModel:
         weight = self._models[0].get_input_embeddings().weight
         return int(weight.nbytes) if weight.requires_grad else 0
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The precision of products."""
-        word = self.settings.dtype if self.settings.autocast == "none" else self.settings.autocast
-        found: torch.dtype = getattr(torch, word)
-        return found
-
     def logits_bytes(self, rows: int) -> int:
         return rows * self.vocabulary * self.dtype.itemsize
 
     def softmax_bytes(self, rows: int) -> int:
-        """Bytes of two numbers in float32 for each logit of the rows that are converted together."""
+        """Return the bytes of two numbers in float32 for each logit of the rows that are converted together."""
         return 8 * self.vocabulary * min(rows, max(1, _AT_ONCE[self.device.type] // self.vocabulary))
 
     def copied(self, packed: bool) -> int:
-        """Bytes of the copies of weights that rollouts multiply by: in another precision, or on a CPU packed (large
-        models), or joined (small ones)."""
+        """Return the bytes of the copies of weights that rollouts multiply by: in another precision, or on a CPU packed
+        (large models), or joined (small ones)."""
         if self._bits is not None:
             return 0
         is_small = self.of_all_layers(lambda model: sum(x.weight.numel() for x in linear_layers(model))) < PACKED_FROM
         every = self.on_cpu and (packed or is_small)
-        return self.dtype.itemsize * self.of_all_layers(
-            lambda model: sum(
-                layer.weight.numel() for layer in linear_layers(model) if every or layer.weight.dtype != self.dtype
-            )
-        )
+
+        def copies(model: Any) -> int:
+            weights = [layer.weight for layer in linear_layers(model)]
+            return sum(weight.numel() for weight in weights if every or weight.dtype != self.dtype)
+
+        return self.dtype.itemsize * self.of_all_layers(copies)
 
     @cached_property
     def weights(self) -> int:
         """Bytes of all weights and buffers, shared ones counted once."""
-        whole = self.of_all_layers(lambda model: storage_bytes([*model.parameters(), *model.buffers()]))
-        spared = self.of_all_layers(
-            lambda model: sum(w.nbytes - w.numel() * (self._bits or 0) / 8 for w in _quantised(model))
-        )
-        return whole - (0 if self._bits is None else spared)
+
+        def held(model: Any) -> int | float:
+            whole = storage_bytes([*model.parameters(), *model.buffers()])
+            bits = self._bits
+            return whole - (0 if bits is None else sum(w.nbytes - w.numel() * bits / 8 for w in _quantised(model)))
+
+        return self.of_all_layers(held)
 
     @property
     def dequantised(self) -> int:
@@ -158,34 +158,33 @@ class ShapeModel:
             return 0
         return self.dtype.itemsize * max(weight.numel() for weight in _quantised(self._models[0]))
 
-    @contextmanager
-    def _watched(self, model: Any, spares: bool, training: bool) -> Iterator[Allocations]:
-        """Within it every new tensor is fake and counted."""
-        with ExitStack() as stack:
-            stack.enter_context(sparing(spares))
-            stack.enter_context(self._fake)
-            allocations = stack.enter_context(Allocations(model))
-            stack.enter_context(torch.set_grad_enabled(training))
-            precision = self.settings.autocast
-            stack.enter_context(
-                nullcontext() if precision == "none" else torch.autocast("cpu", getattr(torch, precision))
-            )
-            model.train(training)
-            yield allocations
+    @cached_property
+    def line_without_gradients(self) -> Affine:
+        """The memory of the layers, one after the other."""
+        tokens = 2048, 4096
+        found = [self._pass(self._models[0], count, None, True)[0] for count in tokens]
+        return Affine(tokens, [found, found])
 
     def _train_lines(self, chunk: int, spares: bool) -> list[Affine]:
         """Return the parts of a forward and backward pass: layers, head, back through the head, the layers, the
         embedding. Gradients of an earlier pass are there."""
         tokens = max(2048, 4 * chunk), max(4096, 8 * chunk)
-        found = [[self._train_pass(model, count, chunk, spares) for count in tokens] for model in self._models]
+        found = [[self._pass(model, count, chunk, spares) for count in tokens] for model in self._models]
         return [Affine(tokens, part) for part in zip(*(zip(*row, strict=True) for row in found), strict=True)]
 
-    def _train_pass(self, model: Any, tokens: int, chunk: int, spares: bool) -> list[Sizes]:
+    def _pass(self, model: Any, tokens: int, chunk: int | None, spares: bool) -> list[Sizes]:
+        """Return the peaks of the parts of a pass, that of the layers alone without a `chunk` of tokens to train on."""
         peaks: list[Sizes] = []
-        with self._fake:
-            for parameter in trained(model):
-                parameter.grad = torch.zeros_like(parameter)
-        with self._watched(model, spares, training=True) as allocations:
+        with ExitStack() as stack:
+            stack.enter_context(self._fake)
+            if chunk is not None:
+                for parameter in trained(model):
+                    parameter.grad = torch.zeros_like(parameter)
+            allocations = stack.enter_context(Allocations(model))
+            stack.enter_context(sparing(spares))
+            stack.enter_context(torch.set_grad_enabled(chunk is not None))
+            stack.enter_context(torch.autocast("cpu", self.dtype, enabled=self.settings.autocast != "none"))
+            model.train(chunk is not None)
 
             def note(*_: Any) -> None:
                 peaks.append(allocations.take_peak())
@@ -198,27 +197,18 @@ class ShapeModel:
             ids = torch.zeros(1, tokens, dtype=torch.long)
             states = last_states(model, ids)[0]
             note()
-            states.register_hook(note)
-            few = ids[0, : 4 * chunk]  # more of them would take time and no other bytes
-            values = chosen_logprobs(model, states.index_select(0, few), few, 1.0, chunk, _OF_NO_SIZE)
-            note()
-            del states
-            values.sum().backward()
-            note()
+            if chunk is not None:
+                states.register_hook(note)
+                few = ids[0, : 4 * chunk]  # more of them would take time and no other bytes
+                values = chosen_logprobs(model, states.index_select(0, few), few, 1.0, chunk, _OF_NO_SIZE)
+                note()
+                del states
+                values.sum().backward()
+                note()
             embedding.remove()
         for parameter in trained(model):
             parameter.grad = None
         return peaks
-
-    @cached_property
-    def quiet_line(self) -> Affine:
-        """The memory of the layers without gradients, one after the other."""
-        tokens, found = (2048, 4096), list[Sizes]()
-        for count in tokens:
-            with self._watched(self._models[0], True, training=False) as allocations:
-                last_states(self._models[0], torch.zeros(1, count, dtype=torch.long))
-                found.append(allocations.take_peak())
-        return Affine(tokens, [found, found])
 
 
 def trained(model: Any) -> list[Tensor]:
@@ -229,15 +219,3 @@ def _quantised(model: Any) -> list[Tensor]:
     """Return the weights that bitsandbytes quantises: of linear layers, but for the head and the adapters."""
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return [module.weight for name, module in named if "lora_" not in name and not name.endswith("lm_head")]
-
-
-@contextmanager
-def _unmoved() -> Iterator[None]:
-    """Make `Module.to` do nothing: PEFT moves new adapters to the device that they are on already, and PyTorch moves a
-    fake parameter by swapping it, which is not allowed for one that the mode tracks."""
-    move = nn.Module.to
-    setattr(nn.Module, "to", lambda module, *_, **__: module)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(nn.Module, "to", move)  # noqa: B010

@@ -34,6 +34,16 @@ def base_of(folder: Path) -> str:
     return str(read_config(folder).get("base_model_name_or_path") or "")
 
 
+def checkpoint_settings(folder: Path, without_files: bool, on_its_base: bool = False) -> dict[str, Any]:
+    """Return the settings of a model that load what is saved in `folder`: a model, or adapters for the base beside
+    them, or `on_its_base` the one that they name. `without_files` as in the settings of the run that saved it."""
+    found: dict[str, Any] = {"adapter" if has_adapters(folder) else "path": str(folder), "random_init": False}
+    if has_adapters(folder) and (on_its_base or (folder / BASE).is_dir()):
+        found["path"] = base_of(folder)
+    ends = {"eos_tokens": ()} if without_files else {}  # others would be of a tokenizer that was not loaded
+    return found | ends
+
+
 def with_adapters(model: Any, settings: ModelSettings) -> Any:
     """Freeze the model's weights and give it adapters to train: new ones, which change nothing yet, or saved ones.
 

@@ -60,8 +60,8 @@ def layout(numbers: tuple[int, ...], device: torch.device) -> tuple[Spans, Trunk
     branches = np.concatenate([np.arange(start + tree[0], start + sum(tree)) for tree, start in split])
     trunks = np.concatenate([np.arange(start, start + tree[0]) for tree, start in split])
     spans = Spans.of([sum(tree[1:]) for tree, _ in split], [tree[0] for tree, _ in split], False, device)
-    of_branches, of_trunks = send(device, branches, trunks)
-    return own, Trunks(of_branches, of_trunks, spans)
+    branch_tokens, trunk_tokens = send(device, branches, trunks)
+    return own, Trunks(branch_tokens, trunk_tokens, spans)
 
 
 def serves(q: Tensor) -> bool:
@@ -75,8 +75,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, trees: list[int], scale: float) -> 
     own, above = layout(tuple(trees), q.device)
     out, lse = _forward(q, k, v, own, scale)
     if above is not None:
-        at, of = above.branches, above.trunks
-        out_above, lse_above = _forward(q[at], k[of], v[of], above.spans, scale)
+        at, seen = above.branches, above.trunks
+        out_above, lse_above = _forward(q[at], k[seen], v[seen], above.spans, scale)
         lse_own = lse[:, at]
         share = torch.sigmoid(lse_above - lse_own).t().unsqueeze(-1)
         out[at] = out[at].float().lerp_(out_above.float(), share).to(out.dtype)
@@ -89,14 +89,14 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, trees: list[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     own, above = layout(tuple(trees), q.device)
-    found = _backward(grad, q, k, v, out, logs, own, scale)
+    grads = _backward(grad, q, k, v, out, logs, own, scale)
     if above is not None:
-        at, of = above.branches, above.trunks
+        at, seen = above.branches, above.trunks
         # The kernels read log-sum-exps as if they were contiguous, which those of a slice are not.
-        some = grad[at], q[at], k[of], v[of], out[at], logs[:, at].contiguous()
-        for whole, place, one in zip(found, (at, of, of), _backward(*some, above.spans, scale), strict=True):
+        some = grad[at], q[at], k[seen], v[seen], out[at], logs[:, at].contiguous()
+        for whole, place, one in zip(grads, (at, seen, seen), _backward(*some, above.spans, scale), strict=True):
             whole[place] += one
-    return found
+    return grads
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, at: Spans, scale: float) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from grpo_cli.model.adapters import BASE, base_of, has_adapters, with_adapters
+from grpo_cli.model.adapters import BASE, base_of, checkpoint_settings, has_adapters, with_adapters
 from grpo_cli.model.anatomy import is_llama_shaped, unwrapped
 from grpo_cli.model.checkpointing import recompute_layers
 from grpo_cli.model.checks import architecture_of, check_config, check_device, check_stored, check_weights
@@ -104,13 +104,7 @@ def _recompute(model: PreTrainedModel, settings: ModelSettings) -> None:
 
 def at_checkpoint(settings: ModelSettings, folder: Path) -> ModelSettings:
     """Return the settings that load what a run of `settings` saved in `folder`: a model, or adapters for its base."""
-    eos_tokens = () if settings.without_files else settings.eos_tokens
-    if not has_adapters(folder):
-        return replace(settings, path=str(folder), random_init=False, eos_tokens=eos_tokens)
-    if (folder / BASE).is_dir():
-        base = str(folder / BASE)
-        return replace(settings, path=base, random_init=False, eos_tokens=eos_tokens, adapter=str(folder))
-    return replace(settings, adapter=str(folder))
+    return replace(settings, **checkpoint_settings(folder, settings.without_files))
 
 
 def model_config(settings: ModelSettings, any_family: bool = False) -> PreTrainedConfig:

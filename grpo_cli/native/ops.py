@@ -48,15 +48,15 @@ def norm(
 
 def rotate(x: Float[Tensor, "N heads D"], cos: Float[Tensor, "N 1 D"], sin: Float[Tensor, "N 1 D"]) -> None:
     """Apply a rotary position embedding in place; the first half of `sin` has its sign."""
-    of = x.data_ptr(), x.stride(0), _half(x), cos.data_ptr(), sin.data_ptr(), _half(cos)
-    library("decode").rotate(*x.shape, *of)
+    args = x.data_ptr(), x.stride(0), _half(x), cos.data_ptr(), sin.data_ptr(), _half(cos)
+    library("decode").rotate(*x.shape, *args)
 
 
 def silu(gate: Float[Tensor, "N W"], up: Float[Tensor, "N W"]) -> Float[Tensor, "N W"]:
     """Return silu(gate) * up; both have the same distance between rows."""
     out = torch.empty(gate.shape, dtype=gate.dtype)
-    of = gate.data_ptr(), up.data_ptr(), gate.stride(0), _half(gate), out.data_ptr()
-    library("decode").silu(*gate.shape, *of)
+    args = gate.data_ptr(), up.data_ptr(), gate.stride(0), _half(gate), out.data_ptr()
+    library("decode").silu(*gate.shape, *args)
     return out
 
 
@@ -67,8 +67,8 @@ def draw(
     logits, uniform = logits.contiguous(), uniform.contiguous()
     assert uniform.dtype == torch.float64 and temperature.dtype == torch.float32, "as they are drawn and kept"
     tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
-    of = logits.data_ptr(), _half(logits), temperature.data_ptr(), uniform.data_ptr()
-    library("decode").draw(*logits.shape, *of, tokens.data_ptr(), logprobs.data_ptr())
+    args = logits.data_ptr(), _half(logits), temperature.data_ptr(), uniform.data_ptr()
+    library("decode").draw(*logits.shape, *args, tokens.data_ptr(), logprobs.data_ptr())
     return tokens, logprobs
 
 
@@ -112,8 +112,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    found = torch.ops.grpo_cli.tree_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.trees, ctx.scale)
-    return *found, None, None
+    grads = torch.ops.grpo_cli.tree_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.trees, ctx.scale)
+    return *grads, None, None
 
 
 def _empty(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from grpo_cli.report.compare import Arm, Comparison, Estimate
 from grpo_cli.report.curves import accuracy_label
 from grpo_cli.report.read import Run
 from grpo_cli.support import terminal
-from grpo_cli.support.formatting import duration, short, shown, size, sparkline
+from grpo_cli.support.formatting import duration, gib, short, shown, sparkline
 
 NOTHING = "–"
 SPARK_WIDTH = 16
@@ -84,7 +84,7 @@ MEANS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "training time": ("seconds", _seconds),
     "generated tokens": ("generated_tokens", short),
     "trained tokens": ("trained_tokens", short),
-    "peak memory": ("peak_bytes", size),
+    "peak memory": ("peak_bytes", gib),
 }
 
 

@@ -7,8 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_cli.support.errors import UserError
-
 
 def is_a(kind: Any, value: Any) -> bool:
     """True if the value has this YAML type: true is not a number, but a whole number is a float."""
@@ -44,11 +42,6 @@ def short(value: float | int) -> str:
     return f"{value:.0f}" if value == int(value) else f"{value:.3g}"
 
 
-def size(num_bytes: float | int) -> str:
-    """Bytes in binary units: 812 MiB, 1.4 GiB."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
-
-
 def duration(seconds: float | int) -> str:
     """Seconds as 42 s, 4m07s or 3h05m."""
     whole = max(0, round(seconds))
@@ -82,19 +75,15 @@ _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", 1)}
 
 
-def parse_bytes(text: str | int, key: str = "sampler.kv_budget") -> int:
-    """`512MiB`, `1.5GB` or a plain number of bytes; `key` is named in errors."""
+def parse_bytes(text: str | int) -> int:
+    """Return `512MiB`, `1.5GB` or a plain number in bytes; 0 for what is no size, or none of 1 byte to 2^63."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
-    if match is None or match[2].lower() not in _UNITS:
-        raise UserError(f"{key}={text} is no size; write a number of bytes or for example 512MiB or 2GB")
-    found = float(match[1]) * _UNITS[match[2].lower()]
-    if not 1 <= found < 2**63:
-        raise UserError(f"{key}={text} must be from 1 byte to less than 2^63")
-    return int(found)
+    found = float(match[1]) * _UNITS.get(match[2].lower(), 0) if match else 0
+    return int(found) if found < 2**63 else 0
 
 
-def gib(size: int) -> str:
-    """Bytes in binary units, with more digits than `size`.
+def gib(size: float | int) -> str:
+    """Format bytes in binary units.
 
     >>> gib(3 * 2**20), gib(5 * 2**30 // 2)
     ('3.0 MiB', '2.50 GiB')

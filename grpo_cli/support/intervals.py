@@ -11,14 +11,7 @@ NORMAL_95 = 1.959963984540054  # two-sided 95 % quantile of the standard normal 
 
 @cache
 def student_95(freedom: int) -> float:
-    """Two-sided 95 % quantile of Student's t distribution of so many degrees of freedom, by bisection.
-
-    Above 200, where that would take long, by the expansion in 1 / freedom, to seven digits (Fisher and Cornish 1960).
-    """
-    if freedom > 200:
-        z = NORMAL_95
-        terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-        return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+    """Return the two-sided 95 % quantile of Student's t distribution of so many degrees of freedom, by bisection."""
     low, high = NORMAL_95, 12.71  # that of one degree, the largest, is 12.7062
     for _ in range(50):
         middle = (low + high) / 2
@@ -27,7 +20,7 @@ def student_95(freedom: int) -> float:
 
 
 def _within(t: float, freedom: int) -> float:
-    """P(|T| < t): a finite series in the cosine of arctan(t / sqrt(freedom)) (Abramowitz and Stegun, 26.7.3 and 4)."""
+    """Return P(|T| < t): a finite series in the cosine of arctan(t / sqrt(freedom)) (Abramowitz, Stegun, 26.7.3, 4)."""
     angle = math.atan(t / math.sqrt(freedom))
     odd = freedom % 2
     total, term = 0.0, math.cos(angle) if odd else 1.0
@@ -39,7 +32,7 @@ def _within(t: float, freedom: int) -> float:
 
 
 def pass_at_k(correct: int, n: int, k: int) -> float:
-    """Unbiased probability that at least one of k answers is right, from n answers of which `correct` are.
+    """Return the unbiased probability that at least one of k answers is right, from n of which `correct` are.
 
     1 - C(n - c, k) / C(n, k), the share of k-subsets with a right answer (Chen et al. 2021, arXiv 2107.03374). The
     naive 1 - (1 - c/n)^k is biased low.
@@ -50,7 +43,7 @@ def pass_at_k(correct: int, n: int, k: int) -> float:
 
 
 def wilson_interval(successes: float | int, n: float | int) -> tuple[float, float]:
-    """95 % score interval of a proportion (Wilson 1927): inside [0, 1] and of sensible width even at 0 and at n.
+    """Return the 95 % score interval of a share (Wilson 1927): inside [0, 1] and of sensible width even at 0 and at n.
 
     `n` may be an effective number of trials and need not be whole. Without trials nothing is known: (0, 1).
     """
@@ -66,7 +59,7 @@ def wilson_interval(successes: float | int, n: float | int) -> tuple[float, floa
 
 
 def mean_interval(values: Sequence[float], trials: int = 1) -> tuple[float, float]:
-    """95 % interval of the mean of values in [0, 1], such as one pass@k per problem; problems are what is sampled.
+    """Return the 95 % interval of the mean of values in [0, 1], such as a pass@k of each problem that is sampled.
 
     The Wilson interval with an effective number of trials: n p(1-p) / s^2 coin flips with the mean's probability have
     a mean as uncertain as this one. Values of 0 and 1 alone thus give `wilson_interval`, also when they are all 0 or

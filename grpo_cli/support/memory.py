@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of the tensors' storages, shared ones once, by identity."""
+    """Return the bytes of the tensors' storages, shared ones once, by identity."""
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
@@ -31,20 +31,18 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 # Freed memory that a process may keep, of all that it may use. What was returned to the system is handed out again
 # page by page, which takes a small model a tenth of a step; a large model needs what it would keep.
 _KEPT = 1 / 32
-
-
 _room: int | None = None  # that the user has given this process
 
 
 def is_little(nbytes: int) -> bool:
-    """True if it is little of the memory that this process may use: of the machine, its control groups, and what the
-    user has given it."""
+    """Return whether it is little of the memory that this process may use: of the machine, its control groups, and what
+    the user has given it."""
     return nbytes <= _KEPT * min(_host_bytes(), _room or _host_bytes())
 
 
 @cache
 def _host_bytes() -> int:
-    return min([int(psutil.virtual_memory().total), *(group.limit for group in _control_groups())])
+    return min([total_bytes(torch.device("cpu")), *(limit for limit, _ in _control_groups())])
 
 
 def keep_freed(room: int | None) -> None:
@@ -84,28 +82,28 @@ def _of_glibc(name: str) -> Any:
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
+def total_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU, or of the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total)
+
+
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process may still allocate: of its share of a GPU, or of the machine and its control groups."""
+    """Return the bytes that this process may still allocate: of its share of a GPU, or of the machine and its control
+    groups."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         share = int(torch.cuda.get_per_process_memory_fraction() * total)  # of the current device: takes no other
         return min(free, share - torch.cuda.memory_reserved(device))
-    return min([int(psutil.virtual_memory().available), *(group.limit - group.used for group in _control_groups())])
-
-
-@dataclass(frozen=True)
-class ControlGroup:
-    """Return its limit and what counts towards it, in bytes; cached files, which give way, do not count here."""
-
-    limit: int
-    used: int
+    return min([int(psutil.virtual_memory().available), *(limit - used for limit, used in _control_groups())])
 
 
 def _control_groups(
     own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> Iterator[ControlGroup]:
-    """Yield the process's control groups that limit memory, and their parents. In a container the paths may not exist,
-    the root being its group."""
+) -> Iterator[tuple[int, int]]:
+    """Yield limit and use, in bytes, of the process's control groups that limit memory, and of their parents. Cached
+    files, which give way, do not count. In a container the paths may not exist, the root being its group."""
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers:  # of version 1
@@ -116,26 +114,24 @@ def _control_groups(
             if group.is_relative_to(root) and limit.exists() and limit.read_text().strip() != "max":
                 files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
                 held = int((group / "memory.current").read_text()) - int(files.get("inactive_file", 0))
-                yield ControlGroup(int(limit.read_text()), held)
+                yield int(limit.read_text()), held
 
 
 def resident_bytes() -> int:
-    """Resident bytes of this process."""
+    """Return the resident bytes of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_bytes(device: torch.device | str = "cpu") -> int:
-    """Peak bytes so far: allocated on a GPU, else resident in this process."""
+    """Return the peak bytes so far: allocated on a GPU, else resident in this process."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # Preferred to `ru_maxrss`, which a process inherits from its parent: a small run started by a large program would
+    # report the large one's peak.
     status = Path("/proc/self/status")
-    if status.exists():
-        # Preferred to `ru_maxrss`, which a process inherits from its parent: a small run started by a large program
-        # would report the large one's peak.
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    if found := re.search(r"VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else ""):
+        return int(found[1]) * 1024
     import resource  # not available everywhere
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

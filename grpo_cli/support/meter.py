@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,43 +17,13 @@ _SPANS = "grpo_spans"  # an attribute of errors
 
 
 def spans_around(error: BaseException) -> tuple[str, ...]:
-    """The spans that were open when this error was raised, outermost first."""
+    """Return the spans that were open when this error was raised, outermost first."""
     return getattr(error, _SPANS, ())
 
 
-@dataclass(eq=False)
 class _Span:
-    name: str
-    start: Any  # a reading of the meter's clock
-
-
-class _HostClock:
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.now = now
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-    def settle(self) -> None:
-        """Nothing to wait for."""
-
-
-class _DeviceClock:
-    """Events in a GPU's queue, which can be compared once the queue has reached them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> Any:
-        mark = torch.cuda.Event(enable_timing=True)
-        mark.record()
-        return mark
-
-    def seconds(self, start: Any, end: Any) -> float:
-        return float(start.elapsed_time(end)) / 1e3
-
-    def settle(self) -> None:
-        torch.cuda.synchronize(self._device)
+    def __init__(self, name: str, start: Any) -> None:
+        self.name, self.start = name, start
 
 
 class WallMeter:
@@ -70,18 +39,18 @@ class WallMeter:
         on_phase: Callable[[tuple[str, ...]], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        device = torch.device(device)
+        self._device = torch.device(device)
         self._on_phase = on_phase or (lambda names: None)
-        self._clock = _DeviceClock(device) if device.type == "cuda" else _HostClock(clock)
+        self._now: Callable[[], Any] = _event if self._device.type == "cuda" else clock
         self._open: list[_Span] = []
         self._times: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time the body under `name`, even if it raises."""
-        span = _Span(name, self._clock.now())
+        span = _Span(name, self._now())
         self._open.append(span)
-        self._tell()
+        self._on_phase(self._names())
         try:
             yield
         except Exception as error:
@@ -89,21 +58,22 @@ class WallMeter:
                 setattr(error, _SPANS, self._names())
             raise
         finally:
-            self._credit(span, self._clock.now())
+            self._credit(span, self._now())
             self._open.remove(span)  # not a pop: a generator's body may end out of order
-            self._tell()
+            self._on_phase(self._names())
 
     def take(self) -> Mapping[str, float]:
-        """`time/<name>` in seconds since the last `take`. An open span counts up to now, the rest next time."""
-        if self._open:
-            now = self._clock.now()
-            for span in self._open:
-                self._credit(span, now)
-        if self._times:
-            self._clock.settle()
+        """Return `time/<name>` in seconds since the last `take`. An open span counts up to now, the rest next time."""
+        now = self._now() if self._open else None
+        for span in self._open:
+            self._credit(span, now)
+        on_gpu = self._device.type == "cuda"
+        if self._times and on_gpu:
+            torch.cuda.synchronize(self._device)
         seconds: dict[str, float] = {}
         for name, start, end in self._times:
-            seconds[f"time/{name}"] = seconds.get(f"time/{name}", 0.0) + self._clock.seconds(start, end)
+            taken = start.elapsed_time(end) / 1e3 if on_gpu else end - start
+            seconds[f"time/{name}"] = seconds.get(f"time/{name}", 0.0) + taken
         self._times.clear()
         return seconds
 
@@ -116,8 +86,12 @@ class WallMeter:
     def _names(self) -> tuple[str, ...]:
         return tuple(span.name for span in self._open)
 
-    def _tell(self) -> None:
-        self._on_phase(self._names())
+
+def _event() -> Any:
+    """Return a mark in the GPU's queue, which can be compared once the queue has reached it."""
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record()
+    return mark
 
 
 class NullMeter:

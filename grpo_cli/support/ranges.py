@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from grpo_cli.support.errors import closest
+from grpo_cli.support.formatting import parse_bytes
 
 
 def OneOf(words: Sequence[str]) -> AfterValidator:  # noqa: N802
@@ -23,5 +24,12 @@ def OneOf(words: Sequence[str]) -> AfterValidator:  # noqa: N802
     return AfterValidator(check)
 
 
+def _readable(value: int | str) -> int | str:
+    if not parse_bytes(value):
+        raise PydanticCustomError("one_of", "{listed}", {"listed": "a size such as 512MiB or 2GB"})
+    return value
+
+
+Bytes = Annotated[int | str, AfterValidator(_readable)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_cli.support import terminal as screen
-from grpo_cli.support.formatting import duration, plain, short, size, sparkline
+from grpo_cli.support.formatting import duration, gib, plain, short, sparkline
 from grpo_cli.types import Record
 
 PLAIN_LINES = 100  # about how many step lines a plain run prints
@@ -33,7 +33,7 @@ FACTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("policy", "policy/entropy", lambda value: f"entropy {value:.3f}"),
     ("speed", "speed/tokens_per_second", lambda value: f"{short(value)} tokens/s"),
     ("speed", "time/step", lambda value: f"{value:.2f} s/step"),
-    ("memory", "memory/peak_bytes", lambda value: f"{size(value)} peak"),
+    ("memory", "memory/peak_bytes", lambda value: f"{gib(value)} peak"),
 )
 
 

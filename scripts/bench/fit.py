@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import ROOT, Check, Figures, finish, parsed, parser, settings_of, show
@@ -47,6 +48,8 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "embedded, n=64 m=16": (*TINY, "n=64", "m=16"),
     "embedded, n=64": (*TINY, "n=64"),
     "embedded, with a reference": (*TINY, "n=32", "loss.kl_coef=0.05"),
+    # A decode step has each number of rows, and oneDNN keeps memory for each product in bfloat16.
+    "embedded, bfloat16": ("sampling.max_new_tokens=96", "n=32", "train.prompts=16", "model.autocast=bfloat16"),
     "50 M": (*FIFTY, "n=8"),
     "50 M, n=32 m=4": (*FIFTY, "n=32", "m=4"),
     "50 M, adapters": (*FIFTY, "n=8", "model.lora.rank=8"),
@@ -63,20 +66,18 @@ GROUPS = Path("/sys/fs/cgroup")
 class Ran:
     seconds: float  # of a step
     peak: int  # bytes
-    said: str
+    output: str
 
 
 @contextmanager
 def control_group(limit: int | None) -> Iterator[Path]:
-    """A group of that many bytes; the file to which a process writes its number to be in it."""
+    """Make a group of that many bytes; yield the file to which a process writes its number to be in it."""
     old = (GROUPS / "memory").exists()
     group = (GROUPS / "memory" if old else GROUPS) / f"grpo_fit_{os.getpid()}"
     try:
         group.mkdir()
     except OSError as why:
-        raise SystemExit(
-            f"{group}: no control group can be made here ({why.strerror}); it takes Linux, as root"
-        ) from why
+        raise SystemExit(f"{group}: no control group can be made ({why.strerror}); it takes Linux, as root") from why
     try:
         if limit is not None:
             (group / ("memory.limit_in_bytes" if old else "memory.max")).write_text(str(limit))
@@ -87,23 +88,25 @@ def control_group(limit: int | None) -> Iterator[Path]:
 
 @contextmanager
 def a_folder() -> Iterator[str]:
-    """With the rows and the reward of the workloads that have their own."""
+    """Make a folder with the rows and the reward of the workloads that have their own."""
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "rows.jsonl").write_text(ROWS)
         (Path(place) / "uneven.py").write_text(UNEVEN)
         yield place
 
 
-def environment(args: argparse.Namespace) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
+def grpo(words: Sequence[str], args: argparse.Namespace, place: str, members: Path | str = "/dev/null") -> Any:
+    """Run `grpo train` in a control group."""
+    command = [sys.executable, "-P", "-m", "grpo_cli", "train", *words, *LEAN, f"train.steps={args.steps}"]
+    inside = ["sh", "-c", f'echo $$ > "{members}"; exec "$@"', "sh", *command, f"hydra.run.dir={place}/run"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
+    return subprocess.run(inside, env=environment, cwd=place, capture_output=True, text=True)
 
 
 def ran(words: Sequence[str], args: argparse.Namespace, limit: int | None = None) -> Ran | None:
-    """A run of a few steps; None if it was killed for memory."""
+    """Run a few steps; None if the run was killed for memory."""
     with a_folder() as place, control_group(limit) as members:
-        command = [sys.executable, "-P", "-m", "grpo_cli", "train", *words, *LEAN, f"train.steps={args.steps}"]
-        inside = ["sh", "-c", f'echo $$ > "{members}"; exec "$@"', "sh", *command, f"hydra.run.dir={place}/run"]
-        done = subprocess.run(inside, env=environment(args), cwd=place, capture_output=True, text=True)
+        done = grpo(words, args, place, members)
         if done.returncode in (-9, 137):
             return None
         if done.returncode:
@@ -114,71 +117,52 @@ def ran(words: Sequence[str], args: argparse.Namespace, limit: int | None = None
     return Ran(seconds, summary["peak_memory_bytes"], done.stdout + done.stderr)
 
 
-def ways(args: argparse.Namespace, words: Sequence[str], tokens: int, rollouts: int) -> Iterator[tuple[str, ...]]:
-    """Every way of making this step; tokens that it trains on, and rollouts that it makes."""
-    for way, parts, slots in itertools.product(args.ways, args.parts, args.slots):
-        few = () if slots == 1 else ("sampler=infinite", f"sampler.slots={max(1, rollouts // slots)}")
-        yield (*words, *way, f"train.micro_batch_tokens={-(-tokens // parts)}", *few)
-
-
-def sizes(words: Sequence[str]) -> tuple[int, int]:
-    """Tokens of an update with replies of full length, and rollouts of a step."""
+def ways(args: argparse.Namespace, words: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield every way of making this step."""
     sys.path.append("")  # the current folder, as for `grpo`
     with a_folder() as place, chdir(place):
-        settings = settings_of(*words, *LEAN)
-        step = Planner.of(prepare(settings, lambda line: None), torch.device("cpu"), 0).full
-    return step.tokens_of_update, len(step.rollouts.lengths)
-
-
-def least(words: Sequence[str], args: argparse.Namespace) -> int:
-    """Bytes of the smallest `fit` that is not refused."""
-    command = [sys.executable, "-P", "-m", "grpo_cli", "train", *words, *LEAN, "fit=1MiB"]
-    with a_folder() as place:
-        refused = subprocess.run(command, env=environment(args), cwd=place, capture_output=True, text=True)
-    enough = re.search(r"give fit=(\d+)MiB", refused.stderr)
-    if enough is None:
-        raise SystemExit(f"grpo train {' '.join(words)} fit=1MiB: {refused.stderr[-2000:]}")
-    return int(enough[1]) * MIB
+        run = prepare(settings_of(*words, *LEAN), lambda line: None)
+        step = Planner.of(run, torch.device("cpu")).step  # with completions of full length
+    for way, parts, slots in itertools.product(args.ways, args.parts, args.slots):
+        few = () if slots == 1 else ("sampler=infinite", f"sampler.slots={max(1, step.rollouts.rollouts // slots)}")
+        yield (*words, *way, f"train.micro_batch_tokens={-(-step.tokens_of_update // parts)}", *few)
 
 
 def workload(name: str, args: argparse.Namespace) -> dict[str, Figures]:
-    """Figures of each limit."""
+    """Return the figures of each limit."""
     words = CASES[name]
     tried: dict[tuple[str, ...], Ran] = {}
-    for way in ways(args, words, *sizes(words)):
+    for way in ways(args, words):
         done = ran(way, args)
         assert done is not None, "killed without a limit"
         tried[way] = done
     plain = next(iter(tried.values()))
-    low = least(words, args)
-    found: dict[str, Figures] = {}
+    with a_folder() as place:
+        refused = grpo((*words, "fit=1MiB"), args, place).stderr
+    enough = re.search(r"give fit=(\d+)MiB", refused)
+    if enough is None:
+        raise SystemExit(f"grpo train {' '.join(words)} fit=1MiB: {refused[-2000:]}")
+    low, found = int(enough[1]) * MIB, dict[str, Figures]()
     for share in args.shares:
         limit = int(low + share * max(0, plain.peak - low))
         chosen, best, way = in_turns(words, tried, limit, args)
         label = f"{name}: {limit // MIB} MiB"
-        found[label] = {"limit": limit, "plain_peak": plain.peak, "plain_seconds": plain.seconds}
-        if chosen is None:
-            found[label] |= {"killed": 1}
-        elif best is not None:
-            figures = {"killed": 0, "peak": chosen.peak, "seconds": chosen.seconds, "fastest": best.seconds}
-            found[label] |= {**figures, "ratio": chosen.seconds / best.seconds}
-        else:
-            found[label] |= {"killed": 0, "peak": chosen.peak, "seconds": chosen.seconds}
-        print(f"{label}: {found[label]}")
-        print(f"  fit: {'; '.join(line.split('  ')[0] for line in table(chosen.said)) if chosen else 'killed'}")
+        figures = {"limit": limit, "plain_peak": plain.peak, "plain_seconds": plain.seconds, "killed": chosen is None}
+        if chosen is not None:
+            figures |= {"peak": chosen.peak, "seconds": chosen.seconds}
+            figures |= {} if best is None else {"fastest": best.seconds, "ratio": chosen.seconds / best.seconds}
+        found[label] = figures
+        choices = re.findall(r"^  ([a-z_.]+=\S+)", chosen.output, re.MULTILINE) if chosen else ["killed"]
+        print(f"{label}: {figures}\n  fit: {' '.join(choices)}")
         print(f"  fastest: {' '.join(way[len(words) :]) if best else 'none of them lives'}", flush=True)
     return found
-
-
-def table(said: str) -> list[str]:
-    return [line.strip() for line in said.splitlines() if re.match(r"  [a-z_.]+=", line)]
 
 
 def in_turns(
     words: Sequence[str], tried: Mapping[tuple[str, ...], Ran], limit: int, args: argparse.Namespace
 ) -> tuple[Ran | None, Ran | None, tuple[str, ...]]:
-    """What `fit` chose and the fastest way that lives, each at its best of some turns; None for what was killed. A way
-    that is killed makes room for the next."""
+    """Return what `fit` chose and the fastest way that lives, each at its best of some turns; None for what was killed.
+    A way that is killed makes room for the next."""
     candidates = sorted((way for way, done in tried.items() if done.peak <= limit), key=lambda way: tried[way].seconds)
     chosen, best, way = None, None, ()
     for turn in range(args.rounds):

@@ -33,7 +33,7 @@ FUSED = ("rms_norm",)  # which on a GPU is one kernel, and of several only where
 
 class Watched(TorchDispatchMode):
     """Counts, by the name of the operation. `waits` has also what waits for an event; `kernels` has none of what is
-    launched by compiled regions, which are counted by themselves."""
+    launched by compiled regions."""
 
     def __init__(self, fake: FakeTensorMode, host: bool) -> None:
         super().__init__()
@@ -42,8 +42,7 @@ class Watched(TorchDispatchMode):
         self.waits: list[str] = []
         self.casts = 0
         self.weights: set[int] = set()
-        self.regions = 0
-        self._inside = False  # one
+        self._inside = False  # a compiled region
         self._one = {torch.ops.prim.device.default}  # operations that are not made of others
         self._pinned: list[Any] = []  # kept alive, so that nobody else has their memory
 
@@ -96,7 +95,7 @@ class Watched(TorchDispatchMode):
 
     def _region(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*operands: Any) -> Any:
-            self.regions, self._inside = self.regions + 1, True
+            self._inside = True
             try:
                 return function(*operands)
             finally:

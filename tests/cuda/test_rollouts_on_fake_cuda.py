@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import made
 import numpy as np
@@ -25,7 +26,6 @@ from grpo_cli.engine.cuda_graph import GraphedTurns, TurnOutput
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.scheduling import Fifo
-from grpo_cli.memory.shapes import _unmoved
 from grpo_cli.methods.h2o import H2o
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.snapkv import SnapKv
@@ -94,7 +94,8 @@ PRECISIONS = ("bfloat16", "float32", "autocast")
 
 def adapted(model: Any) -> Any:
     lora = made.lora(rank=4, targets=("q_proj", "v_proj", "down_proj"))
-    with _unmoved(), CUDA:
+    # PEFT moves adapters, which a fake parameter cannot be.
+    with patch.object(torch.nn.Module, "to", lambda module, *_, **__: module), CUDA:
         return with_adapters(model, replace(made.model(), lora=lora)).eval()
 
 

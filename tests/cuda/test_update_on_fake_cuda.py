@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -13,59 +12,15 @@ import pytest
 import torch
 from fake_cuda import CUDA, gpu, model_of
 from small import scored, some_and_the_rest
-from test_rollouts_on_fake_cuda import SMALL, adapted
+from test_rollouts_on_fake_cuda import PRECISIONS, SMALL, adapted
 
 from grpo_cli.learner.batch import collate
 from grpo_cli.learner.learner import Learner
-from grpo_cli.learner.logprobs import chosen_logprobs
-from grpo_cli.learner.optimizer import make_optimizer
 from grpo_cli.model import flash, packed
-from grpo_cli.model.checkpointing import last_states
-from grpo_cli.model.packed import allow_packing, packed_hidden
+from grpo_cli.model.packed import allow_packing
 from grpo_cli.native.ops import flat
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import NullMeter
-from grpo_cli.types import Batch, Totals
-
-TREES = {"padded": None, "packed": [(7,)] * 4, "shared": [(4, 3, 3)] * 2}
-
-
-@pytest.mark.parametrize(
-    ("way", "precision", "adapters"),
-    some_and_the_rest(
-        [*product(TREES, ("bfloat16", "float32", "autocast"), (False, True))],
-        [("padded", "bfloat16", False), ("packed", "float32", True), ("shared", "autocast", True)],
-    ),
-)
-def test_an_update_mixes_no_devices_and_no_types(
-    way: str, precision: str, adapters: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two rollouts of three tokens of each of two prompts of four: padded, packed, and with prompts in common."""
-    trees = TREES[way]
-    loss = made.loss()
-    with gpu(monkeypatch) as watched:
-        model = model_of(watched, torch.bfloat16 if precision == "bfloat16" else torch.float32, **SMALL)
-        model = adapted(model) if adapters else model
-        with CUDA:
-            ids, places = torch.zeros(4, 7, dtype=torch.long), torch.ones(12, dtype=torch.long)
-            cells, rows = torch.ones(12), torch.full((4,), 3)
-            part = Batch(((1,) * 4,), 0 * rows, rows, places, *[cells.bool()] * 2, cells, cells, None, None, cells)
-        with torch.autocast("cuda", torch.bfloat16) if precision == "autocast" else nullcontext():
-            if trees is None:
-                states = last_states(model, ids).flatten(0, 1)
-            else:
-                allow_packing(model)
-                states = packed_hidden(model, ids.view(-1)[: sum(map(sum, trees))], trees)
-            chosen = chosen_logprobs(model, states[places], places, 1.0, 8)
-        output = loss(chosen, part, Totals(4, 12, 8))
-        assert output.loss.device.type == "cuda" and output.loss.requires_grad
-        trained = [weight for weight in model.parameters() if weight.requires_grad]
-        optimizer = make_optimizer(trained, made.optim())
-        for weight in trained:
-            weight.grad = torch.zeros_like(weight)
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-    assert all(state["exp_avg"].device.type == "cuda" for state in optimizer.state.values())
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -96,46 +51,45 @@ def test_a_sampler_hides_padding_and_what_is_outside_of_a_window(
     assert seen == [("cuda", (2, 1, 7, 7)), ("cuda", (2, 1, 1, held))]
 
 
-def some_batch() -> Batch:
-    """Two rollouts of three tokens of each of two prompts of four."""
-    groups = [scored(0, 0, prompt=(place,) * 4, replies=[(1, 2, 3)] * 2) for place in range(2)]
-    batch = collate(groups)
-    return replace(batch, advantages=torch.ones(len(batch.token_ids)))
-
-
 @pytest.mark.parametrize(
-    ("packs", "autocast", "tokens"),
+    ("packs", "precision", "adapters", "tokens"),
     some_and_the_rest(
-        [*product((False, True), ("none", "bfloat16"), (7, 28))], [(False, "none", 28), (True, "bfloat16", 7)]
+        [*product((False, True), PRECISIONS, (False, True), (7, 28))],
+        [(False, "bfloat16", False, 28), (True, "float32", True, 28), (True, "autocast", True, 7)],
     ),
 )
-def test_the_host_waits_twice_in_an_update_whatever_it_is_cut_into(
-    packs: bool, autocast: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+def test_an_update_mixes_no_devices_and_waits_twice_whatever_it_is_cut_into(
+    packs: bool, precision: str, adapters: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four micro-batches and one: for all that was found, the gradient's norm with it, and for whether the weights are
-    finite. What other passes find is waited for once."""
-    batch = some_batch()
+    """Two rollouts of three tokens of each of two prompts of four, in four micro-batches and one. The host waits for
+    all that was found, the gradient's norm with it, and for whether the weights are finite; what other passes find is
+    waited for once."""
+    batch = collate([scored(0, 0, prompt=(place,) * 4, replies=[(1, 2, 3)] * 2) for place in range(2)])
+    batch = replace(batch, advantages=torch.ones(len(batch.token_ids)))
     # Waits, but not where tensors are fake.
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", pytest.fail)
     with gpu(monkeypatch, host=True) as watched:
-        model = model_of(watched, torch.bfloat16 if autocast == "none" else torch.float32, **SMALL)
+        model = model_of(watched, torch.bfloat16 if precision == "bfloat16" else torch.float32, **SMALL)
+        model = adapted(model) if adapters else model
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
 
         def backward(loss: Any) -> None:
-            for weight in model.parameters():
+            assert loss.device.type == "cuda" and loss.requires_grad
+            for weight in trained:
                 weight.grad = torch.zeros_like(weight)
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
-        train = made.train(micro_batch_tokens=tokens)
         monkeypatch.setattr("grpo_cli.learner.learner.packs_rows", lambda *_: packs)
-        parts = made.model("", autocast=autocast), Sampling.plain(3), train, made.optim(), NullMeter(), pytest.fail
-        learner = Learner(model, made.loss(), *parts)
+        settings = made.model("", autocast="bfloat16" if precision == "autocast" else "none")
+        train = made.train(micro_batch_tokens=tokens)
+        learner = Learner(
+            model, made.loss(), settings, Sampling.plain(3), train, made.optim(), NullMeter(), pytest.fail
+        )
         watched.waits.clear()
-        assert learner.logprobs(model, batch).shape == (12,)
-        assert watched.waits == ["_to_copy"]
+        assert learner.logprobs(model, batch).shape == (12,) and watched.waits == ["_to_copy"]
         for _ in range(2):
             watched.waits.clear()
-            assert learner.update(batch, 0).moved
-            assert watched.waits == ["_to_copy", "_local_scalar_dense"]
+            assert learner.update(batch, 0).moved and watched.waits == ["_to_copy", "_local_scalar_dense"]
 
 
 @pytest.mark.parametrize("trees", [((6, 9, 5), (10,)), ((6, 14, 10),)], ids=["two", "one"])

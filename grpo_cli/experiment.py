@@ -26,8 +26,7 @@ from grpo_cli.interfaces import Bench, Engine, Meter, Parts, Tracker
 from grpo_cli.model.checks import check_device, check_vocabulary, context_of
 from grpo_cli.model.load import at_checkpoint, eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
 from grpo_cli.runs.provenance import code_version
-from grpo_cli.runs.record import read_record
-from grpo_cli.runs.summary import write_summary
+from grpo_cli.runs.record import read_record, write_summary
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import expand_segments
@@ -39,7 +38,7 @@ from grpo_cli.tracking.console import ConsoleTracker
 from grpo_cli.tracking.introduction import doubts, doubts_of_prompts, introduction
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.train import Trainer
-from grpo_cli.types import Record
+from grpo_cli.types import Record, Request
 
 
 def is_ours(settings: RunSettings | EvalRunSettings) -> bool:
@@ -140,7 +139,7 @@ def worker_engine(
     decode: Callable[..., Any],
     model: Any,
     lengths_are_given: bool,
-    given: Mapping[tuple[str, int, int], float],
+    given: Mapping[Request, float],
     **more: Any,
 ) -> Engine:
     """Build the engine of a worker of `engine=ray`. `given` holds the lengths if the trainer predicts them."""

@@ -30,6 +30,7 @@ STRICT = [
     ("#### 4\nNo, I forgot one.\n#### 5", "5"),
     ("#### 4\nSo \\boxed{5}.", "5"),
     ("\\boxed{4}, that is:\n#### 5", "5"),
+    ("<answer>4</answer> or \\boxed{5}.", "5"),
     ("The answer is 3.\n#### 5", "5"),
     ("#### $\\boxed{72}$", "72"),
     ("\\boxed { - 72 }", "-72"),

@@ -20,7 +20,7 @@ import torch
 
 from grpo_cli.runs.checkpoint import clear_leftovers, load_state, rng_state, save_checkpoint, set_rng_state
 from grpo_cli.runs.find import find_checkpoint, resolve_run
-from grpo_cli.runs.summary import write_summary
+from grpo_cli.runs.record import write_summary
 from grpo_cli.support.errors import UserError
 
 

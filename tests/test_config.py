@@ -24,7 +24,7 @@ from grpo_cli.config.check import check
 from grpo_cli.config.choices import EXPERIMENTAL, choices, config_dir, groups_of, parts_of, shipped
 from grpo_cli.config.compose import read_settings
 from grpo_cli.config.instantiate import RECIPE, drop_inherited
-from grpo_cli.config.recorded import Command, Named, over_recorded
+from grpo_cli.config.recorded import Command, RecordedRun, over_recorded
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
@@ -253,7 +253,7 @@ def merged(command: str, record: RunRecord, *typed: str, **decided: Any) -> Any:
     named = dict(word.split("=") for word in words)
     base = Command(command, compose(*words, command=command), typed, CHOICES_OF_RUN | named)
     kind = RunSettings if command == "train" else EvalRunSettings
-    return read_settings(over_recorded(base, Named(typed, record, decided)).cfg, kind, typed)
+    return read_settings(over_recorded(base, RecordedRun(typed, record, decided)).cfg, kind, typed)
 
 
 def continued(tmp_path: Path, *typed: str) -> RunSettings:

@@ -20,10 +20,11 @@ from typed import grpo
 from grpo_cli.config.check import check
 from grpo_cli.report.read import read_run
 from grpo_cli.runs.checkpoint import clear_leftovers
+from grpo_cli.runs.files import read_object
 from grpo_cli.runs.find import completed_steps
 from grpo_cli.runs.lock import is_held, sole_use
+from grpo_cli.runs.record import write_summary
 from grpo_cli.runs.stop import TOGETHER_SECONDS, Stop
-from grpo_cli.runs.summary import read_object, write_summary
 from grpo_cli.support.errors import UserError, own_code
 from grpo_cli.tasks.model_judge import _append
 from grpo_cli.tracking.jsonl import JsonlTracker

@@ -22,7 +22,7 @@ from small import VOCABULARY, contents, make_engine, small_model, some_requests
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.kv_cache import BLOCK, PagedCache, round_up
-from grpo_cli.engine.length_predictor import GivenLengths, NoPredictor, key_of
+from grpo_cli.engine.length_predictor import GivenLengths, NoPredictor
 from grpo_cli.engine.samplers import KvShape
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
 from grpo_cli.methods.rkv import Rkv
@@ -274,7 +274,7 @@ def test_a_prompt_is_read_again_if_it_was_dropped_for_one_that_comes_before_its_
     parts: dict[str, Any] = dict(scheduler=PromptsFirst())
     if again:
         requests = ending_at(requests, [33, 30, 32, 28, 33, 20, 33, 20])
-        lengths = {key_of(r): float(r.sampling.max_new_tokens) for r in requests}
+        lengths = {r: float(r.sampling.max_new_tokens) for r in requests}
         parts = dict(scheduler=Lpt(), predictor=GivenLengths(lengths), eos_token_ids=(VOCABULARY,))
     read, prefill = list[int](), Decoder.prefill
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from judging import Server, said, serving
+from small import one_and_the_rest
 
 from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
@@ -231,7 +232,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("of", ["rollout", "group"])
+@pytest.mark.parametrize("of", one_and_the_rest(["rollout", "group"], "group"))
 def test_a_run_goes_on_with_the_same_rewards(server: Server, of: str, tmp_path: Path) -> None:
     """The judge has changed its mind meanwhile, and what it said before still counts."""
     run_of(tmp_path / "alone", server, f"task.judge.of={of}").fit()

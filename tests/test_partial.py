@@ -15,7 +15,7 @@ from bank import collection_of
 from made import full, infinite, mean_length, micro, prefix_head
 from small import FakeEngine, make_engine, small_model, some_requests
 from test_resume import cut_off_and_resumed, records, rows, trained
-from test_stop import cut, stopping
+from test_stop import cut
 from test_stop import engine as reading_engine
 
 from grpo_cli.collect.collection import StepCollection
@@ -148,7 +148,7 @@ def test_predictors_learn_from_what_has_ended_by_itself_and_from_its_beginning_o
 @pytest.mark.parametrize("before", [1, 5])
 def test_a_stop_string_that_began_before_the_border_is_found(stop: tuple[str, ...], before: int) -> None:
     """Rollouts that were stopped so many tokens before the one that completes a string."""
-    requests = stopping(some_requests(n=12), stop)
+    requests = [replace(one, sampling=replace(one.sampling, stop=stop)) for one in some_requests(n=12)]
     plain = by_key(list(reading_engine().generate(some_requests(n=12))))
     whole, parts = dict[tuple[str, int], Rollout](), list[Rollout]()
     for request in requests:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made import fptas, infinite, micro
 from small import make_engine, small_model, some_requests
 
-from grpo_cli.engine.length_predictor import GivenLengths, key_of
+from grpo_cli.engine.length_predictor import GivenLengths
 from grpo_cli.engine.makespan import assign, lower_bound, lpt, makespan, trimmed_programme
 from grpo_cli.engine.scheduling import Fifo, Lpt, Scheduler, Sjf, planned_steps
 from grpo_cli.engine.sequence import Sequence
@@ -218,8 +218,8 @@ def test_the_clock_counts_what_the_engine_does():
     assert simulated([5, 2, 4, 3], [None] * 4, Fifo(), 2) == (6, [(0, 0, 0), (1, 1, 0), (2, 1, 1), (3, 0, 4)])
     assert simulated([5, 2, 4, 3], [None] * 4, Fifo(), 2, rounds=True)[0] == 4 + 3
     requests, model = some_requests(prompts=2, n=4, tokens=16), small_model()
-    lengths = {key_of(rollout.request): float(len(rollout)) for rollout in make_engine(model).generate(requests)}
-    true = [int(lengths[key_of(request)]) for request in requests]
+    lengths = {rollout.request: float(len(rollout)) for rollout in make_engine(model).generate(requests)}
+    true = [int(lengths[request]) for request in requests]
     for sampler, scheduler in itertools.product([micro(slots=3), infinite(slots=3)], [Sjf, fptas]):
         engine = make_engine(model, sampler=sampler, scheduler=scheduler(), predictor=GivenLengths(lengths))
         assert len(list(engine.generate(requests))) == len(requests)

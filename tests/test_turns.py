@@ -101,8 +101,7 @@ def test_log_probabilities_are_those_of_rounds_and_none_of_the_environment_s(mod
         torch.testing.assert_close(found[~theirs], wanted[~theirs], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("looks", [0, 7])
-@pytest.mark.parametrize(("rule", "bound"), [("dense", 32), ("rkv", 40)])
+@pytest.mark.parametrize(("rule", "bound", "looks"), [("dense", 32, 0), ("dense", 32, 7), ("rkv", 40, 7)])
 def test_a_row_that_begins_anew_for_room_says_the_same(model, looks, rule, bound):
     """With room for about two of twelve rows. One whose environment is slow keeps no keys either, and begins anew."""
     own = {} if rule == "dense" else {"budget": 16, "buffer": 4, "window": 4}
@@ -117,8 +116,7 @@ def test_a_row_that_begins_anew_for_room_says_the_same(model, looks, rule, bound
     assert talk.asked == unbounded.asked, "what has been answered is known"
 
 
-@pytest.mark.parametrize("looks", [0, 5])
-@pytest.mark.parametrize("rule", ["streaming", "rkv"])
+@pytest.mark.parametrize(("rule", "looks"), [("streaming", 0), ("rkv", 5)])
 def test_eviction_sees_what_the_environment_says_as_part_of_the_response(model, rule, looks):
     """With room for all it is the dense episode; with less each way of batching makes the same one."""
 
@@ -132,8 +130,7 @@ def test_eviction_sees_what_the_environment_says_as_part_of_the_response(model, 
     assert made_with(16) == made_with(16, sampler=infinite(slots=3)) != made_with(200)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("looks", [0, 5])
+@pytest.mark.parametrize(("in_place", "looks"), [(True, 5), (False, 0)])
 def test_an_episode_that_is_cut_off_goes_on_as_if_it_had_not_been(model, expected, monkeypatch, in_place, looks):
     """Wherever the cut falls: in a turn, at its end, or in what the environment says; and before it has answered."""
     monkeypatch.setattr(episodes, "GRACE", 0)

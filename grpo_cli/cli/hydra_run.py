@@ -18,7 +18,7 @@ from grpo_cli.cli.mistakes import explained, fail, unusable
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import composed, new_folder_names, of_hydra, read_command
 from grpo_cli.config.overrides import overrides
-from grpo_cli.config.recorded import Command, choices_of, named, over_recorded
+from grpo_cli.config.recorded import Command, choices_of, over_recorded, recorded_run
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.sweep.resume import Sweep, sweep_of
 
@@ -86,7 +86,7 @@ def _run(command: Command) -> Any:
 def _command(name: str, cfg: DictConfig) -> Command:
     """Return the command of a sweep's job, over the settings of the run that it evaluates."""
     command = of_hydra(name, cfg)
-    return over_recorded(command, named(name, command.typed))
+    return over_recorded(command, recorded_run(name, command.typed))
 
 
 def _check(name: str, cfg: DictConfig) -> None:
@@ -100,7 +100,7 @@ def _check(name: str, cfg: DictConfig) -> None:
 def _sweep(command: str, words: Sequence[str]) -> None:
     """Let Hydra run the sweep, and end with its result."""
     words, sweep = sweep_of(command, words, partial(_check, command))
-    if command == "eval" and (record := named(command, words).record) is not None:
+    if command == "eval" and (record := recorded_run(command, words).record) is not None:
         words = [*choices_of(record, command), *words]
     job, before = _Job(sweep), sys.argv
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are explained here

@@ -24,8 +24,8 @@ from grpo_cli.memory import explain, fit
 from grpo_cli.memory.gpus import fast_when_planned
 from grpo_cli.runs.find import completed_steps
 from grpo_cli.runs.layout import PROFILE, SAMPLES
+from grpo_cli.runs.record import write_summary
 from grpo_cli.runs.stop import Stop
-from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.terminal import console, to_stderr
 

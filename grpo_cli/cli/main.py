@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from grpo_cli import __version__
 from grpo_cli.cli.completion import offered
-from grpo_cli.cli.mistakes import fail, named, without_dashes
+from grpo_cli.cli.mistakes import fail, folder, without_dashes
 from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.processor import settle
 from grpo_cli.support.terminal import outlive_the_reader
@@ -132,10 +132,10 @@ def grpo(
 @app.command(epilog="an example is: grpo report outputs/train")
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(parser=named, help="Run folders, sweep folders, or any folder that contains them.")
+        list[Path], typer.Argument(parser=folder, help="Run folders, sweep folders, or any folder that contains them.")
     ],
     out: Annotated[
-        Path | None, typer.Option(parser=named, help="Where to write. Default: a new folder below outputs/report.")
+        Path | None, typer.Option(parser=folder, help="Where to write. Default: a new folder below outputs/report.")
     ] = None,
     target: Annotated[
         float | None,
@@ -156,7 +156,7 @@ def report(
 
 @app.command(epilog="an example is: grpo show outputs/train/my_run")
 def show(
-    folder: Annotated[Path, typer.Argument(parser=named, help="A run or evaluation folder.")],
+    folder: Annotated[Path, typer.Argument(parser=folder, help="A run or evaluation folder.")],
     step: Annotated[int | None, typer.Option(help="Which step. Default: the last one.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Only the prompt with this id.")] = None,
     kept: Annotated[
@@ -177,7 +177,7 @@ def show(
 
 @app.command("ls", epilog="an example is: grpo ls outputs")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(parser=named, help="Where to look for runs, subfolders included.")] = Path(
+    folder: Annotated[Path, typer.Argument(parser=folder, help="Where to look for runs, subfolders included.")] = Path(
         "outputs"
     ),
 ) -> None:
@@ -199,8 +199,8 @@ def explain(
 
 @app.command(epilog="an example is: grpo export outputs/train/my_run my_model")
 def export(
-    run: Annotated[Path, typer.Argument(parser=named, help="A run, one of its checkpoints, or a folder of adapters.")],
-    out: Annotated[Path, typer.Argument(parser=named, help="A new folder, or hub:<you>/<model> to upload it.")],
+    run: Annotated[Path, typer.Argument(parser=folder, help="A run, one of its checkpoints, or a folder of adapters.")],
+    out: Annotated[Path, typer.Argument(parser=folder, help="A new folder, or hub:<you>/<model> to upload it.")],
     merge: Annotated[bool, typer.Option("--merge", help="Make adapters part of the weights of their base.")] = False,
     base: Annotated[
         str | None, typer.Option(help="The base of adapters: a folder or a hub id. Default: that of the run.")
@@ -218,7 +218,7 @@ def export(
 
 
 @app.command(epilog="an example is: grpo init my_experiment")
-def init(folder: Annotated[Path, typer.Argument(parser=named, help="A new folder.")]) -> None:
+def init(folder: Annotated[Path, typer.Argument(parser=folder, help="A new folder.")]) -> None:
     """Write an experiment of your own to start from."""
     from grpo_cli.cli.init import init as written
 

@@ -29,7 +29,7 @@ def fail(error: UserError | str) -> NoReturn:
     raise typer.Exit(2)
 
 
-def named(text: str | Path) -> Path:
+def folder(text: str | Path) -> Path:
     """Return a folder as typed. An empty word is refused: it would mean the current directory."""
     if not str(text).strip():
         raise typer.BadParameter("it is empty: name a folder (. is the current directory)")

@@ -15,12 +15,11 @@ from omegaconf import OmegaConf
 from grpo_cli.config.auto import resolved
 from grpo_cli.config.overrides import is_ours, key_of, leaves
 from grpo_cli.config.recorded import OF_A_RESUME, Command
-from grpo_cli.runs.files import json_line
+from grpo_cli.runs.files import json_line, read_object
 from grpo_cli.runs.layout import CHECKPOINTS, METRICS, PROFILE, ROLLOUTS, RUN, SAMPLES, SUMMARY
 from grpo_cli.runs.lock import sole_use
 from grpo_cli.runs.provenance import code_version
-from grpo_cli.runs.record import RunRecord, check_data, digests, read_record, write_record
-from grpo_cli.runs.summary import failure_noted, read_object
+from grpo_cli.runs.record import RunRecord, check_data, digests, failure_noted, read_record, write_record
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain, shown

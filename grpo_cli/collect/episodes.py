@@ -102,14 +102,6 @@ class Conversation:
             self._spent.environment_seconds += time.monotonic() - start
         return [(number, self._reply(number)) for number in done]
 
-    def answer_to(self, number: int) -> tuple[int, ...] | None:
-        """Wait for the answer to one turn."""
-        start = time.monotonic()
-        while not self._open[number][1].done():
-            time.sleep(POLL)
-        self._spent.environment_seconds += time.monotonic() - start
-        return self._reply(number)
-
     def _reply(self, number: int) -> tuple[int, ...] | None:
         episode, said = self._open.pop(number)
         messages = said.result()
@@ -127,19 +119,19 @@ def _in_rounds(
     conversation = Conversation(task, lambda episode: episode, spent)
     left, stopped = list(partial), False
     while left and not stopped:
-        asked: dict[tuple[str, int, int], int] = {}
-        replies: dict[tuple[str, int, int], tuple[int, ...] | None] = {}
+        asked: dict[Request, int] = {}
+        replies: dict[int, tuple[int, ...] | None] = {}
 
         def ask(episode: Episode, asked: dict[Any, int] = asked) -> None:
             is_full = len(episode) >= episode.request.sampling.max_new_tokens
-            if not is_full and _key(episode.request) not in asked:
-                asked[_key(episode.request)] = conversation.ask(episode)
+            if not is_full and episode.request not in asked:
+                asked[episode.request] = conversation.ask(episode)
 
         def reply_to(episode: Episode, asked: Any = asked, replies: Any = replies) -> tuple[int, ...] | None:
-            place = _key(episode.request)
-            if place in asked and place not in replies:
-                replies[place] = conversation.answer_to(asked[place])
-            return replies.get(place)
+            number = asked.get(episode.request)
+            while number is not None and number not in replies:
+                replies.update(conversation.answers(wait=True))
+            return replies.get(number)
 
         def stops(episode: Episode) -> bool:
             nonlocal stopped

@@ -17,7 +17,7 @@ from grpo_cli.config.auto import decided, decided_model, fill
 from grpo_cli.config.choices import choices, config_dir, groups_of, parts_of, shipped
 from grpo_cli.config.overrides import is_ours, key_of, leaves
 from grpo_cli.config.read import read
-from grpo_cli.config.recorded import Command, named, over_recorded
+from grpo_cli.config.recorded import Command, over_recorded, recorded_run
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError, gathered, refuse
 from grpo_cli.support.processor import fast_in_bfloat16
@@ -30,7 +30,7 @@ COMMANDS: Mapping[type[Any], str] = {RunSettings: "train", EvalRunSettings: "eva
 def composed(name: str, typed: Sequence[str]) -> Command:
     """Return a command's settings: those of `conf/` or of the run that `resume=` or `checkpoint=` names, below what is
     typed. UserError if there is no such run; errors of Hydra for words that it cannot compose."""
-    run = named(name, typed)
+    run = recorded_run(name, typed)
     own = [word for word in run.typed if key_of(word) in groups_of(name) or key_of(word).startswith("hydra")]
     return over_recorded(by_hydra(name, run.typed if run.record is None else own), run)
 

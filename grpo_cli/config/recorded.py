@@ -39,7 +39,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Named:
+class RecordedRun:
     """The run that a command names: its record, what is typed besides, and the settings that its place decides."""
 
     typed: Sequence[str]
@@ -47,23 +47,23 @@ class Named:
     decided: Mapping[str, Any] = field(default_factory=dict)
 
 
-def named(command: str, typed: Sequence[str]) -> Named:
+def recorded_run(command: str, typed: Sequence[str]) -> RecordedRun:
     """Return the run that `resume=` or `checkpoint=` names, without a record if there is none. UserError if it cannot
     be continued or evaluated."""
     if command == "train" and value_of("resume", typed) not in (None, "null"):
         return _to_resume(typed)
     if command == "eval" and value_of("checkpoint", typed) not in (None, "null"):
         return _to_evaluate(typed)
-    return Named(typed)
+    return RecordedRun(typed)
 
 
-def _to_resume(typed: Sequence[str]) -> Named:
+def _to_resume(typed: Sequence[str]) -> RecordedRun:
     place, run_dir = value_of("resume", typed), value_of("hydra.run.dir", typed)
     if place == HERE:
         if run_dir is None:
             raise UserError("resume=here continues the run in hydra.run.dir=<folder>: name one")
         if (begun := begun_as(Path(run_dir))) is None:
-            return Named([word for word in typed if key_of(word) not in OF_A_RESUME])
+            return RecordedRun([word for word in typed if key_of(word) not in OF_A_RESUME])
         place = run_dir  # what the run began with may have been changed since, for more steps
         typed = [word for word in typed if word not in begun.overrides]
     elif run_dir is not None:
@@ -77,10 +77,10 @@ def _to_resume(typed: Sequence[str]) -> Named:
         found = f"no {RUN}" if record is None else f"a run of grpo {record.command}"
         raise UserError(f"resume={place} needs a training's folder, and {run} has {found}: name another one")
     others = [word for word in typed if key_of(word) not in ("resume", "hydra.run.dir")]
-    return Named(others, record, {"resume": str(folder), "run_dir": str(run.absolute())})
+    return RecordedRun(others, record, {"resume": str(folder), "run_dir": str(run.absolute())})
 
 
-def _to_evaluate(typed: Sequence[str]) -> Named:
+def _to_evaluate(typed: Sequence[str]) -> RecordedRun:
     from grpo_cli.model.adapters import has_adapters
 
     place = value_of("checkpoint", typed)
@@ -98,7 +98,7 @@ def _to_evaluate(typed: Sequence[str]) -> Named:
     if run is not None and record is None and value_of("task", typed) is None:
         raise UserError(f"{run} has no {RUN} that names the task of checkpoint={weights}: type task=")
     decided = {"checkpoint": str(weights), **of_the_weights(weights, record)}
-    return Named([word for word in typed if key_of(word) != "checkpoint"], record, decided)
+    return RecordedRun([word for word in typed if key_of(word) != "checkpoint"], record, decided)
 
 
 def of_the_weights(weights: Path, record: RunRecord | None) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def choices_of(record: RunRecord, command: str) -> list[str]:
     return [f"{group}={one}" for group, one in recorded.items() if one in choices(group)]
 
 
-def over_recorded(command: Command, run: Named) -> Command:
+def over_recorded(command: Command, run: RecordedRun) -> Command:
     """Return a composed command with the settings of the run that it names, over them what the run's place decides, and
     over them what is typed. UserError for recorded settings that are incomplete or foreign (`config.trust`)."""
     cfg, keys, made = command.cfg, {key_of(word) for word in run.typed}, command.choices

@@ -61,11 +61,6 @@ def kendall_tau(first: Sequence[int | float], second: Sequence[int | float]) -> 
     return float((signs[0] * signs[1]).sum(dtype=np.int64) / untied**0.5) if untied else 0.0
 
 
-def key_of(request: Request) -> tuple[str, int, int]:
-    """Return the key of a request; with the seed, since an evaluation has a greedy sample besides sample 0."""
-    return request.prompt.id, request.sample, request.seed
-
-
 class NoPredictor:
     """Predicts nothing."""
 
@@ -84,13 +79,13 @@ class NoPredictor:
 
 
 class GivenLengths(NoPredictor):
-    """Given lengths, by `key_of`: in a worker of `engine=ray`, those of the trainer's predictor."""
+    """Given lengths: in a worker of `engine=ray`, those of the trainer's predictor."""
 
-    def __init__(self, given: Mapping[tuple[str, int, int], float]) -> None:
+    def __init__(self, given: Mapping[Request, float]) -> None:
         self._given = given
 
     def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
-        known = [self._given[key_of(request)] for request in requests if key_of(request) in self._given]
+        known = [self._given[request] for request in requests if request in self._given]
         return known if len(known) == len(requests) else None
 
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 import grpo_cli
-from grpo_cli.engine.length_predictor import key_of
 from grpo_cli.interfaces import Engine
 from grpo_cli.support.processor import flush_denormals
 from grpo_cli.types import EngineStats, Request, Rollout
@@ -42,7 +41,7 @@ class RolloutWorker:
     def __init__(self, device: str) -> None:
         self._device, self._version = torch.device(device), ""
         self._engine: Engine | None = None
-        self._given: dict[tuple[str, int, int], float] = {}
+        self._given: dict[Request, float] = {}
         self._warnings: list[str] = []
 
     def place(self) -> Mapping[str, Any]:
@@ -73,9 +72,7 @@ class RolloutWorker:
         if self._engine is None:  # it may read the weights
             self._engine = build(self._model, given=self._given, warn=self._warnings.append)
         self._given.clear()
-        self._given |= {
-            key_of(one): length for one, length in zip(requests, lengths, strict=True) if length is not None
-        }
+        self._given |= {one: length for one, length in zip(requests, lengths, strict=True) if length is not None}
         with torch.autocast(self._device.type, autocast) if autocast else nullcontext():
             made = {id(rollout.request): rollout for rollout in self._engine.generate(requests)}
         warned, self._warnings[:] = tuple(self._warnings), []

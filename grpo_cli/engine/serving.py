@@ -22,7 +22,7 @@ Enough = Callable[[Rollout], bool]
 
 @dataclass
 class Serving:
-    """The sequences of one `generate`: those that run, and those that have ended since they were last taken."""
+    """The sequences of one `generate`: those that run, and those that have ended, in this order."""
 
     sequences: Seq[Sequence]
     enough: Enough | None
@@ -40,21 +40,13 @@ class Serving:
             sequence.append(token, logprob)
             sequence.kept = len(sequence.tokens) - 1
             if sequence.ends(self.eos, self.decode):
-                rollout = self.end(sequence)
-                self.stopped = self.stopped or (self.enough is not None and self.enough(rollout))
+                self.end(sequence)
+                self.stopped = self.stopped or (self.enough is not None and self.enough(self.ended[-1][1]))
 
-    def end(self, sequence: Sequence, finish: Finish | None = None) -> Rollout:
-        rollout = sequence.rollout(finish)
+    def end(self, sequence: Sequence, finish: Finish | None = None) -> None:
         sequence.status = Status.FINISHED
-        self.tally.generated += len(rollout)
-        self.ended.append((sequence, rollout))
-        return rollout
-
-    def taken(self) -> list[tuple[Sequence, Rollout]]:
-        """Return those that have ended since the last call."""
-        taken, self.ended = self.ended, []
-        self.running = [sequence for sequence in self.running if sequence.status is Status.RUNNING]
-        return taken
+        self.ended.append((sequence, sequence.rollout(finish)))
+        self.tally.generated += len(sequence.tokens)
 
 
 class ServingEngine(SequenceEngine):
@@ -91,27 +83,28 @@ class ServingEngine(SequenceEngine):
         serving = Serving(sequences, enough, frozenset(parts.eos_token_ids), parts.decode, Tally(self._slots))
         if predicts := self._predictor.prefix_tokens == 0:
             self._predict(sequences)
-        admission, served = Admission(self._slots, parts.sampler.refills), list[tuple[Sequence, Rollout]]()
+        admission, given = Admission(self._slots, parts.sampler.refills), 0
         admission.start(self._scheduler, sequences)
         try:
-            while (admission or serving.running) and not serving.stopped:
-                entered = admission.admit(serving.running)
-                for sequence in entered:
-                    sequence.status = Status.RUNNING
-                serving.running += entered
-                with parts.meter.span("decode"):  # prompts included
-                    self._advance(serving, entered)
-                for pair in serving.taken():
-                    served.append(pair)
-                    yield pair[1]
-            for sequence in sequences:
-                if sequence.status is not Status.FINISHED:
-                    served.append((sequence, serving.end(sequence, Finish.PARTIAL)))
-                    yield served[-1][1]
+            while given < len(requests):
+                if serving.stopped:
+                    for sequence in (one for one in sequences if one.status is not Status.FINISHED):
+                        serving.end(sequence, Finish.PARTIAL)
+                else:
+                    entered = admission.admit(serving.running)
+                    for sequence in entered:
+                        sequence.status = Status.RUNNING
+                    serving.running += entered
+                    with parts.meter.span("decode"):  # prompts included
+                        self._advance(serving, entered)
+                    serving.running = [one for one in serving.running if one.status is Status.RUNNING]
+                for _, rollout in serving.ended[given:]:
+                    given += 1
+                    yield rollout
         finally:
             details |= self._stop(serving)
-            if predicts and len(served) == len(requests):
-                details |= self._learn(served)
+            if predicts and given == len(requests):
+                details |= self._learn(serving.ended)
             self._stats = serving.tally.stats(self._kv_bytes, details | dict(self._scheduler.details))
 
     @abstractmethod

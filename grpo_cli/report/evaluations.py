@@ -12,7 +12,7 @@ from grpo_cli.report.compare import differences
 from grpo_cli.report.read import Run
 from grpo_cli.report.tables import NOTHING, Table, print_table
 from grpo_cli.runs import layout
-from grpo_cli.runs.summary import read_object
+from grpo_cli.runs.files import read_object
 from grpo_cli.support import terminal
 from grpo_cli.support.formatting import is_a, shown
 

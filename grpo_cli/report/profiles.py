@@ -10,8 +10,7 @@ from rich.console import Console
 
 from grpo_cli.report.tables import Table, print_table
 from grpo_cli.runs import layout
-from grpo_cli.runs.files import json_line, write_atomically
-from grpo_cli.runs.summary import read_object
+from grpo_cli.runs.files import json_line, read_object, write_atomically
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib

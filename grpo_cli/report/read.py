@@ -19,10 +19,9 @@ from typing import Any, TypeVar
 from grpo_cli.report.curves import GREEDY, Curve, curve_of
 from grpo_cli.report.recorded_settings import RecordedSettings, settings_of_overrides, settings_of_record
 from grpo_cli.runs import layout
-from grpo_cli.runs.files import regular
+from grpo_cli.runs.files import read_object, regular
 from grpo_cli.runs.lock import is_held
 from grpo_cli.runs.record import read_record
-from grpo_cli.runs.summary import read_object
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import is_a, plain
 

@@ -1,4 +1,4 @@
-"""Atomic writes, and JSON that every parser accepts. Independent of runs."""
+"""Atomic writes, JSON that every parser accepts, and reading it. Independent of runs."""
 
 from __future__ import annotations
 
@@ -129,6 +129,19 @@ def content(path: Path) -> bytes:
     """Return all of a file. OSError also for a pipe or a device."""
     with open(path, "rb", opener=regular) as file:
         return file.read()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return a file's JSON object; empty if there is no file. UserError if it holds something else."""
+    try:
+        value = json.loads(content(path).decode())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({error}); repair or remove it") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} does not hold a JSON object; repair or remove it")
+    return value
 
 
 def sha256(path: Path) -> str:

@@ -7,10 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_cli.runs.files import content, sha256
+from grpo_cli.runs.files import content, read_object, sha256
 from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, METRICS, OUTPUTS, RUN, SUMMARY, TRAINER_STATE, step_of
 from grpo_cli.runs.record import has_record
-from grpo_cli.runs.summary import read_object
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import is_a
 

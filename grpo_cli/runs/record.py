@@ -1,4 +1,5 @@
-"""The record of a run's composed config: `run.json`, written once, after every check has passed.
+"""The record of a run's composed config: `run.json`, written once, after every check has passed; and `summary.json`,
+written when it has ended.
 
 A later start that changes settings adds `resumed_001.json` and so on; the newest counts.
 """
@@ -6,14 +7,14 @@ A later start that changes settings adds `resumed_001.json` and so on; the newes
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_cli.runs.files import content, json_line, must_be_writable, sha256, write_atomically
-from grpo_cli.runs.layout import EVERY_RESUMED, RESUMED, RUN
+from grpo_cli.runs.layout import EVERY_RESUMED, LOCK, METRICS, RESUMED, ROLLOUTS, RUN, SUMMARY
 from grpo_cli.support.errors import UserError
 
 _KINDS = {"command": str, "overrides": list, "choices": dict, "config": dict, "about": dict}
@@ -100,3 +101,28 @@ def _read(path: Path) -> RunRecord:
             f"{path} is damaged ({error}); put it back, or start a new run from a checkpoint of this one "
             "(model.path=<checkpoint>)"
         ) from error
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary.json` atomically, with non-finite numbers as strings (`files.json_line`)."""
+    with must_be_writable(run_dir / SUMMARY):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(run_dir / SUMMARY, (json_line(summary, indent=2) + "\n").encode())
+
+
+@contextmanager
+def failure_noted(run_dir: Path, is_new: bool) -> Iterator[None]:
+    """Write `summary.json` also for a failure before the run has begun, such as in loading its model. After a refusal
+    a new folder is emptied instead; the folder of a run that did begin is left alone."""
+    try:
+        yield
+    except BaseException as error:
+        left = {path.name: path for path in run_dir.iterdir()}
+        begun = SUMMARY in left or (METRICS in left and left[METRICS].stat().st_size > 0)
+        if not begun and is_new and isinstance(error, UserError) and left.keys() <= {RUN, LOCK, METRICS, ROLLOUTS}:
+            for path in left.values():
+                path.unlink()
+        elif not begun:
+            with suppress(UserError):  # a full disk is not the original error
+                write_summary(run_dir, {"status": "failed", "error": f"{type(error).__name__}: {error}"})
+        raise

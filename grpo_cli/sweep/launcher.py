@@ -21,9 +21,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.files import json_line, read_object, write_atomically
 from grpo_cli.runs.layout import STATUS, SUMMARY, SWEEP
-from grpo_cli.runs.summary import read_object
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import is_a, shown
 from grpo_cli.sweep.gpus import chosen_gpus, places, visible_gpus

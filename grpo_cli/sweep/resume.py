@@ -14,9 +14,9 @@ from omegaconf import DictConfig
 
 from grpo_cli.config.overrides import overrides, value_of
 from grpo_cli.config.trust import taken
+from grpo_cli.runs.files import read_object
 from grpo_cli.runs.layout import CHECKPOINTS, MULTIRUN, SWEEP
 from grpo_cli.runs.record import has_record
-from grpo_cli.runs.summary import read_object
 from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.status import Job, JobState
 

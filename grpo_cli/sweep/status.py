@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from grpo_cli.runs import layout
-from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.files import json_line, read_object, write_atomically
 from grpo_cli.runs.lock import is_held
-from grpo_cli.runs.summary import read_object
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import duration, is_a, plain
 

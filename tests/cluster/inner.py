@@ -36,7 +36,7 @@ def build(
     model: Any,
     *,
     lengths_are_given: bool,
-    given: Mapping[tuple[str, int, int], float],
+    given: Mapping[Any, float],
     warn: Any,
     slots: int,
     seconds: float = 0.0,

@@ -8,7 +8,7 @@ from functools import partial
 import made
 import numpy as np
 import pytest
-from small import kept_by, scored
+from small import advantages_of, kept_by, scored
 
 from grpo_cli.experimental import lightning_rl, mc_grpo
 from grpo_cli.select import select
@@ -26,6 +26,9 @@ def test_the_release_divides_by_the_median_distance_and_leaves_the_middle_rollou
     found = select(group, [""] * 5, 4, mc_grpo.all_but_the_middle, release, np.random.default_rng(0), True)
     assert found.indices == (0, 1, 3, 4)
     assert found.advantages.tolist() == pytest.approx([-0.995025, 3.980100, 1.492537, -0.497512], abs=1e-5)
+    # by the deviation, of which the variance is (.36^2 + .26^2 + .16^2 + .14^2 + .64^2) / 4 = .163
+    by_deviation = advantages_of(made.advantage("median"), [0.0, 0.1, 0.2, 0.5, 1.0])
+    assert by_deviation[4] == pytest.approx(0.8 / (0.163**0.5 + 0.001))
     # of 0/1 rewards only the floor is left
     thirds = scored(*[Reward(total) for total in (0.0, 1.0, 0.0)])
     found = select(thirds, [""] * 3, 2, mc_grpo.all_but_the_middle, release, np.random.default_rng(0), True)

@@ -32,20 +32,20 @@ def sequences(prompts: str, tokens: int = 9) -> list[Sequence]:
     return [Sequence(index, request) for index, request in enumerate(requests)]
 
 
-def memory(blocks: int, tokens: int = 9) -> Memory:
+def memory(blocks: int, tokens: int = 9) -> tuple[Memory, PagedCache]:
     cache = PagedCache(KvLayout(1, 1, 1, torch.float32), blocks, torch.device("cpu"))
-    return Memory(cache, tokens, 0, tokens, evicted=False)
+    return Memory(cache, tokens, 0, tokens, evicted=False), cache
 
 
-def begin(room: Memory, some: Seq[Sequence]) -> None:
+def begin(cache: PagedCache, some: Seq[Sequence]) -> None:
     """As an engine does."""
     for one in some:
         name = one.request.prompt.id
-        if name not in room.cache.prompts:
-            room.cache.prompts[name] = CachedPrompt(room.cache.take(1), 16, torch.zeros(1))
-        one.prompt = room.cache.prompts[name]
+        if name not in cache.prompts:
+            cache.add_prompt(name, CachedPrompt(cache.take(1), 16, torch.zeros(1)))
+        one.prompt = cache.prompts[name]
         one.prompt.users += 1
-        one.blocks = room.cache.take(1)
+        one.blocks = cache.take(1)
         one.append(5, 0.0)
 
 
@@ -66,18 +66,18 @@ def test_slots_are_refilled_in_the_plans_order_or_in_rounds() -> None:
 
 def test_one_without_room_waits_before_all_that_are_chosen_later_and_others_begin() -> None:
     """Of 4 blocks, a prompt takes one and a sequence one: one sequence of each of two prompts fits."""
-    waiting, room = sequences("bbab", 2), memory(4, 2)
+    waiting, (room, cache) = sequences("bbab", 2), memory(4, 2)
     admission = Admission(4, True, room)
     admission.start(InTurn([0, 2, 1, 3]), waiting)
     first = admission.admit([])
-    begin(room, first)
-    assert indices(first) == [0, 2] and room.cache.free == 0
+    begin(cache, first)
+    assert indices(first) == [0, 2] and not cache.free
     for one in first:  # both end: their blocks come back, and their prompts are idle
         assert one.prompt is not None
-        room.cache.give_back(one.blocks)
+        cache.give_back(one.blocks)
         one.prompt.users -= 1
     second = admission.admit([])
-    begin(room, second)
+    begin(cache, second)
     assert indices(second) == [1, 3] and len(admission) == 0
 
 
@@ -96,9 +96,9 @@ def test_one_that_was_preempted_begins_before_all_others_and_one_that_paused_wha
 def test_rows_fit_with_half_of_everybodys_last_block_left_empty_and_without_paused_ones() -> None:
     """A prompt and two sequences that are expected to end at 16 tokens: 32 + 2 x 8 take 3 blocks beside the prompt."""
     for blocks, paused, fits in ((4, 0, True), (3, 0, False), (4, 1, False), (5, 1, True)):
-        waiting, room = sequences("aa", 16), memory(9, 16)
-        begin(room, waiting)
+        waiting, (room, cache) = sequences("aa", 16), memory(9, 16)
+        begin(cache, waiting)
         for one in waiting:
             one.predicted = 16.0
-        room.cache.count, room.paused_blocks = blocks, paused
-        assert room.beside(waiting).is_full != fits
+        cache.count, room.paused_blocks = blocks, paused
+        assert room.is_full(waiting) != fits

@@ -3,7 +3,6 @@ but its own keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,11 @@ from hypothesis import strategies as st
 from small import make_engine, small_model
 from torch import Tensor
 
-from grpo_cli.engine.attention import Attention, by_triton, no_triton, paged_attention, reference
+from grpo_cli.engine.attention import no_triton, paged_attention
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, blocks_for, table_of
-from grpo_cli.engine.running_batch import Rows
 from grpo_cli.engine.sampling import drawing_of
+from grpo_cli.engine.sequence import Rows
 from grpo_cli.methods.h2o import H2o
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.native.library import NoNative, library
@@ -29,16 +28,16 @@ CPU = torch.device("cpu")
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-def in_c(rows: Rows, cache: PagedCache, scale: float) -> Attention:
-    try:
-        library("decode")
-    except NoNative as error:
-        pytest.skip(str(error))
-    return paged_attention("c", rows, cache, scale)
+def by(backend: str) -> str:
+    if backend == "c":
+        try:
+            library("decode")
+        except NoNative as error:
+            pytest.skip(str(error))
+    return backend
 
 
-Backend = Callable[[Rows, PagedCache, float], Attention]
-BACKENDS = pytest.mark.parametrize("backend", [in_c, reference])
+BACKENDS = pytest.mark.parametrize("backend", ["c", "reference"])
 
 
 class Case:
@@ -64,8 +63,11 @@ class Case:
         def numbers(*sizes: int) -> Tensor:
             return torch.randn(sizes, generator=drawn).to(device, dtype)
 
-        for view in (*self.cache.keys, *self.cache.values):
-            view.copy_(numbers(*view.shape))
+        for view in (*self.cache.keys, *self.cache.values):  # blocks may hold anything beyond their rows
+            view.fill_(torch.nan)
+            for blocks, n in zip([*own, *shared], [*held, *prompts], strict=True):
+                for token in range(n):
+                    view[blocks[token // BLOCK], :, token % BLOCK] = numbers(heads, dim)
         self.q = numbers(rows, heads * group, dim)
         self.k, self.v = numbers(rows, heads, dim), numbers(rows, heads, dim)
 
@@ -79,13 +81,15 @@ class Case:
         rows = nothing, nothing, held, torch.tensor(to), seen, nothing, nothing.double(), own, prompt
         return Rows(*(x.to(self.q.device) for x in rows), by)
 
-    def found(self, backend: Backend, some: list[int] | None = None) -> Tensor:
+    def found(self, backend: str, some: list[int] | None = None, note: Any = None) -> Tensor:
         at = slice(None) if some is None else some
-        return backend(self.rows(some), self.cache, 0.3)(0, self.q[at], self.k[at], self.v[at])[0]
+        attend = paged_attention(by(backend), self.rows(some), self.cache, 0.3, note)
+        return attend(0, self.q[at], self.k[at], self.v[at])
 
-    def wanted(self) -> Tensor:
-        """From the definition, row by row, in float64."""
-        out = []
+    def wanted(self) -> tuple[Tensor, Tensor]:
+        """From the definition, row by row, in float64; and what each key receives, [R, H, n]."""
+        columns, out = [max(map(len, tables)) * BLOCK for tables in (self.of_prompts, self.own)], []
+        received = torch.zeros(len(self.held), self.k.shape[1], sum(columns), dtype=torch.float64)
         for row, held in enumerate(self.held):
             sides = ((self.of_prompts[row], self.seen[row]), (self.own[row], held))
             keys, values = (
@@ -94,8 +98,22 @@ class Case:
                 for view, new in ((self.cache.keys, self.k), (self.cache.values, self.v))
             )  # fmt: skip
             q = self.q[row].double().view(len(keys), -1, self.q.shape[2])
-            out.append(((q @ keys.mT * 0.3).softmax(-1) @ values).flatten())
-        return torch.stack(out)
+            weights, seen = (q @ keys.mT * 0.3).softmax(-1), self.seen[row]
+            received[row, :, :seen] = weights.mean(1)[:, :seen]
+            received[row, :, columns[0] : columns[0] + held + 1] = weights.mean(1)[:, seen:]
+            out.append((weights @ values).flatten())
+        return torch.stack(out), received
+
+    def is_right(self, backend: str) -> None:
+        """Check what a backend finds, the attention that it notes, and what it writes."""
+        (wanted, received), notes = self.wanted(), list[Tensor]()
+        for note in (None, lambda layer, paid: notes.append(paid)):
+            assert self.close(self.found(backend, note=note), wanted)
+        assert len(notes) == 1 and notes[0].dtype == torch.float32 and self.close(notes[0], received)
+        for row, count in enumerate(self.held):
+            block, inside = self.own[row][count // BLOCK], count % BLOCK
+            assert torch.equal(self.cache.keys[0][block, :, inside], self.k[row])
+            assert torch.equal(self.cache.values[0][block, :, inside], self.v[row])
 
     def close(self, found: Tensor, wanted: Tensor) -> bool:
         worst = (found.double() - wanted).abs().max()
@@ -112,64 +130,31 @@ class Case:
 )
 @settings(max_examples=60, deadline=None)
 def test_attention_over_blocks_is_its_definition_and_writes_the_new_key(
-    backend: Backend, held: list[int], prompts: list[int], shape: Any, dtype: torch.dtype, seed: int
+    backend: str, held: list[int], prompts: list[int], shape: Any, dtype: torch.dtype, seed: int
 ) -> None:
-    case = Case(held, prompts, shape, dtype, seed)
-    wanted = case.wanted()
-    assert case.close(case.found(backend), wanted)
-    for row, count in enumerate(held):
-        block, inside = case.own[row][count // BLOCK], count % BLOCK
-        assert torch.equal(case.cache.keys[0][block, :, inside], case.k[row])
-        assert torch.equal(case.cache.values[0][block, :, inside], case.v[row])
+    Case(held, prompts, shape, dtype, seed).is_right(backend)
 
 
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_more_keys_than_are_weighted_at_a_time(backend: Backend, dtype: torch.dtype) -> None:
-    """256 at a time, and the largest score among the last ones, so that what came before is made smaller."""
+def test_extreme_scores_and_more_keys_than_are_weighted_at_a_time(backend: str, dtype: torch.dtype) -> None:
+    """C weights 256 at a time: the largest score among the last ones makes what came before smaller. And scores of up
+    to several thousand, where all weight is on the largest one."""
     case = Case([900, 3, 520], [600], (2, 3, 64), dtype, 3)
     case.k.mul_(4)
-    wanted = case.wanted()
-    assert case.close(case.found(backend), wanted)
-
-
-@BACKENDS
-def test_what_blocks_hold_beyond_their_rows_is_never_read(backend: Backend) -> None:
-    case = Case([5, 31, 16, 40], [20, 48], (2, 3, 64), torch.float32, 4)
-    before, kept = case.found(backend), torch.zeros(256, BLOCK, dtype=torch.bool)
-    for blocks, count in zip([*case.own, *case.of_prompts], [*(n + 1 for n in case.held), *case.seen], strict=True):
-        for token in range(count):
-            kept[blocks[token // BLOCK], token % BLOCK] = True
-    for view in (*case.cache.keys, *case.cache.values):
-        view.masked_fill_(~kept[:, None, :, None], torch.nan)
-    assert torch.equal(case.found(backend), before)
-
-
-@BACKENDS
-def test_scores_that_no_exponential_can_hold(backend: Backend) -> None:
-    """Scores of up to several thousand: all weight is on the largest one."""
-    case = Case([9, 20, 0, 33], [30], (1, 2, 64), torch.float32, 7)
+    case.is_right(backend)
+    case = Case([9, 20, 0, 33], [30], (1, 2, 64), dtype, 7)
     case.q.mul_(1000)
-    wanted = case.wanted()
-    assert case.close(case.found(backend), wanted)
+    case.is_right(backend)
 
 
 @pytest.mark.bits
 @BACKENDS
-def test_a_row_has_the_same_bits_in_any_company(backend: Backend) -> None:
+def test_a_row_has_the_same_bits_in_any_company(backend: str) -> None:
     case = Case([5, 31, 16, 90, 0, 40], [20, 48, 1], (2, 3, 24), torch.float32, 5)
     together = case.found(backend)
     for some in ([0], [3, 0], [1, 2, 4], [5, 4, 3, 2, 1, 0]):
         assert torch.equal(case.found(backend, some), together[some])
-
-
-def test_the_reference_returns_the_weights_of_prompt_keys_and_then_of_own_ones() -> None:
-    case = Case([3], [5], (1, 1, 8), torch.float32, 1)
-    case.entries, case.of_prompts, case.seen = [0], [[200]], [5]
-    _, weights = reference(case.rows(), case.cache, 0.3)(0, case.q, case.k, case.v)
-    assert weights is not None and weights.shape == (1, 1, 1, 2 * BLOCK)
-    assert (weights[0, 0, 0] > 0).nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4, 16, 17, 18, 19]
-    assert float(weights.sum()) == pytest.approx(1)
 
 
 @pytest.mark.gpu
@@ -178,8 +163,8 @@ def test_the_reference_returns_the_weights_of_prompt_keys_and_then_of_own_ones()
 def test_the_kernel_computes_the_same(dtype: torch.dtype, rows: int, shape: tuple[int, int, int]) -> None:
     held = torch.randint(0, 140, (rows,), generator=torch.Generator().manual_seed(0)).tolist()
     case = Case(held, [70, 3, 100], shape, dtype, 2, "cuda", by_token=True)
-    wanted = case.wanted()
-    found = case.found(by_triton).double()
+    wanted, _ = case.wanted()
+    found = case.found("triton").double()
     assert (found - wanted).norm() < (1e-5 if dtype == torch.float32 else 8e-3) * wanted.norm()
     for row, count in enumerate(held):
         assert torch.equal(case.cache.keys[0][case.own[row][count // BLOCK], :, count % BLOCK], case.k[row])

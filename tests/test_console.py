@@ -47,7 +47,7 @@ class Screen:
 
 def test_a_plain_line_holds_what_there_is():
     parts = ["step   7/200", "reward 0.500", "eval 0.710 (0.660 to 0.760)", "length 38", "2% cut off"]
-    expected = "  ".join([*parts, "entropy 0.234", "5.3k tokens/s", "1.30 s/step", "811.0 MiB peak", "4m07s left"])
+    expected = "  ".join([*parts, "entropy 0.234", "5.3k tokens/s", "1.30 s/step", "810.6 MiB peak", "4m07s left"])
     assert step_line(Record(7, {**METRICS, **EVAL}), 200, left=247.0) == expected
     assert step_line(Record(0, {"eval/accuracy": 0.71}), 200, left=None) == "step   0/200  eval 0.710"
     counted = step_line(Record(0, {**EVAL, "eval/problems": 100.0}), 200, left=None)
@@ -86,7 +86,7 @@ def test_the_live_view_fits_and_keeps_labels_and_what_comes_first(width):
     assert max(map(len, lines)) <= width
     starts = ["step 100/1000  30m00s left  policy_l", "reward         1.000  ▁", "eval accuracy  0.710"]
     starts += ["completions    length 38", "policy         entropy 0.234", "speed          5.3k"]
-    starts += ["memory         811.0 MiB", "time           update 0.7"]
+    starts += ["memory         810.6 MiB", "time           update 0.7"]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_eviction import slow_h2o, slow_redundancy, slow_rkv, slow_snapkv
+from slow_eviction import slow_scores
 from torch import Tensor
 
 from grpo_cli.config.instantiate import ready
@@ -35,42 +35,28 @@ def candidates(seed: int = 0, window: int = 3, count: int = COUNT) -> Candidates
     return Candidates(keys, window, SCALE, queries, received)
 
 
-def snapkv(these: Candidates, kernel: int) -> Tensor:
-    return SnapKv(**WORDS, kernel=kernel).score(these)
-
-
-def rkv(these: Candidates, kernel: int, importance: float, threshold: float) -> Tensor:
-    return Rkv(**WORDS, kernel=kernel, importance=importance, threshold=threshold).score(these)
-
-
-def by_head(scores: Tensor, slow: Any) -> None:
-    """Compare with `slow(layer, row, head)`, which does one head by itself."""
-    for place in itertools.product(range(LAYERS), range(ROWS), range(HEADS)):
-        torch.testing.assert_close(scores[place], torch.tensor(slow(*place)), atol=2e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kernel", [1, 3, 7])
 @pytest.mark.parametrize("window", [1, 3, 12])
-def test_snapkv_is_what_a_loop_over_heads_finds(kernel: int, window: int) -> None:
-    these = candidates(window=window)
-    by_head(snapkv(these, kernel), lambda *at: slow_snapkv(these.keys[at], these.queries[at], SCALE, kernel))
-
-
-@pytest.mark.parametrize("threshold", [-1.0, 0.0, 0.5, 1.0])
-def test_redundancy_is_what_a_loop_over_heads_finds(threshold: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = candidates().keys
+@pytest.mark.parametrize(
+    ("policy", "own"),
+    [
+        (H2o, {}),
+        (Streaming, {}),
+        *((SnapKv, {"kernel": kernel}) for kernel in (1, 3, 7)),
+        *((Rkv, {"kernel": 3, "importance": 0.3, "threshold": threshold}) for threshold in (-1.0, 0.0, 0.2, 0.5, 1.0)),
+    ],
+)
+def test_scores_are_what_a_loop_over_heads_finds(
+    policy: type[Budget], own: dict[str, Any], window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, these = policy(**WORDS | {"window": window, "budget": 12} | own), candidates(window=window)
     for at_once in (1, 2 * COUNT**2, 10**9):  # in parts of one head, of two, and all in one
         monkeypatch.setitem(r_kv.SIMILARITIES_AT_ONCE, "cpu", at_once)
-        found = redundancy(keys.flatten(0, 2), threshold).view(keys.shape[:-1])
-        by_head(found, lambda *at: slow_redundancy(keys[at], threshold))
-
-
-def test_rkv_is_what_a_loop_over_heads_finds() -> None:
-    these = candidates()
-    by_head(
-        rkv(these, kernel=3, importance=0.3, threshold=0.2),
-        lambda *at: slow_rkv(these.keys[at], these.queries[at], SCALE, 3, 0.3, 0.2)[: COUNT - 3],
-    )
+        scores = made.score(these)
+        for place in itertools.product(range(LAYERS), range(ROWS), range(HEADS)):
+            paid = these.received[place][None].tolist()
+            slow = slow_scores(made, these.keys[place], these.queries[place], SCALE, paid)
+            expected = torch.tensor(slow[: COUNT - window])
+            torch.testing.assert_close(scores[place], expected, atol=2e-6, rtol=1e-5)
 
 
 def unrelated(count: int) -> Tensor:
@@ -86,13 +72,6 @@ def test_of_three_copies_the_older_are_more_redundant() -> None:
     (found,) = redundancy(keys[None], 0.5)
     assert found[2] / found[7] == pytest.approx(math.exp(0.2)) and found[5] / found[7] == pytest.approx(math.exp(0.1))
     assert found[7] == pytest.approx(float(found[9])), "the newest copy is as good as a key of its own kind"
-
-
-def test_h2o_sums_what_was_paid() -> None:
-    paid = torch.rand(6, COUNT)
-    received = paid.sum(0).expand(LAYERS, ROWS, HEADS, -1)
-    scores = H2o(**WORDS).score(Candidates(candidates().keys, 3, SCALE, None, received))
-    by_head(scores, lambda *at: slow_h2o(paid.tolist(), 3))
 
 
 def test_streaming_keeps_the_first_and_the_last() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,29 +143,26 @@ def test_once_a_learner_is_built_sampler_and_learner_are_the_model(
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_a_model_that_torch_serves_says_the_same_by_both() -> None:
-    model, requests = small_model(), some_requests(3, 4)
-    assert same(generating(model).generate(requests), make_engine(model).generate(requests))
-    truncated = [replace(one, sampling=replace(one.sampling, top_p=0.7, top_k=9)) for one in requests]
-    assert same(generating(model).generate(truncated), make_engine(model).generate(truncated))
-    greedy = some_requests(3, 1, temperature=0.0)
-    assert same(generating(model).generate(greedy), make_engine(model).generate(greedy))
+def letters(ids: Any) -> str:
+    return "".join(chr(97 + one) for one in ids)
 
 
-def test_a_cache_is_counted_as_large_as_it_is() -> None:
+@pytest.mark.parametrize("words", [{}, {"top_p": 0.7, "top_k": 9}, {"temperature": 0.0}, {"stop": ("f", "kk")}])
+def test_a_model_that_torch_serves_says_the_same_by_both(words: dict[str, Any]) -> None:
+    model, requests = small_model(), some_requests(3, 4, **words)
+    found = list(generating(model, decode=letters).generate(requests))
+    assert same(found, make_engine(model, decode=letters).generate(requests))
+    assert "stop" not in words or Finish.STOP in {one.finish for one in found}
+
+
+def test_a_cache_is_counted_as_large_as_it_is_and_slowness_is_said_once() -> None:
     """Two layers of 2 heads of 8 numbers, keys and values, of every position but the last drawn."""
-    model, (request, *_) = small_model(), some_requests(1, 1, tokens=10)
-    engine = generating(model, eos_token_ids=(-1,))
-    list(engine.generate([request]))
+    model, (request, *_), lines = small_model(), some_requests(1, 1, tokens=10), list[str]()
+    engine = generating(model, lines, eos_token_ids=(-1,))
+    for _ in range(2):
+        list(engine.generate([request]))
     assert engine.stats().kv_peak_bytes == 2 * 2 * 2 * 8 * 4 * (len(request.prompt.token_ids) + 9)
-
-
-def test_stop_strings_end_a_reply_as_they_do_elsewhere() -> None:
-    model, decode = small_model(), lambda ids: "".join(chr(97 + one) for one in ids)
-    requests = some_requests(3, 4, stop=("f", "kk"))
-    found = list(generating(model, decode=decode).generate(requests))
-    assert same(found, make_engine(model, decode=decode).generate(requests))
-    assert Finish.STOP in {one.finish for one in found}
+    assert len(lines) == 1 and "slow" in lines[0]
 
 
 def test_what_is_stopped_goes_on_where_it_was() -> None:
@@ -189,43 +186,33 @@ def test_episodes_have_the_turns_that_they_have_elsewhere() -> None:
     assert said(played(generating(model), Talk())) == said(played(make_engine(model), Talk()))
 
 
-def test_it_says_once_that_it_is_slow_and_what_is_not() -> None:
-    lines = list[str]()
-    engine = generating(foreign_model("recurrent_gemma"), lines)
-    list(engine.generate(some_requests(2, 1, tokens=2)))
-    assert len(lines) == 1 and "slow" in lines[0] and "Qwen3ForCausalLM" in lines[0] and "one length" in lines[0]
-    generating(small_model(), lines)
-    assert "this model among them" in lines[1]
+def doubled(own: Any, self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+    found = own(self, input_ids=input_ids, **kwargs)
+    found.logits = found.logits * (2.0 if input_ids.shape[1] else 1.0)
+    return found
 
 
-def test_an_encoder_is_refused() -> None:
-    with pytest.raises(UserError, match="BertLMHeadModel is not a causal model"):
-        generating(foreign_model("bert"))
+def at_the_start(own: Any, self: Any, input_ids: Any, **kwargs: Any) -> Any:
+    return own(self, input_ids, **kwargs) | {"position_ids": torch.zeros_like(input_ids[:, -1:])}
 
 
-def test_a_model_that_is_more_than_its_halves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = foreign_model("phi")
-    own = type(model).forward
-
-    def shifted(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
-        found = own(self, input_ids=input_ids, **kwargs)
-        found.logits = found.logits * (2.0 if input_ids.shape[1] else 1.0)
-        return found
-
-    monkeypatch.setattr(type(model), "forward", shifted)
-    with pytest.raises(UserError, match="updates would be of another model"):
-        generating(model)
-
-
-def test_a_cache_that_forgets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = foreign_model("phi")
-    own = type(model).prepare_inputs_for_generation
-
-    def without(self: Any, input_ids: Any, **kwargs: Any) -> Any:
-        return own(self, input_ids, **kwargs) | {"position_ids": torch.zeros_like(input_ids[:, -1:])}
-
-    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", without)
-    with pytest.raises(UserError, match="another distribution"):
+@pytest.mark.parametrize(
+    ("family", "method", "other", "said"),
+    [
+        ("bert", "", None, "BertLMHeadModel is not a causal model"),
+        ("phi", "forward", doubled, "updates would be of another model"),  # which is more than its halves
+        ("phi", "prepare_inputs_for_generation", at_the_start, "another distribution"),  # whose cache forgets
+    ],
+)
+def test_a_model_that_is_not_served_rightly_is_refused(
+    family: str, method: str, other: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = foreign_model(family)
+    if method:
+        own = getattr(type(model), method)
+        patched = functools.wraps(own)(lambda self, *given, **words: other(own, self, *given, **words))
+        monkeypatch.setattr(type(model), method, patched)
+    with pytest.raises(UserError, match=said):
         generating(model)
 
 
@@ -244,15 +231,8 @@ def test_what_it_cannot_do_is_refused_before_a_model_is_read(words: list[str], k
 
 
 def run_of(folder: Path, model: Path, *words: str) -> Any:
-    short = (
-        "n=4",
-        "m=2",
-        "train.prompts=3",
-        "train.steps=2",
-        "sampling.max_new_tokens=8",
-        "eval.problems=4",
-        "eval.k=1",
-    )
+    short = ("n=4", "m=2", "train.prompts=3", "train.steps=2", "sampling.max_new_tokens=8")
+    short += ("eval.problems=4", "eval.k=1")
     rows = folder.with_suffix(".jsonl")
     rows.write_text("".join(json.dumps({"question": f"{i} " * (1 + i % 3), "answer": "x"}) + "\n" for i in range(20)))
     short += ("task=jsonl", f"task.path={rows}", "task.reward=families:letters", "model.autocast=none", "seed=1")

@@ -105,31 +105,18 @@ SPARSITIES = [
 
 
 @pytest.mark.bits
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     make=st.sampled_from([micro, infinite]),
-    scheduler=st.sampled_from(SCHEDULERS),
-    predictor=st.sampled_from(PREDICTORS),
-    sparsity=st.sampled_from(SPARSITIES),
+    chosen=st.tuples(*map(st.sampled_from, (SCHEDULERS, PREDICTORS, SPARSITIES))),
     slots=st.none() | st.integers(1, 6),
-    prompts=st.integers(1, 6),
-    n=st.integers(1, 4),
-    tokens=st.integers(1, 60),
-    seed=st.integers(0, 99),
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 60), st.integers(0, 99)),
     share=st.floats(0, 1.2),
 )
 def test_no_order_of_rollouts_ever_holds_more_than_the_budget_or_changes_one(
-    make: Any,
-    scheduler: Any,
-    predictor: Any,
-    sparsity: Any,
-    slots: Any,
-    prompts: Any,
-    n: Any,
-    tokens: Any,
-    seed: Any,
-    share: float,
+    make: Any, chosen: Any, slots: int | None, shape: tuple[int, int, int, int], share: float
 ) -> None:
+    (scheduler, predictor, sparsity), (prompts, n, tokens, seed) = chosen, shape
     requests = some_requests(prompts=prompts, n=n, tokens=tokens, seed=seed)
     full = make_engine(MODEL, sparsity=sparsity)
     rollouts = list(full.generate(requests))
@@ -163,22 +150,29 @@ def test_as_many_rows_as_have_a_page_and_as_many_to_their_end_as_fit_with_their_
     assert infinite(kv_budget=10**6, slots=3).fit(shape).slots == 3
 
 
-def test_a_prefix_of_everybody_may_cost_half_of_the_slots_and_no_more() -> None:
-    """6 prompts of 10 bytes and 12 rollouts that wait with 20 take 300 bytes, with 2 slots of 100 they take 500; as
-    much holds 4 slots with a prompt each (440) and not 5 (550). With 499, one slot would be left of 4."""
-    shape = KvShape(requests=12, prompts=6, prompt_bytes=10, page_bytes=100, slot_bytes=100, parked_bytes=20)
-    rooms = [infinite(kv_budget=budget).fit(shape) for budget in (499, 500, 10**6)]
-    assert [(room.probes, room.probes_with) for room in rooms] == [(False, 500), (True, 0), (False, 0)]
-    # With no more than 2 slots at any rate, one of them is half.
-    rooms = [infinite(kv_budget=budget, slots=2).fit(shape) for budget in (399, 400, 500)]
-    assert [(room.slots, room.probes, room.probes_with) for room in rooms] == [
-        (2, False, 400),
-        (2, True, 0),
-        (2, True, 0),
-    ]
-    for sampler in (full(), infinite(slots=12), infinite(slots=3)):
-        room = sampler.fit(shape)
-        assert (room.budget, room.probes) == (None, room.slots == 3)
+@pytest.mark.parametrize(
+    ("sampler", "probes", "enough"),
+    [
+        # 6 prompts of 10 bytes and 12 rollouts that wait with 20 take 300 bytes, with 2 slots of 100 they take 500; as
+        # much holds 4 slots with a prompt each (440) and not 5 (550). With 499, one slot would be left of 4.
+        (infinite(kv_budget=499), False, 500),
+        (infinite(kv_budget=500), True, 0),
+        (infinite(kv_budget=10**6), False, 0),
+        # With no more than 2 slots at any rate, one of them is half.
+        (infinite(kv_budget=399, slots=2), False, 400),
+        (infinite(kv_budget=400, slots=2), True, 0),
+        (infinite(kv_budget=500, slots=2), True, 0),
+        (full(), False, 0),
+        (infinite(slots=12), False, 0),
+        (infinite(slots=3), True, 0),
+    ],
+)
+def test_a_prefix_of_everybody_may_cost_half_of_the_slots_and_no_more(sampler: Any, probes: bool, enough: int) -> None:
+    room = sampler.fit(
+        KvShape(requests=12, prompts=6, prompt_bytes=10, page_bytes=100, slot_bytes=100, parked_bytes=20)
+    )
+    assert (room.probes, room.probes_with, room.budget is None) == (probes, enough, sampler.kv_budget is None)
+    assert sampler.slots is None or room.slots == sampler.slots
 
 
 @pytest.mark.bits
@@ -214,11 +208,8 @@ def test_memory_is_not_left_idle_while_somebody_waits(scheduler: Any) -> None:
 @pytest.mark.bits
 def test_who_is_put_off_makes_the_same_tokens_again() -> None:
     """Lengths that nobody can foresee: 23 short rollouts make place for 9 that all go on to the end."""
-    requests = some_requests(prompts=4, n=8, tokens=96)
     limits = [4] * 23 + [96] * 9
-    requests = [
-        replace(r, sampling=replace(r.sampling, max_new_tokens=m)) for r, m in zip(requests, limits, strict=True)
-    ]
+    requests = ending_at(some_requests(prompts=4, n=8, tokens=96), limits)
     parts: dict[str, Any] = dict(eos_token_ids=(VOCABULARY,))
     wanted = contents(make_engine(MODEL, **parts).generate(requests))
     budget = 3 * least_budget(requests)
@@ -232,22 +223,18 @@ def test_who_is_put_off_makes_the_same_tokens_again() -> None:
 @pytest.mark.parametrize("budget", [None, "128KiB"])
 def test_what_is_allocated_follows_what_is_held(budget: Any) -> None:
     """Of slots that reserved the limit, 32 rollouts of log-normal lengths would take 32 x 256 x 256 bytes = 2 MiB."""
-    model = small_model(num_hidden_layers=8, head_dim=16, max_position_embeddings=512)  # TOKEN x 8
-    requests = some_requests(prompts=4, n=8, tokens=256)
+    model = small_model(max_position_embeddings=512)
     quantiles = [exp(3.81 + 0.833 * NormalDist().inv_cdf((i + 0.5) / 32)) for i in range(32)]
     limits = np.random.default_rng(0).permutation(np.clip(np.rint(quantiles), 1, 256)).astype(int).tolist()
-    requests = [
-        replace(r, sampling=replace(r.sampling, max_new_tokens=m)) for r, m in zip(requests, limits, strict=True)
-    ]
-    budget = None if budget is None else 8 * parse_bytes(budget)
+    requests = ending_at(some_requests(prompts=4, n=8, tokens=256), limits)
     sampler = infinite(slots=32) if budget is None else infinite(kv_budget=budget)
     engine = make_engine(model, sampler=sampler, eos_token_ids=(VOCABULARY,))
     list(engine.generate(requests))
     stats = engine.stats()
     assert stats.kv_peak_bytes <= 1.4 * stats.details["engine/kv_held_bytes"], "blocks of 16 for a mean of 40"
     if budget is not None:
-        reserved = budget // (8 * slot_bytes(256) + 8 * prompt_bytes(requests))
-        assert stats.kv_peak_bytes <= budget and stats.slots >= 2 * reserved
+        reserved = parse_bytes(budget) // (slot_bytes(256) + prompt_bytes(requests))
+        assert stats.kv_peak_bytes <= parse_bytes(budget) and stats.slots >= 2 * reserved
 
 
 def test_as_many_rollouts_run_as_there_is_room_for_what_eviction_leaves() -> None:

@@ -25,8 +25,7 @@ from made import fptas, infinite, micro, prefix_head
 from orders import AnyOrder, Backwards, Forgetful, PromptsFirst
 from small import adapted_model, contents, make_engine, require_bits, small_model, some_requests
 
-from grpo_cli.engine import decoder as decoders
-from grpo_cli.engine import generation
+from grpo_cli.engine import generation, layers
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.scheduling import Lpt, Sjf
 from grpo_cli.engine.torch_engine import TorchEngine
@@ -52,7 +51,7 @@ class Policy:
     @contextmanager
     def constants(self) -> Iterator[None]:
         """Those of the engine that decide about the order of sums."""
-        with patch.object(decoders, "PACKED_FROM", 0) if self.packed else nullcontext():
+        with patch.object(layers, "PACKED_FROM", 0) if self.packed else nullcontext():
             yield
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,75 +11,70 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import some_requests
 
-from grpo_cli.engine import sampling as sample
 from grpo_cli.engine.sampling import Drawing, _truncated, draw, drawing_of, inverse, truncate, uniforms
 from grpo_cli.native.library import NoNative, library
 from grpo_cli.settings import Sampling
 
-CPU = torch.device("cpu")
-NATIVELY = [False]
+INF = torch.inf
+WAYS = pytest.mark.parametrize("way", ["PyTorch", "C"])
 
 
-@pytest.fixture(params=["PyTorch", "C"], autouse=True)
-def how(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Everything that is said of drawing holds in both ways."""
+def table(way: str, *words: Sampling) -> Drawing:
     try:
-        NATIVELY[0] = request.param == "C" and bool(library("decode"))
+        return drawing_of(words, torch.device("cpu"), way == "C" and bool(library("decode")))
     except NoNative as error:
         pytest.skip(str(error))
-    yield
-    NATIVELY[0] = False
 
 
-def table(*words: Sampling) -> Drawing:
-    return drawing_of(words, CPU, NATIVELY[0])
+def in_blocks() -> torch.Tensor:
+    """600 tokens are two blocks and a rest: 100, 255, 256 and 590 have a quarter each."""
+    logits = torch.full((600,), -INF)
+    logits[[100, 255, 256, 590]] = 0.0
+    return logits
 
 
-def test_each_token_comes_out_for_its_own_share_of_the_unit_interval() -> None:
-    """Probabilities 0.5, 0.25, 0, 0.25: the borders are at 0.5 and 0.75, and the third token never comes."""
-    logits = torch.tensor([0.5, 0.25, 0.0, 0.25]).log().expand(6, 4)
-    uniform = torch.tensor([0.0, 0.49, 0.51, 0.74, 0.76, 1 - 2**-53], dtype=torch.float64)
-    tokens, logprobs = draw(logits, uniform, table(*[Sampling.plain(128)] * 6))
-    assert tokens.tolist() == [0, 0, 1, 1, 3, 3]
-    torch.testing.assert_close(logprobs.exp(), torch.tensor([0.5, 0.5, 0.25, 0.25, 0.25, 0.25]))
+E, QUARTERS = 2**-53, [0.0, 0.25 - 2**-53, 0.25, 0.5 - 2**-53, 0.5, 0.75 - 2**-53, 0.75, 1 - 2**-53]
 
 
-def test_a_number_on_a_border_belongs_to_the_token_above_it_and_none_to_a_token_of_probability_zero() -> None:
-    """Tokens 1 and 3 have half each, and shares [0, 0.5) and [0.5, 1): 0 is no number of token 0, whose share is empty,
-    nor is 0.5 one of token 1 or 2."""
-    logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]).expand(4, 5)
-    uniform = torch.tensor([0.0, 0.5 - 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
-    tokens, logprobs = draw(logits, uniform, table(*[Sampling.plain(128)] * 4))
-    assert tokens.tolist() == [1, 1, 3, 3]
-    torch.testing.assert_close(logprobs.exp(), torch.full((4,), 0.5))
+@WAYS
+@pytest.mark.parametrize(
+    ("logits", "uniform", "tokens", "shares"),
+    [
+        # The borders are at 0.5 and 0.75, and the third token never comes.
+        (torch.tensor([0.5, 0.25, 0.0, 0.25]).log(), [0.0, 0.49, 0.51, 0.74, 0.76, 1 - E], [0, 0, 1, 1, 3, 3],
+         [0.5, 0.5, 0.25, 0.25, 0.25, 0.25]),
+        # A number on a border belongs to the token above it, and none to a token whose share is empty.
+        (torch.tensor([-INF, 0.0, -INF, 0.0, -INF]), [0.0, 0.5 - E, 0.5, 1 - E], [1, 1, 3, 3], [0.5] * 4),
+        (in_blocks(), QUARTERS, [100, 100, 255, 255, 256, 256, 590, 590], [0.25] * 8),
+    ],
+)  # fmt: skip
+def test_each_token_comes_out_for_its_own_share_of_the_unit_interval(
+    way: str, logits: torch.Tensor, uniform: list[float], tokens: list[int], shares: list[float]
+) -> None:
+    rows, by = logits.expand(len(uniform), -1), table(way, *[Sampling.plain(128)] * len(uniform))
+    found, logprobs = draw(rows, torch.tensor(uniform, dtype=torch.float64), by)
+    assert found.tolist() == tokens
+    torch.testing.assert_close(logprobs.exp(), torch.tensor(shares))
 
 
-def test_a_token_is_found_in_its_block() -> None:
-    """600 tokens are two blocks and a rest. Tokens 100, 255, 256 and 590 have a quarter each, all others nothing, so
-    that the last ten and most of each block have empty shares."""
-    logits = torch.full((1, 600), -torch.inf)
-    logits[0, [100, 255, 256, 590]] = 0.0
-    borders = [0.0, 0.25 - 2**-53, 0.25, 0.5 - 2**-53, 0.5, 0.75 - 2**-53, 0.75, 1 - 2**-53]
-    uniform = torch.tensor(borders, dtype=torch.float64)
-    tokens, logprobs = draw(logits.expand(8, 600), uniform, table(*[Sampling.plain(128)] * 8))
-    assert tokens.tolist() == [100, 100, 255, 255, 256, 256, 590, 590]
-    torch.testing.assert_close(logprobs.exp(), torch.full((8,), 0.25))
-
-
-def test_logits_of_less_than_float32_are_drawn_from_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same tokens and log-probabilities, whatever settings the rows have, and never as many in float32 as there are."""
-    logits = torch.randn(70, 600, generator=torch.Generator().manual_seed(0)).mul_(3).bfloat16()
-    words = [replace(Sampling.plain(128, temperature=t), top_p=p) for t in (1.0, 0.0, 0.7) for p in (1.0, 0.8)]
-    by = table(*[words[row % 6] for row in range(70)])
+@WAYS
+def test_a_row_draws_the_same_in_any_company_and_precision(way: str) -> None:
+    """By a sum over every token in float64; of settings that differ by row, and of so many logits in bfloat16 that a
+    few rows are converted at a time."""
     uniform = torch.from_numpy(uniforms([5], 70)[0])
-    expected = draw(logits.float(), uniform, by)
-    monkeypatch.setattr(sample, "_AT_ONCE", 8 * 600 + 599)
-    seen: list[int] = []
-    whole = sample._draw
-    monkeypatch.setattr(sample, "_draw", lambda x, u, by: (seen.append(len(x)), whole(x, u, by))[1])
-    for found, wanted in zip(draw(logits, uniform, by), expected, strict=True):
-        assert torch.equal(found, wanted)
-    assert seen == [8] * 8 + [6]
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = (3.0 * torch.randn(70, 20_000, generator=torch.Generator().manual_seed(0))).to(dtype)
+        tokens, _ = draw(logits, uniform, table(way, *[Sampling.plain(128)] * 70))
+        sums = logits.double().softmax(-1).cumsum(-1)
+        assert torch.equal(tokens, torch.searchsorted(sums, uniform[:, None], right=True).squeeze(-1))
+        words = [replace(Sampling.plain(128, temperature=t), top_p=p) for t in (1.0, 0.0, 0.7) for p in (1.0, 0.8)]
+        for kinds in (words[::2], words):  # nothing truncated, and some
+            by = table(way, *[kinds[row % len(kinds)] for row in range(70)])
+            tokens, logprobs = draw(logits, uniform, by)
+            assert (logprobs == 0).any() and torch.isfinite(logprobs).all()
+            for count in (1, 2, 13, 39, 69):
+                few = draw(logits[:count], uniform[:count], by.of(slice(count)))
+                assert torch.equal(few[0], tokens[:count]) and torch.equal(few[1], logprobs[:count])
 
 
 def test_what_is_rounded_up_to_a_whole_block_does_not_fall_to_a_token_without_probability() -> None:
@@ -90,25 +85,12 @@ def test_what_is_rounded_up_to_a_whole_block_does_not_fall_to_a_token_without_pr
     assert inverse(probabilities, torch.tensor([[1 - 2**-53]], dtype=torch.float64)).tolist() == [[256]]
 
 
-def test_a_row_draws_the_same_in_any_company() -> None:
-    logits = 3.0 * torch.randn(70, 5000, generator=torch.Generator().manual_seed(0))
-    uniform = torch.rand(70, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    words = table(*[Sampling.plain(128)] * 70)
-    tokens, logprobs = draw(logits, uniform, words)
-    # The same by a sum over every token in float64.
-    sums = logits.double().softmax(-1).cumsum(-1)
-    assert torch.equal(tokens, torch.searchsorted(sums, uniform[:, None], right=True).squeeze(-1))
-    for count in (*range(1, 40), 64, 69):
-        few = draw(logits[:count], uniform[:count], words.of(slice(count)))
-        assert torch.equal(few[0], tokens[:count]) and torch.equal(few[1], logprobs[:count])
-
-
 def test_top_k_and_top_p_renormalise_what_is_left() -> None:
-    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(3, 4)
+    """Of 0.4, 0.3, 0.2, 0.1. top-k 2: {0, 1}; top-p 0.6: the smallest set that reaches it, {0, 1}; both: 3 left, then
+    0.4 + 0.3 of 0.9 < 0.8."""
     words = [replace(Sampling.plain(128), **cut) for cut in ({"top_k": 2}, {"top_p": 0.6}, {"top_p": 0.8, "top_k": 3})]
-    uniform = torch.tensor([0.99, 0.99, 0.99], dtype=torch.float64)
-    tokens, logprobs = draw(logits, uniform, table(*words))
-    # top-k 2: {0, 1}; top-p 0.6: the smallest set that reaches it, {0, 1}; both: 3 left, then 0.4 + 0.3 of 0.9 < 0.8
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(3, 4)
+    tokens, logprobs = draw(logits, torch.full((3,), 0.99, dtype=torch.float64), table("PyTorch", *words))
     assert tokens.tolist() == [1, 1, 2]
     torch.testing.assert_close(logprobs.exp(), torch.tensor([3 / 7, 3 / 7, 2 / 9]))
 
@@ -133,37 +115,30 @@ def test_truncation_keeps_a_set_of_most_probable_tokens(values: list[float], top
     logits = torch.tensor([values])
     kept = truncate(logits, torch.tensor([top_p]), torch.tensor([top_k])).isfinite()[0]
     assert kept[int(logits.argmax())]
-    if (~kept).any():
-        assert logits[0, kept].min() >= logits[0, ~kept].max()
-    if top_k:
-        assert int(kept.sum()) <= max(top_k, 1)
-    if top_p == 1.0 and top_k == 0:
-        assert kept.all()
+    assert kept.all() or logits[0, kept].min() >= logits[0, ~kept].max()
+    assert int(kept.sum()) <= (max(top_k, 1) if top_k else 12)
+    assert kept.all() or top_p < 1.0 or top_k
 
 
-def test_a_request_s_numbers_are_its_own_and_uniform() -> None:
-    seeds = [request.seed for request in some_requests(prompts=2, n=50)]
+def test_a_request_s_numbers_are_its_own_and_uniform_and_splitmix64s() -> None:
+    seeds: list[Any] = [request.seed for request in some_requests(prompts=2, n=50)]
     numbers = torch.from_numpy(uniforms(seeds, 200))
     assert torch.equal(torch.from_numpy(uniforms(seeds[3:4], 100)), numbers[3:4, :100])
     assert float(numbers.min()) >= 0.0 and float(numbers.max()) < 1.0
-    counts = torch.histc(numbers.float(), bins=10, min=0.0, max=1.0)
     # 20,000 draws, 2,000 a bin, standard deviation 42: within five of them
-    assert (counts - 2000).abs().max() < 210
-
-
-def test_the_generator_is_splitmix64() -> None:
-    """The reference implementation's first outputs for seed 1234567, as 53-bit fractions."""
+    assert (torch.histc(numbers.float(), bins=10, min=0.0, max=1.0) - 2000).abs().max() < 210
+    # The reference implementation's first outputs for seed 1234567, as 53-bit fractions.
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert uniforms([1234567], 4)[0].tolist() == [(value >> 11) * 2.0**-53 for value in published]
 
 
-def test_what_is_drawn_has_the_probabilities_that_are_said() -> None:
+@WAYS
+def test_what_is_drawn_has_the_probabilities_that_are_said(way: str) -> None:
     """Chi-square over 8 tokens and 20,000 draws at temperature 0.7: below 24.3 with probability 0.999."""
     logits = torch.randn(8, generator=torch.Generator().manual_seed(0))
     uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    words = table(*[Sampling.plain(128, temperature=0.7)] * 20_000)
-    tokens, logprobs = draw(logits.expand(20_000, 8), uniform, words)
+    by = table(way, *[Sampling.plain(128, temperature=0.7)] * 20_000)
+    tokens, logprobs = draw(logits.expand(20_000, 8), uniform, by)
     expected = (logits / 0.7).softmax(-1) * 20_000
-    found = torch.bincount(tokens, minlength=8)
-    assert float(((found - expected) ** 2 / expected).sum()) < 24.3
+    assert float(((torch.bincount(tokens, minlength=8) - expected) ** 2 / expected).sum()) < 24.3
     torch.testing.assert_close(logprobs, (logits / 0.7).log_softmax(-1)[tokens])

@@ -55,7 +55,7 @@ class Recorder:
         evict = Evictor.evict
 
         def noted(evictor: Evictor, sequences: Sequence[Any], cache: Any) -> Tensor:
-            prompt = evictor._of_prompt(sequences[0])
+            prompt = evictor.of_prompt(sequences[0])
             kept = evict(evictor, sequences, cache)
             for row, sequence in enumerate(sequences):
                 self.evictions.setdefault(sequence.index, []).append((prompt, kept[:, row].clone()))
@@ -79,8 +79,7 @@ def recorded(policy: Budget, requests: list[Request], **parts: Any) -> tuple[lis
 
 def generate_to_the_limit(policy: Dense | Budget, requests: list[Request]) -> tuple[list[Rollout], Any]:
     """The same where no token ends a rollout."""
-    # Watched attention runs in PyTorch's operations, dense too to compare.
-    engine = make_engine(small_model(), eos_token_ids=(), sparsity=policy, native=False)
+    engine = make_engine(small_model(), eos_token_ids=(), sparsity=policy)
     return list(engine.generate(requests)), engine
 
 
@@ -147,23 +146,49 @@ class Replayed:
         return (weights @ value.repeat_interleave(2, 0)).transpose(0, 1)[None], None
 
 
+PAUSED: dict[str, Any] = dict(sampler=infinite(slots=2), scheduler=Lpt(), predictor=prefix_head(prefix_tokens=16))
+
+
+@pytest.mark.parametrize("parts", [{"sampler": infinite(slots=4)}, PAUSED], ids=["", "paused"])
 @pytest.mark.parametrize(("policy", "words"), KINDS)
-def test_a_replay_of_what_was_kept_gives_the_probabilities_and_the_choices(
-    policy: type[Budget], words: dict[str, Any]
+def test_a_rollout_is_what_its_evictions_say(
+    policy: type[Budget], words: dict[str, Any], parts: dict[str, Any]
 ) -> None:
-    """The sampler's log-probabilities are those of the recorded masks, and not the dense ones; and each recorded
-    choice is the one of scores computed by slow loops from the replay's own queries, keys and weights."""
-    budget, requests = make(policy, **words), some_requests(prompts=2, n=3, tokens=36)
-    rollouts, recorder = recorded(budget, requests, sampler=infinite(slots=4))
-    differences = []
+    """The sampler's log-probabilities are those of a replay under the recorded masks, and not the dense ones; each
+    recorded choice is the one of scores computed by slow loops from the replay's own queries, keys and weights; and as
+    many keys of the response are said to be kept as the fullest layer and head held."""
+    requests = some_requests(prompts=2, n=3, tokens=40)
+    budget = make(policy, **words, sinks=6 if policy is Streaming else 1)
+    rollouts, recorder = recorded(budget, requests, **parts)
+    differences, found = [], set()
     for index, rollout in enumerate(rollouts):
         evictions = recorder.evictions.get(index, [])
+        check_record(budget, len(rollout.request.prompt.token_ids), evictions)
         replay = Replayed(rollout, visible(rollout, evictions, budget.protect_prompt))
         sampled = torch.tensor(rollout.sampler_logprobs)
         torch.testing.assert_close(sampled, replay.logprobs, atol=3e-5, rtol=0)
         differences.append(float((Replayed(rollout, visible(rollout, [], True)).logprobs - sampled).abs().max()))
         check_choices(budget, rollout, evictions, replay)
-    assert sum(map(len, recorder.evictions.values())) >= 6 and max(differences) > 0.01
+        start, most = len(rollout.request.prompt.token_ids), 0
+        for _, _, held in histories(rollout, evictions, budget.protect_prompt):
+            most = max(most, *(sum(position >= start for position in positions) + 1 for positions in held.values()))
+        assert rollout.kept_kv == most
+        found.add(most)
+    assert sum(map(len, recorder.evictions.values())) >= 6 and max(differences) > 0.01 and len(found) > 1
+
+
+def check_record(budget: Budget, prompt: int, evictions: list[tuple[int, Tensor]]) -> None:
+    """Kept keys are ordered, within the budget, and have the window and the sinks among them."""
+    for number, (prompt_candidates, kept) in enumerate(evictions):
+        count = int(kept.max()) + 1
+        assert kept.shape == (LAYERS, HEADS, budget.budget)
+        assert (kept.diff(dim=-1) > 0).all() and kept.min() >= 0, "sorted, without doubles"
+        assert (kept[..., -3:] == torch.arange(count - 3, count)).all(), "the window"
+        sinks = max(budget.sinks - prompt, 0) if budget.protect_prompt else budget.sinks
+        assert (kept[..., :sinks] == torch.arange(sinks)).all(), "the first positions of the sequence"
+        assert prompt_candidates == (prompt if number == 0 and not budget.protect_prompt else 0)
+        # Of a prompt longer than the budget, nothing goes before the row has made a window of its own.
+        assert count == max(budget.budget + budget.buffer, prompt_candidates + budget.window)
 
 
 def check_choices(budget: Budget, rollout: Rollout, evictions: list[tuple[int, Tensor]], replay: Replayed) -> None:
@@ -185,27 +210,6 @@ def check_choices(budget: Budget, rollout: Rollout, evictions: list[tuple[int, T
             assert stayed.min() >= went.max() - 1e-5
 
 
-@pytest.mark.parametrize(("policy", "words"), KINDS)
-def test_kept_keys_are_ordered_and_within_the_budget_with_window_and_sinks(
-    policy: type[Budget], words: dict[str, Any]
-) -> None:
-    budget, requests = make(policy, **words, sinks=6), some_requests(prompts=2, n=3, tokens=30)
-    _, recorder = recorded(budget, requests, sampler=infinite(slots=4))
-    assert recorder.evictions
-    for index, evictions in recorder.evictions.items():
-        prompt = len(requests[index].prompt.token_ids)
-        for number, (prompt_candidates, kept) in enumerate(evictions):
-            count = int(kept.max()) + 1
-            assert kept.shape == (LAYERS, HEADS, budget.budget)
-            assert (kept.diff(dim=-1) > 0).all() and kept.min() >= 0, "sorted, without doubles"
-            assert (kept[..., -3:] == torch.arange(count - 3, count)).all(), "the window"
-            sinks = max(6 - prompt, 0) if budget.protect_prompt else 6
-            assert (kept[..., :sinks] == torch.arange(sinks)).all(), "the first positions of the sequence"
-            assert prompt_candidates == (prompt if number == 0 and not budget.protect_prompt else 0)
-            # Of a prompt longer than the budget, nothing goes before the row has made a window of its own.
-            assert count == max(budget.budget + budget.buffer, prompt_candidates + budget.window)
-
-
 @pytest.mark.parametrize("protect_prompt", [True, False])
 def test_no_slot_ever_holds_more_than_budget_and_buffer(protect_prompt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
@@ -223,25 +227,6 @@ def test_no_slot_ever_holds_more_than_budget_and_buffer(protect_prompt: bool, mo
         assert max(seen) == 14 and engine.stats().details["engine/evictions"] > 6
         if protect_prompt:
             assert [r.kept_kv for r in rollouts] == [min(len(r) - 1, 14) for r in rollouts]
-
-
-@pytest.mark.parametrize("parts", [{}, {"sampler": infinite(slots=2), "scheduler": Lpt()}], ids=["", "paused"])
-@pytest.mark.parametrize(("policy", "words"), KINDS)
-def test_kept_response_keys_are_those_of_the_fullest_layer_and_head(
-    policy: type[Budget], words: dict[str, Any], parts: dict[str, Any]
-) -> None:
-    """Prompt keys that an eviction had chosen were once counted among them."""
-    requests, budget = some_requests(prompts=3, n=4, tokens=60), make(policy, **words)
-    if parts:
-        parts = parts | {"predictor": prefix_head(prefix_tokens=16)}
-    found, (rollouts, recorder) = set(), recorded(budget, requests, **parts)
-    for index, rollout in enumerate(rollouts):
-        start, most = len(rollout.request.prompt.token_ids), 0
-        for _, _, held in histories(rollout, recorder.evictions.get(index, []), budget.protect_prompt):
-            most = max(most, *(sum(position >= start for position in positions) + 1 for positions in held.values()))
-        assert rollout.kept_kv == most
-        found.add(most)
-    assert len(found) > 2
 
 
 @pytest.mark.parametrize(("policy", "words"), KINDS)
@@ -274,6 +259,15 @@ def test_memory_is_what_the_shapes_say_and_half_of_it_makes_twice_the_slots() ->
     for sparsity, slots in ((Dense(), 4), (make(SnapKv, budget=28), 8)):
         _, engine = generate(sparsity, requests, sampler=infinite(kv_budget=budget))
         assert engine.stats().slots >= slots and engine.stats().kv_peak_bytes <= budget
+    # What policies note is apart: queries of 2 layers x 3 of the window x 4 heads x 8 numbers of 4 bytes a slot;
+    # attention received by 2 layers x 2 heads x 16 keys of 4 bytes, and by a prompt that can be evicted, whose keys are
+    # counted by 2 layers x 2 heads of 8 bytes.
+    requests, some = some_requests(prompts=1, n=4, tokens=33), {"protect_prompt": False}
+    tiles = -(-len(requests[0].prompt.token_ids) // 16)
+    received = 256 + 256 * tiles + 32
+    for policy, words, note in ((Streaming, {}, 0), (SnapKv, {}, 768), (H2o, {}, 256), (H2o, some, received)):
+        _, engine = generate(make(policy, **words), requests)
+        assert engine.stats().details["engine/eviction_note_bytes"] == 4 * note
 
 
 @pytest.mark.parametrize("protect_prompt", [True, False])

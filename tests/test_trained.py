@@ -18,14 +18,12 @@ from small import plain_batch, scored, small_model
 from test_seams import Spy, quiet
 from test_train import (
     GRPO,
-    NO_EXAM,
     SEQUENCE_MASK,
     SPARSE_RL,
     CountTask,
     Recorder,
     make_trainer,
     same,
-    settings_for,
     with_sampler_off_by,
 )
 
@@ -47,9 +45,9 @@ def ran(folder: Path, m: int = 4, train: Mapping[str, Any] | None = None, **part
     """One step of three problems with four rollouts each; of samples 1 the sampler is off by 20 in a token."""
     recorder, spy, model = Recorder(), Spy(), small_model()
     engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample == 1 else 0.0)
-    settings = replace(settings_for(folder, steps=1, **(train or {})), record=RecordSettings(rollouts=-1, tokens=False))
+    settings = replace(quiet(folder, **(train or {})), record=RecordSettings(rollouts=-1, tokens=False), m=m)
     parts = dict(engine=engine, task=SecondIsWorst(), trackers=(recorder,), loss=spy) | parts
-    trainer = make_trainer(replace(settings, eval=NO_EXAM, m=m), model=model, **parts)
+    trainer = make_trainer(settings, model=model, **parts)
     trainer._learner.updates = 10
     trainer.fit()
     return recorder.records[1], spy

@@ -13,12 +13,12 @@ from test_same_rollouts import same_in_short
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_cli.engine import decoder as decoders
+from grpo_cli.engine import layers
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.determinism import invariance_of
-from grpo_cli.engine.layers import norm_of
-from grpo_cli.engine.rollout_weights import Copies, Product, can_pack
+from grpo_cli.engine.layers import Each, Product, Weights, can_pack, norm_of
 from grpo_cli.memory.allocations import ACTIVATIONS, Allocations
+from grpo_cli.support.memory import storages, tensors_of
 
 ADAPTED = pytest.mark.parametrize("adapted", [False, True])
 
@@ -28,7 +28,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also small models are."""
     if not can_pack():
         pytest.skip("this PyTorch has no packed products")
-    monkeypatch.setattr(decoders, "PACKED_FROM", 0)
+    monkeypatch.setattr(layers, "PACKED_FROM", 0)
 
 
 class Casts(TorchDispatchMode):
@@ -58,7 +58,8 @@ def test_rollouts_cast_each_weight_once_and_say_what_autocast_says(
         counts.append(casts.count)
     assert counts[0] == counts[1] > 0, "however many steps there are"
     once = contents(rollouts)
-    monkeypatch.setattr(Decoder, "with_copies", lambda self: self)
+    monkeypatch.setattr(Weights, "of", lambda self, layer: layer)
+    monkeypatch.setattr(Weights, "together", lambda self, *layers: Each(layers))
     with torch.autocast("cpu", torch.bfloat16):
         assert contents(engine.generate(some_requests(prompts=1, n=2, tokens=12))) == once
 
@@ -67,12 +68,13 @@ def test_rollouts_cast_each_weight_once_and_say_what_autocast_says(
 def test_weights_that_are_multiplied_as_they_are_are_not_copied(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = Decoder.of(small_model().to(dtype))
-    joined = decoder.with_copies()
-    # queries, keys and values of one product, gates with their activations of another; all else is referred to
-    assert joined is not decoder and joined.copies
-    monkeypatch.setattr(decoders, "PACKED_FROM", 0)
-    assert decoder.with_copies() is decoder
+    model = small_model().to(dtype)
+    of_model, decoder = storages(model.parameters()), Decoder.of(model)
+    for packed_from, found in ((layers.PACKED_FROM, {True, False}), (0, {True})):
+        monkeypatch.setattr(layers, "PACKED_FROM", packed_from)
+        # queries, keys and values of one product, gates with their activations of another; all else is referred to
+        held = tensors_of(decoder.prepared().blocks)
+        assert {tensor.untyped_storage()._cdata in of_model for tensor in held} == found
 
 
 @pytest.mark.usefixtures("packed")
@@ -97,16 +99,16 @@ def test_packed_copies_with_adapters_say_what_the_modules_say(precision: str) ->
 
 @pytest.mark.usefixtures("packed")
 def test_weights_are_not_packed_where_only_without_bits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    multiply = Copies._multiply
+    multiply = Weights._multiply
 
-    def uneven(self: Copies, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+    def uneven(self: Weights, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
         product = multiply(self, weight, bias)
         return lambda x: product(x) * (1.0 + 1e-6 * (x.shape[0] % 7))
 
     model = small_model(vocab_size=25)  # what was found is remembered by shape
     require_bits(small_model())
     assert invariance_of(Decoder.of(model, may_pack=True)).packed
-    monkeypatch.setattr(Copies, "_multiply", uneven)
+    monkeypatch.setattr(Weights, "_multiply", uneven)
     other = small_model(vocab_size=26)
     found = invariance_of(Decoder.of(other, may_pack=True))
     assert found.holds and not found.packed

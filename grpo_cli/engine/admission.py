@@ -45,16 +45,12 @@ class Admission:
             return back
         if free <= 0 or not len(self) or (running and not self._refills):
             return []
-        room = None if self._memory is None else self._memory.beside(running)
-        if room is not None and running and room.is_full:
+        if self._memory is not None and self._memory.is_full(running):
             return []
-        return self._entering(running, free, room)
-
-    def _entering(self, running: Seq[Sequence], free: int, room: Headroom | None) -> list[Sequence]:
         entering = list[Sequence]()
 
         def try_to_enter(sequence: Sequence) -> None:
-            can = len(entering) < free and (room is None or room.admits(sequence))
+            can = len(entering) < free and (self._memory is None or self._memory.admits(sequence))
             (entering if can else self._chosen).append(sequence)
 
         chosen, self._chosen = self._chosen, []
@@ -78,7 +74,8 @@ class Admission:
 
 
 class Memory:
-    """A cache with a bound, and the lengths that are expected of the sequences in it.
+    """A cache with a bound, and the lengths that are expected of the sequences in it: room is for what runs, now and,
+    by forecast, at its peak.
 
     The mean length of finished rollouts is biased, since short ones finish first. So the mean is of all tokens made,
     including unfinished rollouts', per finished rollout; it starts as if one of half the limit had finished. `most` is
@@ -87,11 +84,10 @@ class Memory:
     """
 
     def __init__(self, cache: PagedCache, most: int, prefix: int, capacity: int, evicted: bool) -> None:
-        self.cache, self.reserve = cache, 0
+        self.reserve = self.paused_blocks = 0
         self.was_exhausted = False  # and no rollout has ended since
-        self._most, self._prefix, self.capacity, self.evicted = most, prefix, capacity, evicted
+        self._cache, self._most, self._prefix, self._capacity, self._evicted = cache, most, prefix, capacity, evicted
         self._ended, self._tokens = 1, most / 2
-        self.paused_blocks = 0
 
     def ended(self, tokens: int) -> None:
         self._ended += 1
@@ -101,69 +97,59 @@ class Memory:
     @property
     def free(self) -> int:
         """Blocks that running sequences can take."""
-        return self.cache.free - max(0, self.reserve - self.paused_blocks)
-
-    def length(self, sequence: Sequence, in_flight: int) -> int:
-        """Return the expected final length of a sequence, when all running ones have made `in_flight`. A sequence that
-        exceeds it is expected to continue for half the mean."""
-        mean = (self._tokens + in_flight) / self._ended
-        expected = mean if sequence.predicted is None else self._prefix + sequence.predicted
-        return min(self._most, max(round(expected), len(sequence.tokens) + max(1, round(mean / 2))))
+        return len(self._cache.free) - max(0, self.reserve - self.paused_blocks)
 
     def rows(self, waiting: Seq[Sequence], slots: int) -> int:
         """Roughly how many of them will run at a time."""
         if not waiting:
             return slots
         longest = blocks_for(max(sequence.prompt_length for sequence in waiting))
-        room = BLOCK * (self.cache.count - max(self.reserve, self.paused_blocks) - longest)
-        lengths = [BLOCK * blocks_for(self.capacity) if self.evicted else self.length(s, 0) for s in waiting]
-        return max(1, min(slots, int(room * len(lengths) / sum(lengths))))
+        self._in_flight = 0
+        lengths = [BLOCK * blocks_for(self._capacity) if self._evicted else self._length(s) for s in waiting]
+        return max(1, min(slots, int(BLOCK * self._room(longest) * len(lengths) / sum(lengths))))
 
-    def beside(self, running: Seq[Sequence]) -> Headroom:
-        return Headroom(self, running)
-
-
-class Headroom:
-    """The room beside running sequences, now and, by forecast, at their peak."""
-
-    def __init__(self, memory: Memory, running: Seq[Sequence]) -> None:
-        self._memory, self._cache = memory, memory.cache
+    def is_full(self, running: Seq[Sequence]) -> bool:
+        """True if no other sequence can begin beside these; if not, `admits` counts from here."""
         self._in_flight = sum(sequence.made for sequence in running)
         self._made = [sequence.made for sequence in running]
-        self._lengths = [memory.length(sequence, self._in_flight) for sequence in running]
+        self._lengths = [self._length(sequence) for sequence in running]
         self._prompts = {s.request.prompt.id: len(s.prompt.blocks) for s in running if s.prompt is not None}
         self._blocks = 0  # that those who begin take now
-        self._is_first = not running
-
-    @property
-    def is_full(self) -> bool:
-        return self._memory.was_exhausted or not self._fits(self._made, self._lengths, self._prompts)
-
-    def _fits(self, made: Seq[int], lengths: Seq[int], prompts: dict[str, int]) -> bool:
-        """True if the peak fits; on average half of each row's last block is empty."""
-        memory = self._memory
-        room = memory.cache.count - max(memory.reserve, memory.paused_blocks) - sum(prompts.values())
-        if memory.evicted:
-            return len(made) * blocks_for(memory.capacity) <= room
-        return fullest(np.array(made), np.array(lengths)) + len(made) * BLOCK // 2 <= room * BLOCK
+        return bool(running) and (self.was_exhausted or not self._fits(self._made, self._lengths, self._prompts))
 
     def admits(self, sequence: Sequence) -> bool:
         """Add a sequence, if it fits; returns whether it did."""
-        name, memory = sequence.request.prompt.id, self._memory
-        made = [*self._made, sequence.made]
-        lengths = [*self._lengths, memory.length(sequence, self._in_flight)]
+        name, is_first = sequence.request.prompt.id, not self._made
+        made, lengths = [*self._made, sequence.made], [*self._lengths, self._length(sequence)]
         prompts = self._prompts | {name: blocks_for(sequence.prompt_length)}
-        if not self._is_first and not self._fits(made, lengths, prompts):
+        if not is_first and not self._fits(made, lengths, prompts):
             return False
         blocks = blocks_for(sequence.held + 1) - len(sequence.blocks)
         blocks += prompts[name] if name not in self._cache.prompts and name not in self._prompts else 0
-        while memory.free < self._blocks + blocks:
+        while self.free < self._blocks + blocks:
             if not self._cache.drop_idle_prompts({*prompts}):
-                assert not self._is_first, "there is room for one sequence"
+                assert not is_first, "there is room for one sequence"
                 return False
-        self._made, self._lengths, self._prompts, self._is_first = made, lengths, prompts, False
+        self._made, self._lengths, self._prompts = made, lengths, prompts
         self._blocks += blocks
         return True
+
+    def _length(self, sequence: Sequence) -> int:
+        """Return the expected final length of a sequence. One that exceeds it is expected to continue for half the
+        mean."""
+        mean = (self._tokens + self._in_flight) / self._ended
+        expected = mean if sequence.predicted is None else self._prefix + sequence.predicted
+        return min(self._most, max(round(expected), len(sequence.tokens) + max(1, round(mean / 2))))
+
+    def _room(self, prompt_blocks: int) -> int:
+        return self._cache.count - max(self.reserve, self.paused_blocks) - prompt_blocks
+
+    def _fits(self, made: Seq[int], lengths: Seq[int], prompts: dict[str, int]) -> bool:
+        """True if the peak fits; on average half of each row's last block is empty."""
+        room = self._room(sum(prompts.values()))
+        if self._evicted:
+            return len(made) * blocks_for(self._capacity) <= room
+        return fullest(np.array(made), np.array(lengths)) + len(made) * BLOCK // 2 <= room * BLOCK
 
 
 def fullest(made: np.ndarray, lengths: np.ndarray) -> int:
@@ -176,9 +162,3 @@ def fullest(made: np.ndarray, lengths: np.ndarray) -> int:
     order = np.argsort(lengths - made)
     after = np.cumsum(made[order][::-1])[::-1] + left * np.arange(len(left), 0, -1)
     return int(after.max(initial=0))
-
-
-def youngest(running: Seq[Sequence]) -> Sequence:
-    """Return the sequence that loses least when it begins again: the last of those that have made the fewest tokens."""
-    assert len(running) > 1, "there is room for one sequence"
-    return min(reversed(running), key=lambda sequence: sequence.made)

@@ -1,7 +1,7 @@
 """Attention of one decode step over tables of blocks: each row sees its prompt's keys, its own, and its new one.
 
 There are three backends: C on a CPU (`native/decode.c`), one Triton kernel on a GPU (`triton_attention.py`), and
-PyTorch's operations, which run anywhere and return the weights.
+PyTorch's operations, which run anywhere. The first and the last also return the attention that keys receive.
 """
 
 from __future__ import annotations
@@ -15,19 +15,25 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.engine.kv_cache import BLOCK, PagedCache
-from grpo_cli.engine.running_batch import Rows
+from grpo_cli.engine.sequence import Rows
 from grpo_cli.native.library import library
 
-# Of a layer's queries, keys and values: what its rows attend to, [R, HGD], and the weights if they are known.
-Attention = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+# What a layer's rows attend to, [R, HGD], of its number, queries, keys and values.
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# Takes, by layer, the attention [R, H, n] that the keys of each row's prompt and then its own received: the mean over a
+# key head's queries, float32.
+Note = Callable[[int, Tensor], None]
 
 
-def paged_attention(backend: str, rows: Rows, cache: PagedCache, scale: float) -> Attention:
+def paged_attention(backend: str, rows: Rows, cache: PagedCache, scale: float, note: Note | None = None) -> Attention:
     """Return a step's attention, which also writes each row's new key and value, by `c`, `triton` or `reference`."""
-    return {"c": in_c, "triton": by_triton, "reference": reference}[backend](rows, cache, scale)
+    if backend == "triton":
+        assert note is None, "the kernel returns no weights"
+        return by_triton(rows, cache, scale)
+    return {"c": in_c, "reference": reference}[backend](rows, cache, scale, note)
 
 
-def reference(rows: Rows, cache: PagedCache, scale: float) -> Attention:
+def reference(rows: Rows, cache: PagedCache, scale: float, note: Note | None = None) -> Attention:
     """Attention in PyTorch's operations. Sums are made block by block, then in pairs, so that blocks which other rows
     have change no bit; scores are in float32 at least."""
     count, blocks = rows.own.shape[0], torch.cat([rows.prompt, rows.own], dim=1)
@@ -37,7 +43,7 @@ def reference(rows: Rows, cache: PagedCache, scale: float) -> Attention:
     hidden = hidden.view(count, 1, 1, -1)
     inside = rows.held.remainder(BLOCK)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = cache.keys[layer], cache.values[layer]
         keys[rows.write_to, :, inside], values[rows.write_to, :, inside] = k.to(keys.dtype), v.to(values.dtype)
         (_, heads, dim), exact = k.shape, torch.promote_types(keys.dtype, torch.float32)
@@ -49,7 +55,9 @@ def reference(rows: Rows, cache: PagedCache, scale: float) -> Attention:
         parts = (by_block @ values[blocks].masked_fill(unseen, 0.0)).to(exact)
         of_prompt, mine = parts.split([rows.prompt.shape[1], rows.own.shape[1]], dim=1)
         out = _summed(mine) + (_summed(of_prompt) if of_prompt.shape[1] else 0.0)
-        return out.flatten(1).to(keys.dtype), weights
+        if note is not None:
+            note(layer, weights.mean(2, dtype=torch.float32))
+        return out.flatten(1).to(keys.dtype)
 
     return attend
 
@@ -62,24 +70,28 @@ def _summed(x: Float[Tensor, "R K *n"]) -> Tensor:
     return x[:, 0]
 
 
-def in_c(rows: Rows, cache: PagedCache, scale: float) -> Attention:
+def in_c(rows: Rows, cache: PagedCache, scale: float, note: Note | None = None) -> Attention:
     """Attention in one call for each layer."""
     layout, dtype = cache.layout, cache.layout.dtype
     tables = [x.contiguous() for x in (rows.own, rows.held, rows.write_to, rows.prompt, rows.seen)]
     own, held, write_to, prompt, seen = (x.data_ptr() for x in tables)
-    of = [len(rows.tokens), layout.heads, layout.group, layout.dim, dtype == torch.bfloat16]
-    of += [own, held, write_to, tables[0].shape[1], BLOCK, prompt, seen, tables[3].shape[1], BLOCK]
+    count, widths = len(tables[0]), (tables[3].shape[1], tables[0].shape[1])
+    of = [count, layout.heads, layout.group, layout.dim, dtype == torch.bfloat16]
+    of += [write_to, prompt, own, *widths, seen, held]
     step = (ctypes.c_int64 * len(of))(*of)
-    memory = [memory.data_ptr() for memory in cache.memory]
+    memory, attend_in_c = [memory.data_ptr() for memory in cache.memory], library("decode").attend
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype:
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        out = torch.empty((len(tables[0]), q.shape[1] * q.shape[2]), dtype=dtype)
+        out = torch.empty((len(tables[0]), q.shape[1] * q.shape[2]), dtype=dtype)  # which keeps the tables alive
+        received = None if note is None else torch.zeros(count, layout.heads, BLOCK * sum(widths))
         given = q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)
-        both = memory[layer], memory[layer + layout.layers]
-        library("decode").attend(step, scale, *given, *both, *both, out.data_ptr())
-        return out, None
+        where = memory[layer], memory[layer + layout.layers], out.data_ptr()
+        attend_in_c(step, scale, *given, *where, None if received is None else received.data_ptr())
+        if note is not None and received is not None:
+            note(layer, received)
+        return out
 
     return attend
 
@@ -136,8 +148,8 @@ def by_triton(rows: Rows, cache: PagedCache, scale: float) -> Attention:
     memory = [memory.view(-1, *memory.shape[2:]) for memory in cache.memory]
     tables = rows.own, rows.held, write_at, rows.prompt, rows.seen
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = memory[layer], memory[layer + cache.layout.layers]
-        return triton_attention(*(x.to(keys.dtype) for x in (q, k, v)), keys, values, *tables, scale).flatten(1), None
+        return triton_attention(*(x.to(keys.dtype) for x in (q, k, v)), keys, values, *tables, scale).flatten(1)
 
     return attend

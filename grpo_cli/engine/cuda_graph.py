@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_cli.engine.running_batch import Rows
+from grpo_cli.engine.sequence import Rows
 from grpo_cli.support.memory import tensors_of
 
 # A shape is captured when it occurs for the second time: capturing costs about three launched steps.

@@ -1,7 +1,7 @@
 """One forward step over the Hugging Face module's own layers, with the cache as an argument.
 
 Embedding, norms, projections, MLP and head are the trainer's modules (LoRA and quantised layers included), or copies of
-them for one generation (`rollout_weights.py`), so there are no weights to synchronise. Only attention is done here: in
+them for one generation (`layers.py`), so there are no weights to synchronise. Only attention is done here: in
 prefill each prompt attends to itself; in decode each row attends to its prompt, whose keys are stored once for all its
 rows, and to its own response.
 """
@@ -17,17 +17,27 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from grpo_cli.engine import layers
 from grpo_cli.engine.attention import no_triton, paged_attention
 from grpo_cli.engine.eviction import Evictor
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, round_up
-from grpo_cli.engine.layers import EAGER, NATIVE, Block, Functions, norm_of, serves_natively
-from grpo_cli.engine.rollout_weights import AsTheyAre, Copies, Product, can_pack, linear_layers
-from grpo_cli.engine.running_batch import Rows
+from grpo_cli.engine.layers import (
+    EAGER,
+    NATIVE,
+    Block,
+    Functions,
+    Weights,
+    can_pack,
+    is_plain,
+    linear_layers,
+    norm_of,
+    serves_natively,
+)
+from grpo_cli.engine.sequence import Rows, bucket
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.packed import causal
 from grpo_cli.model.transfer import send
 from grpo_cli.native import ops
-from grpo_cli.support.memory import storages, tensors_of
 
 
 @dataclass(frozen=True)
@@ -56,45 +66,36 @@ class Padding:
         >>> Padding(rows=4, least=16).padded_rows(3), Padding(rows=4, least=16).padded_rows(17)
         (16, 20)
         """
-        return round_up(max(count, self.least), self.rows)
-
-
-# The number of weights from which copies are packed: more than fit a processor's caches, from which unpacked ones are
-# read just as fast. Preparing a packed product for a new number of rows takes a millisecond, too long for few weights.
-PACKED_FROM = 2**23
+        return -(-max(count, self.least) // self.rows) * self.rows
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Runs the blocks of a supported causal language model (`of`); `prepared` for a generation.
+    """Runs the layers of a supported causal language model (`of`), `prepared` for a generation.
 
     padding     of products
     may_pack    multiply by packed copies of a large model's weights, on a CPU
     functions   what a layer does around its attention: in PyTorch's operations, or in C (with its attention)
     compiled    the same for steps, where layers consist of plain weights
     backend     of a step's attention
+    blocks      the layers, by the weights of this generation; then the last norm and the head
     """
 
     model: Any
-    blocks: tuple[Block, ...]
-    norm: Any
-    head: Product
+    layers: tuple[nn.Module, ...]
     padding: Padding = Padding()
     may_pack: bool = False
     functions: Functions = EAGER
     compiled: Functions | None = None
     backend: str = "reference"
+    blocks: tuple[Block, ...] = ()
+    norm: Any = None
+    head: Any = None
 
     @classmethod
     def of(cls, model: Any, may_pack: bool = False) -> Decoder:
         inner = unwrapped(model)
-        blocks = tuple(Block.of(layer, AsTheyAre()) for layer in inner.model.layers)
-        return cls(inner, blocks, norm_of(inner.model.norm), inner.lm_head, may_pack=may_pack)
-
-    @property
-    def modules(self) -> nn.ModuleList:
-        """The modules with linear layers."""
-        return nn.ModuleList([*self.model.model.layers[: len(self.blocks)], self.model.lm_head])
+        return cls(inner, tuple(inner.model.layers), may_pack=may_pack)
 
     @property
     def device(self) -> torch.device:
@@ -103,33 +104,32 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Precision of the weights."""
         dtype: torch.dtype = self.model.model.embed_tokens.weight.dtype
         return dtype
 
     @property
-    def dim(self) -> int:
-        return int(self.model.model.layers[0].self_attn.head_dim)
+    def precision(self) -> torch.dtype:
+        """Precision of the computation: autocast's if on."""
+        kind = self.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
 
     @property
     def scale(self) -> float:
         return float(self.model.model.layers[0].self_attn.scaling)
 
     @property
-    def group(self) -> int:
-        """Queries per key-value head."""
-        return int(self.model.config.num_attention_heads // self.model.config.num_key_value_heads)
-
     def layout(self) -> KvLayout:
-        """Return the layout of one token's keys and values, in the precision of the computation (autocast's if on)."""
-        kind = self.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
-        heads, by_token = self.model.config.num_key_value_heads, self.backend == "triton"
-        return KvLayout(len(self.blocks), heads, self.dim, dtype, by_token, self.group)
+        """The layout of one token's keys and values."""
+        config, dim = self.model.config, int(self.model.model.layers[0].self_attn.head_dim)
+        heads, by_token = config.num_key_value_heads, self.backend == "triton"
+        group = config.num_attention_heads // heads
+        return KvLayout(len(self.layers), heads, dim, self.precision, by_token, group)
 
     @property
     def promises_bits(self) -> bool:
         """True if a row's bits should not depend on its batch: float32 on a CPU, autocast or not."""
-        return self.device.type == "cpu" and self.layout().dtype == torch.float32
+        return self.device.type == "cpu" and self.precision == torch.float32
 
     @property
     def is_native(self) -> bool:
@@ -138,79 +138,60 @@ class Decoder:
 
     @property
     def can_be_native(self) -> bool:
-        fits = self.device.type == "cpu" and {self.dtype, self.layout().dtype} <= {*ops.PRECISIONS}
-        fits = fits and self.dim <= ops.MOST_DIM and self.dim % 2 == 0
-        return fits and all(serves_natively(block, self.norm) for block in self.blocks)
+        fits = self.device.type == "cpu" and {self.dtype, self.precision} <= {*ops.PRECISIONS}
+        fits = fits and self.layout.dim <= ops.MOST_DIM and self.layout.dim % 2 == 0
+        return fits and serves_natively(self.layers, self.model.model.norm)
 
     def no_triton(self, watched: bool) -> str:
         """Return why steps cannot attend by page tables on a GPU; empty if they can."""
-        return "an eviction policy needs the attention weights" if watched else no_triton(self.device, self.dim)
+        return "an eviction policy needs the attention weights" if watched else no_triton(self.device, self.layout.dim)
 
     @property
-    def is_small(self) -> bool:
-        return sum(layer.weight.numel() for layer in linear_layers(self.modules)) < PACKED_FROM
+    def _linears(self) -> list[nn.Linear]:
+        return [*linear_layers(self.model.model.layers), *linear_layers(self.model.lm_head)]
+
+    @property
+    def _is_small(self) -> bool:
+        return sum(layer.weight.numel() for layer in self._linears) < layers.PACKED_FROM
 
     @property
     def packs(self) -> bool:
         """True if rollouts multiply by packed copies."""
-        return self.may_pack and self.device.type == "cpu" and can_pack() and not self.is_small
+        return self.may_pack and self.device.type == "cpu" and can_pack() and not (self.compiled or self._is_small)
 
     @property
     def keeps_adapters_apart(self) -> bool:
         """True if there are adapters on quantised weights, which cannot be copied and merged."""
         return any(
             "lora_A" in dict(module.named_children()) and type(module.base_layer) is not nn.Linear
-            for module in self.modules.modules()
+            for part in (self.model.model.layers, self.model.lm_head)
+            for module in part.modules()
         )
 
     def prepared(self, watched: bool = False) -> Decoder:
-        """Return it for one generation: with weights in the precision of steps, and with the fastest attention that
-        this device has; `watched`: a policy needs the attention weights."""
-        backend = "reference" if watched else "c" if self.is_native else "triton"
-        if backend == "triton" and self.no_triton(watched):
-            backend = "reference"
-        other = replace(self.with_copies(), backend=backend)
-        if self.compiled is None or all(block.is_plain for block in other.blocks):
-            return other
-        copies = Copies(self.layout().dtype, packed=False)
-        blocks = other._blocks(copies)  # some were modules
-        if not all(block.is_plain for block in blocks):
-            return replace(other, compiled=None)
-        return replace(other, blocks=blocks)
+        """Return it for one generation: with weights in the precision of its products, and with the fastest attention
+        that this device has; `watched`: a policy needs what keys receive.
 
-    def with_copies(self) -> Decoder:
-        """Return it with weights in the precision of a step's products: under autocast, copies of their current values.
-
-        Autocast would cast every weight again in every step, as it caches none under `inference_mode`. Weights that are
-        already in that precision and not packed are not copied, but for those of a small model on a CPU, where a call
-        takes as long as its product; neither are quantised ones.
+        Autocast would cast every weight again in every step, as it caches none under `inference_mode`. Weights of a
+        small model on a CPU are joined, where a call takes as long as its product.
         """
-        dtype, packed, joined = self.layout().dtype, self.packs, self.is_small and self.device.type == "cpu"
-        if not (packed or joined) and all(layer.weight.dtype == dtype for layer in linear_layers(self.modules)):
-            return self
-        copies = Copies(dtype, packed, joined)
-        return replace(self, blocks=self._blocks(copies), head=copies.of(self.head))
-
-    def _blocks(self, copies: Copies) -> tuple[Block, ...]:
-        return tuple(Block.of(layer, copies) for layer in self.model.model.layers[: len(self.blocks)])
-
-    @property
-    def copies(self) -> list[Tensor]:
-        """The copies of weights."""
-        of_model = storages(self.modules.parameters())
-        held = tensors_of([*self.blocks, self.head])
-        return [tensor for tensor in held if tensor.is_mkldnn or tensor.untyped_storage()._cdata not in of_model]
+        backend = "c" if self.is_native else "reference" if self.no_triton(watched) else "triton"
+        weights = Weights(self.precision, self.packs, joined=self._is_small and self.device.type == "cpu")
+        blocks = tuple(Block.of(layer, weights) for layer in self.layers)
+        compiled = self.compiled if is_plain(blocks) else None
+        last = {"norm": norm_of(self.model.model.norm), "head": weights.of(self.model.lm_head)}
+        return replace(self, backend=backend, blocks=blocks, compiled=compiled, **last)
 
     def logits(self, hidden: Float[Tensor, "R H"]) -> Float[Tensor, "R V"]:
         """Compute logits in the precision of the computation; sampling converts them to float32."""
         rows = hidden.shape[0]
-        return self.head(_to(hidden.to(self.layout().dtype), self.padding.padded_rows(rows)))[:rows]
+        return self.head(_to(hidden.to(self.precision), self.padding.padded_rows(rows)))[:rows]
 
     def prefill(self, prompts: Sequence[Sequence[int]], note_received: bool) -> Prefilled:
         """Run prompts whose lengths round up to the same multiple of a tile, so that bits are those of any batch."""
         width = round_up(max(len(ids) for ids in prompts), BLOCK)
         assert all(round_up(len(ids), BLOCK) == width for ids in prompts), "one width per prefill"
-        count, dim = len(prompts), self.dim
+        count, dim = len(prompts), self.layout.dim
         padded = np.array([[*p, *[p[-1]] * (width - len(p))] for p in prompts])
         ids, last = send(self.device, padded, np.array([row * width + len(p) - 1 for row, p in enumerate(prompts)]))
         keys: list[Tensor] = []
@@ -235,17 +216,20 @@ class Decoder:
             torch.stack(received) if note_received else None,
         )
 
-    def step(self, rows: Rows, cache: PagedCache, evictor: Evictor) -> Float[Tensor, "R H"]:
+    def step(self, rows: Rows, cache: PagedCache, evictor: Evictor | None = None) -> Float[Tensor, "R H"]:
         """Feed one token per row: write each row's key and value, and return the last hidden state."""
-        attention = paged_attention(self.backend, rows, cache, self.scale)
+        note = evictor.see_received if evictor is not None and evictor.watches else None
+        attend = paged_attention(self.backend, rows, cache, self.scale, note)
+        functions = self.compiled or self.functions
+        if evictor is None:
+            return self.run(rows.tokens, rows.positions, attend, functions)
         evictor.prepare(rows)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            attended, weights = attention(layer, q, k, v)
-            evictor.see(layer, q, weights)
-            return attended
+        def seen(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            evictor.see_queries(layer, q)
+            return attend(layer, q, k, v)
 
-        return self.run(rows.tokens, rows.positions, attend, self.compiled or self.functions)
+        return self.run(rows.tokens, rows.positions, seen, functions)
 
     def run(
         self,
@@ -256,10 +240,11 @@ class Decoder:
     ) -> Float[Tensor, "N H"]:
         """Run the blocks over a flat run of tokens; `attend` gets rotated q, k, v as [N, heads, dim], without padding
         rows, and returns [N, heads * dim]."""
-        count, dtype, dim = tokens.shape[0], self.layout().dtype, self.dim
-        total = max(self.padding.padded_rows(count), functions.rows(count))
+        count, dtype = tokens.shape[0], self.precision
+        total = max(self.padding.padded_rows(count), bucket(count) if functions.compiled else 0)
         hidden = _to(self.model.model.embed_tokens(tokens), total)
         cos, sin = self.model.model.rotary_emb(hidden, positions[None])
+        dim = cos.shape[-1]
         # For rotations, which expect the sign of the first half in the sine.
         cos = _to(cos[0], total)[:, None]
         sin = _to(torch.cat([-sin[0, :, : dim // 2], sin[0, :, dim // 2 :]], dim=-1), total)[:, None]

@@ -22,8 +22,8 @@ from torch import Tensor
 from grpo_cli.engine.attention import paged_attention
 from grpo_cli.engine.decoder import Decoder, Padding
 from grpo_cli.engine.kv_cache import BLOCK, PagedCache
-from grpo_cli.engine.running_batch import Rows
 from grpo_cli.engine.sampling import draw, drawing_of
+from grpo_cli.engine.sequence import Rows
 from grpo_cli.native.library import library
 from grpo_cli.settings import Sampling
 
@@ -63,10 +63,18 @@ def invariance_of(decoder: Decoder) -> Invariance:
 
 def _found(decoder: Decoder) -> Invariance:
     threads, packed, config = torch.get_num_threads(), decoder.packs, decoder.model.config
-    key = (threads, packed, decoder.is_native, decoder.group, decoder.dim, config.vocab_size, *_weight_shapes(decoder))
+    key = (
+        threads,
+        packed,
+        decoder.is_native,
+        decoder.layout.group,
+        decoder.layout.dim,
+        config.vocab_size,
+        *_weight_shapes(decoder),
+    )
     if key not in _FOUND:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            _FOUND[key] = _try_out(replace(decoder, blocks=decoder.blocks[:1]).with_copies(), packed, threads)
+            _FOUND[key] = _try_out(replace(decoder, layers=decoder.layers[:1]).prepared(), packed, threads)
     return _FOUND[key]
 
 
@@ -109,27 +117,28 @@ def hidden_of_block(decoder: Decoder, tokens: Tensor) -> Float[Tensor, "N H"]:
     """Compute the block with attention replaced by a function of each row's own query, key and value."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (q + (k + v).repeat_interleave(decoder.group, dim=1)).flatten(1)
+        return (q + (k + v).repeat_interleave(decoder.layout.group, dim=1)).flatten(1)
 
     return decoder.run(tokens, torch.arange(len(tokens)) % 64, attend, decoder.functions)
 
 
 def computes_the_same(native: Decoder, plain: Decoder) -> bool:
     """True if C finds what PyTorch's operations find, but for rounding; tried once for each library and shape."""
-    key = library("decode"), native.layout().dtype, native.dtype, native.group, native.dim, *_weight_shapes(native)
+    key = library("decode"), native.layout, native.dtype, *_weight_shapes(native)
     if key not in _SAME:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             found = zip(_found_by(native, "c"), _found_by(plain, "reference"), strict=True)
-            most = 1e-4 if native.layout().dtype == torch.float32 else 0.05
+            most = 1e-4 if native.precision == torch.float32 else 0.05
             _SAME[key] = all(bool((one - other).abs().max() <= most * other.abs().max()) for one, other in found)
     return _SAME[key]
 
 
-def _found_by(decoder: Decoder, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a block's output, attention over two blocks of each row and of its prompt, and log-probabilities drawn."""
-    rows, layout, numbers = 9, decoder.layout(), torch.Generator().manual_seed(1)
-    one = replace(decoder, blocks=decoder.blocks[:1]).with_copies()
+def _found_by(decoder: Decoder, backend: str) -> tuple[Tensor, ...]:
+    """Return a block's output; of attention over two blocks of each row and of its prompt, the sums and what each key
+    receives; and log-probabilities drawn."""
+    rows, layout, numbers = 9, decoder.layout, torch.Generator().manual_seed(1)
+    one = replace(decoder, layers=decoder.layers[:1]).prepared()
     hidden = hidden_of_block(one, torch.arange(rows) % decoder.model.config.vocab_size)
     cache = PagedCache(layout, 4 * rows, decoder.device)
     for memory in cache.memory:
@@ -140,8 +149,10 @@ def _found_by(decoder: Decoder, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     step = Rows(some, some, some, own[:, 1], some, some, uniform, own, prompt, drawing)
     heads = layout.heads * layout.group, layout.heads, layout.heads
     q, k, v = (torch.randn(rows, count, layout.dim, generator=numbers).to(layout.dtype) for count in heads)
-    attended, _ = paged_attention(backend, step, cache, decoder.scale)(0, q, k, v)
-    return hidden.float(), attended.float(), draw(torch.randn(rows, 99, generator=numbers), uniform, drawing)[1]
+    paid = list[Tensor]()
+    attend = paged_attention(backend, step, cache, decoder.scale, lambda _, received: paid.append(received))
+    attended = attend(0, q, k, v)
+    return hidden.float(), attended.float(), *paid, draw(torch.randn(rows, 99, generator=numbers), uniform, drawing)[1]
 
 
 def rounding_warning(found: Invariance, threads: int) -> str:

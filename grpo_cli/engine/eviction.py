@@ -26,8 +26,7 @@ from pydantic import Field
 from torch import Tensor
 
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, blocks_for, table_of
-from grpo_cli.engine.running_batch import Rows
-from grpo_cli.engine.sequence import Sequence
+from grpo_cli.engine.sequence import Rows, Sequence
 from grpo_cli.interfaces import facts
 from grpo_cli.model.transfer import send
 from grpo_cli.support.errors import UserError
@@ -135,43 +134,48 @@ class Evictor:
 
     When depends only on its own length, so neighbours change nothing. Temporary copies are of a few sequences at a
     time: at most one layer's share of all slots. Statistics are kept of `slots` sequences at a time, each with at most
-    `own_tokens` keys of its own and `prompt_tokens` of its prompt's.
+    `own` tokens of its own and `prompt` of its prompt's; each statistic is a tensor [layers, slots, ...].
     """
 
     def __init__(
-        self,
-        policy: Dense | Budget,
-        layout: KvLayout,
-        slots: int,
-        own_tokens: int,
-        prompt_tokens: int,
-        scale: float,
-        device: torch.device,
+        self, policy: Budget, layout: KvLayout, slots: int, own: int, prompt: int, scale: float, device: torch.device
     ) -> None:
-        self._policy, self._scale, self._device = policy if isinstance(policy, Budget) else None, scale, device
+        self._policy, self._scale, self._device = policy, scale, device
         self._at_once = max(1, slots // layout.layers)
-        self._free = list(range(slots))[::-1]
-        self._queries: _Queries | None = None
-        self._received: _Received | None = None
-        self._prompt_kept: _PromptKept | None = None
-        self.needs_received = False  # by a prompt's keys
-        if self._policy is not None:
-            evicts_prompt = not self._policy.protect_prompt
-            if self._policy.needs_queries:
-                self._queries = _Queries(layout, slots, self._policy.window, device)
-            if self._policy.needs_received:
-                self._received = _Received(layout, slots, prompt_tokens if evicts_prompt else 0, own_tokens, device)
-                self.needs_received = evicts_prompt
-            if evicts_prompt:
-                self._prompt_kept = _PromptKept(layout, slots, device)
-        self._notes = tuple(note for note in (self._queries, self._received, self._prompt_kept) if note is not None)
+        self._prompt_width = 0 if policy.protect_prompt else prompt
+        self._notes: list[Tensor] = []
+
+        def note(*sizes: int, dtype: torch.dtype) -> Tensor:
+            self._notes.append(torch.zeros(layout.layers, slots, *sizes, dtype=dtype, device=device))
+            return self._notes[-1]
+
+        # The queries of the last `window` steps; that of position p at p modulo window. What an earlier sequence left
+        # is overwritten before it is read: none is cut down before `window` steps.
+        sizes = policy.window, layout.heads, layout.group, layout.dim
+        self._queries = note(*sizes, dtype=layout.dtype) if policy.needs_queries else None
+        # The attention that each key has received: summed over the steps since it was added, mean over a group's
+        # queries. The prompt's keys come first, and start from what its own queries paid.
+        sizes_received = layout.heads, self._prompt_width + own
+        self._received = note(*sizes_received, dtype=torch.float32) if policy.needs_received else None
+        # How many keys of its prompt each holds among its own, where they come first.
+        self._prompt_kept = None if policy.protect_prompt else note(layout.heads, dtype=torch.long)
         self._evictions = 0
         self._reads = np.zeros(2, dtype=np.int64)  # keys attended to, and the same for a dense run
         self._peak = np.zeros(2, dtype=np.int64)  # most keys held at a time, and the same for a dense run
 
-    def _of_prompt(self, sequence: Sequence) -> int:
+    @property
+    def watches(self) -> bool:
+        """True if it needs the attention that keys receive."""
+        return self._received is not None
+
+    @property
+    def watches_prompts(self) -> bool:
+        """True if it needs what a prompt's keys receive from its own queries."""
+        return self.watches and bool(self._prompt_width)
+
+    def of_prompt(self, sequence: Sequence) -> int:
         """Return how many keys of its prompt can be evicted."""
-        return 0 if self._prompt_kept is None or sequence.prompt is None else sequence.prompt.length
+        return 0 if self._policy.protect_prompt or sequence.prompt is None else sequence.prompt.length
 
     def _is_due(self, sequence: Sequence) -> bool:
         """True if it must be cut down before the next key comes.
@@ -180,53 +184,63 @@ class Evictor:
         made `window` tokens: as in the releases, a score needs the queries of its own last `window` steps.
         """
         policy = self._policy
-        if policy is None or sequence.held < policy.window:
-            return False
-        return sequence.held + self._of_prompt(sequence) >= policy.budget + policy.buffer
+        full = sequence.held + self.of_prompt(sequence) >= policy.budget + policy.buffer
+        return full and sequence.held >= policy.window
 
     def left(self, sequence: Sequence) -> int:
         """Return how many keys of its own it has when the next one comes."""
-        return self._policy.budget if self._policy is not None and self._is_due(sequence) else sequence.held
+        return self._policy.budget if self._is_due(sequence) else sequence.held
 
-    def claim(self, sequence: Sequence) -> None:
-        """Give a sequence that begins, or goes on, a slot."""
-        sequence.slot = self._free.pop()
+    def begin(self, sequence: Sequence) -> None:
+        """Prepare the slot of a sequence that begins, or restore it if it was paused."""
         if self._received is not None:
-            self._received.claim(sequence)
+            self._received[:, sequence.slot] = 0.0
+            if self._prompt_width and sequence.prompt is not None and sequence.prompt.received is not None:
+                of_prompt = sequence.prompt.received
+                self._received[:, sequence.slot, :, : of_prompt.shape[-1]] = of_prompt
         for note, kept in zip(self._notes, sequence.notes, strict=bool(sequence.notes)):
-            note.store[:, sequence.slot] = kept
+            note[:, sequence.slot] = kept
         sequence.notes = ()
 
-    def release(self, sequence: Sequence, pauses: bool = False) -> None:
-        """Take the slot of a sequence that ends, or pauses with its statistics."""
-        if pauses:
-            sequence.notes = tuple(note.store[:, sequence.slot].clone() for note in self._notes)
-        self._free.append(sequence.slot)
-        sequence.slot = -1
+    def pause(self, sequence: Sequence) -> None:
+        """Keep the statistics of a sequence whose slot another one takes."""
+        sequence.notes = tuple(note[:, sequence.slot].clone() for note in self._notes)
 
     def prepare(self, rows: Rows) -> None:
         """Note where the rows of a step record."""
-        for note in self._notes:
-            note.prepare(rows)
+        self._slots, self._own = rows.slots, BLOCK * rows.own.shape[1]
+        if self._queries is not None:
+            self._write_at = rows.slots * self._policy.window + rows.positions % self._policy.window
 
-    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "R H G n"] | None) -> None:
-        """Record a layer's queries, and its attention weights over prompts' keys and then its own."""
-        for note in self._notes:
-            note.see(layer, queries, weights)
+    def see_queries(self, layer: int, queries: Float[Tensor, "R HG D"]) -> None:
+        """Record a layer's queries."""
+        if self._queries is not None:
+            places = self._queries[layer].flatten(0, 1)
+            places.index_copy_(0, self._write_at, queries.to(places.dtype).reshape(-1, *places.shape[1:]))
+
+    def see_received(self, layer: int, paid: Float[Tensor, "R H n"]) -> None:
+        """Record the attention that the keys of each row's prompt and then its own received."""
+        assert self._received is not None, "it is watched"
+        shown = paid.shape[2] - self._own  # of the prompt
+        wide = paid.new_zeros(*paid.shape[:2], self._received.shape[-1])
+        wide[..., self._prompt_width : self._prompt_width + self._own] = paid[..., shown:]
+        if self._prompt_width:
+            wide[..., :shown] = paid[..., :shown]
+        self._received[layer].index_add_(0, self._slots, wide)
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """Roll back what steps inside record, which are run again afterwards."""
-        before = None if self._received is None else self._received.store.clone()
+        before = None if self._received is None else self._received.clone()
         yield
         if self._received is not None and before is not None:
-            self._received.store.copy_(before)
+            self._received.copy_(before)
 
-    def make_room(self, running: Seq[Sequence], cache: PagedCache) -> bool:
-        """Cut down the sequences that are due; return whether there were any."""
+    def make_room(self, running: Seq[Sequence], cache: PagedCache) -> None:
+        """Cut down the sequences that are due."""
 
         def shape(sequence: Sequence) -> tuple[int, int]:
-            return sequence.held, self._of_prompt(sequence)
+            return sequence.held, self.of_prompt(sequence)
 
         due = sorted(filter(self._is_due, running), key=shape)
         self._evictions += len(due)
@@ -234,12 +248,10 @@ class Evictor:
             some = list(alike)
             for first in range(0, len(some), self._at_once):
                 self.evict(some[first : first + self._at_once], cache)
-        return bool(due)
 
     def evict(self, sequences: Seq[Sequence], cache: PagedCache) -> Int[Tensor, "L R H B"]:
         """Cut down sequences that hold alike, and return which of the candidates stay."""
-        policy, own, prompt = self._policy, sequences[0].held, self._of_prompt(sequences[0])
-        assert policy is not None, "only a policy evicts"
+        policy, own, prompt = self._policy, sequences[0].held, self.of_prompt(sequences[0])
         mine = table_of([sequence.blocks for sequence in sequences])
         theirs = table_of([s.prompt.blocks for s in sequences if s.prompt is not None and prompt])
         before = [sequence.prompt_length if policy.protect_prompt else 0 for sequence in sequences]
@@ -251,22 +263,27 @@ class Evictor:
             own_keys = cache.read(views, at, own)
             return torch.cat([cache.read(views, shared, prompt), own_keys], dim=3) if prompt else own_keys
 
-        received = None if self._received is None else self._received.of(rows, own, prompt)
-        queries = None if self._queries is None else self._queries.of(rows)
+        received = queries = None
+        if self._received is not None:
+            of_prompt, of_own = self._received[:, rows].tensor_split([self._prompt_width], dim=-1)
+            received = torch.cat([of_prompt[..., :prompt], of_own[..., :own]], dim=-1)
+        if self._queries is not None:
+            queries = self._queries[:, rows].permute(0, 1, 3, 4, 2, 5)
         candidates = Candidates(held(cache.keys), policy.window, self._scale, queries, received)
         kept = policy.choose(candidates, protected)
         chosen = [
             x.gather(3, kept[..., None].expand(*kept.shape, x.shape[-1])) for x in (candidates.keys, held(cache.values))
         ]
-        count = blocks_for(policy.budget)
-        cache.write(mine[:, :count], *chosen)
+        cache.write(mine[:, : blocks_for(policy.budget)], *chosen)
         if self._received is not None and received is not None:
-            self._received.keep(rows, received.gather(-1, kept))
+            left = torch.zeros_like(self._received[:, rows])
+            left[..., self._prompt_width : self._prompt_width + policy.budget] = received.gather(-1, kept)
+            self._received[:, rows] = left
         if self._prompt_kept is not None:
-            self._prompt_kept.keep(rows, prompt, kept)
+            self._prompt_kept[:, rows] = (kept < (prompt or self._prompt_kept[:, rows][..., None])).sum(-1)
+        needed = blocks_for(policy.budget + 1)
         for sequence in sequences:
             sequence.held = policy.budget
-            needed = blocks_for(policy.budget + 1)
             cache.give_back(sequence.blocks[needed:])
             del sequence.blocks[needed:]
             if prompt and sequence.prompt is not None:
@@ -277,7 +294,7 @@ class Evictor:
     def prompt_kept(self, rows: Rows) -> Seq[Int[Tensor, "R"]]:
         """Return, if prompt keys can be evicted, how many each row still has, in the layer and head with the fewest.
         The number means nothing for a row that still reads its prompt's blocks."""
-        return () if self._prompt_kept is None else (self._prompt_kept.store[:, rows.slots].amin((0, 2)),)
+        return () if self._prompt_kept is None else (self._prompt_kept[:, rows.slots].amin((0, 2)),)
 
     def count(self, running: Seq[Sequence], prompt_keys: int) -> None:
         """Count a step that adds a key to each sequence; `prompt_keys` are cached, each prompt once."""
@@ -288,98 +305,10 @@ class Evictor:
 
     def details(self) -> Mapping[str, float]:
         """Return the number of evictions, and the shares saved of keys read and of keys held at the peak."""
-        if self._policy is None:
-            return {}
         reads, peak = (1.0 - float(kept / full) if full else 0.0 for kept, full in (self._reads, self._peak))
         return {
             "engine/evictions": float(self._evictions),
             "engine/kv_saving_mean": reads,
             "engine/kv_saving_peak": peak,
-            "engine/eviction_note_bytes": float(sum(note.store.nbytes for note in self._notes)),
+            "engine/eviction_note_bytes": float(sum(note.nbytes for note in self._notes)),
         }
-
-
-class _Note:
-    """Recorded for each slot: `store` is [layers, slots, ...]."""
-
-    store: Tensor
-
-    def prepare(self, rows: Rows) -> None:
-        pass
-
-    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "R H G n"] | None) -> None:
-        pass
-
-
-class _PromptKept(_Note):
-    """The number of keys of its prompt that each sequence holds among its own, where they come first."""
-
-    def __init__(self, layout: KvLayout, slots: int, device: torch.device) -> None:
-        self.store = torch.zeros(layout.layers, slots, layout.heads, dtype=torch.long, device=device)
-
-    def keep(self, rows: Int[Tensor, "R"], prompt: int, kept: Int[Tensor, "L R H B"]) -> None:
-        """After `kept` was chosen, with so many candidates in the prompt's blocks."""
-        candidates = prompt or self.store[:, rows][..., None]
-        self.store[:, rows] = (kept < candidates).sum(-1)
-
-
-class _Queries(_Note):
-    """The queries of each sequence's last `window` steps; that of position p at index p modulo window.
-
-    What an earlier sequence left is overwritten before it is read: none is cut down before `window` steps.
-    """
-
-    def __init__(self, layout: KvLayout, slots: int, window: int, device: torch.device) -> None:
-        sizes = (layout.layers, slots, window, layout.heads, layout.group, layout.dim)
-        self.store = torch.zeros(sizes, dtype=layout.dtype, device=device)
-        self._window = window
-
-    def prepare(self, rows: Rows) -> None:
-        self._write_at = rows.slots * self._window + rows.positions % self._window
-
-    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "R H G n"] | None) -> None:
-        places = self.store[layer].flatten(0, 1)
-        places.index_copy_(0, self._write_at, queries.to(places.dtype).reshape(-1, *places.shape[1:]))
-
-    def of(self, rows: Int[Tensor, "R"]) -> Float[Tensor, "L R H G W D"]:
-        return self.store[:, rows].permute(0, 1, 3, 4, 2, 5)
-
-
-class _Received(_Note):
-    """The attention that each key has received: summed over the steps since it was added, mean over a group's queries.
-
-    A sequence's first `prompt_width` columns are its prompt's, and start from the attention of the prompt's queries.
-    """
-
-    def __init__(self, layout: KvLayout, slots: int, prompt_width: int, own: int, device: torch.device) -> None:
-        self.store = torch.zeros((layout.layers, slots, layout.heads, prompt_width + own), device=device)
-        self._prompt_width = prompt_width
-
-    def claim(self, sequence: Sequence) -> None:
-        self.store[:, sequence.slot] = 0.0
-        if self._prompt_width and sequence.prompt is not None and sequence.prompt.received is not None:
-            of_prompt = sequence.prompt.received
-            self.store[:, sequence.slot, :, : of_prompt.shape[-1]] = of_prompt
-
-    def prepare(self, rows: Rows) -> None:
-        self._slots, self._own = rows.slots, BLOCK * rows.own.shape[1]
-
-    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "R H G n"] | None) -> None:
-        assert weights is not None, "only the reference runs for such a policy"
-        paid = weights.mean(2, dtype=torch.float32)
-        shown = paid.shape[2] - self._own  # of the prompt
-        wide = paid.new_zeros(*paid.shape[:2], self.store.shape[-1])
-        wide[..., self._prompt_width : self._prompt_width + self._own] = paid[..., shown:]
-        if self._prompt_width:
-            wide[..., :shown] = paid[..., :shown]
-        self.store[layer].index_add_(0, self._slots, wide)
-
-    def of(self, rows: Int[Tensor, "R"], own: int, prompt: int) -> Float[Tensor, "L R H T"]:
-        received = self.store[:, rows]
-        mine = received[..., self._prompt_width : self._prompt_width + own]
-        return torch.cat([received[..., :prompt], mine], dim=-1) if prompt else mine
-
-    def keep(self, rows: Int[Tensor, "R"], kept: Float[Tensor, "L R H B"]) -> None:
-        left = torch.zeros_like(self.store[:, rows])
-        left[..., self._prompt_width : self._prompt_width + kept.shape[-1]] = kept
-        self.store[:, rows] = left

@@ -11,24 +11,25 @@ token in the steps that run anyway. If the answer takes time, the sequence pause
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_cli.engine.admission import Admission, Memory, youngest
+from grpo_cli.engine.admission import Admission, Memory
 from grpo_cli.engine.common import Tally
 from grpo_cli.engine.cuda_graph import Capture, GraphedTurns, TurnOutput
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.eviction import Budget, Dense, Evictor
 from grpo_cli.engine.kv_cache import BLOCK, CachedPrompt, PagedCache, blocks_for, round_up, table_of
-from grpo_cli.engine.running_batch import Rows, RunningBatch
 from grpo_cli.engine.samplers import KvPlan, Sampler
 from grpo_cli.engine.sampling import draw, drawing_of, uniforms
 from grpo_cli.engine.scheduling import Scheduler
-from grpo_cli.engine.sequence import Decode, Sequence, Status
+from grpo_cli.engine.sequence import Decode, Rows, RunningBatch, Sequence, Status
 from grpo_cli.interfaces import Meter, Replies
 from grpo_cli.model.transfer import read, send
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
@@ -41,7 +42,8 @@ class Generation:
     """The state while one list of requests is served. Requests whose prompts have the same id share a prefill.
 
     `prefix`: how many tokens every rollout makes before lengths are predicted. With `capture`, steps have fixed shapes
-    and are captured (see `graph.py`). `details` are named numbers that are reported with the cost.
+    and are captured (see `cuda_graph.py`). Once `enough` returns True for a finished rollout, serving is `halted`.
+    `details` are named numbers that are reported with the cost.
     """
 
     def __init__(
@@ -57,70 +59,69 @@ class Generation:
         capture: Capture | None = None,
         replies: Replies | None = None,
         per_step: int | None = None,
+        enough: Callable[[Rollout], bool] | None = None,
     ) -> None:
-        self.decoder = decoder = decoder.prepared(sparsity.needs_received)
-        layout, fills, evicts = decoder.layout(), capture is not None, isinstance(sparsity, Budget)
-        self.plan = plan = KvPlan.of(layout, sampler, sparsity, requests, per_step, prefix, replies is not None)
-        slots = plan.room.slots + fills  # one more for rows that fill up a shape
-        self.cache = PagedCache(layout, plan.blocks, decoder.device, fills)
-        widths = plan.own_blocks, plan.prompt_blocks
-        own, of_prompt = (BLOCK * width for width in widths)
-        self.evictor = Evictor(sparsity, layout, slots, own, of_prompt, decoder.scale, decoder.device)
-        self.sequences = [Sequence(index, request) for index, request in enumerate(requests)]
-        self.waiting = list(self.sequences)
-        self.running = list[Sequence]()
+        self._decoder = decoder = decoder.prepared(sparsity.needs_received)
+        self.plan = plan = KvPlan.of(decoder.layout, sampler, sparsity, requests, per_step, prefix, replies is not None)
+        fills, slots = capture is not None, plan.room.slots
+        self._cache = PagedCache(plan.layout, plan.blocks, decoder.device, fills)
+        self._evictor: Evictor | None = None
+        if isinstance(sparsity, Budget):
+            sizes = slots + fills, BLOCK * plan.own_blocks, BLOCK * plan.prompt_blocks
+            self._evictor = Evictor(sparsity, plan.layout, *sizes, decoder.scale, decoder.device)
+        self._sequences = [Sequence(index, request) for index, request in enumerate(requests)]
+        self.waiting = list(self._sequences)
         self._memory: Memory | None = None
         if plan.room.budget is not None:
-            most = max(sequence.limit for sequence in self.sequences)
-            self._memory = Memory(self.cache, most, prefix if plan.room.probes else 0, plan.keys, evicts)
-        self._admission = Admission(plan.room.slots, sampler.refills, self._memory)
-        spare = (self.cache.count, slots - 1) if fills else None
-        self._batch = RunningBatch(decoder.device, decoder.is_native, spare, widths)
-        turn = self._computed
-        self._turn = turn if capture is None else GraphedTurns(turn, capture, self.evictor.repeated)
-        self._replies = replies
+            most, evicts = max(s.limit for s in self._sequences), self._evictor is not None
+            self._memory = Memory(self._cache, most, prefix if plan.room.probes else 0, plan.keys, evicts)
+        self._admission = Admission(slots, sampler.refills, self._memory)
+        fill = self._cache.count if fills else None
+        widths = plan.own_blocks, plan.prompt_blocks
+        self._batch = RunningBatch(slots, widths, decoder.device, decoder.is_native, fill)
+        self._turn: Callable[[Rows], TurnOutput] = self._computed
+        if capture is not None:
+            repeated = nullcontext if self._evictor is None else self._evictor.repeated
+            self._turn = GraphedTurns(self._computed, capture, repeated)
+        self._replies, self._enough, self.halted = replies, enough, False
         self._asked: dict[int, Sequence] = {}  # whose environments have not answered yet
         self._eos, self._decode = frozenset(eos_token_ids), decode
         self.details: dict[str, float] = {}
-        self.halted = False
         self._span = meter.span
         self._unfinished = Counter(request.prompt.id for request in requests)
         self._preempted = self._read_again = self._most_rows = self._most_held = 0
         self._paused_keys = self._paused_blocks = 0
-        self._tally = Tally(plan.room.slots)
+        self._tally = Tally(slots)
 
     def serve(self, scheduler: Scheduler, pause_at: int | None = None) -> Iterator[tuple[Sequence, Rollout]]:
         """Serve everything that waits, in the scheduler's order, and yield what ends.
 
         With `pause_at`, a sequence that has made so many tokens without ending pauses with its last hidden state, and
-        waits for the next `serve`. After `halt`, all unfinished ones are yielded partial.
+        waits for the next `serve`. When it is `halted`, all unfinished ones are yielded partial.
         """
         if self._memory is not None:
             parked = self.plan.shape.parked_bytes // self.plan.layout.block_bytes
-            self._memory.reserve = 0 if pause_at is None else len(self.sequences) * parked
+            self._memory.reserve = 0 if pause_at is None else len(self._sequences) * parked
         self._admission.start(scheduler, self.waiting)
-        self.waiting = []
-        while not self.halted and (self._admission or self.running or self._asked):
-            done = self._begin(self._admission.admit(self.running))
-            if not done and self.running:
+        self.waiting, running = [], self._batch.sequences
+        while not self.halted and (self._admission or running or self._asked):
+            done = self._begin(self._admission.admit(running))
+            if not done and running:
                 with self._span("decode"):
                     done = self._step(pause_at)
-            yield from self._settle(done)
-            yield from self._hear()
+            for sequence, rollout in chain(self._settle(done), self._hear()):
+                self.halted = self.halted or self._enough is not None and self._enough(rollout)
+                yield sequence, rollout
         if self.halted:
             while self._asked:  # so that what is partial goes on with a turn of the model
                 yield from self._hear()
-            for sequence in self.sequences:
+            for sequence in self._sequences:
                 if sequence.status is not Status.FINISHED:
                     yield sequence, self._ended(sequence, Finish.PARTIAL)
 
     def end(self) -> None:
         """Free keys, values and copies of weights now: in a cycle through its step they would stay for the update."""
         del self._turn
-
-    def halt(self) -> None:
-        """Make `serve` stop with what has been drawn until now."""
-        self.halted = True
 
     @torch.inference_mode()
     def _begin(self, sequences: Seq[Sequence]) -> list[Sequence]:
@@ -129,34 +130,33 @@ class Generation:
         if not sequences:
             return []
         self._prefill({s.request.prompt.id: s.request.prompt for s in sequences if s.prompt is None and not s.made})
-        numbers = uniforms([s.request.seed for s in sequences], max(s.limit for s in sequences))
+        numbers = uniforms([s.request.seed for s in sequences], max(s.limit for s in sequences) + 1)
         for sequence, own in zip(sequences, numbers, strict=True):
             if sequence.status is Status.PAUSED:
                 self._count_paused(sequence, -1)
             else:
-                sequence.prompt = self.cache.prompts[sequence.request.prompt.id]
+                sequence.prompt = self._cache.prompts[sequence.request.prompt.id]
                 sequence.prompt.users += 1
             sequence.status, sequence.uniforms = Status.RUNNING, own
-            sequence.blocks += self.cache.take(blocks_for(sequence.held + 1) - len(sequence.blocks))
-            self.evictor.claim(sequence)
-        self.running += sequences
-        self._batch.changed()
-        self._most_rows = max(self._most_rows, len(self.running))
-        for sequence in sequences:
+            sequence.blocks += self._cache.take(blocks_for(sequence.held + 1) - len(sequence.blocks))
+            self._batch.add(sequence)
+            if self._evictor is not None:
+                self._evictor.begin(sequence)
             sequence.made += not sequence.made and bool(sequence.tokens)  # it reads them again
+        self._most_rows = max(self._most_rows, len(self._batch.sequences))
         new = [sequence for sequence in sequences if not sequence.made]
         if not new:
             return []
         logits = torch.stack([s.prompt.logits for s in new if s.prompt is not None])
-        (first,) = send(self.decoder.device, np.array([s.uniforms[0] for s in new if s.uniforms is not None]))
-        by = drawing_of([s.request.sampling for s in new], self.decoder.device, self.decoder.is_native)
+        (first,) = send(self._decoder.device, np.array([s.uniforms[0] for s in new]))
+        by = drawing_of([s.request.sampling for s in new], self._decoder.device, self._decoder.is_native)
         return self._noted(new, *read(*draw(logits, first, by)))
 
     def _prefill(self, prompts: Mapping[str, Prompt]) -> None:
         """Prefill prompts that are not cached, those of one padded width together."""
         widths: dict[int, list[str]] = {}
         for name, prompt in prompts.items():
-            if name not in self.cache.prompts:
+            if name not in self._cache.prompts:
                 widths.setdefault(round_up(len(prompt.token_ids), BLOCK), []).append(name)
         for width, names in widths.items():
             at_once = max(1, PREFILL_TOKENS // width)
@@ -165,28 +165,30 @@ class Generation:
                     self._prefill_together({name: prompts[name].token_ids for name in names[start : start + at_once]})
 
     def _prefill_together(self, prompts: Mapping[str, Seq[int]]) -> None:
-        done = self.decoder.prefill([*prompts.values()], self.evictor.needs_received)
+        watches = self._evictor is not None and self._evictor.watches_prompts
+        done = self._decoder.prefill([*prompts.values()], watches)
         for place, (name, ids) in enumerate(prompts.items()):
             received = None if done.received is None else done.received[:, place]
-            blocks = self.cache.take(blocks_for(len(ids)))
-            self.cache.prompts[name] = CachedPrompt(blocks, len(ids), done.logits[place].clone(), received)
+            blocks = self._cache.take(blocks_for(len(ids)))
+            self._cache.add_prompt(name, CachedPrompt(blocks, len(ids), done.logits[place].clone(), received))
             self._tally.prefilled += len(ids)
-        table = table_of([self.cache.prompts[name].blocks for name in prompts], fill=-1)
-        self.cache.write(table, done.keys, done.values)
+        table = table_of([self._cache.prompts[name].blocks for name in prompts], fill=-1)
+        self._cache.write(table, done.keys, done.values)
 
     @torch.inference_mode()
     def _step(self, pause_at: int | None) -> list[Sequence]:
         """Make one token for every running sequence; return those that have ended."""
         self._take_blocks()
-        if self.evictor.make_room(self.running, self.cache):
-            self._batch.changed()
-        prompt_keys, running = self.cache.prompt_tokens, list(self.running)
-        self.evictor.count(running, prompt_keys)
-        held = sum(sequence.held + 1 for sequence in running) + prompt_keys + self._paused_keys
+        prompt_keys, running = self._cache.prompt_tokens, list(self._batch.sequences)
+        if self._evictor is not None:
+            self._evictor.make_room(running, self._cache)
+            self._evictor.count(running, prompt_keys)
+        held = sum([sequence.held + 1 for sequence in running]) + prompt_keys + self._paused_keys
         self._most_held = max(self._most_held, held)
-        rows = self._batch.rows(running)
+        rows = self._batch.rows()
         hidden, *drawn = self._turn(rows)
-        columns = read(*(x[: len(running)] for x in (*drawn, *self.evictor.prompt_kept(rows))))
+        prompt_kept = () if self._evictor is None else self._evictor.prompt_kept(rows)
+        columns = read(*(x[: len(running)] for x in (*drawn, *prompt_kept)))
         self._tally.steps += 1
         self._tally.row_steps += len(running)
         for sequence in running:
@@ -197,8 +199,8 @@ class Generation:
         return done
 
     def _computed(self, rows: Rows) -> TurnOutput:
-        hidden = self.decoder.step(rows, self.cache, self.evictor)
-        return hidden, *draw(self.decoder.logits(hidden), rows.uniform, rows.drawing)
+        hidden = self._decoder.step(rows, self._cache, self._evictor)
+        return hidden, *draw(self._decoder.logits(hidden), rows.uniform, rows.drawing)
 
     def _noted(
         self, sequences: Seq[Sequence], tokens: np.ndarray, logprobs: np.ndarray, prompt_kept: np.ndarray | None = None
@@ -216,21 +218,24 @@ class Generation:
         return ended
 
     def _take_blocks(self) -> None:
-        """Take a block for every sequence that needs one for its next key. If none is left, the youngest one is
-        preempted, and reads its tokens again later."""
-        while True:
-            needed = [blocks_for(self.evictor.left(s) + 1) - len(s.blocks) for s in self.running]
-            wanted = sum(count for count in needed if count > 0)
-            if wanted <= (self.cache.free if self._memory is None else self._memory.free):
-                break
-            if not self.cache.drop_idle_prompts():
-                assert self._memory is not None, "an unbounded cache has room for all"
+        """Give every sequence the blocks for its next key. If too few are left, the sequence that loses least, the last
+        of those that have made the fewest tokens, is preempted: it reads its tokens again later."""
+        running, cache, evictor = self._batch.sequences, self._cache, self._evictor
+
+        def missing(sequence: Sequence) -> int:
+            left = sequence.held if evictor is None else evictor.left(sequence)
+            return left // BLOCK + 1 - len(sequence.blocks)
+
+        while wanted := [(s, count) for s in running if (count := missing(s)) > 0]:
+            if sum(count for _, count in wanted) <= (len(cache.free) if self._memory is None else self._memory.free):
+                for sequence, count in wanted:
+                    self._batch.grow(sequence, cache.take(count))
+                return
+            if not cache.drop_idle_prompts():
+                assert self._memory is not None and len(running) > 1, "there is room for one sequence"
                 self._memory.was_exhausted = True
-                self._preempt(sequence := youngest(self.running))
-                self._admission.first(sequence)
-        if wanted:
-            for sequence, count in zip(self.running, needed, strict=True):
-                sequence.blocks += self.cache.take(max(0, count))
+                self._preempt(youngest := min(reversed(running), key=lambda sequence: sequence.made))
+                self._admission.first(youngest)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._preempted += 1
@@ -241,16 +246,16 @@ class Generation:
     def _leave(self, sequence: Sequence, status: Status) -> None:
         """Stop running a sequence, which gives its blocks back unless it pauses."""
         if sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
-            self.evictor.release(sequence, pauses=status is Status.PAUSED)
-            self._batch.changed()
+            if self._evictor is not None and status is Status.PAUSED:
+                self._evictor.pause(sequence)
+            self._batch.remove(sequence)
         elif sequence.status is Status.PAUSED:
             self._count_paused(sequence, -1)
         sequence.status = status
         if status is Status.PAUSED:
             self._count_paused(sequence, 1)
             return
-        self.cache.give_back(sequence.blocks)
+        self._cache.give_back(sequence.blocks)
         sequence.blocks = []
         if sequence.prompt is not None:
             sequence.prompt.users -= 1
@@ -273,6 +278,7 @@ class Generation:
             self.waiting.append(sequence)
 
     def _settle(self, done: Seq[Sequence]) -> Iterator[tuple[Sequence, Rollout]]:
+        """Yield the sequences that have ended; with environments, the others' turns are answered."""
         for sequence in done:
             if self._replies is None or sequence.is_full:
                 yield sequence, self._ended(sequence)
@@ -285,7 +291,7 @@ class Generation:
         if self._replies is None or not self._asked:
             return
         waits = set(self._asked.values())
-        idle = self.halted or not (len(self._admission) or any(s not in waits for s in self.running))
+        idle = self.halted or not (len(self._admission) or any(s not in waits for s in self._batch.sequences))
         for number, answer in self._replies.answers(wait=idle):
             sequence = self._asked.pop(number)
             if answer is None or not sequence.has_room(len(answer)):
@@ -307,8 +313,8 @@ class Generation:
         rollout, name = sequence.rollout(finish), sequence.request.prompt.id
         self._leave(sequence, Status.FINISHED)
         self._unfinished[name] -= 1
-        if not self._unfinished[name] and name in self.cache.prompts:
-            self.cache.drop_prompt(name)
+        if not self._unfinished[name] and name in self._cache.prompts:
+            self._cache.drop_prompt(name)
         self._tally.generated += rollout.num_drawn
         if self._memory is not None:
             self._memory.ended(len(rollout))
@@ -323,6 +329,6 @@ class Generation:
         if self._memory is not None:
             tally.slots = self._most_rows
             details |= {"engine/restarts": float(self._preempted), "engine/restarted_tokens": float(self._read_again)}
-        if evictions := self.evictor.details():
-            details |= {**evictions, "engine/kv_saving_allocated": self.plan.saved}
-        return tally.stats(self.cache.peak_bytes, {**details, **self.details})
+        if self._evictor is not None:
+            details |= {**self._evictor.details(), "engine/kv_saving_allocated": self.plan.saved}
+        return tally.stats(self._cache.peak_bytes, {**details, **self.details})

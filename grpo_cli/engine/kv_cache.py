@@ -70,49 +70,47 @@ class CachedPrompt:
 
 
 class PagedCache:
-    """A pool of `blocks` blocks. `keys` and `values` are those of each layer, [blocks, heads, tokens, dim].
+    """A pool of `count` blocks. `keys` and `values` are those of each layer, [blocks, heads, tokens, dim].
 
     The lowest free block is taken first, so that on a CPU, where memory counts once it is written, the pool takes what
-    it held at its peak. Nobody takes block number `blocks`, which is for rows that only fill up a shape.
+    it held at its peak. Nobody takes block number `count`, which is for rows that only fill up a shape.
     """
 
-    def __init__(self, layout: KvLayout, blocks: int, device: torch.device, fills: bool = False) -> None:
-        self.layout, self.count, self.device = layout, blocks, device
+    def __init__(self, layout: KvLayout, count: int, device: torch.device, fills: bool = False) -> None:
+        self.layout, self.count, self.device = layout, count, device
         self.prompts: dict[str, CachedPrompt] = {}
-        self._free = list(range(blocks))
-        self._reached = 0  # one past the highest block that was ever taken
+        self.prompt_tokens = 0  # of all of them
+        self.free = list(range(count))  # a heap
+        self._reached = count if device.type == "cuda" else 0  # one past the highest block that was ever taken
         sizes = (BLOCK, layout.heads) if layout.by_token else (layout.heads, BLOCK)
         with torch.inference_mode(False):  # writable in inference mode and outside it
-            shape = (blocks + fills, *sizes, layout.dim)
+            shape = (count + fills, *sizes, layout.dim)
             self.memory = [torch.empty(shape, dtype=layout.dtype, device=device) for _ in range(2 * layout.layers)]
         views = [memory.transpose(1, 2) if layout.by_token else memory for memory in self.memory]
         self.keys, self.values = views[: layout.layers], views[layout.layers :]
 
     @property
-    def free(self) -> int:
-        return len(self._free)
-
-    @property
     def peak_bytes(self) -> int:
         """The most bytes that were in use; on a GPU all of them are, from the start."""
-        return (self.count if self.device.type == "cuda" else self._reached) * self.layout.block_bytes
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all cached prompts."""
-        return sum(prompt.length for prompt in self.prompts.values())
+        return self._reached * self.layout.block_bytes
 
     def take(self, blocks: int) -> list[int]:
-        taken = [heapq.heappop(self._free) for _ in range(blocks)]
+        taken = [heapq.heappop(self.free) for _ in range(blocks)]
         self._reached = max([self._reached, *(block + 1 for block in taken)])
         return taken
 
     def give_back(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            heapq.heappush(self._free, block)
+            heapq.heappush(self.free, block)
+
+    def add_prompt(self, name: str, prompt: CachedPrompt) -> None:
+        self.prompts[name] = prompt
+        self.prompt_tokens += prompt.length
 
     def drop_prompt(self, name: str) -> None:
-        self.give_back(self.prompts.pop(name).blocks)
+        prompt = self.prompts.pop(name)
+        self.prompt_tokens -= prompt.length
+        self.give_back(prompt.blocks)
 
     def drop_idle_prompts(self, wanted: Iterable[str] = ()) -> bool:
         """Drop the prompts that no sequence reads and that are not wanted; return False if there are none."""
@@ -135,12 +133,12 @@ class PagedCache:
                 view[at] = whole.transpose(1, 2).flatten(0, 1)[which].to(view.dtype)
 
 
-def table_of(blocks: Sequence[Sequence[int]], fill: int = 0, width: int | None = None) -> np.ndarray:
+def table_of(blocks: Sequence[Sequence[int]], fill: int = 0) -> np.ndarray:
     """Return a table with one row for each list of blocks.
 
     >>> table_of([[3], [0, 2]]).tolist()
     [[3, 0], [0, 2]]
     """
-    width = max(map(len, blocks), default=0) if width is None else width
+    width = max(map(len, blocks), default=0)
     rows = [[*row, *[fill] * (width - len(row))] for row in blocks]
     return np.array(rows, dtype=np.int64).reshape(len(rows), width)

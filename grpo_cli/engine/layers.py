@@ -1,4 +1,8 @@
-"""One layer of a Llama-shaped model as two functions around its attention, over the layer's own modules.
+"""One layer of a Llama-shaped model as two functions around its attention, over weights that last for one generation.
+
+Weights are the trainer's, or copies in the precision of the step; layers that share an input become one product. On a
+CPU it is packed into oneDNN's layout. Adapters are merged into float32 copies; in bfloat16 they stay separate: what
+they add is often lost when it is rounded together with the weight. Their dropout is for updates only.
 
 Norms, rotation and activation compute what the modules compute, with the same rounding, in fewer calls; on a CPU in
 such a way that a row's bits do not depend on the rest of the batch. They run in PyTorch's operations, in C on a CPU
@@ -7,38 +11,195 @@ such a way that a row's bits do not depend on the rest of the batch. They run in
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from grpo_cli.engine.rollout_weights import AsTheyAre, Copies, Product, Products, Split, is_plain
-from grpo_cli.engine.running_batch import bucket
 from grpo_cli.model.compiling import Compiler
 from grpo_cli.native import ops
 
+Product = Callable[[Float[Tensor, "N I"]], Float[Tensor, "N O"]]
+# Of layers that share an input: the output of each.
+Products = Callable[[Float[Tensor, "N I"]], Sequence[Tensor]]
+# The number of weights from which copies are packed: more than fit a processor's caches, from which unpacked ones are
+# read just as fast. Preparing a packed product for a new number of rows takes a millisecond, too long for few weights.
+PACKED_FROM = 2**23
 
-def _last(norm: Callable[..., Any], hidden: Any) -> Any:
-    return norm(hidden)
+
+@dataclass(frozen=True)
+class Adapter:
+    """x A^T B^T, to be scaled and added to its layer's output."""
+
+    down: Float[Tensor, "r I"]
+    up: Float[Tensor, "O r"]
+    scale: float
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x W^T + b. This and the next three hold their weights as fields, so that one compilation serves all layers."""
+
+    weight: Float[Tensor, "O I"]
+    bias: Float[Tensor, "O"] | None = None
+
+    def __call__(self, x: Float[Tensor, "N I"]) -> Float[Tensor, "N O"]:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A product plus the output of adapters."""
+
+    product: Product
+    read: Product
+    write: Product
+
+    def __call__(self, x: Float[Tensor, "N I"]) -> Float[Tensor, "N O"]:
+        return self.product(x) + self.write(self.read(x))
+
+
+@dataclass(frozen=True)
+class Split:
+    """One product, split into those of several layers."""
+
+    product: Product
+    sizes: tuple[int, ...]
+
+    def __call__(self, x: Float[Tensor, "N I"]) -> Sequence[Tensor]:
+        return self.product(x).split(self.sizes, -1)
+
+
+@dataclass(frozen=True)
+class Each:
+    """A product for each layer."""
+
+    layers: tuple[Product, ...]
+
+    def __call__(self, x: Float[Tensor, "N I"]) -> Sequence[Tensor]:
+        return [layer(x) for layer in self.layers]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights in `dtype`. Those that are in it already are not copied, unless all are `packed`, or `joined` for fewer
+    products."""
+
+    dtype: torch.dtype
+    packed: bool
+    joined: bool = False
+
+    def of(self, layer: Any) -> Product:
+        """Return one layer's product. A layer that cannot be copied (quantised, or with other than low-rank adapters)
+        is used as it is."""
+        adapters, base = adapters_of(layer), getattr(layer, "base_layer", layer)
+        if adapters is None or type(base) is not nn.Linear:
+            return layer
+        if self._copies(base):
+            return self._product([base], [adapters])
+        plain = Linear(base.weight.detach(), None if base.bias is None else base.bias.detach())
+        if adapters:
+            return layer if self._merges else self._beside(plain, [base], [adapters])
+        return plain
+
+    def together(self, *layers: Any) -> Products:
+        """Return one product for all layers, if all are copied."""
+        found = [adapters_of(layer) for layer in layers]
+        bases = [getattr(layer, "base_layer", layer) for layer in layers]
+        adapters = [own for own in found if own is not None]
+        if len(adapters) < len(layers) or not all(type(base) is nn.Linear and self._copies(base) for base in bases):
+            return Each(tuple(map(self.of, layers)))
+        return Split(self._product(bases, adapters), tuple(base.out_features for base in bases))
+
+    @property
+    def _merges(self) -> bool:
+        return self.dtype == torch.float32
+
+    def _copies(self, base: nn.Linear) -> bool:
+        return self.packed or self.joined or base.weight.dtype != self.dtype
+
+    def _product(self, bases: Sequence[nn.Linear], adapters: Sequence[Sequence[Adapter]]) -> Product:
+        weights = [base.weight.detach().to(self.dtype) for base in bases]
+        if self._merges:
+            weights = [_merged(weight, own) for weight, own in zip(weights, adapters, strict=True)]
+        biases: list[Tensor] = []
+        if any(base.bias is not None for base in bases):
+            nothing = [weight.new_zeros(len(weight)) for weight in weights]
+            biases = [none if base.bias is None else base.bias for base, none in zip(bases, nothing, strict=True)]
+        product = self._multiply(_joined(weights), _joined(biases).detach().to(self.dtype) if biases else None)
+        return product if self._merges or not any(adapters) else self._beside(product, bases, adapters)
+
+    def _multiply(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+        if not self.packed:
+            return Linear(weight, bias)
+        if isinstance(weight, FakeTensor):  # which cannot be packed, and packed would take the same bytes
+            return Linear(weight.clone(), bias)
+        packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise.default
+        return lambda x: multiply(x, packed, bias, "none", [], None)
+
+    def _beside(self, product: Product, bases: Sequence[nn.Linear], adapters: Sequence[Sequence[Adapter]]) -> Product:
+        """Compute the adapters: all down projections as one product, all up projections as another."""
+        downs = _joined([adapter.down.detach().to(self.dtype) for own in adapters for adapter in own])
+        sizes = [base.out_features for base in bases]
+        ups = downs.new_zeros(sum(sizes), len(downs))
+        last = 0
+        for end, size, own in zip(accumulate(sizes), sizes, adapters, strict=True):
+            for adapter in own:
+                first, last = last, last + len(adapter.down)
+                ups[end - size : end, first:last] = adapter.up.detach() * adapter.scale
+        return Beside(product, self._multiply(downs), self._multiply(ups))
+
+
+def adapters_of(layer: Any) -> list[Adapter] | None:
+    """Return the active adapters of a layer, empty for a plain one; None if they are not plain low-rank adapters."""
+    down = getattr(layer, "lora_A", None)
+    if down is None:
+        return []
+    names = [] if layer.disable_adapters else [name for name in layer.active_adapters if name in down]
+    if (
+        layer.merged
+        or getattr(layer, "lora_variant", None)
+        or any(layer.lora_B[name].bias is not None for name in names)
+    ):
+        return None
+    return [Adapter(down[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in names]
+
+
+def linear_layers(module: nn.Module) -> Iterator[nn.Linear]:
+    """Yield the plain linear layers, which can be copied, adapters' included."""
+    return (one for one in module.modules() if type(one) is nn.Linear)
+
+
+def can_pack() -> bool:
+    """True if this PyTorch has oneDNN's packed products."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _merged(weight: Tensor, adapters: Sequence[Adapter]) -> Tensor:
+    for one in adapters:
+        weight = torch.addmm(weight, one.up.detach(), one.down.detach(), alpha=one.scale)
+    return weight
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 @dataclass(frozen=True)
 class Functions:
     """A layer before and after its attention, and the model's last norm. What `after` returns is for `before` and
-    `last`."""
+    `last`. `compiled` ones have fixed shapes."""
 
     before: Callable[..., Any]
     after: Callable[..., Any]
-    last: Callable[..., Any] = _last
+    last: Callable[..., Any] = lambda norm, hidden: norm(hidden)
     compiled: bool = False
-
-    def rows(self, count: int) -> int:
-        """Return how many rows to lay out for `count`: compiled functions have fixed shapes."""
-        return bucket(count) if self.compiled else count
 
 
 @dataclass(frozen=True)
@@ -56,7 +217,7 @@ class Block:
     down_proj: Product
 
     @classmethod
-    def of(cls, layer: Any, weights: AsTheyAre | Copies) -> Block:
+    def of(cls, layer: Any, weights: Weights) -> Block:
         attention, mlp = layer.self_attn, layer.mlp
         return cls(
             input_norm=norm_of(layer.input_layernorm),
@@ -70,13 +231,14 @@ class Block:
             down_proj=weights.of(mlp.down_proj),
         )
 
-    @property
-    def is_plain(self) -> bool:
-        """True if it consists of plain weights only, so that one compilation serves all layers."""
-        products = (self.qkv, self.o_proj, self.gate_up, self.down_proj)
-        norms = (self.input_norm, self.q_norm, self.k_norm, self.post_norm)
-        plain = all(map(is_plain, products)) and all(norm is None or type(norm) is Norm for norm in norms)
-        return plain and is_silu(self.activation)
+
+def is_plain(part: Any) -> bool:
+    """True if it consists of weights only, without modules, so that one compilation serves all layers."""
+    if isinstance(part, tuple):
+        return all(map(is_plain, part))
+    if is_dataclass(part):
+        return all(is_plain(getattr(part, field.name)) for field in fields(part))
+    return not isinstance(part, nn.Module)
 
 
 @dataclass(frozen=True)
@@ -115,15 +277,11 @@ def before_attention(
 def after_attention(block: Block, hidden: Tensor, attended: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the rest of the block."""
     hidden = hidden + block.o_proj(attended)
-    return hidden + _mlp(block, block.post_norm(hidden).to(dtype))
+    gate, up = block.gate_up(block.post_norm(hidden).to(dtype))
+    return hidden + block.down_proj(block.activation(gate).mul_(up))
 
 
 EAGER = Functions(before_attention, after_attention)
-
-
-def _mlp(block: Block, x: Float[Tensor, "N H"]) -> Float[Tensor, "N H"]:
-    gate, up = block.gate_up(x)
-    return block.down_proj(block.activation(gate).mul_(up))
 
 
 def _activation(module: Any) -> Any:
@@ -133,11 +291,6 @@ def _activation(module: Any) -> Any:
     that bits depend on the number of rows. `exp` alone is computed the same way throughout.
     """
     return _silu if type(module).__name__ in ("SiLU", "SiLUActivation") else module
-
-
-def is_silu(activation: Any) -> bool:
-    """True if it is what `_activation` has for SiLU."""
-    return activation is _silu
 
 
 def _silu(x: Float[Tensor, "N F"]) -> Float[Tensor, "N F"]:
@@ -201,10 +354,11 @@ def _parts(hidden: Tensor | Sum) -> Sum:
     return hidden if isinstance(hidden, tuple) else (hidden, None)
 
 
-def serves_natively(block: Block, last: Any) -> bool:
-    """True if all of a model with such blocks can run here."""
-    norms = [block.input_norm, block.post_norm, last]
-    return all(type(norm) is Norm for norm in norms) and is_silu(block.activation)
+def serves_natively(layers: Sequence[Any], last: Any) -> bool:
+    """True if such layers, with such a last norm, can run here."""
+    norms = [last, *(norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm))]
+    activations = (_activation(layer.mlp.act_fn) for layer in layers)
+    return all(type(norm_of(norm)) is Norm for norm in norms) and all(each is _silu for each in activations)
 
 
 NATIVE = Functions(native_before, native_after, native_last)

@@ -1,4 +1,5 @@
-"""A sequence: a request and everything that has happened to it."""
+"""Sequences, each a request and everything that has happened to it, and the arrays of a decode step over those that
+run."""
 
 from __future__ import annotations
 
@@ -9,12 +10,18 @@ from enum import Enum, auto
 from math import inf, nan
 
 import numpy as np
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.engine.kv_cache import CachedPrompt
+from grpo_cli.engine.kv_cache import BLOCK, CachedPrompt
+from grpo_cli.engine.sampling import Drawing, drawing_of
+from grpo_cli.model.transfer import send
 from grpo_cli.types import ENVIRONMENT, Finish, Request, Rollout, Span
 
 Decode = Callable[[Seq[int]], str]
+# Compiled functions have fixed shapes, and compiling one takes a minute: so rows come in few numbers.
+LEAST_ROWS = 16
 
 
 class Status(Enum):
@@ -47,12 +54,12 @@ class Sequence:
     held: int = 0
     blocks: list[int] = field(default_factory=list)
     prompt: CachedPrompt | None = None
-    slot: int = -1  # of an eviction policy's statistics
-    notes: tuple[Tensor, ...] = ()  # those statistics while it is paused
+    slot: int = -1  # while it runs
+    notes: tuple[Tensor, ...] = ()  # an eviction policy's statistics while it is paused
     kept: int = 0  # the most response keys that it has held in any layer and head
     predicted: float | None = None
     hidden: Tensor | None = None  # the policy's last hidden state after the predictor's prefix
-    uniforms: np.ndarray | None = None  # what decides each of its tokens
+    uniforms: np.ndarray = field(default_factory=lambda: np.zeros(0))  # what decides each of its tokens
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -114,3 +121,88 @@ class Sequence:
         why = finish or self.finish
         assert why is not None, "it has ended"
         return Rollout(self.request, tuple(self.tokens), tuple(self.logprobs), why, self.kept, tuple(spans))
+
+
+def bucket(rows: int) -> int:
+    """Return the number of rows, rounded up.
+
+    >>> bucket(1), bucket(16), bucket(17)
+    (16, 16, 32)
+    """
+    return max(LEAST_ROWS, 1 << (rows - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The inputs of a decode step: what its rows read, where they write, and how they sample. A table has any block
+    where a row has none."""
+
+    tokens: Int[Tensor, "R"]
+    positions: Int[Tensor, "R"]
+    held: Int[Tensor, "R"]  # keys of their own before this step
+    write_to: Int[Tensor, "R"]  # the block of the new key
+    seen: Int[Tensor, "R"]  # keys of their prompt
+    slots: Int[Tensor, "R"]  # of an eviction policy's statistics
+    uniform: Float[Tensor, "R"]
+    own: Int[Tensor, "R K"]
+    prompt: Int[Tensor, "R P"]
+    drawing: Drawing
+
+
+class RunningBatch:
+    """The sequences that run. Each has a slot: a row of the tables of `widths` blocks, its own and its prompt's.
+
+    With `fill`, a block that nobody has, rows come in few numbers and tables in one width; the rows that fill up a
+    number have the last slot.
+    """
+
+    def __init__(
+        self, slots: int, widths: tuple[int, int], device: torch.device, natively: bool, fill: int | None
+    ) -> None:
+        self.sequences: list[Sequence] = []
+        self._own, self._prompts = (np.zeros((slots + 1, width), dtype=np.int64) for width in widths)
+        self._free, self._fill = list(range(slots))[::-1], fill
+        self._device, self._natively = device, natively
+        self._drawing: Drawing | None = None
+
+    def add(self, sequence: Sequence) -> None:
+        self.sequences.append(sequence)
+        sequence.slot, prompt = self._free.pop(), [] if sequence.prompt is None else sequence.prompt.blocks
+        self._own[sequence.slot, : len(sequence.blocks)] = sequence.blocks
+        self._prompts[sequence.slot, : len(prompt)] = prompt
+        self._drawing = None
+
+    def remove(self, sequence: Sequence) -> None:
+        self.sequences.remove(sequence)
+        self._free.append(sequence.slot)
+        sequence.slot, self._drawing = -1, None
+
+    def grow(self, sequence: Sequence, blocks: Seq[int]) -> None:
+        """Give it more blocks."""
+        start = len(sequence.blocks)
+        sequence.blocks += blocks
+        self._own[sequence.slot, start : len(sequence.blocks)] = blocks
+
+    def rows(self) -> Rows:
+        """Lay out what the decoder reads and samples by for one more token of each sequence."""
+        running, seen = self.sequences, [0 if s.prompt is None else s.prompt.length for s in self.sequences]
+        numbers = [
+            (s.tokens[s.made - 1], s.prompt_length + s.made - 1, s.held, s.blocks[s.held // BLOCK], count, s.slot)
+            for s, count in zip(running, seen, strict=True)
+        ]
+        drawn = [s.uniforms[s.made] for s in running]
+        widths = max([len(s.blocks) for s in running]), -(-max(seen) // BLOCK)
+        missing = 0
+        if self._fill is not None:
+            missing = bucket(len(running)) - len(running)
+            numbers += [(0, 0, 0, self._fill, 0, len(self._own) - 1)] * missing
+            widths = self._own.shape[1], self._prompts.shape[1]
+        if self._drawing is None:
+            settings = [s.request.sampling for s in running]
+            self._drawing = drawing_of([*settings, *settings[:1] * missing], self._device, self._natively)
+        columns = np.array(numbers, dtype=np.int64).T.copy()
+        tables = (table[columns[5], :width] for table, width in zip((self._own, self._prompts), widths, strict=True))
+        uniforms = np.array([*drawn, *[0.0] * missing])
+        tokens, positions, held, write_to, keys, slots, *others = send(self._device, *columns, uniforms, *tables)
+        uniform, own, prompt = others
+        return Rows(tokens, positions, held, write_to, keys, slots, uniform, own, prompt, self._drawing)

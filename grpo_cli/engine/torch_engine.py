@@ -39,8 +39,6 @@ class TorchEngine(SequenceEngine):
     """
 
     reads_stop_strings = True
-    _said_no_room = False  # for the length predictor's prefix
-    _said_slow = ""  # why steps do not attend by page tables
 
     def __init__(
         self,
@@ -72,6 +70,9 @@ class TorchEngine(SequenceEngine):
         self._capture = CudaGraphs if graphs else None
         self._packed_weights, self._threads = packed_weights, threads_for(threads, model, most=1)
         self._native: bool | str = native and not compile  # or why not
+        # Only useful if the scheduler orders by length.
+        self._prefix = parts.predictor.prefix_tokens if parts.scheduler.needs_lengths else 0
+        self._warned = set[str]()
         self._invariance: Invariance | None = None
 
     def generate(
@@ -85,12 +86,20 @@ class TorchEngine(SequenceEngine):
         environment answers each turn.
         """
         self._stats = EngineStats()
-        self._check(requests, replies)
+        self._check(requests)
         with computing_with(self._threads):
             self._pad()
             if requests:
-                yield from self._serve(requests, enough, replies)
+                capture = self._capture and self._capture()
+                of = self._parts
+                parts = (self._decoder, of.sampler, of.sparsity, requests, of.eos_token_ids, of.meter, of.decode)
+                yield from self._serve(Generation(*parts, self._prefix, capture, replies, of.rollouts_per_step, enough))
         give_back_freed(all_of_it=False)
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self._parts.warn(text)
 
     def _pad(self) -> None:
         """Set the padding for the current model, precision and threads; warns once if bits depend on the batch."""
@@ -98,14 +107,12 @@ class TorchEngine(SequenceEngine):
             self._go_native()
         found = invariance_of(replace(self._decoder, may_pack=self._packed_weights))
         self._decoder = replace(self._decoder, padding=found.padding, may_pack=found.packed)
-        if found != self._invariance and not found.holds and self._decoder.promises_bits:
-            self._parts.warn(rounding_warning(found, torch.get_num_threads()))
         self._invariance = found
-        on_gpu = self._decoder.device.type == "cuda"
-        slow = self._decoder.no_triton(self._parts.sparsity.needs_received) if on_gpu else ""
-        if slow != self._said_slow:
-            self._said_slow = slow
-            self._parts.warn(f"decode steps attend without page tables, and are slower: {slow}")
+        if not found.holds and self._decoder.promises_bits:
+            self._warn_once(rounding_warning(found, torch.get_num_threads()))
+        slow = self._decoder.no_triton(self._parts.sparsity.needs_received)
+        if slow and self._decoder.device.type == "cuda":
+            self._warn_once(f"decode steps attend without page tables, and are slower: {slow}")
 
     def _go_native(self) -> None:
         if not self._decoder.can_be_native:
@@ -136,29 +143,29 @@ class TorchEngine(SequenceEngine):
             "native": None if found is None else self._native,
         }
 
-    def _serve(
-        self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None, replies: Replies | None
-    ) -> Iterator[Rollout]:
-        """Rollouts, with predicted lengths if the scheduler needs them. Sets `stats` however it ends."""
-        generation = self._generation(requests, replies)
-        prefix, probing = self._prefix, generation.plan.room.probes
+    def _serve(self, generation: Generation) -> Iterator[Rollout]:
+        """Yield rollouts, with predicted lengths if the scheduler needs them. Sets `stats` however it ends."""
+        prefix, shape, room = self._prefix, generation.plan.shape, generation.plan.room
+        if room.probes_with:
+            self._warn_once(
+                f"sampler.kv_budget cannot hold the {prefix}-token prefixes of all {shape.requests} rollouts of "
+                f"{shape.prompts} prompts, so lengths are not predicted: set it to {room.probes_with} bytes, or use "
+                "predictor=mean"
+            )
         try:
-            if probing:
+            if room.probes:
                 # Every rollout makes prefix + 1 tokens (the state after `prefix` of them yields one more), then waits
                 # with its keys kept. The cost, those keys and a partly idle last round, is counted.
-                for _, rollout in generation.serve(Fifo(), pause_at=prefix + 1):
-                    _halt_if(enough, generation, rollout)
-                    yield rollout
+                yield from (rollout for _, rollout in generation.serve(Fifo(), pause_at=prefix + 1))
                 generation.details["engine/probe_steps"] = float(generation.stats().decode_steps)
             if not generation.halted:
-                predicting = probing or self._predictor.prefix_tokens == 0
+                predicting = room.probes or self._predictor.prefix_tokens == 0
                 if predicting:
                     self._predict(generation.waiting)
                 served: list[tuple[Sequence, Rollout]] = []
-                for sequence, rollout in generation.serve(self._scheduler):
-                    served.append((sequence, rollout))
-                    _halt_if(enough, generation, rollout)
-                    yield rollout
+                for one in generation.serve(self._scheduler):
+                    served.append(one)
+                    yield one[1]
                 if predicting:
                     generation.details |= self._learn(served)
                 generation.details |= self._scheduler.details
@@ -166,27 +173,7 @@ class TorchEngine(SequenceEngine):
             self._stats = generation.stats()
             generation.end()
 
-    @property
-    def _prefix(self) -> int:
-        """Tokens that rollouts make before lengths are predicted: only useful if the scheduler orders by length."""
-        return self._predictor.prefix_tokens if self._scheduler.needs_lengths else 0
-
-    def _generation(self, requests: Seq[Request], replies: Replies | None) -> Generation:
-        capture = self._capture and self._capture()
-        of = self._parts
-        parts = (self._decoder, of.sampler, of.sparsity, requests, of.eos_token_ids, of.meter)
-        generation = Generation(*parts, of.decode, self._prefix, capture, replies, of.rollouts_per_step)
-        shape, enough = generation.plan.shape, generation.plan.room.probes_with
-        if enough and not self._said_no_room:
-            self._said_no_room = True
-            self._parts.warn(
-                f"sampler.kv_budget cannot hold the {self._prefix}-token prefixes of all {shape.requests} rollouts of "
-                f"{shape.prompts} prompts, so lengths are not predicted: set it to {enough} bytes, or use "
-                "predictor=mean"
-            )
-        return generation
-
-    def _check(self, requests: Seq[Request], replies: Replies | None) -> None:
+    def _check(self, requests: Seq[Request]) -> None:
         prompts: dict[str, Prompt] = {}
         for request in requests:
             prompt = request.prompt
@@ -214,9 +201,3 @@ def _against_graphs(model: Any, device: torch.device) -> str:
     if kind in ("dynamic", "longrope"):
         return f"rope_type {kind} depends on the longest row in every step"
     return "" if device.type == "cuda" else f"a graph needs a GPU, and the model is on {device}"
-
-
-def _halt_if(enough: Callable[[Rollout], bool] | None, generation: Generation, rollout: Rollout) -> None:
-    """Asks about finished rollouts until the first True."""
-    if enough is not None and not generation.halted and enough(rollout):
-        generation.halt()

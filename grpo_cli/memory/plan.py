@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.generation import PREFILL_TOKENS
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, blocks_for, round_up
@@ -25,6 +27,7 @@ UPDATE = ("forward", "backward", "optimizer")
 # A CPU's allocator keeps this part of what comes and goes in a phase, between blocks of many sizes, and not more.
 _COME_AND_GO = (GRADIENTS, KV, LOGITS, ACTIVATIONS)
 _KEPT, _MOST_KEPT = 0.8, 160 * 2**20
+_BY_ONEDNN = 40 * 2**20  # kept of products in bfloat16 on a CPU, of which a step has each number of rows
 _DRAWN_AT_ONCE = 1 << 19  # logits in float32 from which a CPU draws together
 
 
@@ -138,7 +141,7 @@ def plan(model: ShapeModel, step: StepShape) -> MemoryPlan:
             REFERENCE: model.weights if step.reference and step.second_model else 0,
             OPTIMIZER: 0 if step.parks and phase not in UPDATE else step.optimizer,
             ACTIVATIONS: sizes.get(ACTIVATIONS, 0) + (model.dequantised if phase != "optimizer" else 0),
-            WORKSPACE: step.workspace + kept,
+            WORKSPACE: step.workspace + kept + (_BY_ONEDNN if model.on_cpu and model.dtype == torch.bfloat16 else 0),
         }
 
     return MemoryPlan({phase: whole(phase, sizes) for phase, sizes in phases.items()})

@@ -20,8 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from grpo_cli.engine.decoder import PACKED_FROM
-from grpo_cli.engine.rollout_weights import linear_layers
+from grpo_cli.engine.layers import PACKED_FROM, linear_layers
 from grpo_cli.learner.logprobs import _AT_ONCE, ByRow, chosen_logprobs
 from grpo_cli.memory.allocations import Allocations
 from grpo_cli.model.anatomy import backbone

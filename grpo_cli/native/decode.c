@@ -6,6 +6,8 @@
 
 #include "vectors.h"
 
+#include <stdlib.h>
+
 #define MOST_VECTORS 16 /* of a head: 256 numbers */
 #define CHUNK 256       /* keys whose scores are kept */
 #define MUCH (1 << 16)  /* numbers that are worth waking other threads for */
@@ -25,12 +27,14 @@ INLINE Vec sums(Vec x[LANES]) {
          + PAIR(x[0], x[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
-/* Pages of one layer, [pages, heads, tokens, dim], and those that each row reads, [rows, most]. */
+/* What the layers of a step have in common: engine/attention.py lays it out. Of prompts and of a row's own keys: the pages
+   [rows, most] that they lie in, LANES in each, and how many they are; and the page that takes a row's next key. */
 typedef struct {
-    const void *keys, *values;
-    const int64_t *pages;
-    int64_t tokens, most;
-} Side;
+    int64_t rows, heads, group, dim, half;
+    const int64_t *page, *pages[2];
+    int64_t most[2];
+    const int64_t *held[2];
+} Step;
 
 /* Whether products of bfloat16 are taken two at a time. */
 #ifdef __AVX512BF16__
@@ -116,8 +120,8 @@ INLINE void add_values(
 /* Up to four queries of one row that share a head of keys. Weights are relative to the largest score so far, as in
    FlashAttention (Dao et al. 2022), of CHUNK keys at a time. */
 INLINE void attend_some(
-    const Side *sides, const int64_t *held, int64_t row, int64_t head, int64_t heads, const void *query, void *out,
-    int group, int dim, float scale, int half
+    const Step *of, const void *keys, const void *values, int64_t row, int64_t head, const void *query, void *out,
+    float *scores, float *received, int group, int dim, float scale, int half
 ) {
     const int vectors = (dim + LANES - 1) / LANES, bytes = dim * (half ? 2 : 4);
     /* So many of a value's vectors at a time that their sums stay in registers. */
@@ -133,24 +137,21 @@ INLINE void attend_some(
             if (!IN_PAIRS(half, dim)) queries.numbers[g][i] = load(query, g * dim + i * LANES, half, dim - i * LANES);
         }
     }
+    const int64_t columns = (of->most[0] + of->most[1]) * LANES, held[2] = {of->held[0][row], of->held[1][row] + 1};
     for (int s = 0; s < 2; s++) {
-        const Side *side = &sides[s];
-        int64_t index = 0, inside = 0; /* of the next tile of keys: which of the row's pages, and where in it */
+        const int64_t *pages = of->pages[s] + row * of->most[s], ahead = s ? of->most[0] * LANES : 0;
         for (int64_t first = 0; first < held[s]; first += CHUNK) {
             const int count = held[s] - first < CHUNK ? (int)(held[s] - first) : CHUNK;
             size_t tiles[CHUNK / LANES];
             Vec best[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
             for (int from = 0; from < count; from += LANES) {
-                const int64_t page = side->pages[row * side->most + index];
-                const size_t at = ((page * heads + head) * side->tokens + inside) * bytes;
-                const char *keys = (const char *)side->keys + at;
+                const size_t at = (pages[(first + from) / LANES] * of->heads + head) * LANES * bytes;
                 tiles[from / LANES] = at;
-                if ((inside += LANES) == side->tokens) inside = 0, index++;
                 const int some = count - from < LANES ? count - from : LANES;
                 Vec parts[4][LANES];
                 for (int j = 0; j < some; j++) {
                     Vec found[4];
-                    multiply(found, keys + (size_t)j * bytes, &queries, group, dim, half);
+                    multiply(found, (const char *)keys + at + (size_t)j * bytes, &queries, group, dim, half);
 #pragma GCC unroll 4
                     for (int g = 0; g < group; g++) parts[g][j] = found[g];
                 }
@@ -161,6 +162,7 @@ INLINE void attend_some(
                     const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
                     const Vec score = choose(lane < some, sums(parts[g]) * scale, all(-INFINITY));
                     *(Vec *)(weights[g] + from) = score;
+                    if (received) memcpy(scores + g * columns + ahead + first + from, &score, sizeof score);
                     best[g] = choose(score > best[g], score, best[g]);
                 }
             }
@@ -184,9 +186,9 @@ INLINE void attend_some(
 #pragma GCC unroll 16
                     for (int i = 0; i < few; i++) sums_of[g][i] = into[g][begin + i];
                 for (int from = 0; from < count; from += LANES) {
-                    const char *values = (const char *)side->values + tiles[from / LANES];
+                    const char *tile = (const char *)values + tiles[from / LANES];
                     const int some = count - from < LANES ? count - from : LANES;
-                    add_values(sums_of, values, some, weights[0] + from, begin, few, group, dim, half);
+                    add_values(sums_of, tile, some, weights[0] + from, begin, few, group, dim, half);
                 }
 #pragma GCC unroll 4
                 for (int g = 0; g < group; g++)
@@ -204,33 +206,31 @@ INLINE void attend_some(
         }
         for (int i = 0; i < vectors; i++)
             store(out, g * dim + i * LANES, into[g][i] / whole, half, dim - i * LANES);
+        for (int s = 0; received && s < 2; s++)
+            for (int64_t j = s ? of->most[0] * LANES : 0, end = j + held[s]; j < end; j += LANES) {
+                Vec score, so_far;
+                memcpy(&score, scores + g * columns + j, sizeof score);
+                memcpy(&so_far, received + j, sizeof so_far);
+                so_far += exponential(score - top[g]) / (whole * of->group);
+                memcpy(received + j, &so_far, sizeof so_far);
+            }
     }
 }
 
-/* What the layers of a step have in common: engine/step/native.py lays it out. */
-typedef struct {
-    int64_t rows, heads, group, dim, half;
-    const int64_t *pages, *held, *page; /* each row's own pages, how many keys they hold, and which page takes the next */
-    int64_t most, tokens;
-    const int64_t *prompt_pages, *seen; /* those of its prompt, and how many of its keys the row reads */
-    int64_t prompt_most, prompt_tokens;
-} Step;
-
 /* Write each row's key and value, and attend to its prompt's keys and then to its own. q, k, v are [rows, heads * group or
-   heads, dim] with rows `..._step` numbers apart; out is [rows, heads * group * dim]. */
+   heads, dim] with rows `..._step` numbers apart; keys and values of the layer are [pages, heads, LANES, dim]; out is [rows,
+   heads * group * dim]. Unless it is null, `received` [rows, heads, all pages * LANES], of zeros, becomes the attention that
+   each key receives, the mean over the group. */
 void attend(
     const Step *of, float scale, const void *q, int64_t q_step, const void *k, int64_t k_step, const void *v,
-    int64_t v_step, void *keys, void *values, const void *prompt_keys, const void *prompt_values, void *out
+    int64_t v_step, void *keys, void *values, void *out, float *received
 ) {
     const int64_t rows = of->rows, heads = of->heads, group = of->group, dim = of->dim, half = of->half;
-    const int64_t *pages = of->pages, *held = of->held, *page = of->page, *seen = of->seen;
-    const int64_t most = of->most, tokens = of->tokens;
+    const int64_t *pages = of->pages[1], *held = of->held[1], most = of->most[1], columns = (of->most[0] + most) * LANES;
     const size_t size = half ? 2 : 4, bytes = dim * size;
-    const Side sides[2] = {{prompt_keys, prompt_values, of->prompt_pages, of->prompt_tokens, of->prompt_most},
-                           {keys, values, pages, tokens, most}};
     for (int64_t row = 0; row < rows; row++)
         for (int64_t head = 0; head < heads; head++) {
-            size_t at = ((page[row] * heads + head) * tokens + held[row] % tokens) * bytes;
+            size_t at = ((of->page[row] * heads + head) * LANES + held[row] % LANES) * bytes;
             memcpy((char *)keys + at, (const char *)k + (row * k_step + head * dim) * size, bytes);
             memcpy((char *)values + at, (const char *)v + (row * v_step + head * dim) * size, bytes);
         }
@@ -238,22 +238,24 @@ void attend(
     for (int64_t row = 0; row < rows; row++)
         for (int64_t head = 0; head < heads; head++) {
             if (row + 1 < rows) { /* the first keys and values of the next row */
-                size_t at = (pages[(row + 1) * most] * heads + head) * tokens * bytes;
-                for (size_t i = 0; i < tokens * bytes && i < (size_t)(held[row + 1] + 1) * bytes; i += 64) {
+                size_t at = (pages[(row + 1) * most] * heads + head) * LANES * bytes;
+                for (size_t i = 0; i < LANES * bytes && i < (size_t)(held[row + 1] + 1) * bytes; i += 64) {
                     __builtin_prefetch((const char *)keys + at + i);
                     __builtin_prefetch((const char *)values + at + i);
                 }
             }
-            const int64_t reads[2] = {seen[row], held[row] + 1};
+            float *scores = received ? malloc(4 * columns * sizeof *scores) : NULL;
+            float *mine = received ? received + (row * heads + head) * columns : NULL;
             for (int64_t g = 0; g < group; g += 4) {
                 const int some = group - g < 4 ? (int)(group - g) : 4;
                 const void *query = (const char *)q + (row * q_step + (head * group + g) * dim) * size;
                 void *to = (char *)out + ((row * heads + head) * group + g) * bytes;
-#define SOME(G, D, H) attend_some(sides, reads, row, head, heads, query, to, G, D, scale, H)
+#define SOME(G, D, H) attend_some(of, keys, values, row, head, query, to, scores, mine, G, D, scale, H)
 #define FOR(G, D) if (some == G && dim == D) { if (half) SOME(G, D, 1); else SOME(G, D, 0); continue; }
                 FOR(1, 64) FOR(2, 64) FOR(3, 64) FOR(4, 64) FOR(1, 128) FOR(2, 128) FOR(3, 128) FOR(4, 128) FOR(2, 24)
                 SOME(some, (int)dim, (int)half);
             }
+            free(scores);
         }
 }
 

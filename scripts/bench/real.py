@@ -40,7 +40,7 @@ from rollout import KV, PEAK, PROCESSOR, SPEED, Row, measure, weights_folder
 from step import PHASES, WAYS, measured
 
 from grpo_cli.engine.decoder import Padding
-from grpo_cli.engine.rollout_weights import Copies
+from grpo_cli.engine.layers import Weights
 from grpo_cli.model.anatomy import backbone, head
 from grpo_cli.support.meter import WallMeter
 from grpo_cli.support.processor import flush_denormals
@@ -88,7 +88,7 @@ def floor(case: Case) -> Figures:
         list(engine.generate(work.cut(4)))
         rows = Padding(**engine.facts()["padding"]).padded_rows(len(work.requests))
         layers = list(_joined_layers(model))
-        copies = Copies(dtype, bool(engine.facts()["packed_weights"]), joined=True)
+        copies = Weights(dtype, bool(engine.facts()["packed_weights"]), joined=True)
         multiply = [(copies.together(*joined), torch.randn(rows, joined[0].in_features).to(dtype)) for joined in layers]
 
         def products(times: int = 5) -> float:

@@ -17,8 +17,8 @@ import made
 import pytest
 import torch
 import torch.nn.functional as F
-from small import make_engine, small_model, some_requests
-from test_attention import Case, in_c
+from small import make_engine, require_c, small_model, some_requests
+from test_attention import Case
 from test_learner import make_batch
 from test_tree_attention import UNEVEN, by_hand, runs_of
 from test_tree_attention import in_c as tree_in_c
@@ -26,10 +26,10 @@ from torch import Tensor
 
 from grpo_cli.learner.learner import Learner
 from grpo_cli.native import library as loader
-from grpo_cli.native.library import WRONG, NoNative, library
-from grpo_cli.native.ops import draw, no_tree_attention, norm, rotate, silu
+from grpo_cli.native.library import WRONG, library
+from grpo_cli.native.ops import draw, norm, rotate, silu, tree_attention_is_exact
 from grpo_cli.settings import Sampling
-from grpo_cli.support.meter import NullMeter
+from grpo_cli.support.meter import Meter
 from grpo_cli.support.threads import computing_with
 
 CPU = torch.device("cpu")
@@ -39,10 +39,7 @@ CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 @pytest.fixture(autouse=True)
 def compiled() -> None:
-    try:
-        library("decode")
-    except NoNative as error:
-        pytest.skip(str(error))
+    require_c("decode")
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -112,14 +109,14 @@ def test_a_draw_from_what_is_no_distribution_ends_and_says_so(numbers_of: Any, t
 
 def test_a_row_has_the_same_bits_alone_and_among_others_and_with_any_number_of_threads() -> None:
     case = Case([5, 31, 16, 90, 0, 40], [20, 48, 1], (2, 3, 64), torch.float32, 1)
-    together = case.found(in_c)
+    together = case.found("c")
     hidden, delta, by = numbers(300, 576), numbers(300, 576, seed=1), (numbers(576, seed=2), 1e-5)
     logits, uniform = numbers(9, 1000) * 3, torch.rand(9, dtype=torch.float64)
     normed = norm(hidden.clone(), delta, *by, torch.float32)
     drawn = draw(logits, uniform, torch.ones(9))
     for threads in (1, 2, 3):
         with computing_with(threads):
-            assert torch.equal(case.found(in_c), together)
+            assert torch.equal(case.found("c"), together)
             assert torch.equal(norm(hidden.clone(), delta, *by, torch.float32), normed)
             for row in (0, 4, 8):
                 one = hidden[row : row + 1].clone()
@@ -139,10 +136,10 @@ def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setattr(loader, "FLAGS", ("-O0", *loader.FLAGS[1:]))  # a second in place of ten
     monkeypatch.setattr(loader, "SOURCES", Path(shutil.copytree(loader.SOURCES, tmp_path / "sources")))
     library.cache_clear()
-    no_tree_attention.cache_clear()
+    tree_attention_is_exact.cache_clear()
     yield tmp_path
     library.cache_clear()
-    no_tree_attention.cache_clear()
+    tree_attention_is_exact.cache_clear()
     del before
 
 
@@ -171,7 +168,7 @@ def engine_says(warned: list[str]) -> Any:
 
 def learner_says(warned: list[str], **train: Any) -> Any:
     settings = made.model(""), Sampling.plain(4), made.train(**train), made.optim()
-    learner = Learner(small_model(), made.loss(), *settings, NullMeter(), warned.append)
+    learner = Learner(small_model(), made.loss(), *settings, Meter(), warned.append)
     assert learner.update(make_batch(), 0).moved
     return learner.native
 
@@ -184,8 +181,7 @@ def test_the_oldest_instructions_compute_the_same(monkeypatch: pytest.MonkeyPatc
     for dtype in (torch.float32, torch.bfloat16):
         for dim, group in ((24, 2), (64, 3)):
             case = Case([5, 31, 16, 90, 0], [20, 48, 1], (2, group, dim), dtype, dim + group)
-            wanted = case.wanted()
-            assert case.close(case.found(in_c), wanted)
+            case.is_right("c")
         x, by = numbers(3, 100, dtype=dtype), 1 + numbers(100, seed=2, dtype=dtype) / 4
         scaled = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         assert close(norm(x, None, by, 1e-5, dtype), scaled.to(dtype).double() * by.double(), dtype)

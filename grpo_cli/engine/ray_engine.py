@@ -41,7 +41,7 @@ from grpo_cli.types import EngineStats, Request, Rollout
 TRIES = 3  # calls in a row during which a worker dies
 START = 300.0  # the most seconds until the first worker runs
 FIRST = 0.9  # the part of its share that each worker gets first; the rest balances the load
-# These affect bits when a process starts (`processor.settle`); workers must have the same.
+# These affect bits when a process starts (`processor.set_variables`); workers must have the same.
 _HANDED_ON = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_WAIT_POLICY")
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 # One attempt (41 s) to reach an address that is not Ray's, in place of twenty.

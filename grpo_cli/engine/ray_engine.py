@@ -133,7 +133,7 @@ class RayEngine(SequenceEngine):
             return
         start, answers = time.perf_counter(), list[Delivery]()
         self._answered = time.monotonic()
-        with self._parts.meter.span("weights"):
+        with self._parts.span("weights"):
             self._check_ray()
             if self._weights is None:  # once per version; workers keep the previous one while they use it
                 self._weights = ray.put(numbers(self._parts.model, trained=True))
@@ -145,11 +145,11 @@ class RayEngine(SequenceEngine):
         queue = deque(portions(sequences, len(self._workers), self._parts.sampler.all_at_once))
         try:
             while len(finished) < len(requests):
-                with self._parts.meter.span("dealing"):
+                with self._parts.span("dealing"):
                     for worker in self._workers:
                         if queue and worker.coming is None:
                             self._deal(worker, queue.popleft())
-                with self._parts.meter.span("decode"):  # waiting for the workers
+                with self._parts.span("decode"):  # waiting for the workers
                     ready, _ = ray.wait([worker.coming for worker in self._workers if worker.coming], timeout=1.0)
                 self._check_ray()
                 for worker in [worker for worker in self._workers if worker.coming in ready]:

@@ -92,7 +92,7 @@ class TorchEngine(SequenceEngine):
             if requests:
                 capture = self._capture and self._capture()
                 of = self._parts
-                parts = (self._decoder, of.sampler, of.sparsity, requests, of.eos_token_ids, of.meter, of.decode)
+                parts = (self._decoder, of.sampler, of.sparsity, requests, of.eos_token_ids, of.span, of.decode)
                 yield from self._serve(Generation(*parts, self._prefix, capture, replies, of.rollouts_per_step, enough))
         give_back_freed(all_of_it=False)
 

@@ -192,9 +192,11 @@ def explain(
     words: Annotated[list[str], typer.Argument(help="Such as sampler, maxvar, train.epochs, kl, group.")],
 ) -> None:
     """Explain a choice, setting, metric or concept."""
-    from grpo_cli.cli.explain import explain_each
+    from grpo_cli.cli.explain import explain as explain_word
 
-    explain_each(words)
+    for place, word in enumerate(words):
+        typer.echo("\n" * (place > 0), nl=False)
+        explain_word(word)
 
 
 @app.command(epilog="an example is: grpo export outputs/train/my_run my_model")

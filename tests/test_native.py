@@ -18,10 +18,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small import make_engine, small_model, some_requests
-from test_attention import Case, in_c
+from test_attention import Case
 from test_learner import make_batch
-from test_tree_attention import UNEVEN, by_hand, runs_of
-from test_tree_attention import in_c as tree_in_c
+from test_tree_attention import UNEVEN, by_hand, in_c, runs_of
 from torch import Tensor
 
 from grpo_cli.learner.learner import Learner
@@ -112,14 +111,14 @@ def test_a_draw_from_what_is_no_distribution_ends_and_says_so(numbers_of: Any, t
 
 def test_a_row_has_the_same_bits_alone_and_among_others_and_with_any_number_of_threads() -> None:
     case = Case([5, 31, 16, 90, 0, 40], [20, 48, 1], (2, 3, 64), torch.float32, 1)
-    together = case.found(in_c)
+    together = case.found("c")
     hidden, delta, by = numbers(300, 576), numbers(300, 576, seed=1), (numbers(576, seed=2), 1e-5)
     logits, uniform = numbers(9, 1000) * 3, torch.rand(9, dtype=torch.float64)
     normed = norm(hidden.clone(), delta, *by, torch.float32)
     drawn = draw(logits, uniform, torch.ones(9))
     for threads in (1, 2, 3):
         with computing_with(threads):
-            assert torch.equal(case.found(in_c), together)
+            assert torch.equal(case.found("c"), together)
             assert torch.equal(norm(hidden.clone(), delta, *by, torch.float32), normed)
             for row in (0, 4, 8):
                 one = hidden[row : row + 1].clone()
@@ -183,15 +182,13 @@ def test_the_oldest_instructions_compute_the_same(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loader, "FLAGS", ("-O0", "-march=x86-64", *loader.FLAGS[2:]))
     for dtype in (torch.float32, torch.bfloat16):
         for dim, group in ((24, 2), (64, 3)):
-            case = Case([5, 31, 16, 90, 0], [20, 48, 1], (2, group, dim), dtype, dim + group)
-            wanted = case.wanted()
-            assert case.close(case.found(in_c), wanted)
+            Case([5, 31, 16, 90, 0], [20, 48, 1], (2, group, dim), dtype, dim + group).is_right("c")
         x, by = numbers(3, 100, dtype=dtype), 1 + numbers(100, seed=2, dtype=dtype) / 4
         scaled = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         assert close(norm(x, None, by, 1e-5, dtype), scaled.to(dtype).double() * by.double(), dtype)
         for group, dim in ((2, 24), (3, 64), (1, 80)):
             runs = runs_of(UNEVEN, 2, group, dim, dtype)
-            pairs = zip(tree_in_c(UNEVEN, runs, 0.125), by_hand(UNEVEN, runs, 0.125), strict=True)
+            pairs = zip(in_c(UNEVEN, runs, 0.125), by_hand(UNEVEN, runs, 0.125), strict=True)
             assert all(close(found, wanted, dtype) for found, wanted in pairs)
     logits = numbers(9, 1000) * 3
     tokens, logprobs = draw(logits, torch.rand(9, dtype=torch.float64), torch.ones(9))

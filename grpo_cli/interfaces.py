@@ -18,6 +18,7 @@ from torch import Tensor
 from grpo_cli.history import History
 from grpo_cli.settings import Sampling
 from grpo_cli.support.facts import facts as facts
+from grpo_cli.support.meter import Meter
 from grpo_cli.types import (
     Batch,
     EngineStats,
@@ -344,17 +345,6 @@ class RecordFiles(Tracker, Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Cut off what was logged later. UserError if the files began with something else."""
-
-
-@runtime_checkable
-class Meter(Protocol):
-    """Named spans of time (and memory) inside a step."""
-
-    def span(self, name: str) -> Any:
-        """Return a context manager; spans with the same name add up, and spans may be nested."""
-
-    def take(self) -> Mapping[str, float]:
-        """Return metrics `time/<name>` in seconds since the last `take`, and start over."""
 
 
 @runtime_checkable

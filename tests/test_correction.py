@@ -106,6 +106,7 @@ def test_one_impossible_token_vetoes_its_sequence_and_no_other():
     # A bound on xi for the sake of its weight, of exp(-20), must not hide a token of xi = e**-30.
     xi = [[math.exp(-30.0)], [math.exp(-25.0)]]
     assert apply(replace(part, veto=1e-12), xi)[1] == [[0], [1]]
+    assert apply(made.correction(), xi)[:2] == ([[1], [1]], [[1], [1]])  # nor does a token, without a veto
 
 
 def test_the_mask_band_takes_tokens_out_one_by_one():

@@ -17,7 +17,7 @@ from grpo_cli.learner.forward import PackedTrees, Padded, padded
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.logprobs import PLAIN, _Chosen, few_rows, log_softmax
 from grpo_cli.settings import Sampling
-from grpo_cli.support.meter import NullMeter
+from grpo_cli.support.meter import Meter
 from grpo_cli.tracking.progress import Progress, Trained, step_metrics
 from grpo_cli.types import Batch, EngineStats
 
@@ -54,7 +54,6 @@ def brute_force(model: Any, batch: Batch, temperature: float) -> torch.Tensor:
 def test_every_forward_measures_what_the_whole_logits_say(way: str, chunk: int, temperature: float, seed: int) -> None:
     model, batch = small_model(), some_batch(seed)
     forward = FORWARDS[way](chunk, temperature)
-    forward.prepare(model)
     expected, found = brute_force(model, batch, temperature), torch.zeros(len(batch.token_ids))
     forward.logprobs(model, batch, found).sum().backward()
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
@@ -117,7 +116,7 @@ def test_the_gradient_is_to_the_bit_what_it_is_without(dtype: torch.dtype) -> No
 def learner_of(model: Any, tokens: int = 10_000, **train: Any) -> Learner:
     settings = made.train(micro_batch_tokens=tokens, logprob_chunk=4, **train)
     return Learner(
-        model, made.loss(), made.model(""), Sampling.plain(9, temperature=0.7), settings, made.optim(), NullMeter()
+        model, made.loss(), made.model(""), Sampling.plain(9, temperature=0.7), settings, made.optim(), Meter()
     )
 
 

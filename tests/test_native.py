@@ -17,7 +17,7 @@ import made
 import pytest
 import torch
 import torch.nn.functional as F
-from small import make_engine, small_model, some_requests
+from small import make_engine, require_c, small_model, some_requests
 from test_attention import Case
 from test_learner import make_batch
 from test_tree_attention import UNEVEN, by_hand, in_c, runs_of
@@ -25,10 +25,10 @@ from torch import Tensor
 
 from grpo_cli.learner.learner import Learner
 from grpo_cli.native import library as loader
-from grpo_cli.native.library import WRONG, NoNative, library
-from grpo_cli.native.ops import draw, no_tree_attention, norm, rotate, silu
+from grpo_cli.native.library import WRONG, library
+from grpo_cli.native.ops import draw, norm, rotate, silu, tree_attention_is_exact
 from grpo_cli.settings import Sampling
-from grpo_cli.support.meter import NullMeter
+from grpo_cli.support.meter import Meter
 from grpo_cli.support.threads import computing_with
 
 CPU = torch.device("cpu")
@@ -38,10 +38,7 @@ CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 @pytest.fixture(autouse=True)
 def compiled() -> None:
-    try:
-        library("decode")
-    except NoNative as error:
-        pytest.skip(str(error))
+    require_c("decode")
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -138,10 +135,10 @@ def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setattr(loader, "FLAGS", ("-O0", *loader.FLAGS[1:]))  # a second in place of ten
     monkeypatch.setattr(loader, "SOURCES", Path(shutil.copytree(loader.SOURCES, tmp_path / "sources")))
     library.cache_clear()
-    no_tree_attention.cache_clear()
+    tree_attention_is_exact.cache_clear()
     yield tmp_path
     library.cache_clear()
-    no_tree_attention.cache_clear()
+    tree_attention_is_exact.cache_clear()
     del before
 
 
@@ -170,7 +167,7 @@ def engine_says(warned: list[str]) -> Any:
 
 def learner_says(warned: list[str], **train: Any) -> Any:
     settings = made.model(""), Sampling.plain(4), made.train(**train), made.optim()
-    learner = Learner(small_model(), made.loss(), *settings, NullMeter(), warned.append)
+    learner = Learner(small_model(), made.loss(), *settings, Meter(), warned.append)
     assert learner.update(make_batch(), 0).moved
     return learner.native
 

@@ -34,6 +34,7 @@ from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import (
+    ENVIRONMENT,
     EngineStats,
     Finish,
     Group,
@@ -202,7 +203,8 @@ def test_spans_of_one_version_are_one() -> None:
 def test_a_group_comes_back_from_plain_values_as_it_was() -> None:
     sampling = replace(Sampling.plain(9), stop=("a", "b"))
     request = Request(Prompt("p", (3, 4), "x"), 2, 2**64 - 1, sampling)
-    partial = Rollout(request, (7,), (-0.1,), Finish.PARTIAL, 2, (Span(4, 1),))
+    turns = (Span(4, 1), Span(ENVIRONMENT, 2), Span(5, 1))
+    partial = Rollout(request, (7, 8, 9, 7), (-0.1, 0.0, 0.0, -0.3), Finish.PARTIAL, 2, turns)
     group = Group(request.prompt, (partial, begun(replace(request, sample=5))))
     assert from_plain(to_plain(group)) == group and not group.whole
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import some_requests
+from small import require_c, some_requests
 
 from grpo_cli.engine import sampling
 from grpo_cli.engine.sampling import Drawing, _truncated, draw, drawing_of, inverse, truncate, uniforms
-from grpo_cli.native.library import NoNative, library
 from grpo_cli.settings import Sampling
 
 INF = torch.inf
@@ -22,10 +21,8 @@ WAYS = pytest.mark.parametrize("way", ["PyTorch", "C"])
 
 
 def table(way: str, *words: Sampling) -> Drawing:
-    try:
-        return drawing_of(words, torch.device("cpu"), way == "C" and bool(library("decode")))
-    except NoNative as error:
-        pytest.skip(str(error))
+    require_c("decode") if way == "C" else None
+    return drawing_of(words, torch.device("cpu"), way == "C")
 
 
 def in_blocks() -> torch.Tensor:

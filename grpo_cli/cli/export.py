@@ -23,6 +23,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain, shown
 from grpo_cli.support.terminal import to_stderr
 from grpo_cli.tasks.prompting import turn_end
+from grpo_cli.tracking.console import certainty
 from grpo_cli.tracking.redact import arguments_without_secrets
 
 _HUB = "hub:"
@@ -113,7 +114,10 @@ def _measured(record: RunRecord, checkpoint: Path) -> dict[str, str]:
     """Return what the run's records state until the exported step."""
     folder, step = checkpoint.resolve().parent.parent, step_of(checkpoint.name)
     rows = [row for row in read_rows(folder / METRICS)[0] if GREEDY in row and (step is None or row["step"] <= step)]
-    accuracy = {row["step"]: f"{row[GREEDY]:.3f} at step {row['step']:.0f}" for row in rows}
+    accuracy = {
+        row["step"]: f"{row[GREEDY]:.3f} at step {row['step']:.0f} (95 % interval {certainty(row)} problems)"
+        for row in rows
+    }
     before, after = accuracy.pop(0, "not measured"), [*accuracy.values()] or ["not measured"]
     code = record.about.get("code")
     versions = ", ".join(f"{name} {value}" for name, value in code.items()) if isinstance(code, Mapping) else "unknown"

@@ -29,8 +29,9 @@ from grpo_cli.engine.samplers import KvPlan, Sampler
 from grpo_cli.engine.sampling import draw, drawing_of, uniforms
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Decode, Rows, RunningBatch, Sequence, Status
-from grpo_cli.interfaces import Meter, Replies
+from grpo_cli.interfaces import Replies
 from grpo_cli.model.transfer import read, send
+from grpo_cli.support.meter import Meter
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 # The most tokens of one prefill, padding included: bounds its activations, whatever the number of prompts.

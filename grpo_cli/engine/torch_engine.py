@@ -23,7 +23,7 @@ from grpo_cli.interfaces import Replies, facts
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.checks import context_of
 from grpo_cli.model.compiling import Compiler
-from grpo_cli.native.library import WRONG, NoNative
+from grpo_cli.native.library import tried
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.ranges import Count
@@ -120,16 +120,9 @@ class TorchEngine(SequenceEngine):
             self._native = "not for this device, precision or size of heads"
             return
         natively = replace(self._decoder, functions=NATIVE)
-        try:
-            if not computes_the_same(natively):
-                raise NoNative(WRONG)
-        except NoNative as error:
-            self._native = str(error)
-            if error.is_fault:
-                self._parts.warn(
-                    f"decode steps run slower, in PyTorch's operations: {error}; engine.native=false accepts that"
-                )
-        else:
+        slower = "decode steps run slower, in PyTorch's operations: {}; engine.native=false accepts that"
+        self._native = tried(lambda: computes_the_same(natively), slower, self._parts.warn)
+        if self._native is True:
             self._decoder = natively
 
     def facts(self) -> Mapping[str, Any]:

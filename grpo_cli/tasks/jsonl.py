@@ -68,7 +68,7 @@ class Jsonl(DialogueTask):
     ) -> None:
         del seed  # nothing here is random: runs that differ in their seed share their problems
         if not (source := path or default_path):
-            raise UserError("task.path is missing: give a JSONL file, or hub:<dataset>:<split>")
+            raise UserError("task.path is missing: give a file (.jsonl, .csv, ...), or hub:<dataset>:<split>")
         self._set_up(tokenizer, turns, chat_defaults, warn)
         self._judge = (
             ModelJudge(judge, run_dir, warn)

@@ -78,7 +78,7 @@ class ConsoleTracker:
             self.say(step_line(record, self._total, self.seconds_left()))
 
     def phase(self, names: tuple[str, ...]) -> None:
-        """Note the currently open spans, outermost first (`WallMeter(on_phase=...)`)."""
+        """Note the currently open spans, outermost first (`Meter(on_phase=...)`)."""
         self._show()
         self._phase, self._phase_start = (names or ("",))[-1], self._clock()
 
@@ -97,8 +97,8 @@ class ConsoleTracker:
             self._phase = ""
             self._live.stop()
         accuracy = self._metrics.get("eval/accuracy")
-        certainty = "" if accuracy is None or accuracy != summary.get("final_accuracy") else _certainty(self._metrics)
-        for line in ending(summary, self._total, self._folder, certainty):
+        known = "" if accuracy is None or accuracy != summary.get("final_accuracy") else certainty(self._metrics)
+        for line in ending(summary, self._total, self._folder, known):
             self.say(line)
 
     def seconds_left(self) -> float | None:
@@ -156,11 +156,11 @@ def step_line(record: Record, total: int, left: float | None) -> str:
 
 
 def _accuracy(seen: Mapping[str, float]) -> str:
-    certainty = _certainty(seen)
-    return f"{seen['eval/accuracy']:.3f}" + (f" ({certainty})" if certainty else "")
+    known = certainty(seen)
+    return f"{seen['eval/accuracy']:.3f}" + (f" ({known})" if known else "")
 
 
-def _certainty(seen: Mapping[str, float]) -> str:
+def certainty(seen: Mapping[str, float]) -> str:
     """Return the accuracy's interval and the number of problems solved, as far as known."""
     parts = []
     if "eval/accuracy_low" in seen and "eval/accuracy_high" in seen:

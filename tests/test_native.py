@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from small import make_engine, require_c, small_model, some_requests
 from test_attention import CLOSE, Case
 from test_learner import make_batch
-from test_tree_attention import UNEVEN, by_hand, runs_of
-from test_tree_attention import in_c as tree_in_c
+from test_tree_attention import UNEVEN, by_hand, in_c, runs_of
 from torch import Tensor
 
 from grpo_cli.learner.learner import Learner
@@ -186,14 +185,13 @@ def test_the_oldest_instructions_compute_the_same(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loader, "FLAGS", ("-O0", "-march=x86-64", *loader.FLAGS[2:]))
     for dtype in (torch.float32, torch.bfloat16):
         for dim, group in ((24, 2), (64, 3)):
-            case = Case([5, 31, 16, 90, 0], [20, 48, 1], (2, group, dim), dtype, dim + group)
-            case.is_right("c")
+            Case([5, 31, 16, 90, 0], [20, 48, 1], (2, group, dim), dtype, dim + group).is_right("c")
         x, by = numbers(3, 100, dtype=dtype), 1 + numbers(100, seed=2, dtype=dtype) / 4
         scaled = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         assert close(norm(x, None, by, 1e-5, dtype), scaled.to(dtype).double() * by.double(), dtype)
         for group, dim in ((2, 24), (3, 64), (1, 80)):
             runs = runs_of(UNEVEN, 2, group, dim, dtype)
-            pairs = zip(tree_in_c(UNEVEN, runs, 0.125), by_hand(UNEVEN, runs, 0.125), strict=True)
+            pairs = zip(in_c(UNEVEN, runs, 0.125), by_hand(UNEVEN, runs, 0.125), strict=True)
             assert all(close(found, wanted, dtype) for found, wanted in pairs)
     logits = numbers(9, 1000) * 3
     tokens, logprobs = draw(logits, torch.rand(9, dtype=torch.float64), torch.ones(9))

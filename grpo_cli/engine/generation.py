@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -82,8 +82,7 @@ class Generation:
         self._batch = RunningBatch(slots, widths, decoder.device, decoder.is_native, fill)
         self._turn: Callable[[Rows], TurnOutput] = self._computed
         if capture is not None:
-            repeated = nullcontext if self._evictor is None else self._evictor.repeated
-            self._turn = GraphedTurns(self._computed, capture, repeated)
+            self._turn = GraphedTurns(self._computed, capture)
         self._replies, self._enough, self.halted = replies, enough, False
         self._asked: dict[int, Sequence] = {}  # whose environments have not answered yet
         self._eos, self._decode = frozenset(eos_token_ids), decode
@@ -166,7 +165,8 @@ class Generation:
                     self._prefill_together({name: prompts[name].token_ids for name in names[start : start + at_once]})
 
     def _prefill_together(self, prompts: Mapping[str, Seq[int]]) -> None:
-        watches = self._evictor is not None and self._evictor.watches_prompts
+        policy = self._evictor and self._evictor.policy
+        watches = policy is not None and policy.needs_received and not policy.protect_prompt
         done = self._decoder.prefill([*prompts.values()], watches)
         for place, (name, ids) in enumerate(prompts.items()):
             received = None if done.received is None else done.received[:, place]

@@ -21,7 +21,7 @@ from grpo_cli import __version__
 from grpo_cli.cli.completion import offered
 from grpo_cli.cli.mistakes import fail, folder, without_dashes
 from grpo_cli.support.errors import UserError, closest
-from grpo_cli.support.processor import settle
+from grpo_cli.support.processor import set_variables
 from grpo_cli.support.terminal import outlive_the_reader
 
 a_folder = partial(typer.Argument, parser=folder)
@@ -107,7 +107,7 @@ def main() -> None:
     outlive_the_reader()
     try:
         os.getcwd()
-        settle()
+        set_variables()
     except (FileNotFoundError, UserError) as error:
         gone = "the current directory no longer exists; change into another one"
         typer.echo(f"error: {error if isinstance(error, UserError) else gone}", err=True)

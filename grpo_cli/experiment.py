@@ -22,7 +22,7 @@ from grpo_cli.config.recorded import checkpoint_to_resume
 from grpo_cli.engine.common import EngineParts
 from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samples
-from grpo_cli.interfaces import Bench, Engine, Meter, Parts, Tracker
+from grpo_cli.interfaces import Bench, Engine, Parts, Tracker
 from grpo_cli.model.checks import check_device, check_vocabulary, context_of
 from grpo_cli.model.load import at_checkpoint, eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
 from grpo_cli.runs.provenance import code_version
@@ -30,7 +30,7 @@ from grpo_cli.runs.record import read_record, write_summary
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import expand_segments
-from grpo_cli.support.meter import WallMeter
+from grpo_cli.support.meter import Meter
 from grpo_cli.support.terminal import to_stderr
 from grpo_cli.tasks.demonstrations import demonstrations
 from grpo_cli.tasks.prompting import turn_end
@@ -70,7 +70,7 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     if checkpoint is None and settings.resume is not None:  # it begins again
         files.load_state_dict({})
     trackers = files, console, _logger(prepared, "train", console.say, console.warn)
-    meter = WallMeter(bench.device, on_phase=console.phase)
+    meter = Meter(bench.device, on_phase=console.phase)
     parts = parts_of(prepared, bench, trackers, meter, console.say, console.warn)
     return Trainer(settings, parts, checkpoint)
 

@@ -8,19 +8,21 @@ from grpo_cli.engine.cuda_graph import TurnOutput
 
 
 class Again:
-    """A capture that, like a graph, repeats a function that it was given once, and overwrites its results."""
+    """A capture that, like a graph, repeats a function that it was given once, and overwrites its results. Capturing
+    runs it once."""
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
 
-    def __call__(self, run: Callable[[], TurnOutput]) -> Callable[[], TurnOutput]:
-        hidden, tokens, logprobs = (result.clone() for result in run())
+    def __call__(self, run: Callable[[], TurnOutput]) -> tuple[TurnOutput, Callable[[], TurnOutput]]:
+        first = run()
+        results = tuple(result.clone() for result in first)
         self.captured += 1
 
         def replay() -> TurnOutput:
             self.replayed += 1
-            for mine, its in zip((hidden, tokens, logprobs), run(), strict=True):
+            for mine, its in zip(results, run(), strict=True):
                 mine.copy_(its)
-            return hidden, tokens, logprobs
+            return results
 
-        return replay
+        return first, replay

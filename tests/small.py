@@ -6,6 +6,7 @@ import os
 import pkgutil
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -30,9 +31,9 @@ from grpo_cli.interfaces import Downsample
 from grpo_cli.learner.logprobs import chosen_logprobs
 from grpo_cli.metrics import METRICS
 from grpo_cli.model.checkpointing import last_states
+from grpo_cli.native.library import NoNative, library
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import Sampling
-from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import Batch, EngineStats, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 VOCABULARY, EOS = 24, 1
@@ -98,6 +99,14 @@ def tried(model: Any) -> Invariance:
     return engine._invariance
 
 
+def require_c(name: str) -> None:
+    """Skip where this file of C cannot be compiled."""
+    try:
+        library(name)
+    except NoNative as error:
+        pytest.skip(str(error))
+
+
 def require_bits(model: Any) -> None:
     """Skips a test of bits, saying so, where the engine finds that they cannot be held for this model."""
     if not tried(model).holds:
@@ -123,7 +132,7 @@ def make_engine(model: Any, **words: Any) -> TorchEngine:
 
 def make_generation(decoder: Decoder, requests: Sequence[Request], **parts: Any) -> Generation:
     """All at once with everything off, but for what is given."""
-    defaults: dict[str, Any] = dict(sampler=full(), sparsity=Dense(), eos_token_ids=(EOS,), meter=NullMeter())
+    defaults: dict[str, Any] = dict(sampler=full(), sparsity=Dense(), eos_token_ids=(EOS,), span=nullcontext)
     return Generation(decoder, requests=requests, **(defaults | parts))
 
 

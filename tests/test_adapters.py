@@ -84,7 +84,7 @@ def test_rollouts_go_through_the_adapters(family: str) -> None:
 
 @pytest.mark.parametrize("packs", [False, True])
 def test_the_reference_is_the_model_with_its_adapters_off(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_cli.learner.learner.packs_rows", lambda *_: packs)
+    monkeypatch.setattr("grpo_cli.learner.forward.packs_rows", lambda *_: packs)
     model = moved(with_adapters(small_model(), settings()))
     learner, batch = make_learner(model), plain_batch((torch.arange(12) > 4).expand(2, 12), ids())
     below = learner.logprobs(model, batch, adapters=False)

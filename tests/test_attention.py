@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import make_engine, small_model
+from small import make_engine, require_c, small_model
 from torch import Tensor
 
 from grpo_cli.engine.attention import no_triton, paged_attention
@@ -20,7 +20,6 @@ from grpo_cli.engine.sampling import drawing_of
 from grpo_cli.engine.sequence import Rows
 from grpo_cli.methods.h2o import H2o
 from grpo_cli.methods.rkv import Rkv
-from grpo_cli.native.library import NoNative, library
 from grpo_cli.settings import Sampling
 
 CPU = torch.device("cpu")
@@ -30,10 +29,7 @@ CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 def by(backend: str) -> str:
     if backend == "c":
-        try:
-            library("decode")
-        except NoNative as error:
-            pytest.skip(str(error))
+        require_c("decode")
     return backend
 
 

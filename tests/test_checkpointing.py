@@ -10,7 +10,7 @@ from typing import Any
 import made
 import pytest
 import torch
-from small import VOCABULARY, small_model, token_logprobs
+from small import VOCABULARY, require_c, small_model, token_logprobs
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -19,8 +19,7 @@ from grpo_cli.model import checkpointing
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.checkpointing import last_states, recompute_layers
-from grpo_cli.model.packed import allow_packing, packed_hidden
-from grpo_cli.native.ops import no_tree_attention
+from grpo_cli.model.packed import packed_hidden
 from grpo_cli.support import memory
 
 IDS = torch.randint(2, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -74,12 +73,12 @@ def test_gradients_have_the_same_bits(family: str, dtype: torch.dtype, lora: Any
         assert all(map(torch.equal, little, everything))
 
 
-@pytest.mark.parametrize("natively", [False, no_tree_attention(2, 2, 8) is None])
+@pytest.mark.parametrize("natively", [False, True])
 def test_packed_rows_have_them_too(natively: bool) -> None:
+    require_c("tree") if natively else None
     found = []
     for what in ("none", "elementwise", "full"):
-        allow_packing(model := recomputing(what))
-        packed_hidden(model, IDS.flatten(), [(10, 20, 30)], natively).sum().backward()
+        packed_hidden(model := recomputing(what), IDS.flatten(), [(10, 20, 30)], natively).sum().backward()
         found.append([p.grad for p in model.parameters() if p.grad is not None])
     assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
 

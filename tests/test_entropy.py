@@ -17,8 +17,8 @@ from grpo_cli.learner.forward import PackedTrees, Padded, padded
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.logprobs import PLAIN, _Chosen, few_rows, log_softmax
 from grpo_cli.settings import Sampling
-from grpo_cli.support.meter import NullMeter
-from grpo_cli.tracking.progress import Progress, Trained, step_metrics
+from grpo_cli.support.meter import Meter
+from grpo_cli.tracking.progress import Progress, TrainedStep, step_metrics
 from grpo_cli.types import Batch, EngineStats
 
 FORWARDS = {
@@ -54,7 +54,6 @@ def brute_force(model: Any, batch: Batch, temperature: float) -> torch.Tensor:
 def test_every_forward_measures_what_the_whole_logits_say(way: str, chunk: int, temperature: float, seed: int) -> None:
     model, batch = small_model(), some_batch(seed)
     forward = FORWARDS[way](chunk, temperature)
-    forward.prepare(model)
     expected, found = brute_force(model, batch, temperature), torch.zeros(len(batch.token_ids))
     forward.logprobs(model, batch, found).sum().backward()
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
@@ -117,7 +116,7 @@ def test_the_gradient_is_to_the_bit_what_it_is_without(dtype: torch.dtype) -> No
 def learner_of(model: Any, tokens: int = 10_000, **train: Any) -> Learner:
     settings = made.train(micro_batch_tokens=tokens, logprob_chunk=4, **train)
     return Learner(
-        model, made.loss(), made.model(""), Sampling.plain(9, temperature=0.7), settings, made.optim(), NullMeter()
+        model, made.loss(), made.model(""), Sampling.plain(9, temperature=0.7), settings, made.optim(), Meter()
     )
 
 
@@ -134,5 +133,5 @@ def test_an_update_tells_the_mean_over_its_trained_tokens_however_it_is_cut(toke
 def test_several_updates_are_averaged_as_their_losses_are_and_one_without_is_passed_over() -> None:
     each = [{"loss/total": 1.0, "policy/entropy": 0.5}, {"loss/total": 2.0}, {"loss/total": 6.0, "policy/entropy": 0.2}]
     updates = tuple(Update(metrics, torch.zeros(0), None, True) for metrics in each)
-    found = step_metrics(Progress(), [], EngineStats(), Trained(updates, [], 0, {}, {}))
+    found = step_metrics(Progress(), [], EngineStats(), TrainedStep(updates, [], 0, {}, {}))
     assert (found["loss/total"], found["policy/entropy"]) == (pytest.approx(3.0), pytest.approx(0.35))

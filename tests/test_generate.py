@@ -39,7 +39,7 @@ from grpo_cli.model import packed
 from grpo_cli.model.load import load_model
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.meter import NullMeter
+from grpo_cli.support.meter import Meter
 from grpo_cli.types import Finish, Rollout
 
 FAMILIES = [family for family in CONFIGS if family != "bert"]
@@ -115,7 +115,7 @@ TRAINED = [
 
 def learner_of(model: Any) -> Learner:
     train = made.train(micro_batch_tokens=100)
-    plain = made.model(autocast="none"), Sampling.plain(3), train, made.optim(), NullMeter(), pytest.fail
+    plain = made.model(autocast="none"), Sampling.plain(3), train, made.optim(), Meter(), pytest.fail
     return Learner(model, made.loss(), *plain)
 
 

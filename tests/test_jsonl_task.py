@@ -109,17 +109,30 @@ def test_fields_have_names_and_answers_may_be_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "rows"),
+    ("name", "content", "rows"),
     [
-        (b'{"question": "a", "answer": 0.10000000000000000000001}', [(1, "a", "0.10000000000000000000001")]),
+        ("p.jsonl", b'{"question": "a", "answer": 0.10000000000000000000001}', [(1, "a", "0.10000000000000000000001")]),
+        (
+            "p.json",
+            b'\xef\xbb\xbf\n[{"question": "a", "answer": 1},\n{"question": "b", "answer": "2"}]',
+            [(1, "a", "1"), (2, "b", "2")],
+        ),
+        (
+            "p.CSV",
+            b'\xef\xbb\xbfanswer,question,more\r\n1,"a, ""b""\nc",\r\n\r\n2,d,x\r\n',
+            [(3, 'a, "b"\nc', "1"), (5, "d", "2")],
+        ),
         (  # from Windows
+            "p.jsonl",
             b'\xef\xbb\xbf{"question": "a\xe2\x80\xa8b", "answer": "1"}\r\n\r\n{"question": "c", "answer": "2"}',
             [(1, "a\u2028b", "1"), (3, "c", "2")],
         ),
     ],
 )
-def test_rows_are_read_as_they_were_written(tmp_path: Path, content: bytes, rows: list[tuple[int, str, str]]) -> None:
-    path = tmp_path / "p.jsonl"
+def test_rows_are_read_as_they_were_written(
+    tmp_path: Path, name: str, content: bytes, rows: list[tuple[int, str, str]]
+) -> None:
+    path = tmp_path / name
     path.write_bytes(content)
     found = read_problems(str(path), "task.path", "question", "answer")
     assert [(row.line, row.question, row.answer) for row in found] == rows
@@ -224,12 +237,25 @@ BAD_FILES = [
     ([GOOD, GOOD], "task.path={path} holds 1 question"),
     ([GOOD.encode() + b'\n{"question": "caf\xe9"}\n'], "{path}, line 2 cannot be read as JSON"),
 ]
+BAD_TABLES = [
+    (["question,answer", "a, b,1"], "{path}, line 2 has not one cell for each field (question, answer): quote commas"),
+    (["question,answer", "a"], "{path}, line 2 has not one cell for each field"),
+    (["question,answer", '"a'], "{path}, line 2 cannot be read as CSV: unexpected end of data"),
+    (["question,answer", b"caf\xe9,1"], "cannot be read as CSV: 'utf-8' codec can't decode"),
+    (["prompt,answer", "a,1"], "line 2 has no field 'question' (task.question_field); the fields are: prompt, answer"),
+    (["question,answer"], "task.path={path} is empty"),
+]
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize(("lines", "expected"), BAD_FILES)
-def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, lines: list[str | bytes], expected: str) -> None:
-    path = write(tmp_path / "p.jsonl", *lines)
+@pytest.mark.parametrize(
+    ("name", "lines", "expected"),
+    [*(("p.jsonl", *case) for case in BAD_FILES), *(("p.csv", *case) for case in BAD_TABLES)],
+)
+def test_a_bad_file_is_refused_with_its_place(
+    tmp_path: Path, name: str, lines: list[str | bytes], expected: str
+) -> None:
+    path = write(tmp_path / name, *lines)
     assert expected.replace("{path}", path) in message_of(lambda: make(path))
 
 

@@ -118,8 +118,10 @@ def test_no_order_of_rollouts_ever_holds_more_than_the_budget_or_changes_one(
 ) -> None:
     (scheduler, predictor, sparsity), (prompts, n, tokens, seed) = chosen, shape
     requests = some_requests(prompts=prompts, n=n, tokens=tokens, seed=seed)
-    full = make_engine(MODEL, sparsity=sparsity)
-    rollouts = list(full.generate(requests))
+    full, ledger = make_engine(MODEL, sparsity=sparsity), Ledger()
+    with ledger.open():
+        rollouts = list(full.generate(requests))
+    assert full.stats().kv_peak_bytes == ledger.peak
     least = least_budget(requests, sparsity)
     budget = least + int(share * max(0, full.stats().kv_peak_bytes - least))
     parts: dict[str, Any] = dict(sampler=make(slots=slots, kv_budget=budget), scheduler=scheduler())

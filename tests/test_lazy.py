@@ -24,14 +24,14 @@ from grpo_cli.runs.background import Saver
 from grpo_cli.runs.checkpoint import load_state, rng_state
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.meter import NullMeter
+from grpo_cli.support.meter import Meter
 
 MOVES = ("n=16", "train.prompts=4", "sampling.max_new_tokens=32", "task.train_problems=8")  # weights
 LAZY = ("train.checkpoint=lazy", "train.checkpoint_every=1")
 
 
 def saver() -> Saver:
-    return Saver(True, NullMeter().span)
+    return Saver(True, Meter().span)
 
 
 def test_a_change_after_the_snapshot_does_not_reach_what_is_written() -> None:
@@ -123,7 +123,7 @@ def test_the_bytes_are_those_of_now(tmp_path: Path, words: tuple[str, ...], monk
     found, drawn = {}, rng_state()
     monkeypatch.setattr("grpo_cli.train.rng_state", lambda: drawn)  # checks of annotations draw from it
     for lazy in (False, True):  # the same state, once more each way
-        trainer._saver = Saver(lazy, NullMeter().span)
+        trainer._saver = Saver(lazy, Meter().span)
         trainer._run_dir = tmp_path / str(lazy)
         trainer._save()
         trainer._saver.join()

@@ -15,7 +15,7 @@ from grpo_cli.learner.learner import Learner
 from grpo_cli.learner.optimizer import make_optimizer
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.meter import NullMeter
+from grpo_cli.support.meter import Meter
 from grpo_cli.types import Batch, LossOutput, Totals
 
 
@@ -32,7 +32,7 @@ def steep(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
 def make_learner(model: Any, loss: Any = steep, tokens: int = 10_000, **optim: Any) -> Learner:
     words: dict[str, Any] = dict(lr=0.25, warmup_steps=0)
     train = made.train(micro_batch_tokens=tokens, logprob_chunk=64)
-    return Learner(model, loss, made.model(""), Sampling.plain(4), train, made.optim(**(words | optim)), NullMeter())
+    return Learner(model, loss, made.model(""), Sampling.plain(4), train, made.optim(**(words | optim)), Meter())
 
 
 @pytest.mark.parametrize(("words", "step", "rate"), [({}, 3, 0.25), ({"warmup_steps": 2}, 0, 0.125)], ids=str)

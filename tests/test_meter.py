@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_cli.support.memory import free_bytes, give_back_freed, peak_bytes, resident_bytes, start_peak
-from grpo_cli.support.meter import WallMeter, spans_around
+from grpo_cli.support.meter import Meter, spans_around
 
 
 class Clock:
@@ -23,7 +23,7 @@ class Clock:
 
 def test_spans_of_one_name_add_up_and_contain_those_inside_and_open_ones_count_up_to_now() -> None:
     clock, told = Clock(), list[tuple[str, ...]]()
-    meter = WallMeter(on_phase=told.append, clock=clock)
+    meter = Meter(on_phase=told.append, clock=clock)
     for seconds in (1.0, 2.5):
         with meter.span("rollout"):
             clock.now += seconds
@@ -44,7 +44,7 @@ def test_spans_of_one_name_add_up_and_contain_those_inside_and_open_ones_count_u
 
 def test_a_span_that_raises_or_outlives_the_one_around_it_is_measured_and_closed() -> None:
     clock = Clock()
-    meter = WallMeter(clock=clock)
+    meter = Meter(clock=clock)
     with pytest.raises(ValueError) as raised, meter.span("step"), meter.span("rollout"):
         with meter.span("prefill"):
             pass
@@ -94,7 +94,7 @@ def test_work_of_a_gpu_is_charged_to_the_span_that_queued_it_and_nobody_waits_bu
     queue = Queue()
     monkeypatch.setattr(torch.cuda, "Event", queue.event)
     monkeypatch.setattr(torch.cuda, "synchronize", queue.synchronize)
-    meter = WallMeter("cuda:0")
+    meter = Meter("cuda:0")
     with meter.span("step"):
         for _ in range(3):
             with meter.span("decode"):
@@ -146,7 +146,7 @@ def test_memory_that_was_freed_between_what_is_held_goes_back() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_s_queue_and_allocator_are_read() -> None:
-    meter, matrix = WallMeter("cuda"), torch.ones(4096, 4096, device="cuda")
+    meter, matrix = Meter("cuda"), torch.ones(4096, 4096, device="cuda")
     assert peak_bytes("cuda") == torch.cuda.max_memory_allocated() >= matrix.numel() * 4
     with meter.span("work"):
         for _ in range(50):

@@ -17,32 +17,26 @@ import made
 import pytest
 import torch
 import torch.nn.functional as F
-from small import make_engine, small_model, some_requests
-from test_attention import Case, in_c
+from small import make_engine, require_c, small_model, some_requests
+from test_attention import CLOSE, Case
 from test_learner import make_batch
-from test_tree_attention import UNEVEN, by_hand, runs_of
-from test_tree_attention import in_c as tree_in_c
+from test_tree_attention import UNEVEN, by_hand, in_c, runs_of
 from torch import Tensor
 
 from grpo_cli.learner.learner import Learner
 from grpo_cli.native import library as loader
-from grpo_cli.native.library import WRONG, NoNative, library
-from grpo_cli.native.ops import draw, no_tree_attention, norm, rotate, silu
+from grpo_cli.native.library import WRONG, library
+from grpo_cli.native.ops import draw, norm, rotate, silu, tree_attention_is_exact
 from grpo_cli.settings import Sampling
-from grpo_cli.support.meter import NullMeter
+from grpo_cli.support.meter import Meter
 from grpo_cli.support.threads import computing_with
 
 CPU = torch.device("cpu")
-# By dtype, of the largest number: what is lost by computing in another order, and by rounding once to it.
-CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture(autouse=True)
 def compiled() -> None:
-    try:
-        library("decode")
-    except NoNative as error:
-        pytest.skip(str(error))
+    require_c("decode")
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -112,14 +106,14 @@ def test_a_draw_from_what_is_no_distribution_ends_and_says_so(numbers_of: Any, t
 
 def test_a_row_has_the_same_bits_alone_and_among_others_and_with_any_number_of_threads() -> None:
     case = Case([5, 31, 16, 90, 0, 40], [20, 48, 1], (2, 3, 64), torch.float32, 1)
-    together = case.found(in_c)
+    together = case.found("c")
     hidden, delta, by = numbers(300, 576), numbers(300, 576, seed=1), (numbers(576, seed=2), 1e-5)
     logits, uniform = numbers(9, 1000) * 3, torch.rand(9, dtype=torch.float64)
     normed = norm(hidden.clone(), delta, *by, torch.float32)
     drawn = draw(logits, uniform, torch.ones(9))
     for threads in (1, 2, 3):
         with computing_with(threads):
-            assert torch.equal(case.found(in_c), together)
+            assert torch.equal(case.found("c"), together)
             assert torch.equal(norm(hidden.clone(), delta, *by, torch.float32), normed)
             for row in (0, 4, 8):
                 one = hidden[row : row + 1].clone()
@@ -139,11 +133,19 @@ def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setattr(loader, "FLAGS", ("-O0", *loader.FLAGS[1:]))  # a second in place of ten
     monkeypatch.setattr(loader, "SOURCES", Path(shutil.copytree(loader.SOURCES, tmp_path / "sources")))
     library.cache_clear()
-    no_tree_attention.cache_clear()
+    tree_attention_is_exact.cache_clear()
     yield tmp_path
     library.cache_clear()
-    no_tree_attention.cache_clear()
+    tree_attention_is_exact.cache_clear()
     del before
+
+
+@pytest.fixture
+def small(anew: Path) -> Path:
+    """A source that is quickly compiled, and starts threads."""
+    text = "#include <stdint.h>\nvoid small(int64_t n) {\n#pragma omp parallel\n    n++;\n}\n"
+    (loader.SOURCES / "small.c").write_text(text)
+    return anew
 
 
 def change(name: str, right: str, wrong: str) -> None:
@@ -171,7 +173,7 @@ def engine_says(warned: list[str]) -> Any:
 
 def learner_says(warned: list[str], **train: Any) -> Any:
     settings = made.model(""), Sampling.plain(4), made.train(**train), made.optim()
-    learner = Learner(small_model(), made.loss(), *settings, NullMeter(), warned.append)
+    learner = Learner(small_model(), made.loss(), *settings, Meter(), warned.append)
     assert learner.update(make_batch(), 0).moved
     return learner.native
 
@@ -183,15 +185,13 @@ def test_the_oldest_instructions_compute_the_same(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loader, "FLAGS", ("-O0", "-march=x86-64", *loader.FLAGS[2:]))
     for dtype in (torch.float32, torch.bfloat16):
         for dim, group in ((24, 2), (64, 3)):
-            case = Case([5, 31, 16, 90, 0], [20, 48, 1], (2, group, dim), dtype, dim + group)
-            wanted = case.wanted()
-            assert case.close(case.found(in_c), wanted)
+            Case([5, 31, 16, 90, 0], [20, 48, 1], (2, group, dim), dtype, dim + group).is_right("c")
         x, by = numbers(3, 100, dtype=dtype), 1 + numbers(100, seed=2, dtype=dtype) / 4
         scaled = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         assert close(norm(x, None, by, 1e-5, dtype), scaled.to(dtype).double() * by.double(), dtype)
         for group, dim in ((2, 24), (3, 64), (1, 80)):
             runs = runs_of(UNEVEN, 2, group, dim, dtype)
-            pairs = zip(tree_in_c(UNEVEN, runs, 0.125), by_hand(UNEVEN, runs, 0.125), strict=True)
+            pairs = zip(in_c(UNEVEN, runs, 0.125), by_hand(UNEVEN, runs, 0.125), strict=True)
             assert all(close(found, wanted, dtype) for found, wanted in pairs)
     logits = numbers(9, 1000) * 3
     tokens, logprobs = draw(logits, torch.rand(9, dtype=torch.float64), torch.ones(9))
@@ -224,32 +224,32 @@ def test_threads_other_than_pytorchs_are_not_used(fault: str, anew: Path, monkey
     ],
 )
 def test_a_library_that_is_not_as_it_was_made_is_made_again(
-    anew: Path, length: int | None, mode: int, kept: bool
+    small: Path, length: int | None, mode: int, kept: bool
 ) -> None:
-    library("decode")
-    (made,) = (anew / "cache" / "grpo-cli").iterdir()
+    library("small")
+    (made,) = (small / "cache" / "grpo-cli").iterdir()
     whole, number = made.read_bytes(), made.stat().st_ino
     if not kept:
         made.unlink()  # what is loaded stays what it is
         made.write_bytes(whole[:length])
         made.chmod(mode)
     library.cache_clear()
-    library("decode")
+    library("small")
     assert made.read_bytes() == whole and stat.S_IMODE(made.stat().st_mode) == 0o700
     assert (made.stat().st_ino == number) == kept
 
 
 @pytest.mark.parametrize("place", ["relative", "another user's", "a file", "read-only"])
 def test_where_no_library_can_be_kept_one_is_made_each_time(
-    place: str, anew: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not in the current folder, and not below another user's."""
-    monkeypatch.chdir(anew)
-    cache = anew / "cache"
+    monkeypatch.chdir(small)
+    cache = small / "cache"
     if place == "relative":
         monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     elif place == "another user's":
-        monkeypatch.setattr(loader.os, "getuid", lambda: os.stat(anew).st_uid + 1)
+        monkeypatch.setattr(loader.os, "getuid", lambda: os.stat(small).st_uid + 1)
     elif place == "a file":
         cache.write_text("not a folder")
     else:
@@ -257,19 +257,20 @@ def test_where_no_library_can_be_kept_one_is_made_each_time(
         monkeypatch.setattr(
             loader.os, "access", lambda path, mode: cache not in Path(path).parents and access(path, mode)
         )
-    library("decode")
-    assert not list(anew.rglob("*.so"))
+    library("small")
+    assert not list(small.rglob("*.so"))
 
 
-def test_two_processes_compile_at_once_and_an_interrupted_one_leaves_nothing_that_is_loaded(anew: Path) -> None:
-    compiling = f"from grpo_cli.native import library as l; l.FLAGS = {loader.FLAGS}; print(l.library('tree')._name)"
-    (anew / "cache" / "grpo-cli" / "tmp_of_one_that_was_killed").mkdir(parents=True, mode=0o700)
-    (anew / "cache" / "grpo-cli").chmod(0o700)
+def test_two_processes_compile_at_once_and_an_interrupted_one_leaves_nothing_that_is_loaded(small: Path) -> None:
+    set_up = f"l.FLAGS, l.SOURCES = {loader.FLAGS}, l.Path('{loader.SOURCES}')"
+    compiling = f"from grpo_cli.native import library as l; {set_up}; print(l.library('small')._name)"
+    (small / "cache" / "grpo-cli" / "tmp_of_one_that_was_killed").mkdir(parents=True, mode=0o700)
+    (small / "cache" / "grpo-cli").chmod(0o700)
     command = [sys.executable, "-c", compiling]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     names = {process.communicate()[0].strip() for process in both}
     assert [process.returncode for process in both] == [0, 0]
-    assert names == set(map(str, (anew / "cache" / "grpo-cli").glob("*.so")))
+    assert names == set(map(str, (small / "cache" / "grpo-cli").glob("*.so")))
 
 
 @pytest.mark.parametrize(

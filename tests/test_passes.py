@@ -13,19 +13,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import VOCABULARY, scored, small_model
+from small import VOCABULARY, require_c, scored, small_model
 from tiny_hf import FAMILIES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grpo_cli.learner import learner
+from grpo_cli.learner import forward
 from grpo_cli.learner.batch import collate, rows_of, tokens_of
 from grpo_cli.learner.forward import PackedTrees, Padded, pack
 from grpo_cli.learner.learner import Learner
 from grpo_cli.model import flash
 from grpo_cli.model.load import load_model
-from grpo_cli.native.ops import no_tree_attention
 from grpo_cli.settings import Sampling
-from grpo_cli.support.meter import NullMeter
+from grpo_cli.support.meter import Meter
 from grpo_cli.types import Batch
 
 
@@ -49,7 +48,6 @@ UNEVEN = [(7, [9, 1, 4, 4]), (3, [2]), (12, [5, 8, 1]), (1, [3, 3])]
 
 def computed(way: Any, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of all rows, and the gradient of their weighted sum, micro-batch by micro-batch."""
-    way.prepare(model)
     model.zero_grad()
     values = torch.zeros(len(batch.token_ids))
     for rows in map(torch.tensor, way.cut(batch)):
@@ -61,13 +59,14 @@ def computed(way: Any, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Te
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("natively", [False, no_tree_attention(2, 2, 8) is None])
+@pytest.mark.parametrize("natively", [False, True])
 def test_every_way_gives_the_same_logprobs_and_gradient_wherever_rows_lie(family: str, natively: bool) -> None:
+    require_c("tree") if natively else None
     model, batch = small_model(family), make_batch(UNEVEN)
     plain, slope = computed(Padded(10_000, 64, 0.7), model, batch)
     order = torch.tensor([4, 0, 9, 7, 2, 8, 5, 1, 3, 6])
     for tokens in (10_000, 30, 1):  # one micro-batch, groups cut between rows, every row by itself
-        values, gradient = computed(PackedTrees(tokens, 5, 0.7, natively=natively), model, rows_of(batch, order))
+        values, gradient = computed(PackedTrees(tokens, 5, 0.7, natively), model, rows_of(batch, order))
         torch.testing.assert_close(values, plain[tokens_of(batch, order)], atol=1e-5, rtol=0)
         assert (gradient - slope).norm() < 1e-5 * slope.norm()
 
@@ -113,7 +112,7 @@ def test_a_pass_is_filled_to_its_last_token() -> None:
 
 def make_learner(model: Any) -> Learner:
     settings = made.model(""), Sampling.plain(9), made.train(micro_batch_tokens=10_000, logprob_chunk=64), made.optim()
-    return Learner(model, made.loss(), *settings, NullMeter())
+    return Learner(model, made.loss(), *settings, Meter())
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
@@ -126,7 +125,7 @@ def test_an_update_is_the_same_packed_or_padded_and_with_groups_without_an_advan
     batch = replace(batch, advantages=batch.spread(rows), policy_logprobs=torch.full(batch.weights.shape, -3.0))
     found = list[Any]()
     for packs, skips in product((True, False), repeat=2):
-        monkeypatch.setattr(learner, "packs_rows", lambda *_, packs=packs: packs)
+        monkeypatch.setattr(forward, "packs_rows", lambda *_, packs=packs: packs)
         model, grads, seen = small_model(), list[torch.Tensor](), list[int]()
         policy = make_learner(model)
         policy._optimizer.step = lambda model=model, grads=grads: grads.extend(p.grad for p in model.parameters())
@@ -160,7 +159,6 @@ def test_the_gradient_of_shared_prompts_has_the_same_bits_each_time(threads: int
     model = load_model(made.model(), torch.device("cpu")).train()
     batch = make_batch([(20, [40, 37, 25, 30, 33, 21, 40, 40]), (17, [40, 12, 39, 30] * 3)])
     way = PackedTrees(16_384, 64, 1.0)
-    way.prepare(model)
     found = set()
     for _ in range(10):
         model.zero_grad()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import some_requests
+from small import require_c, some_requests
 
+from grpo_cli.engine import sampling
 from grpo_cli.engine.sampling import Drawing, _truncated, draw, drawing_of, inverse, truncate, uniforms
-from grpo_cli.native.library import NoNative, library
 from grpo_cli.settings import Sampling
 
 INF = torch.inf
@@ -20,10 +21,8 @@ WAYS = pytest.mark.parametrize("way", ["PyTorch", "C"])
 
 
 def table(way: str, *words: Sampling) -> Drawing:
-    try:
-        return drawing_of(words, torch.device("cpu"), way == "C" and bool(library("decode")))
-    except NoNative as error:
-        pytest.skip(str(error))
+    require_c("decode") if way == "C" else None
+    return drawing_of(words, torch.device("cpu"), way == "C")
 
 
 def in_blocks() -> torch.Tensor:
@@ -58,9 +57,11 @@ def test_each_token_comes_out_for_its_own_share_of_the_unit_interval(
 
 
 @WAYS
-def test_a_row_draws_the_same_in_any_company_and_precision(way: str) -> None:
+def test_a_row_draws_the_same_in_any_company_and_precision(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a sum over every token in float64; of settings that differ by row, and of so many logits in bfloat16 that a
     few rows are converted at a time."""
+    drawn = Mock(side_effect=sampling._draw)
+    monkeypatch.setattr(sampling, "_draw", drawn)
     uniform = torch.from_numpy(uniforms([5], 70)[0])
     for dtype in (torch.float32, torch.bfloat16):
         logits = (3.0 * torch.randn(70, 20_000, generator=torch.Generator().manual_seed(0))).to(dtype)
@@ -75,6 +76,7 @@ def test_a_row_draws_the_same_in_any_company_and_precision(way: str) -> None:
             for count in (1, 2, 13, 39, 69):
                 few = draw(logits[:count], uniform[:count], by.of(slice(count)))
                 assert torch.equal(few[0], tokens[:count]) and torch.equal(few[1], logprobs[:count])
+    assert max(len(call.args[0]) for call in drawn.call_args_list[-9:]) == 26, "half a million logits"
 
 
 def test_what_is_rounded_up_to_a_whole_block_does_not_fall_to_a_token_without_probability() -> None:

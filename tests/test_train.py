@@ -30,7 +30,7 @@ from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.runs.stop import Stop
 from grpo_cli.settings import EvalSettings, RecordSettings, RunSettings, Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.meter import NullMeter
+from grpo_cli.support.meter import Meter
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.train import Trainer
 from grpo_cli.types import Batch, EngineStats, LossOutput, Prompt, Record, Reward, Rollout, Totals
@@ -100,7 +100,7 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
     rules = rules_of(factories(made.settings().parts | {"downsample": made.part("downsample", "all")}))
     curriculum = Epochs(bench.task.prompts("train"), settings.train.prompts, settings.seed)
     ignored = str  # of what is said and warned of
-    plain = Parts(bench, curriculum, rules, None, model.save_pretrained, (Recorder(),), NullMeter(), ignored, ignored)
+    plain = Parts(bench, curriculum, rules, None, model.save_pretrained, (Recorder(),), Meter(), ignored, ignored)
     if "loss" in parts and not isinstance(parts["loss"], Loss):
         parts["loss"].needs_reference = False
     for name, value in parts.items():

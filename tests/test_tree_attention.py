@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small import require_c
 from torch import Tensor
 
 from grpo_cli.model import flash
 from grpo_cli.native import ops
-from grpo_cli.native.library import NoNative, library
 from grpo_cli.native.ops import Trees, flat, reference, tree_attention
 from grpo_cli.support.threads import computing_with
 
@@ -25,10 +25,7 @@ UNEVEN = ((40, 30, 7), (33, 64), (5,))
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The room of its threads holds NaN before it is used, none of which may reach a result."""
-    try:
-        library("tree")
-    except NoNative as error:
-        pytest.skip(str(error))
+    require_c("tree")
     room = ops._scratch
 
     def dirty(*shapes: Any) -> Any:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -26,18 +25,15 @@ WORTH_CAPTURING = 2
 # For each row: its last hidden state [R, H], its next token and that token's log-probability.
 TurnOutput = tuple[Tensor, ...]
 Turn = Callable[[Rows], TurnOutput]
-# Runs the function until its kernels are loaded, and returns a function that replays it with the same addresses.
-Capture = Callable[[Callable[[], TurnOutput]], Callable[[], TurnOutput]]
+# Runs the function, and returns its results and a function that replays it with the same addresses.
+Capture = Callable[[Callable[[], TurnOutput]], tuple[TurnOutput, Callable[[], TurnOutput]]]
 
 
 class GraphedTurns:
-    """Runs turns through `turn`, and captures the shapes that come up often.
+    """Runs turns through `turn`, each once, and captures the shapes that come up often."""
 
-    Capturing runs a turn that is run again afterwards, within `repeated`, which undoes effects that must occur once.
-    """
-
-    def __init__(self, turn: Turn, capture: Capture, repeated: Callable[[], AbstractContextManager[None]]) -> None:
-        self._turn, self._capture, self._repeated = turn, capture, repeated
+    def __init__(self, turn: Turn, capture: Capture) -> None:
+        self._turn, self._capture = turn, capture
         self._seen: Counter[Hashable] = Counter()
         self._captured: dict[Hashable, tuple[Rows, Callable[[], TurnOutput]]] = {}
 
@@ -51,22 +47,17 @@ class GraphedTurns:
         self._seen[shape] += 1
         if self._seen[shape] < WORTH_CAPTURING:
             return self._turn(rows)
-        own = _copied(rows)
-        with self._repeated():
-            replay = self._capture(lambda: self._turn(own))
+        own = _cloned(rows)
+        result, replay = self._capture(lambda: self._turn(own))
         self._captured[shape] = own, replay
-        return replay()
+        return result
 
 
-def _copied(value: Any) -> Any:
+def _cloned(value: Any) -> Any:
     """Return a copy with cloned tensors."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, tuple):
-        return tuple(map(_copied, value))
-    if not is_dataclass(value) or isinstance(value, type):
-        return value
-    return replace(value, **{f.name: _copied(getattr(value, f.name)) for f in fields(value)})
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{name: _cloned(part) for name, part in vars(value).items()})
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 @cache
@@ -87,12 +78,11 @@ class CudaGraphs:
         self._stream = _stream()
         self._last: torch.cuda.CUDAGraph | None = None  # a pool ends with its last graph, and cannot begin again
 
-    def __call__(self, run: Callable[[], TurnOutput]) -> Callable[[], TurnOutput]:
+    def __call__(self, run: Callable[[], TurnOutput]) -> tuple[TurnOutput, Callable[[], TurnOutput]]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             # Libraries allocate and choose kernels in their first call on a stream, which must not be recorded.
-            # Repeating a turn writes the same keys to the same places.
-            run()
+            first = run()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Work of other threads on the device is not captured.
@@ -104,4 +94,4 @@ class CudaGraphs:
             graph.replay()
             return result
 
-        return replay
+        return first, replay

@@ -218,7 +218,7 @@ class Decoder:
 
     def step(self, rows: Rows, cache: PagedCache, evictor: Evictor | None = None) -> Float[Tensor, "R H"]:
         """Feed one token per row: write each row's key and value, and return the last hidden state."""
-        note = evictor.see_received if evictor is not None and evictor.watches else None
+        note = evictor.see_received if evictor is not None and evictor.policy.needs_received else None
         attend = paged_attention(self.backend, rows, cache, self.scale, note)
         functions = self.compiled or self.functions
         if evictor is None:
@@ -242,17 +242,17 @@ class Decoder:
         rows, and returns [N, heads * dim]."""
         count, dtype = tokens.shape[0], self.precision
         total = max(self.padding.padded_rows(count), bucket(count) if functions.compiled else 0)
-        hidden = _to(self.model.model.embed_tokens(tokens), total)
+        hidden, delta = _to(self.model.model.embed_tokens(tokens), total), None
         cos, sin = self.model.model.rotary_emb(hidden, positions[None])
         dim = cos.shape[-1]
         # For rotations, which expect the sign of the first half in the sine.
         cos = _to(cos[0], total)[:, None]
         sin = _to(torch.cat([-sin[0, :, : dim // 2], sin[0, :, dim // 2 :]], dim=-1), total)[:, None]
         for index, block in enumerate(self.blocks):
-            q, k, v = functions.before(block, hidden, cos, sin, dtype)
+            q, k, v = functions.before(block, hidden, delta, cos, sin, dtype)
             attended = _to(attend(index, q[:count], k[:count], v[:count]), total)
-            hidden = functions.after(block, hidden, attended, dtype)
-        return functions.last(self.norm, hidden)[:count]
+            hidden, delta = functions.after(block, hidden, attended, dtype)
+        return functions.norm(self.norm, hidden, delta, hidden.dtype)[:count]
 
 
 def _to(x: Float[Tensor, "N ..."] | Int[Tensor, "N ..."], rows: int) -> Tensor:

@@ -11,7 +11,7 @@ with which one row's bits are the same in all of them. The test runs what decodi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from grpo_cli.engine.attention import paged_attention
 from grpo_cli.engine.decoder import Decoder, Padding
 from grpo_cli.engine.kv_cache import BLOCK, PagedCache
+from grpo_cli.engine.layers import EAGER
 from grpo_cli.engine.sampling import draw, drawing_of
 from grpo_cli.engine.sequence import Rows
 from grpo_cli.native.library import library
@@ -44,8 +45,7 @@ class Invariance:
     packed: bool
 
 
-_FOUND: dict[tuple[Any, ...], Invariance] = {}
-_SAME: dict[tuple[Any, ...], bool] = {}
+_TRIED: dict[tuple[Any, ...], Any] = {}
 
 
 def invariance_of(decoder: Decoder) -> Invariance:
@@ -54,28 +54,21 @@ def invariance_of(decoder: Decoder) -> Invariance:
     packed = decoder.packs
     if not decoder.promises_bits:
         return Invariance(Padding(), False, packed)
-    found = _found(decoder)
+    found: Invariance = _once(_try_out, decoder)
     if packed and not found.holds:
-        other = _found(replace(decoder, may_pack=False))
+        other: Invariance = _once(_try_out, replace(decoder, may_pack=False))
         return other if other.holds else found
     return found
 
 
-def _found(decoder: Decoder) -> Invariance:
-    threads, packed, config = torch.get_num_threads(), decoder.packs, decoder.model.config
-    key = (
-        threads,
-        packed,
-        decoder.is_native,
-        decoder.layout.group,
-        decoder.layout.dim,
-        config.vocab_size,
-        *_weight_shapes(decoder),
-    )
-    if key not in _FOUND:
+def _once(try_out: Callable[[Decoder], Any], decoder: Decoder, by: Any = None) -> Any:
+    """Try the first block out, once for each shape, number of threads and library (`by`)."""
+    key = (try_out, by, torch.get_num_threads(), decoder.packs, decoder.is_native, decoder.layout, decoder.dtype)
+    key = (*key, decoder.model.config.vocab_size, *_weight_shapes(decoder))
+    if key not in _TRIED:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            _FOUND[key] = _try_out(replace(decoder, layers=decoder.layers[:1]).prepared(), packed, threads)
-    return _FOUND[key]
+            _TRIED[key] = try_out(replace(decoder, layers=decoder.layers[:1]).prepared())
+    return _TRIED[key]
 
 
 def _weight_shapes(decoder: Decoder) -> tuple[tuple[int, ...], ...]:
@@ -83,10 +76,11 @@ def _weight_shapes(decoder: Decoder) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(weight.shape) for weight in decoder.model.model.layers[0].parameters())
 
 
-def _try_out(decoder: Decoder, packed: bool, threads: int) -> Invariance:
-    found = (Padding(*numbers) for numbers in _row_paddings(threads))
-    padding = next((each for each in found if _rows_agree(replace(decoder, padding=each))), None)
-    return Invariance(padding or Padding(1, 8 * threads), padding is not None, packed)
+def _try_out(decoder: Decoder) -> Invariance:
+    threads = torch.get_num_threads()
+    found = (replace(decoder, padding=Padding(*numbers)) for numbers in _row_paddings(threads))
+    padding = next((each.padding for each in found if _rows_agree(each)), None)
+    return Invariance(padding or Padding(1, 8 * threads), padding is not None, decoder.packs)
 
 
 def _row_paddings(threads: int) -> Iterator[tuple[int, int]]:
@@ -122,35 +116,33 @@ def hidden_of_block(decoder: Decoder, tokens: Tensor) -> Float[Tensor, "N H"]:
     return decoder.run(tokens, torch.arange(len(tokens)) % 64, attend, decoder.functions)
 
 
-def computes_the_same(native: Decoder, plain: Decoder) -> bool:
-    """True if C finds what PyTorch's operations find, but for rounding; tried once for each library and shape."""
-    key = library("decode"), native.layout, native.dtype, *_weight_shapes(native)
-    if key not in _SAME:
-        with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            found = zip(_found_by(native, "c"), _found_by(plain, "reference"), strict=True)
-            most = 1e-4 if native.precision == torch.float32 else 0.05
-            _SAME[key] = all(bool((one - other).abs().max() <= most * other.abs().max()) for one, other in found)
-    return _SAME[key]
+def computes_the_same(native: Decoder) -> bool:
+    """True if C finds what PyTorch's operations find, but for rounding."""
+    return bool(_once(_agrees, native, by=library("decode")))
 
 
-def _found_by(decoder: Decoder, backend: str) -> tuple[Tensor, ...]:
+def _agrees(native: Decoder) -> bool:
+    found = zip(_found_by(native), _found_by(replace(native, functions=EAGER).prepared()), strict=True)
+    most = 1e-4 if native.precision == torch.float32 else 0.05
+    return all(bool((one - other).abs().max() <= most * other.abs().max()) for one, other in found)
+
+
+def _found_by(decoder: Decoder) -> tuple[Tensor, ...]:
     """Return a block's output; of attention over two blocks of each row and of its prompt, the sums and what each key
     receives; and log-probabilities drawn."""
     rows, layout, numbers = 9, decoder.layout, torch.Generator().manual_seed(1)
-    one = replace(decoder, layers=decoder.layers[:1]).prepared()
-    hidden = hidden_of_block(one, torch.arange(rows) % decoder.model.config.vocab_size)
+    hidden = hidden_of_block(decoder, torch.arange(rows) % decoder.model.config.vocab_size)
     cache = PagedCache(layout, 4 * rows, decoder.device)
     for memory in cache.memory:
         memory.copy_(torch.randn(memory.shape, generator=numbers))
     own, prompt = torch.arange(4 * rows).view(2, rows, 2)
     some, uniform = torch.full((rows,), BLOCK + 5), torch.rand(rows, generator=numbers, dtype=torch.float64)
-    drawing = drawing_of([Sampling.plain(1)] * rows, decoder.device, natively=backend == "c")
+    drawing = drawing_of([Sampling.plain(1)] * rows, decoder.device, decoder.is_native)
     step = Rows(some, some, some, own[:, 1], some, some, uniform, own, prompt, drawing)
     heads = layout.heads * layout.group, layout.heads, layout.heads
     q, k, v = (torch.randn(rows, count, layout.dim, generator=numbers).to(layout.dtype) for count in heads)
     paid = list[Tensor]()
-    attend = paged_attention(backend, step, cache, decoder.scale, lambda _, received: paid.append(received))
+    attend = paged_attention(decoder.backend, step, cache, decoder.scale, lambda _, received: paid.append(received))
     attended = attend(0, q, k, v)
     return hidden.float(), attended.float(), *paid, draw(torch.randn(rows, 99, generator=numbers), uniform, drawing)[1]
 

@@ -12,9 +12,8 @@ kept                           k k k k k w w w                 order kept; block
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, ClassVar
@@ -140,7 +139,7 @@ class Evictor:
     def __init__(
         self, policy: Budget, layout: KvLayout, slots: int, own: int, prompt: int, scale: float, device: torch.device
     ) -> None:
-        self._policy, self._scale, self._device = policy, scale, device
+        self.policy, self._scale, self._device = policy, scale, device
         self._at_once = max(1, slots // layout.layers)
         self._prompt_width = 0 if policy.protect_prompt else prompt
         self._notes: list[Tensor] = []
@@ -163,19 +162,9 @@ class Evictor:
         self._reads = np.zeros(2, dtype=np.int64)  # keys attended to, and the same for a dense run
         self._peak = np.zeros(2, dtype=np.int64)  # most keys held at a time, and the same for a dense run
 
-    @property
-    def watches(self) -> bool:
-        """True if it needs the attention that keys receive."""
-        return self._received is not None
-
-    @property
-    def watches_prompts(self) -> bool:
-        """True if it needs what a prompt's keys receive from its own queries."""
-        return self.watches and bool(self._prompt_width)
-
     def of_prompt(self, sequence: Sequence) -> int:
         """Return how many keys of its prompt can be evicted."""
-        return 0 if self._policy.protect_prompt or sequence.prompt is None else sequence.prompt.length
+        return 0 if self.policy.protect_prompt or sequence.prompt is None else sequence.prompt.length
 
     def _is_due(self, sequence: Sequence) -> bool:
         """True if it must be cut down before the next key comes.
@@ -183,13 +172,13 @@ class Evictor:
         If the prompt's keys are candidates too and alone fill the budget, nothing is evicted before the sequence has
         made `window` tokens: as in the releases, a score needs the queries of its own last `window` steps.
         """
-        policy = self._policy
+        policy = self.policy
         full = sequence.held + self.of_prompt(sequence) >= policy.budget + policy.buffer
         return full and sequence.held >= policy.window
 
     def left(self, sequence: Sequence) -> int:
         """Return how many keys of its own it has when the next one comes."""
-        return self._policy.budget if self._is_due(sequence) else sequence.held
+        return self.policy.budget if self._is_due(sequence) else sequence.held
 
     def begin(self, sequence: Sequence) -> None:
         """Prepare the slot of a sequence that begins, or restore it if it was paused."""
@@ -210,7 +199,7 @@ class Evictor:
         """Note where the rows of a step record."""
         self._slots, self._own = rows.slots, BLOCK * rows.own.shape[1]
         if self._queries is not None:
-            self._write_at = rows.slots * self._policy.window + rows.positions % self._policy.window
+            self._write_at = rows.slots * self.policy.window + rows.positions % self.policy.window
 
     def see_queries(self, layer: int, queries: Float[Tensor, "R HG D"]) -> None:
         """Record a layer's queries."""
@@ -221,20 +210,10 @@ class Evictor:
     def see_received(self, layer: int, paid: Float[Tensor, "R H n"]) -> None:
         """Record the attention that the keys of each row's prompt and then its own received."""
         assert self._received is not None, "it is watched"
-        shown = paid.shape[2] - self._own  # of the prompt
-        wide = paid.new_zeros(*paid.shape[:2], self._received.shape[-1])
-        wide[..., self._prompt_width : self._prompt_width + self._own] = paid[..., shown:]
+        received, of_prompt = self._received[layer], paid.shape[2] - self._own
+        received.narrow(2, self._prompt_width, self._own).index_add_(0, self._slots, paid[..., of_prompt:])
         if self._prompt_width:
-            wide[..., :shown] = paid[..., :shown]
-        self._received[layer].index_add_(0, self._slots, wide)
-
-    @contextmanager
-    def repeated(self) -> Iterator[None]:
-        """Roll back what steps inside record, which are run again afterwards."""
-        before = None if self._received is None else self._received.clone()
-        yield
-        if self._received is not None and before is not None:
-            self._received.copy_(before)
+            received.narrow(2, 0, of_prompt).index_add_(0, self._slots, paid[..., :of_prompt])
 
     def make_room(self, running: Seq[Sequence], cache: PagedCache) -> None:
         """Cut down the sequences that are due."""
@@ -251,7 +230,7 @@ class Evictor:
 
     def evict(self, sequences: Seq[Sequence], cache: PagedCache) -> Int[Tensor, "L R H B"]:
         """Cut down sequences that hold alike, and return which of the candidates stay."""
-        policy, own, prompt = self._policy, sequences[0].held, self.of_prompt(sequences[0])
+        policy, own, prompt = self.policy, sequences[0].held, self.of_prompt(sequences[0])
         mine = table_of([sequence.blocks for sequence in sequences])
         theirs = table_of([s.prompt.blocks for s in sequences if s.prompt is not None and prompt])
         before = [sequence.prompt_length if policy.protect_prompt else 0 for sequence in sequences]

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from grpo_cli.engine.samplers import KvPlan, Sampler
 from grpo_cli.engine.sampling import draw, drawing_of, uniforms
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Decode, Rows, RunningBatch, Sequence, Status
-from grpo_cli.interfaces import Meter, Replies
+from grpo_cli.interfaces import Replies
 from grpo_cli.model.transfer import read, send
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
@@ -53,7 +54,7 @@ class Generation:
         sparsity: Dense | Budget,
         requests: Seq[Request],
         eos_token_ids: Seq[int],
-        meter: Meter,
+        span: Callable[[str], AbstractContextManager[Any]],
         decode: Decode | None = None,
         prefix: int = 0,
         capture: Capture | None = None,
@@ -81,13 +82,12 @@ class Generation:
         self._batch = RunningBatch(slots, widths, decoder.device, decoder.is_native, fill)
         self._turn: Callable[[Rows], TurnOutput] = self._computed
         if capture is not None:
-            repeated = nullcontext if self._evictor is None else self._evictor.repeated
-            self._turn = GraphedTurns(self._computed, capture, repeated)
+            self._turn = GraphedTurns(self._computed, capture)
         self._replies, self._enough, self.halted = replies, enough, False
         self._asked: dict[int, Sequence] = {}  # whose environments have not answered yet
         self._eos, self._decode = frozenset(eos_token_ids), decode
         self.details: dict[str, float] = {}
-        self._span = meter.span
+        self._span = span
         self._unfinished = Counter(request.prompt.id for request in requests)
         self._preempted = self._read_again = self._most_rows = self._most_held = 0
         self._paused_keys = self._paused_blocks = 0
@@ -165,7 +165,8 @@ class Generation:
                     self._prefill_together({name: prompts[name].token_ids for name in names[start : start + at_once]})
 
     def _prefill_together(self, prompts: Mapping[str, Seq[int]]) -> None:
-        watches = self._evictor is not None and self._evictor.watches_prompts
+        policy = self._evictor and self._evictor.policy
+        watches = policy is not None and policy.needs_received and not policy.protect_prompt
         done = self._decoder.prefill([*prompts.values()], watches)
         for place, (name, ids) in enumerate(prompts.items()):
             received = None if done.received is None else done.received[:, place]

@@ -22,7 +22,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from grpo_cli.model.compiling import Compiler
 from grpo_cli.native import ops
 
 Product = Callable[[Float[Tensor, "N I"]], Float[Tensor, "N O"]]
@@ -192,17 +191,6 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Functions:
-    """A layer before and after its attention, and the model's last norm. What `after` returns is for `before` and
-    `last`. `compiled` ones have fixed shapes."""
-
-    before: Callable[..., Any]
-    after: Callable[..., Any]
-    last: Callable[..., Any] = lambda norm, hidden: norm(hidden)
-    compiled: bool = False
-
-
-@dataclass(frozen=True)
 class Block:
     """The modules of one layer, looked up once: attribute access on a module is slow."""
 
@@ -262,26 +250,73 @@ def norm_of(module: Any) -> Any:
     return Norm(module.weight, module.variance_epsilon)
 
 
-def before_attention(
-    block: Block, hidden: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a block as [N, heads, dim], the first two rotated."""
-    x = block.input_norm(hidden).to(dtype)
-    q, k, v = (each.view(x.shape[0], -1, cos.shape[-1]) for each in block.qkv(x))
-    if block.q_norm is not None and block.k_norm is not None:
-        q, k = block.q_norm(q), block.k_norm(k)
-    both = _rotate(torch.cat([q, k], dim=1), cos, sin).to(v.dtype)
-    return both[:, : q.shape[1]], both[:, q.shape[1] :], v
+class Functions:
+    """A layer before and after its attention, in PyTorch's operations. `delta` is what `add` has left to the next norm.
+    `compiled` ones have fixed shapes."""
+
+    compiled = False
+
+    def before(
+        self, block: Block, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute queries, keys and values of a block as [N, heads, dim], the first two rotated."""
+        x = self.norm(block.input_norm, hidden, delta, dtype)
+        q, k, v = (each.view(len(x), -1, cos.shape[-1]) for each in block.qkv(x))
+        if block.q_norm is not None and block.k_norm is not None:
+            q, k = block.q_norm(q), block.k_norm(k)
+        return *self.rotate(q, k, cos, sin, v.dtype), v
+
+    def after(self, block: Block, hidden: Tensor, attended: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Compute the rest of the block: the next layer's `hidden` and `delta`."""
+        hidden, delta = self.add(hidden, block.o_proj(attended))
+        gate, up = block.gate_up(self.norm(block.post_norm, hidden, delta, dtype))
+        return self.add(hidden, block.down_proj(self.activate(block.activation, gate, up)))
+
+    def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor | None]:
+        return hidden + delta, None
+
+    def norm(self, by: Any, hidden: Tensor, delta: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return by(hidden).to(dtype)
+
+    def rotate(
+        self, q: Tensor, k: Tensor, cos: Float[Tensor, "N 1 D"], sin: Float[Tensor, "N 1 D"], dtype: torch.dtype
+    ) -> Sequence[Tensor]:
+        """Rotary position embedding, halves convention (as in all supported families); `sin` carries the sign."""
+        x = torch.cat([q, k], dim=1)
+        x = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(dtype)
+        return x.split([q.shape[1], k.shape[1]], 1)
+
+    def activate(self, activation: Any, gate: Tensor, up: Tensor) -> Tensor:
+        return activation(gate).mul_(up)
 
 
-def after_attention(block: Block, hidden: Tensor, attended: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rest of the block."""
-    hidden = hidden + block.o_proj(attended)
-    gate, up = block.gate_up(block.post_norm(hidden).to(dtype))
-    return hidden + block.down_proj(block.activation(gate).mul_(up))
+class Native(Functions):
+    """The same in C, over the memory of `hidden`, queries and keys."""
+
+    def add(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor | None]:
+        return hidden, delta
+
+    def norm(self, by: Norm, hidden: Tensor, delta: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return ops.norm(hidden, delta, by.weight, by.epsilon, dtype)
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+        q, k = q.to(dtype), k.to(dtype)
+        for each in (q, k):
+            ops.rotate(each, cos, sin)
+        return q, k
+
+    def activate(self, activation: Any, gate: Tensor, up: Tensor) -> Tensor:
+        return ops.silu(gate, up)
 
 
-EAGER = Functions(before_attention, after_attention)
+class Compiled(Functions):
+    compiled = True
+
+    def __init__(self, compiler: Callable[[Callable[..., Any]], Any]) -> None:
+        self.before, self.after = map(compiler, (EAGER.before, EAGER.after))  # type: ignore[method-assign]
+
+
+EAGER, NATIVE = Functions(), Native()
 
 
 def _activation(module: Any) -> Any:
@@ -300,65 +335,8 @@ def _silu(x: Float[Tensor, "N F"]) -> Float[Tensor, "N F"]:
     return x / x.neg().exp_().add_(1.0)
 
 
-def _rotate(x: Float[Tensor, "N heads D"], cos: Float[Tensor, "N 1 D"], sin: Float[Tensor, "N 1 D"]) -> Tensor:
-    """Rotary position embedding, halves convention (as in all supported families); `sin` carries the sign."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-
-def compiled(functions: Functions, warn: Callable[[str], None]) -> Functions:
-    """Compile functions; if compiling one fails, all run uncompiled, with one warning."""
-    before, after = map(Compiler(warn), (functions.before, functions.after))
-    return Functions(before, after, compiled=True)
-
-
-# A layer's input, and what is still to be added to it.
-Sum = tuple[Float[Tensor, "N H"], Float[Tensor, "N H"] | None]
-
-
-def native_before(
-    block: Block, hidden: Tensor | Sum, cos: Tensor, sin: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `before_attention`, and add up the sum in place."""
-    hidden, delta = _parts(hidden)
-    x, dim = _normed(hidden, delta, block.input_norm, dtype), cos.shape[-1]
-    if type(block.qkv) is Split and block.q_norm is None:
-        together = block.qkv.product(x).view(len(x), -1, dim)
-        q, k, v = together.split([size // dim for size in block.qkv.sizes], 1)
-        ops.rotate(together[:, : q.shape[1] + k.shape[1]], cos, sin)
-        return q, k, v
-    q, k, v = (each.view(len(x), -1, dim) for each in block.qkv(x))
-    if block.q_norm is not None and block.k_norm is not None:
-        q, k = block.q_norm(q).to(v.dtype), block.k_norm(k).to(v.dtype)
-    for each in (q, k):
-        ops.rotate(each, cos, sin)
-    return q, k, v
-
-
-def native_after(block: Block, hidden: Tensor | Sum, attended: Tensor, dtype: torch.dtype) -> Sum:
-    """Compute `after_attention` over the memory of `hidden`."""
-    hidden, _ = _parts(hidden)
-    gate, up = block.gate_up(_normed(hidden, block.o_proj(attended), block.post_norm, dtype))
-    return hidden, block.down_proj(ops.silu(gate, up))
-
-
-def native_last(by: Norm, hidden: Tensor | Sum) -> Float[Tensor, "N H"]:
-    x, delta = _parts(hidden)
-    return _normed(x, delta, by, x.dtype)
-
-
-def _normed(hidden: Tensor, delta: Tensor | None, by: Norm, dtype: torch.dtype) -> Float[Tensor, "N H"]:
-    return ops.norm(hidden, delta, by.weight, by.epsilon, dtype)
-
-
-def _parts(hidden: Tensor | Sum) -> Sum:
-    return hidden if isinstance(hidden, tuple) else (hidden, None)
-
-
 def serves_natively(layers: Sequence[Any], last: Any) -> bool:
     """True if such layers, with such a last norm, can run here."""
     norms = [last, *(norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm))]
     activations = (_activation(layer.mlp.act_fn) for layer in layers)
     return all(type(norm_of(norm)) is Norm for norm in norms) and all(each is _silu for each in activations)
-
-
-NATIVE = Functions(native_before, native_after, native_last)

@@ -80,14 +80,13 @@ def draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], by: Drawing)
     so its log-probability is 0."""
     if by.natively and not by.truncated:
         return ops.draw(logits, uniform, by.temperature)
-    few = rows_at_once(logits)
-    if logits.dtype == torch.float32 or logits.device.type != "cpu" or len(logits) <= few:
+    as_it_is = logits.dtype == torch.float32 or logits.device.type != "cpu"
+    few = max(1, len(logits)) if as_it_is else rows_at_once(logits.shape[1])
+    if len(logits) <= few:
         return _draw(logits.float(), uniform, by)
-    parts = [
-        _draw(logits[at : at + few].float(), uniform[at : at + few], by.of(slice(at, at + few)))
-        for at in range(0, len(logits), few)
-    ]
-    tokens, chosen = (torch.cat(found) for found in zip(*parts, strict=True))
+    parts = (slice(at, at + few) for at in range(0, len(logits), few))
+    drawn = [_draw(logits[part].float(), uniform[part], by.of(part)) for part in parts]
+    tokens, chosen = map(torch.cat, zip(*drawn, strict=True))
     return tokens, chosen
 
 
@@ -110,9 +109,9 @@ def _draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], by: Drawing
     return tokens, chosen
 
 
-def rows_at_once(logits: Float[Tensor, "R V"]) -> int:
+def rows_at_once(vocabulary: int) -> int:
     """Return how many rows of lower-precision logits a CPU converts and samples from together."""
-    return max(1, _AT_ONCE // logits.shape[1])
+    return max(1, _AT_ONCE // vocabulary)
 
 
 def inverse(probabilities: Float[Tensor, "R V"], uniform: Float[Tensor, "R 1"]) -> Int[Tensor, "R 1"]:

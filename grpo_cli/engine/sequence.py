@@ -164,24 +164,26 @@ class RunningBatch:
         self._free, self._fill = list(range(slots))[::-1], fill
         self._device, self._natively = device, natively
         self._drawing: Drawing | None = None
+        self._sent: list[Tensor] = []  # the rows of the tables, until one changes
 
     def add(self, sequence: Sequence) -> None:
         self.sequences.append(sequence)
         sequence.slot, prompt = self._free.pop(), [] if sequence.prompt is None else sequence.prompt.blocks
         self._own[sequence.slot, : len(sequence.blocks)] = sequence.blocks
         self._prompts[sequence.slot, : len(prompt)] = prompt
-        self._drawing = None
+        self._drawing, self._sent = None, []
 
     def remove(self, sequence: Sequence) -> None:
         self.sequences.remove(sequence)
         self._free.append(sequence.slot)
-        sequence.slot, self._drawing = -1, None
+        sequence.slot, self._drawing, self._sent = -1, None, []
 
     def grow(self, sequence: Sequence, blocks: Seq[int]) -> None:
         """Give it more blocks."""
         start = len(sequence.blocks)
         sequence.blocks += blocks
         self._own[sequence.slot, start : len(sequence.blocks)] = blocks
+        self._sent = []
 
     def rows(self) -> Rows:
         """Lay out what the decoder reads and samples by for one more token of each sequence."""
@@ -190,19 +192,20 @@ class RunningBatch:
             (s.tokens[s.made - 1], s.prompt_length + s.made - 1, s.held, s.blocks[s.held // BLOCK], count, s.slot)
             for s, count in zip(running, seen, strict=True)
         ]
-        drawn = [s.uniforms[s.made] for s in running]
-        widths = max([len(s.blocks) for s in running]), -(-max(seen) // BLOCK)
-        missing = 0
+        missing, tables = 0, list[np.ndarray]()
         if self._fill is not None:
             missing = bucket(len(running)) - len(running)
             numbers += [(0, 0, 0, self._fill, 0, len(self._own) - 1)] * missing
+        columns = np.array(numbers, dtype=np.int64).T.copy()
+        if not self._sent:
             widths = self._own.shape[1], self._prompts.shape[1]
+            if self._fill is None:
+                widths = max([len(s.blocks) for s in running]), -(-max(seen) // BLOCK)
+            tables = [self._own[columns[5], : widths[0]], self._prompts[columns[5], : widths[1]]]
         if self._drawing is None:
             settings = [s.request.sampling for s in running]
             self._drawing = drawing_of([*settings, *settings[:1] * missing], self._device, self._natively)
-        columns = np.array(numbers, dtype=np.int64).T.copy()
-        tables = (table[columns[5], :width] for table, width in zip((self._own, self._prompts), widths, strict=True))
-        uniforms = np.array([*drawn, *[0.0] * missing])
-        tokens, positions, held, write_to, keys, slots, *others = send(self._device, *columns, uniforms, *tables)
-        uniform, own, prompt = others
-        return Rows(tokens, positions, held, write_to, keys, slots, uniform, own, prompt, self._drawing)
+        uniforms = np.array([*[s.uniforms[s.made] for s in running], *[0.0] * missing])
+        arrived = send(self._device, *columns, uniforms, *tables)
+        self._sent = arrived[7:] or self._sent
+        return Rows(*arrived[:7], *self._sent, self._drawing)

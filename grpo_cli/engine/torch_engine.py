@@ -16,13 +16,14 @@ from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.determinism import Invariance, computes_the_same, invariance_of, rounding_warning
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.generation import Generation
-from grpo_cli.engine.layers import EAGER, NATIVE, compiled
+from grpo_cli.engine.layers import NATIVE, Compiled
 from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.interfaces import Replies, facts
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.checks import context_of
-from grpo_cli.native.library import WRONG, NoNative
+from grpo_cli.model.compiling import Compiler
+from grpo_cli.native.library import tried
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.ranges import Count
@@ -55,7 +56,7 @@ class TorchEngine(SequenceEngine):
         self._decoder = Decoder.of(model, packed_weights)
         on_gpu = self._decoder.device.type == "cuda"
         if on_gpu if compile is None else compile:
-            self._decoder = replace(self._decoder, compiled=compiled(EAGER, warn))
+            self._decoder = replace(self._decoder, compiled=Compiled(Compiler(warn)))
         if against := _against_graphs(unwrapped(model), self._decoder.device):
             if cuda_graph:
                 raise UserError(f"engine.cuda_graph=true: {against}; leave it out")
@@ -92,7 +93,7 @@ class TorchEngine(SequenceEngine):
             if requests:
                 capture = self._capture and self._capture()
                 of = self._parts
-                parts = (self._decoder, of.sampler, of.sparsity, requests, of.eos_token_ids, of.meter, of.decode)
+                parts = (self._decoder, of.sampler, of.sparsity, requests, of.eos_token_ids, of.span, of.decode)
                 yield from self._serve(Generation(*parts, self._prefix, capture, replies, of.rollouts_per_step, enough))
         give_back_freed(all_of_it=False)
 
@@ -119,16 +120,9 @@ class TorchEngine(SequenceEngine):
             self._native = "not for this device, precision or size of heads"
             return
         natively = replace(self._decoder, functions=NATIVE)
-        try:
-            if not computes_the_same(natively, self._decoder):
-                raise NoNative(WRONG)
-        except NoNative as error:
-            self._native = str(error)
-            if error.is_fault:
-                self._parts.warn(
-                    f"decode steps run slower, in PyTorch's operations: {error}; engine.native=false accepts that"
-                )
-        else:
+        slower = "decode steps run slower, in PyTorch's operations: {}; engine.native=false accepts that"
+        self._native = tried(lambda: computes_the_same(natively), slower, self._parts.warn)
+        if self._native is True:
             self._decoder = natively
 
     def facts(self) -> Mapping[str, Any]:

@@ -7,8 +7,8 @@ Both give the same log-probabilities and gradients to rounding (`tests/test_pass
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_cli.learner.logprobs import chosen_logprobs
-from grpo_cli.model.anatomy import backbone, device_of, is_llama_shaped
+from grpo_cli.model.anatomy import backbone, can_pack, device_of
 from grpo_cli.model.checkpointing import last_states
-from grpo_cli.model.packed import allow_packing, packed_hidden
+from grpo_cli.model.packed import packed_hidden
 from grpo_cli.model.transfer import send
-from grpo_cli.native.library import NoNative
-from grpo_cli.native.ops import Trees, no_tree_attention
+from grpo_cli.native.library import tried
+from grpo_cli.native.ops import Trees, tree_attention_is_exact
 from grpo_cli.settings import ModelSettings, TrainSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch
@@ -38,15 +38,13 @@ class Forward(ABC):
     """Splits a batch into micro-batches, and computes one of them at the sampling temperature.
 
     A micro-batch has at most `tokens` tokens, unless a single row has more; `chunk` positions reach the head at a time.
+    `native`: attention is computed in C (`native/tree.c`), or why it is not.
     """
 
     tokens: int
     chunk: int
     temperature: float
-
-    @abstractmethod
-    def prepare(self, model: Any) -> None:
-        """Prepare for forward passes through a model."""
+    native: bool | str = False
 
     @abstractmethod
     def cut(self, batch: Batch) -> list[list[int]]:
@@ -66,15 +64,24 @@ class Forward(ABC):
         return torch.zeros(len(part.token_ids), device=device).index_put((at,), chosen)
 
 
-def make_forward(train: TrainSettings, temperature: float, packs: bool, natively: bool = False) -> Forward:
-    """Return the forward of a model that `packs_rows` or does not. UserError if `train` does not say how many tokens go
-    through at once."""
+def make_forward(
+    model: Any, settings: ModelSettings, train: TrainSettings, temperature: float, warn: Callable[[str], None]
+) -> Forward:
+    """Return the forward pass of a model. UserError if `train` does not say how many tokens go through at once."""
     if train.micro_batch_tokens == "auto":
         raise UserError(
             "train.micro_batch_tokens=auto is decided by the command line, before anything is built: give a number"
         )
-    words = train.micro_batch_tokens, train.logprob_chunk, temperature
-    return PackedTrees(*words, natively=natively) if packs else Padded(*words)
+    words, device = (train.micro_batch_tokens, train.logprob_chunk, temperature), device_of(model)
+    if not packs_rows(settings, device, can_pack(model)):
+        return Padded(*words)
+    if not train.native or device.type != "cpu":
+        return PackedTrees(*words)
+    config = backbone(model).config
+    heads, queries = config.num_key_value_heads, config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // queries
+    slower = "updates attend by PyTorch's kernel, which is slower: {}. To do without: train.native=false"
+    return PackedTrees(*words, tried(lambda: tree_attention_is_exact(heads, queries // heads, dim), slower, warn))
 
 
 def packs_rows(model: ModelSettings, device: torch.device, can_pack: bool) -> bool:
@@ -82,25 +89,10 @@ def packs_rows(model: ModelSettings, device: torch.device, can_pack: bool) -> bo
     return can_pack and (device.type == "cpu" or "bfloat16" in (model.dtype, model.autocast))
 
 
-def attends_natively(train: TrainSettings, model: Any, packs: bool) -> bool | NoNative:
-    """Return whether packed rows are attended to in C, or why they cannot be."""
-    if not train.native or device_of(model).type != "cpu" or not packs:
-        return False
-    config = backbone(model).config
-    heads, queries = config.num_key_value_heads, config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // queries
-    return no_tree_attention(heads, queries // heads, dim) or True
-
-
 @dataclass(frozen=True)
 class Padded(Forward):
     """Rows of about equal length, padded on the right to the longest, where a causal model never sees it; `tokens`
     counts the padding."""
-
-    def prepare(self, model: Any) -> None:
-        """Select our attention on a GPU: transformers would wait there to see whether positions are of packed rows."""
-        if device_of(model).type == "cuda" and is_llama_shaped(model):
-            allow_packing(model)
 
     def cut(self, batch: Batch) -> list[list[int]]:
         return padded_parts((batch.prompt_lengths + batch.lengths).tolist(), self.tokens)
@@ -145,14 +137,8 @@ def padded_parts(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 @dataclass(frozen=True)
 class PackedTrees(Forward):
     """Rows packed one after the other, those with the same prompt as one tree: the prompt goes through the model once,
-    and a group of m rows costs P + R_1 + ... + R_m tokens in place of m P + R_1 + ... + R_m. With `natively` attention
-    is computed in C (`native/tree.c`).
+    and a group of m rows costs P + R_1 + ... + R_m tokens in place of m P + R_1 + ... + R_m.
     """
-
-    natively: bool = field(default=False, kw_only=True)
-
-    def prepare(self, model: Any) -> None:
-        allow_packing(model)
 
     def cut(self, batch: Batch) -> list[list[int]]:
         """Return parts of at most `tokens` tokens each, but of at least one row. A group that is too large is split
@@ -182,7 +168,7 @@ class PackedTrees(Forward):
         run, at = send(device_of(model), *(table.numpy() for table in tables))
         # A prompt's last state predicts several tokens, whose gradients are added up; with several threads the backward
         # pass of plain indexing does so in an order that differs from run to run.
-        return packed_hidden(model, run, trees, self.natively).index_select(0, at)
+        return packed_hidden(model, run, trees, self.native is True).index_select(0, at)
 
 
 def pack(batch: Batch) -> tuple[Int[Tensor, "T"], Trees, Int[Tensor, "N"]]:

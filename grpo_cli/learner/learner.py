@@ -14,16 +14,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.interfaces import LossFn, Meter
+from grpo_cli.interfaces import LossFn
 from grpo_cli.learner.batch import rows_of, to_device, tokens_of, totals
-from grpo_cli.learner.forward import attends_natively, make_forward, packs_rows
+from grpo_cli.learner.forward import make_forward
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights, state_by_name
 from grpo_cli.learner.sample_size import effective_share, rate_factor
-from grpo_cli.model.anatomy import can_pack, has_dropout
+from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.model.transfer import send, to_host
-from grpo_cli.native.library import NoNative
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.support.memory import give_back_freed
+from grpo_cli.support.meter import Meter
 from grpo_cli.support.threads import computing_with, threads_for
 from grpo_cli.types import Batch, Totals
 
@@ -66,14 +66,9 @@ class Learner:
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self._names, self._parameters = list(trained), list(trained.values())
         self._device = self._parameters[0].device
-        packs = packs_rows(model_settings, self._device, can_pack(model))
-        native = attends_natively(train, model, packs)
-        self.native = native if isinstance(native, bool) else str(native)
-        self._forward = make_forward(train, sampling.temperature, packs, native is True)
-        self._forward.prepare(model)
+        self._forward = make_forward(model, model_settings, train, sampling.temperature, warn)
+        self.native = self._forward.native
         self._span = meter.span
-        if isinstance(native, NoNative) and native.is_fault:
-            warn(f"updates attend by PyTorch's kernel, which is slower: {native}. To do without: train.native=false")
         self._autocast_word = model_settings.autocast
         self.drops = has_dropout(model)  # then the passes of `update` differ from those of `logprobs`
         self.threads = threads_for(train.threads, model, most=2)
@@ -97,7 +92,6 @@ class Learner:
     def logprobs(self, model: Any, batch: Batch, adapters: bool = True) -> Float[Tensor, "N"]:
         """Compute log-probabilities of the batch's response tokens under `model`, or what is below its `adapters`,
         without gradient. They are on the CPU."""
-        self._forward.prepare(model)
         parts = [torch.tensor(rows) for rows in self._forward.cut(batch)]
         off = nullcontext() if adapters else model.disable_adapter()
         with self.autocast(), computing_with(self.threads), off:

@@ -7,9 +7,7 @@ old policy, which the loss clips. `now` puts the border at the start of the step
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -25,24 +23,26 @@ ACTIVE_LEAST = 0.9  # if a smaller share of tokens than this teaches, the averag
 _GROUP = "correction.prox"
 
 
-class OldPolicy(ABC):
-    """The policy whose log-probabilities are the old ones. This base class keeps nothing from step to step."""
+class OldPolicy:
+    """The learner as of the start of the step, of which nothing is kept from step to step."""
 
-    kind: ClassVar[str]
+    kind: ClassVar[str] = "now"
+
+    def __init__(self, model: Any, learner: Learner) -> None:
+        self._model, self._learner = model, learner
 
     @property
-    @abstractmethod
     def differs(self) -> bool:
         """True if it differs from the learner at the start of the step, and so must be computed before an update."""
+        return False
 
-    @abstractmethod
     def logprobs(self, batch: Batch) -> Float[Tensor, "N"]:
         """Return those of the batch's response tokens, on the CPU, without gradient. Called before the step's first
         update."""
+        return self._learner.logprobs(self._model, batch)
 
     def after_update(self) -> None:
         """Take in an optimizer step, which was just made."""
-        return None
 
     def end_step(self, active: float) -> Mapping[str, float]:
         """Finish a step that moved the weights; `active` is the share of its tokens that were neither masked nor
@@ -63,7 +63,7 @@ def old_policy(prox: str, window: float | int, model: Any, learner: Learner) -> 
     """Return the old policy of `correction.prox` and `correction.prox_window`."""
     if prox == "ewma":
         return AveragedPolicy(model, learner, window)
-    return SamplerPolicy() if prox == "drawn" else StepPolicy(model, learner)
+    return (SamplerPolicy if prox == "drawn" else OldPolicy)(model, learner)
 
 
 def pass_before(prox: str, needed: bool) -> bool:
@@ -77,23 +77,15 @@ def average_bytes(weights: Sequence[Tensor], prox: str | None) -> int:
     return sum(4 * weight.numel() for weight in weights) if prox == "ewma" else 0
 
 
-class StepPolicy(OldPolicy):
-    """The learner as of the start of the step."""
-
-    kind, differs = "now", False
-
-    def __init__(self, model: Any, learner: Learner) -> None:
-        self._model, self._learner = model, learner
-
-    def logprobs(self, batch: Batch) -> Float[Tensor, "N"]:
-        return self._learner.logprobs(self._model, batch)
-
-
 class SamplerPolicy(OldPolicy):
     """The sampler itself, if it is the policy as of when it drew: there is no extra pass, and the clip measures from
     the policy that drew each token. The ratio that a correction sees is then 1 everywhere."""
 
-    kind, differs = "drawn", True
+    kind = "drawn"
+
+    @property
+    def differs(self) -> bool:
+        return True
 
     def logprobs(self, batch: Batch) -> Float[Tensor, "N"]:
         given = 0 if batch.lags is None else int((batch.lags == GIVEN).sum())
@@ -120,7 +112,7 @@ class AveragedPolicy(OldPolicy):
     kind = "ewma"
 
     def __init__(self, model: Any, learner: Learner, window: float | int) -> None:
-        self._model, self._learner = model, learner
+        super().__init__(model, learner)
         self._weights: list[Tensor] = [weight for weight in model.parameters() if weight.requires_grad]
         self._decay = window / (window + 2)
         self._average: list[Tensor] = []
@@ -131,17 +123,11 @@ class AveragedPolicy(OldPolicy):
         return self._count > 0
 
     def logprobs(self, batch: Batch) -> Float[Tensor, "N"]:
-        with self._in_their_place():
-            return self._learner.logprobs(self._model, batch)
-
-    @contextmanager
-    def _in_their_place(self) -> Iterator[None]:
-        """Give the model the average's values. Its own stay where they are in memory: graphs hold their addresses."""
-        own = [weight.data for weight in self._weights]
+        own = [weight.data for weight in self._weights]  # where they are in memory: graphs hold their addresses
         try:
             for weight, average in zip(self._weights, self._average, strict=False):  # none before an update
                 weight.data = average.to(weight.dtype)
-            yield
+            return super().logprobs(batch)
         finally:
             for weight, data in zip(self._weights, own, strict=True):
                 weight.data = data

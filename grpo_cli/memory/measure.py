@@ -19,7 +19,7 @@ from grpo_cli.interfaces import Advantage
 from grpo_cli.settings import ProfileRunSettings
 from grpo_cli.step import Step
 from grpo_cli.support.memory import peak_bytes, start_peak
-from grpo_cli.support.meter import WallMeter
+from grpo_cli.support.meter import Meter
 from grpo_cli.tracking.progress import Progress
 from grpo_cli.types import ScoredGroup
 
@@ -47,7 +47,7 @@ def _phase(seconds: Sequence[float], tokens: int | None, peak: int) -> dict[str,
 
 
 class PhasePeaks:
-    """Peak memory of each phase: called with the open spans at each transition (`WallMeter(on_phase=...)`)."""
+    """Peak memory of each phase: called with the open spans at each transition (`Meter(on_phase=...)`)."""
 
     def __init__(self, read: Callable[[], int]) -> None:
         """`read` returns the peak since it was last called, in bytes."""
@@ -74,9 +74,9 @@ def measure(
     phases by name, including `step` and the part of it outside any phase (`rest`); the peak; the engine's figures."""
     settings, wanted = run.settings, run.settings.profile
     peaks = PhasePeaks(partial(_peak_since, run.device))
-    meter = WallMeter(run.device, peaks)
+    meter = Meter(run.device, peaks)
     ends = {"eos_token_ids": (NEVER,)} if wanted.lengths == "full" else {}
-    bench = experiment.set_up(run, settings.model, meter=meter, warn=warn, **ends)
+    bench = experiment.set_up(run, settings.model, span=meter.span, warn=warn, **ends)
     rules = replace(run.rules, advantage=partial(_never_all_equal, run.rules.advantage))
     parts = experiment.parts_of(replace(run, made=rules), bench, (), meter, say, warn)
     step, progress, seconds = Step(settings, parts), Progress(), defaultdict[str, list[float]](list)

@@ -12,6 +12,7 @@ from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.generation import PREFILL_TOKENS
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, blocks_for, round_up
 from grpo_cli.engine.samplers import KvPlan, Sampler
+from grpo_cli.engine.sampling import rows_at_once
 from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS
 from grpo_cli.memory.shapes import ShapeModel, Sizes
 from grpo_cli.model.checkpointing import stored_bytes
@@ -28,7 +29,6 @@ UPDATE = ("forward", "backward", "optimizer")
 _COME_AND_GO = (GRADIENTS, KV, LOGITS, ACTIVATIONS)
 _KEPT, _MOST_KEPT = 0.8, 160 * 2**20
 _BY_ONEDNN = 40 * 2**20  # kept of products in bfloat16 on a CPU, of which a step has each number of rows
-_DRAWN_AT_ONCE = 1 << 19  # logits in float32 from which a CPU draws together
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _rollouts(model: ShapeModel, step: StepShape, sampler: Sampler, work: Worklo
         own = rows * token * round_up(min(work.longest, cache.keys), BLOCK) + cache.spare_blocks * layout.block_bytes
         begun, kv = (min(kv, token * sum(prompts) + held) for held in (cache.shape.page_bytes * rows, own))
     passed = min(max(PREFILL_TOKENS, max(prompts)), sum(prompts))
-    drawn = min(rows, max(1, _DRAWN_AT_ONCE // model.vocabulary)) if model.on_cpu else rows
+    drawn = min(rows, rows_at_once(model.vocabulary)) if model.on_cpu else rows
     # with probabilities and their sums in float32
     logits = model.logits_bytes(rows) + 3 * 4 * drawn * model.vocabulary
     prefill, decode = (

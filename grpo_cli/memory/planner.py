@@ -96,7 +96,7 @@ class Planner:
         if SLOTS in values and step.sampler is not None:
             step = replace(step, sampler=step.sampler.with_slots(values[SLOTS]))
         recompute = values.get(RECOMPUTE, model.gradient_checkpointing)
-        offload = recompute == "full" and values.get(OFFLOAD, model.offload_activations)
+        offload = values.get(OFFLOAD, model.offload_activations)
         return plan(self.shapes(recompute, offload), step)
 
     def most(self, key: str, room: int, values: Values = AS_IT_IS) -> int | None:

@@ -56,60 +56,60 @@ def last_states(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
     return states
 
 
-def recompute_layers(model: Any, what: str, hooks: Hooks | None = None) -> None:
+def recompute_layers(model: Any, what: str, hooks: Hooks = nullcontext) -> None:
     """Recompute in train mode, which the learner turns on for its updates. `hooks` apply to a layer's kept input."""
-    body, freed = backbone(model), _Freed()
+    body = backbone(model)
     contexts = partial(create_selective_checkpoint_contexts, partial(_policy, body.config))
     elementwise = {"context_fn": contexts} if what == "elementwise" else {}
     # the second is its name in older releases of transformers
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False} | elementwise)
-    for layer in body.layers if elementwise or hooks is not None else ():
-        checkpoint = layer._gradient_checkpointing_func
-        layer._gradient_checkpointing_func = partial(_checkpointed, checkpoint, bool(elementwise), hooks, body, freed)
+    if not elementwise and hooks is nullcontext:
+        return  # nothing is left to add to the checkpoints of transformers
+    checkpoint = _Checkpoint(body.layers[0]._gradient_checkpointing_func, body.config, bool(elementwise), hooks)
+    for layer in body.layers:
+        layer._gradient_checkpointing_func = checkpoint
 
 
-def _checkpointed(
-    checkpoint: Callable[..., Tensor],
-    elementwise: bool,
-    hooks: Hooks | None,
-    body: Any,
-    freed: _Freed,
-    layer: Callable[..., Tensor],
-    hidden: Tensor,
-    *args: Any,
-) -> Tensor:
-    stored = stored_bytes(body.config, hidden.numel() // body.config.hidden_size)
-    on_cpu, spares = hidden.device.type == "cpu", _SPARES.get()
-    keeps_all = is_little(stored * body.config.num_hidden_layers) if spares is None else not spares
-    if elementwise and on_cpu and keeps_all:
-        return layer(hidden, *args)
-    with nullcontext() if hooks is None else hooks():  # see the input alone: the checkpoint's hooks are inside these
-        out = checkpoint(layer, hidden, *args)
-    if on_cpu and elementwise:
-        freed.more(stored)
-        if out.requires_grad:
-            out.register_hook(lambda _: freed.more(stored))
-    return out
+@dataclass
+class _Checkpoint:
+    """The checkpoint of every layer of a model: `run` is PyTorch's, and `hooks` see a layer's input alone.
+
+    After an elementwise pass on a CPU freed memory goes back to the system now and then. Most of it would never be
+    reused: glibc's aligned allocations ask for more than their size, so that none fits where one of the same size has
+    been.
+    """
+
+    run: Callable[..., Tensor]
+    config: Any
+    elementwise: bool
+    hooks: Hooks
+    freed: int = 0  # bytes, roughly, since memory last went back
+
+    def __call__(self, layer: Callable[..., Tensor], hidden: Tensor, *args: Any) -> Tensor:
+        stored, spares = stored_bytes(self.config, hidden.numel() // self.config.hidden_size), _SPARES.get()
+        keeps_all = is_little(stored * self.config.num_hidden_layers) if spares is None else not spares
+        on_cpu = self.elementwise and hidden.device.type == "cpu"
+        if on_cpu and keeps_all:
+            return layer(hidden, *args)
+        with self.hooks():  # the checkpoint's own hooks are inside these
+            out = self.run(layer, hidden, *args)
+        if on_cpu:
+            self._note(stored)
+            if out.requires_grad:
+                out.register_hook(lambda _: self._note(stored))
+        return out
+
+    def _note(self, nbytes: int) -> None:
+        self.freed += nbytes
+        if self.freed > _AT_MOST_FREED:
+            self.freed = 0
+            give_back_freed()
 
 
 def stored_bytes(config: Any, tokens: int) -> int:
     """Return roughly the bytes that a layer would store for its backward pass, counted for float32."""
     return 4 * tokens * (11 * config.hidden_size + 4 * config.intermediate_size)
-
-
-@dataclass
-class _Freed:
-    """Freed memory that goes back to the system now and then. Most of it would never be reused: glibc's aligned
-    allocations ask for more than their size, so that none fits where one of the same size has been."""
-
-    passed: int = 0
-
-    def more(self, nbytes: int) -> None:
-        self.passed += nbytes
-        if self.passed > _AT_MOST_FREED:
-            self.passed = 0
-            give_back_freed()
 
 
 def _policy(config: Any, _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

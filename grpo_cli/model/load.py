@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
@@ -38,6 +38,7 @@ from grpo_cli.model.packed import allow_packing
 from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
 
+transformers_logging.disable_progress_bar()  # of files and weights: they would break the live view
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = "tiny"
 HUB_SECONDS = 10.0
@@ -60,18 +61,16 @@ def load_model(
     """
     check_device(settings, device)
     dtype = DTYPES[settings.dtype]
-    if settings.random_init:
-        config = model_config(settings, any_family)
-        _without_dropout(config)
+    source = None if settings.random_init else source_of(settings.path)
+    config = _read_config(source, settings, any_family) if source else model_config(settings, any_family)
+    _without_dropout(config)
+    if source is None:
         if layers is not None:
             config.num_hidden_layers, kinds = layers, getattr(config, "layer_types", None)
             config.layer_types = kinds and (kinds * layers)[:layers]
         with device:  # drawing billions of numbers is fast on a GPU only
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     else:
-        source = source_of(settings.path)
-        config = _read_config(source, settings, any_family)
-        _without_dropout(config)
         model = _read_weights(source, config, dtype, settings, device)
     if device.type == "cuda" and is_llama_shaped(model):
         allow_packing(model)  # selects our attention, which differs there in float32
@@ -99,7 +98,8 @@ def _recompute(model: PreTrainedModel, settings: ModelSettings) -> None:
     if settings.offload_activations and not ours:
         raise UserError(f"model.offload_activations=true needs Llama-shaped layers, and {name} has others; use false")
     if what == "full" or (what == "elementwise" and ours):
-        recompute_layers(model, what, partial(save_on_cpu, pin_memory=True) if settings.offload_activations else None)
+        offload = partial(save_on_cpu, pin_memory=True)
+        recompute_layers(model, what, offload if settings.offload_activations else nullcontext)
 
 
 def at_checkpoint(settings: ModelSettings, folder: Path) -> ModelSettings:
@@ -192,13 +192,11 @@ def save_pretrained(
     For a model with adapters only these are written, as PEFT does; `with_base` also saves the base weights, if they are
     stored nowhere else. `state_dict`: a copy of the model's, which is saved in its place.
     """
-    given = {} if state_dict is None else {"state_dict": dict(state_dict)}
+    given: dict[str, Any] = {} if state_dict is None else {"state_dict": dict(state_dict)}
     adapted = hasattr(model, "peft_config")
-    with _no_progress_bars():
-        if adapted:  # does not ask the hub whether the base's vocabulary has changed
-            model.save_pretrained(folder, save_embedding_layers=False, **given)
-        else:
-            model.save_pretrained(folder, **given)
+    if adapted:
+        given["save_embedding_layers"] = False  # else PEFT asks the hub whether the base's vocabulary has changed
+    model.save_pretrained(folder, **given)
     tokenizer.save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):  # these are written for their owner alone
         shutil.copymode(folder / "tokenizer_config.json", weights)
@@ -263,7 +261,7 @@ def _read_config(source: Path | str, settings: ModelSettings, any_family: bool) 
 def _read_weights(
     source: Path | str, config: PreTrainedConfig, dtype: torch.dtype, settings: ModelSettings, device: torch.device
 ) -> PreTrainedModel:
-    with _reading(source, "safetensors weights"), _no_progress_bars():
+    with _reading(source, "safetensors weights"):
         # with `output_loading_info` the result is a pair, unlike its annotation
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
@@ -308,7 +306,7 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400] or 'no reason given'}"
         if isinstance(source, Path):
             raise UserError(f"model folder {source}: its {what} cannot be read ({reason})") from error
-        if _is_gated(error):
+        if any(isinstance(one, GatedRepoError) for one in (error, error.__cause__)):  # `transformers` wraps it
             raise UserError(
                 f"model.path={source} is gated: accept its terms on https://huggingface.co/{source} and log in with "
                 "`hf auth login` (or set HF_TOKEN); or give the path of a folder that has it"
@@ -317,24 +315,3 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
             f"model.path={source} is not a folder here, and its {what} could not be fetched from the hub ({reason}); "
             "without network, download the model elsewhere and give the path of its folder (to grpo export: --base)"
         ) from error
-
-
-def _is_gated(error: BaseException | None) -> bool:
-    """True if the hub refused because its terms were not accepted (`transformers` wraps that error)."""
-    while error is not None:
-        if isinstance(error, GatedRepoError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Disable the progress bars of transformers, which would break the live view."""
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()

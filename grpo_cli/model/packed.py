@@ -51,7 +51,8 @@ def allow_packing(model: Any) -> None:
 def packed_hidden(
     model: Any, input_ids: Int[Tensor, "N"], trees: Trees, natively: bool = False
 ) -> Float[Tensor, "N H"]:
-    """Compute the last hidden state of every token of the run. The model must have been through `allow_packing`."""
+    """Compute the last hidden state of every token of the run."""
+    allow_packing(model)
     assert sum(map(sum, trees)) == len(input_ids), "the trees cover the run"
     spans = [np.arange(size) + (tree[0] if place else 0) for tree in trees for place, size in enumerate(tree)]
     (positions,) = send(input_ids.device, np.concatenate(spans))

@@ -13,6 +13,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -32,6 +33,18 @@ class NoNative(Exception):
     def __init__(self, reason: str, is_fault: bool = True) -> None:
         super().__init__(reason)
         self.is_fault = is_fault
+
+
+def tried(is_exact: Callable[[], bool], slower: str, warn: Callable[[str], None]) -> bool | str:
+    """Return True if C computes what PyTorch does, else why it is not used; the fault of a compiler is a warning."""
+    try:
+        if is_exact():
+            return True
+        raise NoNative(WRONG)
+    except NoNative as error:
+        if error.is_fault:
+            warn(slower.format(error))
+        return str(error)
 
 
 @cache

@@ -19,12 +19,10 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
+from grpo_cli.rules.loss import bounded_ratio
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.ranges import OneOf
 from grpo_cli.types import Batch, Verdict
-
-# As in verl and slime: exp(20) = 5e8 is larger than any useful weight, and a longer product would overflow.
-MAX_LOG_RATIO = 20.0
 
 Bound = Annotated[float | int | None, Field(ge=0)]
 Prox = Annotated[str, OneOf(("now", "drawn", "ewma"))]
@@ -94,7 +92,7 @@ class Correct:
         """Return reasons in words for `rollouts.jsonl`; of each row the flags say whether it is answered, vetoed, left
         and trained."""
         lowest = torch.segment_reduce(log_ratio, "min", lengths=batch.lengths, unsafe=True, initial=0)
-        columns = flags.tolist(), bounded_exp(lowest).tolist(), bounded_exp(batch.sums(log_ratio)).tolist()
+        columns = flags.tolist(), bounded_ratio(lowest).tolist(), bounded_ratio(batch.sums(log_ratio)).tolist()
         return tuple(self._reason(*row, lowest=low, product=xi) for row, low, xi in zip(*columns, strict=True))
 
     def _reason(self, answered: bool, vetoed: bool, left: bool, trained: bool, *, lowest: float, product: float) -> str:
@@ -114,7 +112,7 @@ class Correct:
         return batch.any(log_ratio < veto)
 
     def _in_band(self, log_ratio: Float[Tensor, "N"]) -> Bool[Tensor, "N"]:
-        ratio = bounded_exp(log_ratio)
+        ratio = bounded_ratio(log_ratio)
         low = -math.inf if self.mask_low is None else self.mask_low
         high = math.inf if self.mask_high is None else self.mask_high
         return ~((ratio < low) | (ratio > high))  # a NaN stays in, where the trainer's guard against bad steps sees it
@@ -124,9 +122,9 @@ class Correct:
         if self.importance == "none":
             return torch.ones_like(log_ratio)
         if self.importance == "token":
-            weights, counted = bounded_exp(log_ratio), batch.drawn_mask
+            weights, counted = bounded_ratio(log_ratio), batch.drawn_mask
         else:
-            weights, counted = bounded_exp(batch.sums(log_ratio)), batch.any(batch.drawn_mask)
+            weights, counted = bounded_ratio(batch.sums(log_ratio)), batch.any(batch.drawn_mask)
         low = -math.inf if self.is_threshold_low is None else self.is_threshold_low
         high = math.inf if self.is_threshold is None else self.is_threshold
         if self.is_mode == "truncate":
@@ -166,7 +164,7 @@ def mismatch_metrics(
     token_log_ratios = log_ratio[mask]
     if not len(token_log_ratios):
         token_log_ratios = log_ratio.new_zeros(1)
-    ratios = bounded_exp(token_log_ratios)
+    ratios = bounded_ratio(token_log_ratios)
     values = {
         "mismatch/ratio_mean": ratios.mean(),
         "mismatch/ratio_min": ratios.min(),
@@ -195,7 +193,3 @@ def lower_quantile(values: Float[Tensor, " N"], q: float) -> Float[Tensor, ""]:
 def masked_mean(values: Tensor, mask: Tensor) -> Float[Tensor, ""]:
     """Return the mean over the mask, 0 over none."""
     return values.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
-
-
-def bounded_exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

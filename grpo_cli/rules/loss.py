@@ -28,7 +28,8 @@ from grpo_cli.types import Batch, LossOutput, Totals
 
 AGGREGATIONS = ("sequence", "token", "constant")
 
-# Beyond exp(20) a ratio means nothing, and one that overflows would turn a zero advantage into NaN.
+# As in verl and slime: beyond exp(20) = 5e8 a ratio means nothing, and one that overflows would turn a zero advantage
+# into NaN.
 _MAX_LOG_RATIO = 20.0
 
 
@@ -67,13 +68,13 @@ class Clipped(ABC):
         reference.
         """
         mask = batch.loss_mask
-        said = self.terms(logprobs, batch)
-        weighed = said.terms * batch.weights.detach().float()
+        tokens = self.terms(logprobs, batch)
+        weighed = tokens.terms * batch.weights.detach().float()
         loss = policy = aggregate(weighed, batch, totals, self.aggregation)
         metrics = {
             "loss/policy": policy.detach(),
-            "loss/clip_fraction": aggregate(said.clipped.float(), batch, totals, "token"),
-            "loss/policy_ratio_mean": aggregate(said.ratio.detach(), batch, totals, "token"),
+            "loss/clip_fraction": aggregate(tokens.clipped.float(), batch, totals, "token"),
+            "loss/policy_ratio_mean": aggregate(tokens.ratio.detach(), batch, totals, "token"),
         }
         assert batch.ref_logprobs is not None or not self.needs_reference, (
             "a KL term without reference log-probabilities"
@@ -136,7 +137,7 @@ def k3(logprobs: Float[Tensor, "N"], ref_logprobs: Float[Tensor, "N"], mask: Boo
     return bounded_ratio(difference) - difference - 1
 
 
-def bounded_ratio(log_ratio: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 

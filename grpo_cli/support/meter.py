@@ -1,4 +1,4 @@
-"""Named spans of time; and a null meter that costs nothing.
+"""Named spans of time, and the metrics that they make.
 
 A span costs two clock readings. On a GPU, where work is queued, its ends are events in the queue: it lasts from when
 the device has finished all earlier work until it has finished the span's. Only `take` waits for that, once.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class _Span:
         self.name, self.start = name, start
 
 
-class WallMeter:
+class Meter:
     """Measures wall-clock seconds by name.
 
     Spans of one name add up, also nested; spans of different names each count in full, so a step's time contains that
@@ -92,13 +92,3 @@ def _event() -> Any:
     mark = torch.cuda.Event(enable_timing=True)
     mark.record()
     return mark
-
-
-class NullMeter:
-    """Measures nothing, at no cost."""
-
-    def span(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def take(self) -> Mapping[str, float]:
-        return {}

@@ -68,7 +68,7 @@ class Jsonl(DialogueTask):
     ) -> None:
         del seed  # nothing here is random: runs that differ in their seed share their problems
         if not (source := path or default_path):
-            raise UserError("task.path is missing: give a JSONL file, or hub:<dataset>:<split>")
+            raise UserError("task.path is missing: give a file (.jsonl, .csv, ...), or hub:<dataset>:<split>")
         self._set_up(tokenizer, turns, chat_defaults, warn)
         self._judge = (
             ModelJudge(judge, run_dir, warn)
@@ -104,8 +104,8 @@ class Jsonl(DialogueTask):
             for parts, completion, (_, rollout) in judged
         ]
 
-    def counted(self) -> Mapping[str, float]:
-        return {**super().counted(), **(self._judge.counted() if isinstance(self._judge, ModelJudge) else {})}
+    def take_metrics(self) -> Mapping[str, float]:
+        return {**super().take_metrics(), **(self._judge.take_metrics() if isinstance(self._judge, ModelJudge) else {})}
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
         return cast(Mapping[str, Any], of_json(self._problem(prompt).row))

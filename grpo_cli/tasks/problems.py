@@ -1,7 +1,9 @@
-"""Problems with answers, of a JSONL or Parquet file or a data set of the hub: read, checked, split and made prompts."""
+"""Problems with answers, of a file (JSONL, JSON, CSV, Parquet) or a data set of the hub: read, checked, split and made
+prompts."""
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ from grpo_cli.support.formatting import plain
 from grpo_cli.tasks.prompting import MadePrompts, Message, Prompting
 from grpo_cli.types import Prompt
 
-HUB, PARQUET = "hub:", ".parquet"
+HUB, PARQUET, CSV = "hub:", ".parquet", ".csv"
 LONG_PROMPTS = ("refuse", "leave_out")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -43,7 +45,7 @@ class Problem:
 
 
 def read_problems(source: str, key: str, question_field: str, answer_field: str) -> list[Problem]:
-    """Read all rows of a JSONL or Parquet file, or of `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`.
+    """Read all rows of a file, or of `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`.
 
     `key` is the setting that named the source (`task.path`), for messages. Blank lines are skipped; anything else that
     is not a row is a UserError with its place. An answer may be a JSON number, which is kept as it was written.
@@ -71,11 +73,16 @@ def records(source: str, key: str) -> Iterator[tuple[int, Any]]:
     path = Path(source).expanduser()
     try:
         with open(path, "rb", opener=regular) as file:
-            yield from _rows_of_table(file) if is_table else _rows_of_lines(file, source)
+            if is_table:
+                yield from _rows_of_table(file)
+            elif source.lower().endswith(CSV):
+                yield from _rows_of_csv(file, source)
+            else:
+                yield from _rows_of_lines(file, source)
     except OSError as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"{key}={source} cannot be read: {reason} (tried {path.absolute()}); give a JSONL or Parquet file"
+            f"{key}={source} cannot be read: {reason} (tried {path.absolute()}); give .jsonl, .json, .csv or .parquet"
         ) from error
 
 
@@ -89,14 +96,31 @@ def _rows_of_table(file: Any) -> Iterator[tuple[int, Any]]:
         raise OSError(error) from error
 
 
+def _rows_of_csv(file: Any, source: str) -> Iterator[tuple[int, Any]]:
+    """Yield a dict of texts for each row below the first, which has the names of the fields."""
+    reader = csv.DictReader((line.removeprefix(_BYTE_ORDER_MARK).decode("utf-8") for line in file), strict=True)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                fields = ", ".join(reader.fieldnames or ())
+                raise UserError(
+                    f"{where(source, reader.line_num)} has not one cell for each field ({fields}): quote commas"
+                )
+            yield reader.line_num, row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(f"{where(source, reader.reader.line_num)} cannot be read as CSV: {error}") from error
+
+
 def _rows_of_lines(file: Any, source: str) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(file, 1):
+    """Yield the JSON value of each line, or the items of the one array that the file is."""
+    whole = file.peek(1 << 12).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
+    for number, line in enumerate([file.read()] if whole else file, 1):
         if text := line.removeprefix(_BYTE_ORDER_MARK).strip():
             try:
                 row = json.loads(text.decode("utf-8"), parse_float=Decimal, parse_constant=_not_a_number)
             except (ValueError, RecursionError) as error:  # also of what is no UTF-8
                 raise UserError(f"{where(source, number)} cannot be read as JSON: {error}") from error
-            yield number, row
+            yield from enumerate(row, 1) if whole else [(number, row)]
 
 
 def _not_a_number(word: str) -> NoReturn:

@@ -78,7 +78,7 @@ class ConsoleTracker:
             self.say(step_line(record, self._total, self.seconds_left()))
 
     def phase(self, names: tuple[str, ...]) -> None:
-        """Note the currently open spans, outermost first (`WallMeter(on_phase=...)`)."""
+        """Note the currently open spans, outermost first (`Meter(on_phase=...)`)."""
         self._show()
         self._phase, self._phase_start = (names or ("",))[-1], self._clock()
 

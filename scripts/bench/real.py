@@ -42,7 +42,7 @@ from step import PHASES, WAYS, measured
 from grpo_cli.engine.decoder import Padding
 from grpo_cli.engine.layers import Weights
 from grpo_cli.model.anatomy import backbone, head
-from grpo_cli.support.meter import WallMeter
+from grpo_cli.support.meter import Meter
 from grpo_cli.support.processor import flush_denormals
 
 TINY = Path(str(files("grpo_cli.model") / "tiny")).resolve()
@@ -81,10 +81,10 @@ Groups = dict[str, dict[str, Line]]
 def floor(case: Case) -> Figures:
     """Seconds of a decode step, and of its weight products alone, the median of turns."""
     clock = clock_of(case.threads)
-    meter, work, model = WallMeter(clock=clock), make_work(case), case.loaded()
+    meter, work, model = Meter(clock=clock), make_work(case), case.loaded()
     dtype = torch.bfloat16 if case.settings.model.autocast == "bfloat16" else model.dtype
     with case.autocast(), torch.inference_mode():
-        engine = engine_of(model, work.eos, "sampler=full", meter=meter)
+        engine = engine_of(model, work.eos, "sampler=full", span=meter.span)
         list(engine.generate(work.cut(4)))
         rows = Padding(**engine.facts()["padding"]).padded_rows(len(work.requests))
         layers = list(_joined_layers(model))

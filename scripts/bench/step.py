@@ -27,7 +27,7 @@ from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import RunSettings
 from grpo_cli.step import Step
 from grpo_cli.support.memory import peak_bytes
-from grpo_cli.support.meter import WallMeter
+from grpo_cli.support.meter import Meter
 from grpo_cli.support.processor import flush_denormals
 from grpo_cli.tracking.progress import Progress
 from grpo_cli.types import Finish, Prompt, Request, Rollout
@@ -45,9 +45,9 @@ def training(case: Case) -> tuple[str, ...]:
 def run_ours(case: Case) -> list[Figures]:
     """Rounds of `grpo train`, nothing saved or logged; phases in processor seconds where there is one thread."""
     settings = settings_of(*training(case))
-    meter = WallMeter(clock=clock_of(case.threads))
+    meter = Meter(clock=clock_of(case.threads))
     run = prepare(settings)
-    bench = set_up(run, settings.model, meter=meter)
+    bench = set_up(run, settings.model, span=meter.span)
     step = Step(settings, parts_of(run, bench, (), meter, print, print))
     progress, found = Progress(), list[Figures]()
     for number in range(case.repeats + 1):

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.layers import EAGER, Functions
+from grpo_cli.engine.layers import Compiled
 
 CUDA = torch.device("cuda")
 ASKS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique", "equal", "bincount", "is_nonzero")
@@ -90,8 +90,7 @@ class Watched(TorchDispatchMode):
 
     def decoder(self, model: Any) -> Decoder:
         """As on a GPU by default: the halves of its layers are compiled."""
-        halves = map(self._region, (EAGER.before, EAGER.after))
-        return replace(Decoder.of(model), compiled=Functions(*halves, compiled=True))
+        return replace(Decoder.of(model), compiled=Compiled(self._region))
 
     def _region(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*operands: Any) -> Any:

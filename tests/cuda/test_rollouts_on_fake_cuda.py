@@ -48,9 +48,9 @@ class Trial:
     lengths: list[int]
 
 
-def again(run: Callable[[], TurnOutput]) -> Callable[[], TurnOutput]:
+def again(run: Callable[[], TurnOutput]) -> tuple[TurnOutput, Callable[[], TurnOutput]]:
     """A capture, as far as a graph can be had."""
-    return run
+    return run(), run
 
 
 def trial(

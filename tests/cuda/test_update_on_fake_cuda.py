@@ -20,7 +20,7 @@ from grpo_cli.model import flash, packed
 from grpo_cli.model.packed import allow_packing
 from grpo_cli.native.ops import flat
 from grpo_cli.settings import Sampling
-from grpo_cli.support.meter import NullMeter
+from grpo_cli.support.meter import Meter
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -70,6 +70,7 @@ def test_an_update_mixes_no_devices_and_waits_twice_whatever_it_is_cut_into(
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", pytest.fail)
     with gpu(monkeypatch, host=True) as watched:
         model = model_of(watched, torch.bfloat16 if precision == "bfloat16" else torch.float32, **SMALL)
+        allow_packing(model)  # as `load_model` does
         model = adapted(model) if adapters else model
         trained = [weight for weight in model.parameters() if weight.requires_grad]
 
@@ -79,12 +80,10 @@ def test_an_update_mixes_no_devices_and_waits_twice_whatever_it_is_cut_into(
                 weight.grad = torch.zeros_like(weight)
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
-        monkeypatch.setattr("grpo_cli.learner.learner.packs_rows", lambda *_: packs)
+        monkeypatch.setattr("grpo_cli.learner.forward.packs_rows", lambda *_: packs)
         settings = made.model("", autocast="bfloat16" if precision == "autocast" else "none")
         train = made.train(micro_batch_tokens=tokens)
-        learner = Learner(
-            model, made.loss(), settings, Sampling.plain(3), train, made.optim(), NullMeter(), pytest.fail
-        )
+        learner = Learner(model, made.loss(), settings, Sampling.plain(3), train, made.optim(), Meter(), pytest.fail)
         watched.waits.clear()
         assert learner.logprobs(model, batch).shape == (12,) and watched.waits == ["_to_copy"]
         for _ in range(2):

@@ -132,8 +132,10 @@ def make_engine(model: Any, **words: Any) -> TorchEngine:
 
 def make_generation(decoder: Decoder, requests: Sequence[Request], **parts: Any) -> Generation:
     """All at once with everything off, but for what is given."""
-    defaults: dict[str, Any] = dict(sampler=full(), sparsity=Dense(), eos_token_ids=(EOS,), span=nullcontext)
-    return Generation(decoder, requests=requests, **(defaults | parts))
+    own = {name: parts.pop(name) for name in ("prefix", "capture", "replies") if name in parts}
+    defaults: dict[str, Any] = dict(sampler=full(), sparsity=Dense(), eos_token_ids=(EOS,))
+    defaults |= dict(model=decoder.model, scheduler=Fifo(), predictor=NoPredictor())
+    return Generation(decoder, EngineParts(**(defaults | parts)), requests, **own)
 
 
 def some_and_the_rest(cases: Sequence[Any], some: Sequence[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from orders import Forgetful, PromptsFirst
 from small import contents, make_engine, small_model, some_requests
 from tiny_hf import FAMILIES, LLAMA3_ROPE
 
-from grpo_cli.engine import generation
+from grpo_cli.engine import generation, sequence
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.kv_cache import BLOCK, round_up
 from grpo_cli.engine.samplers import KvShape
@@ -138,6 +138,14 @@ def test_a_scheduler_returns_waiting_sequences_once_each() -> None:
 
     with pytest.raises(AssertionError, match="waiting sequences, once"):
         list(make_engine(small_model(), scheduler=Again()).generate(some_requests()))
+
+
+def test_tables_of_blocks_are_sent_again_only_once_one_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven columns in each of 18 steps, and two tables when all begin and when a second block begins with key 17."""
+    sent, send = list[int](), sequence.send
+    monkeypatch.setattr(sequence, "send", lambda device, *tables: sent.append(len(tables)) or send(device, *tables))
+    list(make_engine(small_model(), eos_token_ids=()).generate(some_requests(prompts=1, n=2, tokens=19)))
+    assert sent == [9] + [7] * 15 + [9, 7]
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:

@@ -74,15 +74,6 @@ def test_of_three_copies_the_older_are_more_redundant() -> None:
     assert found[7] == pytest.approx(float(found[9])), "the newest copy is as good as a key of its own kind"
 
 
-def test_streaming_keeps_the_first_and_the_last() -> None:
-    for sinks, budget in ((0, 7), (2, 9), (4, 7)):
-        policy = Streaming(**WORDS | {"sinks": sinks, "budget": budget})
-        kept = policy.choose(candidates(), torch.full((ROWS,), sinks))
-        expected = [*range(sinks), *range(COUNT - budget + sinks, COUNT)]
-        assert kept.tolist() == [[[expected] * HEADS] * ROWS] * LAYERS
-    assert Streaming(**WORDS).score(candidates()).shape == (LAYERS, ROWS, HEADS, COUNT - 3)
-
-
 class Given(Budget):
     """Scores made up beforehand."""
 

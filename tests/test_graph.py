@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,31 +13,25 @@ import pytest
 import torch
 from captured import Again
 from made import full, infinite, micro, prefix_head
-from small import contents, make_engine, make_generation, small_model, some_requests
+from small import contents, make_engine, small_model, some_requests
 
 from grpo_cli.engine.cuda_graph import WORTH_CAPTURING, CudaGraphs
-from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.determinism import invariance_of
-from grpo_cli.engine.scheduling import Fifo, Lpt
+from grpo_cli.engine.scheduling import Lpt
 from grpo_cli.support.errors import UserError
 
 
-def served(sampler: Any, capture: Any, requests: Any) -> Any:
-    decoder = Decoder.of(small_model())
-    generation = make_generation(
-        replace(decoder, padding=invariance_of(decoder).padding), requests, sampler=sampler, capture=capture
-    )
-    return contents(rollout for _, rollout in generation.serve(Fifo()))
+def captured(sampler: Any, requests: Any) -> int:
+    engine, capture = make_engine(small_model(), sampler=sampler), Again()
+    engine._capture = lambda: capture
+    list(engine.generate(requests))
+    return capture.captured
 
 
 def test_few_shapes_occur_and_those_that_come_back_are_captured() -> None:
     # 16 samples of one prompt in 8 slots, at most 64 keys: tables of 1, 2 and 4 blocks.
-    requests, capture = some_requests(prompts=1, n=16, tokens=64), Again()
-    served(infinite(slots=8), capture, requests)
-    assert 1 <= capture.captured <= 3
-    requests, capture = some_requests(prompts=1, n=2, tokens=WORTH_CAPTURING), Again()
-    served(full(), capture, requests)
-    assert capture.captured == 0, "none came back; the first token of a rollout comes without a step"
+    assert 1 <= captured(infinite(slots=8), some_requests(prompts=1, n=16, tokens=64)) <= 3
+    # None comes back: the first token of a rollout comes without a step.
+    assert captured(full(), some_requests(prompts=1, n=2, tokens=WORTH_CAPTURING)) == 0
 
 
 @pytest.mark.parametrize(

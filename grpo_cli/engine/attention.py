@@ -27,10 +27,7 @@ Note = Callable[[int, Tensor], None]
 
 def paged_attention(backend: str, rows: Rows, cache: PagedCache, scale: float, note: Note | None = None) -> Attention:
     """Return a step's attention, which also writes each row's new key and value, by `c`, `triton` or `reference`."""
-    if backend == "triton":
-        assert note is None, "the kernel returns no weights"
-        return by_triton(rows, cache, scale)
-    return {"c": in_c, "reference": reference}[backend](rows, cache, scale, note)
+    return {"c": in_c, "triton": by_triton, "reference": reference}[backend](rows, cache, scale, note)
 
 
 def reference(rows: Rows, cache: PagedCache, scale: float, note: Note | None = None) -> Attention:
@@ -142,8 +139,9 @@ def _(
     return launch(q, k, v, keys, values, own, BLOCK, held, write_at, keys, values, prompt, BLOCK, seen, scale)
 
 
-def by_triton(rows: Rows, cache: PagedCache, scale: float) -> Attention:
+def by_triton(rows: Rows, cache: PagedCache, scale: float, note: Note | None = None) -> Attention:
     """Attention in one call for each layer."""
+    assert note is None, "the kernel returns no weights"
     write_at = rows.write_to * BLOCK + rows.held.remainder(BLOCK)
     memory = [memory.view(-1, *memory.shape[2:]) for memory in cache.memory]
     tables = rows.own, rows.held, write_at, rows.prompt, rows.seen

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from grpo_cli.engine.admission import Admission, Memory
-from grpo_cli.engine.common import Tally
+from grpo_cli.engine.common import EngineParts, Tally
 from grpo_cli.engine.cuda_graph import Capture, GraphedTurns, TurnOutput
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.eviction import Budget, Dense, Evictor
+from grpo_cli.engine.eviction import Budget, Evictor
 from grpo_cli.engine.kv_cache import BLOCK, CachedPrompt, PagedCache, blocks_for, round_up, table_of
-from grpo_cli.engine.samplers import KvPlan, Sampler
+from grpo_cli.engine.samplers import KvPlan
 from grpo_cli.engine.sampling import draw, drawing_of, uniforms
 from grpo_cli.engine.scheduling import Scheduler
-from grpo_cli.engine.sequence import Decode, Rows, RunningBatch, Sequence, Status
+from grpo_cli.engine.sequence import Rows, RunningBatch, Sequence, Status
 from grpo_cli.interfaces import Replies
 from grpo_cli.model.transfer import read, send
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
@@ -50,18 +50,14 @@ class Generation:
     def __init__(
         self,
         decoder: Decoder,
-        sampler: Sampler,
-        sparsity: Dense | Budget,
+        parts: EngineParts,
         requests: Seq[Request],
-        eos_token_ids: Seq[int],
-        span: Callable[[str], AbstractContextManager[Any]],
-        decode: Decode | None = None,
         prefix: int = 0,
         capture: Capture | None = None,
         replies: Replies | None = None,
-        per_step: int | None = None,
         enough: Callable[[Rollout], bool] | None = None,
     ) -> None:
+        sampler, sparsity, per_step = parts.sampler, parts.sparsity, parts.rollouts_per_step
         self._decoder = decoder = decoder.prepared(sparsity.needs_received)
         self.plan = plan = KvPlan.of(decoder.layout, sampler, sparsity, requests, per_step, prefix, replies is not None)
         fills, slots = capture is not None, plan.room.slots
@@ -85,9 +81,9 @@ class Generation:
             self._turn = GraphedTurns(self._computed, capture)
         self._replies, self._enough, self.halted = replies, enough, False
         self._asked: dict[int, Sequence] = {}  # whose environments have not answered yet
-        self._eos, self._decode = frozenset(eos_token_ids), decode
+        self._eos, self._decode = frozenset(parts.eos_token_ids), parts.decode
         self.details: dict[str, float] = {}
-        self._span = span
+        self._span = parts.span
         self._unfinished = Counter(request.prompt.id for request in requests)
         self._preempted = self._read_again = self._most_rows = self._most_held = 0
         self._paused_keys = self._paused_blocks = 0
@@ -165,7 +161,7 @@ class Generation:
                     self._prefill_together({name: prompts[name].token_ids for name in names[start : start + at_once]})
 
     def _prefill_together(self, prompts: Mapping[str, Seq[int]]) -> None:
-        policy = self._evictor and self._evictor.policy
+        policy = None if self._evictor is None else self._evictor.policy
         watches = policy is not None and policy.needs_received and not policy.protect_prompt
         done = self._decoder.prefill([*prompts.values()], watches)
         for place, (name, ids) in enumerate(prompts.items()):

@@ -264,7 +264,8 @@ class Functions:
         q, k, v = (each.view(len(x), -1, cos.shape[-1]) for each in block.qkv(x))
         if block.q_norm is not None and block.k_norm is not None:
             q, k = block.q_norm(q), block.k_norm(k)
-        return *self.rotate(q, k, cos, sin, v.dtype), v
+        q, k = self.rotate(q, k, cos, sin, v.dtype)
+        return q, k, v
 
     def after(self, block: Block, hidden: Tensor, attended: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Compute the rest of the block: the next layer's `hidden` and `delta`."""
@@ -313,7 +314,8 @@ class Compiled(Functions):
     compiled = True
 
     def __init__(self, compiler: Callable[[Callable[..., Any]], Any]) -> None:
-        self.before, self.after = map(compiler, (EAGER.before, EAGER.after))  # type: ignore[method-assign]
+        self.before = compiler(EAGER.before)  # type: ignore[method-assign]
+        self.after = compiler(EAGER.after)  # type: ignore[method-assign]
 
 
 EAGER, NATIVE = Functions(), Native()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from grpo_cli.engine.eviction import Budget, Dense
-from grpo_cli.engine.kv_cache import BLOCK, KvLayout, blocks_for
+from grpo_cli.engine.kv_cache import KvLayout, blocks_for
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.support.ranges import Bytes, Count
@@ -150,8 +150,9 @@ class Infinite(Sampler):
 class KvPlan:
     """The allocations of a generation, computed from its requests, the model and the sampler's limits.
 
-    Of `blocks`, `spare_blocks` are for sequences that pause. A sequence has at most `keys` of its own, in `own_blocks`,
-    and reads a prompt of at most `prompt_blocks`; `dense_keys` are those that it would hold without eviction.
+    Of `blocks`, `spare_blocks` are for sequences that pause. A sequence has at most `keys` of its own, and reads a
+    prompt of at most `prompt_blocks`. `saved` is the share of bytes that eviction saves of as many sequences without
+    it, each at its longest.
     """
 
     layout: KvLayout
@@ -160,8 +161,8 @@ class KvPlan:
     blocks: int
     spare_blocks: int
     keys: int
-    dense_keys: int
     prompt_blocks: int
+    saved: float
 
     @classmethod
     def of(
@@ -191,17 +192,11 @@ class KvPlan:
         most = min(shape.most, shape.prompts * shape.prompt_bytes + room.slots * shape.slot_bytes + spare)
         if room.budget is not None:
             most, spare = min(most, room.budget), 0
-        dense = BLOCK * blocks_for(Dense().capacity(new, both))
+        dense = layout.block_bytes * blocks_for(Dense().capacity(new, both))
+        held, whole = (shape.prompts * shape.prompt_bytes + room.slots * row for row in (shape.slot_bytes, dense))
         blocks, spare_blocks = most // layout.block_bytes, spare // layout.block_bytes
-        return cls(layout, shape, room, blocks, spare_blocks, keys, dense, blocks_for(longest))
+        return cls(layout, shape, room, blocks, spare_blocks, keys, blocks_for(longest), 1 - held / whole)
 
     @property
     def own_blocks(self) -> int:
         return blocks_for(self.keys)
-
-    @property
-    def saved(self) -> float:
-        """The share of bytes that eviction saves of as many sequences without it, each at its longest."""
-        prompts, rows = self.shape.prompts * self.shape.prompt_bytes, self.room.slots
-        whole = self.layout.bytes_per_token * rows * self.dense_keys + prompts
-        return 1 - (self.shape.slot_bytes * rows + prompts) / whole

@@ -208,4 +208,5 @@ class RunningBatch:
         uniforms = np.array([*[s.uniforms[s.made] for s in running], *[0.0] * missing])
         arrived = send(self._device, *columns, uniforms, *tables)
         self._sent = arrived[7:] or self._sent
-        return Rows(*arrived[:7], *self._sent, self._drawing)
+        tokens, positions, held, write_to, keys, slots, uniform, own, prompt = [*arrived[:7], *self._sent]
+        return Rows(tokens, positions, held, write_to, keys, slots, uniform, own, prompt, self._drawing)

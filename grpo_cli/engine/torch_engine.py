@@ -92,9 +92,8 @@ class TorchEngine(SequenceEngine):
             self._pad()
             if requests:
                 capture = self._capture and self._capture()
-                of = self._parts
-                parts = (self._decoder, of.sampler, of.sparsity, requests, of.eos_token_ids, of.span, of.decode)
-                yield from self._serve(Generation(*parts, self._prefix, capture, replies, of.rollouts_per_step, enough))
+                settings = self._prefix, capture, replies, enough
+                yield from self._serve(Generation(self._decoder, self._parts, requests, *settings))
         give_back_freed(all_of_it=False)
 
     def _warn_once(self, text: str) -> None:

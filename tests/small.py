@@ -6,7 +6,6 @@ import os
 import pkgutil
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
 

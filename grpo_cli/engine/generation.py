@@ -13,9 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch

@@ -11,7 +11,7 @@ import numpy as np
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import group_rollouts, requests_for, score_all
 from grpo_cli.collect.resuming import begun
-from grpo_cli.interfaces import Bench, Engine, Search, Task
+from grpo_cli.interfaces import Engine, Runtime, Search, Task
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import SAMPLES
 from grpo_cli.settings import ExamSettings, SampleSettings, Sampling, SplitExamSettings
@@ -52,32 +52,32 @@ def evaluate(
 
 
 def evaluate_with(
-    bench: Bench, settings: ExamSettings, sampling: SampleSettings, seed: int, split: str = "eval"
+    runtime: Runtime, settings: ExamSettings, sampling: SampleSettings, seed: int, split: str = "eval"
 ) -> EvalResult:
     """Evaluate as `settings` says: its problems (-1: the whole split), sampled at its temperature. UserError if the
     whole split would be too many."""
     drawn = sampling.at(settings.temperature)
-    return evaluate(bench.engine, bench.task, _asked(bench.task, settings, split), drawn, settings.k, seed)
+    return evaluate(runtime.engine, runtime.task, _asked(runtime.task, settings, split), drawn, settings.k, seed)
 
 
 def search_with(
-    bench: Bench, search: Search, settings: SplitExamSettings, sampling: SampleSettings, seed: int
+    runtime: Runtime, search: Search, settings: SplitExamSettings, sampling: SampleSettings, seed: int
 ) -> EvalResult:
     """Return the accuracy of what `search` answers to the same problems, sampled at the same temperature; nothing if it
     does not search."""
-    prompts = _asked(bench.task, settings, settings.split)
-    found = search(bench, prompts, sampling.at(settings.temperature), seed)
+    prompts = _asked(runtime.task, settings, settings.split)
+    found = search(runtime, prompts, sampling.at(settings.temperature), seed)
     if found is None:
         return EvalResult({}, ())
     rollouts, costs = found
     if [one.request.prompt for one in rollouts] != prompts or any(one.finish is Finish.PARTIAL for one in rollouts):
         raise UserError("search: return one whole rollout for each prompt, in their order")
-    groups = _scored(bench.task, prompts, rollouts)
-    examples = tuple(_examples(bench.task, groups, "searched"))
+    groups = _scored(runtime.task, prompts, rollouts)
+    examples = tuple(_examples(runtime.task, groups, "searched"))
     return EvalResult({**_accuracy("search/accuracy", groups), **costs}, examples)
 
 
-def no_search(bench: Bench, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> None:
+def no_search(runtime: Runtime, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> None:
     """Search nothing: the plain answers are all that is evaluated."""
 
 

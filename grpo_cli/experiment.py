@@ -22,7 +22,7 @@ from grpo_cli.config.recorded import checkpoint_to_resume
 from grpo_cli.engine.common import EngineParts
 from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samples
-from grpo_cli.interfaces import Bench, Engine, Parts, Tracker
+from grpo_cli.interfaces import Engine, Parts, Runtime, Tracker
 from grpo_cli.model.checks import check_device, check_vocabulary, context_of
 from grpo_cli.model.load import at_checkpoint, eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
 from grpo_cli.runs.provenance import code_version
@@ -59,10 +59,10 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     console = ConsoleTracker(settings.train.steps, folder=Path(settings.run_dir))
     checkpoint = checkpoint_to_resume(settings, console.warn)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
-    bench = set_up(prepared, weights, console.warn)
-    everything = sum(p.numel() for p in bench.model.parameters())
-    trained = sum(p.numel() for p in bench.model.parameters() if p.requires_grad)
-    for line in introduction(replace(settings, model=weights), everything, trained, bench.device, bench.tokenizer):
+    runtime = set_up(prepared, weights, console.warn)
+    everything = sum(p.numel() for p in runtime.model.parameters())
+    trained = sum(p.numel() for p in runtime.model.parameters() if p.requires_grad)
+    for line in introduction(replace(settings, model=weights), everything, trained, runtime.device, runtime.tokenizer):
         console.say(line)
     for line in doubts(settings):
         console.warn(line)
@@ -70,14 +70,14 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     if checkpoint is None and settings.resume is not None:  # it begins again
         files.load_state_dict({})
     trackers = files, console, _logger(prepared, "train", console.say, console.warn)
-    meter = Meter(bench.device, on_phase=console.phase)
-    parts = parts_of(prepared, bench, trackers, meter, console.say, console.warn)
+    meter = Meter(runtime.device, on_phase=console.phase)
+    parts = parts_of(prepared, runtime, trackers, meter, console.say, console.warn)
     return Trainer(settings, parts, checkpoint)
 
 
 def set_up(
     run: Prepared[Any], weights: ModelSettings, warn: Callable[[str], None] = say_to_stderr, **engine: Any
-) -> Bench:
+) -> Runtime:
     """Load the model and build its task and engine; `engine` is offered to the engine's builder first."""
     settings, device = run.settings, run.device
     if device.type == "cuda" and is_ours(settings):
@@ -99,7 +99,7 @@ def set_up(
     per_step = run.at_once if isinstance(settings, RunSettings) else None
     of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
     more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
-    return Bench(device, model, tokenizer, pad, task, _engine(settings, run.parts, model, eos, pad, **more), eos)
+    return Runtime(device, model, tokenizer, pad, task, _engine(settings, run.parts, model, eos, pad, **more), eos)
 
 
 def _load(run: Prepared[Any], weights: ModelSettings) -> Any:
@@ -153,7 +153,7 @@ def worker_engine(
 
 def parts_of(
     run: Prepared[Any],
-    bench: Bench,
+    runtime: Runtime,
     trackers: tuple[Tracker, ...],
     meter: Meter,
     say: Callable[[str], None],
@@ -161,21 +161,26 @@ def parts_of(
 ) -> Parts:
     """Build the parts of a trainer."""
     settings, rules, train = run.settings, run.rules, run.settings.train
-    offered = {"prompts": bench.task.prompts("train"), "per_step": train.prompts, "steps": train.steps, "n": settings.n}
-    offered |= {"seed": settings.seed, "history": bench.history}
+    offered = {
+        "prompts": runtime.task.prompts("train"),
+        "per_step": train.prompts,
+        "steps": train.steps,
+        "n": settings.n,
+    }
+    offered |= {"seed": settings.seed, "history": runtime.history}
     curriculum = run.parts["curriculum"].make(offered)
     reference: Any = None
     warmup: Sft | None = None
     if rules.loss.needs_reference:  # of the start's weights, never a checkpoint's
         if settings.model.adapted and settings.model.adapter is None:  # it is what lies below them
-            reference = bench.model
+            reference = runtime.model
         else:
             reference = _load(run, settings.model).requires_grad_(False).eval()
     if train.warmup == "sft":
-        shown = demonstrations(settings, bench, context_of(bench.model.config), warn)
+        shown = demonstrations(settings, runtime, context_of(runtime.model.config), warn)
         warmup = Sft(train.warmup_steps, train.warmup_lr, shown, train.prompts * settings.m, settings.seed)
-    save_model = partial(save_pretrained, bench.model, bench.tokenizer, with_base=settings.model.random_init)
-    return Parts(bench, curriculum, rules, reference, save_model, trackers, meter, say, warn, warmup)
+    save_model = partial(save_pretrained, runtime.model, runtime.tokenizer, with_base=settings.model.random_init)
+    return Parts(runtime, curriculum, rules, reference, save_model, trackers, meter, say, warn, warmup)
 
 
 def _logger(run: Prepared[Any], job_type: str, say: Callable[[str], None], warn: Callable[[str], None]) -> Tracker:
@@ -199,20 +204,20 @@ def evaluate_model(run: Prepared[EvalRunSettings]) -> EvalResult:
     settings, tracker = run.settings, _logger(run, "eval", print, to_stderr)
     summary: dict[str, Any] = {"status": "failed"}
     try:
-        bench, start = set_up(run, settings.model), time.perf_counter()
-        with torch.autocast(bench.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
-            found = search_with(bench, run.made, settings.eval, settings.sampling, settings.seed)
-            greedy = evaluate_with(bench, settings.eval, settings.sampling, settings.seed, settings.eval.split)
+        runtime, start = set_up(run, settings.model), time.perf_counter()
+        with torch.autocast(runtime.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
+            found = search_with(runtime, run.made, settings.eval, settings.sampling, settings.seed)
+            greedy = evaluate_with(runtime, settings.eval, settings.sampling, settings.seed, settings.eval.split)
         result = EvalResult({**greedy.metrics, **found.metrics}, greedy.examples + found.examples)
         write_samples(Path(settings.run_dir), result.examples)
-        seconds, stats = time.perf_counter() - start, bench.engine.stats()
+        seconds, stats = time.perf_counter() - start, runtime.engine.stats()
         tracker.log(Record(0, result.metrics, result.examples))
         summary = {"status": "completed", "checkpoint": settings.checkpoint, "model": settings.model.path}
         summary |= {"k": settings.eval.k, "split": settings.eval.split, "seconds": seconds, **result.metrics}
         summary["problems"] = len({example.prompt_id for example in result.examples})
         summary["engine/kv_peak_bytes"] = float(stats.kv_peak_bytes)
         summary |= {name: value for name, value in stats.details.items() if name.startswith("engine/kv_saving")}
-        summary |= {"engine": bench.engine.facts(), "code": code_version()}
+        summary |= {"engine": runtime.engine.facts(), "code": code_version()}
         write_summary(Path(settings.run_dir), summary)
     finally:
         tracker.close(summary)

@@ -159,7 +159,7 @@ class Curriculum(Protocol):
 class SetUp(Protocol):
     """A rule that uses the model, the task, the engine or the history of its run."""
 
-    def setup(self, runtime: Bench) -> None:
+    def setup(self, runtime: Runtime) -> None:
         """Take what it needs, once, before the first step."""
 
 
@@ -336,7 +336,7 @@ class Search(Protocol):
     """One answer to each problem of an evaluation, made of several replies, of which it sees no reward."""
 
     def __call__(
-        self, bench: Bench, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+        self, runtime: Runtime, prompts: Sequence[Prompt], sampling: Sampling, seed: int
     ) -> tuple[Sequence[Rollout], Mapping[str, float]] | None:
         """Return one whole rollout for each prompt, in their order, and metrics of what they cost; None: no search."""
 
@@ -353,7 +353,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Runtime:
     """The runtime of training and evaluation."""
 
     device: torch.device
@@ -370,7 +370,7 @@ class Bench:
 class Parts:
     """All the parts of a run. `reference` is None without a KL term, and the model itself if it lies below adapters."""
 
-    bench: Bench
+    runtime: Runtime
     curriculum: Curriculum
     rules: Rules
     reference: Any | None

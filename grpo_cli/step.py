@@ -34,14 +34,14 @@ class Step:
     """Runs the steps of training. It owns the learner; the run's counters are passed in."""
 
     def __init__(self, settings: RunSettings, parts: Parts) -> None:
-        self._settings, self._parts, self._bench, self._span = settings, parts, parts.bench, parts.meter.span
-        model, train, correction = parts.bench.model, settings.train, parts.rules.correction
+        self._settings, self._parts, self._runtime, self._span = settings, parts, parts.runtime, parts.meter.span
+        model, train, correction = parts.runtime.model, settings.train, parts.rules.correction
         of_run = settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn
         self.learner = Learner(model, parts.rules.loss, *of_run)
-        self._problems = len(parts.bench.task.prompts("train"))
+        self._problems = len(parts.runtime.task.prompts("train"))
         for rule in vars(parts.rules).values():
             if isinstance(rule, SetUp):
-                rule.setup(parts.bench)
+                rule.setup(parts.runtime)
         self.old_policy = old_policy(correction.prox, correction.prox_window, model, self.learner)
         # With one update per step, and without dropout, the learner's own forward pass gives the old policy's
         # log-probabilities, so that measuring the mismatch can wait for it.
@@ -63,12 +63,12 @@ class Step:
         progress.train_seconds += time.perf_counter() - start
         stats, record = rollouts.stats, self._settings.record
         metrics = step_metrics(progress, made, stats, trained) | rollouts.metrics() | observed
-        metrics["prompts/distinct"] = float(len(self._bench.history))
-        metrics["memory/peak_bytes"] = float(peak_bytes(self._bench.device))
-        metrics |= reserved_bytes(self._bench.device)
+        metrics["prompts/distinct"] = float(len(self._runtime.history))
+        metrics["memory/peak_bytes"] = float(peak_bytes(self._runtime.device))
+        metrics |= reserved_bytes(self._runtime.device)
         if stats.generated_tokens:
             metrics["speed/tokens_per_second"] = stats.generated_tokens / rollouts.rollout_seconds
-        rows = examples(self._bench.task, made, trained.selected, record.rollouts, record.tokens)
+        rows = examples(self._runtime.task, made, trained.selected, record.rollouts, record.tokens)
         return Record(step, metrics, rows)
 
     def _imitate(self, warmup: Warmup, step: int, progress: Progress) -> Record:
@@ -80,7 +80,7 @@ class Step:
         return Record(step, warmup_metrics(progress, updates, batch))
 
     def _rollouts(self, step: int, progress: Progress) -> StepCollection:
-        settings, bench, most = self._settings, self._bench, self._settings.train.max_generated
+        settings, runtime, most = self._settings, self._runtime, self._settings.train.max_generated
         return StepCollection(
             n=settings.n,
             prompts=settings.train.prompts,
@@ -88,9 +88,9 @@ class Step:
             seed=settings.seed,
             step=step,
             curriculum=self._parts.curriculum,
-            engine=bench.engine,
-            task=bench.task,
-            history=bench.history,
+            engine=runtime.engine,
+            task=runtime.task,
+            history=runtime.history,
             version=self.learner.updates,
             problems=self._problems,
             tokens_left=math.inf if most is None else most - progress.generated_tokens,
@@ -123,7 +123,7 @@ class Step:
         with self._span("logprobs"):
             if self._parts.reference is not None:
                 with self._span("ref_logprobs"):
-                    adapters = self._parts.reference is not self._parts.bench.model
+                    adapters = self._parts.reference is not self._parts.runtime.model
                     ref = self.learner.logprobs(self._parts.reference, batch, adapters)
                     batch = replace(batch, ref_logprobs=ref)
             if verdict is None and (self._old_policy_first or self.old_policy.differs):
@@ -190,7 +190,7 @@ class Step:
                 else:
                     self._skip(part, update.fault, step, progress)
         if self.learner.updates > begun:
-            self._bench.engine.update_weights()
+            self._runtime.engine.update_weights()
         return tuple(updates)
 
     def _end_old_policy(self, updates: Sequence[Update], mismatch: Mapping[str, float]) -> Mapping[str, float]:

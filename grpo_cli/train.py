@@ -124,7 +124,7 @@ class Trainer:
             return {}
         self._learner.park()
         with parts.meter.span("eval"), self._learner.autocast():
-            result = evaluate_with(parts.bench, settings.eval, settings.sampling, settings.seed)
+            result = evaluate_with(parts.runtime, settings.eval, settings.sampling, settings.seed)
         self._saver.join()  # raises the error of the save before
         accuracy = result.metrics["eval/accuracy"]
         best = self._progress.best_accuracy
@@ -148,7 +148,7 @@ class Trainer:
         with parts.meter.span("checkpoint"):
             state: dict[str, Any] = {
                 "progress": dict(vars(self._progress)),
-                "engine": dict(parts.bench.engine.state_dict()),
+                "engine": dict(parts.runtime.engine.state_dict()),
                 "rng": rng_state(),
                 "rules": learnt.state_of(parts),
                 "records": [dict(files.state_dict()) for files in self._files],
@@ -162,7 +162,7 @@ class Trainer:
                 save_model = partial(parts.save_model, state_dict=copied["weights"])
                 save_checkpoint(root, step, save_model, {**state, **copied["state"]}, keep)
 
-            model = parts.bench.model
+            model = parts.runtime.model
             frozen = (weight for weight in model.parameters() if not weight.requires_grad)
             weights = model.state_dict() if self._saver.lazy else None
             self._saver.save({"state": changing, "weights": weights}, write, frozen)
@@ -184,7 +184,7 @@ class Trainer:
                 raise ValueError(f"it is of step {self._progress.step}")
             self._learner.updates = self._progress.updates
             self._learner.load_state_dict(state["optimizer"])
-            self._parts.bench.engine.load_state_dict(state["engine"])
+            self._parts.runtime.engine.load_state_dict(state["engine"])
             learnt.put_back(self._parts, state["rules"])
             self._step.old_policy.load_state_dict(state.get("old_policy"))
             set_rng_state(state["rng"])
@@ -197,14 +197,14 @@ class Trainer:
         self._parts.say(f"resumed at step {self._progress.step} (from {checkpoint})")
 
     def _summary(self, status: str, fault: str | None) -> dict[str, Any]:
-        bench = self._parts.bench
+        runtime = self._parts.runtime
         return {
             "status": status,
             "error": fault,
             "stopped_by": None if status == "completed" else self._stop.stopped_by,
             **vars(self._progress),
-            "peak_memory_bytes": peak_bytes(bench.device),
-            "engine": bench.engine.facts(),
+            "peak_memory_bytes": peak_bytes(runtime.device),
+            "engine": runtime.engine.facts(),
             "update_threads": self._learner.threads,
             "update_native": self._learner.native,
             "code": code_version(),

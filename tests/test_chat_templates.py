@@ -73,7 +73,7 @@ def prompts(task: Jsonl) -> list[str]:
 def published(name: str) -> str:
     spec = find_spec("trl")
     if spec is None or spec.origin is None:
-        pytest.skip("the published chat templates lie in the package trl (the extra bench), which is not installed")
+        pytest.skip("the published chat templates lie in the package trl (the extra runtime), which is not installed")
     return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
 
 

@@ -287,7 +287,7 @@ def test_a_group_that_differs_by_what_is_left_out_alone_is_dropped(tmp_path: Pat
     settings = replace(settings, sampling=Sampling.plain(14), record=replace(settings.record, rollouts=-1))
     correction = made.ready("correction", "none", count_rejected=counted)
     trainer = make_trainer(settings, downsample=pods.maxvar, correction=correction, collector=dynamic())
-    trainer._parts.bench.task.reward = lambda prompt, rollout: Reward(  # type: ignore[method-assign]
+    trainer._parts.runtime.task.reward = lambda prompt, rollout: Reward(  # type: ignore[method-assign]
         float(rollout.finish is Finish.EOS and (prompt.token_ids[0] % 2 or rollout.request.sample % 2))
     )
     trainer.fit()

@@ -77,14 +77,14 @@ def test_averages_in_the_cpus_memory_change_nothing_and_plain_transformers_says_
     ids = torch.arange(2, 40)[None]
     with torch.no_grad():
         loaded = AutoModelForCausalLM.from_pretrained(plain)
-        assert torch.equal(loaded(ids).logits, run._parts.bench.model(ids).logits)
+        assert torch.equal(loaded(ids).logits, run._parts.runtime.model(ids).logits)
 
 
 def test_the_reference_takes_no_memory_unless_adapters_were_there_before(tmp_path: Path) -> None:
     """Saved ones are found with their base."""
     pytest.importorskip("peft")
     first = trainer(tmp_path / "first", (*LORA, "loss.kl_coef=0.04", "optim.lr=0.01", "optim.warmup_steps=0"))
-    assert first._parts.reference is first._parts.bench.model
+    assert first._parts.reference is first._parts.runtime.model
     first.fit()
     assert last_record(tmp_path / "first")["loss/kl"] > 0
     saved = tmp_path / "first" / "checkpoints" / "step_000002"
@@ -92,10 +92,10 @@ def test_the_reference_takes_no_memory_unless_adapters_were_there_before(tmp_pat
     assert values["model.adapter"] == str(saved) and values["model.path"].endswith("tiny")
     further = trainer(tmp_path / "further", (f"model.adapter={saved}", "loss.kl_coef=0.04"))
     ids, reference = torch.arange(2, 40)[None], further._parts.reference
-    assert reference is not further._parts.bench.model and not any(p.requires_grad for p in reference.parameters())
+    assert reference is not further._parts.runtime.model and not any(p.requires_grad for p in reference.parameters())
     with torch.no_grad():  # training goes on from what was saved, and that is what it is kept near to
-        expected = first._parts.bench.model(ids).logits
-        assert torch.equal(further._parts.bench.model(ids).logits, expected)
+        expected = first._parts.runtime.model(ids).logits
+        assert torch.equal(further._parts.runtime.model(ids).logits, expected)
         assert torch.equal(reference(ids).logits, expected)
 
 

@@ -180,7 +180,7 @@ def test_many_rollouts_of_few_problems_are_those_of_one_round_in_the_memory_of_f
         trainer = make_trainer(settings, sampler=sampler)
         trainer.fit()
         [recorder] = trainer._parts.trackers
-        return [p.detach() for p in trainer._parts.bench.model.parameters()], dict(recorder.records[-1].metrics)
+        return [p.detach() for p in trainer._parts.runtime.model.parameters()], dict(recorder.records[-1].metrics)
 
     (few, in_slots), (all_of_them, at_once) = run("few", made.infinite(slots=16)), run("all", made.full())
     assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(few, all_of_them, strict=True))

@@ -36,7 +36,7 @@ def test_greedy_rollouts_are_those_of_transformers() -> None:
     settings = settings_of(
         "model=smollm2_135m", f"model.path={SMOLLM2}", "sampler=infinite", "sampler.slots=2", "device=cpu"
     )
-    bench = set_up(prepare(settings), settings.model)
+    runtime = set_up(prepare(settings), settings.model)
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
     chats = [
         tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True) for q in QUESTIONS
@@ -44,7 +44,7 @@ def test_greedy_rollouts_are_those_of_transformers() -> None:
     ids = [chat["input_ids"] for chat in chats]
     prompts = [Prompt(str(i), tuple(row), "") for i, row in enumerate(ids)]
     requests = requests_for(prompts, 1, Sampling.plain(24, temperature=0.0), 0, 0)
-    ours = {rollout.request.prompt.id: list(rollout.token_ids) for rollout in bench.engine.generate(requests)}
+    ours = {rollout.request.prompt.id: list(rollout.token_ids) for rollout in runtime.engine.generate(requests)}
     model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32)
     ends = [tokenizer.convert_tokens_to_ids(token) for token in settings.model.eos_tokens]
     for i, row in enumerate(ids):

@@ -22,7 +22,7 @@ from small import FakeEngine, make_engine, small_model
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.config.instantiate import factories, rules_of
-from grpo_cli.interfaces import Bench, Loss, Parts
+from grpo_cli.interfaces import Loss, Parts, Runtime
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.methods import pods
 from grpo_cli.runs.checkpoint import load_state
@@ -94,17 +94,17 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
         model = type(small_model()).from_pretrained(checkpoint)
     model = model or small_model()
     engine = make_engine(model, sampler=parts.pop("sampler", full()))
-    bench = Bench(torch.device("cpu"), model, None, 0, CountTask(), engine)
+    runtime = Runtime(torch.device("cpu"), model, None, 0, CountTask(), engine)
     if isinstance(parts.get("engine"), type):
         parts["engine"] = parts["engine"](model)
     rules = rules_of(factories(made.settings().parts | {"downsample": made.part("downsample", "all")}))
-    curriculum = Epochs(bench.task.prompts("train"), settings.train.prompts, settings.seed)
+    curriculum = Epochs(runtime.task.prompts("train"), settings.train.prompts, settings.seed)
     ignored = str  # of what is said and warned of
-    plain = Parts(bench, curriculum, rules, None, model.save_pretrained, (Recorder(),), Meter(), ignored, ignored)
+    plain = Parts(runtime, curriculum, rules, None, model.save_pretrained, (Recorder(),), Meter(), ignored, ignored)
     if "loss" in parts and not isinstance(parts["loss"], Loss):
         parts["loss"].needs_reference = False
     for name, value in parts.items():
-        of = next((of for of in ("rules", "bench") if hasattr(getattr(plain, of), name)), None)
+        of = next((of for of in ("rules", "runtime") if hasattr(getattr(plain, of), name)), None)
         plain = replace(plain, **({name: value} if of is None else {of: replace(getattr(plain, of), **{name: value})}))
     return Trainer(settings, plain, checkpoint)
 
@@ -283,7 +283,7 @@ def test_an_update_that_ruins_or_breaks_weights_is_never_saved(tmp_path, number,
             raise MemoryError
         update()
         if len(calls) == number:
-            trainer._parts.bench.model.lm_head.weight.data[0, 0] = torch.nan
+            trainer._parts.runtime.model.lm_head.weight.data[0, 0] = torch.nan
 
     trainer._learner._optimizer.step = broken
     with pytest.raises(error, match=None if step == 1 else "step 3: after the update there are weights that are not"):

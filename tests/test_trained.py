@@ -139,7 +139,7 @@ def test_a_step_of_equal_rewards_is_as_if_it_had_not_been(tmp_path):
     settings, updated = decaying(tmp_path, steps=3, epochs=2, minibatches=2), list[int]()
     parts: dict[str, Any] = dict(task=Equal(2), trackers=(recorder,), warn=warnings.append)
     trainer = make_trainer(settings, model=model, **parts)
-    trainer._parts.bench.engine.update_weights = lambda: updated.append(trainer._progress.step)
+    trainer._parts.runtime.engine.update_weights = lambda: updated.append(trainer._progress.step)
     summary = trainer.fit()
     assert updated == [2], "an engine gets weights that have moved, and no others"
     assert [same(kept[0], later) for later in kept[1:]] == [True, True, True, False]

@@ -262,6 +262,6 @@ def test_a_run_that_is_cut_off_in_the_middle_of_episodes_goes_on_as_one_left_alo
 
 def test_an_evaluation_plays_episodes(tmp_path):
     settings = settings_of(*GUESS, "logger=jsonl", f"run_dir={tmp_path}")
-    bench = set_up(prepare(settings), settings.model)
-    result = evaluate_with(bench, replace(settings.eval, problems=6, k=2), settings.sampling, seed=0)
+    runtime = set_up(prepare(settings), settings.model)
+    result = evaluate_with(runtime, replace(settings.eval, problems=6, k=2), settings.sampling, seed=0)
     assert result.metrics["eval/problems"] == 6 and any(row.turns for row in result.examples)

@@ -125,7 +125,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 def test_a_solution_goes_on_as_the_model_would(chat: bool, expected: str, tmp_path: Path) -> None:
     model = make_folder(tmp_path / "model", chat_template=chat)
     trainer = run_of(tmp_path / "run", "model=hf", f"model.path={model}")
-    tokenizer, shown = trainer._parts.bench.tokenizer, trainer._parts.warmup.shown
+    tokenizer, shown = trainer._parts.runtime.tokenizer, trainer._parts.warmup.shown
     said = {
         tokenizer.decode(list(one.request.prompt.token_ids)): tokenizer.decode(list(one.token_ids)) for one in shown
     }
@@ -177,4 +177,4 @@ def test_a_task_that_works_solutions_out_is_imitated_with_its_answers(tmp_path: 
     parts = build(settings_of(*words, f"run_dir={tmp_path / 'run'}"))._parts
     shown = parts.warmup.shown
     assert len(shown) == 2 * 3 * 2 and len({one.request.prompt.id for one in shown}) == 12
-    assert {parts.bench.task.reward(one.request.prompt, one).total for one in shown} == {1.0}
+    assert {parts.runtime.task.reward(one.request.prompt, one).total for one in shown} == {1.0}

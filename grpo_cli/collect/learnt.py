@@ -19,7 +19,7 @@ def observing(parts: Parts) -> dict[str, Observes]:
 
 def observe(parts: Parts, step: int, collected: Sequence[ScoredGroup], made: Sequence[ScoredGroup]) -> dict[str, float]:
     """Pass a step's groups to every rule that learns from them; return the rules' metrics."""
-    parts.bench.history.observe(step, made)
+    parts.runtime.history.observe(step, made)
     metrics = dict[str, float]()
     for name, rule in observing(parts).items():
         metrics |= rule.observe(step, made if name == "curriculum" else collected)
@@ -28,13 +28,13 @@ def observe(parts: Parts, step: int, collected: Sequence[ScoredGroup], made: Seq
 
 def state_of(parts: Parts) -> dict[str, Any]:
     """Return what a checkpoint keeps: the history, each rule's state, and which prompts these are of."""
-    learnt = {"history": parts.bench.history.state_dict(), "task": _task_of(parts)}
+    learnt = {"history": parts.runtime.history.state_dict(), "task": _task_of(parts)}
     return learnt | {name: rule.state_dict() for name, rule in observing(parts).items()}
 
 
 def _task_of(parts: Parts) -> str:
     """Return a digest of a task's number of prompts, and of the first, the middle and the last of them."""
-    prompts = parts.bench.task.prompts("train")
+    prompts = parts.runtime.task.prompts("train")
     some = [prompts[place] for place in (0, len(prompts) // 2, len(prompts) - 1)] if len(prompts) else []
     said = repr([len(prompts), [(prompt.id, prompt.token_ids, prompt.answer) for prompt in some]])
     return hashlib.sha256(said.encode()).hexdigest()
@@ -54,6 +54,6 @@ def put_back(parts: Parts, state: Mapping[str, Any]) -> None:
             f"the checkpoint holds what {name}={kind} has learnt, and this run's {name} learns nothing; resume "
             f"with {name}={kind}, or start a new run"
         )
-    parts.bench.history.load_state_dict(state["history"])
+    parts.runtime.history.load_state_dict(state["history"])
     for name, rule in rules.items():
         rule.load_state_dict(state.get(name))

@@ -26,7 +26,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from grpo_cli.interfaces import Bench
+from grpo_cli.interfaces import Runtime
 from grpo_cli.rules.loss import masked_float
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch, LossOutput, ScoredGroup, Totals
@@ -57,7 +57,7 @@ class Optimal:
             raise UserError(f"advantage=a2po needs advantage.answers=<samples.jsonl>: write it with {WRITE_IT}")
         self._beta, self._file, self._shares = beta, answers, _shares_in(Path(answers).expanduser())
 
-    def setup(self, runtime: Bench) -> None:
+    def setup(self, runtime: Runtime) -> None:
         """Raise UserError for a prompt that the file does not know."""
         for prompt in runtime.task.prompts("train"):
             if prompt.id not in self._shares:

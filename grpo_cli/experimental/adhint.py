@@ -26,7 +26,7 @@ from torch import Tensor
 
 from grpo_cli.experimental.fresh import weighed
 from grpo_cli.experimental.given import begun_with, num_given
-from grpo_cli.interfaces import Bench, KnowsSolutions, StepRollouts
+from grpo_cli.interfaces import KnowsSolutions, Runtime, StepRollouts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count, Share
@@ -46,7 +46,7 @@ class Hint:
 
     resumes: ClassVar[bool] = True
 
-    def setup(self, runtime: Bench) -> None:
+    def setup(self, runtime: Runtime) -> None:
         if not isinstance(runtime.task, KnowsSolutions):
             raise UserError("collector=hint needs worked solutions, and this task shows none: use collector=equal")
         self._task = runtime.task

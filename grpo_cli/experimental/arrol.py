@@ -97,7 +97,7 @@ class Arrol(Probing):
     def _read(self, begun: Sequence[Group]) -> Float[np.ndarray, " N"]:
         """Return what the head predicts of each, NaN if nothing yet, and remember the features."""
         rollouts = [rollout for group in begun for rollout in group.rollouts]
-        features = narrowed(read(self._bench, rollouts, layer=self.layer, last=1).features).astype(np.float32)
+        features = narrowed(read(self._runtime, rollouts, layer=self.layer, last=1).features).astype(np.float32)
         scores = self._probe.predict(features)
         names = [(rollout.request.prompt.id, rollout.request.sample) for rollout in rollouts]
         self._now = dict(zip(names, zip(features, scores.tolist(), strict=True), strict=True))

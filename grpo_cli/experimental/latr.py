@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 from grpo_cli.experimental.arrol import look_at
 from grpo_cli.experimental.given import begun_with
 from grpo_cli.experimental.reading import read
-from grpo_cli.interfaces import Bench, StepRollouts
+from grpo_cli.interfaces import Runtime, StepRollouts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import Finish, Group, Rollout, ScoredGroup
@@ -64,7 +64,7 @@ class Lookahead:
 
     resumes: ClassVar[bool] = True
     one_turn: ClassVar[bool] = True
-    _bench: Bench
+    _runtime: Runtime
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class Lookahead:
         self._chunk, self._prune_after, self._hand_over = chunk, prune_after, hand_over
         self._shares = list(zip(since, share, strict=True))
 
-    def setup(self, runtime: Bench) -> None:
-        self._bench = runtime
+    def setup(self, runtime: Runtime) -> None:
+        self._runtime = runtime
 
     def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
         until = look_at("collector.hand_over", self._hand_over, step.sampling.max_new_tokens)
@@ -131,12 +131,12 @@ class Lookahead:
             grown = [one for one in group.rollouts if len(one) > tree.read.get(_name(one), 0)]
             if not grown or len(group.rollouts) >= leaves:
                 continue
-            reading = read(self._bench, grown, tokens=True)
+            reading = read(self._runtime, grown, tokens=True)
             own = [
                 (one, place, other)
                 for one, probs, ids in zip(grown, reading.top_probs, reading.top_ids, strict=True)
                 for place, other in self._hesitations(one, probs, ids, tree.read.get(_name(one), 0))
-                if other not in self._bench.ends
+                if other not in self._runtime.ends
             ]
             earliest = sorted(own, key=lambda begun: (begun[1], begun[0].request.sample))
             found += earliest[: leaves - len(group.rollouts)]

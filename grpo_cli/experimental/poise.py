@@ -68,7 +68,7 @@ class Poise(Probing):
         if len(group.totals) < 2:
             return torch.zeros(len(kept))
         others = _of_others(group.totals)
-        features = described(read(self._bench, group.rollouts, layer=self.layer, tokens=True))
+        features = described(read(self._runtime, group.rollouts, layer=self.layer, tokens=True))
         found = self._probe.predict(features)
         self._now[group.prompt.id] = ProbeRows(features, group.totals.copy(), found)
         if not np.isnan(found).any():

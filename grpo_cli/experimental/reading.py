@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from grpo_cli.interfaces import Bench
+from grpo_cli.interfaces import Runtime
 from grpo_cli.learner.batch import collate, rows_of
 from grpo_cli.learner.forward import padded, padded_parts
 from grpo_cli.model.anatomy import backbone, device_of, head, unwrapped
@@ -63,7 +63,7 @@ def layer_of(model: Any, number: int | None) -> Any:
 
 @torch.no_grad()
 def read(
-    bench: Bench, rollouts: Sequence[Rollout], *, layer: int | None = None, last: int = POOLED, tokens: bool = False
+    runtime: Runtime, rollouts: Sequence[Rollout], *, layer: int | None = None, last: int = POOLED, tokens: bool = False
 ) -> PolicyReading:
     """Return what a pass over rollouts gives, `layer` from 1 (None: that at two thirds). UserError for states that are
     not finite, or without such a layer."""
@@ -72,17 +72,17 @@ def read(
     temperature = rollouts[0].request.sampling.temperature or 1.0
     features: dict[int, np.ndarray] = {}
     per_token: dict[int, tuple[np.ndarray, ...]] = {}
-    training = bench.model.training
-    bench.model.eval()
+    training = runtime.model.training
+    runtime.model.eval()
     try:
         for rows in parts:
             part = rows_of(batch, torch.tensor(rows))
-            states, pooled = _pass(bench.model, part, layer, last)
+            states, pooled = _pass(runtime.model, part, layer, last)
             features |= dict(zip(rows, pooled.double().cpu().numpy(), strict=True))
             if tokens:
-                per_token |= dict(zip(rows, _of_tokens(bench.model, part, states, temperature), strict=True))
+                per_token |= dict(zip(rows, _of_tokens(runtime.model, part, states, temperature), strict=True))
     finally:
-        bench.model.train(training)
+        runtime.model.train(training)
     found = np.stack([features[row] for row in range(len(batch))])
     if not np.isfinite(found).all():
         raise UserError("hidden states that are read are not finite: use model.dtype=float32, or read another layer")

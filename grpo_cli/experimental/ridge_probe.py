@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 
 from grpo_cli.history import of_kind
-from grpo_cli.interfaces import Bench
+from grpo_cli.interfaces import Runtime
 from grpo_cli.rules.ridge import RidgeHead, fit_ridge
 from grpo_cli.support.errors import UserError
 
@@ -86,7 +86,7 @@ class Probing:
     kind: ClassVar[str]
     layer: int | None
     _probe: RidgeProbe
-    _bench: Bench
+    _runtime: Runtime
 
     def probe(self, window: int, least: int, ridge: float, rollouts: int | None) -> RidgeProbe:
         """Return the probe. UserError if `window` steps, each of so many `rollouts`, never have `least` of them."""
@@ -97,8 +97,8 @@ class Probing:
             )
         return RidgeProbe(window=window, least=least, ridge=ridge, layer=self.layer)
 
-    def setup(self, runtime: Bench) -> None:
-        self._bench = runtime
+    def setup(self, runtime: Runtime) -> None:
+        self._runtime = runtime
 
     def state_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, **self._probe.state()}

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from grpo_cli.collect.requests import check_rewards
-from grpo_cli.interfaces import Bench, StepRollouts
+from grpo_cli.interfaces import Runtime, StepRollouts
 from grpo_cli.runs.layout import ROLLOUTS
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.prompting import MadePrompts
@@ -40,7 +40,7 @@ class RunFolder:
     path: str | None
     foreign: Annotated[float, Field(ge=0, lt=1)]
 
-    def setup(self, runtime: Bench) -> None:
+    def setup(self, runtime: Runtime) -> None:
         """Raise UserError for a file that is no record, or holds nothing to train on."""
         file = Path(self.path or "").expanduser() / ROLLOUTS
         prompts = runtime.task.prompts("train")

@@ -15,7 +15,7 @@ from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import requests_for, seed_of
 from grpo_cli.collect.resuming import begun, limited, unlimited
 from grpo_cli.experimental.reading import last_layer, read
-from grpo_cli.interfaces import Bench
+from grpo_cli.interfaces import Runtime
 from grpo_cli.model.checks import context_of
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -29,8 +29,8 @@ class Searching:
     """Completions to `prompts`, their answers and their states. It counts the tokens that were sampled, in all
     (`tokens`) and one after the other for each prompt (`sequential`)."""
 
-    def __init__(self, bench: Bench, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> None:
-        self._bench, self._sampling, self._seed = bench, sampling, seed
+    def __init__(self, runtime: Runtime, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> None:
+        self._runtime, self._sampling, self._seed = runtime, sampling, seed
         self.prompts = prompts
         self._problems = {prompt.id: prompt for prompt in prompts}  # and by the ids of what is read in their place
         self.tokens, self.sequential = 0, Counter[str]()
@@ -51,7 +51,7 @@ class Searching:
         partial = {_key(one): one for one in unfinished}
         assert len(partial) == len(unfinished), "a copy has the request, and so the random stream, of its own place"
         short = [one if tokens is None else limited(one, len(one) + tokens) for one in partial.values()]
-        made = {_key(one): one for one in play(self._bench.engine, self._bench.task, short)} if short else {}
+        made = {_key(one): one for one in play(self._runtime.engine, self._runtime.task, short)} if short else {}
         assert made.keys() == partial.keys(), "each comes back once"
         longest = Counter[str]()
         for key, one in made.items():
@@ -65,14 +65,14 @@ class Searching:
     def behind(self, prompt: Prompt, texts: Sequence[Sequence[int]]) -> Prompt:
         """Return the prompt behind these texts, an empty line after each. UserError for a prompt with special tokens,
         whose template would have to hold the texts, and for more tokens than fit."""
-        if special := set(prompt.token_ids) & set(self._bench.tokenizer.all_special_ids):
-            shown = ", ".join(self._bench.tokenizer.convert_ids_to_tokens(sorted(special)))
+        if special := set(prompt.token_ids) & set(self._runtime.tokenizer.all_special_ids):
+            shown = ", ".join(self._runtime.tokenizer.convert_ids_to_tokens(sorted(special)))
             raise UserError(
                 f"search=pdr puts drafts before plain text, and prompt {prompt.id!r} has {shown}: use search=best"
             )
-        gap = self._bench.tokenizer.encode("\n\n", add_special_tokens=False)
+        gap = self._runtime.tokenizer.encode("\n\n", add_special_tokens=False)
         tokens = (*(token for text in texts for token in (*text, *gap)), *prompt.token_ids)
-        most = context_of(self._bench.model.config) - self._sampling.max_new_tokens
+        most = context_of(self._runtime.model.config) - self._sampling.max_new_tokens
         if len(tokens) > most:
             raise UserError(
                 f"search=pdr makes prompt {prompt.id!r} {len(tokens)} tokens long, and {most} fit beside "
@@ -90,13 +90,13 @@ class Searching:
 
     def answer(self, reply: Rollout) -> str | None:
         """Return the number that a completion ends with; None if there is none, or if the completion was cut off."""
-        value = extract_answer(self._bench.task.text(reply.turns[-1])).value if reply.turns else None
+        value = extract_answer(self._runtime.task.text(reply.turns[-1])).value if reply.turns else None
         return str(value) if value is not None and reply.finish.complete else None
 
     def states(self, replies: Sequence[Rollout]) -> Float[np.ndarray, "N H"]:
         """Return of each the mean of the last layer's states over its own tokens."""
         longest = max(map(len, replies))
-        found = read(self._bench, replies, layer=last_layer(self._bench.model), last=longest).features
+        found = read(self._runtime, replies, layer=last_layer(self._runtime.model), last=longest).features
         return np.split(found, 2, axis=1)[1]  # the first half is of the prompts
 
     def rng(self, prompt: Prompt) -> np.random.Generator:
@@ -112,10 +112,10 @@ class SearchMethod(ABC):
     """A search as `interfaces.Search` has it, by the whole completions that it chooses."""
 
     def __call__(
-        self, bench: Bench, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+        self, runtime: Runtime, prompts: Sequence[Prompt], sampling: Sampling, seed: int
     ) -> tuple[Sequence[Rollout], Mapping[str, float]]:
         """Return the chosen completions, and the tokens that they took, means over prompts."""
-        searching = Searching(bench, prompts, sampling, seed)
+        searching = Searching(runtime, prompts, sampling, seed)
         found = [searching.of_problem(one) for one in self.choose(searching)]
         spent = {"tokens": searching.tokens, "sequential": sum(searching.sequential.values())}
         return found, {f"search/{name}": count / len(prompts) for name, count in spent.items()}

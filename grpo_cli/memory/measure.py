@@ -76,9 +76,9 @@ def measure(
     peaks = PhasePeaks(partial(_peak_since, run.device))
     meter = Meter(run.device, peaks)
     ends = {"eos_token_ids": (NEVER,)} if wanted.lengths == "full" else {}
-    bench = experiment.set_up(run, settings.model, span=meter.span, warn=warn, **ends)
+    runtime = experiment.set_up(run, settings.model, span=meter.span, warn=warn, **ends)
     rules = replace(run.rules, advantage=partial(_never_all_equal, run.rules.advantage))
-    parts = experiment.parts_of(replace(run, made=rules), bench, (), meter, say, warn)
+    parts = experiment.parts_of(replace(run, made=rules), runtime, (), meter, say, warn)
     step, progress, seconds = Step(settings, parts), Progress(), defaultdict[str, list[float]](list)
     for number in range(-wanted.warmup, wanted.steps):
         if number == 0:
@@ -95,9 +95,9 @@ def measure(
     tokens["decode"], highest = progress.generated_tokens - before.generated_tokens, peaks.take()
     if wanted.eval and settings.eval.every > 0:
         with meter.span("eval"), step.learner.autocast():
-            evaluate_with(bench, settings.eval, settings.sampling, settings.seed)
+            evaluate_with(runtime, settings.eval, settings.sampling, settings.seed)
         seconds["eval"], highest["eval"] = [meter.take()["time/eval"]], peaks.take()["eval"]
-        tokens["eval"] = bench.engine.stats().generated_tokens
+        tokens["eval"] = runtime.engine.stats().generated_tokens
     if wanted.trace:
         path = Path(settings.run_dir) / "trace.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from grpo_cli.interfaces import Bench, KnowsSolutions
+from grpo_cli.interfaces import KnowsSolutions, Runtime
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.problems import records, value_of, where
@@ -29,15 +29,17 @@ def demonstration(prompt: Prompt, parts: Parts) -> Rollout:
     return Rollout(request, tokens, (math.nan,) * len(tokens), Finish.EOS, 0, spans)
 
 
-def demonstrations(settings: RunSettings, bench: Bench, room: int, warn: Callable[[str], None]) -> tuple[Rollout, ...]:
+def demonstrations(
+    settings: RunSettings, runtime: Runtime, room: int, warn: Callable[[str], None]
+) -> tuple[Rollout, ...]:
     """Return what `train.warmup=sft` imitates, of at most `room` tokens. UserError where there is nothing."""
-    train, tokenizer = settings.train, bench.tokenizer
+    train, tokenizer = settings.train, runtime.tokenizer
     chat = tokenizer.chat_template and (train.warmup_path or settings.parts["task"].get("use_chat_template"))
-    usual = (turn_end(tokenizer)[1] if chat else None, tokenizer.eos_token_id, bench.ends[0])
-    eos = next(token for token in usual if token in bench.ends)
+    usual = (turn_end(tokenizer)[1] if chat else None, tokenizer.eos_token_id, runtime.ends[0])
+    eos = next(token for token in usual if token in runtime.ends)
     if train.warmup_path is None:
         most = train.warmup_steps * train.prompts * settings.m
-        found = solutions(bench.task, train.warmup_field, tokenizer, eos, warn, most)
+        found = solutions(runtime.task, train.warmup_field, tokenizer, eos, warn, most)
     else:
         found = conversations(train.warmup_path, tokenizer, settings.model.chat_template_kwargs or {}, eos)
     shown = tuple(one for one in found if len(one.request.prompt.token_ids) + len(one) <= room)

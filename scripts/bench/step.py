@@ -47,14 +47,14 @@ def run_ours(case: Case) -> list[Figures]:
     settings = settings_of(*training(case))
     meter = Meter(clock=clock_of(case.threads))
     run = prepare(settings)
-    bench = set_up(run, settings.model, span=meter.span)
-    step = Step(settings, parts_of(run, bench, (), meter, print, print))
+    runtime = set_up(run, settings.model, span=meter.span)
+    step = Step(settings, parts_of(run, runtime, (), meter, print, print))
     progress, found = Progress(), list[Figures]()
     for number in range(case.repeats + 1):
         _, figures = clocked(lambda number=number: step.run(number, progress))
         times = meter.take()
         figures |= {phase: times[f"time/{phase}"] for phase in PHASES}
-        found.append(figures | {"tokens": float(bench.engine.stats().generated_tokens)})
+        found.append(figures | {"tokens": float(runtime.engine.stats().generated_tokens)})
     return found
 
 

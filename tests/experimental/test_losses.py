@@ -15,7 +15,7 @@ from bank import Scripted
 from small import advantages_of, plain_batch
 
 from grpo_cli.experimental.a2po import value
-from grpo_cli.interfaces import Bench
+from grpo_cli.interfaces import Runtime
 from grpo_cli.learner.batch import rows_of
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt, Reward, Totals
@@ -48,7 +48,7 @@ def test_an_advantage_is_solved_or_not_less_the_value_whatever_the_reward_says(t
     other = Scripted()
     other.prompts = lambda split: [Prompt("q", (0,), "")]  # type: ignore[method-assign]
     with pytest.raises(UserError, match=r"advantage.answers=.* has no answer to q"):
-        rule.setup(Bench(torch.device("cpu"), None, None, 0, other, other))
+        rule.setup(Runtime(torch.device("cpu"), None, None, 0, other, other))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from grpo_cli.experimental.arrol import Arrol
 from grpo_cli.experimental.poise import Poise, described
 from grpo_cli.experimental.reading import POOLED, PolicyReading, read
 from grpo_cli.experimental.ridge_probe import ProbeRows, RidgeProbe, correlation
-from grpo_cli.interfaces import Bench
+from grpo_cli.interfaces import Runtime
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import (
@@ -46,10 +46,10 @@ from grpo_cli.types import (
 )
 
 EOS = 99
-BENCH = Bench(torch.device("cpu"), None, None, 0, Scripted(), Scripted(), (EOS,))
+BENCH = Runtime(torch.device("cpu"), None, None, 0, Scripted(), Scripted(), (EOS,))
 
 
-def bench_of(model: Any) -> Bench:
+def bench_of(model: Any) -> Runtime:
     return replace(BENCH, model=model)
 
 
@@ -241,7 +241,7 @@ def test_wrong_ones_are_given_up_once_they_are_told_from_right_ones(monkeypatch:
     """The features say how long a rollout will be. What is given up is not judged, and at least two stay."""
     looked: list[list[int]] = []
 
-    def of_samples(bench: Any, rollouts: Sequence[Rollout], **words: Any) -> PolicyReading:
+    def of_samples(runtime: Any, rollouts: Sequence[Rollout], **words: Any) -> PolicyReading:
         assert all(one.finish is Finish.PARTIAL and len(one) == 5 for one in rollouts)
         looked.append([one.request.sample for one in rollouts])
         return PolicyReading(np.array([[float(one.request.sample), 1.0] for one in rollouts]))
@@ -300,7 +300,7 @@ def grown(
 ) -> tuple[Any, StepCollection]:
     """A group, of a policy that hesitates at some places between the token that was taken and `other`."""
 
-    def hesitates(bench: Any, rollouts: Sequence[Rollout], **words: Any) -> PolicyReading:
+    def hesitates(runtime: Any, rollouts: Sequence[Rollout], **words: Any) -> PolicyReading:
         ids = tuple(np.array([[token, other] for token in one.token_ids]) for one in rollouts)
         sure = [[probs if place in places else (1.0, 0.0) for place in range(len(one))] for one in rollouts]
         return PolicyReading(np.zeros((len(rollouts), 0)), (), ids, tuple(map(np.array, sure)))

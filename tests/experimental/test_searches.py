@@ -26,7 +26,7 @@ from grpo_cli.evaluate import search_with
 from grpo_cli.experimental.dora import cosines, rebase, shared_out
 from grpo_cli.experimental.ets import chosen, clusters
 from grpo_cli.experimental.search import Searching
-from grpo_cli.interfaces import Bench
+from grpo_cli.interfaces import Runtime
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -45,12 +45,12 @@ def problems(count: int) -> list[Prompt]:
     return [ARITHMETIC.prompts("eval")[place] for place in range(count)]
 
 
-def bench(engine: Any, model: Any = None, task: Any = ARITHMETIC) -> Bench:
-    return Bench(torch.device("cpu"), model, TOKENIZER, 0, task, engine)
+def runtime(engine: Any, model: Any = None, task: Any = ARITHMETIC) -> Runtime:
+    return Runtime(torch.device("cpu"), model, TOKENIZER, 0, task, engine)
 
 
 def answers(choice: Any, engine: Any, prompts: Sequence[Prompt], tokens: int = 12) -> list[Rollout]:
-    return list(choice(bench(engine), prompts, Sampling.plain(tokens), 0)[0])
+    return list(choice(runtime(engine), prompts, Sampling.plain(tokens), 0)[0])
 
 
 class Says(FakeEngine):
@@ -91,7 +91,7 @@ class Table(FakeEngine):
 
 
 def test_answers_are_compared_as_numbers_and_what_was_cut_off_has_none() -> None:
-    searching = Searching(bench(FakeEngine()), problems(1), Sampling.plain(8), 0)
+    searching = Searching(runtime(FakeEngine()), problems(1), Sampling.plain(8), 0)
     replies = [rollout_of(problems(1)[0], text, TOKENIZER) for text in ("9+3=12", "12", "12.0", "6*2=", "")]
     cut = replace(replies[0], finish=Finish.LENGTH)
     assert [*map(searching.answer, [*replies, cut])] == ["12", "12", "12", "2", None, None]
@@ -116,14 +116,14 @@ def test_drafts_are_read_before_the_problem_and_the_answer_is_the_problems() -> 
     """The likelier of two drafts, its last four tokens, an empty line, the problem."""
     (prompt,), engine = problems(1), Says([("3+4=8", -0.9), ("1+7=9", -0.5), ("12", -1.0)])
     found = search("pdr", drafts=2, keep=1, rounds=1, workspace=4)(
-        bench(engine, small_model()), [prompt], Sampling.plain(12), 0
+        runtime(engine, small_model()), [prompt], Sampling.plain(12), 0
     )
     draft = (*TOKENIZER("1+7=9")["input_ids"], TOKENIZER.eos_token_id)[-4:]
     assert engine.read[2:] == [(*draft, *TOKENIZER("\n\n")["input_ids"], *prompt.token_ids)]
     assert found[0][0].request.prompt == prompt and found[0][0].request.sample == 2
     special = replace(prompt, token_ids=(TOKENIZER.eos_token_id, *prompt.token_ids))
     with pytest.raises(UserError, match="search=pdr puts drafts before plain text"):
-        search("pdr")(bench(Says([("1", -1.0)] * 9), small_model()), [special], Sampling.plain(12), 0)
+        search("pdr")(runtime(Says([("1", -1.0)] * 9), small_model()), [special], Sampling.plain(12), 0)
 
 
 def test_places_are_shared_among_likely_replies_and_directions() -> None:
@@ -169,7 +169,7 @@ def test_one_particle_is_plain_sampling_to_the_bit() -> None:
 
 def test_replies_in_parts_have_the_tokens_of_whole_ones_and_cost_as_many() -> None:
     engine, prompts = make_engine(small_model()), problems(3)
-    whole, parts = (Searching(bench(engine), prompts, Sampling.plain(12), 0) for _ in range(2))
+    whole, parts = (Searching(runtime(engine), prompts, Sampling.plain(12), 0) for _ in range(2))
     expected, replies = whole.go_on(whole.begin(4)), parts.begin(4)
     while any(one.finish is Finish.PARTIAL for row in replies for one in row):
         replies = parts.go_on(replies, 5)
@@ -182,7 +182,7 @@ def test_replies_in_parts_have_the_tokens_of_whole_ones_and_cost_as_many() -> No
 
 def measured(choice: Any, replies: Sequence[tuple[str, float]]) -> Any:
     exam = replace(composed(command="eval").eval, problems=2, temperature=1.0)
-    return search_with(bench(Says(replies)), choice, exam, Sampling.plain(64), 0)
+    return search_with(runtime(Says(replies)), choice, exam, Sampling.plain(64), 0)
 
 
 def test_accuracy_is_of_the_searched_answer_and_tokens_are_those_of_all_replies() -> None:

@@ -20,7 +20,7 @@ from test_collectors import problems
 
 from grpo_cli.config.instantiate import make
 from grpo_cli.experimental.given import num_given
-from grpo_cli.interfaces import Bench
+from grpo_cli.interfaces import Runtime
 from grpo_cli.rules.advantage import advantages
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -30,8 +30,8 @@ HALF = math.sqrt(0.5)  # the advantage of the better of two, but for eps
 TWO = scored(1.0, 0.0, replies=[(1, 2, 3), (4, 5)], logprobs=[(-0.1, -0.2, -3.0), (-0.5, -0.5)])
 
 
-def bench(task: Any = None, **more: Any) -> Bench:
-    return Bench(torch.device("cpu"), None, None, 0, task or Scripted(), Scripted(), (9,), **more)
+def runtime(task: Any = None, **more: Any) -> Runtime:
+    return Runtime(torch.device("cpu"), None, None, 0, task or Scripted(), Scripted(), (9,), **more)
 
 
 def aged(group: ScoredGroup, *spans: Sequence[tuple[int, int]]) -> ScoredGroup:
@@ -100,7 +100,7 @@ def recorded(folder: Path, *changes: dict[str, Any]) -> str:
 
 def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_path: Path) -> None:
     rule = make("collector", made.part("collector", "folder", path=recorded(tmp_path, {}, {})))
-    rule.setup(bench(Known()))
+    rule.setup(runtime(Known()))
     engine = Scripted()
     collection = collection_of(engine, InOrder(problems(9)[1:]), n=2, prompts=2, sampling=Sampling.plain(8))
     new, read = collection.run(rule)
@@ -129,7 +129,7 @@ def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_pat
 def test_what_is_no_record_of_this_task_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     rule = make("collector", made.part("collector", "folder", path=recorded(tmp_path, change, change)))
     with pytest.raises(UserError, match="collector.path=.*record.tokens=true"):
-        rule.setup(bench(Known()))
+        rule.setup(runtime(Known()))
 
 
 # Tokens that are given
@@ -152,7 +152,7 @@ class Going(Scripted):
 def test_the_harder_a_problem_is_the_more_of_its_solution_is_given() -> None:
     """Of two plain replies each, one to p0 is right and none to p1: 0.4 and 0.8 of 10 tokens for the other two."""
     rule = make("collector", made.part("collector", "hint", noise=0.0))
-    rule.setup(bench(Solving()))
+    rule.setup(runtime(Solving()))
     engine = Going(lambda r: r.prompt.id == "p0" and r.sample == 0)
     groups = collection_of(engine, InOrder(problems(2)), n=4, prompts=2, sampling=Sampling.plain(30)).run(rule)
     assert [[num_given(one) for one in group.rollouts] for group in groups] == [[0, 0, 4, 4], [0, 0, 8, 8]]

@@ -50,10 +50,10 @@ class Task(Protocol):
 
 
 @runtime_checkable
-class Writes(Task, Protocol):
+class HasRawText(Task, Protocol):
     """A task whose prompts are recorded with their special tokens; those of others as `text`."""
 
-    def written(self, token_ids: Sequence[int]) -> str:
+    def raw_text(self, token_ids: Sequence[int]) -> str:
         """Return the text of these tokens, special tokens included."""
 
 
@@ -66,18 +66,18 @@ class BatchTask(Task, Protocol):
 
 
 @runtime_checkable
-class Shows(Task, Protocol):
+class KnowsSolutions(Task, Protocol):
     """A task that knows whole replies which are right, to imitate."""
 
-    def shown(self, prompt: Prompt) -> Sequence[int]:
+    def solution(self, prompt: Prompt) -> Sequence[int]:
         """Return one of them, without an end."""
 
 
 @runtime_checkable
-class Counts(Task, Protocol):
+class HasMetrics(Task, Protocol):
     """A task that counts what judging takes."""
 
-    def counted(self) -> Mapping[str, float]:
+    def take_metrics(self) -> Mapping[str, float]:
         """Return metrics by their full names, since the last call."""
 
 
@@ -101,22 +101,20 @@ class Dialogue(Task, Protocol):
         """Return the environment's messages after these turns, None if the episode is over. Each turn is token ids as
         they were sampled, with the token or stop string that ended it. The future has an end, be it an error."""
 
-    def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
+    def between(self, turns: Sequence[Sequence[int]], messages: Sequence[str]) -> Sequence[int]:
         """Return the tokens of these messages, from the end of the last turn to the beginning of the next: at least
         one, and none that was there before."""
 
 
 @runtime_checkable
 class Replies(Protocol):
-    """The environments' answers to the turns of one `generate`, for an engine that keeps rows waiting in their slots
-    (`facts`: answers_in_place)."""
+    """The environments' answers in one `generate`, for an engine whose rows wait in their slots (answers_in_place)."""
 
     def ask(self, rollout: Rollout) -> int:
         """Request the answer to the rollout's turn, which is over; return the answer's number."""
 
     def answers(self, wait: bool) -> Sequence[tuple[int, tuple[int, ...] | None]]:
-        """Return the new answers: numbers, and tokens or None where the episode is over. With `wait` at least one of
-        those that are open."""
+        """Return new answers: numbers, and tokens or None where the episode is over. With `wait` at least one."""
 
 
 @runtime_checkable
@@ -170,8 +168,8 @@ class Observes(Protocol):
     """A curriculum or a rule that learns from each step. Its state is part of the checkpoint."""
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """Learn from a step's groups, once: a curriculum from all that were made, a rule from those that the
-        collector returned. Return metrics by their full names."""
+        """Learn from a step's groups: a curriculum from all, a rule from those that the collector returned. Return
+        metrics by their full names."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return plain values and tensors, none of which changes later; `kind` names the rule they belong to."""
@@ -182,18 +180,14 @@ class Observes(Protocol):
 
 @runtime_checkable
 class StepRollouts(Protocol):
-    """The means by which a collector makes one step's groups.
+    """The means by which a collector makes one step's groups."""
 
-    `n` is the size of a plain group, `prompts` the number of problems of a plain step, `rng` the step's own stream, and
-    `version` how many updates the weights have seen, which a `Span` names.
-    """
-
-    n: int
-    prompts: int
+    n: int  # rollouts of a plain group
+    prompts: int  # problems of a plain step
     sampling: Sampling
     step: int
-    version: int
-    rng: np.random.Generator
+    version: int  # updates that the weights have seen, which a `Span` names
+    rng: np.random.Generator  # of this step
     history: History  # of the steps before this one
 
     @property
@@ -211,9 +205,8 @@ class StepRollouts(Protocol):
     def generate(
         self, requests: Iterable[tuple[Prompt, int] | Group], *, enough: int | None = None, limit: int | None = None
     ) -> Sequence[Group]:
-        """Return the requested groups, with all that the step has of them: of a problem and a number so many more
-        rollouts, of a group (also of an earlier step) the rest of its partial ones. Once `enough` of them are whole, or
-        a rollout has `limit` tokens, rollouts come back partial."""
+        """Return the requested groups, with all that the step has of them: so many more rollouts of a problem, or the
+        rest of a group's partial ones. Once `enough` groups are whole, or at `limit` tokens, rollouts stay partial."""
 
     def score(self, groups: Iterable[Group]) -> list[ScoredGroup]:
         """Return the groups' finished rollouts with their rewards; each is judged once."""
@@ -227,11 +220,8 @@ class StepRollouts(Protocol):
 
 @runtime_checkable
 class Collector(Protocol):
-    """Returns the groups that a step trains on.
-
-    One that requests more than n * prompts rollouts at a time has a method `at_once(n, prompts)` that returns the most;
-    what else it can do is in `support.facts` (unequal, stops, resumes).
-    """
+    """Returns the groups that a step trains on. One that requests more than n * prompts rollouts at a time has a method
+    `at_once(n, prompts)` that returns the most."""
 
     def __call__(self, step: StepRollouts) -> Sequence[ScoredGroup]: ...
 
@@ -257,21 +247,16 @@ class Warmup(Protocol):
 
 @runtime_checkable
 class Downsample(Protocol):
-    """Returns `keep` distinct indices into the group: the rollouts that are trained on; fewer with `keeps_fewer`.
-
-    Called only when `keep` is less than the group's size. `rng` is the group's own stream (seed, step, prompt).
-    """
+    """Returns `keep` distinct indices into a larger group: the rollouts that are trained on; fewer with `keeps_fewer`.
+    `rng` is the group's own stream (seed, step, prompt)."""
 
     def __call__(self, group: ScoredGroup, keep: int, rng: np.random.Generator) -> Sequence[int]: ...
 
 
 @runtime_checkable
 class Advantage(Protocol):
-    """Returns the advantages of a group's kept rollouts (indices into it): [K], or [K, T] to weigh tokens.
-
-    T is the length of the longest kept rollout; what lies behind the end of a shorter one is not read. The group has
-    the rollouts that count in its statistics.
-    """
+    """Returns the advantages of a group's kept rollouts (indices into it): [K], or [K, T] to weigh tokens, with T the
+    length of the longest of them. The group has the rollouts that count in its statistics."""
 
     def __call__(self, group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, "K *T"]: ...
 
@@ -311,9 +296,8 @@ class Correction(Protocol):
 class Loss(Protocol):
     """Log-probabilities to a scalar. Divisors come from `totals`, so micro-batching cannot change the sum.
 
-    Called on an update in which `batch.loss_mask` leaves a token at all. If the gradient is zero, nothing moves. A
-    plain function may have `needs_reference` as an attribute. Of one whose attribute `needs_advantage` is true, groups
-    whose advantages are all 0 have no backward pass.
+    Called where `batch.loss_mask` leaves a token. A plain function may have `needs_reference` as an attribute; with a
+    true `needs_advantage`, groups whose advantages are all 0 have no backward pass.
     """
 
     @property
@@ -384,8 +368,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Parts:
-    """All the parts of a run. `reference` is None when the loss has no KL term, and the trained model where it is what
-    lies below new adapters."""
+    """All the parts of a run. `reference` is None without a KL term, and the model itself if it lies below adapters."""
 
     bench: Bench
     curriculum: Curriculum

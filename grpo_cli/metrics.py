@@ -201,8 +201,8 @@ def reuse_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
-def of_trained(mismatch: Mapping[str, float]) -> dict[str, float]:
-    """Return a correction's metrics, renamed to say that it was asked about the trained rollouts only."""
+def trained_mismatch(mismatch: Mapping[str, float]) -> dict[str, float]:
+    """Return a correction's metrics, named as those of the trained rollouts alone."""
     return {name.replace("mismatch/", "mismatch_trained/", 1): value for name, value in mismatch.items()}
 
 

@@ -31,7 +31,7 @@ class Selection:
     """A scored group, and what happened to its rollouts.
 
     `indices` are those in the batch, `advantages` theirs in the same order; `reasons` says for each rollout of the
-    group why it is not trained on, and is empty for one that is (for chosen ones, final only after `settled` checks
+    group why it is not trained on, and is empty for one that is (for chosen ones, final only after `finalised` checks
     weights)."""
 
     group: ScoredGroup
@@ -77,9 +77,9 @@ def select(
     return Selection(group, tuple(chosen), answer, reasons)
 
 
-def settled(selected: Sequence[Selection], batch: Batch, rejections: Sequence[str]) -> list[Selection]:
+def finalised(selected: Sequence[Selection], batch: Batch, rejections: Sequence[str]) -> list[Selection]:
     """Return the same selections once the weights of their `batch` are known: a chosen rollout whose tokens all have
-    weight 0 gets a reason. `rejections` come from a correction that was asked about the batch, row by row; or there are
+    weight 0 gets a reason. `rejections` come from a correction that judged the batch, row by row; or there are
     none."""
     trained, answered = (batch.any(mask).tolist() for mask in (batch.trained_mask, batch.response_mask))
     rows = zip(trained, answered, rejections or [""] * len(batch), strict=True)

@@ -19,14 +19,14 @@ from grpo_cli.interfaces import Parts, SetUp, Warmup
 from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on, without_rows
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
-from grpo_cli.metrics import of_trained, reuse_metrics
+from grpo_cli.metrics import reuse_metrics, trained_mismatch
 from grpo_cli.runs import layout
-from grpo_cli.select import CUT_OFF, Selection, batch_advantages, batch_rows, cut_off, row_weights, select, settled
+from grpo_cli.select import CUT_OFF, Selection, batch_advantages, batch_rows, cut_off, finalised, row_weights, select
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import peak_bytes, reserved_bytes
 from grpo_cli.tracking.examples import examples
-from grpo_cli.tracking.progress import Progress, Trained, step_metrics, warmup_metrics
+from grpo_cli.tracking.progress import Progress, TrainedStep, step_metrics, warmup_metrics
 from grpo_cli.types import Batch, Record, ScoredGroup, Verdict
 
 
@@ -99,7 +99,7 @@ class Step:
             autocast=self.learner.autocast,
         )
 
-    def _learn(self, groups: Sequence[ScoredGroup], version: int, step: int, progress: Progress) -> Trained:
+    def _learn(self, groups: Sequence[ScoredGroup], version: int, step: int, progress: Progress) -> TrainedStep:
         """Select what is trained on, correct its mismatch with the sampler, and update with it.
 
         A correction that rejects sees all rollouts, before any are chosen. Another one sees the chosen rows alone:
@@ -117,7 +117,7 @@ class Step:
         if not any(selection.indices for selection in selected):
             self._warn_of_rejection(step, selected)
             progress.empty_steps += 1
-            return Trained((), selected, 0, verdict.metrics if verdict else {}, {})
+            return TrainedStep((), selected, 0, verdict.metrics if verdict else {}, {})
         batch, rejections = self._batch_of(selected, everything), list[str]()
         of_all = verdict is not None or len(batch) == len(everything)
         with self._span("logprobs"):
@@ -129,7 +129,7 @@ class Step:
             if verdict is None and (self._old_policy_first or self.old_policy.differs):
                 batch, verdict = self._corrected(batch)
                 rejections += verdict.reasons
-        selected = settled(selected, batch, rejections)
+        selected = finalised(selected, batch, rejections)
         tokens, reuse = int(batch.trained_mask.sum()), reuse_metrics(batch)
         if not tokens:
             self._warn_of_rejection(step, selected)
@@ -139,8 +139,8 @@ class Step:
         if verdict is None and updates:  # the learner's own pass was made before the policy moved
             verdict = verdict_on(self._parts.rules.correction, batch, updates[0].logprobs)
         mismatch = verdict.metrics if verdict else {}
-        reuse |= self._settle(updates, mismatch)
-        return Trained(updates, selected, tokens, mismatch if of_all else of_trained(mismatch), reuse)
+        reuse |= self._end_old_policy(updates, mismatch)
+        return TrainedStep(updates, selected, tokens, mismatch if of_all else trained_mismatch(mismatch), reuse)
 
     def _corrected(self, batch: Batch) -> tuple[Batch, Verdict]:
         """Return the batch with the old policy's log-probabilities and the correction applied, and its verdict."""
@@ -193,7 +193,7 @@ class Step:
             self._bench.engine.update_weights()
         return tuple(updates)
 
-    def _settle(self, updates: Sequence[Update], mismatch: Mapping[str, float]) -> Mapping[str, float]:
+    def _end_old_policy(self, updates: Sequence[Update], mismatch: Mapping[str, float]) -> Mapping[str, float]:
         """Pass the old policy the share of tokens that moved weights, if any did; a loss need not report its clip."""
         clipped = [update.metrics.get("loss/clip_fraction", 0.0) for update in updates if update.moved]
         left = 1.0 - mismatch.get("mismatch/masked_tokens", 0.0)

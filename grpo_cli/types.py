@@ -339,7 +339,7 @@ class EngineStats:
 class Example:
     """One rollout in readable form: a row of `rollouts.jsonl` and of the W&B table.
 
-    `turns` is what the model and the environment said, each part with whether it is the environment's; None for a
+    `turns` are the texts of the model and the environment, each part with whether it is the environment's; None for a
     completion of one turn. `token_ids`, `logprobs` (None for a token that was given) and `environment` (from where to
     where tokens are not the model's) are for other runs to train on, if they are wanted.
     """

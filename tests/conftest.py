@@ -18,9 +18,9 @@ import hypothesis
 import pytest
 
 from grpo_cli.runs import layout
-from grpo_cli.support.processor import settle
+from grpo_cli.support.processor import set_variables
 
-settle()  # before torch is loaded
+set_variables()  # before torch is loaded
 # A shell ignores ctrl-C for what it starts in the background, and nohup hang-ups; tests send both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -97,9 +97,9 @@ def _server() -> str:
 
 
 def serve(path: str) -> None:
-    from grpo_cli.support.processor import settle
+    from grpo_cli.support.processor import set_variables
 
-    settle()
+    set_variables()
     import transformers.models.llama.modeling_llama  # noqa: F401
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 

@@ -33,7 +33,6 @@ from grpo_cli.model.checkpointing import last_states
 from grpo_cli.native.library import NoNative, library
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import Sampling
-from grpo_cli.support.meter import Meter
 from grpo_cli.types import Batch, EngineStats, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 VOCABULARY, EOS = 24, 1
@@ -133,7 +132,7 @@ def make_engine(model: Any, **words: Any) -> TorchEngine:
 def make_generation(decoder: Decoder, requests: Sequence[Request], **parts: Any) -> Generation:
     """All at once with everything off, but for what is given."""
     own = {name: parts.pop(name) for name in ("prefix", "capture", "replies") if name in parts}
-    defaults: dict[str, Any] = dict(sampler=full(), sparsity=Dense(), eos_token_ids=(EOS,), meter=Meter())
+    defaults: dict[str, Any] = dict(sampler=full(), sparsity=Dense(), eos_token_ids=(EOS,))
     defaults |= dict(model=decoder.model, scheduler=Fifo(), predictor=NoPredictor())
     return Generation(decoder, EngineParts(**(defaults | parts)), requests, **own)
 

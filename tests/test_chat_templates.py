@@ -213,7 +213,7 @@ def test_tags_that_are_special_tokens_are_read_and_the_end_is_not(tag: str, tmp_
     task = task_of("jsonl", tokenizer, path=asks(tmp_path / "p.jsonl", "a", "b"))
     for end in ("", "<|im_end|>", "<|endoftext|>", "<|eom_id|>"):
         ids = tokenizer.encode(f"{tag}7{tag}{end}", add_special_tokens=False)
-        assert task.text(ids) == f"{tag}7{tag}" and task.written(ids) == f"{tag}7{tag}{end}"
+        assert task.text(ids) == f"{tag}7{tag}" and task.raw_text(ids) == f"{tag}7{tag}{end}"
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_prompt_ends_with_the_header_of_the_reply_and_without_an_end(
     words = {"template": "Question: {question}\nAnswer:"}
     task = task_of("jsonl", tokenizer, path=asks(tmp_path / "p.jsonl", "1?", "2?"), **words)
     (prompt,) = task.prompts("train")
-    assert task.written(prompt.token_ids).removeprefix("<|begin|>").replace("2?", "1?") == expected
+    assert task.raw_text(prompt.token_ids).removeprefix("<|begin|>").replace("2?", "1?") == expected
 
 
 def test_a_template_that_reads_the_clock_reads_the_same_moment_always(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from grpo_cli.cli import jobs
 from grpo_cli.cli import main as cli
 from grpo_cli.cli.completion import offered as offers
 from grpo_cli.cli.hydra_run import with_checkpoint
-from grpo_cli.config.overrides import overrides, unquoted, value_of
+from grpo_cli.config.overrides import quoted, unquoted, value_of
 from grpo_cli.runs.record import read_record
 from grpo_cli.support.errors import UserError
 
@@ -263,8 +263,8 @@ def test_completion_offers_groups_and_their_choices(words, incomplete, offered):
 
 @pytest.mark.parametrize("text", ["it's", "a\\", "\\'", "a,b=c", "x y", "'half", "~/x"])
 def test_a_text_that_was_quoted_for_hydra_is_read_back(text):
-    (word,) = overrides({"resume": text})
-    assert unquoted(word.partition("=")[2]) == value_of("resume", ["resume=no", word, "n=1"]) == text
+    word = f"resume={quoted(text)}"
+    assert unquoted(quoted(text)) == value_of("resume", ["resume=no", word, "n=1"]) == text
     assert unquoted(text) == text, "without quotes, or with only one"
 
 

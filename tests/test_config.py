@@ -24,7 +24,7 @@ from grpo_cli.config.check import check
 from grpo_cli.config.choices import EXPERIMENTAL, choices, config_dir, groups_of, parts_of, shipped
 from grpo_cli.config.compose import read_settings
 from grpo_cli.config.instantiate import RECIPE, drop_inherited
-from grpo_cli.config.recorded import Command, RecordedRun, over_recorded
+from grpo_cli.config.recorded import RecordedRun, primary
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
@@ -160,7 +160,7 @@ REFUSED = {
     "+loss.clip_hihg=2": "did you mean clip_high?",
     "n=1": "n=1",
     "n=4 m=8": "m=8",
-    "m=4 downsample=all": "m=4",
+    "n=5000 m=4998 downsample=all": "m=4998 is less than n=5000",
     "m=1 downsample=maxvar advantage.stats_over=group": "m=1",
     "train.prompts=2 n=2 train.minibatches=5": "train.minibatches=5",
     "train.warmup=sft train.steps=20": "train.warmup_steps=20",
@@ -249,11 +249,10 @@ def recorded(tmp_path: Path, *changed: str) -> RunRecord:
 
 def merged(command: str, record: RunRecord, *typed: str, **decided: Any) -> Any:
     """Return what `grpo <command>` reads of a recorded run and what is typed."""
-    words = [word for word in typed if word.partition("=")[0] in CHOICES_OF_RUN]
-    named = dict(word.split("=") for word in words)
-    base = Command(command, compose(*words, command=command), typed, CHOICES_OF_RUN | named)
-    kind = RunSettings if command == "train" else EvalRunSettings
-    return read_settings(over_recorded(base, RecordedRun(typed, record, decided)).cfg, kind, typed)
+    config, words = primary(command, RecordedRun(typed, record, {"run_dir": ".", **decided}), typed)
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = hydra.compose(config, words)
+    return read_settings(cfg, RunSettings if command == "train" else EvalRunSettings, typed)
 
 
 def continued(tmp_path: Path, *typed: str) -> RunSettings:
@@ -293,10 +292,15 @@ def test_a_recorded_setting_that_names_foreign_code_has_to_be_typed(tmp_path: Pa
         check(merged("train", record, f"{key}=3"))
 
 
-def test_a_recorded_setting_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("group", "values"),
+    [("optim", {"zzz": 1}), ("zzz", {}), ("hydra", {"callbacks": {"x": {"_target_": "os.mkdir"}}}), ("defaults", {})],
+)
+def test_a_recorded_setting_that_does_not_exist_is_refused(tmp_path: Path, group: str, values: dict[str, Any]) -> None:
     record = recorded(tmp_path)
-    with pytest.raises(UserError, match=r"optim\.zzz"):
-        merged("train", replace(record, config={**record.config, "optim": {**record.config["optim"], "zzz": 1}}))
+    odd = {**record.config, group: {**record.config.get(group, {}), **values}}
+    with pytest.raises(UserError, match="zzz|would be taken by Hydra"):
+        merged("train", replace(record, config=odd))
 
 
 def test_a_run_is_evaluated_with_its_own_settings_and_the_checkpoint_s_weights(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_one_impossible_token_vetoes_its_sequence_and_no_other():
     # A bound on xi for the sake of its weight, of exp(-20), must not hide a token of xi = e**-30.
     xi = [[math.exp(-30.0)], [math.exp(-25.0)]]
     assert apply(replace(part, veto=1e-12), xi)[1] == [[0], [1]]
-    assert apply(made.correction(), xi)[:2] == ([[1], [1]], [[1], [1]])  # nor does a token, without a veto
+    assert apply(made.correction(), [[0.0], *xi])[:2] == ([[1]] * 3, [[1]] * 3)  # without a veto no token is impossible
 
 
 def test_the_mask_band_takes_tokens_out_one_by_one():
@@ -244,3 +244,4 @@ def test_a_correction_says_whether_it_can_take_out_a_whole_sequence(words, rejec
 def test_bounds_that_cross_are_refused():
     with pytest.raises(UserError, match="mask_low=1.5 must not be greater than correction.mask_high=0.5"):
         made.correction(mask_low=1.5, mask_high=0.5)
+    made.correction(mask_low=0.5, mask_high=0.5)

@@ -77,7 +77,7 @@ def test_what_user_code_does_wrong_is_answered_counted_and_named_once(rows, how)
         for _ in range(2):
             (answer,) = heard(task, "a" if words is RESPONDING else call % ("now", "a"), turn)
             assert answer.startswith(ANSWERED[how]) and len(answer) <= 100_000
-        assert task.counted() == {"turns/errors": 2.0 * failed} and task.counted() == {"turns/errors": 0.0}
+        assert task.take_metrics() == {"turns/errors": 2.0 * failed} and task.take_metrics() == {"turns/errors": 0.0}
         assert len(warned) == (failed or how in ("much", "half"))
         assert tokenizer.decode(task.between([[5]], [answer])), "it can be read"
 
@@ -89,7 +89,9 @@ def test_a_late_answer_is_answered_and_code_that_hangs_or_exits_elsewhere_ends_t
     words, warned = {**RESPONDING, "respond_seconds": 0.1, "reward": "environment"}, list[str]()
     task = talking(rows, warn=warned.append, **words)
     if how == "slow":  # the model may have caused that
-        assert heard(task, "a", how) == ["error: no answer in 0.1 seconds"] and task.counted() == {"turns/errors": 1.0}
+        assert heard(task, "a", how) == ["error: no answer in 0.1 seconds"] and task.take_metrics() == {
+            "turns/errors": 1.0
+        }
         assert len(warned) == 1
     else:
         with pytest.raises(UserError, match=f"Responding, asked after turn 2 of prompt train-[0-9]+, respond.*{named}"):
@@ -158,7 +160,7 @@ def test_tools_are_called_by_what_the_model_writes_and_faults_are_told_to_it(row
         f"<tool_call><tool_call>{call[11:]}": "no end",
     }.items():
         assert why in heard(task, bad)[0], bad
-    assert task.counted() == {"turns/errors": 9.0}
+    assert task.take_metrics() == {"turns/errors": 9.0}
     assert heard(task, f"{call}<tool_call>")[0] == "5"
     assert "add" in task.text(task.prompts("train")[0].token_ids), "the model is told of it"
 
@@ -231,7 +233,7 @@ def test_no_tool_call_that_a_model_writes_ends_a_run(rows):
                 message.encode()
                 assert len(message) <= 100_000
             answered += reply.messages is not None
-    assert answered > 450 and tools.counted()["turns/errors"] > 150 and plain.counted()["turns/errors"] > 60
+    assert answered > 450 and tools.take_metrics()["turns/errors"] > 150 and plain.take_metrics()["turns/errors"] > 60
     assert len(warned) == len(set(warned)) < 99, "each kind is named once"
 
 

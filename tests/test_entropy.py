@@ -18,7 +18,7 @@ from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.logprobs import PLAIN, _Chosen, few_rows, log_softmax
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import Meter
-from grpo_cli.tracking.progress import Progress, Trained, step_metrics
+from grpo_cli.tracking.progress import Progress, TrainedStep, step_metrics
 from grpo_cli.types import Batch, EngineStats
 
 FORWARDS = {
@@ -133,5 +133,5 @@ def test_an_update_tells_the_mean_over_its_trained_tokens_however_it_is_cut(toke
 def test_several_updates_are_averaged_as_their_losses_are_and_one_without_is_passed_over() -> None:
     each = [{"loss/total": 1.0, "policy/entropy": 0.5}, {"loss/total": 2.0}, {"loss/total": 6.0, "policy/entropy": 0.2}]
     updates = tuple(Update(metrics, torch.zeros(0), None, True) for metrics in each)
-    found = step_metrics(Progress(), [], EngineStats(), Trained(updates, [], 0, {}, {}))
+    found = step_metrics(Progress(), [], EngineStats(), TrainedStep(updates, [], 0, {}, {}))
     assert (found["loss/total"], found["policy/entropy"]) == (pytest.approx(3.0), pytest.approx(0.35))

@@ -127,8 +127,8 @@ def test_adapters_go_into_a_base_that_has_moved_with_its_chat_template_and_ends_
 def test_what_cannot_be_exported_is_refused(run: Path, whole: Path, tmp_path: Path):
     assert "holds no adapters but an ordinary model; leave it out" in unexported(whole, tmp_path / "out", "--merge")
     assert "--dtype=int3 must be one of float32, bfloat16" in unexported(whole, tmp_path / "out", "--dtype", "int3")
-    assert "holds no checkpoint; name a run" in unexported(tmp_path, tmp_path / "out")
-    assert "holds no checkpoint" in unexported(tmp_path / "nowhere", tmp_path / "out")
+    assert "holds no complete checkpoint; name a run" in unexported(tmp_path, tmp_path / "out")
+    assert "holds no complete checkpoint" in unexported(tmp_path / "nowhere", tmp_path / "out")
     damaged = Path(shutil.copytree(run, tmp_path / "damaged"))
     for checkpoint in (damaged / "checkpoints").iterdir():
         (checkpoint / "adapter_model.safetensors").write_bytes(b"")

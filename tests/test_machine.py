@@ -69,8 +69,8 @@ PROCESSORS = {
 }
 PROGRAM = """
 import os, sys
-from grpo_cli.support.processor import settle
-settle()
+from grpo_cli.support.processor import set_variables
+set_variables()
 import torch
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.determinism import invariance_of

@@ -75,8 +75,8 @@ def test_what_was_said_is_kept_and_not_asked_again(server: Server, tmp_path: Pat
     again = judge_of(server, tmp_path)
     server.answer = lambda question: '{"score": 1.0}'
     assert scores(again, completions("a", "bb", "new")) == [0.1, 0.2, 1.0]
-    assert again.counted() == {"judge/questions": 1, "judge/kept": 2, "judge/retries": 0, "judge/failed": 0}
-    assert again.counted()["judge/questions"] == 0
+    assert again.take_metrics() == {"judge/questions": 1, "judge/kept": 2, "judge/retries": 0, "judge/failed": 0}
+    assert again.take_metrics()["judge/questions"] == 0
     other = judge_of(server, tmp_path, model="another")
     assert scores(other, completions("a")) == [1.0], "another model may say something else"
     assert scores(judge_of(server, tmp_path), completions("new")) == [1.0], "a torn line spoils none after it"
@@ -114,7 +114,7 @@ def test_an_answer_that_is_no_score_is_none(server: Server, answer: Any, tmp_pat
     lines = list[str]()
     judge = judge_of(server, tmp_path, lines)
     assert scores(judge, completions("aa", "bad", "a")) == [0.2, None, 0.1]
-    assert judge.counted() == {"judge/questions": 3, "judge/kept": 0, "judge/retries": 0, "judge/failed": 1}
+    assert judge.take_metrics() == {"judge/questions": 3, "judge/kept": 0, "judge/retries": 0, "judge/failed": 1}
     assert len(lines) == 1 and "1 of 3 questions" in lines[0] and "\n" not in lines[0] and len(lines[0]) < 400
     server.answer = by_length
     assert scores(judge_of(server, tmp_path), completions("bad")) == [0.3], "a failure is not kept"
@@ -148,12 +148,12 @@ def test_a_server_that_fails_for_a_while_is_asked_again(server: Server) -> None:
     server.answer = lambda question: next(left)
     judge = judge_of(server)
     assert scores(judge, completions("a")) == [0.5]
-    assert judge.counted()["judge/retries"] == 2
+    assert judge.take_metrics()["judge/retries"] == 2
     server.answer = lambda question: (500, "\x1b[31mbroken")
     lines = list[str]()
     judge = judge_of(server, None, lines)
     assert scores(judge, completions("a")) == [None]
-    assert judge.counted()["judge/retries"] == 2 and judge.counted()["judge/failed"] == 0
+    assert judge.take_metrics()["judge/retries"] == 2 and judge.take_metrics()["judge/failed"] == 0
     assert "status 500" in lines[0] and "\x1b" not in lines[0]
 
 

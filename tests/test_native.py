@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small import make_engine, require_c, small_model, some_requests
-from test_attention import Case
+from test_attention import CLOSE, Case
 from test_learner import make_batch
 from test_tree_attention import UNEVEN, by_hand, in_c, runs_of
 from torch import Tensor
@@ -32,8 +32,6 @@ from grpo_cli.support.meter import Meter
 from grpo_cli.support.threads import computing_with
 
 CPU = torch.device("cpu")
-# By dtype, of the largest number: what is lost by computing in another order, and by rounding once to it.
-CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +140,14 @@ def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     del before
 
 
+@pytest.fixture
+def small(anew: Path) -> Path:
+    """A source that is quickly compiled, and starts threads."""
+    text = "#include <stdint.h>\nvoid small(int64_t n) {\n#pragma omp parallel\n    n++;\n}\n"
+    (loader.SOURCES / "small.c").write_text(text)
+    return anew
+
+
 def change(name: str, right: str, wrong: str) -> None:
     """Replace a place of a source, which is in it once."""
     source = loader.SOURCES / f"{name}.c"
@@ -218,32 +224,32 @@ def test_threads_other_than_pytorchs_are_not_used(fault: str, anew: Path, monkey
     ],
 )
 def test_a_library_that_is_not_as_it_was_made_is_made_again(
-    anew: Path, length: int | None, mode: int, kept: bool
+    small: Path, length: int | None, mode: int, kept: bool
 ) -> None:
-    library("decode")
-    (made,) = (anew / "cache" / "grpo-cli").iterdir()
+    library("small")
+    (made,) = (small / "cache" / "grpo-cli").iterdir()
     whole, number = made.read_bytes(), made.stat().st_ino
     if not kept:
         made.unlink()  # what is loaded stays what it is
         made.write_bytes(whole[:length])
         made.chmod(mode)
     library.cache_clear()
-    library("decode")
+    library("small")
     assert made.read_bytes() == whole and stat.S_IMODE(made.stat().st_mode) == 0o700
     assert (made.stat().st_ino == number) == kept
 
 
 @pytest.mark.parametrize("place", ["relative", "another user's", "a file", "read-only"])
 def test_where_no_library_can_be_kept_one_is_made_each_time(
-    place: str, anew: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not in the current folder, and not below another user's."""
-    monkeypatch.chdir(anew)
-    cache = anew / "cache"
+    monkeypatch.chdir(small)
+    cache = small / "cache"
     if place == "relative":
         monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     elif place == "another user's":
-        monkeypatch.setattr(loader.os, "getuid", lambda: os.stat(anew).st_uid + 1)
+        monkeypatch.setattr(loader.os, "getuid", lambda: os.stat(small).st_uid + 1)
     elif place == "a file":
         cache.write_text("not a folder")
     else:
@@ -251,19 +257,20 @@ def test_where_no_library_can_be_kept_one_is_made_each_time(
         monkeypatch.setattr(
             loader.os, "access", lambda path, mode: cache not in Path(path).parents and access(path, mode)
         )
-    library("decode")
-    assert not list(anew.rglob("*.so"))
+    library("small")
+    assert not list(small.rglob("*.so"))
 
 
-def test_two_processes_compile_at_once_and_an_interrupted_one_leaves_nothing_that_is_loaded(anew: Path) -> None:
-    compiling = f"from grpo_cli.native import library as l; l.FLAGS = {loader.FLAGS}; print(l.library('tree')._name)"
-    (anew / "cache" / "grpo-cli" / "tmp_of_one_that_was_killed").mkdir(parents=True, mode=0o700)
-    (anew / "cache" / "grpo-cli").chmod(0o700)
+def test_two_processes_compile_at_once_and_an_interrupted_one_leaves_nothing_that_is_loaded(small: Path) -> None:
+    set_up = f"l.FLAGS, l.SOURCES = {loader.FLAGS}, l.Path('{loader.SOURCES}')"
+    compiling = f"from grpo_cli.native import library as l; {set_up}; print(l.library('small')._name)"
+    (small / "cache" / "grpo-cli" / "tmp_of_one_that_was_killed").mkdir(parents=True, mode=0o700)
+    (small / "cache" / "grpo-cli").chmod(0o700)
     command = [sys.executable, "-c", compiling]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     names = {process.communicate()[0].strip() for process in both}
     assert [process.returncode for process in both] == [0, 0]
-    assert names == set(map(str, (anew / "cache" / "grpo-cli").glob("*.so")))
+    assert names == set(map(str, (small / "cache" / "grpo-cli").glob("*.so")))
 
 
 @pytest.mark.parametrize(

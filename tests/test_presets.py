@@ -34,10 +34,7 @@ PUBLISHED = {
 def settings(choice: str, *overrides: str) -> ModelSettings:
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = hydra.compose("train", [f"model={choice}", "model.random_init=true", *overrides, "run_dir=x"])
-    problems: list[str] = []
-    found = read(ModelSettings, OmegaConf.to_container(cfg.model, resolve=True), problems)
-    assert found is not None, problems
-    return found
+    return read(ModelSettings, OmegaConf.to_container(cfg.model, resolve=True))
 
 
 def test_every_preset_has_its_published_size_here():

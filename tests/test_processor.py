@@ -40,8 +40,8 @@ def test_what_is_documented_for_a_processor_is_set_unless_the_user_has(
     if vendor is not None:
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel\t: 207\nflags\t: {flags}\n")
     environment, users = dict(given), {**given, **USERS}
-    processor.settle(environment)
-    processor.settle(users)
+    processor.set_variables(environment)
+    processor.set_variables(users)
     assert environment.get("MKL_CBWR") == users.get("MKL_CBWR") == branch
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE" and environment["LRU_CACHE_CAPACITY"] == "64"
     assert USERS.items() <= users.items()
@@ -50,15 +50,15 @@ def test_what_is_documented_for_a_processor_is_set_unless_the_user_has(
 @pytest.mark.parametrize("threads", ["0", "two", "", "2,0"])
 def test_a_number_of_threads_that_is_none_is_refused(threads: str) -> None:
     with pytest.raises(UserError, match=f"OMP_NUM_THREADS={threads} must be a whole number of at least 1"):
-        processor.settle({"OMP_NUM_THREADS": threads})
+        processor.set_variables({"OMP_NUM_THREADS": threads})
 
 
 def test_one_of_several_processes_is_refused() -> None:
-    processor.settle({"WORLD_SIZE": "1", "RANK": "0"})
-    processor.settle({"WORLD_SIZE": "4"})  # of a cluster, without a launcher
+    processor.set_variables({"WORLD_SIZE": "1", "RANK": "0"})
+    processor.set_variables({"WORLD_SIZE": "4"})  # of a cluster, without a launcher
     for rank in ("RANK", "LOCAL_RANK"):
         with pytest.raises(UserError, match="WORLD_SIZE=4"):
-            processor.settle({"WORLD_SIZE": "4", rank: "3"})
+            processor.set_variables({"WORLD_SIZE": "4", rank: "3"})
 
 
 def test_a_command_refuses_a_number_of_threads_before_it_loads_anything() -> None:

@@ -28,7 +28,7 @@ from test_train import (
 )
 
 from grpo_cli.methods import pods
-from grpo_cli.select import NO_TOKEN, NOT_CHOSEN, Selection, settled
+from grpo_cli.select import NO_TOKEN, NOT_CHOSEN, Selection, finalised
 from grpo_cli.settings import RecordSettings, RunSettings
 from grpo_cli.types import Batch, LossOutput, Prompt, Record, Reward, Rollout, Totals
 
@@ -104,7 +104,7 @@ def test_a_rollout_has_a_reason_if_and_only_if_no_token_of_it_is_in_the_loss(row
     )
     mask, weights = (torch.tensor([rows[i][kind] for i in chosen]).reshape(-1, 3) for kind in (0, 1))
     some = plain_batch(torch.ones(mask.shape), loss_mask=mask.bool(), weights=weights.float())
-    (after,) = settled([selection], some, [rows[i][3] for i in chosen])
+    (after,) = finalised([selection], some, [rows[i][3] for i in chosen])
     for (in_mask, weighted, is_in, said), why in zip(rows, after.reasons, strict=True):
         trains = is_in and bool(np.logical_and(in_mask, weighted).any())
         assert (why == "") == trains

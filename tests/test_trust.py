@@ -39,13 +39,10 @@ def here(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (elsewhere / "mine_and_trusted.py").write_text(MODULE)
     (elsewhere / "package").mkdir()
     (elsewhere / "package" / "__init__.py").write_text(MODULE)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(elsewhere)])
     for name in ("mine_and_trusted", "package", "stranger"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return elsewhere
-
-
-def resumed(folder: Path, recorded: list[str], *typed: str) -> list[str]:
-    return taken(recorded, typed, folder)
 
 
 @pytest.mark.parametrize(
@@ -66,9 +63,9 @@ def resumed(folder: Path, recorded: list[str], *typed: str) -> list[str]:
 )
 def test_code_of_others_is_not_run_for_a_recorded_run_unless_it_is_typed_again(here: Path, word: str) -> None:
     with pytest.raises(UserError) as refused:
-        resumed(here / "stranger", ["n=4", word])
+        taken(["n=4", word], [], here / "stranger")
     assert key_of(word) in str(refused.value) and "n=4" not in str(refused.value)
-    assert word in resumed(here / "stranger", [word], word)
+    assert word in taken([word], [word], here / "stranger")
 
 
 @pytest.mark.parametrize(
@@ -86,15 +83,15 @@ def test_code_of_others_is_not_run_for_a_recorded_run_unless_it_is_typed_again(h
     ],
 )
 def test_values_choices_of_ours_and_code_of_one_s_own_are_taken_as_they_are(here: Path, word: str) -> None:
-    assert resumed(here / "stranger", [word]) == [word]
+    assert taken([word], [], here / "stranger") == [word]
     if word.endswith("package.Tracker"):
         with pytest.raises(UserError):  # it came with the run
-            resumed(here / "package" / "0", [word])
+            taken([word], [], here / "package" / "0")
 
 
 def test_a_typed_value_or_choice_replaces_what_is_not_taken(here: Path) -> None:
     for typed in ("logger._target_=mine_and_trusted.Tracker", "logger=jsonl"):
-        assert resumed(here / typed, [COPY], typed) == []
+        assert taken([COPY], [typed], here / typed) == []
 
 
 def test_a_file_is_not_overwritten_by_resuming_a_folder(here: Path) -> None:

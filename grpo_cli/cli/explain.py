@@ -8,25 +8,18 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
 import grpo_cli
-from grpo_cli.cli.help import Row, rows_of, say, say_rows
+from grpo_cli.cli.help import Row, say, say_choice, say_rows
 from grpo_cli.cli.mistakes import no_choice
 from grpo_cli.config.choices import choices, config_dir, defaults_of, is_experimental, marked
 from grpo_cli.config.comments import Setting, read_choice, read_conf
 from grpo_cli.config.elsewhere import meant_by, removed
 from grpo_cli.support.errors import UserError, closest, refuse
-
-
-def explain_each(words: Sequence[str]) -> None:
-    for place, word in enumerate(words):
-        if place:
-            say("")
-        explain(word)
 
 
 def explain(word: str) -> None:
@@ -65,10 +58,10 @@ def concepts() -> Mapping[str, str]:
 def _metrics() -> Mapping[str, str]:
     """Return names and sentences of `metrics.METRICS`."""
     source = (Path(grpo_cli.__file__).parent / "metrics.py").read_text(encoding="utf-8")
-    found = [node for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)]
-    (value,) = (node.value for node in found if isinstance(node.target, ast.Name) and node.target.id == "METRICS")
-    sentences: dict[str, str] = ast.literal_eval(value) if value is not None else {}
-    return sentences
+    values = {
+        ast.unparse(node.target): node.value for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)
+    }
+    return dict(ast.literal_eval(values["METRICS"] or "{}"))
 
 
 def _metrics_of(word: str) -> list[Row]:
@@ -77,36 +70,30 @@ def _metrics_of(word: str) -> list[Row]:
         pattern = re.sub(r"<[a-z]+>", "[^/]+", re.escape(name).replace("<k>", "[1-9][0-9]*"))
         if re.fullmatch(pattern, word):
             return [(word, sentence)]
-    parts = {name: {*re.split(r"[/_@]", name), *name.split("/")} - {""} for name in _metrics()}
-    return [(name, text) for name, text in _metrics().items() if word in parts[name]]
+    return [row for row in _metrics().items() if word and word in (*re.split(r"[/_@]", row[0]), *row[0].split("/"))]
 
 
 @functools.cache
 def _groups() -> list[str]:
     """Return the groups that have choices, such as `loss` and `hydra/launcher`."""
-    folders = {file.parent.relative_to(config_dir()).as_posix() for file in config_dir().rglob("*/*.yaml")}
-    return sorted(folders - {"."})
+    return sorted({file.parent.relative_to(config_dir()).as_posix() for file in config_dir().rglob("*/*.yaml")} - {"."})
 
 
 @functools.cache
 def _settings() -> Mapping[str, Mapping[Setting, list[str]]]:
-    """Return each setting's values and comments, with the commands or choices that have them."""
+    """Return each setting's values and comments, with the commands or choices that have them. A profile includes what a
+    training has; what a named experiment sets is explained there."""
     found: dict[str, dict[Setting, list[str]]] = {}
-    for key, having, setting in _all_settings():
-        found.setdefault(key, {}).setdefault(setting, []).append(having)
-    return found
-
-
-def _all_settings() -> Iterator[tuple[str, str, Setting]]:
-    """Yield those of the commands, then those of each choice. What a named experiment sets is explained there."""
-    for command in ("train", "eval", "profile"):
-        for key, setting in read_conf(config_dir() / f"{command}.yaml").settings.items():
-            if not setting.place.startswith("conf/train.yaml") or command == "train":  # a profile includes all of these
-                yield key, f"grpo {command}", setting
+    commands = {name: read_conf(config_dir() / f"{name}.yaml") for name in ("train", "eval", "profile")}
+    files = [(f"grpo {name}", "", file) for name, file in commands.items()]
     for group in _groups():
-        for choice in choices(group) if group != "experiment" else ():
-            for key, setting in read_choice(group, choice).settings.items():
-                yield f"{group.replace('/', '.')}.{key}", f"{group}={choice}", setting
+        named = choices(group) if group != "experiment" else ()
+        files += [(f"{group}={one}", f"{group.replace('/', '.')}.", read_choice(group, one)) for one in named]
+    for having, prefix, file in files:
+        for key, setting in file.settings.items():
+            if not (having == "grpo profile" and setting.place.startswith("conf/train.yaml")):
+                found.setdefault(prefix + key, {}).setdefault(setting, []).append(having)
+    return found
 
 
 def _say_setting(key: str, found: Mapping[Setting, list[str]]) -> None:
@@ -134,11 +121,9 @@ def _say_group(group: str) -> None:
 def _say_choice(group: str, choice: str) -> None:
     if choice not in choices(group):
         raise UserError(no_choice(group, choice, choices(group)))
-    file = read_choice(group, choice)
-    prefix = "" if group == "experiment" else f"{group.replace('/', '.')}."
-    say(f"{group}={choice}: {file.about}")
-    say_rows((f"  {left}", comment) for left, comment in rows_of(file.settings, prefix))
+    say_choice(group, choice, "  ")
     if is_experimental(group, choice):
         say("experimental: may change or go (grpo_cli/experimental/README.md)")
+    builds = read_choice(group, choice).builds
     folder = "grpo_cli/experimental/conf" if is_experimental(group, choice) else "conf"
-    say(f"It stands in {folder}/{group}/{choice}.yaml" + (f" and builds {file.builds}." if file.builds else "."))
+    say(f"It stands in {folder}/{group}/{choice}.yaml" + (f" and builds {builds}." if builds else "."))

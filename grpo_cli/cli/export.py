@@ -10,18 +10,17 @@ from typing import Any
 
 from grpo_cli.config.compose import model_of
 from grpo_cli.config.overrides import key_of
-from grpo_cli.model.adapters import BASE, base_of, has_adapters
+from grpo_cli.config.recorded import weights_in
+from grpo_cli.model.adapters import base_of, has_adapters
 from grpo_cli.model.export import check_repository, is_export, licence_of, upload, write_card, write_model
-from grpo_cli.model.load import DTYPES, TINY, at_checkpoint, source_of
+from grpo_cli.model.load import DTYPES, TINY, at_checkpoint
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.read import read_rows
 from grpo_cli.runs.files import folder_written_atomically
-from grpo_cli.runs.find import candidates, find_checkpoint
 from grpo_cli.runs.layout import METRICS, step_of
-from grpo_cli.runs.record import RunRecord, read_record
+from grpo_cli.runs.record import RunRecord
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain, shown
-from grpo_cli.support.terminal import to_stderr
 from grpo_cli.tasks.prompting import turn_end
 from grpo_cli.tracking.console import certainty
 from grpo_cli.tracking.redact import arguments_without_secrets
@@ -41,13 +40,9 @@ def export(
     """
     if dtype not in (None, *DTYPES):
         raise UserError(f"--dtype={dtype} must be one of {', '.join(DTYPES)}")
-    newest = next(iter(candidates(place.expanduser())), place.expanduser())
-    record = _record(newest)
+    checkpoint, record = weights_in(place.expanduser(), str(place))
     given = {key: value for key, value in (("path", base), ("dtype", dtype)) if value is not None}
-    settings = model_of("hf", **_of_the_model(record, newest) | given, autocast="none")
-    if has_adapters(newest) and not (newest / BASE).is_dir():
-        source_of(settings.path)  # a base that is gone is named before gigabytes are verified
-    checkpoint = _checkpoint(place)
+    settings = model_of("hf", **_of_the_model(record, checkpoint) | given, autocast="none")
     repo = target.removeprefix(_HUB) if target.startswith(_HUB) else None
     folder = Path(target).expanduser().resolve()
     if repo is None:
@@ -67,18 +62,6 @@ def export(
         return str(folder) if repo is None else upload(repo, home)
 
 
-def _checkpoint(place: Path) -> Path:
-    folder = place.expanduser()
-    found = find_checkpoint(folder)
-    if found.path is None and found.skipped:
-        raise UserError(f"{place} holds no complete checkpoint: {'; '.join(found.skipped)}")
-    if found.path is None and not has_adapters(folder):
-        raise UserError(f"{place} holds no checkpoint; name a run (grpo ls lists them) or one of its checkpoints")
-    for reason in found.skipped:
-        to_stderr(f"passed over {reason}")
-    return found.path or folder
-
-
 def _check_folder(folder: Path, overwrite: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
@@ -86,11 +69,6 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
         raise UserError(f"{folder} exists and is not an empty folder; name a new one, or add --overwrite")
     if not is_export(folder):
         raise UserError(f"--overwrite replaces exports alone, and {folder} is something else; name a new folder")
-
-
-def _record(checkpoint: Path) -> RunRecord | None:
-    """Return the record of the checkpoint's run; None for adapters without one."""
-    return None if step_of(checkpoint.name) is None else read_record(checkpoint.resolve().parent.parent)
 
 
 def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
@@ -112,7 +90,7 @@ def _sampling(record: RunRecord | None) -> dict[str, Any]:
 
 def _measured(record: RunRecord, checkpoint: Path) -> dict[str, str]:
     """Return what the run's records state until the exported step."""
-    folder, step = checkpoint.resolve().parent.parent, step_of(checkpoint.name)
+    folder, step = checkpoint.parent.parent, step_of(checkpoint.name)
     rows = [row for row in read_rows(folder / METRICS)[0] if GREEDY in row and (step is None or row["step"] <= step)]
     accuracy = {
         row["step"]: f"{row[GREEDY]:.3f} at step {row['step']:.0f} (95 % interval {certainty(row)} problems)"

@@ -30,10 +30,17 @@ def print_help(command: str, words: Sequence[str]) -> None:
     say("\n== Settings and their values (key=value) ==\n")
     say_rows(rows_of(read_conf(config_dir() / f"{command}.yaml").settings))
     for group, choice in chosen.items():
-        file = read_choice(group, choice)
-        say(f"\n{group}={choice}: {file.about}")
-        say_rows(rows_of(file.settings, "" if group == "experiment" else f"{group}."))
+        say("")
+        say_choice(group, choice)
     say(f"\n== Examples ==\n\n{about['footer']}\n\ngrpo {command} --cfg job prints the settings and runs nothing.")
+
+
+def say_choice(group: str, choice: str, indent: str = "") -> None:
+    """Print what a choice is, and its settings."""
+    file = read_choice(group, choice)
+    prefix = "" if group == "experiment" else f"{group.replace('/', '.')}."
+    say(f"{group}={choice}: {file.about}")
+    say_rows(rows_of(file.settings, f"{indent}{prefix}"))
 
 
 def rows_of(settings: Mapping[str, Setting], prefix: str = "") -> Iterator[Row]:

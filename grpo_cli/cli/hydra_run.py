@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from grpo_cli.cli.mistakes import explained, fail, unusable
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import composed, new_folder_names, of_hydra, read_command
-from grpo_cli.config.overrides import overrides
-from grpo_cli.config.recorded import Command, choices_of, over_recorded, recorded_run
+from grpo_cli.config.overrides import quoted
+from grpo_cli.config.recorded import Command, primary, recorded_run
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.sweep.resume import Sweep, sweep_of
 
@@ -50,7 +49,7 @@ def with_checkpoint(words: Sequence[str]) -> list[str]:
     is_setting = first[:1] in ("", "+", "=") or "=" in first.partition("/")[0] or first.startswith("hydra/")
     if is_setting or (first[:1] == "~" and first[:2] != "~/"):
         return list(words)
-    return [*(word.lstrip("+") for word in overrides({"checkpoint": first})), *rest]
+    return [f"checkpoint={quoted(first)}", *rest]
 
 
 @contextmanager
@@ -64,17 +63,6 @@ def _current_folder_on_the_path() -> Iterator[None]:
         sys.path[:] = before
 
 
-class _Job:
-    """The function that Hydra calls for a sweep's job. Our launcher starts processes and needs only its `sweep`."""
-
-    def __init__(self, sweep: Sweep) -> None:
-        self.sweep, self.started = sweep, False
-
-    def __call__(self, cfg: DictConfig) -> Any:
-        self.started = True
-        return _run(_command(self.sweep.command, cfg))
-
-
 def _run(command: Command) -> Any:
     """Read a command's settings, and then load PyTorch to do its work."""
     settings = read_command(command)
@@ -83,15 +71,9 @@ def _run(command: Command) -> Any:
     return JOBS[command.name](command, settings)
 
 
-def _command(name: str, cfg: DictConfig) -> Command:
-    """Return the command of a sweep's job, over the settings of the run that it evaluates."""
-    command = of_hydra(name, cfg)
-    return over_recorded(command, recorded_run(name, command.typed))
-
-
-def _check(name: str, cfg: DictConfig) -> None:
+def _check(command: Command) -> None:
     """UserError for settings that the command would refuse: a sweep's job is checked before it starts."""
-    settings = read_command(_command(name, cfg))
+    settings = read_command(command)
     from grpo_cli.config.check import check
 
     check(settings)
@@ -99,16 +81,23 @@ def _check(name: str, cfg: DictConfig) -> None:
 
 def _sweep(command: str, words: Sequence[str]) -> None:
     """Let Hydra run the sweep, and end with its result."""
-    words, sweep = sweep_of(command, words, partial(_check, command))
-    if command == "eval" and (record := recorded_run(command, words).record) is not None:
-        words = [*choices_of(record, command), *words]
-    job, before = _Job(sweep), sys.argv
+    words, sweep = sweep_of(command, words, lambda cfg: _check(of_hydra(command, cfg, run.record)))
+    run = recorded_run(command, words)
+    config, words = primary(command, run, words)
+    started = []
+
+    def job(cfg: DictConfig) -> Any:
+        """Run a job here, for a launcher of Hydra's. Ours starts processes and needs only `job.sweep`."""
+        started.append(cfg)
+        return _run(of_hydra(command, cfg, run.record))
+
+    job.sweep, before = sweep, sys.argv  # type: ignore[attr-defined]  # functions may have attributes
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are explained here
     sys.argv = [f"grpo {command}", "--multirun", *words]
     new_folder_names()
     try:
-        with explained(command, words, lambda: not (job.started or sweep.outcomes)):
-            hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(job)()
+        with explained(command, words, lambda: not (started or sweep.outcomes)):
+            hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config)(job)()
     except KeyboardInterrupt:
         if not sweep.outcomes:
             raise

@@ -13,9 +13,10 @@ from rich.table import Table
 
 from grpo_cli import experiment
 from grpo_cli.cli.start import started
-from grpo_cli.config.auto import AUTO
+from grpo_cli.config.auto import AUTO, decided
 from grpo_cli.config.choices import shipped
-from grpo_cli.config.instantiate import factory
+from grpo_cli.config.compose import read_command
+from grpo_cli.config.instantiate import factories
 from grpo_cli.config.overrides import key_of
 from grpo_cli.config.prepare import Prepared, prepare
 from grpo_cli.config.recorded import Command
@@ -52,16 +53,9 @@ def _fitted(run: Prepared[RunSettings], command: Command) -> tuple[Prepared[RunS
         return run, ()
     chosen = fit.choose(run, {key_of(word) for word in command.typed}, to_stderr)
     for key, _, text in (word.partition("=") for word in chosen):
-        group, _, name = key.partition(".")
-        value = yaml.safe_load(text) if name else shipped(group, text)
-        OmegaConf.update(command.cfg, key, value, merge=False)
-        if group in settings.parts:
-            part = {**settings.parts[group], name: value} if name else value
-            settings = replace(settings, parts={**settings.parts, group: part})
-            run = replace(run, parts={**run.parts, group: factory(group, part)})
-        else:
-            settings = replace(settings, **{group: replace(getattr(settings, group), **{name: value})})
-    return replace(run, settings=settings), chosen
+        OmegaConf.update(command.cfg, key, yaml.safe_load(text) if "." in key else shipped(key, text), merge=False)
+    settings = decided(read_command(command), lambda line: None)
+    return replace(run, settings=settings, parts=factories(settings.parts)), chosen
 
 
 def evaluate(command: Command, settings: EvalRunSettings) -> Any:

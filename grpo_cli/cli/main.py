@@ -20,7 +20,7 @@ from grpo_cli import __version__
 from grpo_cli.cli.completion import offered
 from grpo_cli.cli.mistakes import fail, folder, without_dashes
 from grpo_cli.support.errors import UserError, closest
-from grpo_cli.support.processor import settle
+from grpo_cli.support.processor import set_variables
 from grpo_cli.support.terminal import outlive_the_reader
 
 UsageError = cast(type[Exception], typer.BadParameter.__bases__[0])
@@ -105,7 +105,7 @@ def main() -> None:
     outlive_the_reader()
     try:
         os.getcwd()
-        settle()
+        set_variables()
     except (FileNotFoundError, UserError) as error:
         gone = "the current directory no longer exists; change into another one"
         typer.echo(f"error: {error if isinstance(error, UserError) else gone}", err=True)
@@ -192,9 +192,11 @@ def explain(
     words: Annotated[list[str], typer.Argument(help="Such as sampler, maxvar, train.epochs, kl, group.")],
 ) -> None:
     """Explain a choice, setting, metric or concept."""
-    from grpo_cli.cli.explain import explain_each
+    from grpo_cli.cli.explain import explain as explain_word
 
-    explain_each(words)
+    for place, word in enumerate(words):
+        typer.echo("\n" * (place > 0), nl=False)
+        explain_word(word)
 
 
 @app.command(epilog="an example is: grpo export outputs/train/my_run my_model")

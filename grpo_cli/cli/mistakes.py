@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import typer
 from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, marked
 from grpo_cli.config.comments import read_choice, read_conf
 from grpo_cli.config.elsewhere import meant_by, removed
-from grpo_cli.config.overrides import quoted
+from grpo_cli.config.overrides import quoted, value_of
 from grpo_cli.support.errors import UserError, closest, refuse
 from grpo_cli.support.extras import EXTRAS, absent, installed
 from grpo_cli.support.formatting import legible
@@ -146,30 +146,26 @@ def no_choice(group: str, choice: str, options: Sequence[str]) -> str:
     return f"{group}={choice} is not one of the choices {', '.join(map(show, options))}{hint}"
 
 
-def no_setting(key: str, known: Sequence[str]) -> str:
+def no_setting(key: str, known: Mapping[str, str]) -> str:
     """Return what an unknown key may have meant: a setting of another choice of its group, a name of TRL or verl, a
     misspelling."""
     group, _, word = key.partition(".")
     having = [f"{group}={one}" for one in choices(group) if group and word in read_choice(group, one).settings]
     if having:
         return f"{key} is no setting of this {group}; it is one of {', '.join(having)}"
-    above = word.rpartition(".")[0]
-    if above and f"{group}.{above}" in known:
-        found = [
-            settings[above].value for one in choices(group) if above in (settings := read_choice(group, one).settings)
-        ]
-        if "{}" in found:  # it takes any key
-            return f"{key} is new to {group}: type +{key}=..."
+    if known.get(key.rpartition(".")[0]) == "{}":  # it takes any key
+        return f"{key} is new to {group}: type +{key}=..."
     ours, near = meant_by(key), [one for one in known if "." not in key or "." in one]
     return f"{key} is no setting{f'; did you mean {ours}?' if ours else closest(key, near)}"
 
 
-def known_keys(command: str, words: Sequence[str]) -> list[str]:
-    """Return every key of the configuration with the choices among these words."""
-    known = [*read_conf(config_dir() / f"{command}.yaml").settings]
+def known_keys(command: str, words: Sequence[str]) -> dict[str, str]:
+    """Return every key of the configuration with the choices among these words, and its value in `conf/`."""
+    known = {key: one.value for key, one in read_conf(config_dir() / f"{command}.yaml").settings.items()}
     for group, default in defaults_of(command).items():
-        typed = [word.partition("=")[2] for word in words if word.startswith(f"{group}=")]
-        choice = typed[-1] if typed and typed[-1] in choices(group) else default
+        typed = value_of(group, words)
+        choice = typed if typed in choices(group) else default
         if "/" not in group:
-            known += [group, *(f"{group}.{key}" for key in read_choice(group, choice).settings)]
+            known[group] = choice
+            known |= {f"{group}.{key}": one.value for key, one in read_choice(group, choice).settings.items()}
     return known

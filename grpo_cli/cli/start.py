@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from grpo_cli.config.auto import resolved
+from grpo_cli.config.auto import MAY_BE_AUTO
 from grpo_cli.config.overrides import is_ours, key_of, leaves
 from grpo_cli.config.recorded import OF_A_RESUME, Command
 from grpo_cli.runs.files import json_line, read_object
@@ -65,8 +65,8 @@ def _record(
 ) -> RunRecord:
     # in the form in which it is read back
     config = json.loads(json_line(OmegaConf.to_container(command.cfg, resolve=False)))
-    for group, values in resolved(settings).items():
-        config[group] |= values
+    for group, _, name in (key.partition(".") for key in leaves("", config).keys() & MAY_BE_AUTO):
+        config[group][name] = getattr(getattr(settings, group), name)
     config["sampling"]["stop"] = list(settings.sampling.stop)  # with the line breaks that were typed as backslash and n
     texts = settings.parts["task"]
     config["task"] |= {name: texts[name] for name in ("template", "system_prompt") if name in texts}

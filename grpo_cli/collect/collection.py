@@ -17,7 +17,7 @@ from grpo_cli.collect.requests import Goal, check_rewards, check_sampling, score
 from grpo_cli.collect.resuming import begun, limited, unlimited
 from grpo_cli.engine.common import together
 from grpo_cli.history import History
-from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, Task
+from grpo_cli.interfaces import Collector, Curriculum, Engine, HasMetrics, Task
 from grpo_cli.metrics import turn_metrics
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError, own_code_unless_ours
@@ -244,7 +244,7 @@ class StepCollection:
             "collect/dropped_groups": float(len(dropped)),
             "collect/tokens_dropped": float(sum(one.num_drawn for one in lost)),
             **self._notes,
-            **(self.task.counted() if isinstance(self.task, Counts) else {}),
+            **(self.task.take_metrics() if isinstance(self.task, HasMetrics) else {}),
         }
 
 

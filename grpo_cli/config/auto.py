@@ -7,40 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from grpo_cli.config.choices import shipped
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 
 AUTO = "auto"
-# By group and setting: the part whose recipe has the number, and its key there.
+# The part whose recipe has the number, and its key there.
 _BY_RECIPE = {
-    "optim": {word: ("model", word) for word in ("lr", "weight_decay", "max_grad_norm")},
-    "sampling": {"max_new_tokens": ("task", "max_new_tokens")},
-    "eval": {"problems": ("task", "eval_problems"), "every": ("task", "eval_every")},
+    **{f"optim.{word}": ("model", word) for word in ("lr", "weight_decay", "max_grad_norm")},
+    "sampling.max_new_tokens": ("task", "max_new_tokens"),
+    **{f"eval.{word}": ("task", f"eval_{word}") for word in ("problems", "every")},
 }
-_RESOLVED = {"model": ("dtype", "autocast"), "train": ("micro_batch_tokens",), **_BY_RECIPE}
+MAY_BE_AUTO = {"model.dtype", "model.autocast", "train.micro_batch_tokens", *_BY_RECIPE}
 # A user's own part without a recipe uses that of the base file of the shipped ones.
 _BASE = {"model": "hf", "task": "_text"}
 Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
 
 
-def resolved(settings: RunSettings | EvalRunSettings) -> dict[str, dict[str, Any]]:
-    """Return the values of the settings that may be `auto`, by group."""
-    found = {group: getattr(settings, group, None) for group in _RESOLVED}
-    return {
-        group: {key: getattr(values, key) for key in _RESOLVED[group] if hasattr(values, key)}
-        for group, values in found.items()
-        if values is not None
-    }
-
-
 def fill(values: dict[str, Any]) -> None:
     """Replace `auto` in a composed configuration with the numbers of the recipes."""
-    for group, keys in _BY_RECIPE.items():
-        settings = values[group] if isinstance(values.get(group), dict) else {}
-        for name in [name for name in keys if settings.get(name) == AUTO]:
-            settings[name] = _of_the_recipe(values, *keys[name])
+    for key, (part, word) in _BY_RECIPE.items():
+        group, _, name = key.partition(".")
+        if isinstance(values.get(group), dict) and values[group].get(name) == AUTO:
+            values[group][name] = _of_the_recipe(values, part, word)
 
 
 def _of_the_recipe(values: Mapping[str, Any], part: str, word: str) -> Any:
@@ -85,9 +75,6 @@ def decided(settings: Settings, say: Callable[[str], None], fast: bool | None = 
 def decided_model(model: ModelSettings, fast: bool) -> ModelSettings:
     """Return the model's settings with precisions. Frozen weights below adapters are stored in bfloat16 if computed in
     it, since they take no small steps that could be lost; all others are float32."""
-    autocast: Literal["none", "bfloat16", "auto"]
-    autocast = ("bfloat16" if fast else "none") if model.autocast == AUTO else model.autocast
-    half = model.adapted and autocast == "bfloat16"
-    dtype: Literal["float32", "bfloat16", "auto"]
-    dtype = ("bfloat16" if half else "float32") if model.dtype == AUTO else model.dtype
-    return replace(model, autocast=autocast, dtype=dtype)
+    autocast: Any = ("bfloat16" if fast else "none") if model.autocast == AUTO else model.autocast
+    kept: Any = "bfloat16" if model.adapted and autocast == "bfloat16" else "float32"
+    return replace(model, autocast=autocast, dtype=kept if model.dtype == AUTO else model.dtype)

@@ -64,10 +64,7 @@ def _groups(settings: RunSettings, parts: Parts) -> Iterator[str]:
     if n * train.prompts > MOST_ROLLOUTS:
         yield f"n={n} times train.prompts={train.prompts} must not exceed {MOST_ROLLOUTS} rollouts a step: lower one"
     if train.warmup == "sft" and train.warmup_steps >= train.steps:
-        yield (
-            f"train.warmup_steps={train.warmup_steps} must be less than train.steps={train.steps}, which counts them: "
-            "no step would learn from rewards"
-        )
+        yield f"train.warmup_steps={train.warmup_steps} must be less than train.steps={train.steps}, which counts them"
 
 
 def _stats_of_kept(settings: RunSettings) -> bool:
@@ -80,15 +77,10 @@ def _lengths(settings: RunSettings) -> Iterator[str]:
     if isinstance(within, int) and within > sampling.max_new_tokens:
         yield f"task.overlong_tokens={within} must not exceed sampling.max_new_tokens={sampling.max_new_tokens}"
     if settings.train.truncated == "zero" and (task.get("weights") or {}).get("overlong"):
-        yield (
-            "train.truncated=zero punishes a cut-off reply more than task.weights.overlong does: use "
-            "train.truncated=train or leave_out, or task.weights.overlong=null"
-        )
+        yield "train.truncated=zero overrides task.weights.overlong: use train.truncated=train, or leave_out"
     if sampling.truncated:
-        yield (
-            f"sampling.top_p={sampling.top_p} sampling.top_k={sampling.top_k}: training on truncated sampling biases "
-            "the importance ratio; use sampling.top_p=1 sampling.top_k=0"
-        )
+        cut = f"sampling.top_p={sampling.top_p} sampling.top_k={sampling.top_k}"
+        yield f"{cut} would bias the importance ratio: train with sampling.top_p=1 sampling.top_k=0"
 
 
 def _turns(settings: RunSettings | EvalRunSettings, parts: Parts) -> Iterator[str]:
@@ -101,10 +93,7 @@ def _turns(settings: RunSettings | EvalRunSettings, parts: Parts) -> Iterator[st
             task = named(parts, "task")
             yield f"{named(parts, group)} is for replies of one turn, and {task} has several: use task.turns=1"
         if fact(parts, group, "resumes") and fact(parts, "sparsity", "evicts"):
-            yield (
-                f"{named(parts, group)} resumes rollouts, whose tokens {named(parts, 'sparsity')} never evicts: use "
-                "sparsity=dense"
-            )
+            yield f"{named(parts, group)} resumes what {named(parts, 'sparsity')} has dropped: use sparsity=dense"
 
 
 def _updates(settings: RunSettings) -> Iterator[str]:
@@ -115,15 +104,9 @@ def _updates(settings: RunSettings) -> Iterator[str]:
         other = "optim.offload=true" if optim.offload else "optim.name=adamw8bit"
         yield f"optim.park=true and {other} keep the optimizer's state in different places: use one of them"
     if optim.lr * optim.weight_decay >= 1:
-        yield (
-            f"optim.weight_decay={optim.weight_decay} times optim.lr={optim.lr} must be less than 1: an update would "
-            "turn the sign of every weight"
-        )
+        yield f"optim.weight_decay={optim.weight_decay} times optim.lr={optim.lr} must be below 1, or weights turn sign"
     if model.dtype == "bfloat16" and not model.adapted:
-        yield (
-            "model.dtype=bfloat16 loses updates of less than a 256th of a weight: use model.dtype=float32 with "
-            "model.autocast=bfloat16, or train adapters (model.lora.rank=16)"
-        )
+        yield "model.dtype=bfloat16 loses small updates: use model.dtype=float32 model.autocast=bfloat16, or adapters"
 
 
 def _model(model: ModelSettings, device: str) -> Iterator[str]:
@@ -157,34 +140,24 @@ def _drawn(parts: Parts) -> Iterator[str]:
     for other in others:
         yield f"correction.prox=drawn takes {other} for the old policy, which it is not: use correction.prox=now"
     if parts["correction"].make().needs_policy_logprobs:
-        yield (
-            f"{named(parts, 'correction')} compares old policy and sampler, which correction.prox=drawn makes one: "
-            "use correction.prox=now, or correction=none"
-        )
+        yield f"{named(parts, 'correction')} compares what correction.prox=drawn makes one: use correction.prox=now"
 
 
 def _rules(settings: RunSettings, parts: Parts) -> Iterator[str]:
     """Yield what a rule needs of the others."""
     divides, divided = fact(parts, "advantage", "divides"), parts["collector"].settings.get("divided")
     if isinstance(divided, bool) and divides not in (None, divided):
-        yield (
-            f"{named(parts, 'collector')} counts for collector.divided={shown(divided)}, which is not what "
-            f"{named(parts, 'advantage')} does: change one of them"
-        )
+        yield f"collector.divided={shown(divided)} is not what {named(parts, 'advantage')} does: change one of them"
     if fact(parts, "collector", "stops") and fact(parts, "engine", "stops_early") is False:
-        yield (
-            f"{named(parts, 'collector')} stops rollouts early, which {named(parts, 'engine')} cannot: use "
-            "engine=torch or vllm"
-        )
+        stops = f"{named(parts, 'collector')} stops rollouts early"
+        yield f"{stops}, which {named(parts, 'engine')} cannot: use engine=torch or vllm"
     if fact(parts, "loss", "needs_values") and not fact(parts, "advantage", "of_values"):
         yield f"{named(parts, 'loss')} needs rewards less their problems' values, not {named(parts, 'advantage')}"
     weights = settings.parts["task"].get("weights")
     given = [one for one in weights.values() if isinstance(one, int | float)] if isinstance(weights, Mapping) else []
     if fact(parts, "advantage", "unit_rewards") and (sum(given) > 1 + ROUNDING or weights and weights.get("overlong")):
-        yield (
-            f"{named(parts, 'advantage')} takes rewards from 0 to 1: lower task.weights={shown(weights)} to a sum "
-            "of 1, without overlong"
-        )
+        most = f"{named(parts, 'advantage')} takes rewards from 0 to 1"
+        yield f"{most}: lower task.weights={shown(weights)} to a sum of 1, without overlong"
     for group in ("advantage", "downsample"):
         if fact(parts, group, "same_size") and fact(parts, "collector", "unequal"):
             yield f"{named(parts, group)} takes groups of n rollouts, not those of {named(parts, 'collector')}"

@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import hydra
@@ -14,10 +15,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config.auto import decided, decided_model, fill
-from grpo_cli.config.choices import choices, config_dir, groups_of, parts_of, shipped
+from grpo_cli.config.choices import choices, config_dir, parts_of, shipped
 from grpo_cli.config.overrides import is_ours, key_of, leaves
 from grpo_cli.config.read import read
-from grpo_cli.config.recorded import Command, over_recorded, recorded_run
+from grpo_cli.config.recorded import Command, primary, recorded_run
+from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError, gathered, refuse
 from grpo_cli.support.processor import fast_in_bfloat16
@@ -31,29 +33,36 @@ def composed(name: str, typed: Sequence[str]) -> Command:
     """Return a command's settings: those of `conf/` or of the run that `resume=` or `checkpoint=` names, below what is
     typed. UserError if there is no such run; errors of Hydra for words that it cannot compose."""
     run = recorded_run(name, typed)
-    own = [word for word in run.typed if key_of(word) in groups_of(name) or key_of(word).startswith("hydra")]
-    return over_recorded(by_hydra(name, run.typed if run.record is None else own), run)
-
-
-def by_hydra(name: str, words: Sequence[str]) -> Command:
-    """Return the command that Hydra composes of these words, and let `${hydra:...}` refer to it."""
+    config, words = primary(name, run, run.typed)
     new_folder_names()
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = hydra.compose(name, list(words), return_hydra_config=True)
-    HydraConfig.instance().set_config(cfg)
-    if not str(cfg.hydra.run.dir).strip():
+        cfg = hydra.compose(config, words, return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)  # for ${hydra:...}
+    about = HydraConfig.get()
+    if not str(about.run.dir).strip():
         raise UserError("hydra.run.dir is empty: name the folder that the run is to write into (. is the current one)")
-    with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
-        cfg.hydra.runtime.output_dir = os.path.abspath(cfg.hydra.run.dir)
-    HydraConfig.instance().set_config(cfg)
-    return of_hydra(name, OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
+    with read_write(about.runtime), open_dict(about.runtime):
+        about.runtime.output_dir = os.path.abspath(about.run.dir)
+    settings = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    return replace(of_hydra(name, settings, run.record), typed=tuple(run.typed))
 
 
-def of_hydra(name: str, cfg: DictConfig) -> Command:
-    """Return the command that Hydra has composed, also as a job of a sweep."""
+def of_hydra(name: str, cfg: DictConfig, record: RunRecord | None) -> Command:
+    """Return the command that Hydra has composed, also as a job of a sweep, over the settings of a recorded run."""
     about, cfg.run_dir = HydraConfig.get(), str(cfg.run_dir)
-    made = {str(group): str(choice) for group, choice in about.runtime.choices.items()}
+    recorded = {} if record is None else record.choices
+    made = {**recorded, **{str(group): str(choice) for group, choice in about.runtime.choices.items()}}
+    if name == "eval":
+        _evaluate_whole_file(cfg, record, {key_of(word) for word in about.overrides.task})
     return Command(name, cfg, tuple(about.overrides.task), made)
+
+
+def _evaluate_whole_file(cfg: Any, record: RunRecord | None, typed: set[str]) -> None:
+    """Evaluate on all of a file that is typed, unless the run was trained on it."""
+    of_the_run = None if record is None else leaves("", dict(record.config)).get("task.path")
+    chosen = typed & {"task.eval_path", "task.eval_fraction", "task._target_"}
+    if "task.path" in typed and not chosen and "eval_fraction" in cfg.task and cfg.task.path not in (None, of_the_run):
+        cfg.task.eval_path, cfg.task.eval_fraction = None, 1.0
 
 
 def new_folder_names() -> None:
@@ -77,13 +86,12 @@ def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = 
         drop_inherited(cfg, own, {key_of(word) for word in typed})
     values = _plain(cfg)
     fill(values)
-    groups = groups_of(COMMANDS[kind])
     parts = {group: values.pop(group, None) for group in parts_of(COMMANDS[kind])}
-    if "experiment" in groups:
-        values.pop("experiment", None)  # its settings are in the other keys
+    values.pop("experiment", None)  # its settings are in the other keys
     problems = [line for group, part in parts.items() for line in _part_problems(group, part)]
     _read_escapes(values.get("sampling"), parts["task"])
-    settings = read(kind, values | {"parts": parts}, problems, cfg)
+    with gathered(problems):
+        settings: Settings = read(kind, values | {"parts": parts}, cfg)
     plain = {group: part for group, part in parts.items() if isinstance(part, dict) and "_target_" in part}
     if problems and (changed := {group: part for group, part in plain.items() if not _is_shipped(group, part)}):
         from grpo_cli.config.instantiate import factories  # imports the parts, and so torch
@@ -91,7 +99,6 @@ def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = 
         with gathered(problems):  # what is wrong with parts too, which is found with the factories if nothing else is
             factories(changed)
     refuse(list(dict.fromkeys(problems)))
-    assert settings is not None, "without a problem there are settings"
     return settings
 
 
@@ -104,11 +111,7 @@ def settings_of(*overrides: str) -> RunSettings:
 
 def model_of(choice: str, **changed: Any) -> ModelSettings:
     """Return the settings of `model=<choice>` with changes."""
-    problems: list[str] = []
-    settings = read(ModelSettings, shipped("model", choice) | changed, problems)
-    refuse(problems)
-    assert settings is not None, "without a problem there are settings"
-    return decided_model(settings, fast_in_bfloat16("auto"))
+    return decided_model(read(ModelSettings, shipped("model", choice) | changed), fast_in_bfloat16("auto"))
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import pkgutil
 import typing
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -106,19 +106,25 @@ def factory(group: str, part: Mapping[str, Any]) -> Factory:
         problems.append(f"{group}.{word}: {target} takes no {word}{closest(word, takes or ())}")
     hints = {word: hint for word, hint in hints.items() if word in settings}
     kind = dataclasses.make_dataclass("PartSettings", hints.items(), bases=(Strict,), kw_only=True)
-    typed = read(kind, {word: settings[word] for word in hints}, problems, key=group)
+    with gathered(problems):
+        settings |= vars(read(kind, {word: settings[word] for word in hints}, key=group))
     refuse(problems)
-    return Factory(group, part, code, settings | vars(typed))
+    return Factory(group, part, code, settings)
 
 
 def factories(parts: Mapping[str, Any]) -> dict[str, Factory]:
     """Return the factories of all parts. UserError lists everything that is wrong with their settings."""
-    found, problems = dict[str, Factory](), list[str]()
-    for group, part in parts.items():
-        with gathered(problems):
-            found[group] = factory(group, part)
+    return _each(parts, lambda group: factory(group, parts[group]))
+
+
+def _each(groups: Iterable[str], build: Callable[[str], Any], *left_out: type[UserError]) -> dict[str, Any]:
+    """Build each group's part, but for those that raise what may be left out. UserError lists all that is wrong."""
+    built, problems = dict[str, Any](), list[str]()
+    for group in groups:
+        with gathered(problems), suppress(*left_out):
+            built[group] = build(group)
     refuse(problems)
-    return found
+    return built
 
 
 def make(group: str, part: Mapping[str, Any], offered: Mapping[str, Any] | None = None) -> Any:
@@ -175,10 +181,8 @@ def _code(name: str, target: str) -> Any:
                 raise ImportError(reason)
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             reason = hidden(target) or " ".join(str(error.__cause__ or error).splitlines()[:2])
-            raise UserError(
-                f"{name}._target_={target} cannot be imported: {reason}; "
-                "write it as module.name, with the module in the current folder or installed"
-            ) from error
+            way_out = "write it as module.name, with the module in the current folder or installed"
+            raise UserError(f"{name}._target_={target} cannot be imported: {reason}; {way_out}") from error
     return code
 
 
@@ -187,24 +191,16 @@ def engine_parts(parts: Mapping[str, Factory], offered: Mapping[str, Any], early
 
     `early`: before a model is loaded; parts that need an object that is not offered yet are left out.
     """
-    built: dict[str, Any] = {}
-    problems: list[str] = []
-    for name in ENGINE_PARTS[1:]:
-        with gathered(problems), suppress(*[MissingArgument] * early):
-            built[name] = parts[name].make(offered)
-    with gathered(problems):
-        problems += _not_together(parts, built)
-    refuse(problems)
+    built = _each(ENGINE_PARTS[1:], lambda group: parts[group].make(offered), *[MissingArgument] * early)
+    refuse([*_not_together(parts, built)])
     return built
 
 
 def _not_together(parts: Mapping[str, Factory], built: Mapping[str, Any]) -> Iterator[str]:
     """Yield conflicts among the parts that could be built."""
     if isinstance(built.get("predictor"), NoPredictor) and "scheduler" in built and built["scheduler"].needs_lengths:
-        yield (
-            f"{named(parts, 'scheduler')} orders by predicted length, which {named(parts, 'predictor')} has not: use "
-            "predictor=prefix or mean"
-        )
+        orders = f"{named(parts, 'scheduler')} orders by predicted length"
+        yield f"{orders}, which {named(parts, 'predictor')} has not: use predictor=prefix or mean"
     for engine in engines(parts["engine"]):
         refuses: Any = getattr(engine.code, "refuses", None)
         words = inspect.signature(refuses).parameters if callable(refuses) else {"none": None}
@@ -240,10 +236,4 @@ def named(parts: Mapping[str, Factory], group: str) -> str:
 
 def rules_of(parts: Mapping[str, Factory], offered: Mapping[str, Any] | None = None) -> Rules:
     """Return the rules of a run, untried. UserError lists all that cannot be made."""
-    made: dict[str, Any] = {}
-    problems: list[str] = []
-    for name in RULES:
-        with gathered(problems):
-            made[name] = parts[name].make(offered)
-    refuse(problems)
-    return Rules(**made)
+    return Rules(**_each(RULES, lambda group: parts[group].make(offered)))

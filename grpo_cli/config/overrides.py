@@ -7,11 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def overrides(values: Mapping[str, Any]) -> list[str]:
-    """Return keys and values as Hydra overrides, which add keys that are new."""
-    return [f"++{key}={_quoted(value)}" for key, value in values.items()]
-
-
 def leaves(key: str, value: Any) -> dict[str, Any]:
     """Return nested settings by dotted key."""
     if not isinstance(value, Mapping) or not value:
@@ -29,16 +24,6 @@ def quoted(text: str, mark: str = "'") -> str:
     """Return text in Hydra's grammar. Backslashes count only before a quote or an interpolation."""
     special = re.compile(rf"(\\*)({mark}|\$\{{|$)")
     return mark + special.sub(lambda end: 2 * end[1] + (f"\\{end[2]}" if end[2] else ""), text) + mark
-
-
-def _quoted(value: Any) -> str:
-    if isinstance(value, str):
-        return quoted(value)
-    if isinstance(value, list):
-        return f"[{','.join(_quoted(item) for item in value)}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{_quoted(item)}" for name, item in value.items()) + "}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def key_of(word: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from grpo_cli.config.overrides import leaves
 from grpo_cli.settings import STRICT
-from grpo_cli.support.errors import closest
+from grpo_cli.support.errors import closest, refuse
 from grpo_cli.support.formatting import shown
 
 _LARGEST = {int: 2**64, float: 3.4e38}  # the largest seed and float32
@@ -29,8 +28,8 @@ _KINDS = {
 }
 
 
-def read(kind: Any, values: Any, problems: list[str], cfg: DictConfig | None = None, key: str = "") -> Any:
-    """Return the values as this type; None, and new lines in `problems`, if they are wrong.
+def read(kind: Any, values: Any, cfg: DictConfig | None = None, key: str = "") -> Any:
+    """Return the values as this type. UserError lists all that are wrong.
 
     A setting that only follows a wrong one, such as `m=${n}` in `cfg`, gets no line of its own."""
     found = {line.partition(" ")[0]: line for line in _too_large(values, key)}
@@ -44,10 +43,10 @@ def read(kind: Any, values: Any, problems: list[str], cfg: DictConfig | None = N
             wrong.setdefault(_key(one["loc"], values, key), []).append(one)
         for name, errors in wrong.items():
             if not any(line.startswith(f"{name}=") for line in found):
-                found[name] = _line(name, errors, kind)
+                found[name] = _line(name, errors, sorted(leaves(key, values).keys() - wrong.keys()))
     follow = [name for name in found if cfg is not None and _follows(cfg, name.partition("=")[0])]
-    problems += [line for name, line in found.items() if name not in follow or len(follow) == len(found)]
-    return None if found else result
+    refuse([line for name, line in found.items() if name not in follow or len(follow) == len(found)])
+    return result
 
 
 def _follows(cfg: DictConfig, key: str) -> bool:
@@ -76,11 +75,11 @@ def _key(place: Sequence[str | int], values: Any, key: str) -> str:
     return key.removeprefix("parts.")
 
 
-def _line(key: str, errors: Sequence[ErrorDetails], kind: Any) -> str:
+def _line(key: str, errors: Sequence[ErrorDetails], known: Sequence[str]) -> str:
     """Return one sentence about a wrong value, whatever number of types it could have."""
     value, types = errors[0]["input"], [error["type"] for error in errors]
     if "unexpected_keyword_argument" in types:
-        return f"{key} is no setting{closest(key, _fields(kind, ''))}"
+        return f"{key} is no setting{closest(key, known)}"
     if "missing" in types:
         return f"{key} is missing from the configuration"
     if value == "???":
@@ -98,9 +97,3 @@ def _line(key: str, errors: Sequence[ErrorDetails], kind: Any) -> str:
 
 def _number(value: Any) -> Any:
     return f"{value:.12g}" if isinstance(value, float) else value
-
-
-def _fields(kind: Any, prefix: str) -> Iterator[str]:
-    """Yield the dotted names of a dataclass's settings."""
-    for name, hint in typing.get_type_hints(kind).items() if dataclasses.is_dataclass(kind) else ():
-        yield from _fields(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else [f"{prefix}{name}"]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_cli.config.choices import choices, groups_of
+from grpo_cli.config.choices import defaults_of, groups_of, values_of
 from grpo_cli.config.overrides import key_of, leaves, value_of
 from grpo_cli.config.trust import refuse_foreign
 from grpo_cli.runs.find import find_checkpoint, never_saved, resolve_run
@@ -25,7 +25,7 @@ from grpo_cli.support.terminal import to_stderr
 
 HERE = "here"  # resume=here: in the folder of hydra.run.dir, if a run was begun there
 OF_A_RESUME = ("resume", "accept_damage", "run_dir")  # settings of a start, not of the run
-_OF_THIS_COMMAND = (*OF_A_RESUME, "checkpoint", "experiment", "search")
+_OF_THIS_COMMAND = {*OF_A_RESUME, "checkpoint", "experiment", "search", "defaults", "hydra"}
 
 
 @dataclass(frozen=True)
@@ -81,93 +81,87 @@ def _to_resume(typed: Sequence[str]) -> RecordedRun:
 
 
 def _to_evaluate(typed: Sequence[str]) -> RecordedRun:
+    place = f"checkpoint={value_of('checkpoint', typed)}"
+    folder = Path(place.partition("=")[2]).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"{place} is not a folder; give a run folder, a checkpoint or a Hugging Face folder")
+    weights, record = weights_in(folder, place)
+    if step_of(weights.name) is not None and record is None and value_of("task", typed) is None:
+        raise UserError(f"{weights.parent.parent} has no {RUN} that names the task of {place}: type task=")
+    decided = {"checkpoint": str(weights), **of_the_weights(weights, record)}
+    return RecordedRun([word for word in typed if key_of(word) != "checkpoint"], record, decided)
+
+
+def weights_in(folder: Path, named: str) -> tuple[Path, RunRecord | None]:
+    """Return the newest complete checkpoint with its run's record, or a folder of a model or adapters. UserError if
+    there is neither."""
     from grpo_cli.model.adapters import has_adapters
 
-    place = value_of("checkpoint", typed)
-    folder = Path(str(place)).expanduser()
-    if not folder.is_dir():
-        raise UserError(f"checkpoint={place} is not a folder; give a run folder, a checkpoint or a Hugging Face folder")
     found = find_checkpoint(folder)
     for reason in found.skipped:
         to_stderr(f"passed over {reason}")
     if found.path is None and (found.skipped or not ((folder / "config.json").is_file() or has_adapters(folder))):
-        raise UserError(f"checkpoint={place} holds no complete checkpoint; give another run folder or checkpoint")
+        raise UserError(f"{named} holds no complete checkpoint; name a run (grpo ls lists them) or a checkpoint")
     weights = (found.path or folder).resolve()
-    run = None if step_of(weights.name) is None else weights.parent.parent
-    record = None if run is None else read_record(run)
-    if run is not None and record is None and value_of("task", typed) is None:
-        raise UserError(f"{run} has no {RUN} that names the task of checkpoint={weights}: type task=")
-    decided = {"checkpoint": str(weights), **of_the_weights(weights, record)}
-    return RecordedRun([word for word in typed if key_of(word) != "checkpoint"], record, decided)
+    return weights, None if step_of(weights.name) is None else read_record(weights.parent.parent)
 
 
 def of_the_weights(weights: Path, record: RunRecord | None) -> dict[str, Any]:
     """Return the settings that name a checkpoint's weights."""
     from grpo_cli.model.adapters import checkpoint_settings
 
-    model: Any = {} if record is None else record.config["model"]
-    made = model.get("random_init") and model.get("architecture") and not Path(model["path"]).expanduser().is_dir()
+    found = None if record is None else record.config.get("model")
+    model = found if isinstance(found, Mapping) else {}
+    made = model.get("random_init") and model.get("architecture")
+    made = made and not Path(str(model.get("path"))).expanduser().is_dir()
     return {f"model.{key}": value for key, value in checkpoint_settings(weights, bool(made), record is None).items()}
 
 
-def choices_of(record: RunRecord, command: str) -> list[str]:
-    """Return a record's choices as words, those of users' own folders left out."""
-    recorded = {group: record.choices.get(group) for group in groups_of(command)}
-    return [f"{group}={one}" for group, one in recorded.items() if one in choices(group)]
+def primary(command: str, run: RecordedRun, words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the name of the configuration that Hydra is to compose, and the words to lay over it: that of `conf/`, or
+    one with the recorded settings in place of its defaults, but for groups of which another choice is typed.
+
+    UserError for recorded settings that are incomplete or foreign (`config.trust`)."""
+    if run.record is None and not run.decided:
+        return command, [*words]
+    groups, recorded = groups_of(command), {} if run.record is None else _recorded(command, run.record, words)
+    without = [group for group in groups if group in recorded or (group == "experiment" and recorded)]
+    defaults = {group: choice for group, choice in defaults_of(command).items() if group not in without}
+    config = OmegaConf.create(values_of(command))
+    for key, value in {**recorded, **run.decided}.items():
+        OmegaConf.update(config, key, value, merge=False)
+    config.defaults = [{group: choice} for group, choice in defaults.items() if group in groups] + ["_self_"]
+    config.defaults += [{f"override {group}": choice} for group, choice in defaults.items() if group not in groups]
+    ConfigStore.instance().store("recorded", config)
+    return "recorded", [word for word in words if key_of(word) not in without]
 
 
-def over_recorded(command: Command, run: RecordedRun) -> Command:
-    """Return a composed command with the settings of the run that it names, over them what the run's place decides, and
-    over them what is typed. UserError for recorded settings that are incomplete or foreign (`config.trust`)."""
-    cfg, keys, made = command.cfg, {key_of(word) for word in run.typed}, command.choices
-    if run.record is not None:
-        groups = groups_of(command.name)
-        replaced = {group for group in groups if group in keys and made.get(group) != run.record.choices.get(group)}
-        if "experiment" in replaced:
-            raise UserError(f"experiment={made['experiment']} is not what the run began with: type its settings")
-        for key, value in _recorded(command, run.record, replaced, keys - {*groups}).items():
-            OmegaConf.update(cfg, key, value, merge=False)
-        cfg.sampling.stop = [str(text).replace("\\", "\\\\") for text in cfg.sampling.stop]  # escapes are read again
-        made = {**made, **{group: one for group, one in run.record.choices.items() if group not in replaced}}
-    for key, value in run.decided.items():
-        OmegaConf.update(cfg, key, value, merge=False)
-    for override in OverridesParser.create().parse_overrides([*run.typed]):
-        key = override.key_or_group
-        if key in groups_of(command.name) or key.startswith("hydra"):
-            continue  # Hydra has composed it
-        if override.is_sweep_override():
-            raise UserError(f"{override.input_line} is a sweep: add -m")
-        if override.is_delete():
-            parent = OmegaConf.select(cfg, key.rpartition(".")[0]) if "." in key else cfg
-            if not OmegaConf.is_dict(parent):
-                raise UserError(f"{key} is no setting, so that there is nothing to delete")
-            parent.pop(key.rpartition(".")[2], None)
-        else:
-            OmegaConf.update(cfg, key, override.value(), merge=True)
-    if command.name == "eval":
-        _evaluate_whole_file(cfg, run.record, keys)
-    return replace(command, choices=made, typed=tuple(run.typed))
-
-
-def _recorded(command: Command, record: RunRecord, replaced: set[str], typed: set[str]) -> dict[str, Any]:
+def _recorded(command: str, record: RunRecord, words: Sequence[str]) -> dict[str, Any]:
     """Return the recorded settings to take: whole groups, and for an evaluation the settings that it has too."""
     assert record.source is not None, "it was read from a file"
-    wanted = {str(key) for key in command.cfg} - replaced - {*_OF_THIS_COMMAND}
+    groups, values, typed = {*groups_of(command)}, values_of(command), {key_of(word) for word in words}
+    replaced = {group for group in groups & typed if value_of(group, words) != record.choices.get(group)}
+    if "experiment" in replaced:
+        choice = value_of("experiment", words)
+        raise UserError(f"experiment={choice} is not what the run began with: type its settings")
+    others = replaced | _OF_THIS_COMMAND
     try:
-        if lacking := sorted(wanted - record.config.keys()):
+        if lacking := sorted({*values, *groups} - others - record.config.keys()):
             raise ValueError(f"{', '.join(lacking)} missing")
+        if odd := sorted({"defaults", "hydra"} & record.config.keys()):
+            raise ValueError(f"{', '.join(odd)} would be taken by Hydra")
         config: Any = OmegaConf.create(dict(record.config))
-        plain_values = {key: value for key, value in record.config.items() if key in wanted}
-        refuse_foreign(leaves("", plain_values), sorted(typed), record.source.parent)
-        if command.name == "train":
-            others = record.config.keys() - replaced - {*_OF_THIS_COMMAND}
-            return {key: value for key, value in record.config.items() if key in others}
-        values = {key: _followed(value, config, key) for key, value in plain_values.items()}
-        known = leaves("", OmegaConf.to_container(command.cfg, resolve=False))
-        groups = {key: value for key, value in values.items() if key in groups_of("eval")}
-        rest = leaves("", {key: value for key, value in values.items() if key not in groups})
-        return groups | {key: value for key, value in rest.items() if key in known}
-    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        config.sampling.stop = [text.replace("\\", "\\\\") for text in config.sampling.stop]  # escapes are read again
+        raw: Any = OmegaConf.to_container(config, resolve=False)
+        has = raw.keys() if command == "train" else {*values, *groups}
+        kept = {key: value for key, value in raw.items() if key in has and key not in others}
+        refuse_foreign(leaves("", kept), sorted(typed - groups), record.source.parent)
+        if command == "train":
+            return kept
+        kept = {key: _followed(value, config, key) for key, value in kept.items()}
+        rest, known = leaves("", {key: value for key, value in kept.items() if key not in groups}), leaves("", values)
+        return {key: value for key, value in {**kept, **rest}.items() if key in groups or key in known}
+    except (OmegaConfBaseException, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{record.source} does not hold the settings of a run ({plain(error)})") from error
 
 
@@ -176,14 +170,6 @@ def _followed(value: Any, config: Any, key: str) -> Any:
     if isinstance(value, Mapping):
         return {name: _followed(item, config[key], name) for name, item in value.items()}
     return config[key] if isinstance(value, str) and re.search(r"(?<!\\)\$\{", value) else value
-
-
-def _evaluate_whole_file(cfg: Any, record: RunRecord | None, typed: set[str]) -> None:
-    """Evaluate on all of a file that is typed, unless the run was trained on it."""
-    of_the_run = None if record is None else leaves("", dict(record.config)).get("task.path")
-    chosen = typed & {"task.eval_path", "task.eval_fraction", "task._target_"}
-    if "task.path" in typed and not chosen and "eval_fraction" in cfg.task and cfg.task.path not in (None, of_the_run):
-        cfg.task.eval_path, cfg.task.eval_fraction = None, 1.0
 
 
 def checkpoint_to_resume(settings: RunSettings, warn: Callable[[str], None]) -> Path | None:
@@ -197,10 +183,8 @@ def checkpoint_to_resume(settings: RunSettings, warn: Callable[[str], None]) -> 
     if found.path is None:
         if not (settings.accept_damage or never_saved(folder)):
             reasons = "; ".join(found.skipped) or "they are gone"
-            raise UserError(
-                f"resume={settings.resume} holds no complete checkpoint ({reasons}); name another run, or begin it "
-                "anew with accept_damage=true"
-            )
+            none = f"resume={settings.resume} holds no complete checkpoint ({reasons})"
+            raise UserError(f"{none}; name another run, or begin it anew with accept_damage=true")
         warn(f"{folder} holds no complete checkpoint: the run begins anew, as it was started")
         return None
     done, steps = step_of(found.path.name), settings.train.steps
@@ -209,8 +193,6 @@ def checkpoint_to_resume(settings: RunSettings, warn: Callable[[str], None]) -> 
     record = read_record(Path(settings.run_dir))
     path = settings.model.path if record is None else record.config.get("model", {}).get("path")
     if path != settings.model.path and not settings.model.adapted:  # the base of adapters may have been moved
-        raise UserError(
-            f"model.path={settings.model.path} is not the model of {found.path}, whose weights the run has: leave "
-            "model= and model.path= out"
-        )
+        other = f"model.path={settings.model.path} is not the model of {found.path}"
+        raise UserError(f"{other}, whose weights the run has: leave model= and model.path= out")
     return found.path

@@ -22,19 +22,18 @@ from grpo_cli.support.errors import UserError, own_code_unless_ours
 from grpo_cli.support.facts import name_of
 from grpo_cli.types import EngineStats, Finish, LossOutput, Prompt, Request, Reward, Rollout, Verdict
 
-MOST_TRIED, ENOUGH = 4096, 1024  # rollouts of a problem; of a synthetic step, if its groups are not larger
+ENOUGH = 1024  # rollouts of a synthetic step, if its groups are not larger
 
 
 def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
     """UserError for a rule that cannot be used. One that has `setup` waits for its run."""
-    size = min(n, MOST_TRIED)
     rules = copy.deepcopy(rules)
     if not isinstance(rules.collector, SetUp):
-        _step(size, max(1, min(prompts, ENOUGH // size))).run(rules.collector)
-    [group] = _step(size, 1).run(equal)
-    kept, keep = list(range(size))[-m:], size if m == n else min(m, size - 1)
+        _step(n, max(1, min(prompts, ENOUGH // n))).run(rules.collector)
+    [group] = _step(n, 1).run(equal)
+    kept = list(range(n - m, n))
     if not isinstance(rules.downsample, SetUp):
-        kept = choose(rules.downsample, group, keep, np.random.default_rng(0))
+        kept = choose(rules.downsample, group, m, np.random.default_rng(0))
     batch = rows_of(collate([group]), torch.tensor(kept))
     if not isinstance(rules.advantage, SetUp):
         found = advantages(rules.advantage, group, kept)

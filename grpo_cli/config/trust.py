@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from grpo_cli.support.errors import own_code, refuse
 from grpo_cli.support.formatting import plain, shown
 
 OWN = ("task.reward", "task.environment", "task.tools")  # settings that name a user's own code as module:name
+_CHOICE = re.compile(r"\w[\w-]*|")  # a path would be another file's
 _OF_A_SWEEP = re.compile(r"hydra[./](launcher|sweeper)(\.[a-z]\w*)?")
 # Where a run writes, whose answers it believes, and what it reveals of the environment.
 _TYPED_AGAIN = re.compile(r"run_dir|engine\.address|engine\.options\..*|task\.judge\.(key|base_url)")
@@ -51,46 +51,45 @@ def refuse_foreign(values: Mapping[str, Any], typed: Sequence[str], folder: Path
 
 
 def _value(word: str) -> Any:
-    """Return the value of an override, the list of values of a sweep, or {"": word} for what cannot be read."""
+    """Return the value of an override, the list of values of a sweep, or {"_": word} for what cannot be read."""
     parser = OverridesParser.create()
     try:
         override = parser.parse_override(word)
-        if override.package is not None:
-            return {"_package_": word}
-        if not override.is_sweep_override():
-            return override.value()
+        if override.package is not None or not override.is_sweep_override():
+            return {"_": word} if override.package is not None else override.value()
         each = override.sweep_string_iterator() if override.is_choice_sweep() else ()
         return [parser.parse_override(f"key={value}").value() for value in each]
     except HydraException:
-        return {"_unreadable_": word}
+        return {"_": word}
 
 
 def is_foreign(key: str, value: Any, folder: Path) -> bool:
     """Return True if a setting of the run in `folder` names code of others, a file elsewhere or a place to send records
     or replies to, or calls a resolver."""
-    if isinstance(value, Mapping):
-        return any(is_foreign(f"{key}.{name}", item, folder) for name, item in value.items())
-    if isinstance(value, list):
-        return any(is_foreign(key, item, folder) for item in value)
+    if isinstance(value, Mapping | list):
+        items = value.items() if isinstance(value, Mapping) else ((None, item) for item in value)
+        return any(is_foreign(key if name is None else f"{key}.{name}", item, folder) for name, item in items)
     (group, *inner), text = key.lstrip(".").split("."), str(value)
     name = inner[-1] if inner else group
-    if group.startswith("hydra") or (config_dir() / key).is_dir():  # a choice: a path would be another file's
-        may_be_set = not group.startswith("hydra") or _OF_A_SWEEP.fullmatch(key)
-        return not (may_be_set and re.fullmatch(r"\w[\w-]*|", text))
+    if group.startswith("hydra"):
+        return not (_OF_A_SWEEP.fullmatch(key) and _CHOICE.fullmatch(text))
+    if (config_dir() / key).is_dir():
+        return not _CHOICE.fullmatch(text)
     if name == "_target_" or (key in OWN and ":" in text):
         module, _, names = text.rpartition(".") if name == "_target_" else text.partition(":")
         ours = len(inner) == 1 and text in _shipped(group, name)
         return not (ours or all(_is_here(module, one.strip(), folder) for one in names.split(",")))
     if any(part.startswith("_") for part in inner) or ":" in text.partition("${")[2]:
         return True
-    if name == "trust_remote_code" or value is None or value == "auto" or isinstance(value, int | float):
+    if value in (None, "auto") or isinstance(value, int | float):
         return name == "trust_remote_code" and bool(value)
     if key in _READ:
-        is_below_here = Path(text).expanduser().resolve().is_relative_to(Path.cwd().resolve())
-        return not (text.startswith("hub:") or is_below_here)
+        return not (text.startswith("hub:") or Path(text).expanduser().resolve().is_relative_to(Path.cwd().resolve()))
     if group == "logger":
         return name not in _OF_A_RUN and value not in _shipped(group, name)
-    return bool(_TYPED_AGAIN.fullmatch(key)) and not (name == "base_url" and _HERE.match(text))
+    if name == "base_url" and _HERE.match(text):
+        return False
+    return name == "trust_remote_code" or bool(_TYPED_AGAIN.fullmatch(key))
 
 
 def _shipped(group: str, name: str) -> list[Any]:
@@ -100,18 +99,11 @@ def _shipped(group: str, name: str) -> list[Any]:
 def _is_here(module: str, name: str, folder: Path) -> bool:
     """Return True if a module of the current directory that did not come with the run defines this name. Imports it."""
     top, here, run = module.partition(".")[0], Path.cwd().resolve(), folder.resolve()
-    before = list(sys.path)
-    sys.path.append(str(here))  # last, as when a part is built
-    try:
-        with own_code(f"the module {module}"), suppress(ImportError, ValueError):
-            spec = importlib.util.find_spec(top)
-            file = Path(spec.origin or "").resolve() if spec else here
-            if file not in (here / f"{top}.py", here / top / "__init__.py") or file.is_relative_to(run):
-                return False
-            if file.name == "__init__.py" and run.is_relative_to(file.parent):
-                return False
+    with own_code(f"the module {module}"), suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(top)
+        file = Path((spec and spec.origin) or here).resolve()
+        came_along = file.is_relative_to(run) or (file.parent != here and run.is_relative_to(file.parent))
+        if file in (here / f"{top}.py", here / top / "__init__.py") and not came_along:
             found = getattr(importlib.import_module(module), name, None)
             return str(getattr(found, "__module__", None)).partition(".")[0] == top
-    finally:
-        sys.path[:] = before
     return False

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Decode, Sequence
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.meter import Meter
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
 
@@ -34,7 +34,7 @@ class EngineParts:
     seed: int = 0
     rollouts_per_step: int | None = None
     decode: Decode | None = None
-    meter: Meter = field(default_factory=Meter)
+    span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # of a meter
     warn: Callable[[str], None] = print
 
 

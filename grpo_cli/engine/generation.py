@@ -81,7 +81,7 @@ class Generation:
         self._asked: dict[int, Sequence] = {}  # whose environments have not answered yet
         self._eos, self._decode = frozenset(parts.eos_token_ids), parts.decode
         self.details: dict[str, float] = {}
-        self._span = parts.meter.span
+        self._span = parts.span
         self._unfinished = Counter(request.prompt.id for request in requests)
         self._preempted = self._read_again = self._most_rows = self._most_held = 0
         self._paused_keys = self._paused_blocks = 0

@@ -41,7 +41,7 @@ from grpo_cli.types import EngineStats, Request, Rollout
 TRIES = 3  # calls in a row during which a worker dies
 START = 300.0  # the most seconds until the first worker runs
 FIRST = 0.9  # the part of its share that each worker gets first; the rest balances the load
-# These affect bits when a process starts (`processor.settle`); workers must have the same.
+# These affect bits when a process starts (`processor.set_variables`); workers must have the same.
 _HANDED_ON = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_WAIT_POLICY")
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 # One attempt (41 s) to reach an address that is not Ray's, in place of twenty.
@@ -133,7 +133,7 @@ class RayEngine(SequenceEngine):
             return
         start, answers = time.perf_counter(), list[Delivery]()
         self._answered = time.monotonic()
-        with self._parts.meter.span("weights"):
+        with self._parts.span("weights"):
             self._check_ray()
             if self._weights is None:  # once per version; workers keep the previous one while they use it
                 self._weights = ray.put(numbers(self._parts.model, trained=True))
@@ -145,11 +145,11 @@ class RayEngine(SequenceEngine):
         queue = deque(portions(sequences, len(self._workers), self._parts.sampler.all_at_once))
         try:
             while len(finished) < len(requests):
-                with self._parts.meter.span("dealing"):
+                with self._parts.span("dealing"):
                     for worker in self._workers:
                         if queue and worker.coming is None:
                             self._deal(worker, queue.popleft())
-                with self._parts.meter.span("decode"):  # waiting for the workers
+                with self._parts.span("decode"):  # waiting for the workers
                     ready, _ = ray.wait([worker.coming for worker in self._workers if worker.coming], timeout=1.0)
                 self._check_ray()
                 for worker in [worker for worker in self._workers if worker.coming in ready]:

@@ -95,7 +95,7 @@ class ServingEngine(SequenceEngine):
                     for sequence in entered:
                         sequence.status = Status.RUNNING
                     serving.running += entered
-                    with parts.meter.span("decode"):  # prompts included
+                    with parts.span("decode"):  # prompts included
                         self._advance(serving, entered)
                     serving.running = [one for one in serving.running if one.status is Status.RUNNING]
                 for _, rollout in serving.ended[given:]:

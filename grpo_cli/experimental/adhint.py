@@ -26,7 +26,7 @@ from torch import Tensor
 
 from grpo_cli.experimental.fresh import weighed
 from grpo_cli.experimental.given import begun_with, num_given
-from grpo_cli.interfaces import Bench, Shows, StepRollouts
+from grpo_cli.interfaces import Bench, KnowsSolutions, StepRollouts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count, Share
@@ -47,7 +47,7 @@ class Hint:
     resumes: ClassVar[bool] = True
 
     def setup(self, runtime: Bench) -> None:
-        if not isinstance(runtime.task, Shows):
+        if not isinstance(runtime.task, KnowsSolutions):
             raise UserError("collector=hint needs worked solutions, and this task shows none: use collector=equal")
         self._task = runtime.task
 
@@ -58,7 +58,7 @@ class Hint:
         requests: list[Group | tuple] = []
         shares = []
         for group in step.score(step.generate((prompt, first) for prompt in step.pick(step.prompts))):
-            solution, drawn = self._task.shown(group.prompt), self.noise * step.rng.normal()
+            solution, drawn = self._task.solution(group.prompt), self.noise * step.rng.normal()
             wanted = share(1 - group.solved / first, self.least, self.most, drawn)
             hint = solution[: int(wanted * len(solution))] if not (self.only_unsolved and group.solved) else ()
             shares.append(len(hint) / max(1, len(solution)))

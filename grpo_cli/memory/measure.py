@@ -76,7 +76,7 @@ def measure(
     peaks = PhasePeaks(partial(_peak_since, run.device))
     meter = Meter(run.device, peaks)
     ends = {"eos_token_ids": (NEVER,)} if wanted.lengths == "full" else {}
-    bench = experiment.set_up(run, settings.model, meter=meter, warn=warn, **ends)
+    bench = experiment.set_up(run, settings.model, span=meter.span, warn=warn, **ends)
     rules = replace(run.rules, advantage=partial(_never_all_equal, run.rules.advantage))
     parts = experiment.parts_of(replace(run, made=rules), bench, (), meter, say, warn)
     step, progress, seconds = Step(settings, parts), Progress(), defaultdict[str, list[float]](list)

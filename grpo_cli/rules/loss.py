@@ -68,13 +68,13 @@ class Clipped(ABC):
         reference.
         """
         mask = batch.loss_mask
-        said = self.terms(logprobs, batch)
-        weighed = said.terms * batch.weights.detach().float()
+        tokens = self.terms(logprobs, batch)
+        weighed = tokens.terms * batch.weights.detach().float()
         loss = policy = aggregate(weighed, batch, totals, self.aggregation)
         metrics = {
             "loss/policy": policy.detach(),
-            "loss/clip_fraction": aggregate(said.clipped.float(), batch, totals, "token"),
-            "loss/policy_ratio_mean": aggregate(said.ratio.detach(), batch, totals, "token"),
+            "loss/clip_fraction": aggregate(tokens.clipped.float(), batch, totals, "token"),
+            "loss/policy_ratio_mean": aggregate(tokens.ratio.detach(), batch, totals, "token"),
         }
         assert batch.ref_logprobs is not None or not self.needs_reference, (
             "a KL term without reference log-probabilities"

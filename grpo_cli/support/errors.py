@@ -64,8 +64,8 @@ def raised(error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     # a syntax error has no executed line, and names its own
     place = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
-    said = f": {text}" if (text := text_of(error)) else ""
-    return f"raised {type(error).__name__}{said}{place}"
+    reason = f": {text}" if (text := text_of(error)) else ""
+    return f"raised {type(error).__name__}{reason}{place}"
 
 
 def text_of(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Settings of numerical libraries, through environment variables that they read once: call `settle` before torch
+"""Settings of numerical libraries, through environment variables that they read once: call `set_variables` before torch
 computes anything, at best before it is loaded. Values set by the user are kept.
 
 MKL_CBWR   MKL's strict reproducibility: a row of a float32 product has the same bits whatever the number of rows and
@@ -30,7 +30,7 @@ _CUTS = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "AVX2"}
 CPUINFO = Path("/proc/cpuinfo")
 
 
-def settle(environment: MutableMapping[str, str] = os.environ) -> None:
+def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what the user has not. UserError for an invalid number of threads, and for several processes."""
     threads = environment.get("OMP_NUM_THREADS", "1")
     if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", threads):

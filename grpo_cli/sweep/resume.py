@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from grpo_cli.config.overrides import overrides, value_of
+from grpo_cli.config.overrides import quoted, value_of
 from grpo_cli.config.trust import taken
 from grpo_cli.runs.files import read_object
 from grpo_cli.runs.layout import CHECKPOINTS, MULTIRUN, SWEEP
@@ -49,10 +49,10 @@ class Sweep:
         """Return the command that runs the job, or continues it."""
         of_hydra = [*self.of_hydra, f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
         if self.command == "train" and (has_record(job.folder) or (job.folder / CHECKPOINTS).exists()):
-            place = overrides({"resume": str(job.folder)})
+            place = "resume"
         else:
-            place = overrides({"hydra.run.dir": str(job.folder)})
-        words = [*of_hydra, *job.overrides, *(word.lstrip("+") for word in place)]
+            place = "hydra.run.dir"
+        words = [*of_hydra, *job.overrides, f"{place}={quoted(str(job.folder))}"]
         return [sys.executable, "-P", "-m", "grpo_cli", self.command, *words]
 
     def counts(self) -> Counter[str]:
@@ -104,7 +104,7 @@ def started_with(command: str, own: Sequence[str]) -> list[str]:
         raise UserError(
             f"resume=sweep continues the jobs unchanged: leave out {' '.join(changed)}, or start a new sweep"
         )
-    return [*recorded, *new, *overrides({"hydra.sweep.dir": str(folder)})]
+    return [*recorded, *new, f"hydra.sweep.dir={quoted(str(folder))}"]
 
 
 def for_the_sweeper(command: str, given: Sequence[str]) -> list[str]:

@@ -125,7 +125,7 @@ class Arithmetic(GeneratedTask[Sum]):
     def answer(self, problem: Sum) -> str:
         return str(sum(problem.terms))
 
-    def shown(self, prompt: Prompt) -> Sequence[int]:
+    def solution(self, prompt: Prompt) -> Sequence[int]:
         return encode_behind(self._prompting.tokenizer, worked_solution(self._problem(prompt)[0]), prompt.token_ids)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from grpo_cli.interfaces import Bench, Shows
+from grpo_cli.interfaces import Bench, KnowsSolutions
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.problems import records, value_of, where
@@ -54,9 +54,9 @@ def solutions(
     """Return training problems with the text of a field of their rows as the reply; of a task that knows right replies,
     those to the first `most` problems. Raise UserError if there are none."""
     prompts, found = task.prompts("train"), []
-    if isinstance(task, Shows):
+    if isinstance(task, KnowsSolutions):
         some = [prompts[i] for i in range(min(len(prompts), most))]
-        return [demonstration(one, [(False, [*task.shown(one), eos])]) for one in some]
+        return [demonstration(one, [(False, [*task.solution(one), eos])]) for one in some]
     for prompt in prompts if hasattr(task, "row_of") else ():
         with suppress(KeyError):
             text = value_of(task.row_of(prompt), field)
@@ -116,7 +116,7 @@ def _parts(
     messages: Sequence[Mapping[str, str]], replies: Sequence[int], chat: Prompting, eos: int
 ) -> Iterator[tuple[bool, list[int]]]:
     """Yield what others wrote and the replies, in turn; the first is the prompt."""
-    before, ids, end = "", list[int](), chat.written([eos])
+    before, ids, end = "", list[int](), chat.raw_text([eos])
     for i in replies:
         text = chat.rendered(messages[:i])
         if not text.startswith(before):

@@ -104,8 +104,8 @@ class Jsonl(DialogueTask):
             for parts, completion, (_, rollout) in judged
         ]
 
-    def counted(self) -> Mapping[str, float]:
-        return {**super().counted(), **(self._judge.counted() if isinstance(self._judge, ModelJudge) else {})}
+    def take_metrics(self) -> Mapping[str, float]:
+        return {**super().take_metrics(), **(self._judge.take_metrics() if isinstance(self._judge, ModelJudge) else {})}
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
         return cast(Mapping[str, Any], of_json(self._problem(prompt).row))

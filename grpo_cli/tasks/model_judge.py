@@ -114,7 +114,7 @@ class ModelJudge(Judge):
         self._lock = threading.Lock()
         self._check_server()
 
-    def counted(self) -> Mapping[str, float]:
+    def take_metrics(self) -> Mapping[str, float]:
         """Return the counts since the last call."""
         with self._lock:
             counts, self._counts = self._counts, Counter()

@@ -86,7 +86,7 @@ class Reading(ABC):
     def encode(self, text: str, /) -> tuple[int, ...]:
         """Return the tokens of a prompt."""
 
-    def written(self, token_ids: Sequence[int]) -> str:
+    def raw_text(self, token_ids: Sequence[int]) -> str:
         """Return the text with every special token, as records show it."""
         return str(
             self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -95,7 +95,7 @@ class Reading(ABC):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return what judges and tools read: all but the token that ended it, since special tokens may be tags."""
         ended = len(token_ids) > 0 and token_ids[-1] in self._ends
-        return self.written(token_ids[:-1] if ended else token_ids)
+        return self.raw_text(token_ids[:-1] if ended else token_ids)
 
     @cached_property
     def _ends(self) -> frozenset[int]:
@@ -122,7 +122,7 @@ class Verbatim(Reading):
 
         Only the last token is dropped: another special token inside an answer must spoil it.
         """
-        return self.written(rollout.token_ids[:-1]) if rollout.finish is Finish.EOS else None
+        return self.raw_text(rollout.token_ids[:-1]) if rollout.finish is Finish.EOS else None
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class Prompting(Reading):
             text = "".join("\n\n" + self._filled(message) for message in messages)
             return tuple(encode_behind(self.tokenizer, text, turn))
         *_, text = self._around(_TURN, role, len(messages))
-        lead, drawn, rest = text.partition(self.written(turn[-1:])) if turn else ("", "", text)
+        lead, drawn, rest = text.partition(self.raw_text(turn[-1:])) if turn else ("", "", text)
         text = rest if drawn and not lead.strip() else text  # the turn has its end already
         ids, plain = list(turn), ""
         for i, message in enumerate(messages):
@@ -323,8 +323,8 @@ class TextTask:
     def text(self, token_ids: Sequence[int]) -> str:
         return self._prompting.decode(token_ids)
 
-    def written(self, token_ids: Sequence[int]) -> str:
-        return self._prompting.written(token_ids)
+    def raw_text(self, token_ids: Sequence[int]) -> str:
+        return self._prompting.raw_text(token_ids)
 
 
 def turn_end(tokenizer: Tokenizer) -> tuple[str, int | None]:

@@ -315,7 +315,7 @@ class DialogueTask(TextTask, ABC):
 
         return _begun(reply)
 
-    def counted(self) -> Mapping[str, float]:
+    def take_metrics(self) -> Mapping[str, float]:
         """Return the metrics of environments since the last call."""
         if self._environment is None:
             return {}

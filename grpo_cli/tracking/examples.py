@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from grpo_cli.interfaces import Task, Writes
+from grpo_cli.interfaces import HasRawText, Task
 from grpo_cli.select import Selection
 from grpo_cli.types import Example, Rollout, ScoredGroup
 
 
-def written(task: Task, token_ids: Sequence[int]) -> str:
+def raw_text(task: Task, token_ids: Sequence[int]) -> str:
     """Return what a model read, special tokens included."""
-    return task.written(token_ids) if isinstance(task, Writes) else task.text(token_ids)
+    return task.raw_text(token_ids) if isinstance(task, HasRawText) else task.text(token_ids)
 
 
 def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: str, advantage: float | None) -> Example:
@@ -23,7 +23,7 @@ def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: s
     return Example(
         prompt_id=group.prompt.id,
         sample=rollout.request.sample,
-        prompt=written(task, rollout.request.prompt.token_ids),
+        prompt=raw_text(task, rollout.request.prompt.token_ids),
         reply=task.text(rollout.token_ids),
         answer=group.prompt.answer,
         reward=reward.total,
@@ -34,7 +34,7 @@ def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: s
         kept=kept,
         reason=reason,
         advantage=advantage,
-        turns=tuple((by, written(task, ids) if by else task.text(ids)) for by, ids in rollout.parts)
+        turns=tuple((by, raw_text(task, ids) if by else task.text(ids)) for by, ids in rollout.parts)
         if len(rollout.parts) > 1
         else None,
     )

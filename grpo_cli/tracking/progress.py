@@ -33,7 +33,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedStep:
     """The rollouts that a step trained on, and its metrics. `reuse` is empty if no old rollout was trained on.
 
     `selected` marks each rollout that was trained on; `tokens` counts the trained tokens.
@@ -69,7 +69,7 @@ def _means(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def step_metrics(
-    progress: Progress, scored: Sequence[ScoredGroup], stats: EngineStats, trained: Trained
+    progress: Progress, scored: Sequence[ScoredGroup], stats: EngineStats, trained: TrainedStep
 ) -> dict[str, float]:
     """Add a step to the counters; returns its metrics, counters included, by their names in `metrics.py`."""
     progress.generated_tokens += stats.generated_tokens

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Qw
 
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.instantiate import make
-from grpo_cli.config.overrides import overrides
+from grpo_cli.config.overrides import quoted
 from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer
 from grpo_cli.settings import RunSettings
 from grpo_cli.types import Prompt, Request
@@ -80,8 +80,8 @@ class Case:
     def run(self) -> tuple[str, ...]:
         """The words of `grpo train` that say the same."""
         dtype = "bfloat16" if self.device == "cuda" else "float32"
-        values = {"model.path": self.folder, "model.dtype": dtype, "model.autocast": "none", "seed": self.seed}
-        return ("model=hf", *overrides({**values, "sampling.max_new_tokens": self.max_new_tokens}), *self.words)
+        model = ("model=hf", f"model.path={quoted(self.folder)}", f"model.dtype={dtype}", "model.autocast=none")
+        return (*model, f"seed={self.seed}", f"sampling.max_new_tokens={self.max_new_tokens}", *self.words)
 
     @property
     def settings(self) -> RunSettings:

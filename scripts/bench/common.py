@@ -35,7 +35,7 @@ from grpo_cli.config.compose import read_settings
 from grpo_cli.config.instantiate import make
 from grpo_cli.interfaces import Engine
 from grpo_cli.settings import ProfileRunSettings, RunSettings
-from grpo_cli.support.processor import CPUINFO, flush_denormals, settle
+from grpo_cli.support.processor import CPUINFO, flush_denormals, set_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a processor multiplies bfloat16 with, and what it has for wider rows.
@@ -76,7 +76,7 @@ def parsed(made: argparse.ArgumentParser, words: Sequence[str] | None, **quick: 
     if made.parse_args(words).quick:
         made.set_defaults(**quick)
     args = made.parse_args(words)
-    settle()
+    set_variables()
     flush_denormals()
     args.load_before = os.getloadavg()[0]
     return args

@@ -84,7 +84,7 @@ def floor(case: Case) -> Figures:
     meter, work, model = Meter(clock=clock), make_work(case), case.loaded()
     dtype = torch.bfloat16 if case.settings.model.autocast == "bfloat16" else model.dtype
     with case.autocast(), torch.inference_mode():
-        engine = engine_of(model, work.eos, "sampler=full", meter=meter)
+        engine = engine_of(model, work.eos, "sampler=full", span=meter.span)
         list(engine.generate(work.cut(4)))
         rows = Padding(**engine.facts()["padding"]).padded_rows(len(work.requests))
         layers = list(_joined_layers(model))

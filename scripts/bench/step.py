@@ -47,7 +47,7 @@ def run_ours(case: Case) -> list[Figures]:
     settings = settings_of(*training(case))
     meter = Meter(clock=clock_of(case.threads))
     run = prepare(settings)
-    bench = set_up(run, settings.model, meter=meter)
+    bench = set_up(run, settings.model, span=meter.span)
     step = Step(settings, parts_of(run, bench, (), meter, print, print))
     progress, found = Progress(), list[Figures]()
     for number in range(case.repeats + 1):

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,10 @@ from grpo_cli.engine.length_predictor import GivenLengths, NoPredictor
 from grpo_cli.support.errors import UserError
 
 
-class Slowed:
-    """A meter under which every decode step takes some time, so that there is some to kill a worker in."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def span(self, name: str) -> AbstractContextManager[None]:
-        time.sleep(self._seconds)
-        return nullcontext()
-
-    def take(self) -> Mapping[str, float]:
-        return {}
+def slowed(seconds: float, name: str) -> AbstractContextManager[None]:
+    """Let every decode step take some time, so that there is some to kill a worker in."""
+    time.sleep(seconds)
+    return nullcontext()
 
 
 def build(
@@ -57,7 +50,7 @@ def build(
         sampler=made.infinite(slots=slots),
         scheduler=ready("scheduler", scheduler),
         predictor=GivenLengths(given) if lengths_are_given and not prefix else learning,
-        meter=Slowed(seconds),
+        span=partial(slowed, seconds),
         warn=warn,
     )
     generate = engine.generate

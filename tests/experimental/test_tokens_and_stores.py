@@ -136,7 +136,7 @@ def test_what_is_no_record_of_this_task_is_refused(change: dict[str, Any], tmp_p
 
 
 class Solving(Known):
-    def shown(self, prompt: Prompt) -> Sequence[int]:
+    def solution(self, prompt: Prompt) -> Sequence[int]:
         return range(1, 11)
 
 

@@ -113,4 +113,5 @@ class Fixed:
 
 def test_an_advantage_is_of_a_rollout_or_of_its_tokens():
     for shape in ((2,), (2, 3)):
-        assert advantages(Fixed(torch.ones(shape).double()), TOKENS, [0, 2]).shape == shape
+        found = advantages(Fixed(torch.ones(shape).double()), TOKENS, [0, 2])
+        assert found.shape == shape and found.dtype == torch.float32

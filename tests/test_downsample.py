@@ -14,6 +14,7 @@ from small import kept_by, scored
 from grpo_cli.methods import pods
 from grpo_cli.rules import downsample
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.facts import facts
 from grpo_cli.types import ScoredGroup
 
 CHOOSING_RULES = [pods.maxvar, pods.maxreward, pods.random, pods.percentile]
@@ -178,3 +179,16 @@ def test_a_rule_that_answers_wrongly_is_named_with_its_prompt(answer):
     with pytest.raises(UserError, match=r"my_rule returned .* for prompt p: return 2 different .* 0 to 2") as error:
         kept_by(partial(my_rule, answer=answer), scored(*[1.0, 0.0, 0.5]), 2, stream())
     assert len(str(error.value).split()) <= 25
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept"), [([1], [1]), ([2, 0], [0, 2]), ([], None), ([1, 1], None), (["x"], None), ([0, 1, 2], None)]
+)
+def test_a_rule_that_can_keep_fewer_keeps_one_or_more_each_once_and_is_not_needed_for_all(answer, kept):
+    rule, group = facts(keeps_fewer=True)(lambda *given: answer), scored(*[1.0, 0.0, 0.5])
+    if kept is None:
+        with pytest.raises(UserError, match="return 1 to 2 different"):
+            downsample.choose(rule, group, 2, stream())
+    else:
+        assert downsample.choose(rule, group, 2, stream()) == kept
+    assert downsample.choose(rule, group, 3, stream()) == [0, 1, 2]

@@ -101,12 +101,12 @@ def test_a_micro_batch_is_all_of_a_step_or_the_most_that_fits(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "typed", ["0", "0GB", "0.0GiB", "much", "-4GB", "4gb2", "9999999PB", "true", "1e9", "", ".5GB"]
+    "typed", ["0", "0GB", "0.0GiB", "much", "-4GB", "4gb2", "9999999PB", "true", "1e9", "", ".5GB", "nan", "[1GB]"]
 )
 def test_what_is_no_size_is_refused(typed: str) -> None:
     with pytest.raises(UserError) as refused:
         settings_of(*RUN, f"fit={typed}")
-    assert str(refused.value).startswith("fit=") and "none, auto" in str(refused.value)
+    assert str(refused.value).startswith("fit=") and "none, auto or a size such as" in str(refused.value)
 
 
 def test_more_than_there_is_is_refused_and_what_is_free_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:

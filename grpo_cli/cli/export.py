@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from grpo_cli.config.compose import model_of
-from grpo_cli.config.overrides import key_of
+from grpo_cli.config.overrides import key_of, leaves, value_of
 from grpo_cli.config.recorded import weights_in
 from grpo_cli.model.adapters import base_of, has_adapters
 from grpo_cli.model.export import check_repository, is_export, licence_of, upload, write_card, write_model
@@ -81,10 +81,9 @@ def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
 
 def _sampling(record: RunRecord | None) -> dict[str, Any]:
     """Return the settings that the run's rollouts were drawn with, by the names of `transformers` and vLLM."""
-    sampling = {} if record is None else record.config.get("sampling")
-    found = sampling if isinstance(sampling, Mapping) else {}
+    found = {} if record is None else leaves("", dict(record.config))
     names = ("temperature", "top_p", "top_k", "max_new_tokens")
-    numbers = {name: found[name] for name in names if isinstance(found.get(name), int | float)}
+    numbers = {name: one for name in names if isinstance(one := found.get(f"sampling.{name}"), int | float)}
     return {"do_sample": True, **numbers} if numbers else {}
 
 
@@ -114,9 +113,8 @@ def _card(name: str, facts: Mapping[str, str], record: RunRecord | None) -> str:
 def _recipe(record: RunRecord) -> Iterator[str]:
     """Yield a run's settings as typed, without secrets; of a place on this machine only the name."""
     words = [word for word in record.overrides if not key_of(word).startswith(_OF_THE_MACHINE)]
-    optim = record.config.get("optim")
-    if isinstance(optim, Mapping) and not any(key_of(word) == "optim.lr" for word in words):
-        words.append(f"optim.lr={optim.get('lr')}")
+    if value_of("optim.lr", words) is None:
+        words.append(f"optim.lr={leaves('', dict(record.config)).get('optim.lr')}")
     for key, _, value in (word.partition("=") for word in arguments_without_secrets(words)):
         yield plain(f"{key}={value.rpartition('/')[2] if value.startswith(('/', '~')) else value}")
 

@@ -10,6 +10,7 @@ import io
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -23,6 +24,7 @@ from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.processor import set_variables
 from grpo_cli.support.terminal import outlive_the_reader
 
+a_folder = partial(typer.Argument, parser=folder)
 UsageError = cast(type[Exception], typer.BadParameter.__bases__[0])
 
 
@@ -113,7 +115,7 @@ def main() -> None:
     app(prog_name="grpo")
 
 
-def _print_version(wanted: bool | None) -> None:
+def _version(wanted: bool | None) -> None:
     if wanted:
         typer.echo(f"grpo {__version__}")
         raise typer.Exit()
@@ -122,8 +124,7 @@ def _print_version(wanted: bool | None) -> None:
 @app.callback()
 def grpo(
     version: Annotated[
-        bool | None,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+        bool | None, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = None,
 ) -> None:
     pass
@@ -131,22 +132,11 @@ def grpo(
 
 @app.command(epilog="an example is: grpo report outputs/train")
 def report(
-    folders: Annotated[
-        list[Path], typer.Argument(parser=folder, help="Run folders, sweep folders, or any folder that contains them.")
-    ],
-    out: Annotated[
-        Path | None, typer.Option(parser=folder, help="Where to write. Default: a new folder below outputs/report.")
-    ] = None,
-    target: Annotated[
-        float | None,
-        typer.Option(help="Compare the time to this accuracy. Default: 95 % of the highest mean accuracy."),
-    ] = None,
-    metric: Annotated[
-        str, typer.Option(help="Which accuracy: greedy, or sampled such as eval/pass@1.")
-    ] = "eval/accuracy",
-    base: Annotated[
-        str | None, typer.Option(help="The arm to compare the others with, such as n=8. Default: the first.")
-    ] = None,
+    folders: Annotated[list[Path], a_folder(help="Run folders, sweep folders, or any folder that contains them.")],
+    out: Annotated[Path | None, typer.Option(parser=folder, help="Where to write; else below outputs/report.")] = None,
+    target: Annotated[float | None, typer.Option(help="The accuracy to reach. Default: 95 % of the highest.")] = None,
+    metric: Annotated[str, typer.Option(help="Which accuracy: greedy, or sampled as eval/pass@1.")] = "eval/accuracy",
+    base: Annotated[str | None, typer.Option(help="The arm to compare with, such as n=8. Default: the first.")] = None,
 ) -> None:
     """Compare runs: a table here, plots and all numbers in a folder."""
     from grpo_cli.report.make import make
@@ -156,18 +146,12 @@ def report(
 
 @app.command(epilog="an example is: grpo show outputs/train/my_run")
 def show(
-    folder: Annotated[Path, typer.Argument(parser=folder, help="A run or evaluation folder.")],
+    folder: Annotated[Path, a_folder(help="A run or evaluation folder.")],
     step: Annotated[int | None, typer.Option(help="Which step. Default: the last one.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Only the prompt with this id.")] = None,
-    kept: Annotated[
-        bool | None, typer.Option("--kept/--dropped", help="Only rollouts that were trained on, or only the others.")
-    ] = None,
-    best: Annotated[
-        int, typer.Option(min=0, help="Only this many, those with the highest rewards.", show_default=False)
-    ] = 0,
-    worst: Annotated[
-        int, typer.Option(min=0, help="Only this many, those with the lowest rewards.", show_default=False)
-    ] = 0,
+    kept: Annotated[bool | None, typer.Option("--kept/--dropped", help="Only those trained on, or the others.")] = None,
+    best: Annotated[int, typer.Option(min=0, help="Only this many, of the highest rewards.", show_default=False)] = 0,
+    worst: Annotated[int, typer.Option(min=0, help="Only this many, of the lowest rewards.", show_default=False)] = 0,
 ) -> None:
     """Show a step's completions, and why each was kept or dropped."""
     from grpo_cli.cli.show import show_rollouts
@@ -177,9 +161,7 @@ def show(
 
 @app.command("ls", epilog="an example is: grpo ls outputs")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(parser=folder, help="Where to look for runs, subfolders included.")] = Path(
-        "outputs"
-    ),
+    folder: Annotated[Path, a_folder(help="Where to look for runs, subfolders included.")] = Path("outputs"),
 ) -> None:
     """List runs, newest first: status, settings and accuracy."""
     from grpo_cli.cli.ls import list_runs as ls
@@ -201,15 +183,11 @@ def explain(
 
 @app.command(epilog="an example is: grpo export outputs/train/my_run my_model")
 def export(
-    run: Annotated[Path, typer.Argument(parser=folder, help="A run, one of its checkpoints, or a folder of adapters.")],
-    out: Annotated[Path, typer.Argument(parser=folder, help="A new folder, or hub:<you>/<model> to upload it.")],
+    run: Annotated[Path, a_folder(help="A run, one of its checkpoints, or a folder of adapters.")],
+    out: Annotated[Path, a_folder(help="A new folder, or hub:<you>/<model> to upload it.")],
     merge: Annotated[bool, typer.Option("--merge", help="Make adapters part of the weights of their base.")] = False,
-    base: Annotated[
-        str | None, typer.Option(help="The base of adapters: a folder or a hub id. Default: that of the run.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Precision of the weights, float32 or bfloat16. Default: as trained.")
-    ] = None,
+    base: Annotated[str | None, typer.Option(help="The adapters' base: a folder or hub id. Else the run's.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16. Default: as trained.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
 ) -> None:
     """Write a run's model for other programs, with its card."""
@@ -220,7 +198,7 @@ def export(
 
 
 @app.command(epilog="an example is: grpo init my_experiment")
-def init(folder: Annotated[Path, typer.Argument(parser=folder, help="A new folder.")]) -> None:
+def init(folder: Annotated[Path, a_folder(help="A new folder.")]) -> None:
     """Write an experiment of your own to start from."""
     from grpo_cli.cli.init import init as written
 

@@ -147,7 +147,8 @@ def _rules(settings: RunSettings, parts: Parts) -> Iterator[str]:
     """Yield what a rule needs of the others."""
     divides, divided = fact(parts, "advantage", "divides"), parts["collector"].settings.get("divided")
     if isinstance(divided, bool) and divides not in (None, divided):
-        yield f"collector.divided={shown(divided)} is not what {named(parts, 'advantage')} does: change one of them"
+        counts = f"{named(parts, 'collector')} collector.divided={shown(divided)}"
+        yield f"{counts} is not what {named(parts, 'advantage')} does: change one of them"
     if fact(parts, "collector", "stops") and fact(parts, "engine", "stops_early") is False:
         stops = f"{named(parts, 'collector')} stops rollouts early"
         yield f"{stops}, which {named(parts, 'engine')} cannot: use engine=torch or vllm"

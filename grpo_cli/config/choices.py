@@ -40,10 +40,8 @@ def shipped(group: str, choice: str) -> dict[str, Any]:
 
 def values_of(name: str) -> dict[str, Any]:
     """Return the keys and values of a file of `conf/`, including those of its base files."""
-    merged: dict[str, Any] = {}
-    for values in _files(conf_file(name)):
-        merged = _over(merged, {key: value for key, value in values.items() if key != "defaults"})
-    return merged
+    merged = functools.reduce(_over, _files(conf_file(name)), dict[str, Any]())
+    return {key: value for key, value in merged.items() if key != "defaults"}
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def composed(name: str, typed: Sequence[str]) -> Command:
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = hydra.compose(config, words, return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)  # for ${hydra:...}
-    about = HydraConfig.get()
+    about: Any = HydraConfig.get()
     if not str(about.run.dir).strip():
         raise UserError("hydra.run.dir is empty: name the folder that the run is to write into (. is the current one)")
     with read_write(about.runtime), open_dict(about.runtime):
@@ -93,7 +93,8 @@ def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = 
     with gathered(problems):
         settings: Settings = read(kind, values | {"parts": parts}, cfg)
     plain = {group: part for group, part in parts.items() if isinstance(part, dict) and "_target_" in part}
-    if problems and (changed := {group: part for group, part in plain.items() if not _is_shipped(group, part)}):
+    shipped_as = {group: [shipped(group, choice) for choice in choices(group)] for group in plain if problems}
+    if changed := {group: plain[group] for group, known in shipped_as.items() if plain[group] not in known}:
         from grpo_cli.config.instantiate import factories  # imports the parts, and so torch
 
         with gathered(problems):  # what is wrong with parts too, which is found with the factories if nothing else is
@@ -151,8 +152,3 @@ def _part_problems(group: str, part: Any) -> Iterator[str]:
         for word in key.split(".")[1:]:
             if re.fullmatch(r"_[a-z]+_", word) and key != f"{group}._target_":
                 yield f"{key} is no setting of a part, which is one class or function: leave {word} out"
-
-
-def _is_shipped(group: str, part: Any) -> bool:
-    """Return True if a part is a choice without changes, whose settings are right."""
-    return part in [shipped(group, choice) for choice in choices(group)]

@@ -87,13 +87,10 @@ def _line(key: str, errors: Sequence[ErrorDetails], known: Sequence[str]) -> str
     ranged = [error for error in errors if set(error.get("ctx", ())) & {"ge", "gt", "le", "lt"}]
     said = []
     for error in ranged or errors:
-        context: dict[str, Any] = {word: _number(end) for word, end in error.get("ctx", {}).items()}
+        ends = error.get("ctx", {}).items()
+        context: dict[str, Any] = {word: f"{end:.12g}" if isinstance(end, float) else end for word, end in ends}
         if error["type"] == "literal_error":
             words = re.findall(r"'([^']*)'", context["expected"]) or [context["expected"]]
             context["expected"] = f"{', '.join(words)}{closest(str(value), words)}"
         said.append(_KINDS.get(error["type"], error["msg"]).format(**context))
     return f"{key}={shown(value)} must be {' or '.join(dict.fromkeys(said))}"
-
-
-def _number(value: Any) -> Any:
-    return f"{value:.12g}" if isinstance(value, float) else value

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from grpo_cli.support.errors import closest
@@ -24,12 +24,12 @@ def OneOf(words: Sequence[str]) -> AfterValidator:  # noqa: N802
     return AfterValidator(check)
 
 
-def _readable(value: int | str) -> int | str:
-    if not parse_bytes(value):
+def _readable(value: Any) -> Any:
+    if type(value) not in (int, str) or not parse_bytes(value):
         raise PydanticCustomError("one_of", "{listed}", {"listed": "a size such as 512MiB or 2GB"})
     return value
 
 
-Bytes = Annotated[int | str, AfterValidator(_readable)]
+Bytes = Annotated[int | str, BeforeValidator(_readable)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -160,7 +160,7 @@ REFUSED = {
     "+loss.clip_hihg=2": "did you mean clip_high?",
     "n=1": "n=1",
     "n=4 m=8": "m=8",
-    "n=5000 m=4998 downsample=all": "m=4998 is less than n=5000",
+    "m=4 downsample=all": "m=4",
     "m=1 downsample=maxvar advantage.stats_over=group": "m=1",
     "train.prompts=2 n=2 train.minibatches=5": "train.minibatches=5",
     "train.warmup=sft train.steps=20": "train.warmup_steps=20",

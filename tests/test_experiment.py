@@ -167,9 +167,9 @@ def test_a_loss_that_says_so_gets_its_reference_whatever_its_words(user_module, 
 
 
 def test_the_made_up_group_is_the_run_s_as_long_as_that_is_small(user_module):
-    for n, m in ((4, 2), (64, 63), (10**6, 10**5)):
+    for n, m in ((4, 2), (64, 63), (10**6, 10**5), (5001, 9)):
         rules(n, m, downsample={"_target_": f"{user_module}.watched"})
-    assert sys.modules[user_module].sizes == [(4, 2), (64, 63), (4096, 4095)]
+    assert sys.modules[user_module].sizes == [(4, 2), (64, 63), (4096, 4095), (4097, 9)]
 
 
 def checked(m: int = 16, **changed: dict[str, Any]) -> None:

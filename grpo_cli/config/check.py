@@ -77,7 +77,7 @@ def _lengths(settings: RunSettings) -> Iterator[str]:
     if isinstance(within, int) and within > sampling.max_new_tokens:
         yield f"task.overlong_tokens={within} must not exceed sampling.max_new_tokens={sampling.max_new_tokens}"
     if settings.train.truncated == "zero" and (task.get("weights") or {}).get("overlong"):
-        yield "train.truncated=zero overrides task.weights.overlong: use train.truncated=train, or leave_out"
+        yield "train.truncated=zero overrides task.weights.overlong: use train.truncated=train or leave_out"
     if sampling.truncated:
         cut = f"sampling.top_p={sampling.top_p} sampling.top_k={sampling.top_k}"
         yield f"{cut} would bias the importance ratio: train with sampling.top_p=1 sampling.top_k=0"

@@ -22,18 +22,20 @@ from grpo_cli.support.errors import UserError, own_code_unless_ours
 from grpo_cli.support.facts import name_of
 from grpo_cli.types import EngineStats, Finish, LossOutput, Prompt, Request, Reward, Rollout, Verdict
 
-ENOUGH = 1024  # rollouts of a synthetic step, if its groups are not larger
+# Rollouts of a problem, which take seconds if there are more; of a synthetic step, if its groups are not larger.
+MOST_TRIED, ENOUGH = 4096, 1024
 
 
 def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
     """UserError for a rule that cannot be used. One that has `setup` waits for its run."""
-    rules = copy.deepcopy(rules)
+    rules, size = copy.deepcopy(rules), min(n, MOST_TRIED + n % 2)  # as odd as n, which rules may require
     if not isinstance(rules.collector, SetUp):
-        _step(n, max(1, min(prompts, ENOUGH // n))).run(rules.collector)
-    [group] = _step(n, 1).run(equal)
-    kept = list(range(n - m, n))
+        _step(size, max(1, min(prompts, ENOUGH // size))).run(rules.collector)
+    [group] = _step(size, 1).run(equal)
+    keep = size if m == n else min(m, size - 1)
+    kept = list(range(size - keep, size))
     if not isinstance(rules.downsample, SetUp):
-        kept = choose(rules.downsample, group, m, np.random.default_rng(0))
+        kept = choose(rules.downsample, group, keep, np.random.default_rng(0))
     batch = rows_of(collate([group]), torch.tensor(kept))
     if not isinstance(rules.advantage, SetUp):
         found = advantages(rules.advantage, group, kept)

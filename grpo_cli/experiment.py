@@ -99,7 +99,7 @@ def set_up(
     per_step = run.at_once if isinstance(settings, RunSettings) else None
     of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
     more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
-    return Runtime(device, model, tokenizer, pad, task, _engine(settings, run.parts, model, eos, pad, **more), eos)
+    return Runtime(device, model, tokenizer, pad, task, make_engine(settings, run.parts, model, eos, pad, **more), eos)
 
 
 def _load(run: Prepared[Any], weights: ModelSettings) -> Any:
@@ -110,7 +110,7 @@ def _load(run: Prepared[Any], weights: ModelSettings) -> Any:
     return load_model(weights, run.device, bool(fact(run.parts, "engine", "any_family")))
 
 
-def _engine(
+def make_engine(
     settings: RunSettings | EvalRunSettings,
     parts: Mapping[str, Factory],
     model: Any,
@@ -148,7 +148,7 @@ def worker_engine(
         plain["predictor"] = {"_target_": "grpo_cli.engine.length_predictor.GivenLengths"}
     parts = factories(plain)
     parts["engine"] = engines(parts["engine"])[-1]
-    return _engine(settings, parts, model, eos, pad, decode=decode, given=given, **more)
+    return make_engine(settings, parts, model, eos, pad, decode=decode, given=given, **more)
 
 
 def parts_of(

@@ -32,7 +32,8 @@ from rich.table import Table
 from grpo_cli.config.auto import decided
 from grpo_cli.config.choices import ENGINE_PARTS, config_dir
 from grpo_cli.config.compose import read_settings
-from grpo_cli.config.instantiate import make
+from grpo_cli.config.instantiate import factories
+from grpo_cli.experiment import make_engine
 from grpo_cli.interfaces import Engine
 from grpo_cli.settings import ProfileRunSettings, RunSettings
 from grpo_cli.support.processor import CPUINFO, flush_denormals, set_variables
@@ -94,11 +95,9 @@ def settings_of(*words: str, command: str = "train") -> RunSettings:
 
 def engine_of(model: Any, eos: Sequence[int], *words: str, **more: Any) -> Engine:
     """The engine with which `grpo train <words>` would drive this model; `more` is offered to its parts."""
-    parts = settings_of(*words).parts
-    offered = {"model": model, "eos_token_ids": tuple(eos), "pad_token_id": 0, "seed": 0, "warn": print, **more}
-    built = {name: make(name, parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
-    engine: Engine = make("engine", parts["engine"], {**offered, **built})
-    return engine
+    settings = settings_of(*words)
+    parts = factories({name: settings.parts[name] for name in ENGINE_PARTS})
+    return make_engine(settings, parts, model, tuple(eos), 0, **more)
 
 
 def clocked(work: Callable[[], Any]) -> tuple[Any, Figures]:

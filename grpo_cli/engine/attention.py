@@ -111,7 +111,9 @@ _SCHEMA = (
 )
 
 
-@torch.library.custom_op("grpo_cli::paged_attention", mutates_args=("keys", "values"), schema=_SCHEMA)
+@torch.library.custom_op(
+    "grpo_cli::paged_attention", mutates_args=("keys", "values"), device_types="cuda", schema=_SCHEMA
+)
 def triton_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, own: Tensor, held: Tensor, write_at: Tensor,
     prompt: Tensor, seen: Tensor, scale: float,
@@ -121,22 +123,14 @@ def triton_attention(
     q is [R, HG, D], k and v [R, H, D]; keys and values [tokens, H, D]; own and prompt [R, K] are tables of blocks;
     held, write_at and seen [R]: keys of a row before the step, where its new one goes, keys of its prompt.
     """
-    raise NotImplementedError("the kernel runs on a GPU")
+    from grpo_cli.engine.triton_attention import launch
+
+    return launch(q, k, v, keys, values, own, BLOCK, held, write_at, keys, values, prompt, BLOCK, seen, scale)
 
 
 @triton_attention.register_fake
 def _(q: Tensor, *_: object) -> Tensor:
     return torch.empty_like(q)
-
-
-@triton_attention.register_kernel("cuda")
-def _(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, own: Tensor, held: Tensor, write_at: Tensor,
-    prompt: Tensor, seen: Tensor, scale: float,
-) -> Tensor:  # fmt: skip
-    from grpo_cli.engine.triton_attention import launch
-
-    return launch(q, k, v, keys, values, own, BLOCK, held, write_at, keys, values, prompt, BLOCK, seen, scale)
 
 
 def by_triton(rows: Rows, cache: PagedCache, scale: float, note: Note | None = None) -> Attention:

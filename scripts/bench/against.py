@@ -6,7 +6,7 @@ gives a ratio (this over that), of which the table shows the geometric mean and 
 
 Besides, this checkout's embedded step with several threads, in turns with its own with one.
 
-Steps and rollouts are medians of what a run logs of its steps from the third on, in seconds of the clock. A plan, a
+Steps and rollouts are means of what a run logs of its steps from the third on, in seconds of the clock. A plan, a
 start (one step of training, nothing learnt) and `--help` are processor seconds of the whole process, which other
 programs on the machine disturb less.
 """
@@ -52,13 +52,13 @@ def run(tree: Path, threads: int, *words: str) -> float:
 
 
 def steps(tree: Path, threads: int, count: int, *words: str) -> Figures:
-    """Median seconds of a step, and of its parts."""
+    """Return the mean seconds of a step, and of its parts, which then sum up."""
     with tempfile.TemporaryDirectory() as place:
         run(tree, threads, "train", f"train.steps={count}", *QUIET, *words, f"hydra.run.dir={place}/run")
         lines = (Path(place) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if "time/step" in row][2:]
     parts = ("step", "rollout", "update")
-    return {part: statistics.median(row[f"time/{part}"] for row in rows) for part in parts}
+    return {part: statistics.mean(row[f"time/{part}"] for row in rows) for part in parts}
 
 
 def seconds(tree: Path, threads: int, *words: str) -> Figures:

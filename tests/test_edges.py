@@ -66,7 +66,7 @@ def test_a_run_is_done_where_its_last_checkpoint_is_whatever_its_summary_says(tm
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     if name == ".lock":
-        assert not is_held(tmp_path / name)
+        assert not is_held(tmp_path)
         with pytest.raises(UserError, match=r"\.lock"), sole_use(tmp_path, print):
             pass
         return

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_cli.runs import provenance
-from grpo_cli.runs.provenance import checkout_state
+from grpo_cli.runs import record
+from grpo_cli.runs.record import checkout_state
 
 
 @pytest.fixture
@@ -63,5 +63,5 @@ def test_without_git_without_commits_and_with_a_git_that_hangs_there_is_no_commi
     assert checkout_state(repository) == (None, None)
     (programs / "git").write_text("#!/bin/sh\nexec /bin/sleep 600\n")
     (programs / "git").chmod(0o755)
-    monkeypatch.setattr(provenance, "GIT_SECONDS", 0.1)
+    monkeypatch.setattr(record, "GIT_SECONDS", 0.1)
     assert checkout_state(repository) == (None, None)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
 from grpo_cli.metrics import METRICS
-from grpo_cli.runs.lock import try_lock
+from grpo_cli.runs.lock import sole_use
 from grpo_cli.support.errors import UserError
 from grpo_cli.sweep import resume
 from grpo_cli.sweep.gpus import chosen_gpus, places, visible_gpus
@@ -74,7 +74,7 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path):
     assert "grpo train -m resume=sweep hydra.sweep.dir=sweep" in output
     found = [json.loads((folder / "status.json").read_text()) for folder in folders]
     assert [status["state"] for status in found] == ["failed", "skipped"]
-    assert found[0]["reason"].startswith("killed by SIGKILL") and steps(folders[0]) == [0, 1, 2]
+    assert found[0]["reason"].startswith("killed by signal 9") and steps(folders[0]) == [0, 1, 2]
     listed = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["jobs"]
     jobs = [(job["number"], job["folder"], job["overrides"][1:3]) for job in listed]
     assert jobs == [(0, "0", ["n=2", "m=2"]), (1, "1", ["n=2", "m=4"])]
@@ -181,11 +181,10 @@ def test_a_sweep_goes_on_with_the_words_that_it_began_with(tmp_path, pretended, 
 def test_a_sweep_whose_job_still_runs_or_would_be_another_is_not_resumed(tmp_path, pretended):
     assert grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s").exit_code == 0
     path = tmp_path / "s" / "1" / "status.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"state": "running", "pid": 12, "host": "node7"}))
-    with open(tmp_path / "s" / "1" / "log.txt", "ab") as log:
-        assert try_lock(log)
-        result = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
-    assert result.exit_code == 2 and "job 1 of s is still running (process 12 on node7)" in result.stderr
+    for held, message in (("s/1", "job 1 of s is still running (process "), ("s", "s is in use by process ")):
+        with sole_use(tmp_path / held, print):
+            result = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
+        assert result.exit_code == 2 and message in result.stderr
     path.write_text(path.read_text().replace("seed=2", "seed=3"))
     result = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
     assert result.exit_code == 2 and "job 1 of s was seed=3 and would now be seed=2" in result.stderr

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
 from grpo_cli.interfaces import Tracker
-from grpo_cli.runs.provenance import code_version
+from grpo_cli.runs.record import code_version
 from grpo_cli.support.errors import UserError
 from grpo_cli.tracking import wandb as tracking
 from grpo_cli.tracking.jsonl import JsonlTracker

@@ -23,7 +23,7 @@ from grpo_cli.memory.planner import TOKENS, Planner, largest, not_planned, proce
 from grpo_cli.report.profiles import SCHEMA
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import PROFILE
-from grpo_cli.runs.provenance import code_version
+from grpo_cli.runs.record import code_version
 from grpo_cli.settings import ProfileRunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib

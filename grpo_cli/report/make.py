@@ -15,7 +15,6 @@ from grpo_cli.report.read import Run, read_all
 from grpo_cli.report.tables import as_json, show
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line
-from grpo_cli.runs.record import has_record
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.extras import absent, installed
@@ -36,7 +35,7 @@ def make(
     written (None). UserError if there are no runs or `out` cannot be written.
     """
     console = console or terminal.console()
-    if out is not None and (has_record(out) or any((out / name).exists() for name in (layout.METRICS, layout.SUMMARY))):
+    if out is not None and any((out / name).exists() for name in (layout.RUN, layout.METRICS, layout.SUMMARY)):
         raise UserError(f"--out={out} is the folder of a run, and a report would write into it: choose another")
     out = out or layout.new_folder("report")
     read = read_all(folders, metric)

@@ -166,10 +166,11 @@ def read_run(folder: Path, name: str, job: Sequence[str] = (), metric: str = GRE
 
 
 def _state_of(folder: Path, status: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[State, str]:
-    """Return running if a process holds its lock; else what the launcher recorded, or the run itself."""
-    if is_held(folder / layout.LOCK) or is_held(folder / layout.LOG):
-        return State.RUNNING, ""
+    """Return running if a process holds its lock, or its launcher that of the sweep; else what the launcher recorded,
+    or the run itself."""
     launched, ended = status.get("state"), summary.get("status")
+    if is_held(folder) or (launched == State.RUNNING and is_held(folder.parent)):
+        return State.RUNNING, ""
     reason = plain(status.get("reason") or summary.get("error") or "")
     if launched in (State.WAITING, State.SKIPPED, State.FAILED):
         return State(launched), reason

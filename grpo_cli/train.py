@@ -21,7 +21,7 @@ from grpo_cli.runs.stop import Stop
 from grpo_cli.settings import RunSettings
 from grpo_cli.step import Step
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.forks import ends_children
+from grpo_cli.support.isolation import ends_children
 from grpo_cli.support.memory import peak_bytes
 from grpo_cli.tracking.health import HealthCheck
 from grpo_cli.tracking.progress import Progress

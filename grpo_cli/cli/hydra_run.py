@@ -116,16 +116,15 @@ def _conclude(sweep: Sweep) -> int:
     missing."""
     done = sweep.done()
     if sweep.command == "eval" and done:
-        from grpo_cli.report.evaluations import show_evaluations
+        from grpo_cli.report.side_by_side import show_evaluations
 
         show_evaluations([(job.label, job.folder) for job in done])
     if sweep.command != "profile":
         return min(sweep.counts()["failed"], MOST_FAILED)
     if done:
-        from grpo_cli.report.profiles import compare_profiles
+        from grpo_cli.report.side_by_side import show_profiles
 
-        assert sweep.folder is not None, "the launcher has written there"
-        compare_profiles([(job.label, job.folder) for job in done], sweep.folder)
+        show_profiles([(job.label, job.folder) for job in done])
     return 0 if len(done) == len(sweep.states) else 2
 
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from grpo_cli.report import plots
 from grpo_cli.report.compare import Comparison, compare
 from grpo_cli.report.curves import GREEDY
-from grpo_cli.report.evaluations import labelled, show_evaluations
 from grpo_cli.report.read import Run, read_all
+from grpo_cli.report.side_by_side import labelled, show_evaluations
 from grpo_cli.report.tables import as_json, show
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line
@@ -40,7 +40,7 @@ def make(
     out = out or layout.new_folder("report")
     read = read_all(folders, metric)
     if read and all(run.recorded.command == "eval" for run in read):
-        show_evaluations(labelled(read), console)
+        show_evaluations(labelled(read))
         return None
     comparison = compare(training_runs(read, folders, metric), target, metric, base)
     notes = [] if installed("matplotlib") else [absent("matplotlib", "a picture")]

@@ -26,7 +26,6 @@ METRICS, ROLLOUTS, SUMMARY = "metrics.jsonl", "rollouts.jsonl", "summary.json"
 SAMPLES = "samples.jsonl"  # of an evaluation: every answer
 JUDGEMENTS = "judgements.jsonl"  # of task.reward=judge: what the judge has said, by a hash of the question
 PROFILE = "profile.json"  # of a profile: everything measured and predicted
-COMPARISON = "comparison.json"  # of a sweep of profiles
 STATUS, LOG, SWEEP = "status.json", "log.txt", "sweep.json"
 HYDRAS_SWEEP = "multirun.yaml"  # written by Hydra into a sweep's folder, whatever the launcher
 WANDB, WANDB_ID, TENSORBOARD = "wandb", "wandb_id.txt", "events"

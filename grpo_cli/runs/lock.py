@@ -18,8 +18,8 @@ from pathlib import Path
 from grpo_cli.runs.files import content, must_be_writable, regular
 from grpo_cli.runs.layout import LOCK
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.forks import undone_in_children
 from grpo_cli.support.formatting import plain
+from grpo_cli.support.isolation import undone_in_children
 
 
 @contextmanager

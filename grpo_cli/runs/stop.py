@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from grpo_cli.support.forks import undone_in_children
+from grpo_cli.support.isolation import undone_in_children
 
 TOGETHER_SECONDS = 2.0  # within which signals count as one: a scheduler sends it to a run and to its launcher
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

@@ -34,7 +34,7 @@ from grpo_cli.support.terminal import to_stderr
 from grpo_cli.tasks.demonstrations import demonstrations
 from grpo_cli.tasks.prompting import turn_end
 from grpo_cli.tracking.console import ConsoleTracker
-from grpo_cli.tracking.introduction import doubts, doubts_of_prompts, introduction
+from grpo_cli.tracking.introduction import doubts, doubts_of_prompts, introduction, smaller
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.train import Trainer
 from grpo_cli.types import Record, Request
@@ -55,7 +55,7 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     """Return a training run that is ready to start: its model is loaded, and its checkpoint, if it resumes from one."""
     prepared = run if isinstance(run, Prepared) else prepare(run)
     settings = prepared.settings
-    console = ConsoleTracker(settings.train.steps, folder=Path(settings.run_dir))
+    console = ConsoleTracker(settings.train.steps, folder=Path(settings.run_dir), smaller=smaller(settings))
     checkpoint = checkpoint_to_resume(settings, console.warn)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     runtime = set_up(prepared, weights, console.warn)
@@ -69,7 +69,7 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     if checkpoint is None and settings.resume is not None:  # it begins again
         files.load_state_dict({})
     trackers = files, console, _logger(prepared, "train", console.say, console.warn)
-    meter = Meter(runtime.device, on_phase=console.phase)
+    meter = Meter(runtime.device, on_phase=console.phase, on_progress=console.progress)
     parts = parts_of(prepared, runtime, trackers, meter, console.say, console.warn)
     return Trainer(settings, parts, checkpoint)
 

@@ -64,6 +64,9 @@ class Trainer:
                 with ends_children():
                     self._loop()
                 status = "completed" if self._is_done() else "interrupted"
+            except KeyboardInterrupt:
+                status = "interrupted"
+                raise
             except BaseException as error:
                 fault = f"{type(error).__name__}: {error}"
                 raise
@@ -122,11 +125,12 @@ class Trainer:
         if not settings.eval.every:
             return {}
         self._learner.park()
-        with parts.meter.span("eval"), self._learner.autocast():
-            result = evaluate_with(parts.runtime, settings.eval, settings.sampling, settings.seed)
+        with parts.meter.span("eval") as count, self._learner.autocast():
+            result = evaluate_with(parts.runtime, settings.eval, settings.sampling, settings.seed, count=count)
         self._saver.join()  # raises the error of the save before
         accuracy = result.metrics["eval/accuracy"]
         best = self._progress.best_accuracy
+        self._progress.first_accuracy = accuracy if best is None else self._progress.first_accuracy
         self._progress.final_accuracy, self._progress.final_accuracy_step = accuracy, self._progress.step
         self._progress.best_accuracy = accuracy if best is None else max(best, accuracy)
         return dict(result.metrics)

@@ -10,11 +10,12 @@ from rich.console import Console
 from grpo_cli.report import plots
 from grpo_cli.report.compare import Comparison, compare
 from grpo_cli.report.curves import GREEDY
+from grpo_cli.report.overview import in_files, overview
 from grpo_cli.report.read import Run, read_all
 from grpo_cli.report.side_by_side import labelled, show_evaluations
-from grpo_cli.report.tables import as_json, show
+from grpo_cli.report.tables import arm_table, as_json, show
 from grpo_cli.runs import layout
-from grpo_cli.runs.files import json_line
+from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.extras import absent, installed
@@ -48,12 +49,11 @@ def make(
         notes.append(f"Left out, not being training runs: {', '.join(others)}.")
     drawn = plots.pictures(comparison) if installed("matplotlib") else {}
     files = {**drawn, "report.json": json_line(as_json(comparison), indent=1).encode()}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            (out / name).write_bytes(data)
-    except OSError as error:
-        raise UserError(f"the report cannot be written to {out} ({error.strerror}): choose another --out") from error
+    files |= in_files(arm_table(comparison, sparks=False)) if comparison.arms else {}
+    for name, data in files.items():
+        write_atomically(out / name, data)
+    for line in overview(comparison):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     show(comparison, console)
     for note in notes:
         console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)

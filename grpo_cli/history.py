@@ -95,14 +95,10 @@ class History:
 
 
 def of_kind(state: Mapping[str, Any] | None, group: str, kind: str) -> Mapping[str, Any]:
-    """A rule's state from a checkpoint, checked to be of this kind of rule."""
-    if state is None:
+    """Return a rule's state from a checkpoint. UserError if it is not of this kind of rule."""
+    if state is None or state.get("kind") != kind:
+        found = "nothing" if state is None else f"what {group}={state.get('kind')} has learnt"
         raise UserError(
-            f"the checkpoint holds nothing for {group}={kind}; leave {group} as the run had it, or start a new one"
-        )
-    if state.get("kind") != kind:
-        raise UserError(
-            f"the checkpoint holds what {group}={state.get('kind')} has learnt, but this run has {group}={kind}; "
-            f"resume with {group}={state.get('kind')}, or start a new run"
+            f"the checkpoint holds {found} for {group}={kind}; leave {group} as the run had it, or start a new run"
         )
     return state

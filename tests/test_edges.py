@@ -19,7 +19,6 @@ from typed import grpo
 
 from grpo_cli.config.check import check
 from grpo_cli.report.read import read_run
-from grpo_cli.runs.checkpoint import clear_leftovers
 from grpo_cli.runs.files import read_object
 from grpo_cli.runs.find import completed_steps
 from grpo_cli.runs.lock import is_held, sole_use
@@ -85,7 +84,6 @@ WRITES: dict[str, Callable[[Path], Any]] = {
     "metrics.jsonl": lambda run: JsonlTracker(run, resumed=True).log(Record(1, {})),
     "rollouts.jsonl": lambda run: JsonlTracker(run, resumed=True),
     "judgements.jsonl": lambda run: _append(run / "judgements.jsonl", {"a": [1.0]}),
-    "checkpoints/.step_000001.tmp": clear_leftovers,
 }
 
 

@@ -69,9 +69,7 @@ def clear_leftovers(run_dir: Path) -> None:
         path.unlink()
     for path in sorted((run_dir / CHECKPOINTS).glob(".step_*"), reverse=True):  # a successor before what it replaces
         folder = path.with_name(step_folder(step_of(path.name) or 0))
-        if path.is_symlink():
-            path.unlink()
-        elif (path / COMPLETE).exists() and not folder.exists():
+        if (path / COMPLETE).exists() and not folder.exists():
             os.replace(path, folder)
         else:
             shutil.rmtree(path)

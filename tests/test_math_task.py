@@ -29,7 +29,7 @@ def judge() -> Iterator[MathJudge]:
 
 
 def reply(text: str, gold: str) -> Completion:
-    return Completion("sample 0 of prompt p", text, (text,), gold, True, 1, Problem(1, "line 1", "q", gold))
+    return Completion("sample 0 of prompt p", [text], gold, True, 1, Problem(1, "line 1", "q", gold))
 
 
 def started(judge: MathJudge) -> bool:

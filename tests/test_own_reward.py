@@ -223,7 +223,7 @@ def test_the_largest_rewards_are_those_that_are_exact(tmp_path: Path) -> None:
     ("reward", "expected"),
     [
         ("maths", "written as module:name"),
-        ("no_such_module:f", "the module no_such_module cannot be imported: No module named 'no_such_module'"),
+        ("no_such_module:f", "the module no_such_module raised ModuleNotFoundError: No module named 'no_such_module'"),
         ("ends_of_mine:f", "raised GeneratorExit ("),
     ],
 )
@@ -235,6 +235,6 @@ def test_a_function_that_cannot_be_had_is_refused_at_the_start(reward: str, expe
 
 def test_weights_must_go_with_the_parts(tmp_path: Path) -> None:
     assert "task.weights.brief weighs nothing" in message_of(tmp_path, "match", weights={"brief": 1.0})
-    assert "task.weights.format adds a part" in message_of(tmp_path, "named", ["format"], weights={"format": 1.0})
+    assert "reward/format is a metric already" in message_of(tmp_path, "named", ["format"], weights={"format": 1.0})
     assert "task.formats_on=wrong" in message_of(tmp_path, "match", formats_on="wrong")
     assert "task.grading=strict is for task.reward=numbers" in message_of(tmp_path, "match", grading="strict")

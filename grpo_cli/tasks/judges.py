@@ -14,7 +14,7 @@ from pydantic import Field
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.tasks.answers import equal, extract_answer, gold_answer
 from grpo_cli.tasks.formats import FORMATS, OVERLONG
-from grpo_cli.tasks.problems import Problem
+from grpo_cli.tasks.problems import Problem, of_json
 from grpo_cli.types import LARGEST_REWARD, Reward
 
 GRADINGS = {"lenient": "correct", "strict": "correct_strict"}
@@ -25,16 +25,29 @@ Weight = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 
 @dataclass(frozen=True)
 class Completion:
-    """One rollout as a judge reads it. `place` names it in messages, `answer` is its prompt's gold answer, `text` the
-    last of the model's `turns`."""
+    """One rollout as a judge reads it; a reward function may take all but `place` and `problem` by these names.
+
+    `place` names it in messages, `answer` is its prompt's gold answer, `reply` the last of the model's `turns`.
+    """
 
     place: str
-    text: str
-    turns: tuple[str, ...]
+    turns: list[str]
     answer: str
     finished: bool
     length: int
     problem: Problem
+
+    @property
+    def reply(self) -> str:
+        return self.turns[-1] if self.turns else ""
+
+    @property
+    def question(self) -> str:
+        return self.problem.question
+
+    @property
+    def row(self) -> Any:
+        return of_json(self.problem.row)
 
 
 class Judge(ABC):
@@ -70,7 +83,7 @@ class Numbers(Judge):
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
         parts = []
         for completion in completions:
-            found = extract_answer(completion.text)
+            found = extract_answer(completion.reply)
             right = equal(found.value, Fraction(completion.answer))
             parts.append({"correct": float(right), "correct_strict": float(right and found.strict)})
         return parts
@@ -116,10 +129,8 @@ class Weighing:
     def _check(self, parts: Mapping[str, float], formats: Mapping[str, float]) -> None:
         """Raise UserError for parts of your own function that do not go together: only now they have names."""
         found = f"the reward function named the parts {', '.join(parts)}"
-        if both := sorted(parts.keys() & formats.keys()):
-            raise UserError(f"{found}, but task.weights.{both[0]} adds a part of that name: rename yours")
-        if reserved := sorted(parts.keys() & RESERVED):
-            raise UserError(f"{found}, but reward/{reserved[0]} is already a metric: rename the part")
+        if taken := sorted(parts.keys() & {*formats, *RESERVED}):
+            raise UserError(f"{found}, but reward/{taken[0]} is a metric already: rename yours")
         if unknown := self._weights.keys() - {*parts, *formats, "correct"}:
             raise UserError(f"{found}, so task.weights.{min(unknown)} weighs nothing: correct the name or remove it")
         if self._formats_on == "wrong" and "correct" not in parts:

@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
-import torch
 from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
@@ -98,16 +97,20 @@ def beta(
 ) -> Float[Tensor, " K"]:
     """r - (a + c) / (a + b + N), undivided; never 0 for a reward of 0 or 1. UserError for one below 0 or above 1; one
     between counts as such a part of a right answer."""
+    require_shares("advantage=beta", group)
     rewards, reference = compared(group, kept, stats_over)
-    outside = torch.cat([reference, rewards])
-    outside = outside[(outside < -ROUNDING) | (outside > 1 + ROUNDING)]
-    if len(outside):
-        raise UserError(
-            f"advantage=beta takes rewards for shares of right answers, from 0 to 1, and one is {outside[0].item():g}: "
-            "let the reward be so (task.weights), or use advantage=dr_grpo"
-        )
     solved = (prior_right + reference.sum()) / (prior_right + prior_wrong + len(reference))
     return rewards - solved
+
+
+def require_shares(rule: str, group: ScoredGroup) -> None:
+    """Raise UserError for a reward outside [0, 1]."""
+    outside = group.totals[(group.totals < -ROUNDING) | (group.totals > 1 + ROUNDING)]
+    if len(outside):
+        raise UserError(
+            f"{rule} takes rewards from 0 to 1, and one is {outside[0]:g}: change task.weights, or use "
+            "advantage=dr_grpo"
+        )
 
 
 def _right(group: ScoredGroup, asked_by: str) -> Bool[np.ndarray, " G"]:

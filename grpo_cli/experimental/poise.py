@@ -28,15 +28,13 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
+from grpo_cli.experimental.aero import require_shares
 from grpo_cli.experimental.reading import PolicyReading, read
 from grpo_cli.experimental.ridge_probe import ProbeRows, Probing, correlation
 from grpo_cli.rules.ridge import narrowed
-from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import ScoredGroup
-
-ROUNDING = 1e-6  # of a sum of weighted parts
 
 
 @facts(divides=False)
@@ -64,7 +62,8 @@ class Poise(Probing):
 
     def __call__(self, group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, " K"]:
         """UserError for rewards outside [0, 1], unless predictions may be, too."""
-        self._require_shares(group.totals)
+        if self._clip:
+            require_shares("advantage=probe with advantage.clip=true", group)
         if len(group.totals) < 2:
             return torch.zeros(len(kept))
         others = _of_others(group.totals)
@@ -76,14 +75,6 @@ class Poise(Probing):
             predicted = predicted.clip(0.0, 1.0) if self._clip else predicted
             others = (1 - self._mix) * predicted + self._mix * others
         return torch.from_numpy((group.totals - others)[list(kept)])
-
-    def _require_shares(self, rewards: Float[np.ndarray, " G"]) -> None:
-        outside = rewards[(rewards < -ROUNDING) | (rewards > 1 + ROUNDING)]
-        if self._clip and len(outside):
-            raise UserError(
-                f"advantage=probe predicts rewards from 0 to 1, and one is {outside[0]:g}: use advantage.clip=false, "
-                "or let the reward be so (task.weights)"
-            )
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         now, self._now = [*self._now.values()], {}

@@ -88,9 +88,9 @@ class Probing:
     _probe: RidgeProbe
     _runtime: Runtime
 
-    def probe(self, window: int, least: int, ridge: float, rollouts: int | None) -> RidgeProbe:
+    def probe(self, window: int, least: int, ridge: float, rollouts: int) -> RidgeProbe:
         """Return the probe. UserError if `window` steps, each of so many `rollouts`, never have `least` of them."""
-        if rollouts is not None and least > window * rollouts:
+        if least > window * rollouts:
             raise UserError(
                 f"{self.group}.min_rollouts={least} is more than the {window * rollouts} rollouts of "
                 f"{self.group}.window={window} steps: lower it, or raise the window"

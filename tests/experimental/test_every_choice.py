@@ -36,7 +36,7 @@ WITH = {
         "collector.min_rollouts=4",
         "collector.warmup=0",
     ],
-    "collector=arrol": ["collector.rule=random", "collector.warmup=0"],
+    "collector=arrol": ["collector.min_rollouts=4", "collector.warmup=0"],
     "collector=dars": ["advantage=dr_grpo"],
     "collector=lookahead": ["collector.tau_abs=0.01", "collector.tau_rel=0.99", "collector.chunk=2"],
     "advantage=median": ["n=5"],

@@ -6,16 +6,12 @@ no group without an advantage (Zhang et al., "Train Less, Learn More", arXiv 260
                 of m is theirs, and then right ones
     advantage:  r - (a + c) / (a + b + N): c of N rollouts are right, Beta(a, b) is what was known before
 
-Read from the abstract and secondary sources, which do not give k, a, b, the first number of rollouts nor the bound:
-those in the YAML files are ours. Ours too: who is left out beyond m, the k wrong answers that are kept of a prompt
-that was never solved, and that N may be the kept rollouts. Right is what is graded as right.
+Read from the abstract and secondary sources. Ours: all numbers, who is left out beyond m, the k wrong answers that are
+kept of a prompt that was never solved, and that N may be the kept rollouts. All three look at right and wrong alone, so
+that a prompt's expected gradient keeps the direction of its policy gradient.
 
-All three look at right and wrong alone, so that a prompt's expected gradient keeps the direction of its policy
-gradient (summed over tokens, with rewards of 0 and 1). What changes is how much the prompt counts: where a group of
-fixed size is trained on whole, 1 - 1 / (a + b + N) times.
-
-Measured: docs/studies.md (the rule is as good as maximal variance and trains on fewer tokens; no gain seen
-of rounds and baseline; embedded model).
+Measured: docs/studies.md (the rule is as good as maximal variance and trains on fewer tokens; no gain seen of rounds
+and baseline; embedded model).
 """
 
 from __future__ import annotations

@@ -5,14 +5,10 @@
     each continues with the chance s_i, at least 2 of a group being left, with the tokens that it would have had; the
     others reach neither the judge nor the update
 
-so that of a group about `keep` continue, of which about `share` are right. Where p = share this is `keep` for all: what
-is balanced already is pruned at random.
-
-The head is learnt online, from what passed `at` and was judged. Ours: the formula of s_i (of the paper's own too little
-could be read), the ridge in place of a logistic head, and its calibration by the share of right ones in each tenth of
-its scores. What is left is not reweighed by 1 / s_i, so the gradient leans to balanced groups; rewards, lengths and
-groups in the record, and what curricula know of prompts, are those of what is left. No predictor of lengths learns from
-such rounds.
+so that of a group about `keep` continue, of which about `share` are right. The head is learnt online, from what passed
+`at` and was judged. Ours: the formula of s_i (of the paper's own too little could be read), the ridge in place of a
+logistic head, and its calibration by the share of right ones in each tenth of its scores. What is left is not reweighed
+by 1 / s_i, so the gradient leans to balanced groups, and curricula know of those alone.
 
 Measured: docs/studies.md.
 """
@@ -135,8 +131,6 @@ class Arrol(Probing):
             )
             right = np.array([one[2] for one in labelled])
             self._probe.add([ProbeRows(features, right, scores)])
-            found = auc(scores, right)
-            metrics |= {} if found is None else {"prune/auc": found}
         self._now, self._begun = {}, 0
         return metrics
 
@@ -169,14 +163,3 @@ def drawn(chances: Float[np.ndarray, " G"], u: Float[np.ndarray, " G"], least: i
     order = np.argsort(-np.where(kept, 2.0, chances), kind="stable")
     kept[order[: max(least, 0)]] = True
     return kept
-
-
-def auc(scores: Float[np.ndarray, " N"], right: Float[np.ndarray, " N"]) -> float | None:
-    """Compute the chance that a right one scores higher than a wrong one, half for equal scores. None without both
-    kinds."""
-    known = ~np.isnan(scores)
-    good, bad = scores[known & (right > 0)], scores[known & (right == 0)]
-    if not len(good) or not len(bad):
-        return None
-    higher, equal = (np.mean(compare(good[:, None], bad)) for compare in (np.greater, np.equal))
-    return float(higher + equal / 2)

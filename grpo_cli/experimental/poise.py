@@ -6,12 +6,8 @@
           deviation, and the mean of the last quarter;  g: ridge on standardised features, on the steps before this one
 
 A rollout's own states know how it ends, so a baseline made of them would bias the gradient; those of the others, and of
-earlier steps' rewards, do not depend on it. With few rollouts of a prompt the mean of the others' rewards is a noisy
-baseline, and this one shares what was learnt of all prompts: at equal cost fewer of more prompts can be requested
-(n=2 train.prompts=64).
-
-The paper's text could be read, no code. Ours: layer, ridge and window; where states are wide, 256 fixed random
-directions of them; before there are `min_rollouts` rows, the mean of the others' rewards; `mix`.
+earlier steps' rewards, do not. The paper's text could be read, no code. Ours: layer, ridge and window, 256 fixed random
+directions of wider states, `mix`, and the mean of the others' rewards before there are `min_rollouts` rows.
 
 Measured: docs/studies.md.
 """
@@ -30,7 +26,7 @@ from torch import Tensor
 
 from grpo_cli.experimental.aero import require_shares
 from grpo_cli.experimental.reading import PolicyReading, read
-from grpo_cli.experimental.ridge_probe import ProbeRows, Probing, correlation
+from grpo_cli.experimental.ridge_probe import ProbeRows, Probing
 from grpo_cli.rules.ridge import narrowed
 from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count, Share
@@ -79,11 +75,7 @@ class Poise(Probing):
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         now, self._now = [*self._now.values()], {}
         self._probe.add(now)
-        metrics = {"probe/rows": float(self._probe.rows)}
-        if now:
-            found = correlation(self._probe.steps[-1].predicted, self._probe.steps[-1].targets)
-            metrics |= {} if found is None else {"probe/correlation": found}
-        return metrics
+        return {"probe/rows": float(self._probe.rows)}
 
 
 def _of_others(values: Float[np.ndarray, " G"]) -> Float[np.ndarray, " G"]:

@@ -106,10 +106,3 @@ class Probing:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         found = of_kind(state, self.group, self.kind)
         self._probe.load(found, self.group)
-
-
-def correlation(predicted: Float[np.ndarray, "N"], targets: Float[np.ndarray, "N"]) -> float | None:
-    """Return Pearson's, over the rows with a prediction; None where one of the two does not vary."""
-    known = ~np.isnan(predicted)
-    pair = predicted[known], targets[known]
-    return None if any(len(of) < 2 or (of == of[0]).all() for of in pair) else float(np.corrcoef(*pair)[0, 1])

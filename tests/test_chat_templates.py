@@ -155,7 +155,7 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
         (CHAT, {"use_chat_template": False}, "a chat template"),
         (CHAT, {"template": NO_SYSTEM}, "line 1: .*no system"),
         (CHAT[:3], {}, "line 1: field 'question' ends with an assistant message.*end it with"),
-        ([], {}, "an empty list"),
+        ([], {}, "holds nothing"),
         ([{"role": "user", "content": ["x"]}], {}, "each with a role and a content"),
         ([{"role": "user", "content": "\ud800"}], {}, "half of a surrogate pair"),
         ({"role": "user"}, {}, "or a list of messages"),

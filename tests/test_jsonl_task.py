@@ -227,7 +227,7 @@ FIVE = '{"question": "b", "answer": "five"}'
 BAD_FILES = [
     (["", "  "], "task.path={path} is empty"),
     ([GOOD, '{"question": "b", "answer": '], "{path}, line 2 cannot be read as JSON"),
-    ([GOOD, "", "[1, 2]"], "{path}, line 3 must be a JSON object with question and answer, but is a list"),
+    ([GOOD, "", "[1, 2]"], "{path}, line 3 must be a JSON object with question, but is a list"),
     (['{"prompt": "b", "c": 1}'], "line 1 has no field 'question' (task.question_field); the fields are: prompt, c"),
     (['{"question": ["b"], "answer": "2"}'], "{path}, line 1: field 'question' must hold messages"),
     (['{"question": "b", "answer": true}'], "{path}, line 1: field 'answer' must be text or a number, but is true"),
@@ -238,7 +238,7 @@ BAD_FILES = [
     ([GOOD.encode() + b'\n{"question": "caf\xe9"}\n'], "{path}, line 2 cannot be read as JSON"),
 ]
 BAD_TABLES = [
-    (["question,answer", "a, b,1"], "{path}, line 2 has not one cell for each field (question, answer): quote commas"),
+    (["question,answer", "a, b,1"], "{path}, line 2 has not one cell for each field: quote commas"),
     (["question,answer", "a"], "{path}, line 2 has not one cell for each field"),
     (["question,answer", '"a'], "{path}, line 2 cannot be read as CSV: unexpected end of data"),
     (["question,answer", b"caf\xe9,1"], "cannot be read as CSV: 'utf-8' codec can't decode"),

@@ -131,8 +131,3 @@ class Random:
 
 class NoReset:
     pass
-
-
-class Silent:
-    def reset(self):
-        pass

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import hydra.utils
 import made
 import pytest
 from bank import Scripted, collection_of
@@ -21,12 +20,10 @@ from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs, of_kind
 from grpo_cli.collect.equal import equal
 from grpo_cli.collect.requests import requests_for
-from grpo_cli.config.choices import choices, shipped
 from grpo_cli.config.instantiate import factories, rules_of
 from grpo_cli.config.trial import try_rules
 from grpo_cli.engine.common import together
 from grpo_cli.interfaces import StepRollouts
-from grpo_cli.methods import pods
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -197,20 +194,6 @@ def metrics_of(trainer: Any) -> list[dict[str, float]]:
     return [lasting(record.metrics) for record in recorder.records]
 
 
-def longer(step: StepRollouts) -> list[ScoredGroup]:
-    """The first problem three times as often as the others."""
-    first, *others = step.pick(step.prompts)
-    return step.score(step.generate([(first, 3 * step.n), *((prompt, step.n) for prompt in others)]))
-
-
-@pytest.mark.parametrize("m", [4, 3])
-def test_a_group_that_is_larger_than_n_is_trained_on_whole_unless_m_is_less(tmp_path: Path, m: int) -> None:
-    settings = replace(settings_for(tmp_path, steps=1), m=m)
-    trainer = make_trainer(settings, collector=longer, downsample=pods.random)
-    trainer.fit()
-    assert metrics_of(trainer)[1]["rollouts/trained"] == (12 + 4 + 4 if m == 4 else 3 * 3)
-
-
 def test_a_run_ends_once_it_has_generated_enough(tmp_path: Path) -> None:
     whole = make_trainer(settings_for(tmp_path / "whole"))
     whole.fit()
@@ -241,24 +224,6 @@ def test_what_rules_have_learnt_goes_on_from_a_checkpoint_and_to_no_other(tmp_pa
     make_trainer(settings_for(tmp_path / "plain", steps=2)).fit()
     with pytest.raises(UserError, match="the checkpoint holds nothing for collector=counting"):
         make_trainer(settings_for(tmp_path / "plain"), checkpoint=newest(tmp_path / "plain"), collector=Counting())
-
-
-LEARNING = [
-    (group, choice)
-    for group in ("curriculum", "collector")
-    for choice in choices(group)
-    if hasattr(hydra.utils.get_object(shipped(group, choice)["_target_"]), "load_state_dict")
-]
-
-
-@pytest.mark.parametrize(("group", "choice"), LEARNING)
-def test_what_a_rule_has_learned_is_given_to_no_other(group: str, choice: str) -> None:
-    rule = object.__new__(hydra.utils.get_object(shipped(group, choice)["_target_"]))
-    with pytest.raises(UserError, match=f"{group}=mine has .*resume with {group}=mine"):
-        rule.load_state_dict({"kind": "mine"})
-    if choice != "epochs":  # which goes on by the step alone
-        with pytest.raises(UserError, match=f"nothing for {group}={choice}; leave {group}"):
-            rule.load_state_dict(None)
 
 
 MINE = """

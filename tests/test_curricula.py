@@ -105,17 +105,6 @@ def test_problems_are_drawn_by_how_near_their_rates_are(changed: Any, expected: 
         assert abs(counts[f"q{place}"] / draws - chance) <= 4 * np.sqrt(chance * (1 - chance) / draws)
 
 
-def test_two_of_a_draw_are_without_replacement_and_in_proportion() -> None:
-    """Of weights w the second is i, after j, with chance w_i / (1 - w_j)."""
-    rule = curriculum("target", problems(3), history=with_rates((0.5, 0.4, 0.3)), pool=3, temperature=0.1)
-    pairs = Counter(tuple(ids(rule.pick(step, 2, frozenset()))) for step in range(2000))
-    weights = np.exp([0.0, -1.0, -2.0]) / np.exp([0.0, -1.0, -2.0]).sum()
-    for (a, b), count in pairs.items():
-        i, j = int(a[1]), int(b[1])
-        assert count / 2000 == pytest.approx(weights[i] * weights[j] / (1 - weights[i]), abs=0.035)
-    assert len(pairs) == 6
-
-
 def test_an_unseen_problem_has_half_a_chance_and_a_visit_weighs_by_its_age() -> None:
     history = History({"q0": [Visit(0, 8, 8), Visit(1, 0, 8)], "q1": [Visit(0, 2, 8)]})
     rule = curriculum("target", problems(3), history=history, pool=3, decay=0.5)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import made
 import pytest
@@ -15,12 +14,9 @@ import torch
 from bank import InOrder, Scripted, collection_of
 from small import plain_batch, scored
 from test_resume import records, rows, trained
-from test_train import make_trainer, settings_for
 
-from grpo_cli.collect.equal import equal
 from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
-from grpo_cli.methods import pods
 from grpo_cli.methods.dapo import Dynamic
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.select import CUT_OFF
@@ -145,19 +141,6 @@ def test_a_round_generates_what_is_lacking_and_a_surplus() -> None:
     assert [group.prompt.id for group in groups] == ["p3", "p4", "p5", "p6"]
 
 
-def test_a_step_without_a_mixed_group_is_a_plain_one_that_teaches_nothing() -> None:
-    engine = Scripted()
-    order = InOrder([Prompt(f"p{i}", (0,), "") for i in range(40)])
-    collection = collection_of(engine, order, n=2, prompts=3)
-    groups = collection.run(dynamic(most_rounds=4))
-    few = [Prompt(f"p{i}", (0,), "") for i in range(5)]
-    one = Scripted(lambda request: request.prompt.id == "p1" and request.sample == 0)
-    ended = collection_of(one, InOrder(few), n=2, prompts=3, problems=5).run(dynamic())
-    assert [group.prompt.id for group in ended] == ["p1"] and len(one.rounds) == 2, "there are no more problems"
-    assert [group.prompt.id for group in groups] == ["p0", "p1", "p2"] and len(engine.rounds) == 4
-    assert collection.metrics()["collect/dropped_groups"] == 9 and len(collection.made) == 12
-
-
 def test_no_round_is_begun_once_the_run_has_its_tokens() -> None:
     def run(tokens_left: float) -> tuple[int, list[str]]:
         engine = Scripted(lambda request: request.prompt.id == "p0" and request.sample == 0)
@@ -190,24 +173,6 @@ def test_what_is_dropped_is_told_recorded_and_seen(tmp_path: Path) -> None:
 
 
 # Replies that were cut off
-
-
-def lines(trainer: Any) -> list[Any]:
-    [recorder] = trainer._parts.trackers
-    return [example for record in recorder.records for example in record.examples]
-
-
-@pytest.mark.parametrize(("m", "collector"), [(2, equal), (4, dynamic(surplus=1.0, most_rounds=2))])
-def test_none_that_was_cut_off_is_kept_where_they_are_left_out(tmp_path: Path, m: int, collector: Any) -> None:
-    settings = replace(settings_for(tmp_path, truncated="leave_out", steps=4), m=m, sampling=Sampling.plain(14))
-    settings = replace(settings, record=replace(settings.record, rollouts=-1))
-    trainer = make_trainer(settings, downsample=pods.maxvar, collector=collector)
-    trainer.fit()
-    cut = [one for one in lines(trainer) if one.finish == "length"]
-    ended = [one for one in lines(trainer) if one.finish != "length"]
-    assert cut and not any(one.kept for one in cut)
-    assert {one.reason for one in cut} <= {CUT_OFF, NOT_TAKEN}
-    assert any(one.kept for one in ended)
 
 
 def test_an_episode_is_cut_off_where_a_limit_of_tokens_ends_it_and_not_its_last_turn(tmp_path: Path) -> None:

@@ -268,33 +268,6 @@ def test_what_cannot_answer_is_refused_at_the_start(rows, words, named):
         talking(rows, **words)
 
 
-THINKING = TOOLS.replace("m.content }}", "m.content.split('</think>')[-1] if not loop.last else m.content }}")
-NO_ANSWER = TOOLS.replace(
-    "<|im_start|>{{ m", "{{ raise_exception('no more') if m.role == 'assistant' }}<|im_start|>{{ m"
-)
-
-
-@pytest.mark.parametrize(("template", "named"), [(THINKING, "task.keep_reasoning=true"), (NO_ANSWER, "no more")])
-def test_a_template_that_says_earlier_turns_in_other_words_is_refused(rows, template, named):
-    with pytest.raises(UserError, match=named):
-        talking(rows, make_tokenizer(chat_template=template), **RESPONDING)
-    if template is THINKING:
-        talking(rows, make_tokenizer(chat_template=template), **RESPONDING, keep_reasoning=True)
-
-
-@pytest.mark.parametrize("template", [True, TOOLS, THINKING])
-def test_the_next_context_is_what_was_read_and_said_and_what_the_template_adds(template):
-    """Appended tokens are those of the template for the whole conversation, wherever it keeps turns as they were."""
-    tokenizer = make_tokenizer(chat_template=template)
-    prompting = Prompting(tokenizer, "{question}", None, use_chat_template=True)
-    said = (("user", "q"), ("assistant", "a"), ("user", "b"))
-    messages = [{"role": role, "content": content} for role, content in said]
-    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    drawn = [*tokenizer.encode("a", add_special_tokens=False), tokenizer.convert_tokens_to_ids(TURN_END)]
-    for turn in (drawn, drawn[:-1]):  # ended by itself, and by a stop string or a limit
-        assert [*prompting.encode("q"), *turn, *prompting.between(turn, ["b"], "user")] == whole
-
-
 def test_special_tokens_in_a_message_are_text():
     prompting = Prompting(CHAT, "{question}", None, use_chat_template=True)
     end = CHAT.convert_tokens_to_ids(TURN_END)

@@ -74,16 +74,6 @@ def test_maxvar_survives_a_large_offset():
         assert np.var(kept) == pytest.approx(best_variance(small.tolist(), keep))
 
 
-@settings(max_examples=100)
-@given(rewards=reward_lists, data=st.data())
-def test_maxreward_leaves_nothing_better_behind(rewards, data):
-    keep = data.draw(st.integers(1, len(rewards) - 1))
-    kept = pods.max_reward_indices(np.array(rewards), keep, stream())
-    left = np.delete(rewards, kept)
-    assert len(set(kept.tolist())) == keep
-    assert min(rewards[i] for i in kept) >= left.max()
-
-
 @pytest.mark.parametrize(
     ("size", "keep", "expected"),
     [

@@ -53,12 +53,6 @@ def test_published_formats_of_answers_are_told_apart_and_recognised(judge: MathJ
     assert len(missed) <= len(pairs) / 100, missed
 
 
-def test_an_answer_that_is_not_marked_is_right_but_not_strictly(judge: MathJudge) -> None:
-    replies = [reply("The answer is $(x+1)^2$.", "x^2+2x+1"), reply("nothing", "x"), reply("", "x")]
-    assert [parts["correct"] for parts in judge(replies)] == [1.0, 0.0, 0.0]
-    assert judge(replies)[0]["correct_strict"] == 0.0
-
-
 def test_who_hangs_is_a_counted_zero_within_the_limit_and_asked_once() -> None:
     pytest.importorskip("math_verify")
     judge = MathJudge("correct", 4.0, 2)

@@ -23,7 +23,6 @@ from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
 from grpo_cli.collect.resuming import GOLDEN, begun, joined, rest_of
 from grpo_cli.collect.stored import from_plain, to_plain
-from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.sampling import uniforms
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
 from grpo_cli.engine.torch_engine import TorchEngine
@@ -143,14 +142,6 @@ def test_a_stop_string_that_began_before_the_border_is_found(stop: tuple[str, ..
     for rest in reading_engine().generate(asked):
         found = joined(of[key(rest)], rest, 0)
         assert (found.token_ids, found.finish) == (whole[key(found)].token_ids, whole[key(found)].finish)
-
-
-def test_what_evicts_keys_refuses_to_go_on() -> None:
-    (request,) = some_requests(prompts=1, n=1)
-    start = Rollout(request, (4, 5), (-1.0, -1.0), Finish.PARTIAL, 0)
-    policy = ready("sparsity", "streaming", budget=8, buffer=4, window=4)
-    with pytest.raises(UserError, match="ends with 2 tokens of a partial rollout, which sparsity=streaming"):
-        list(make_engine(MODEL, sparsity=policy).generate([rest_of(start)]))
 
 
 # The request for a rest
@@ -327,19 +318,6 @@ def test_a_group_is_scored_as_it_is_now_and_returned_whole() -> None:
 
     with pytest.raises(UserError, match="returned problem 'q.*' with unfinished rollouts: generate them first"):
         step_of(engine, 0).run(half)
-
-
-def test_a_limit_makes_rollouts_partial_and_what_is_not_resumed_is_left_out() -> None:
-    def some(step: StepRollouts) -> list[ScoredGroup]:
-        groups = step.generate(((prompt, 3) for prompt in step.pick(4)), limit=5)
-        assert all(len(r) == 5 for g in groups for r in g.rollouts if not ended(r)) and not all(g.whole for g in groups)
-        step.generate(group.partial for group in groups[:2])
-        return [group for group in step.score(step.groups) if group.rollouts]
-
-    engine, plain = Slotted(), Slotted()
-    groups, whole = step_of(engine, 0).run(some), {g.prompt: g for g in step_of(plain, 0).run(equal)}
-    assert [group.rollouts for group in groups[:2]] == [whole[group.prompt].rollouts for group in groups[:2]]
-    assert all(len(rollout) <= 5 for group in groups[2:] for rollout in group.rollouts)
 
 
 def test_what_is_held_is_not_mixed_up_and_goes_on_with_the_sampling_that_it_was_begun_with() -> None:

@@ -176,18 +176,6 @@ def test_k_steps_resume_k_steps_equals_2k_steps_bit_for_bit(tmp_path):
     assert same(whole, weights(newest(tmp_path / "half"))) and (there, summary["step"]) == ([False, False], 4)
 
 
-def test_a_run_with_its_last_checkpoint_takes_no_further_step(tmp_path):
-    """Also where it died after that checkpoint, and left no summary or half of one."""
-    settings, file = settings_for(tmp_path, steps=2), tmp_path / "summary.json"
-    before, saved = make_trainer(settings).fit(), weights(newest(tmp_path))
-    for left in (file.read_text(), None, "{", '{"status": "failed"}'):
-        file.unlink() if left is None else file.write_text(left)
-        recorder = Recorder()
-        after = make_trainer(settings, checkpoint=newest(tmp_path), trackers=(recorder,)).fit()
-        assert (after["status"], after["step"], recorder.records) == ("completed", 2, [])
-        assert after["final_accuracy"] == before["final_accuracy"] and same(saved, weights(newest(tmp_path)))
-
-
 def test_a_checkpoint_follows_the_record_of_its_step_which_is_on_the_disk(tmp_path, monkeypatch):
     """A resumed run cuts off records of later steps, but could not make up one that was never written."""
     events, saved, real = list[str](), list[list[str]](), os.fsync
@@ -392,42 +380,6 @@ def test_a_second_ctrl_c_interrupts_at_once(tmp_path):
         make_trainer(settings_for(tmp_path), trackers=(recorder,)).fit()
     assert newest(tmp_path).name == "step_000000"
     assert json.loads((tmp_path / "summary.json").read_text())["stopped_by"] == "SIGTERM"
-
-
-def test_a_hangup_that_nohup_ignores_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Stop(pytest.fail) as stop:
-            press("SIGHUP")
-        assert not stop and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_a_run_whose_first_evaluation_fails_leaves_no_checkpoint(tmp_path):
-    """One of step 0 would say that the evaluation is done."""
-    with pytest.raises(ZeroDivisionError):
-        make_trainer(settings_for(tmp_path), task=After(5, lambda: 1 // 0)).fit()
-    assert not (tmp_path / "checkpoints").exists()
-
-
-def test_what_kills_have_left_is_cleared_when_a_run_is_resumed_and_when_it_ends(tmp_path):
-    settings, seen = settings_for(tmp_path, steps=2), list[set[str]]()
-    make_trainer(settings).fit()
-
-    def leave() -> None:
-        for name in (".metrics.jsonl.tmp", ".rollouts.jsonl.tmp", ".summary.json.tmp"):
-            (tmp_path / name).touch()
-        (tmp_path / "checkpoints" / ".step_000001.tmp").mkdir()
-
-    def look(record: Record) -> None:
-        seen.append({path.name for path in tmp_path.rglob("*") if path.name.endswith(".tmp")})
-        leave()
-
-    leave()
-    longer = replace(settings, train=replace(settings.train, steps=3, checkpoint_every=9))
-    make_trainer(longer, checkpoint=newest(tmp_path), trackers=(Recorder(look),)).fit()
-    assert seen == [set()] and not [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
 
 
 def test_warm_up_and_schedules():

@@ -18,11 +18,7 @@ from test_resume import cut_off_and_resumed, rows
 from grpo_cli.collect import episodes
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.resuming import begun
-from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import ready
-from grpo_cli.config.prepare import prepare
-from grpo_cli.evaluate import evaluate_with
-from grpo_cli.experiment import set_up
 from grpo_cli.learner.batch import collate, corrected, totals, verdict_on
 from grpo_cli.learner.forward import Padded
 from grpo_cli.settings import Sampling
@@ -82,15 +78,6 @@ def test_answers_in_place_give_the_tokens_of_rounds(model, expected, monkeypatch
     assert engine.stats().generated_tokens == sum(
         sum(span.count for span in spans if span.version != ENVIRONMENT) for _, _, spans in expected.values()
     )
-
-
-def test_log_probabilities_are_those_of_rounds_and_none_of_the_environment_s(model):
-    rounds, in_place = played(InRounds(make_engine(model))), played(make_engine(model))
-    for name, one in in_place.items():
-        theirs = torch.cat([torch.full((len(ids),), by) for by, ids in one.parts])
-        found, wanted = (torch.tensor(some.sampler_logprobs) for some in (one, rounds[name]))
-        assert torch.equal(found.isnan(), theirs) and torch.equal(wanted.isnan(), theirs)
-        torch.testing.assert_close(found[~theirs], wanted[~theirs], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rule", "bound", "looks"), [("dense", 32, 0), ("dense", 32, 7), ("rkv", 40, 7)])
@@ -225,10 +212,3 @@ def test_a_run_that_is_cut_off_in_the_middle_of_episodes_goes_on_as_one_left_alo
         lengths = [end - start for start, end in row.get("environment", [])]
         assert sum(lengths) + sum(value is not None for value in row["logprobs"]) == row["length"]
         assert len(row.get("turns", [])) in (0, 2 * len(lengths) + 1)
-
-
-def test_an_evaluation_plays_episodes(tmp_path):
-    settings = settings_of(*GUESS, "logger=jsonl", f"run_dir={tmp_path}")
-    runtime = set_up(prepare(settings), settings.model)
-    result = evaluate_with(runtime, replace(settings.eval, problems=6, k=2), settings.sampling, seed=0)
-    assert result.metrics["eval/problems"] == 6 and any(row.turns for row in result.examples)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +18,13 @@ from test_resume import rows as records
 from test_resume import trained
 from tiny_hf import FAMILIES
 
-from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.config.instantiate import make, ready
 from grpo_cli.experimental import arrol as arrol_module
 from grpo_cli.experimental import latr, poise
 from grpo_cli.experimental.arrol import Arrol
-from grpo_cli.experimental.poise import Poise, described
+from grpo_cli.experimental.given import num_given
+from grpo_cli.experimental.poise import Poise
 from grpo_cli.experimental.reading import POOLED, PolicyReading, read
 from grpo_cli.experimental.ridge_probe import ProbeRows, RidgeProbe
 from grpo_cli.interfaces import Runtime
@@ -33,7 +32,6 @@ from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import (
     ENVIRONMENT,
-    GIVEN,
     EngineStats,
     Finish,
     Prompt,
@@ -148,11 +146,6 @@ def test_the_others_features_predict_a_rollouts_baseline(monkeypatch: pytest.Mon
     assert fresh == pytest.approx([0.875, -0.25, -0.625])
 
 
-def test_entropies_are_their_mean_deviation_and_the_mean_of_the_last_quarter() -> None:
-    found = described(PolicyReading(np.ones((2, 2)), (np.array([1.0, 2.0, 6.0]), np.zeros(0))))
-    assert found.tolist() == [pytest.approx([1, 1, 3, math.sqrt(14 / 3), 6]), [1, 1, 0, 0, 0]]
-
-
 # ---- collector=arrol
 
 PROBLEMS = [Prompt(f"q{i}", (i, 1), "") for i in range(40)]
@@ -224,73 +217,50 @@ LONGEST = 24
 
 
 class Spelled(Growing):
-    """The tokens of sample s: 100 s + their place, unless `same`: then their place. All have LONGEST of them."""
+    """The tokens of sample s: `apart` times s + their place. All have LONGEST of them."""
 
-    def __init__(self, same: bool = False) -> None:
-        super().__init__()
-        self.same = same
+    apart = 100
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
-        self.rounds.append(list(requests))
         for request in requests:
             places = range(request.resumed, request.resumed + request.sampling.max_new_tokens)
-            tokens = tuple(place + (0 if self.same else 100 * request.sample) for place in places)
+            tokens = tuple(place + self.apart * request.sample for place in places)
             yield Rollout(request, tokens, (-1.0,) * len(tokens), Finish.LENGTH, 0)
 
 
-def grown(
-    monkeypatch: Any,
-    places: Sequence[int],
-    engine: Spelled | None = None,
-    other: int = 7,
-    probs: tuple[float, float] = (0.5, 0.4),
-    step: int = 0,
-    n: int = 4,
-    **changed: Any,
-) -> tuple[Any, StepCollection]:
-    """A group, of a policy that hesitates at some places between the token that was taken and `other`."""
+def test_siblings_share_exactly_their_prefix_and_those_that_stay_close_are_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The root hesitates at tokens 2 and 5. At the first look, after four tokens, a branch begins at 2, at the second
+    one at 5, and nothing at 5 in the branch, which has had its own token there in the chunk that it was born in. Where
+    every sample writes the same, one of a branch's first three tokens is another: 1/3, less than 0.4."""
 
     def hesitates(runtime: Any, rollouts: Sequence[Rollout], **words: Any) -> PolicyReading:
-        ids = tuple(np.array([[token, other] for token in one.token_ids]) for one in rollouts)
-        sure = [[probs if place in places else (1.0, 0.0) for place in range(len(one))] for one in rollouts]
+        ids = tuple(np.array([[token, 7] for token in one.token_ids]) for one in rollouts)
+        sure = [[(0.45, 0.4) if place in (2, 5) else (1.0, 0.0) for place in range(len(one))] for one in rollouts]
         return PolicyReading(np.zeros((len(rollouts), 0)), (), ids, tuple(map(np.array, sure)))
 
+    def grown(engine: Spelled) -> tuple[Any, Any]:
+        words = {"chunk": 4, "prune_after": [3], "hand_over": 12}
+        rule = make("collector", made.part("collector", "lookahead", **words))
+        rule.setup(BENCH)
+        sampling = Sampling.plain(LONGEST)
+        collection = collection_of(engine, Epochs(PROBLEMS, 1, 7), n=4, prompts=1, sampling=sampling)
+        (group,) = collection.run(rule)
+        return group.rollouts, collection.metrics()
+
     monkeypatch.setattr(latr, "read", hesitates)
-    words = {"chunk": 4, "prune_after": [3], "hand_over": 12} | changed
-    rule, engine = make("collector", made.part("collector", "lookahead", **words)), engine or Spelled()
-    rule.setup(BENCH)
-    sampling = Sampling.plain(LONGEST)
-    collection = collection_of(engine, Epochs(PROBLEMS, 1, 7), n=n, prompts=1, step=step, sampling=sampling)
-    (group,) = collection.run(rule)
-    return group, collection
-
-
-def given(rollout: Rollout) -> int:
-    return rollout.spans[0].count if rollout.spans[0].version == GIVEN else 0
-
-
-def test_siblings_share_exactly_their_prefix_and_the_leaves_are_n_and_distinct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The root hesitates at tokens 2 and 5. At the first look, after four tokens, a branch begins at 2, at the second
-    one at 5, and nothing at 5 in the branch, which has had its own token there in the chunk that it was born in."""
-    group, collection = grown(monkeypatch, [2, 5], probs=(0.45, 0.4))
-    root, at_2, at_5, plain = group.rollouts
-    assert root.token_ids[:6] == (0, 1, 2, 3, 4, 5) and given(root) == given(plain) == 0
-    assert at_2.token_ids[:5] == (0, 1, 7, 103, 104) and given(at_2) == 3
-    assert at_5.token_ids[:8] == (0, 1, 2, 3, 4, 7, 206, 207) and given(at_5) == 6
+    (root, at_2, at_5, plain), metrics = grown(Spelled())
+    assert root.token_ids[:6] == (0, 1, 2, 3, 4, 5) and num_given(root) == num_given(plain) == 0
+    assert at_2.token_ids[:5] == (0, 1, 7, 103, 104) and num_given(at_2) == 3
+    assert at_5.token_ids[:8] == (0, 1, 2, 3, 4, 7, 206, 207) and num_given(at_5) == 6
     assert np.isnan(at_5.sampler_logprobs).tolist() == [True] * 6 + [False] * 18
-    assert len({one.token_ids for one in group.rollouts}) == 4 and {len(one) for one in group.rollouts} == {LONGEST}
-    assert len({one.request.seed for one in group.rollouts}) == 4
-    assert collection.metrics()["collect/branches"] == 2.0 and collection.metrics()["collect/pruned"] == 0.0
-
-
-def test_what_stays_close_is_given_up_and_its_place_is_taken_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every sample writes the same, so a branch's first three tokens differ from the root's by one: a distance of 1/3,
-    less than 0.4. What differs is kept (above)."""
-    group, collection = grown(monkeypatch, [1, 9], Spelled(same=True), n=2)
-    assert collection.metrics()["collect/pruned"] >= 1
-    assert [one.request.sample for one in group.rollouts] != [0, 1] and len(group.rollouts) == 2
-    kept = grown(monkeypatch, [1], Spelled(same=True), n=2, tau_edit=0.3)[1]
-    assert kept.metrics()["collect/pruned"] == 0
+    assert len({one.request.seed for one in (root, at_2, at_5, plain)}) == 4
+    assert (metrics["collect/branches"], metrics["collect/pruned"]) == (2.0, 0.0)
+    alike = Spelled()
+    alike.apart = 0
+    rollouts, metrics = grown(alike)
+    assert len(rollouts) == 4 and metrics["collect/pruned"] >= 1
 
 
 # ---- whole runs

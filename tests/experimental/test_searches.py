@@ -166,14 +166,6 @@ def test_accuracy_is_of_the_searched_answer_and_tokens_are_those_of_all_replies(
 # ---- what is refused
 
 
-def test_without_a_search_there_is_none_and_an_own_one_returns_a_whole_rollout_for_each_problem() -> None:
-    assert measured(search("none"), []).metrics == {}
-    partial = [begun(request) for request in requests_for(problems(2), 1, Sampling.plain(4), 0, "eval")]
-    for own in ([], partial, [rollout_of(problems(1)[0], "1", TOKENIZER)]):
-        with pytest.raises(UserError, match="search: return one whole rollout for each prompt"):
-            measured(lambda *words, own=own: (own, {}), [])
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [

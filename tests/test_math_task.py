@@ -74,13 +74,12 @@ def test_what_only_looks_like_code_is_not_run(judge: MathJudge, tmp_path: Path) 
 
 DYING = """
 import json, os, sys
-print(json.dumps({"ready": True}), flush=True)
-for line in sys.stdin:
-    question = json.loads(line)
-    if "z" in question["answer"]:
-        print(json.dumps({"died": "sympy is broken"}), flush=True)
-        os._exit(1)
-    print(json.dumps({"equal": True}), flush=True)
+from multiprocessing.connection import Connection
+pipe = Connection(int(sys.argv[-1]))
+reply = {"ready": True}
+while reply != {"died": "sympy is broken"}:
+    pipe.send_bytes(json.dumps(reply).encode())
+    reply = {"died": "sympy is broken"} if "z" in json.loads(pipe.recv_bytes())["answer"] else {"equal": True}
 """
 
 

@@ -16,7 +16,7 @@ from pydantic import Field
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import OneOf
 from grpo_cli.tasks.formats import OverlongTokens, overlong
-from grpo_cli.tasks.judges import FORMATS_ON, GRADINGS, Completion, Judge, Numbers, Weighing
+from grpo_cli.tasks.judges import FORMATS_ON, GRADINGS, Completion, Judge, Numbers, Weighing, Weights
 from grpo_cli.tasks.math_judge import MathJudge
 from grpo_cli.tasks.model_judge import JudgeSettings, ModelJudge
 from grpo_cli.tasks.own_reward import OwnReward
@@ -54,7 +54,7 @@ class Jsonl(DialogueTask):
         eval_fraction: Annotated[float, Field(gt=0, le=1)],
         reward: str,
         grading: Annotated[str, OneOf(tuple(GRADINGS))],
-        weights: Mapping[str, Any] | None,
+        weights: Weights | None,
         formats_on: Annotated[str, OneOf(FORMATS_ON)],
         overlong_tokens: OverlongTokens,
         judge_seconds: Annotated[float, Field(gt=0)],
@@ -80,7 +80,6 @@ class Jsonl(DialogueTask):
         self._source, self._eval_fraction = source, eval_fraction
         self._eval_source = eval_path or (default_eval_path if path is None else None)
         self._eval_key = "task.eval_path" if eval_path else "task.path"  # what helps where the hub does not
-        self._known: dict[str, list[Problem]] = {}  # by their source
         self._shown = self._examples(few_shot)
         texts = tuple((problem.question, str(value_of(problem.row, answer_field)).strip()) for problem in self._shown)
         self._prompting = replace(self._prompting, examples=texts)
@@ -149,10 +148,14 @@ class Jsonl(DialogueTask):
     @cached_property
     def _own_problems(self) -> tuple[list[Problem], list[Problem]]:
         """The problems of `path` to train on and, without an eval source, those to evaluate on."""
-        problems = self._without_shown(self._read(self._source, "task.path"))
-        return (
-            split_by_hash(problems, self._eval_fraction, self._source) if self._eval_source is None else (problems, [])
-        )
+        problems = self._without_shown(self._all)
+        if self._eval_source is not None:
+            return problems, []
+        return split_by_hash(problems, self._eval_fraction, self._source)
+
+    @cached_property
+    def _all(self) -> list[Problem]:
+        return self._read(self._source, "task.path")
 
     def _without_shown(self, problems: list[Problem]) -> list[Problem]:
         shown = {problem.question for problem in self._shown}
@@ -162,7 +165,7 @@ class Jsonl(DialogueTask):
         """Return the first `count` problems of what is trained on."""
         if count == 0:
             return []
-        problems = self._read(self._source, "task.path")[:count]
+        problems = self._all[:count]
         if len(problems) < count:
             raise UserError(f"task.few_shot={count}, but {self._source} has only {len(problems)} problems")
         if chat := next((problem for problem in problems if problem.messages), None):
@@ -170,19 +173,17 @@ class Jsonl(DialogueTask):
         return problems
 
     def _read(self, source: str, key: str) -> list[Problem]:
-        """Read a source's problems, once. Those whose answer the judge cannot read are left out with a warning. Raise
+        """Read a source's problems. Those whose answer the judge cannot read are left out with a warning. Raise
         UserError for more than `MOST_UNREADABLE` of them."""
-        if source not in self._known:
-            found = [(it, self._judge.gold(it.answer)) for it in read_problems(source, key, *self._fields)]
-            if bad := [problem for problem, answer in found if answer is None]:
-                others = f" (and {len(bad) - 1} more of {len(found)} rows)" if len(bad) > 1 else ""
-                answer = bad[0].answer if len(bad[0].answer) <= 80 else f"...{bad[0].answer[-80:]}"
-                fault = f"{bad[0].place}{others}: no answer was understood in the field {self._fields[1]!r}: {answer!r}"
-                if len(bad) > MOST_UNREADABLE * len(found):
-                    raise UserError(f"{fault}; {self._judge.advice}")
-                self._warn(f"{fault}; such rows are left out")
-            self._known[source] = [replace(problem, answer=answer) for problem, answer in found if answer is not None]
-        return self._known[source]
+        found = [(it, self._judge.gold(it.answer)) for it in read_problems(source, key, *self._fields)]
+        if bad := [problem for problem, answer in found if answer is None]:
+            others = f" (and {len(bad) - 1} more of {len(found)} rows)" if len(bad) > 1 else ""
+            answer = bad[0].answer if len(bad[0].answer) <= 80 else f"...{bad[0].answer[-80:]}"
+            fault = f"{bad[0].place}{others}: no answer was understood in the field {self._fields[1]!r}: {answer!r}"
+            if len(bad) > MOST_UNREADABLE * len(found):
+                raise UserError(f"{fault}; {self._judge.advice}")
+            self._warn(f"{fault}; such rows are left out")
+        return [replace(problem, answer=answer) for problem, answer in found if answer is not None]
 
 
 def _judge(reward: str, main: str, seconds: float, workers: int, environment: Environment | None) -> Judge:

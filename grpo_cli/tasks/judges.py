@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.answers import equal, extract_answer, gold_answer
 from grpo_cli.tasks.formats import FORMATS, OVERLONG
 from grpo_cli.tasks.problems import Problem, of_json
@@ -21,6 +21,7 @@ GRADINGS = {"lenient": "correct", "strict": "correct_strict"}
 FORMATS_ON = ("all", "wrong")
 RESERVED = frozenset({"mean", "std", "kept_mean"})  # reward/<these> are metrics of their own
 Weight = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
+Weights = Mapping[str, Weight | None]
 
 
 @dataclass(frozen=True)
@@ -97,34 +98,25 @@ class Weighing:
     is the judge's; where it is given, the judge's parts are known, and a weight for any other is a UserError.
     """
 
-    def __init__(self, weights: Mapping[str, Any], formats_on: str, main: str | None) -> None:
-        given = {name: weight for name, weight in weights.items() if weight is not None}
-        known = ("correct", *FORMATS, OVERLONG)
-        problems = [
-            f"task.weights.{name}={weight} must be a finite number from -2^53 to 2^53, or null for none"
-            for name, weight in given.items()
-            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not abs(weight) <= LARGEST_REWARD
-        ]
-        unknown = [name for name in given if main is not None and name not in known]
-        refuse(problems + [f"task.weights.{name} must be one of {', '.join(known)}" for name in unknown])
-        self._weights = {name: float(weight) for name, weight in given.items()}
+    def __init__(self, weights: Weights, formats_on: str, main: str | None) -> None:
+        self._weights = {name: float(weight) for name, weight in weights.items() if weight is not None}
         self._formats_on, self._main = formats_on, main
+        known = ("correct", *FORMATS, OVERLONG)
+        if main is not None and (unknown := self._weights.keys() - set(known)):
+            raise UserError(f"task.weights.{min(unknown)} must be one of {', '.join(known)}")
 
     def reward(self, parts: Mapping[str, float], text: str, overlong: float) -> Reward:
         form = {name: measure(text) for name, measure in FORMATS.items() if name in self._weights}
         length = {OVERLONG: overlong} if OVERLONG in self._weights else {}
         if self._main is None:
             self._check(parts, form | length)
-            weights = {name: self._weights.get(name, 1.0) for name in parts}
-        else:
-            weights = {self._main: self._weights.get("correct", 1.0)}
         answer_part = self._main or "correct"
+        rewarded = {self._main: "correct"} if self._main else {name: name for name in parts}
+        weights = {part: self._weights.get(name, 1.0) for part, name in rewarded.items()}
         counts = self._formats_on == "all" or parts[answer_part] < 1
-        formed = {name: self._weights[name] for name in [*(form if counts else ()), *length]}
+        weights |= {name: self._weights[name] for name in [*(form if counts else ()), *length]}
         found = {**parts, **form, **length}
-        total = sum(weight * found[name] for name, weight in weights.items())
-        total += sum(weight * found[name] for name, weight in formed.items())
-        return Reward(total, found, answer_part, {**weights, **formed})
+        return Reward(sum(weight * found[name] for name, weight in weights.items()), found, answer_part, weights)
 
     def _check(self, parts: Mapping[str, float], formats: Mapping[str, float]) -> None:
         """Raise UserError for parts of your own function that do not go together: only now they have names."""

@@ -110,7 +110,7 @@ class WordProblems(DialogueTask, GeneratedTask[Story]):
     The reward is 1 where the completion's final number is the answer, else 0.
     """
 
-    name, sizes_are, makes_more = "word_problems", "steps", "max_start"
+    name, sizes_are = "word_problems", "steps"
 
     def __init__(
         self,

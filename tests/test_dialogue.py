@@ -14,12 +14,11 @@ from environments import Responding
 from tiny_hf import TURN_END, make_tokenizer
 from words import rollout_of, task_of
 
-from grpo_cli.collect.requests import score_all
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import turns
 from grpo_cli.tasks.prompting import Prompting
-from grpo_cli.types import ENVIRONMENT, Finish, Group, Request, Rollout, Span
+from grpo_cli.types import ENVIRONMENT, Finish, Request, Rollout, Span
 
 PLAIN, CHAT = make_tokenizer(), make_tokenizer(chat_template=True)
 
@@ -275,21 +274,6 @@ def test_special_tokens_in_a_message_are_text():
     assert plain.count(end) == with_end.count(end) and CHAT.decode(with_end).count(TURN_END) == plain.count(end) + 1
     on_paper = Prompting(PLAIN, "Q: {question}\nA:", None, use_chat_template=False)
     assert PLAIN.decode(on_paper.between([5], ["b"], "user")) == "\n\nQ: b\nA:"
-
-
-def test_rewards_see_the_last_turn_and_own_functions_all_of_them(rows):
-    prompt = talking(rows, **RESPONDING).prompts("train")[0]
-    one, two = (rollout_of(prompt, text, PLAIN).token_ids for text in ("99", prompt.answer))
-    spans = (Span(0, len(one)), Span(ENVIRONMENT, 2), Span(0, len(two)))
-    ids = (*one, 9, 9, *two)
-    episode = Rollout(Request(prompt, 0, 0, Sampling.plain(99)), ids, (0.0,) * len(ids), Finish.EOS, 0, spans)
-    for words, parts in (
-        (RESPONDING, {"correct": 1.0}),
-        ({**RESPONDING, "reward": "environments:score"}, {"correct": 1.0, "turns": 2.0}),
-        ({"environment": "environments:Hearing", "reward": "environment"}, {"environment": 2.0}),
-    ):
-        (scored,) = score_all(talking(rows, **words), [Group(prompt, (episode,))])
-        assert {name: scored.rewards[0].parts[name] for name in parts} == parts
 
 
 def test_a_guess_narrows_the_range_and_a_calculator_adds_up():

@@ -280,23 +280,6 @@ def test_in_fifty_steps_every_rollout_ends_once_and_as_it_would_have_by_itself(
         assert any(rollout.spans[0].version < rollout.spans[-1].version for rollout in seen.values())
 
 
-def test_a_group_that_is_too_old_is_brought_to_its_end_in_a_round_of_its_own() -> None:
-    engine, rule, curriculum = Slotted(6), Partial(surplus=1.0, max_lag=1), Epochs(PROBLEMS, 4, 0)
-    step_of(engine, 0, curriculum=curriculum).run(rule)
-    held = held_of(rule)
-    young = {group.prompt.id for group in held if not any(len(rollout) for rollout in group.rollouts)}
-    old = {group.prompt.id for group in held} - young
-    assert old and len(old) < 4
-    engine.calls.clear()
-    groups = step_of(engine, 1, curriculum=curriculum).run(rule)
-    first, second = engine.calls
-    assert {request.prompt.id.partition("+")[0] for request in first} == old
-    rest = {request.prompt.id.partition("+")[0] for request in second}
-    assert not old & rest and len(old | rest) == 8, "a surplus of 1 is twice 4 under way, those too old among them"
-    assert old <= {group.prompt.id for group in groups}
-    assert all(span.version == 1 for group in held_of(rule) for r in group.rollouts for span in r.spans)
-
-
 # What a collector may do with partial rollouts
 
 

@@ -312,23 +312,6 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, name):
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
-def test_whenever_a_signal_comes_the_last_finished_step_is_saved(tmp_path):
-    class Late(Stop):
-        """True from the query with this number on."""
-
-        left = 0
-
-        def __bool__(self) -> bool:
-            self.left -= 1
-            return self.left < 0
-
-    for query in (1, 2, 5):
-        stop, settings = Late(str), settings_for(tmp_path / str(query), steps=3, checkpoint_every=9)
-        stop.left = query
-        summary = make_trainer(replace(settings, eval=NO_EXAM)).fit(stop)
-        assert newest(tmp_path / str(query)).name == f"step_{summary['step']:06d}" != "step_000003"
-
-
 class Counts(FakeEngine):
     """An engine whose state is how often it generated, evaluations included: what a length predictor may learn from."""
 

@@ -25,7 +25,7 @@ def per_part(
     group: ScoredGroup,
     kept: Sequence[int],
     *,
-    weights: Mapping[str, float],
+    weights: Mapping[str, float | int],
     stats_over: StatsOver,
     eps: Epsilon,
 ) -> Float[Tensor, " K"]:

@@ -71,10 +71,10 @@ def _lengths_in(path: str | Path) -> Iterator[tuple[str, int, int, int]]:
     """Yield prompt, step, sample and length of each row of a `rollouts.jsonl`. UserError for another file's."""
     for number, row in records(str(path), "predictor.lengths"):
         fields = row if isinstance(row, Mapping) else {}
-        name, *numbers = (fields.get(field) for field in ("prompt_id", "step", "sample", "length"))
-        if not isinstance(name, str) or not all(isinstance(one, int) for one in numbers) or numbers[2] < 1:
+        name, numbers = fields.get("prompt_id"), [fields.get(field) for field in ("step", "sample", "length")]
+        whole = [one for one in numbers if isinstance(one, int)]
+        if not isinstance(name, str) or len(whole) < 3 or whole[2] < 1:
             raise UserError(
                 f"predictor.lengths={path}, line {number} is {str(row)[:80]}: give the rollouts.jsonl of an earlier run"
             )
-        step, sample, length = numbers
-        yield name, step, sample, length
+        yield name, whole[0], whole[1], whole[2]

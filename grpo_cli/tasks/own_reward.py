@@ -33,10 +33,11 @@ class OwnReward(Judge):
         self._words, self._takes_many = _words(name, self._function)
 
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
+        values: Sequence[Any] = []
         if not self._takes_many:
             values = [self._called({w: getattr(one, w) for w in self._words}, one.place) for one in completions]
-        else:
-            values = self._of_all(completions) if completions else []
+        elif completions:
+            values = self._of_all(completions)
         return [self._parts(value, completion) for value, completion in zip(values, completions, strict=True)]
 
     def _called(self, kwargs: Mapping[str, Any], place: str) -> Any:

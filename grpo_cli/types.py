@@ -49,9 +49,9 @@ class Request:
     """One rollout to be made. Its tokens are a function of the weights and of this value alone.
 
     `held_out` marks one made to measure: nothing may be learned from it, not even how long such rollouts are.
-    `resumed` is how many tokens at the prompt's end are the rollout's own, made before: how many more it takes says
-    little of how long rollouts are. The last `in_turn` of them belong to a turn that has not ended, and a stop string
-    may have begun there.
+    `resumed_tokens` is how many tokens at the prompt's end are the rollout's own, made before: how many more it takes
+    says little of how long rollouts are. The last `turn_tokens` of them belong to a turn that has not ended, and a stop
+    string may have begun there.
     """
 
     prompt: Prompt
@@ -59,13 +59,13 @@ class Request:
     seed: int
     sampling: Sampling
     held_out: bool = False
-    resumed: int = 0
-    in_turn: int = 0
+    resumed_tokens: int = 0
+    turn_tokens: int = 0
 
     @property
     def teaches_length(self) -> bool:
         """True if a predictor may learn from how long the answer is."""
-        return not (self.held_out or self.resumed)
+        return not (self.held_out or self.resumed_tokens)
 
 
 # In place of a version, and of the number of updates by which a token is older: nobody sampled it; or it is what the
@@ -129,7 +129,7 @@ class Rollout:
         return tuple(tokens for theirs, tokens in self.parts if not theirs)
 
     @property
-    def in_turn(self) -> int:
+    def turn_tokens(self) -> int:
         """Tokens of the current turn, or of the one that just ended: those after the environment's last answer."""
         parts = self.parts
         return len(parts[-1][1]) if parts and not parts[-1][0] else 0

@@ -64,7 +64,7 @@ def after(count: int) -> Callable[[Rollout], bool]:
 
 def first_seed(request: Request) -> int:
     """Return the seed that a rollout started with, from the request for its rest."""
-    return (request.seed - request.resumed * GOLDEN) % 2**64
+    return (request.seed - request.resumed_tokens * GOLDEN) % 2**64
 
 
 def key(rollout: Rollout) -> tuple[str, int]:
@@ -182,7 +182,7 @@ def test_the_rest_is_asked_for_as_a_longer_prompt_with_its_stream_moved_on() -> 
     partial = Rollout(request, (7, 8, 9), (-1.0, -2.0, -3.0), Finish.PARTIAL, 2, (Span(4, 3),))
     rest = rest_of(partial)
     assert rest.prompt.token_ids == (3, 4, 7, 8, 9) and rest.prompt.answer == "x"
-    assert (rest.sample, rest.sampling.max_new_tokens, rest.resumed) == (2, 7, 3)
+    assert (rest.sample, rest.sampling.max_new_tokens, rest.resumed_tokens) == (2, 7, 3)
     assert (uniforms([request.seed], 9)[0, 3:] == uniforms([rest.seed], 6)[0]).all()
     assert first_seed(rest) == request.seed
     other = rest_of(replace(partial, token_ids=(7, 89), sampler_logprobs=(-1.0, -1.0)))

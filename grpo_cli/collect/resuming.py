@@ -39,8 +39,8 @@ def rest_of(partial: Rollout) -> Request:
         prompt=replace(prompt, id=f"{prompt.id}+{added}", token_ids=prompt.token_ids + partial.token_ids),
         seed=(request.seed + count * GOLDEN) % 2**64,
         sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - count),
-        resumed=count,
-        in_turn=partial.in_turn,
+        resumed_tokens=count,
+        turn_tokens=partial.turn_tokens,
     )
 
 

@@ -45,6 +45,12 @@ class SequenceEngine:
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts, self._predictor, self._scheduler = parts, parts.predictor, parts.scheduler
+        self._warned = set[str]()
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self._parts.warn(text)
 
     def stats(self) -> EngineStats:
         """Return the cost of the last `generate`; complete once its iterator is exhausted."""

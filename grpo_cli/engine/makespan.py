@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,20 +17,6 @@ Lists = list[list[int]]  # the jobs of each slot, by their place in the list of 
 DYNAMIC_SLOTS = 3
 # A share of the makespan too small to start it for: any predicted length is further off.
 WORTHWHILE = 0.001
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """The jobs of each slot.
-
-    `lists[slot]` holds places in the list of lengths, longest first. `guarantee` is a proven bound on makespan /
-    optimum: 1 means that nothing better exists.
-    """
-
-    lists: tuple[tuple[int, ...], ...]
-    makespan: int
-    lower_bound: int
-    guarantee: float
 
 
 def lower_bound(lengths: Sequence[int], slots: int) -> int:
@@ -60,9 +45,7 @@ def lpt(lengths: Sequence[int], slots: int) -> Lists:
     return lists
 
 
-def trimmed_programme(
-    lengths: Sequence[int], slots: int, epsilon: float, below: int, max_states: int
-) -> tuple[Lists | None, bool]:
+def trimmed_programme(lengths: Sequence[int], slots: int, epsilon: float, below: int, max_states: int) -> Lists | None:
     """Return the trimmed dynamic programme over slot loads: an FPTAS for a fixed number of slots (Horowitz and Sahni).
 
     A state is the loads after the first i jobs, in any order. States whose sorted loads fall into the same cells of
@@ -70,8 +53,7 @@ def trimmed_programme(
     than a cell, the result is below (1 + epsilon) times the optimum. States that reach `below`, a makespan already in
     hand, are dropped: if that loses the merged optimum, what is in hand is within the same factor.
 
-    Returns the lists (None if none is better than `below`), and whether it ran to its end: it is given up, and proves
-    nothing, when it has more than `max_states` states after a job.
+    Returns None if no list is better than `below`, or if there are more than `max_states` states after a job.
     """
     order = longest_first(lengths)
     # Loads are whole: a smaller cell would merge nothing.
@@ -83,25 +65,18 @@ def trimmed_programme(
         _, first = np.unique(np.sort(grown[alive] // cell, axis=1), axis=0, return_index=True)
         kept = alive[first]
         if len(kept) == 0 or len(kept) > max_states:
-            return None, len(kept) == 0
+            return None
         loads, choices = grown[kept], np.hstack([choices[kept // slots], kept[:, None] % slots])
     best = choices[loads.max(axis=1).argmin()]
-    return [[job for job, chosen in zip(order, best, strict=True) if chosen == slot] for slot in range(slots)], True
+    return [[job for job, chosen in zip(order, best, strict=True) if chosen == slot] for slot in range(slots)]
 
 
-def assign(lengths: Sequence[int], slots: int, epsilon: float, max_states: int) -> Assignment:
-    """Return LPT's lists, or for up to three slots better ones of the trimmed dynamic programme.
-
-    The guarantee is (1 + epsilon) where the programme ran to its end, LPT's 4/3 - 1/(3 slots) otherwise, or makespan /
-    lower bound where that is better. Lengths are at least 1.
-    """
+def assign(lengths: Sequence[int], slots: int, epsilon: float, max_states: int) -> Lists:
+    """Return LPT's lists, or for up to three slots better ones of the trimmed programme; in each list the longest
+    jobs are first. Lengths are at least 1."""
     assert slots >= 1 and lengths and min(lengths) >= 1, "a plan needs a slot and jobs that take time"
-    best, guarantee, bound = lpt(lengths, slots), 4 / 3 - 1 / (3 * slots), lower_bound(lengths, slots)
+    best = lpt(lengths, slots)
     in_hand = makespan(best, lengths)
-    if slots <= DYNAMIC_SLOTS and in_hand / bound - 1 > min(epsilon, WORTHWHILE):
-        found, complete = trimmed_programme(lengths, slots, epsilon, in_hand, max_states)
-        best = found or best
-        guarantee = min(guarantee, 1 + epsilon) if complete else guarantee
-    longest = makespan(best, lengths)
-    lists = tuple(tuple(sorted(jobs, key=lambda job: (-lengths[job], job))) for jobs in best)
-    return Assignment(lists, longest, bound, min(guarantee, longest / bound))
+    if slots <= DYNAMIC_SLOTS and in_hand / lower_bound(lengths, slots) - 1 > min(epsilon, WORTHWHILE):
+        best = trimmed_programme(lengths, slots, epsilon, in_hand, max_states) or best
+    return best

@@ -21,7 +21,7 @@ from typing import Annotated, Protocol, runtime_checkable
 
 from pydantic import Field
 
-from grpo_cli.engine.makespan import assign
+from grpo_cli.engine.makespan import assign, makespan
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.support.ranges import OneOf
 
@@ -110,8 +110,7 @@ class Fptas:
     the plan longer: the sequence starts no later than it would have. In rounds, and without a prediction, there are no
     lists, and the longest go first.
 
-    `details` are the plan's makespan and lower bound in decode steps, their ratio, and a proven bound on makespan /
-    optimum.
+    `details` has the plan's makespan, in decode steps.
     """
 
     needs_lengths = True
@@ -130,14 +129,10 @@ class Fptas:
         steps = planned_steps(waiting)
         self._waiting, self._lists, self.details = set(steps), list[deque[Sequence]](), {}
         if refills and any(sequence.predicted is not None for sequence in waiting):
-            jobs, plan = [*steps], assign([*steps.values()], slots, self._epsilon, self._max_states)
-            self._lists = [deque(jobs[place] for place in places) for places in plan.lists]
-            self.details = {
-                "engine/plan_makespan": float(plan.makespan),
-                "engine/plan_lower_bound": float(plan.lower_bound),
-                "engine/plan_bound_ratio": plan.makespan / plan.lower_bound,
-                "engine/plan_guarantee": plan.guarantee,
-            }
+            jobs, lengths = [*steps], [*steps.values()]
+            lists = assign(lengths, slots, self._epsilon, self._max_states)
+            self._lists = [deque(jobs[place] for place in places) for places in lists]
+            self.details = {"engine/plan_makespan": float(makespan(lists, lengths))}
         self._latest: list[Sequence | None] = [None] * len(self._lists)  # that each list has sent out
         sign = 1 if self._lists and self._refill == "sjf" else -1
         self._others = deque(sorted(steps, key=lambda sequence: sign * steps[sequence]))

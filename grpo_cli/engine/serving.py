@@ -102,19 +102,18 @@ class ServingEngine(SequenceEngine):
                     given += 1
                     yield rollout
         finally:
-            details |= self._stop(serving)
+            self._stop(serving)
             if predicts and given == len(requests):
                 details |= self._learn(serving.ended)
             self._stats = serving.tally.stats(self._kv_bytes, details | dict(self._scheduler.details))
 
     @abstractmethod
     def _start(self, requests: Seq[Request]) -> Mapping[str, float]:
-        """Check the requests and make ready for them, with a number of slots. Return details."""
+        """Check the requests and prepare for them; set the number of slots. Return details."""
 
     @abstractmethod
     def _advance(self, serving: Serving, entered: Seq[Sequence]) -> None:
         """Begin what has entered, and add at least one token to a running sequence."""
 
-    def _stop(self, serving: Serving) -> Mapping[str, float]:
-        """Drop what still runs. Return details."""
-        return {}
+    def _stop(self, serving: Serving) -> None:
+        """Drop what still runs."""

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from grpo_cli.engine.common import EngineParts, check_context
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.length_predictor import Predictor
-from grpo_cli.engine.samplers import KvShape, Sampler
+from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.sampling import draw, drawing_of, uniforms
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Sequence
@@ -66,8 +66,7 @@ class GenerateEngine(ServingEngine):
 
     def _start(self, requests: Seq[Request]) -> Mapping[str, float]:
         check_context(requests, context_of(unwrapped(self._parts.model).config))
-        shape = KvShape(len(requests), 0, 0, 0, 0)  # without a budget, bytes do not matter
-        self._slots = self._parts.sampler.fit(shape, self._parts.rollouts_per_step).slots
+        self._slots = self._parts.sampler.slots_for(len(requests), self._parts.rollouts_per_step)
         self._kv_bytes = 0
         return {}
 

@@ -22,7 +22,7 @@ from small import make_generation, some_and_the_rest, some_requests
 from talk import Talk
 
 from grpo_cli.collect.episodes import Conversation, Spent
-from grpo_cli.engine.cuda_graph import GraphedTurns, TurnOutput
+from grpo_cli.engine.cuda_graph import GraphedSteps, StepOutput
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.scheduling import Fifo
@@ -48,7 +48,7 @@ class Trial:
     lengths: list[int]
 
 
-def again(run: Callable[[], TurnOutput]) -> tuple[TurnOutput, Callable[[], TurnOutput]]:
+def again(run: Callable[[], StepOutput]) -> tuple[StepOutput, Callable[[], StepOutput]]:
     """A capture, as far as a graph can be had."""
     return run(), run
 
@@ -63,7 +63,7 @@ def trial(
     sparsity: Dense | Budget | None = None,
     fixed: bool = False,
     decode: Any = None,
-    replies: Any = None,
+    answers: Any = None,
     pause_at: int | None = None,
 ) -> Trial:
     marks = list[tuple[int, int]]()
@@ -78,7 +78,7 @@ def trial(
     parts = dict(
         sampler=sampler or full(), sparsity=sparsity or Dense(), capture=again if fixed else None, decode=decode
     )
-    parts["replies"] = replies
+    parts["answers"] = answers
     prefix = 0 if pause_at is None else pause_at - 1
     generation = make_generation(watched.decoder(model), requests, prefix=prefix, **parts)
     cast = watched.casts
@@ -180,13 +180,13 @@ def test_a_shape_depends_on_the_number_of_rows_alone(monkeypatch: pytest.MonkeyP
         for place, request in enumerate(some_requests(prompts=4, n=10))
     ]
     made = list[Any]()
-    shapes = GraphedTurns.__call__
+    shapes = GraphedSteps.__call__
 
-    def noted(self: GraphedTurns, *given: Any) -> Any:
+    def noted(self: GraphedSteps, *given: Any) -> Any:
         made.append(self)
         return shapes(self, *given)
 
-    monkeypatch.setattr(GraphedTurns, "__call__", noted)
+    monkeypatch.setattr(GraphedSteps, "__call__", noted)
     with gpu(monkeypatch) as watched:
         found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, fixed=True)
     assert sorted(found.lengths) == list(range(3, 43)) and found.waits == [1] * 40
@@ -208,7 +208,7 @@ def test_answers_of_an_environment_wait_for_nothing(fixed: bool, monkeypatch: py
     conversation = Conversation(InTurns(turns=3), lambda rollout: rollout, Spent())
     requests = some_requests(prompts=2, n=2, tokens=30, max_turn_tokens=3)
     with gpu(monkeypatch, lambda time, rows: np.full(rows, 7)) as watched:
-        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, fixed=fixed, replies=conversation)
+        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, fixed=fixed, answers=conversation)
     assert found.lengths == [3 + 2 + 3 + 2 + 3] * 4 and max(found.waits) == 1
     # The first token comes from the prefill.
     assert found.stats.generated_tokens == 4 * 9 and found.stats.decode_steps == 13 - 1

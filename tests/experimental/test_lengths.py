@@ -124,7 +124,7 @@ class Continued(ByLength):
     """Lengths are of the whole rollout, also where it goes on."""
 
     def __init__(self, lengths: dict[str, int]) -> None:
-        super().__init__(lambda request: lengths[request.prompt.id.partition("+")[0]] - request.resumed)
+        super().__init__(lambda request: lengths[request.prompt.id.partition("+")[0]] - request.resumed_tokens)
 
 
 # The shortest of a group

@@ -210,8 +210,8 @@ class Growing(Scripted):
         self.rounds.append(list(requests))
         for request in requests:
             size, start, most = (
-                request.sample + 1 - request.resumed,
-                10 + request.resumed,
+                request.sample + 1 - request.resumed_tokens,
+                10 + request.resumed_tokens,
                 request.sampling.max_new_tokens,
             )
             tokens = tuple(range(start, start + min(size, most)))
@@ -283,7 +283,7 @@ class Spelled(Growing):
     def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
         self.rounds.append(list(requests))
         for request in requests:
-            places = range(request.resumed, request.resumed + request.sampling.max_new_tokens)
+            places = range(request.resumed_tokens, request.resumed_tokens + request.sampling.max_new_tokens)
             tokens = tuple(place + (0 if self.same else 100 * request.sample) for place in places)
             yield Rollout(request, tokens, (-1.0,) * len(tokens), Finish.LENGTH, 0)
 

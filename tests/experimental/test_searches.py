@@ -73,7 +73,7 @@ class Table(FakeEngine):
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
         for request in requests:
-            said = list(request.prompt.token_ids[len(request.prompt.token_ids) - request.resumed :])
+            said = list(request.prompt.token_ids[len(request.prompt.token_ids) - request.resumed_tokens :])
             drawn: list[int] = []
             logprobs: list[float] = []
             for u in uniforms([request.seed], request.sampling.max_new_tokens)[0][: 2 - len(said)]:

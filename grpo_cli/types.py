@@ -87,17 +87,15 @@ class Rollout:
     `EOS`.
 
     `sampler_logprobs` has one entry per token: the log-probability under the distribution the token was really sampled
-    from (temperature, truncation and evicted KV entries included), and NaN for a token that was given. `kept_kv` is the
-    most response tokens whose KV the engine held for this rollout in any layer. `spans` says which weights sampled
-    which tokens and which are the environment's; an engine says no more than the latter, with version 0 for what it
-    sampled, and nothing where all is sampled. The step that asked knows the version.
+    from (temperature, truncation and evicted KV entries included), and NaN for a token that was given. `spans` has the
+    weights that sampled each token, and marks those of the environment; an engine marks no more than the latter, with
+    version 0 for what it sampled, and leaves it empty where all is sampled. The step that asked knows the version.
     """
 
     request: Request
     token_ids: tuple[int, ...]
     sampler_logprobs: tuple[float, ...]
     finish: Finish
-    kept_kv: int
     spans: tuple[Span, ...] = ()
 
     def __len__(self) -> int:
@@ -110,7 +108,7 @@ class Rollout:
         >>> from grpo_cli.settings import Sampling
         >>> one = Request(Prompt("p", (5,), ""), 0, 0, Sampling.plain(9))
         >>> spans = (Span(3, 1), Span(4, 1), Span(ENVIRONMENT, 2))
-        >>> Rollout(one, (7, 8, 1, 2), (-1.0, -1.0) + (float("nan"),) * 2, Finish.PARTIAL, 4, spans).parts
+        >>> Rollout(one, (7, 8, 1, 2), (-1.0, -1.0) + (float("nan"),) * 2, Finish.PARTIAL, spans).parts
         ((False, (7, 8)), (True, (1, 2)))
         """
         parts: list[tuple[bool, tuple[int, ...]]] = []

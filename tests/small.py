@@ -159,7 +159,7 @@ def scored(
     replies = replies or [(1,) * len(said) for said in logprobs] or [(1,)] * len(rewards)
     logprobs = logprobs or [(-1.0,) * len(reply) for reply in replies]
     rollouts = tuple(
-        Rollout(Request(asked, sample, sample, sampling), reply, said, Finish.EOS, 0)
+        Rollout(Request(asked, sample, sample, sampling), reply, said, Finish.EOS)
         for sample, (reply, said) in enumerate(zip(replies, logprobs, strict=True))
     )
     return ScoredGroup(asked, rollouts, tuple(r if isinstance(r, Reward) else Reward(float(r)) for r in rewards))

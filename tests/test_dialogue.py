@@ -136,7 +136,7 @@ def test_an_episode_is_scored_by_what_the_model_has_read(rows):
         for part in parts[1:]:
             spans += [Span(ENVIRONMENT, 0), Span(0, len(part))]
         request = Request(prompt, 0, 0, Sampling.plain(999))
-        episode = Rollout(request, ids, (0.0,) * len(ids), Finish.EOS, 0, tuple(spans))
+        episode = Rollout(request, ids, (0.0,) * len(ids), Finish.EOS, tuple(spans))
         assert [task.text(turn) for turn in episode.turns] == said
         left = float(prompt.answer) if "Counter" in words["environment"] else 0.0
         assert task.reward(prompt, episode).total == left + worth
@@ -310,7 +310,7 @@ def test_rewards_see_the_last_turn_and_own_functions_all_of_them(rows):
     one, two = (rollout_of(prompt, text, PLAIN).token_ids for text in ("99", prompt.answer))
     spans = (Span(0, len(one)), Span(ENVIRONMENT, 2), Span(0, len(two)))
     ids = (*one, 9, 9, *two)
-    episode = Rollout(Request(prompt, 0, 0, Sampling.plain(99)), ids, (0.0,) * len(ids), Finish.EOS, 0, spans)
+    episode = Rollout(Request(prompt, 0, 0, Sampling.plain(99)), ids, (0.0,) * len(ids), Finish.EOS, spans)
     for words, parts in (
         (RESPONDING, {"correct": 1.0}),
         ({**RESPONDING, "reward": "environments:score"}, {"correct": 1.0, "turns": 2.0}),

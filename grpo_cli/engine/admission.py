@@ -8,7 +8,6 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from grpo_cli.engine.kv_cache import BLOCK, PagedCache, blocks_for
-from grpo_cli.engine.samplers import KvPlan
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Sequence
 
@@ -76,17 +75,17 @@ class Memory:
     """The room under a bound: for the sequences that run, now and, by the lengths expected of them, at their peak.
 
     The mean length of finished rollouts is biased, since short ones finish first. So the mean is of all tokens made,
-    including unfinished rollouts', per finished rollout; it starts as if one of half the `longest` had finished. Where
-    keys are `evicted`, each sequence is expected to hold as many as it ever may. `paused` sequences keep their blocks;
-    `reserve`: blocks for sequences that will pause.
+    including unfinished rollouts', per finished rollout; it starts as if one of half the `longest` had finished. If it
+    `evicts`, each sequence is expected to hold as many keys as it ever may, in `own_blocks`. `paused` sequences keep
+    their blocks; `reserve`: blocks for sequences that will pause.
     """
 
     def __init__(
-        self, cache: PagedCache, plan: KvPlan, longest: int, prefix: int, evicts: bool, paused: Collection[Sequence]
+        self, cache: PagedCache, own_blocks: int, longest: int, prefix: int, evicts: bool, paused: Collection[Sequence]
     ) -> None:
         self.reserve = 0
         self.was_exhausted = False  # and no rollout has ended since
-        self._cache, self._own_blocks, self._longest, self._prefix = cache, plan.own_blocks, longest, prefix
+        self._cache, self._own_blocks, self._longest, self._prefix = cache, own_blocks, longest, prefix
         self._evicts, self._paused = evicts, paused
         self._finished, self._tokens, self._in_flight = 1, longest / 2, 0
 

@@ -64,21 +64,8 @@ class Dense:
 @dataclass(frozen=True)
 class Budget(ABC):
     """An eviction policy that keeps at most `budget` keys, and `buffer` more between two evictions, for each rollout,
-    layer and key-value head.
-
-    budget          keys that are left after an eviction: the `window` latest, the sinks, and the best by score.
-    buffer          steps between two evictions: one happens when a rollout holds budget + buffer keys. A slot has room
-                    for that many (in whole blocks) and never for more.
-    window          the latest keys, which are never evicted, and the latest steps whose queries `snapkv` and `rkv` ask.
-    sinks           the first positions of the whole sequence, which are never evicted. A protected prompt covers them.
-    protect_prompt  true: the prompt's keys stay, shared by all its rollouts, and the budget is for the response only.
-                    false (as published): they count and can be evicted like any other. They are read from the shared
-                    copy until a rollout's first eviction moves those it keeps into its slot.
-    per_head        whether each key-value head keeps its own keys (R-KV), or all heads of a layer the same ones, by the
-                    sum of their scores (Sparse-RL's release, which also lets layer 0 choose for all; here each layer
-                    always chooses for itself).
-
-    Keys keep the positions that they were rotated to, so budget >= length is the dense run bit for bit.
+    layer and key-value head (conf/sparsity/_budget.yaml). Keys keep the positions that they were rotated to, so budget
+    >= length is the dense run bit for bit.
     """
 
     budget: Count
@@ -157,8 +144,6 @@ class Evictor:
         # queries. The prompt's keys come first, and start from what its own queries paid.
         sizes_received = layout.heads, self._prompt_width + own
         self._received = note(*sizes_received, dtype=torch.float32) if policy.needs_received else None
-        # How many keys of its prompt each holds among its own, where they come first.
-        self._prompt_kept = None if policy.protect_prompt else note(layout.heads, dtype=torch.long)
         self.evictions = 0
 
     def of_prompt(self, sequence: Sequence) -> int:
@@ -257,8 +242,6 @@ class Evictor:
             left = torch.zeros_like(self._received[:, rows])
             left[..., self._prompt_width : self._prompt_width + policy.budget] = received.gather(-1, kept)
             self._received[:, rows] = left
-        if self._prompt_kept is not None:
-            self._prompt_kept[:, rows] = (kept < (prompt or self._prompt_kept[:, rows][..., None])).sum(-1)
         needed = blocks_for(policy.budget + 1)
         for sequence in sequences:
             sequence.held = policy.budget
@@ -268,8 +251,3 @@ class Evictor:
                 sequence.prompt.users -= 1
                 sequence.prompt = None
         return kept
-
-    def prompt_kept(self, rows: Rows) -> Seq[Int[Tensor, "R"]]:
-        """Return, if prompt keys can be evicted, how many each row still has, in the layer and head with the fewest.
-        The number means nothing for a row that still reads its prompt's blocks."""
-        return () if self._prompt_kept is None else (self._prompt_kept[:, rows.slots].amin((0, 2)),)

@@ -70,7 +70,8 @@ class Generation:
         self._memory: Memory | None = None
         if plan.is_bounded:
             longest, evicts = max(s.limit for s in self._sequences), self._evictor is not None
-            self._memory = Memory(self._cache, plan, longest, prefix if plan.parked_blocks else 0, evicts, self._paused)
+            prefixed = prefix if plan.parked_blocks else 0
+            self._memory = Memory(self._cache, plan.own_blocks, longest, prefixed, evicts, self._paused)
         self._admission = Admission(slots, sampler.refills, self._memory)
         self._batch = RunningBatch(slots, blocks, device, decoder.is_native, self._cache.count if fills else None)
         self._run_step: Callable[[Rows], StepOutput] = self._compute
@@ -178,8 +179,7 @@ class Generation:
         self._most_held = max(self._most_held, held + prompt_keys)
         rows = self._batch.rows()
         hidden, *drawn = self._run_step(rows)
-        prompt_kept = () if self._evictor is None else self._evictor.prompt_kept(rows)
-        columns = read(*(x[: len(running)] for x in (*drawn, *prompt_kept)))
+        columns = read(*(x[: len(running)] for x in drawn))
         self._tally.steps += 1
         self._tally.row_steps += len(running)
         for sequence in running:
@@ -193,13 +193,10 @@ class Generation:
         hidden = self._decoder.step(rows, self._cache, self._evictor)
         return hidden, *draw(self._decoder.logits(hidden), rows.uniform, rows.drawing)
 
-    def _append(
-        self, sequences: Seq[Sequence], tokens: np.ndarray, logprobs: np.ndarray, prompt_kept: np.ndarray | None = None
-    ) -> list[Sequence]:
+    def _append(self, sequences: Seq[Sequence], tokens: np.ndarray, logprobs: np.ndarray) -> list[Sequence]:
         """Add the tokens that were drawn, except to a sequence that still has tokens to read; return those that end."""
-        ended, of_prompt = [], [0] * len(sequences) if prompt_kept is None else prompt_kept.tolist()
-        for s, token, logprob, kept in zip(sequences, tokens.tolist(), logprobs.tolist(), of_prompt, strict=True):
-            s.kept = max(s.kept, s.held - (0 if s.prompt is not None else kept))
+        ended = []
+        for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
             if s.made < len(s.tokens):
                 s.made += 1
                 continue

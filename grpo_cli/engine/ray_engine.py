@@ -94,7 +94,7 @@ class RayEngine(SequenceEngine):
         if gpus > 1 and gpus % 1:
             raise UserError(f"engine.gpus={gpus:g} of a worker: use 0, a part of one, or a whole number")
         self._timeout, self._device = timeout, next(model.parameters()).device
-        self._place = place(self._device)
+        self._place = place()
         # The trainer is idle while workers run; if all are on this machine, they share its threads.
         cpus = threads or max(1, torch.get_num_threads() // (workers if address is None else 1))
         self._processes = connect(address, workers, {"CPU": cpus, "GPU": gpus})
@@ -216,10 +216,10 @@ class RayEngine(SequenceEngine):
         worker.place, here = there, self._place
         if there["software"] != here["software"]:
             raise UserError(f"{worker} has {there['software']}, not {here['software']}: install the same everywhere")
-        if there["rounding"] != here["rounding"]:
+        if self._device.type == "cpu" and there["threads"] != here["threads"]:
             self._warn_once(
-                f"rollouts equal engine=torch's up to rounding: {there['host']} has {there['rounding']} "
-                f"(engine.threads), the trainer {here['rounding']} (OMP_NUM_THREADS)"
+                f"rollouts equal engine=torch's up to rounding: workers have {there['threads']} threads "
+                f"(engine.threads), the trainer {here['threads']} (OMP_NUM_THREADS)"
             )
 
     def _account(self, deliveries: Seq[Delivery], tokens: int, details: dict[str, float]) -> None:

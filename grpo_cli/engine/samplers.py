@@ -22,11 +22,8 @@ LEAST_AT_ONCE = 128
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
     """A number of slots: as given, as many as fit into `kv_budget` (the fewer if both are given), or 16. With `refills`
-    a free slot goes to the next request at once; if `all_at_once`, no request of a step waits for a slot.
-
-    `kv_budget` bounds the bytes of KV cache at any moment: slots, prompts and paused rollouts. Temporary tensors (a
-    prefill's output, the copies of an eviction) and statistics of eviction policies (`engine/eviction_note_bytes`) are
-    extra.
+    a free slot goes to the next request at once; if `all_at_once`, no request of a step waits for a slot. `kv_budget`
+    bounds the cache at any moment; temporary tensors and statistics of eviction policies are extra.
     """
 
     refills: ClassVar[bool] = True
@@ -80,11 +77,7 @@ class Micro(Sampler):
 
 
 class Infinite(Sampler):
-    """Continuous sampling: a free slot is refilled in the same step, across prompts too.
-
-    The paper's fixed-slot variant (its definition is not public in detail). With `kv_budget` as many rows run as there
-    is memory for.
-    """
+    """Continuous sampling: a free slot is refilled in the same step, across prompts too."""
 
 
 @dataclass(frozen=True)

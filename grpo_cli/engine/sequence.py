@@ -56,7 +56,6 @@ class Sequence:
     prompt: CachedPrompt | None = None
     slot: int = -1  # while it runs
     notes: tuple[Tensor, ...] = ()  # an eviction policy's statistics while it is paused
-    kept: int = 0  # the most response keys that it has held in any layer and head
     predicted: float | None = None
     hidden: Tensor | None = None  # the policy's last hidden state after the predictor's prefix
     uniforms: np.ndarray = field(default_factory=lambda: np.zeros(0))  # what decides each of its tokens
@@ -125,7 +124,7 @@ class Sequence:
             spans.append(Span(0, len(self.tokens) - last))
         why = finish or self.finish
         assert why is not None, "it has ended"
-        return Rollout(self.request, tuple(self.tokens), tuple(self.logprobs), why, self.kept, tuple(spans))
+        return Rollout(self.request, tuple(self.tokens), tuple(self.logprobs), why, tuple(spans))
 
 
 def bucket(rows: int) -> int:

@@ -38,7 +38,6 @@ class Serving:
         added."""
         if sequence.finish is None:
             sequence.append(token, logprob)
-            sequence.kept = len(sequence.tokens) - 1
             if sequence.ends(self.eos, self.decode):
                 self.end(sequence)
                 self.stopped = self.stopped or (self.enough is not None and self.enough(self.ended[-1][1]))

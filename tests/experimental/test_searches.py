@@ -84,7 +84,7 @@ class Table(FakeEngine):
                 drawn.append(token)
                 logprobs.append(math.log(chances[token]))
             finish = Finish.EOS if len(said) == 2 else Finish.LENGTH
-            yield Rollout(request, tuple(drawn), tuple(logprobs), finish, 0)
+            yield Rollout(request, tuple(drawn), tuple(logprobs), finish)
 
 
 # ---- what each chooses

@@ -28,7 +28,7 @@ from grpo_cli.engine.serving import Serving, ServingEngine
 from grpo_cli.interfaces import facts
 from grpo_cli.model.anatomy import backbone, can_pack, device_of, head, unwrapped
 from grpo_cli.model.checks import context_of, vocabulary_of
-from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Request
 
 _LONG, _SHORT, _MADE = 9, 4, 3  # tokens of two trial prompts, and of their completions
@@ -44,7 +44,6 @@ class GenerateEngine(ServingEngine):
     def __init__(self, parts: EngineParts) -> None:
         super().__init__(parts)
         model = parts.model
-        refuse([*self.refuses(parts.sampler, parts.scheduler, parts.predictor, parts.sparsity)])
         self._pads = may_be_padded(model, parts.pad_token_id)
         apart = "" if self._pads else f", and {type(unwrapped(model)).__name__} takes prompts of one length at a time"
         better = "; engine=torch serves this model, too" if can_pack(model) else ""

@@ -27,7 +27,7 @@ from grpo_cli.engine.vllm_process import check_options, guest, head_sizes, only,
 from grpo_cli.engine.vllm_served import Served
 from grpo_cli.interfaces import facts
 from grpo_cli.model.anatomy import merged_weights, unwrapped
-from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib
 from grpo_cli.support.memory import give_back_cached, held_by_others
 from grpo_cli.types import Request
@@ -62,7 +62,6 @@ class VllmEngine(ServingEngine):
         self._eager = not on_gpu if eager is None else eager
         self._sleeps = on_gpu if sleep is None else sleep
         self._options = dict(options or {})
-        refuse([*self.refuses(parts.sampler, parts.scheduler, parts.predictor, parts.sparsity)])
         require_vllm()
         check_options(self._options)
         self._served = Served.of(parts.model, head_sizes(self._device))

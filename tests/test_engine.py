@@ -9,7 +9,7 @@ import pytest
 import torch
 from made import full, infinite, micro
 from orders import Forgetful, PromptsFirst
-from small import contents, make_engine, small_model, some_requests
+from small import make_engine, small_model, some_requests
 from tiny_hf import FAMILIES, LLAMA3_ROPE
 
 from grpo_cli.engine.scheduling import Fifo, Lpt
@@ -71,15 +71,6 @@ def test_a_predictor_sees_the_state_after_each_request_s_own_prefix_and_learns_f
         assert torch.equal(witness.learnt[rollout], witness.seen[rollout.request])
 
 
-def test_greedy_is_the_most_probable_token_and_certain() -> None:
-    model, requests = small_model(), some_requests(prompts=1, n=1, tokens=12, temperature=0.0)
-    (rollout,) = make_engine(model).generate(requests)
-    prompt, made = list(rollout.request.prompt.token_ids), list(rollout.token_ids)
-    with torch.no_grad():
-        assert model(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == made
-    assert set(rollout.sampler_logprobs) == {0.0}
-
-
 def test_each_prompt_is_computed_once_and_decode_steps_are_the_schedule_s() -> None:
     model, requests = small_model(), some_requests(prompts=3, n=4)
     prompt_tokens = sum(len(r.prompt.token_ids) for r in requests[::4])
@@ -114,13 +105,3 @@ def test_a_prompt_longer_than_the_context_is_refused() -> None:
     request = Request(Prompt("long", (3,) * 250, ""), 0, 0, Sampling.plain(7))
     with pytest.raises(UserError, match="sampling.max_new_tokens=7, together 257"):
         list(make_engine(small_model()).generate([request]))
-
-
-def test_an_evaluation_has_no_more_rows_at_a_time_than_a_step():
-    requests, rows = some_requests(prompts=1, n=300, tokens=3), {None: 128, 16: 128, 200: 200, 512: 300}
-    wanted = contents(make_engine(small_model(), sampler=infinite(slots=300)).generate(requests))
-    for rollouts, slots in rows.items():
-        engine = make_engine(small_model(), rollouts_per_step=rollouts)
-        assert contents(engine.generate(requests)).keys() == wanted.keys()
-        assert engine.stats().slots == slots
-        assert engine.stats().decode_steps <= 2 * -(-300 // slots), "others enter as rows end"

@@ -103,17 +103,6 @@ def test_what_stays_is_the_window_the_sinks_and_the_best_of_the_rest(data: st.Da
         assert kept[place].tolist() == sorted([*order[: budget - window], *range(count - window, count)])
 
 
-def test_heads_that_share_their_keys_go_by_the_sum_of_their_scores() -> None:
-    these = candidates()
-    for make in (lambda **w: SnapKv(**w, kernel=3), lambda **w: Rkv(**w, kernel=3, importance=0.5, threshold=0.5), H2o):
-        apart, together = make(**WORDS), make(**WORDS | {"per_head": False})
-        kept = together.choose(these, torch.zeros(ROWS, dtype=torch.long))
-        assert torch.equal(kept[:, :, 0], kept[:, :, 1])
-        best = apart.score(these).sum(2).topk(4).indices.sort().values
-        assert torch.equal(kept[:, :, 0, :4], best)
-        assert not torch.equal(apart.choose(these, torch.zeros(ROWS, dtype=torch.long)), kept)
-
-
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

@@ -160,6 +160,8 @@ def test_as_many_sequences_begin_as_have_a_block_beside_a_prompt() -> None:
     plan = plan_of(infinite(slots=3), 40, 4, sparsity=Streaming(**WORDS, protect_prompt=True))
     assert (plan.blocks, plan.own_blocks, plan.saved) == (4 + 3, 1, 1 - 7 / 16)
     assert plan_of(infinite(), 40, 4).slots == 16 and plan_of(full(), 40, 4).slots == 40
+    # An evaluation runs as many at a time as a step, or 128.
+    assert [full().slots_for(300, per_step) for per_step in (None, 16, 200, 512)] == [128, 128, 200, 300]
 
 
 @pytest.mark.parametrize(
@@ -250,12 +252,11 @@ def test_as_many_rollouts_run_as_there_is_room_for_what_eviction_leaves() -> Non
 
 
 def test_a_prompt_is_read_again_if_it_was_dropped_for_one_that_comes_before_its_next_sample() -> None:
-    """Of the longest first, another prompt comes between a long and a short sample; in turn, none does."""
+    """Of the longest first, another prompt comes between a long and a short sample; as they come, none does."""
     requests = ending_at(some_requests(prompts=4, n=2, tokens=60), [33, 30, 32, 28, 33, 20, 33, 20])
-    lengths, once = {r: float(r.sampling.max_new_tokens) for r in requests}, 0
-    sampler = infinite(kv_budget=least_budget(requests))
-    for scheduler, again in ((PromptsFirst(), False), (Lpt(), True)):
+    lengths = {r: float(r.sampling.max_new_tokens) for r in requests}
+    once, sampler = sum(len(r.prompt.token_ids) for r in requests[::2]), infinite(kv_budget=least_budget(requests))
+    for scheduler, again in ((Fifo(), False), (Lpt(), True)):
         parts: dict[str, Any] = dict(scheduler=scheduler, predictor=GivenLengths(lengths))
         _, engine, _ = generate(requests, sampler=sampler, eos_token_ids=(VOCABULARY,), **parts)
-        once = sum(len(r.prompt.token_ids) for r in requests[::2])
         assert (engine.stats().prefill_tokens > once) == again

@@ -208,6 +208,7 @@ class RunningBatch:
         if self._drawing is None:
             settings = [s.request.sampling for s in running]
             self._drawing = drawing_of([*settings, *settings[:1] * missing], self._device, self._natively)
-        *sent, uniform, own_table, prompt_table = [*send(self._device, *columns, uniforms, *tables), *self._tables]
-        self._tables = [own_table, prompt_table]
-        return Rows(*sent, uniform, own_table, prompt_table, self._drawing)
+        arrived = [*send(self._device, *columns, uniforms, *tables), *self._tables]
+        tokens, positions, held, write_to, seen, slots, uniform, own_table, prompt_table = arrived
+        self._tables = arrived[7:]
+        return Rows(tokens, positions, held, write_to, seen, slots, uniform, own_table, prompt_table, self._drawing)

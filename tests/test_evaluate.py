@@ -44,7 +44,7 @@ class Scripted(FakeEngine):
         self.asked += requests
         for request in reversed(requests):
             ids = (*TOKENIZER.encode(self._reply(request), add_special_tokens=False), TOKENIZER.eos_token_id)
-            yield Rollout(request, ids, (0.0,) * len(ids), Finish.EOS, 0)
+            yield Rollout(request, ids, (0.0,) * len(ids), Finish.EOS)
 
 
 def task_for(folder: Path, name: str = "jsonl", count: int = 4, **words: Any) -> Task:

@@ -21,7 +21,7 @@ from grpo_cli.report.compare import Comparison, compare, estimate
 from grpo_cli.report.curves import Curve, curve_of, deviation, mean_curve
 from grpo_cli.report.make import make, training_runs
 from grpo_cli.report.read import GREEDY, Run, State, read_all, read_rows, read_run
-from grpo_cli.report.tables import arm_table, footnotes
+from grpo_cli.report.tables import arm_table
 from grpo_cli.runs.lock import sole_use
 from grpo_cli.support.errors import UserError
 
@@ -265,15 +265,6 @@ def test_a_run_that_did_not_complete_changes_no_mean_and_a_repeated_seed_counts_
     assert (arm.others[0].name, arm.others[0].state) == ("1", State.REPEATED)
 
 
-def test_runs_of_different_code_are_compared_but_said_to_be(tmp_path):
-    for seed, code in enumerate(({"commit": "aa"}, {"commit": "aa"}, {"commit": "aa", "modified": True})):
-        summary = leave(tmp_path / str(seed), settings={"n": 4, "seed": seed}) / "summary.json"
-        summary.write_text(json.dumps({"status": "completed", "code": code}))
-        notes = [note for note in footnotes(compared(tmp_path)) if "different code" in note]
-        assert bool(notes) == (seed > 1)
-    assert "commit aa (2 of the runs); commit aa, modified True (1 of the runs)" in notes[0]
-
-
 # Times to an accuracy, curves and intervals
 
 
@@ -294,7 +285,6 @@ def test_the_target_is_of_the_highest_accuracy_and_the_best_arm_ends_best(tmp_pa
     leave(tmp_path / "b", {5: math.nan})  # not evaluated
     comparison = compared(tmp_path / "b")
     assert (comparison.target, comparison.best, comparison.arms[0].final_accuracy) == (None, None, None)
-    assert comparison.arms[0].mean("seconds").mean == 5.0
 
 
 def test_the_accuracy_of_samples_can_be_compared_instead(tmp_path):

@@ -286,19 +286,18 @@ def test_tensorboard_has_what_the_files_have_also_after_a_kill(tmp_path):
 @QUIET
 def test_tensorboard_s_texts_hide_secrets_and_a_full_disk_is_a_warning(tmp_path):
     pytest.importorskip("tensorboard")
-    said, warned = list[str](), list[str]()
-    tracker = TensorBoardTracker(tmp_path, {"api_key": "k" * 12}, say=said.append, warn=warned.append)
+    warned = list[str]()
+    tracker = TensorBoardTracker(tmp_path, {"api_key": "k" * 12}, say=str, warn=warned.append)
     tracker.log(Record(1, {"reward/mean": math.nan}))
-    assert "tensorboard --logdir" in said[0]
 
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
     tracker._writer.add_scalar = full
-    tracker.log(Record(2, {"reward/mean": 1.0}))
-    tracker.log(Record(3, {"reward/mean": 1.0}))
+    for step in (2, 3):
+        tracker.log(Record(step, {"reward/mean": 1.0}))
     tracker.close({"status": "completed"})
-    assert len(warned) == 1 and "No space left" in warned[0] and "metrics.jsonl" in warned[0]
+    assert len(warned) == 1 and "No space left" in warned[0]
     found = b"".join(file.read_bytes() for file in (tmp_path / "events").iterdir())
     assert b"kkkk" not in found and HIDDEN.encode() in found
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_cli.runs.checkpoint import clear_leftovers, load_state, rng_state, save_checkpoint, set_rng_state
+from grpo_cli.runs.checkpoint import clear_leftovers, damaged, load_state, rng_state, save_checkpoint, set_rng_state
 from grpo_cli.runs.find import find_checkpoint, resolve_run
 from grpo_cli.support.errors import UserError
 
@@ -180,6 +180,8 @@ def test_a_state_holds_and_runs_no_code(root, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is damaged"):
         load_state(tmp_path)
     assert not (tmp_path / "exploded").exists()
+    with pytest.raises(UserError, match=r"^a refusal$"), damaged(tmp_path):  # of what a rule has learnt
+        raise UserError("a refusal")
 
 
 def test_auto_is_the_run_that_saved_last_and_has_something_good(tmp_path):

@@ -16,8 +16,8 @@ from bank import Bank, BankRun, group_of, problems
 from hypothesis import given, settings
 
 from grpo_cli.collect.epochs import CandidateOrder, Epochs
-from grpo_cli.config.check import check
 from grpo_cli.config.instantiate import make
+from grpo_cli.config.prepare import check
 from grpo_cli.history import History, Visit
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt

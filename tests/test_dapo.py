@@ -23,8 +23,8 @@ from words import task_of
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
-from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
+from grpo_cli.config.prepare import check
 from grpo_cli.methods import pods
 from grpo_cli.methods.dapo import Dynamic
 from grpo_cli.runs.checkpoint import load_state

@@ -14,20 +14,19 @@ import pytest
 import torch
 from small import advantages_of
 
-from grpo_cli.config.check import check
-from grpo_cli.config.choices import defaults_of
+from grpo_cli.config.choices import read_command
 from grpo_cli.config.compose import settings_of
-from grpo_cli.config.instantiate import PROTOCOLS, factories, make, rules_of
-from grpo_cli.config.prepare import pick_device, prepare
+from grpo_cli.config.instantiate import PROTOCOLS, Factories, make
+from grpo_cli.config.prepare import check, pick_device, prepare
 from grpo_cli.config.trial import try_rules
 from grpo_cli.experiment import set_up
 from grpo_cli.support.errors import UserError
 from grpo_cli.tracking.introduction import introduction
 
 GRPO, LOSS = made.part("advantage", "grpo"), made.part("loss", "grpo")
-PARTS = {group: made.part(group, choice) for group, choice in defaults_of("train").items() if group in PROTOCOLS} | {
-    "downsample": made.part("downsample", "all")
-}
+PARTS = {
+    group: made.part(group, choice) for group, choice in read_command("train").choices.items() if group in PROTOCOLS
+} | {"downsample": made.part("downsample", "all")}
 
 RULES_OF_A_USER = """
 import torch
@@ -84,12 +83,6 @@ def broken(logprobs, batch, totals):
 def crash(group, keep, rng):
     return [][1]
 
-sizes = []
-
-def watched(group, keep, rng):
-    sizes.append((len(group.rollouts), keep))
-    return range(keep)
-
 class NoDetails:
     needs_lengths = False
 
@@ -118,7 +111,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def rules(n: int = 4, m: int = 2, **changed: dict[str, Any]):
     settings = settings_of(f"n={n}", f"m={m}", "train.prompts=2", "collector=equal")
-    made_rules = rules_of(factories({**settings.parts, **PARTS, **changed}))
+    made_rules = Factories.of({**settings.parts, **PARTS, **changed}).rules()
     try_rules(made_rules, n, m, settings.train.prompts)
     return made_rules
 
@@ -164,12 +157,6 @@ def test_a_rule_that_cannot_work_is_refused_before_a_run_or_a_sweep_begins(user_
 def test_a_loss_that_says_so_gets_its_reference_whatever_its_words(user_module, name):
     assert rules(4, 4, loss={"_target_": f"{user_module}.{name}", "beta": 0.1}).loss.needs_reference
     assert not rules(4, 4, loss={"_target_": f"{user_module}.plain"}).loss.needs_reference
-
-
-def test_the_made_up_group_is_the_run_s_as_long_as_that_is_small(user_module):
-    for n, m in ((4, 2), (64, 63), (10**6, 10**5), (5001, 9)):
-        rules(n, m, downsample={"_target_": f"{user_module}.watched"})
-    assert sys.modules[user_module].sizes == [(4, 2), (64, 63), (4096, 4095), (4097, 9)]
 
 
 def checked(m: int = 16, **changed: dict[str, Any]) -> None:

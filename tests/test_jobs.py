@@ -18,7 +18,7 @@ from grpo_cli.runs.lock import try_lock
 from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.pool import Pool
 from grpo_cli.sweep.resume import Sweep
-from grpo_cli.sweep.status import Job, JobState, is_done, is_running, read_status, status_line, write_status
+from grpo_cli.sweep.status import Job, JobState, is_done, is_running, read_status, write_status
 
 WAIT = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"  # for two minutes at most, and a trap can interrupt it
 COMPLETED = """echo '{"status": "completed"}' > summary.json"""
@@ -189,14 +189,6 @@ def test_a_training_that_was_begun_goes_on_and_any_other_job_begins(
     words = Sweep(command, lambda cfg: None).command_of(Job(0, tmp_path, ("seed=1",), ""))
     assert words[-1] == last.format(tmp_path)
     assert "seed=1" in words
-
-
-def test_a_line_tells_how_far_a_job_came_and_why_it_ended(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text('{"status": "failed", "step": 2, "final_accuracy": 0.25}')
-    job = Job(1, tmp_path, ("n=1",), "n=1")
-    failed = JobState("failed", "no [memory]\nat all", job.overrides, seconds=61.0)
-    assert status_line(job, failed) == "job 1  n=1: failed  step 2  accuracy 0.250  1m01s  no [memory] at all"
-    assert status_line(job, JobState("skipped", "m > n", job.overrides)) == "job 1  n=1: skipped  m > n"
 
 
 @pytest.mark.parametrize(("signalled", "ends", "queued"), [(True, 0, "requeue 7\n"), (False, 3, "")])

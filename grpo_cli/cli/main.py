@@ -12,17 +12,31 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from typer.core import TyperGroup
 
 from grpo_cli import __version__
 from grpo_cli.cli.completion import offered
-from grpo_cli.cli.mistakes import fail, folder, without_dashes
 from grpo_cli.support.errors import UserError, closest
+from grpo_cli.support.formatting import legible
 from grpo_cli.support.processor import set_variables
 from grpo_cli.support.terminal import outlive_the_reader
+
+
+def fail(error: UserError | str) -> NoReturn:
+    """End the program as for every mistake: one message and exit code 2."""
+    typer.echo(f"error: {legible(str(error))}", err=True)
+    raise typer.Exit(2)
+
+
+def folder(text: str | Path) -> Path:
+    """Return a folder as typed. An empty word is refused: it would mean the current directory."""
+    if not str(text).strip():
+        raise typer.BadParameter("it is empty: name a folder (. is the current directory)")
+    return Path(text)
+
 
 a_folder = partial(typer.Argument, parser=folder)
 UsageError = cast(type[Exception], typer.BadParameter.__bases__[0])
@@ -42,6 +56,8 @@ class _Group(TyperGroup):
             wrong: Any = error
             of, fault = wrong.ctx or ctx, wrong.format_message().rstrip(".")
             if of.info_name in RUNS and hasattr(wrong, "possibilities"):  # a setting typed as an option
+                from grpo_cli.cli.mistakes import without_dashes
+
                 fail(without_dashes(of.info_name, wrong.option_name, ctx.meta["words"]))
             fail(f"{of.command_path}: {fault[:1].lower()}{fault[1:300]}; {of.command.epilog}")
         except UserError as error:

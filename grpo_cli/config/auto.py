@@ -36,22 +36,17 @@ def fill(values: dict[str, Any]) -> None:
 def _of_the_recipe(values: Mapping[str, Any], part: str, word: str) -> Any:
     """Return the part's value, capped by the model's. An episode has as many replies as turns."""
     recipe, of_model = shipped(part, _BASE[part])["recipe"] | _recipe(values.get(part)), _recipe(values.get("model"))
-    if word == "lr" and _has_adapters(values["model"]):
+    lora = values["model"].get("lora")
+    if word == "lr" and (values["model"].get("adapter") or (isinstance(lora, dict) and lora.get("rank"))):
         word = "lora_lr"
     turns = values["task"].get("turns", 1) if word == "max_new_tokens" else 1
-    found = recipe[word] * turns if isinstance(turns, int) and turns > 1 else recipe[word]
-    most = of_model.get(word)
+    found, most = recipe[word] * turns if isinstance(turns, int) and turns > 1 else recipe[word], of_model.get(word)
     return found if most is None else min(found, most)
 
 
 def _recipe(part: Any) -> Mapping[str, Any]:
     found = part.get("recipe") if isinstance(part, dict) else None
     return found if isinstance(found, dict) else {}
-
-
-def _has_adapters(model: Any) -> bool:
-    lora = model.get("lora")
-    return model.get("adapter") is not None or (isinstance(lora, dict) and lora.get("rank") not in (None, 0))
 
 
 def decided(settings: Settings, say: Callable[[str], None], fast: bool | None = None) -> Settings:

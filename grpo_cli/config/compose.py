@@ -70,7 +70,7 @@ def new_folder_names() -> None:
     OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(2), use_cache=True, replace=True)
 
 
-def read_command(command: Command) -> Any:
+def settings_from(command: Command) -> Any:
     """Return the settings of a composed command."""
     (kind,) = (kind for kind, name in COMMANDS.items() if name == command.name)
     return read_settings(command.cfg, kind, command.typed)
@@ -79,26 +79,31 @@ def read_command(command: Command) -> Any:
 def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = ()) -> Settings:
     """Return the settings of a command. UserError lists every missing value, wrong type or range, and unknown key.
 
-    A user's own part loses in `cfg` what it inherits, but for what it takes and what is `typed`."""
-    if own := [g for g in parts_of(COMMANDS[kind]) if not is_ours(OmegaConf.select(cfg, f"{g}._target_"))]:
-        from grpo_cli.config.instantiate import drop_inherited
-
-        drop_inherited(cfg, own, {key_of(word) for word in typed})
-    values = _plain(cfg)
+    A user's own part loses what it inherits, but for what it takes and what is `typed`."""
+    try:
+        values: Any = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key or 'the configuration'}: {error.msg or error}".splitlines()[0]) from error
     fill(values)
-    parts = {group: values.pop(group, None) for group in parts_of(COMMANDS[kind])}
+    keys, parts = (
+        {key_of(word) for word in typed},
+        {group: values.pop(group, None) for group in parts_of(COMMANDS[kind])},
+    )
+    plain = {group: part for group, part in parts.items() if isinstance(part, dict) and "_target_" in part}
+    if own := [group for group, part in plain.items() if not is_ours(part["_target_"])]:
+        from grpo_cli.config.instantiate import without_inherited
+
+        parts |= {group: without_inherited(group, plain[group], keys) for group in own}
     values.pop("experiment", None)  # its settings are in the other keys
     problems = [line for group, part in parts.items() for line in _part_problems(group, part)]
     _read_escapes(values.get("sampling"), parts["task"])
     with gathered(problems):
         settings: Settings = read(kind, values | {"parts": parts}, cfg)
-    plain = {group: part for group, part in parts.items() if isinstance(part, dict) and "_target_" in part}
-    shipped_as = {group: [shipped(group, choice) for choice in choices(group)] for group in plain if problems}
-    if changed := {group: plain[group] for group, known in shipped_as.items() if plain[group] not in known}:
-        from grpo_cli.config.instantiate import factories  # imports the parts, and so torch
+    if problems and (typed_parts := plain.keys() & {key.partition(".")[0] for key in keys}):
+        from grpo_cli.config.instantiate import Factories  # imports the parts, and so torch
 
-        with gathered(problems):  # what is wrong with parts too, which is found with the factories if nothing else is
-            factories(changed)
+        with gathered(problems):  # what is wrong with typed parts too, which `config.prepare` finds if nothing else is
+            Factories.of({group: parts[group] for group in typed_parts})
     refuse(list(dict.fromkeys(problems)))
     return settings
 
@@ -107,20 +112,12 @@ def settings_of(*overrides: str) -> RunSettings:
     """Return the settings of `grpo train` with these overrides, unchecked: for tests, scripts and notebooks."""
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = hydra.compose("train", ["run_dir=.", *overrides])
-    return decided(read_settings(cfg, RunSettings), lambda line: None)
+    return decided(read_settings(cfg, RunSettings, overrides), lambda line: None)
 
 
 def model_of(choice: str, **changed: Any) -> ModelSettings:
     """Return the settings of `model=<choice>` with changes."""
     return decided_model(read(ModelSettings, shipped("model", choice) | changed), fast_in_bfloat16("auto"))
-
-
-def _plain(cfg: DictConfig) -> dict[str, Any]:
-    try:
-        values: Any = OmegaConf.to_container(cfg, resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key or 'the configuration'}: {error.msg or error}".splitlines()[0]) from error
-    return dict(values)
 
 
 # \n as it is typed, but not as commands of TeX begin, which prompts may hold.

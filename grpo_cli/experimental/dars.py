@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, isqrt
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 
@@ -35,8 +35,6 @@ class Dars:
     weighting: Annotated[str, OneOf(("equal", "hard"))]
     divided: bool
     cap_rollouts: int | None
-
-    unequal: ClassVar[bool] = True
 
     def at_once(self, n: int, prompts: int) -> int:
         return max(n, self.most - n) * prompts

@@ -32,14 +32,12 @@ from grpo_cli.experimental.reading import PolicyReading, read
 from grpo_cli.experimental.ridge_probe import ProbeRows, Probing, correlation
 from grpo_cli.rules.ridge import narrowed
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import ScoredGroup
 
 ROUNDING = 1e-6  # of a sum of weighted parts
 
 
-@facts(divides=False)
 class Poise(Probing):
     """Reward minus what a linear probe predicts from what was read in the others (POISE, arXiv 2605.07579)."""
 

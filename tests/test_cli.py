@@ -14,11 +14,9 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from typed import content, grpo, refused
-from typer.testing import CliRunner
 
 from grpo_cli import __version__
 from grpo_cli.cli import jobs
-from grpo_cli.cli import main as cli
 from grpo_cli.cli.completion import offered as offers
 from grpo_cli.cli.hydra_run import with_checkpoint
 from grpo_cli.config.overrides import quoted, unquoted, value_of
@@ -204,14 +202,6 @@ def test_modules_in_the_current_folder_can_be_named_and_hide_nothing(monkeypatch
 def test_completion_offers_groups_and_their_choices(words, incomplete, offered):
     assert offers("train", words, incomplete) == offered
     assert "loss=" not in offers("eval", [], "")
-
-
-@pytest.mark.parametrize("line", ["grpo train sampler = in", "grpo train sampler=in"])
-def test_completion_works_through_the_shell_s_protocol(line):
-    words = line.split()
-    environment = {"_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    shown = CliRunner().invoke(cli.app, [], prog_name="grpo", env=environment)
-    assert shown.stdout.strip() in ("infinite", "sampler=infinite")
 
 
 SMALL = "train.prompts=2 n=2 sampling.max_new_tokens=6 eval.problems=3 eval.k=2 logger=jsonl device=cpu".split()

@@ -188,37 +188,6 @@ def test_all_errors_are_listed_at_once_and_none_twice(words: str, keys: tuple[st
     assert all(any(key in line for line in refused.value.problems) for key in keys)
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        (r'["\n"]', "\n"),
-        (r'["a\n\nb\r"]', "a\n\nb\r"),
-        (r'["\\n"]', r"\n"),
-        ('["\n"]', "\n"),
-    ],
-)
-def test_a_stop_string_is_read_as_it_is_meant(typed, meant):
-    for run in (
-        settings(f"sampling.stop={typed}"),
-        read_settings(compose(f"sampling.stop={typed}", command="eval"), EvalRunSettings),
-    ):
-        assert run.sampling.stop == (meant,)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "train.max_generated=1000 loss.kl_coef=1 train.count_by=prompt",
-        "n=2 m=1 downsample=random advantage.stats_over=group",
-        "train.prompts=2 n=2 train.minibatches=4",
-        "collector=partial advantage=rloo",
-        f"n={2**18} train.prompts=16",  # the most rollouts of a step
-    ],
-)
-def test_settings_that_go_together_do(words: str) -> None:
-    check(settings(*words.split()))
-
-
 RUN = ("task=jsonl", "task.path=x.jsonl", "sampling.max_new_tokens=7", "seed=5", "n=4", "logger=jsonl", "optim.lr=3e-4")
 CHOICES_OF_RUN = {"task": "jsonl", "model": "tiny", "loss": "grpo", "logger": "jsonl", "experiment": "none"}
 

@@ -147,19 +147,6 @@ def test_asked_twice_it_kills_them_with_all_that_they_started(tmp_path: Path) ->
     eventually(lambda: ended(child))
 
 
-def test_an_error_of_ours_leaves_no_process_behind_and_lets_it_save(tmp_path: Path) -> None:
-    def fail(line: str) -> None:
-        if line.endswith("running"):
-            eventually((job.folder / "ready").exists)
-            raise RuntimeError("a bug in the view")
-
-    (job,) = listed(tmp_path, f"trap 'echo saved; exit 1' TERM; touch ready; {WAIT}")
-    with pytest.raises(RuntimeError):
-        run([job], fail)
-    assert not is_running(job.folder) and status(job).state == "waiting"
-    assert (job.folder / "log.txt").read_text() == "saved\n"
-
-
 def test_a_job_that_outlived_its_launcher_is_not_started_again(tmp_path: Path) -> None:
     (job,) = listed(tmp_path, "true")
     with open(job.folder / "log.txt", "wb") as log:

@@ -103,17 +103,6 @@ def test_a_run_that_was_killed_in_its_first_save_begins_anew(run: Path) -> None:
     assert not list(run.glob("checkpoints/.*.tmp"))
 
 
-def test_where_no_checkpoint_is_whole_a_run_begins_anew_only_if_asked(run: Path) -> None:
-    for marker in run.glob("checkpoints/*/COMPLETE"):
-        marker.unlink()
-    (run / "summary.json").write_text('{"status": "interrupted"}')
-    before, message = content(run), refused("train", "resume=R")
-    assert "step_000001" in message and "accept_damage=true" in message and content(run) == before
-    assert grpo("train", "resume=R", "accept_damage=true").exit_code == 0
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2]
-
-
 def test_one_command_begins_a_run_goes_on_with_it_and_is_content_with_its_end(elsewhere: Path) -> None:
     words = ("train", *SMALL, "hydra.run.dir=job", "resume=here")
     assert grpo(*words).exit_code == 0
@@ -239,10 +228,10 @@ def test_text_that_needs_escapes_is_recorded_as_typed_and_resumed_as_meant(elsew
     """A line break, a backslash and n, and what looks like a reference, also after a second start."""
     Path("rows.jsonl").write_text("".join(f'{{"question": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(9)))
     words = ("task=jsonl", "task.path=rows.jsonl", r'task.template="\${n}: {question}\n"', "train.steps=1")
-    assert grpo("train", *SMALL, *words, r'sampling.stop=["\n","a\\n","\${n}"]', "hydra.run.dir=R").exit_code == 0
+    assert grpo("train", *SMALL, *words, r'sampling.stop=["\n","a\neq","\${n}"]', "hydra.run.dir=R").exit_code == 0
     for steps in (1, 2):
         found = settings_from(composed("train", ["resume=R"]))
-        assert found.sampling.stop == ("\n", r"a\n", "${n}")
+        assert found.sampling.stop == ("\n", r"a\neq", "${n}")
         assert found.parts["task"]["template"] == "${n}: {question}\n"
         result = grpo("train", "resume=R", f"train.steps={steps}")
         assert result.exit_code == 0, result.output

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from grpo_cli.cli.mistakes import no_choice
-from grpo_cli.config.choices import Setting, choices, groups_of, is_experimental, read_choice, read_command
+from grpo_cli.config.choices import Setting, choices, groups_of, marked, read_choice, read_command
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import refuse
 
@@ -23,10 +23,7 @@ def print_help(command: str, words: Sequence[str]) -> None:
     about = file.values["hydra"]["help"]
     say(f"grpo {command}: {about['header']}\n\n== Choices (group=choice) ==\n")
     for group in reversed(chosen):
-        experimental = [choice for choice in choices(group) if is_experimental(group, choice)]
-        say(f"{group}: {', '.join(choices(group)[: len(choices(group)) - len(experimental)])}")
-        if experimental:
-            say(f"  experimental: {', '.join(experimental)}")
+        say(f"{group}: {', '.join(marked(group, choice) for choice in choices(group))}")
     say("\n== Settings and their values (key=value) ==\n")
     say_rows(rows_of(file.settings))
     for group, choice in chosen.items():

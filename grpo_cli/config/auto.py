@@ -50,7 +50,7 @@ def _recipe(part: Any) -> Mapping[str, Any]:
 
 
 def decided(settings: Settings, say: Callable[[str], None], fast: bool | None = None) -> Settings:
-    """Return the settings with precisions decided; `say` gets what `auto` became, and a warning of a slow choice.
+    """Return the settings with precisions decided; `say` gets what `auto` became.
 
     `fast`: True if the device is faster in bfloat16 than in float32; None: find out."""
     from grpo_cli.support.processor import fast_in_bfloat16  # loads torch
@@ -58,12 +58,9 @@ def decided(settings: Settings, say: Callable[[str], None], fast: bool | None = 
     fast = fast_in_bfloat16(settings.device) if fast is None else fast
     model = decided_model(settings.model, fast)
     names = [name for name in ("dtype", "autocast") if getattr(settings.model, name) == AUTO]
-    slow = "bfloat16 is slower than float32 here (no GPU with bfloat16, no AMX, no AVX512_BF16)"
     if names:
         chosen = ", ".join(f"model.{name}=auto is {getattr(model, name)}" for name in names)
-        say(f"{chosen}: " + ("bfloat16 is faster than float32 here" if fast else slow))
-    elif not fast and "bfloat16" in (model.dtype, model.autocast):
-        say(f"{slow}: model.dtype=float32 model.autocast=none is faster")
+        say(f"{chosen}: bfloat16 is {'faster' if fast else 'slower'} than float32 here")
     return replace(settings, model=model)
 
 

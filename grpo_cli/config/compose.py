@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -85,21 +85,24 @@ def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = 
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key or 'the configuration'}: {error.msg or error}".splitlines()[0]) from error
     fill(values)
-    keys, parts = (
-        {key_of(word) for word in typed},
-        {group: values.pop(group, None) for group in parts_of(COMMANDS[kind])},
-    )
-    plain = {group: part for group, part in parts.items() if isinstance(part, dict) and "_target_" in part}
-    if own := [group for group, part in plain.items() if not is_ours(part["_target_"])]:
-        from grpo_cli.config.instantiate import without_inherited
-
-        parts |= {group: without_inherited(group, plain[group], keys) for group in own}
     values.pop("experiment", None)  # its settings are in the other keys
-    problems = [line for group, part in parts.items() for line in _part_problems(group, part)]
-    _read_escapes(values.get("sampling"), parts["task"])
+    keys, parts, problems = {key_of(word) for word in typed}, dict[str, Any](), list[str]()
+    for group in parts_of(COMMANDS[kind]):
+        part = values.pop(group, None)
+        if not isinstance(part, dict) or "_target_" not in part:
+            problems.append(f"{group} names nothing to build: choose one of {', '.join(choices(group))}")
+            continue
+        if not is_ours(part["_target_"]):
+            from grpo_cli.config.instantiate import without_inherited
+
+            part = without_inherited(group, part, keys)
+        parts[group] = part
+        lacking = [key for key, value in leaves(group, part).items() if value == "???"]
+        problems += [f"{key} has no value; give {key}=..." for key in lacking]
+    _break_lines(values.get("sampling"), parts.get("task"))
     with gathered(problems):
         settings: Settings = read(kind, values | {"parts": parts}, cfg)
-    if problems and (typed_parts := plain.keys() & {key.partition(".")[0] for key in keys}):
+    if problems and (typed_parts := parts.keys() & {key.partition(".")[0] for key in keys}):
         from grpo_cli.config.instantiate import Factories  # imports the parts, and so torch
 
         with gathered(problems):  # what is wrong with typed parts too, which `config.prepare` finds if nothing else is
@@ -123,29 +126,12 @@ def model_of(choice: str, **changed: Any) -> ModelSettings:
 # \n as it is typed, but not as commands of TeX begin, which prompts may hold.
 _TEX = "abla|atural|cong|earrow|e|eg|eq|ewcommand|ewline|exists|geq|gtr|i|leq|less|mid|ot|otin|u|warrow"
 _LINE_BREAK = re.compile(rf"(?<!\\)\\n(?!(?:{_TEX})\b)")
-_ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 
 
-def _read_escapes(sampling: Any, task: Any) -> None:
+def _break_lines(sampling: Any, task: Any) -> None:
     """Put line breaks where backslash and n are typed: Hydra has no other way to type them."""
     if isinstance(sampling, dict) and isinstance(stop := sampling.get("stop"), list):
-        sampling["stop"] = [
-            re.sub(r"\\[ntr\\]", lambda found: _ESCAPES[found[0]], text) if isinstance(text, str) else text
-            for text in stop
-        ]
+        sampling["stop"] = [_LINE_BREAK.sub("\n", text) if isinstance(text, str) else text for text in stop]
     for word in ("template", "system_prompt") if isinstance(task, dict) else ():
         if isinstance(text := task.get(word), str):
             task[word] = _LINE_BREAK.sub("\n", text)
-
-
-def _part_problems(group: str, part: Any) -> Iterator[str]:
-    """Yield what no part may have: no `_target_`, a value that is missing, a keyword of Hydra."""
-    if not isinstance(part, dict) or "_target_" not in part:
-        yield f"{group} names nothing to build: choose one of {', '.join(choices(group))}"
-        return
-    for key, value in leaves(group, part).items():
-        if value == "???":
-            yield f"{key} has no value; give {key}=..."
-        for word in key.split(".")[1:]:
-            if re.fullmatch(r"_[a-z]+_", word) and key != f"{group}._target_":
-                yield f"{key} is no setting of a part, which is one class or function: leave {word} out"

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.collect import learnt
+from grpo_cli.collect import rule_state
 from grpo_cli.evaluate import evaluate_with
 from grpo_cli.interfaces import Parts, RecordFiles
 from grpo_cli.learner.learner import rate_jump, schedule_of
@@ -42,8 +42,8 @@ class Trainer:
         self._saver = Saver(settings.train.checkpoint == "lazy", parts.meter.span)
         self._learner.before_moving = self._saver.wait_until_copied
         correction = parts.rules.correction
-        answered = correction.needs_policy_logprobs or correction.prox == "drawn" or settings.optim.ess != "none"
-        self._health = HealthCheck(reuse_is_answered=answered)
+        is_corrected = correction.needs_policy_logprobs or correction.prox == "drawn" or settings.optim.ess != "none"
+        self._health = HealthCheck(reuse_is_answered=is_corrected)
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, RecordFiles)]
         self._stop = Stop(parts.say)
         self._resumed = checkpoint is not None
@@ -57,7 +57,7 @@ class Trainer:
         """
         status, fault = "failed", None
         self._stop = self._stop if stop is None else stop
-        # of the run that is resumed: one that is killed from here on has none
+        # A run that is killed from here on must not keep the summary of an earlier one.
         (self._run_dir / layout.SUMMARY).unlink(missing_ok=True)
         with self._stop if stop is None else nullcontext():
             self._clear_leftovers()
@@ -65,6 +65,9 @@ class Trainer:
                 with ends_children():
                     self._loop()
                 status = "completed" if self._is_done() else "interrupted"
+            except KeyboardInterrupt:
+                status = "interrupted"
+                raise
             except BaseException as error:
                 fault = f"{type(error).__name__}: {error}"
                 raise
@@ -72,13 +75,13 @@ class Trainer:
                 self._clear_leftovers()
                 summary = self._summary(status, fault)
                 try:
-                    self._leave(summary)
+                    self._write_summary(summary)
                 finally:  # even if the disk is full
                     for tracker in self._parts.trackers:
                         tracker.close(summary)
         return summary
 
-    def _leave(self, summary: Mapping[str, Any]) -> None:
+    def _write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary. If that fails after another failure, only warn: the first error is the one to raise."""
         try:
             write_summary(self._run_dir, summary)
@@ -114,20 +117,21 @@ class Trainer:
 
     def _is_done(self) -> bool:
         train, progress = self._settings.train, self._progress
-        spent = train.max_generated is not None and progress.generated_tokens >= train.max_generated
-        return progress.step >= train.steps or spent
+        is_spent = train.max_generated is not None and progress.generated_tokens >= train.max_generated
+        return progress.step >= train.steps or is_spent
 
     def _evaluate(self) -> dict[str, float]:
-        """Metrics of an evaluation; its time counts in `time/eval`, not in the training clock."""
+        """Return the metrics of an evaluation; its time counts in `time/eval`, not in the training clock."""
         settings, parts = self._settings, self._parts
         if not settings.eval.every:
             return {}
         self._learner.park()
-        with parts.meter.span("eval"), self._learner.autocast():
-            result = evaluate_with(parts.runtime, settings.eval, settings.sampling, settings.seed)
+        with parts.meter.span("eval") as count, self._learner.autocast():
+            result = evaluate_with(parts.runtime, settings.eval, settings.sampling, settings.seed, count=count)
         self._saver.join()  # raises the error of the save before
         accuracy = result.metrics["eval/accuracy"]
         best = self._progress.best_accuracy
+        self._progress.first_accuracy = accuracy if best is None else self._progress.first_accuracy
         self._progress.final_accuracy, self._progress.final_accuracy_step = accuracy, self._progress.step
         self._progress.best_accuracy = accuracy if best is None else max(best, accuracy)
         return dict(result.metrics)
@@ -141,8 +145,8 @@ class Trainer:
             self._parts.warn(warning)
 
     def _save(self) -> None:
-        """Save the last finished step; with train.checkpoint=lazy, begin to: what updates change is copied first, the
-        weights among it."""
+        """Save the last finished step; with train.checkpoint=lazy, copy weights and optimizer state and write them in
+        the background."""
         parts, step, keep = self._parts, self._progress.step, self._settings.train.keep_checkpoints
         root = self._run_dir / layout.CHECKPOINTS
         with parts.meter.span("checkpoint"):
@@ -150,7 +154,7 @@ class Trainer:
                 "progress": dict(vars(self._progress)),
                 "engine": dict(parts.runtime.engine.state_dict()),
                 "rng": rng_state(),
-                "rules": learnt.state_of(parts),
+                "rules": rule_state.state_of(parts),
                 "records": [dict(files.state_dict()) for files in self._files],
             }
             changing: dict[str, Any] = {"optimizer": self._learner.state_dict()}
@@ -176,7 +180,7 @@ class Trainer:
             clear_leftovers(self._run_dir)
 
     def _restore(self, checkpoint: Path) -> None:
-        """Everything but the weights, which are loaded with the model."""
+        """Restore everything but the weights, which are loaded with the model."""
         state = load_state(checkpoint)
         with damaged(checkpoint):
             self._progress = Progress(**state["progress"])
@@ -185,7 +189,7 @@ class Trainer:
             self._learner.updates = self._progress.updates
             self._learner.load_state_dict(state["optimizer"])
             self._parts.runtime.engine.load_state_dict(state["engine"])
-            learnt.put_back(self._parts, state["rules"])
+            rule_state.restore(self._parts, state["rules"])
             self._step.old_policy.load_state_dict(state.get("old_policy"))
             set_rng_state(state["rng"])
             for files, recorded in zip(self._files, state["records"], strict=False):

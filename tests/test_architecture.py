@@ -101,7 +101,7 @@ def test_libraries_come_in_by_their_doors_only():
 def test_the_trainer_knows_no_concrete_part():
     concrete = ("tasks/", "engine/", "model/", "tracking/", "collect/", "methods/", "rules/")
     allowed = {"tracking/examples", "tracking/health", "tracking/progress"}
-    allowed |= {"collect/collection", "collect/requests", "collect/learnt"}
+    allowed |= {"collect/collection", "collect/requests", "collect/rule_state"}
     known = (own_imports("train") | own_imports("step")) - allowed
     assert [module for module in known if module.startswith(concrete)] == []
 

@@ -153,3 +153,8 @@ def test_every_word_that_a_person_may_meet_is_explained(capsys: pytest.CaptureFi
 )
 def test_an_unknown_word_gets_the_nearest_one(word, message):
     assert message in refused("explain", word)
+
+
+def test_words_are_found_in_any_case_and_after_an_unknown_one():
+    assert "zzzzzzz" in refused("explain", "zzzzzzz", "PODS", "Batch_Size")
+    assert "pods: " in said("explain", "PODS") and "batch size: " in said("explain", "Batch_Size")

@@ -136,31 +136,28 @@ def test_unknown_words_are_named_together_each_with_its_way_out():
         assert line.startswith(f"  - {key} ") and way_out in line
 
 
-def fake_job(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[str]:
-    """Replace training: every call keeps its folder, and then raises or returns `outcome`."""
-    calls: list[str] = []
-
-    def job(command: Any, settings: Any) -> Any:
-        calls.append(settings.run_dir)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    monkeypatch.setitem(jobs.JOBS, "train", job)
-    return calls
-
-
-def test_an_error_of_the_user_is_printed_alone_one_of_ours_keeps_its_traceback_and_runs_share_no_folder(
+def test_errors_of_ours_keep_their_traceback_runs_share_no_folder_and_find_modules_of_the_current_one(
     monkeypatch, elsewhere
 ):
-    fake_job(monkeypatch, UserError("task.path=x is empty"))
+    """A module of the current folder can be named, and hides none that is installed."""
+    (elsewhere / "my_rules_for_this_test.py").write_text("mine = 1\n")
+    (elsewhere / "json.py").write_text("raise RuntimeError('hides the library')\n")
+    folders, outcomes, before = list[str](), [UserError("task.path=x is empty"), OSError("a bug"), None], list(sys.path)
+
+    def job(command: Any, settings: Any) -> None:
+        import my_rules_for_this_test
+
+        assert (my_rules_for_this_test.mine, sys.path[-1]) == (1, str(elsewhere))
+        folders.append(settings.run_dir)
+        if outcome := outcomes[len(folders) - 1]:
+            raise outcome
+
+    monkeypatch.setitem(jobs.JOBS, "train", job)
     assert refused("train") == "error: task.path=x is empty\n"
-    fake_job(monkeypatch, OSError("a bug"))
     result = grpo("train")
-    assert (result.exit_code, type(result.exception)) == (1, OSError)
-    folders = fake_job(monkeypatch, None)
-    assert grpo("train").exit_code == grpo("train").exit_code == 0
-    assert len({*folders}) == len(folders) == 2 and not list(elsewhere.rglob("*.log"))
+    assert (result.exit_code, type(result.exception), grpo("train").exit_code) == (1, OSError, 0)
+    assert len({*folders}) == len(folders) == 3 and not list(elsewhere.rglob("*.log"))
+    assert sys.path == before and json.loads("1") == 1
 
 
 @pytest.mark.parametrize("launcher", ["processes", "basic"])
@@ -168,24 +165,6 @@ def test_a_sweep_without_a_job_that_can_run_ends_with_the_reason(launcher):
     result = grpo("train", "-m", "n=0,1", f"hydra/launcher={launcher}")
     assert result.exit_code == 2
     assert "n=0 must be at least 1" in result.stderr
-
-
-def test_modules_in_the_current_folder_can_be_named_and_hide_nothing(monkeypatch, elsewhere):
-    (elsewhere / "my_rules_for_this_test.py").write_text("mine = 1\n")
-    (elsewhere / "json.py").write_text("raise RuntimeError('hides the library')\n")
-    seen = []
-
-    def job(command: Any, settings: Any) -> None:
-        import my_rules_for_this_test
-
-        seen.append((my_rules_for_this_test.mine, sys.path[-1]))
-
-    monkeypatch.setitem(jobs.JOBS, "train", job)
-    before = list(sys.path)
-    assert grpo("train").exit_code == 0
-    assert seen == [(1, str(elsewhere))]
-    assert sys.path == before
-    assert json.loads("1") == 1
 
 
 @pytest.mark.parametrize(
@@ -223,7 +202,7 @@ def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
     assert resumed.exit_code == 0, resumed.output
     assert "resumed at step 1" in resumed.stdout
     assert resumed.stderr.splitlines()[0] == f"resume=auto continues {run.relative_to(elsewhere)}"
-    assert f"the run is in {run.relative_to(elsewhere)}; " in resumed.stdout.splitlines()[-1]
+    assert f"grpo export {run.relative_to(elsewhere)} " in resumed.stdout.splitlines()[-1]
     assert list((elsewhere / "outputs" / "train").iterdir()) == [run]
     assert [row["step"] for row in metrics_of(run)] == [0, 1, 2]
     config = read_record(run).config

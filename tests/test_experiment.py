@@ -172,33 +172,17 @@ def test_a_part_that_lacks_members_is_refused_unless_it_waits_for_the_model(user
         set_up(prepare(settings), settings.model)
 
 
-# As PyTorch 2.13 says it: a wheel for CPUs, and a wheel that wants a newer driver.
-NO_CUDA = AssertionError("Torch not compiled with CUDA enabled")
-OLD_DRIVER = RuntimeError(
-    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver\nand more"
-)
-
-
-def introduced(device: str, *words: str) -> list[str]:
-    return list(introduction(settings_of(*words, "run_dir=outputs/x"), 360_000, 360_000, torch.device(device)))[1:]
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [(NO_CUDA, r"\(Torch not compiled with CUDA enabled\); use"), (OLD_DRIVER, r"too old \(found version 11040\)")],
-)
-def test_cuda_without_a_gpu_is_refused(monkeypatch, error, said):
+def test_cuda_without_a_gpu_is_refused_with_the_reason(monkeypatch):
     def init() -> None:
-        raise error
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nand more")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     assert pick_device("auto") == torch.device("cpu")
-    with pytest.raises(UserError, match=f"device=cuda was asked for, but PyTorch finds no GPU here .*{said}"):
+    with pytest.raises(UserError, match=r"device=cuda was asked for, but PyTorch finds no GPU here .*too old \(found"):
         pick_device("cuda")
-    lines = introduced("cpu")
-    assert len(lines) == (error is OLD_DRIVER) and introduced("cpu", "device=cpu") == []
-    assert all("device=auto is cpu: there is a GPU driver, but" in line and "11040" in line for line in lines)
+    settings = settings_of("run_dir=outputs/x")
+    assert any("device=auto is cpu" in line for line in introduction(settings, 1, 1, torch.device("cpu")))
 
 
 def test_jobs_that_share_a_gpu_leave_room_for_what_cuda_takes_of_each(monkeypatch):

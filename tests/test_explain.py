@@ -9,8 +9,8 @@ import pytest
 from typed import grpo, refused
 
 from grpo_cli.cli.explain import concepts, explain
+from grpo_cli.cli.mistakes import listed
 from grpo_cli.config.choices import Setting, choices, flow, parts_of, read_choice, read_command, read_conf
-from grpo_cli.config.elsewhere import rows
 from grpo_cli.metrics import METRICS
 
 GROUPS = sorted({*parts_of("train"), *parts_of("eval")})
@@ -137,7 +137,7 @@ def test_every_word_that_a_person_may_meet_is_explained(capsys: pytest.CaptureFi
     words = [choice for group in GROUPS for choice in choices(group)]
     words += [key.rpartition(".")[2] for key in read_command("train").settings]
     words += [part for name in METRICS for part in (name, *name.split("/")) if "<" not in part]
-    for word in {*words, *concepts(), *(word for row in rows() for word in (*row["trl"], *row["verl"]))}:
+    for word in {*words, *concepts(), *(word for row in listed("elsewhere") for word in (*row["trl"], *row["verl"]))}:
         explain(word)
         assert capsys.readouterr().out, word
 

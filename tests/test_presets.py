@@ -64,11 +64,3 @@ def test_numbers_that_make_no_model_are_refused():
         model_config(settings("qwen3_0_6b", "model.architecture.hidden_size=wide"))
     with pytest.raises(UserError, match="the architecture gpt2 is not supported"):
         model_config(settings("qwen3_0_6b", "model.architecture.model_type=gpt2"))
-
-
-def test_the_ends_of_a_preset_are_looked_up_by_name_and_unknown_ones_are_named():
-    tokenizer = load_tokenizer(settings("tiny"))
-    model = AutoModelForCausalLM.from_config(model_config(settings("tiny")))
-    assert eos_token_ids(model, tokenizer, ("<eos>", "4", "<eos>")) == (tokenizer.eos_token_id, *tokenizer.encode("4"))
-    with pytest.raises(UserError, match=r"no token <\|eot_id\|>; its own is <eos>"):
-        eos_token_ids(model, tokenizer, ("<|eot_id|>",))

@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
+from grpo_cli.cli.mistakes import listed
 from grpo_cli.config.choices import (
     choices,
     config_dir,
@@ -24,7 +25,6 @@ from grpo_cli.config.choices import (
     read_command,
 )
 from grpo_cli.config.compose import read_settings
-from grpo_cli.config.elsewhere import rows as other_words
 from grpo_cli.config.prepare import check
 from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
@@ -126,7 +126,7 @@ def test_the_settings_of_every_command_can_be_read(name: str, tmp_path: Path, mo
 def test_the_words_of_trl_and_verl_stand_in_their_page() -> None:
     cells = [
         [", ".join(f"`{w}`" for w in words) for words in (row["trl"], row["verl"], (row["ours"],))]
-        for row in other_words()
+        for row in listed("elsewhere")
     ]
     table = "\n".join(["| TRL | verl | here |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)])
     assert docs("coming_from").endswith(f"\n\n{table}\n")
@@ -135,10 +135,10 @@ def test_the_words_of_trl_and_verl_stand_in_their_page() -> None:
 def test_what_the_words_of_trl_and_verl_come_to_is_there() -> None:
     keys = {key for group in ("model", *parts_of("train")) for one in choices(group) for key in keys_of(group, one)}
     keys |= {*read_command("train").settings, "hydra.run.dir"}
-    for row in other_words():
+    for row in listed("elsewhere"):
         group, _, choice = row["ours"].partition("=")
         assert choice in choices(group) if choice else row["ours"] in keys, row
-    theirs = [word for row in other_words() for word in {*row["trl"], *row["verl"]}]
+    theirs = [word for row in listed("elsewhere") for word in {*row["trl"], *row["verl"]}]
     assert len(theirs) == len(set(theirs)), "each word is of one row"
 
 

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from small import some_and_the_rest
 from typed import done
 
-from grpo_cli.config.auto import fill
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
 from grpo_cli.memory.planner import Planner
@@ -52,17 +50,6 @@ def numbers(*words: str) -> tuple[float, ...]:
 def test_the_rate_is_the_models_and_the_reply_length_the_tasks_unless_something_says_otherwise(words, lr, reply):
     found = numbers(*words.split())
     assert (found[0], found[3]) == (lr, reply)
-
-
-def test_a_task_of_ones_own_without_a_recipe_has_the_numbers_of_text_tasks(tmp_path: Path) -> None:
-    (tmp_path / "task").mkdir()
-    (tmp_path / "task" / "own.yaml").write_text("_target_: own.Task\n")
-    shown = yaml.safe_load(
-        done("train", "--cfg", "job", f"--config-dir={tmp_path}", "task=own", "model=hf", "model.path=x")
-    )
-    assert "recipe" not in shown["task"]
-    fill(shown)
-    assert (shown["sampling"]["max_new_tokens"], shown["eval"]["problems"], shown["eval"]["every"]) == (512, 200, 20)
 
 
 SMALL = ("logger=jsonl", "n=2", "train.prompts=2", "train.steps=1", "eval.problems=2", "eval.k=1", "eval.every=1")

@@ -11,12 +11,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-
 from grpo_cli.cli.help import say, say_choice, say_rows
-from grpo_cli.cli.mistakes import no_choice
+from grpo_cli.cli.mistakes import listed, meant_by, no_choice, removed
 from grpo_cli.config.choices import Setting, choices, config_dir, is_experimental, marked, read_choice, read_command
-from grpo_cli.config.elsewhere import meant_by, removed
 from grpo_cli.support.errors import UserError, closest, refuse
 
 
@@ -47,10 +44,10 @@ def explain(word: str) -> None:
         raise UserError(f"{word} is no group, choice, setting or metric{near}")
 
 
-@functools.cache
 def concepts() -> Mapping[str, str]:
     """Return technical terms that are not settings, with a sentence each."""
-    return dict(yaml.safe_load(Path(__file__).with_name("concepts.yaml").read_text(encoding="utf-8")))
+    found: Mapping[str, str] = listed("concepts")
+    return found
 
 
 @functools.cache

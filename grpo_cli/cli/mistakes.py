@@ -1,18 +1,26 @@
-"""Messages about unusable command lines: what was typed, and what it should have been. Imports no Hydra."""
+"""Messages about unusable command lines: what was typed, and what it should have been. Imports no Hydra.
+
+`elsewhere.yaml` has what TRL and verl call a setting, `removed.yaml` what is gone.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from grpo_cli.config.choices import choices, groups_of, marked, read_choice, read_command
-from grpo_cli.config.elsewhere import meant_by, removed
 from grpo_cli.config.overrides import quoted, value_of
 from grpo_cli.support.errors import closest
 from grpo_cli.support.extras import EXTRAS, absent, installed
 
+LAST = "3d24e82"  # the last commit that has what is gone
 # What Hydra answers with a traceback, or misunderstands.
 _UNUSABLE = {
     r"(?!~[^~=]|\+{0,2}[^~=+][^=]*=).*": "cannot be read: write key=value or group=choice",
@@ -102,3 +110,27 @@ def known_keys(command: str, words: Sequence[str]) -> dict[str, str]:
         known[group] = str(typed if typed in choices(group) else file.choices[group])
         known |= {f"{group}.{key}": one.value for key, one in read_choice(group, known[group]).settings.items()}
     return known
+
+
+@functools.cache
+def listed(name: str) -> Any:
+    """Return the content of a file beside this one, such as `elsewhere`."""
+    return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def meant_by(key: str) -> str | None:
+    """Return our setting for a name of TRL or verl, which may have a prefix: `actor_rollout_ref.rollout.n`."""
+    parts, rows = key.split("."), listed("elsewhere")
+    tails = [".".join(parts[start:]) for start in range(len(parts))]
+    return next((row["ours"] for tail in tails for row in rows if tail in row["trl"] + row["verl"]), None)
+
+
+def removed(words: Sequence[str]) -> Iterator[str]:
+    """Yield, for each word that sets something removed, one sentence on why."""
+    reasons = listed("removed")
+    for word in words:
+        key, _, value = word.lstrip("+~").partition("=")
+        for name in (*(f"{key}={choice}" for choice in value.split(",")), key, key.partition(".")[0]):
+            if name in reasons:
+                yield f"{name} was removed: {reasons[name]}; the last commit that has it is {LAST}"
+                break

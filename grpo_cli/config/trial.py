@@ -55,7 +55,7 @@ def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
         if not isinstance(output, LossOutput) or output.loss.dim():
             raise UserError(f"{name} returned {output!r:.60}: return a LossOutput with a scalar")
         if not output.loss.isfinite() or not output.loss.requires_grad:
-            raise UserError(f"{name} is {output.loss.item()} for a made-up batch: return a finite loss with a gradient")
+            raise UserError(f"{name} is {output.loss.item()} on a synthetic batch: return a finite one with a gradient")
 
 
 def _step(n: int, prompts: int) -> StepCollection:

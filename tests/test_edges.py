@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_cli.runs.checkpoint import clear_leftovers
 from grpo_cli.runs.find import completed_steps
 from grpo_cli.runs.lock import sole_use
 from grpo_cli.runs.stop import TOGETHER_SECONDS, Stop
@@ -44,7 +43,6 @@ WRITES: dict[str, Callable[[Path], Any]] = {
     ".lock": lambda run: contextlib.ExitStack().enter_context(sole_use(run, print)),
     "metrics.jsonl": lambda run: JsonlTracker(run, resumed=True).log(Record(1, {})),
     "rollouts.jsonl": lambda run: JsonlTracker(run, resumed=True),
-    "checkpoints/.step_000001.tmp": clear_leftovers,
 }
 
 

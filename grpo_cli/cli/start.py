@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,8 +18,15 @@ from grpo_cli.config.recorded import OF_A_RESUME, Command
 from grpo_cli.runs.files import json_line, read_object
 from grpo_cli.runs.layout import CHECKPOINTS, METRICS, PROFILE, ROLLOUTS, RUN, SAMPLES, SUMMARY
 from grpo_cli.runs.lock import sole_use
-from grpo_cli.runs.provenance import code_version
-from grpo_cli.runs.record import RunRecord, check_data, digests, failure_noted, read_record, write_record
+from grpo_cli.runs.record import (
+    RunRecord,
+    check_data,
+    code_version,
+    digests,
+    failure_noted,
+    read_record,
+    write_record,
+)
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain, shown
@@ -108,9 +116,9 @@ def _go_on(folder: Path, before: RunRecord, record: RunRecord) -> None:
     if dict(before.config) == record.config:
         return
     then, now = ({**one.choices, **leaves("", one.config)} for one in (before, record))
+    changed = list(before.about.get("changed", ()))
     for key in [key for key in then if key in now and then[key] != now[key]]:
         if not (key.endswith("_target_") and is_ours(then[key]) and is_ours(now[key])):
-            to_stderr(
-                f"changed since this run was started: {key}={plain(shown(then[key]))} is {plain(shown(now[key]))}"
-            )
-    write_record(folder, record)
+            changed.append(f"{key}={plain(shown(then[key]))} is {plain(shown(now[key]))}")
+            to_stderr(f"changed since this run was started: {changed[-1]}")
+    write_record(folder, replace(record, about={**record.about, "changed": changed}))

@@ -25,7 +25,7 @@ from grpo_cli.support.formatting import plain, shown
 _GROUPS = {*groups_of("train"), *groups_of("eval")}
 _CODE = re.compile(r"[a-z]+\._target_=(.*)\.(\w*)|task\.(?:reward|environment|tools)=(.*?):(.*)", re.S)
 # Files that are read, whose content reaches prompts, records and judges.
-_FILE = re.compile(r"(?:task\.(?:judge\.prompt|(?:eval_|few_shot_)?path)|train\.warmup_path)=(?!hub:)(.*)", re.S)
+_FILE = re.compile(r"(?:task\.(?:judge\.prompt|(?:eval_)?path)|train\.warmup_path)=(?!hub:)(.*)", re.S)
 _DANGERS = (
     rf"({'|'.join(_GROUPS)}|hydra[./](launcher|sweeper)(\.[a-z]\w*)?)=(?!(\w[\w-]*)?$).*",  # a path
     r"hydra(?![./](launcher|sweeper)(\.[a-z]\w*)?=)\W.*",

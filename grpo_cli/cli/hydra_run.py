@@ -56,7 +56,7 @@ def hand_over(
 def with_checkpoint(words: Sequence[str]) -> list[str]:
     """Return the words of `grpo eval`, of which the first may be a folder, with `checkpoint=<folder>`."""
     first, *rest = words or [""]
-    if re.match(r"[+=]|~(?!/)|[^/]*=|hydra/|$", first):
+    if re.match(r"[-+=]|~(?!/)|[^/]*=|hydra/|$", first):
         return list(words)
     return [f"checkpoint={quoted(first)}", *rest]
 

@@ -45,20 +45,12 @@ UsageError = cast(type[Exception], typer.BadParameter.__bases__[0])
 class _Group(TyperGroup):
     """The commands; what is typed wrongly is answered in one line, with an example."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta["words"] = [*args]
-        return super().parse_args(ctx, args)
-
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except UsageError as error:
             wrong: Any = error
             of, fault = wrong.ctx or ctx, wrong.format_message().rstrip(".")
-            if of.info_name in RUNS and hasattr(wrong, "possibilities"):  # a setting typed as an option
-                from grpo_cli.cli.mistakes import without_dashes
-
-                fail(without_dashes(of.info_name, wrong.option_name, ctx.meta["words"]))
             fail(f"{of.command_path}: {fault[:1].lower()}{fault[1:300]}; {of.command.epilog}")
         except UserError as error:
             fail(error)
@@ -102,7 +94,9 @@ def _add(name: str, about: str) -> None:
 
             hand_over(name, overrides or [], many, cfg is not None, own)
 
-    app.command(name, help=about, add_help_option=False, epilog=f"grpo {name} --help lists all settings")(run)
+    # A setting that is typed as an option is a word, which `mistakes` answers.
+    settings, epilog = {"ignore_unknown_options": True}, f"grpo {name} --help lists all settings"
+    app.command(name, help=about, add_help_option=False, epilog=epilog, context_settings=settings)(run)
 
 
 RUNS = {

@@ -32,6 +32,9 @@ _UNUSABLE = {
 
 def unusable(command: str, words: Sequence[str], is_sweep: bool) -> Iterator[str]:
     """Yield what is wrong with words before Hydra reads them."""
+    if flag := next((word.partition("=")[0] for word in words if word.startswith("-")), ""):
+        yield without_dashes(command, flag, words)
+        return
     yield from removed(words)
     for word in words:
         key, _, value = word.lstrip("+").partition("=")

@@ -56,7 +56,7 @@ class Scripted(FakeEngine):
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
         self.rounds.append(list(requests))
-        yield from (Rollout(request, (0,), (-1.0,), Finish.EOS, 0) for request in reversed(requests))
+        yield from (Rollout(request, (0,), (-1.0,), Finish.EOS) for request in reversed(requests))
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         return []
@@ -80,7 +80,7 @@ def mixed(groups: Sequence[ScoredGroup]) -> float:
 def group_of(prompt: Prompt, solved: int, tried: int = 8) -> ScoredGroup:
     """As if `tried` rollouts had been made and the first `solved` of them were right."""
     requests = [Request(prompt, sample, sample, SAMPLING) for sample in range(tried)]
-    rollouts = tuple(Rollout(request, (0,), (-1.0,), Finish.EOS, 0) for request in requests)
+    rollouts = tuple(Rollout(request, (0,), (-1.0,), Finish.EOS) for request in requests)
     return ScoredGroup(prompt, rollouts, tuple(Reward(float(sample < solved)) for sample in range(tried)))
 
 

@@ -25,7 +25,7 @@ def task(seed: int = 0, **changes: int) -> Arithmetic:
 def judge(reply: str, answer: str, finish: Finish = Finish.EOS) -> Reward:
     prompt = Prompt("p", (3,), answer)
     ids = TOKENIZER.encode(reply) + ([TOKENIZER.eos_token_id] if finish is Finish.EOS else [])
-    rollout = Rollout(Request(prompt, 0, 0, Sampling.plain(128)), tuple(ids), (0.0,) * len(ids), finish, len(ids))
+    rollout = Rollout(Request(prompt, 0, 0, Sampling.plain(128)), tuple(ids), (0.0,) * len(ids), finish)
     return task(eval_problems=1).reward(prompt, rollout)
 
 

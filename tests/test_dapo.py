@@ -47,7 +47,7 @@ class Table(Scripted):
         for request in requests:
             tokens, _ = self.table[request.prompt.id][request.sample]
             finish = Finish.EOS if tokens < request.sampling.max_new_tokens else Finish.LENGTH
-            yield Rollout(request, (3,) * tokens, (-1.0,) * tokens, finish, 0)
+            yield Rollout(request, (3,) * tokens, (-1.0,) * tokens, finish)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         right = float(self.table[prompt.id][rollout.request.sample][1])
@@ -123,7 +123,7 @@ def test_the_papers_whole_recipe_worked_by_hand() -> None:
 )
 def test_long_replies_are_punished_in_a_straight_line(tokens: int, longest: int, within: int | None, part: float):
     request = Request(Prompt("p", (1,), ""), 0, 0, Sampling.plain(longest))
-    rollout = Rollout(request, (2,) * tokens, (-1.0,) * tokens, Finish.EOS, 0)
+    rollout = Rollout(request, (2,) * tokens, (-1.0,) * tokens, Finish.EOS)
     assert overlong(rollout, within) == pytest.approx(part)
     episode = replace(rollout, spans=(Span(0, tokens - 1), Span(ENVIRONMENT, 1))) if tokens else rollout
     assert overlong(episode, within) == pytest.approx(part), "what the environment said counts, as in the limit"

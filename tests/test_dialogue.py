@@ -135,7 +135,7 @@ def test_an_episode_is_scored_by_what_the_model_has_read(rows):
         for part in parts[1:]:
             spans += [Span(ENVIRONMENT, 0), Span(0, len(part))]
         request = Request(prompt, 0, 0, Sampling.plain(999))
-        episode = Rollout(request, ids, (0.0,) * len(ids), Finish.EOS, 0, tuple(spans))
+        episode = Rollout(request, ids, (0.0,) * len(ids), Finish.EOS, tuple(spans))
         assert [task.text(turn) for turn in episode.turns] == said
         left = float(prompt.answer) if "Counter" in words["environment"] else 0.0
         assert task.reward(prompt, episode).total == left + worth

@@ -62,7 +62,7 @@ def after(count: int) -> Callable[[Rollout], bool]:
 
 def first_seed(request: Request) -> int:
     """Return the seed that a rollout started with, from the request for its rest."""
-    return (request.seed - request.resumed * GOLDEN) % 2**64
+    return (request.seed - request.resumed_tokens * GOLDEN) % 2**64
 
 
 def key(rollout: Rollout) -> tuple[str, int]:
@@ -116,7 +116,7 @@ def test_a_stopped_rollout_goes_on_as_if_it_had_not_been_stopped(sampler: str, p
     assert rounds > 2
     for name, rollout in begun_before.items():
         assert (rollout.token_ids, rollout.finish) == (whole[name].token_ids, whole[name].finish)
-        assert rollout.request == whole[name].request and rollout.kept_kv == whole[name].kept_kv
+        assert rollout.request == whole[name].request
         np.testing.assert_allclose(rollout.sampler_logprobs, whole[name].sampler_logprobs, atol=2e-5)
         versions = [span.version for span in rollout.spans]
         assert versions == sorted(set(versions)) and sum(span.count for span in rollout.spans) == len(rollout)
@@ -135,7 +135,7 @@ def test_a_stop_string_that_began_before_the_border_is_found(stop: tuple[str, ..
         length, finish = cut(rollout, stop)
         made = max(0, length - before)
         whole[key(rollout)] = replace(rollout, token_ids=rollout.token_ids[:length], finish=Finish(finish))
-        parts.append(Rollout(request, rollout.token_ids[:made], rollout.sampler_logprobs[:made], Finish.PARTIAL, 0))
+        parts.append(Rollout(request, rollout.token_ids[:made], rollout.sampler_logprobs[:made], Finish.PARTIAL))
     asked = [rest_of(part) for part in parts]
     of = {(rest.prompt.id, rest.sample): part for rest, part in zip(asked, parts, strict=True)}
     assert sum(rollout.finish is Finish.STOP for rollout in whole.values()) > 1
@@ -149,10 +149,10 @@ def test_a_stop_string_that_began_before_the_border_is_found(stop: tuple[str, ..
 
 def test_the_rest_is_asked_for_as_a_longer_prompt_with_its_stream_moved_on() -> None:
     request = Request(Prompt("p", (3, 4), "x"), 2, 2**64 - 1, Sampling.plain(10))
-    partial = Rollout(request, (7, 8, 9), (-1.0, -2.0, -3.0), Finish.PARTIAL, 2, (Span(4, 3),))
+    partial = Rollout(request, (7, 8, 9), (-1.0, -2.0, -3.0), Finish.PARTIAL, (Span(4, 3),))
     rest = rest_of(partial)
     assert rest.prompt.token_ids == (3, 4, 7, 8, 9) and rest.prompt.answer == "x"
-    assert (rest.sample, rest.sampling.max_new_tokens, rest.resumed) == (2, 7, 3)
+    assert (rest.sample, rest.sampling.max_new_tokens, rest.resumed_tokens) == (2, 7, 3)
     assert (uniforms([request.seed], 9)[0, 3:] == uniforms([rest.seed], 6)[0]).all()
     assert first_seed(rest) == request.seed
     other = rest_of(replace(partial, token_ids=(7, 89), sampler_logprobs=(-1.0, -1.0)))
@@ -165,7 +165,7 @@ def test_a_group_comes_back_from_plain_values_as_it_was() -> None:
     sampling = replace(Sampling.plain(9), stop=("a", "b"))
     request = Request(Prompt("p", (3, 4), "x"), 2, 2**64 - 1, sampling)
     turns = (Span(4, 1), Span(ENVIRONMENT, 2), Span(5, 1))
-    partial = Rollout(request, (7, 8, 9, 7), (-0.1, 0.0, 0.0, -0.3), Finish.PARTIAL, 2, turns)
+    partial = Rollout(request, (7, 8, 9, 7), (-0.1, 0.0, 0.0, -0.3), Finish.PARTIAL, turns)
     group = Group(request.prompt, (partial, begun(replace(request, sample=5))))
     assert from_plain(to_plain(group)) == group and not group.whole
 
@@ -220,7 +220,7 @@ class Slotted(FakeEngine):
 
 
 def rollout_of(request: Request, tokens: Sequence[int], finish: Finish) -> Rollout:
-    return Rollout(request, tuple(tokens), (-1.0,) * len(tokens), finish, max(0, len(tokens) - 1))
+    return Rollout(request, tuple(tokens), (-1.0,) * len(tokens), finish)
 
 
 PROBLEMS = [Prompt(f"q{i}", (i % 7 + 1, 3), "") for i in range(40)]

@@ -41,9 +41,7 @@ def scored_groups() -> list[ScoredGroup]:
         rollouts = []
         for sample, length in enumerate(rng.permutation(np.arange(2, 14, 2)).tolist()):
             ids = tuple(rng.integers(2, VOCABULARY, length).tolist())
-            rollouts.append(
-                Rollout(Request(prompt, sample, 0, Sampling.plain(128)), ids, (-1.0,) * length, Finish.EOS, 0)
-            )
+            rollouts.append(Rollout(Request(prompt, sample, 0, Sampling.plain(128)), ids, (-1.0,) * length, Finish.EOS))
         groups.append(ScoredGroup(prompt, tuple(rollouts), tuple(Reward(float(r)) for r in rewards)))
     return groups
 

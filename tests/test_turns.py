@@ -167,8 +167,8 @@ def two_turns(logprob: float, version: int = 0) -> ScoredGroup:
     prompt = Prompt("p", (5, 6), "")
     spans = (Span(version, 3), Span(ENVIRONMENT, 2), Span(version, 1))
     request = Request(prompt, 0, 0, Sampling.plain(9))
-    one = Rollout(request, (7, 8, EOS, 9, 10, EOS), (-1.0,) * 3 + (logprob,) * 2 + (-1.0,), Finish.EOS, 6, spans)
-    other = Rollout(replace(request, sample=1), (7, EOS), (-1.0,) * 2, Finish.EOS, 2, (Span(version, 2),))
+    one = Rollout(request, (7, 8, EOS, 9, 10, EOS), (-1.0,) * 3 + (logprob,) * 2 + (-1.0,), Finish.EOS, spans)
+    other = Rollout(replace(request, sample=1), (7, EOS), (-1.0,) * 2, Finish.EOS, (Span(version, 2),))
     return ScoredGroup(prompt, (one, other), (Reward(1.0), Reward(0.0)))
 
 

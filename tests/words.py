@@ -22,4 +22,4 @@ def task_of(name: str, tokenizer: Any, **settings: Any) -> Jsonl:
 def rollout_of(prompt: Prompt, reply: str, tokenizer: Any, sample: int = 0) -> Rollout:
     """A rollout that says `reply` and ends by itself."""
     token_ids = (*tokenizer(reply)["input_ids"], tokenizer.eos_token_id)
-    return Rollout(Request(prompt, sample, 0, Sampling.plain(128)), token_ids, (0.0,) * len(token_ids), Finish.EOS, 0)
+    return Rollout(Request(prompt, sample, 0, Sampling.plain(128)), token_ids, (0.0,) * len(token_ids), Finish.EOS)

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from unittest.mock import patch
 
 from grpo_cli.support.errors import UserError, closest
-from grpo_cli.support.limits import limited
+from grpo_cli.support.isolation import limited
 from grpo_cli.types import Finish, Prompt, Rollout
 
 Message = Mapping[str, Any]  # of a chat: a role and a content

@@ -40,12 +40,12 @@ class ByLength(Scripted):
         for request in sorted(requests, key=self.length):
             length = self.length(request)
             if stopped_at is None or length == stopped_at:
-                rollout = Rollout(request, (3,) * length, (-1.0,) * length, Finish.EOS, 0)
+                rollout = Rollout(request, (3,) * length, (-1.0,) * length, Finish.EOS)
                 yield rollout
                 if stopped_at is None and enough is not None and enough(rollout):
                     stopped_at = length
             else:
-                yield Rollout(request, (3,) * stopped_at, (-1.0,) * stopped_at, Finish.PARTIAL, 0)
+                yield Rollout(request, (3,) * stopped_at, (-1.0,) * stopped_at, Finish.PARTIAL)
 
     def reward(self, prompt: Any, rollout: Rollout) -> Reward:
         return Reward(float(len(rollout) > 1))
@@ -120,7 +120,7 @@ class Continued(ByLength):
     """Lengths are of the whole rollout, also where it goes on."""
 
     def __init__(self, lengths: dict[str, int]) -> None:
-        super().__init__(lambda request: lengths[request.prompt.id.partition("+")[0]] - request.resumed)
+        super().__init__(lambda request: lengths[request.prompt.id.partition("+")[0]] - request.resumed_tokens)
 
 
 # The shortest of a group

@@ -112,7 +112,7 @@ def probe(**changed: Any) -> Poise:
 
 def group_of(rewards: Any, name: str = "p") -> ScoredGroup:
     requests = [Request(Prompt(name, (5, 6), ""), sample, sample, Sampling.plain(4)) for sample in range(len(rewards))]
-    rollouts = tuple(Rollout(request, (7, 8, 9, 1), (-1.0,) * 4, Finish.EOS, 4) for request in requests)
+    rollouts = tuple(Rollout(request, (7, 8, 9, 1), (-1.0,) * 4, Finish.EOS) for request in requests)
     return ScoredGroup(requests[0].prompt, rollouts, tuple(Reward(float(reward)) for reward in rewards))
 
 
@@ -161,13 +161,13 @@ class Growing(Scripted):
         self.rounds.append(list(requests))
         for request in requests:
             size, start, most = (
-                request.sample + 1 - request.resumed,
-                10 + request.resumed,
+                request.sample + 1 - request.resumed_tokens,
+                10 + request.resumed_tokens,
                 request.sampling.max_new_tokens,
             )
             tokens = tuple(range(start, start + min(size, most)))
             finish = Finish.EOS if size <= most else Finish.LENGTH
-            yield Rollout(request, tokens, (-1.0,) * len(tokens), finish, 0)
+            yield Rollout(request, tokens, (-1.0,) * len(tokens), finish)
 
     def stats(self) -> EngineStats:
         return EngineStats(decode_steps=1, slots=1, slot_utilisation=1.0)
@@ -223,9 +223,9 @@ class Spelled(Growing):
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
         for request in requests:
-            places = range(request.resumed, request.resumed + request.sampling.max_new_tokens)
+            places = range(request.resumed_tokens, request.resumed_tokens + request.sampling.max_new_tokens)
             tokens = tuple(place + self.apart * request.sample for place in places)
-            yield Rollout(request, tokens, (-1.0,) * len(tokens), Finish.LENGTH, 0)
+            yield Rollout(request, tokens, (-1.0,) * len(tokens), Finish.LENGTH)
 
 
 def test_siblings_share_exactly_their_prefix_and_those_that_stay_close_are_given_up(

@@ -142,7 +142,7 @@ class Going(Scripted):
     def generate(self, requests: Sequence[Request]) -> Any:
         self.rounds.append(list(requests))
         for request in requests:
-            yield Rollout(request, (7, 7, 9), (-1.0,) * 3, Finish.EOS, 0)
+            yield Rollout(request, (7, 7, 9), (-1.0,) * 3, Finish.EOS)
 
 
 def test_the_harder_a_problem_is_the_more_of_its_solution_is_given() -> None:

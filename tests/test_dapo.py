@@ -141,6 +141,12 @@ def test_a_round_generates_what_is_lacking_and_a_surplus() -> None:
     assert [group.prompt.id for group in groups] == ["p3", "p4", "p5", "p6"]
 
 
+def test_a_step_without_a_mixed_group_is_a_plain_one() -> None:
+    engine, order = Scripted(), InOrder([Prompt(f"p{i}", (0,), "") for i in range(40)])
+    groups = collection_of(engine, order, n=2, prompts=3).run(dynamic(most_rounds=4))
+    assert [group.prompt.id for group in groups] == ["p0", "p1", "p2"] and len(engine.rounds) == 4
+
+
 def test_no_round_is_begun_once_the_run_has_its_tokens() -> None:
     def run(tokens_left: float) -> tuple[int, list[str]]:
         engine = Scripted(lambda request: request.prompt.id == "p0" and request.sample == 0)

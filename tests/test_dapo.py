@@ -15,8 +15,8 @@ from bank import InOrder, Scripted, collection_of
 from small import plain_batch, scored
 from test_resume import records, rows, trained
 
-from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
+from grpo_cli.config.prepare import check
 from grpo_cli.methods.dapo import Dynamic
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.select import CUT_OFF
@@ -139,6 +139,12 @@ def test_a_round_generates_what_is_lacking_and_a_surplus() -> None:
     rounds = [[request.prompt.id for request in requests[::2]] for requests in engine.rounds]
     assert rounds == [[f"p{i}" for i in range(6)], ["p6", "p7"]]
     assert [group.prompt.id for group in groups] == ["p3", "p4", "p5", "p6"]
+
+
+def test_a_step_without_a_mixed_group_is_a_plain_one() -> None:
+    engine, order = Scripted(), InOrder([Prompt(f"p{i}", (0,), "") for i in range(40)])
+    groups = collection_of(engine, order, n=2, prompts=3).run(dynamic(most_rounds=4))
+    assert [group.prompt.id for group in groups] == ["p0", "p1", "p2"] and len(engine.rounds) == 4
 
 
 def test_no_round_is_begun_once_the_run_has_its_tokens() -> None:

@@ -63,6 +63,8 @@ def test_each_reply_or_all_of_a_group_are_asked_about(server: Server) -> None:
     server.questions.clear()
     assert scores(judge_of(server, of="group"), asked) == [0.1, 0.4, 0.2]
     assert sorted(len(REPLY.findall(question)) for question in server.questions) == [1, 2]
+    server.answer = lambda question: '{"scores": [0.5]}'
+    assert scores(judge_of(server, of="group"), asked) == [None, None, 0.5], "not one for each"
 
 
 def test_what_was_said_is_kept_and_not_asked_again(server: Server, tmp_path: Path) -> None:

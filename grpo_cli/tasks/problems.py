@@ -216,9 +216,9 @@ class LazyPrompts(MadePrompts):
     """Problems as prompts, tokenised one at a time on demand: a large file costs little at start-up.
 
     Only those that might be too long, judging by their bytes, are tokenised at once, so that a prompt that does not fit
-    is found before any step is taken: it is refused, or left out with a warning. (A prompt that is too long for another
-    reason, a tokenizer that makes more tokens than bytes or what an environment `opens` an episode with, is refused
-    when it is made.)
+    is found before any step is taken: it is refused, or left out with a warning. So is the first chat of each order of
+    roles, for a template that refuses it. (A prompt that is too long for another reason, a tokenizer that makes more
+    tokens than bytes or what an environment `opens` an episode with, is refused when it is made.)
     """
 
     def __init__(
@@ -234,7 +234,6 @@ class LazyPrompts(MadePrompts):
         assert len({p.line for p in problems}) == len(problems), "a problem of a split has a line of its own"
         self._split, self._prompting, self._max_tokens, self._opens = split, prompting, max_tokens, opens
         lengths = self._lengths(problems)
-        self._rehearse(problems)
         self.problems = [problem for problem in problems if problem.line not in lengths]
         if lengths:
             first = next(problem for problem in problems if problem.line in lengths)
@@ -272,20 +271,19 @@ class LazyPrompts(MadePrompts):
             raise self._too_long(problem, len(token_ids), 1)
         return Prompt(self._id(problem), token_ids, problem.answer)
 
-    def _rehearse(self, problems: Sequence[Problem]) -> None:
-        """Raise UserError for a template that refuses an order of roles of a question that is a chat."""
-        chats = [problem for problem in reversed(problems) if problem.messages]
-        for problem in {tuple(message["role"] for message in chat.messages): chat for chat in chats}.values():
-            try:
-                self._prompting.encode(problem.question, problem.messages)
-            except UserError as error:
-                raise UserError(f"{problem.place}: {error}") from error
-
     def _lengths(self, problems: Sequence[Problem]) -> dict[int, int]:
-        """Return the lines of the prompts that do not fit, each with its number of tokens."""
+        """Return the lines of the prompts that do not fit, each with its number of tokens. Raise UserError for a chat
+        that the template refuses."""
         frame, most = len(self._prompting.encode("x")), self._max_tokens or sys.maxsize
-        suspects = [p for p in problems if frame + len(p.question.encode()) > most]
-        lengths = {p.line: len(self._prompting.encode(p.question, p.messages)) for p in suspects}
+        lengths, seen = dict[int, int](), {tuple[str, ...]()}
+        for problem in problems:
+            roles = tuple(message["role"] for message in problem.messages)
+            if roles not in seen or frame + len(problem.question.encode()) > most:
+                seen.add(roles)
+                try:
+                    lengths[problem.line] = len(self._prompting.encode(problem.question, problem.messages))
+                except UserError as error:
+                    raise UserError(f"{problem.place}: {error}") from error
         return {line: length for line, length in lengths.items() if length > most}
 
     def _too_long(self, problem: Problem, length: int, count: int) -> UserError:

@@ -20,7 +20,7 @@ from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs, of_kind
 from grpo_cli.collect.equal import equal
 from grpo_cli.collect.requests import requests_for
-from grpo_cli.config.instantiate import factories, rules_of
+from grpo_cli.config.instantiate import Factories
 from grpo_cli.config.trial import try_rules
 from grpo_cli.engine.common import together
 from grpo_cli.interfaces import StepRollouts
@@ -143,7 +143,7 @@ WRONG: Mapping[str, Any] = {
 @pytest.mark.parametrize("words", WRONG)
 def test_what_cannot_be_collected_is_found_on_a_made_up_step(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collection_module, "MOST_CALLS", 40)
-    rules = replace(rules_of(factories(made.settings().parts)), collector=WRONG[words])
+    rules = replace(Factories.of(made.settings().parts).rules(), collector=WRONG[words])
     with pytest.raises(UserError, match=words) as refused:
         try_rules(rules, n=4, m=4, prompts=3)
     assert "collector" in str(refused.value) and (len(str(refused.value).split()) <= 25 or "line" in words)

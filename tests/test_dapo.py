@@ -15,8 +15,8 @@ from bank import InOrder, Scripted, collection_of
 from small import plain_batch, scored
 from test_resume import records, rows, trained
 
-from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
+from grpo_cli.config.prepare import check
 from grpo_cli.methods.dapo import Dynamic
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.select import CUT_OFF

@@ -16,7 +16,7 @@ import pytest
 
 from grpo_cli.sweep.pool import Pool
 from grpo_cli.sweep.resume import Sweep
-from grpo_cli.sweep.status import Job, JobState, read_status, status_line
+from grpo_cli.sweep.status import Job, JobState, read_status
 
 WAIT = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"  # for two minutes at most, and a trap can interrupt it
 COMPLETED = """echo '{"status": "completed"}' > summary.json"""
@@ -141,19 +141,6 @@ def test_asked_twice_it_kills_them_with_all_that_they_started(tmp_path: Path) ->
     eventually(lambda: ended(child))
 
 
-def test_an_error_of_ours_leaves_no_process_behind_and_lets_it_save(tmp_path: Path) -> None:
-    def fail(line: str) -> None:
-        if line.endswith("running"):
-            eventually((job.folder / "ready").exists)
-            raise RuntimeError("a bug in the view")
-
-    (job,) = listed(tmp_path, f"trap 'echo saved; exit 1' TERM; touch ready; {WAIT}")
-    with pytest.raises(RuntimeError):
-        run([job], fail)
-    assert status(job).state == "waiting"
-    assert (job.folder / "log.txt").read_text() == "saved\n"
-
-
 @pytest.mark.parametrize(
     ("command", "begun", "last"),
     [("train", False, "hydra.run.dir='{}'"), ("train", True, "resume='{}'"), ("eval", True, "hydra.run.dir='{}'")],
@@ -166,14 +153,6 @@ def test_a_training_that_was_begun_goes_on_and_any_other_job_begins(
     words = Sweep(command, lambda cfg: None).command_of(Job(0, tmp_path, ("seed=1",), ""))
     assert words[-1] == last.format(tmp_path)
     assert "seed=1" in words
-
-
-def test_a_line_tells_how_far_a_job_came_and_why_it_ended(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text('{"status": "failed", "step": 2, "final_accuracy": 0.25}')
-    job = Job(1, tmp_path, ("n=1",), "n=1")
-    failed = JobState("failed", "no [memory]\nat all", job.overrides, seconds=61.0)
-    assert status_line(job, failed) == "job 1  n=1: failed  step 2  accuracy 0.250  1m01s  no [memory] at all"
-    assert status_line(job, JobState("skipped", "m > n", job.overrides)) == "job 1  n=1: skipped  m > n"
 
 
 @pytest.mark.parametrize(("signalled", "ends", "queued"), [(True, 0, "requeue 7\n"), (False, 3, "")])

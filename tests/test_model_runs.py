@@ -16,9 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from grpo_cli.config.check import check
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import read_settings
+from grpo_cli.config.prepare import check
 from grpo_cli.config.recorded import of_the_weights
 from grpo_cli.experiment import build
 from grpo_cli.settings import RunSettings

@@ -14,9 +14,9 @@ from small import VOCABULARY, small_model
 from typer.testing import CliRunner, Result
 
 from grpo_cli.cli import main as cli
-from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.compose import read_settings
+from grpo_cli.config.prepare import check
 from grpo_cli.learner.batch import collate, rows_of, totals
 from grpo_cli.learner.forward import Padded
 from grpo_cli.select import Selection, batch_advantages, select

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 from processes import ROOT, Forked
-from typed import grpo, refused
+from typed import done, grpo, refused
 
 from grpo_cli.metrics import METRICS
 from grpo_cli.runs.lock import sole_use
@@ -189,17 +189,13 @@ def test_a_sweep_that_cannot_be_run_is_refused_before_it_writes_anything(pretend
 def test_what_w_and_b_s_agent_starts_can_be_run():
     from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
-    asked = yaml.safe_load((Path(__file__).parents[1] / "scripts" / "wandb_sweep.yaml").read_text())
-    assert asked["command"] == ["grpo", "train", "${args_no_hyphens}"]
-    assert asked["metric"]["name"] in METRICS
+    asked = yaml.safe_load((ROOT / "scripts" / "wandb_sweep.yaml").read_text())
+    assert asked["command"] == ["grpo", "train", "${args_no_hyphens}"] and asked["metric"]["name"] in METRICS
     low = {
         name: {"value": next(iter(choice.get("values", [choice.get("value", choice.get("min"))])))}
         for name, choice in asked["parameters"].items()
     }
-    words = create_sweep_command_args({"args": low})["args_no_hyphens"]
-    result = grpo("train", *words, "--cfg", "job")
-    assert result.exit_code == 0, result.output
-    cfg = yaml.safe_load(result.stdout)
+    cfg = yaml.safe_load(done("train", *create_sweep_command_args({"args": low})["args_no_hyphens"], "--cfg", "job"))
     assert (cfg["n"], cfg["m"], cfg["optim"]["lr"], cfg["train"]["steps"]) == (16, 4, 1e-5, 40)
 
 
@@ -246,8 +242,7 @@ def test_gpus_memory_and_threads_are_dealt_evenly(monkeypatch):
 def test_another_launcher_runs_jobs_as_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = ["train.steps=1", "train.prompts=1", "sampling.max_new_tokens=4", "eval.every=0", "logger=jsonl"]
-    result = grpo("train", "-m", *small, "n=2,4", "hydra/launcher=basic", "hydra.sweep.dir=s")
-    assert result.exit_code == 0, result.output
+    done("train", "-m", *small, "n=2,4", "hydra/launcher=basic", "hydra.sweep.dir=s")
     assert [steps(tmp_path / "s" / str(job)) for job in (0, 1)] == [[0, 1], [0, 1]]
-    refused = grpo("train", "-m", *small, "n=2", "m=4", "hydra/launcher=basic", "hydra.sweep.dir=t")
-    assert refused.exit_code == 2 and "error: m=4 must not be more than n=2" in refused.stderr
+    message = refused("train", "-m", *small, "n=2", "m=4", "hydra/launcher=basic", "hydra.sweep.dir=t")
+    assert "error: m=4 must not be more than n=2" in message

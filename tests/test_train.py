@@ -19,7 +19,7 @@ from made import full
 from small import FakeEngine, make_engine, small_model
 
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.config.instantiate import factories, rules_of
+from grpo_cli.config.instantiate import Factories
 from grpo_cli.interfaces import Loss, Parts, Runtime
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.methods import pods
@@ -95,7 +95,7 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
     runtime = Runtime(torch.device("cpu"), model, None, 0, CountTask(), engine)
     if isinstance(parts.get("engine"), type):
         parts["engine"] = parts["engine"](model)
-    rules = rules_of(factories(made.settings().parts | {"downsample": made.part("downsample", "all")}))
+    rules = Factories.of(made.settings().parts | {"downsample": made.part("downsample", "all")}).rules()
     curriculum = Epochs(runtime.task.prompts("train"), settings.train.prompts, settings.seed)
     ignored = str  # of what is said and warned of
     plain = Parts(runtime, curriculum, rules, None, model.save_pretrained, (Recorder(),), Meter(), ignored, ignored)

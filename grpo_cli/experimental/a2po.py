@@ -48,9 +48,6 @@ def value(share: float, beta: float) -> float:
 class Optimal:
     """1 or 0 for solved or not, less the prompt's optimal value by answers from before training (A*-PO)."""
 
-    divides = False
-    of_values = True
-
     def __init__(self, *, beta: Beta, answers: str | None) -> None:
         if answers is None:
             raise UserError(f"advantage=a2po needs advantage.answers=<samples.jsonl>: write it with {WRITE_IT}")
@@ -94,7 +91,6 @@ class Regression:
     beta: Beta
 
     needs_reference = True
-    needs_values = True
 
     def __call__(self, logprobs: Float[Tensor, "N"], batch: Batch, totals: Totals) -> LossOutput:
         mask = batch.loss_mask

@@ -35,7 +35,6 @@ MOST_FURTHER = 200  # rounds, one after the other
 ROUNDING = 1e-6  # of a sum of weighted parts
 
 
-@facts(unequal=True)
 def aero(step: StepRollouts, *, more: Annotated[int, Field(ge=1)], most: int | None) -> list[ScoredGroup]:
     """`n` rollouts of each prompt, then `more` at a time of those that none has solved, until one does or there are
     `most` (None: 2n). Each further round waits for its slowest rollout. UserError if `most` is less than `n` or takes
@@ -87,7 +86,6 @@ def right_and_some_wrong(
     return np.concatenate(drawn).tolist()
 
 
-@facts(divides=False, unit_rewards=True)
 def beta(
     group: ScoredGroup, kept: Sequence[int], *, prior_right: Prior, prior_wrong: Prior, stats_over: StatsOver
 ) -> Float[Tensor, " K"]:

@@ -41,7 +41,6 @@ class Arrol(Probing):
 
     group, kind = "collector", "arrol"
     resumes: ClassVar[bool] = True
-    unequal: ClassVar[bool] = True
     one_turn: ClassVar[bool] = True
 
     def __init__(

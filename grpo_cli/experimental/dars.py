@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, isqrt
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.support.errors import UserError
@@ -30,8 +30,6 @@ class Dars:
     most: int
     weighting: Annotated[str, OneOf(("equal", "hard"))]
     divided: bool
-
-    unequal: ClassVar[bool] = True
 
     def at_once(self, n: int, prompts: int) -> int:
         return max(n, self.most - n) * prompts

@@ -16,11 +16,9 @@ from torch import Tensor
 
 from grpo_cli.rules.advantage import Epsilon, StatsOver, grpo, standardised
 from grpo_cli.support.errors import UserError, closest
-from grpo_cli.support.facts import facts
 from grpo_cli.types import Reward, ScoredGroup
 
 
-@facts(divides=True)
 def per_part(
     group: ScoredGroup,
     kept: Sequence[int],

@@ -28,12 +28,10 @@ from grpo_cli.experimental.aero import require_shares
 from grpo_cli.experimental.reading import PolicyReading, read
 from grpo_cli.experimental.ridge_probe import ProbeRows, Probing
 from grpo_cli.rules.ridge import narrowed
-from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import ScoredGroup
 
 
-@facts(divides=False)
 class Poise(Probing):
     """Reward minus what a linear probe predicts from what was read in the others (POISE, arXiv 2605.07579)."""
 

@@ -18,11 +18,9 @@ from pydantic import Field
 
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.facts import facts
 from grpo_cli.types import ScoredGroup
 
 
-@facts(unequal=True)
 def mixed(
     step: StepRollouts,
     *,

@@ -19,8 +19,8 @@ from words import rollout_of
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.collect.resuming import begun
-from grpo_cli.config.check import check
 from grpo_cli.config.instantiate import make
+from grpo_cli.config.prepare import check
 from grpo_cli.evaluate import search_with
 from grpo_cli.experimental.dora import cosines, rebase, shared_out
 from grpo_cli.experimental.ets import chosen, clusters

@@ -16,7 +16,7 @@ import torch
 
 from grpo_cli.collect.warmup import sft
 from grpo_cli.config.choices import ENGINE_PARTS
-from grpo_cli.config.instantiate import Factory, engine_parts, engines, fact, factories
+from grpo_cli.config.instantiate import Factories
 from grpo_cli.config.prepare import Prepared, prepare
 from grpo_cli.config.recorded import checkpoint_to_resume
 from grpo_cli.engine.common import EngineParts
@@ -25,8 +25,7 @@ from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samp
 from grpo_cli.interfaces import Engine, Parts, Runtime, Tracker, Warmup
 from grpo_cli.model.checks import check_device, check_vocabulary, context_of
 from grpo_cli.model.load import at_checkpoint, eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
-from grpo_cli.runs.provenance import code_version
-from grpo_cli.runs.record import read_record, write_summary
+from grpo_cli.runs.record import code_version, read_record, write_summary
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import expand_segments
@@ -107,12 +106,12 @@ def _load(run: Prepared[Any], weights: ModelSettings) -> Any:
     random.seed(run.settings.seed)
     np.random.seed(run.settings.seed % 2**32)
     torch.manual_seed(run.settings.seed)
-    return load_model(weights, run.device, bool(fact(run.parts, "engine", "any_family")))
+    return load_model(weights, run.device, bool(run.parts.fact("engine", "any_family")))
 
 
 def make_engine(
     settings: RunSettings | EvalRunSettings,
-    parts: Mapping[str, Factory],
+    parts: Factories,
     model: Any,
     eos: tuple[int, ...],
     pad: int,
@@ -120,7 +119,7 @@ def make_engine(
 ) -> Engine:
     """Build the rollout engine with its sampler, scheduler, predictor and sparsity."""
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
-    built = engine_parts(parts, offered)
+    built = parts.engine_parts(offered)
     names = [field.name for field in fields(EngineParts)]
     given = EngineParts(**{name: value for name, value in {**offered, **built}.items() if name in names})
     engine: Engine = parts["engine"].make({**offered, **built, "parts": given})
@@ -146,8 +145,8 @@ def worker_engine(
     plain = {name: settings.parts[name] for name in ENGINE_PARTS}
     if lengths_are_given:
         plain["predictor"] = {"_target_": "grpo_cli.engine.length_predictor.GivenLengths"}
-    parts = factories(plain)
-    parts["engine"] = engines(parts["engine"])[-1]
+    parts = Factories.of(plain)
+    parts = Factories({**parts.by_group, "engine": parts.engines()[-1]})
     return make_engine(settings, parts, model, eos, pad, decode=decode, given=given, **more)
 
 

@@ -1,6 +1,6 @@
 """A run's settings: typed, frozen, and free of torch.
 
-Ranges stand beside types, and pydantic checks both (`config.read`); `config.check` refuses settings that do not go
+Ranges stand beside types, and pydantic checks both (`config.read`); `config.prepare` refuses settings that do not go
 together. Defaults and comments are in `conf/` alone.
 """
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
-from grpo_cli.tasks.arithmetic import Arithmetic, Sum, draw_sum, is_well_formed, worked_solution
+from grpo_cli.tasks.arithmetic import Arithmetic, draw_sum, is_well_formed, worked_solution
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout
 
 TOKENIZER = load_tokenizer(made.model())
@@ -34,15 +34,6 @@ def number_of_terms(prompt: Prompt) -> int:
     return 1 + text.count("+") + text.count("-")
 
 
-def test_a_worked_solution_does_the_operations_from_left_to_right() -> None:
-    problem = Sum((12, 7, -5, 30))
-    assert str(problem) == "12+7-5+30"
-    assert worked_solution(problem, (3,)) == "44"
-    assert worked_solution(Sum((3, -3, 4))) == "0+4=4"
-    with pytest.raises(ValueError, match="undone"):
-        worked_solution(problem, (1, 1))
-
-
 @settings(max_examples=50)
 @given(seed=st.integers(0, 10**6), num_terms=st.integers(2, 8))
 def test_a_sum_stays_within_its_bounds_and_its_worked_solution_is_right(seed: int, num_terms: int) -> None:
@@ -52,11 +43,6 @@ def test_a_sum_stays_within_its_bounds_and_its_worked_solution_is_right(seed: in
     reply, answer = worked_solution(problem), sum(problem.terms)
     assert judge(reply, str(answer)).parts == {"correct": 1.0, "well_formed": 1.0}
     assert judge(reply, str(answer + 1)).total == 0.0
-
-
-@pytest.mark.parametrize("reply", ["44", "14+30=44", "99=44", "+=44"])
-def test_only_the_last_number_decides(reply: str) -> None:
-    assert judge(reply, "44").total == 1.0
 
 
 NO_NUMBER = ["", "4 4", *"= 44= 044 +44 -44 4<pad>4 <eos>44 44+0 (44) 44, 14+30 144 4 é44".split()]

@@ -10,20 +10,16 @@ import os
 import random
 import signal
 import time
-import types
-import typing
-from collections.abc import Iterator
-from dataclasses import is_dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import hydra.utils
 import pytest
 import yaml
 from processes import Forked
 
-from grpo_cli.config.choices import choices, groups_of, parts_of, shipped
-from grpo_cli.settings import EvalRunSettings, ProfileRunSettings
+from grpo_cli.config.choices import choices, groups_of, parts_of, read_command, shipped
+from grpo_cli.config.overrides import leaves
 
 LISTED = yaml.safe_load(Path(__file__).with_name("bad_commands.yaml").read_text(encoding="utf-8"))
 COUNT = int(os.environ.get("BAD_COMMANDS", "24"))
@@ -32,7 +28,6 @@ COMMANDS = ("train", "eval", "profile", "show", "export", "report", "ls", "expla
 NO_NUMBERS = ("nan", "inf", "-inf", "few", "[1,2]", "true", "1" + 400 * "0")
 ANY_SIGN = {"record.rollouts", "eval.problems", "sparsity.threshold"}  # of which -1 means something
 GOOD = ("task=jsonl", "task.path=good.jsonl")
-NEEDS = {"jsonl": GOOD, "gsm8k": GOOD, "math": GOOD}
 TOGETHER = {"fptas": ("predictor=mean",), "median": ("n=3",), "tail": ("train.prompts=2",)}
 SHORT = ("logger=jsonl", "train.steps=1", "eval.problems=1", "eval.k=1", "n=2", "train.prompts=1")
 ROW = '{"question": "%s", "answer": "4"}\n'
@@ -85,56 +80,35 @@ def train(key: str, *words: str) -> Bad:
 
 
 def numbers() -> Iterator[Bad]:
-    """Every setting that is a number, with what is none and, where no meaning is given to it, with -1."""
-    for command, settings in (("profile", ProfileRunSettings), ("eval", EvalRunSettings)):
-        for key in (key for key, kind in typed(settings, "") if kind in (int, float)):
-            for value in not_numbers(key):
-                own = command == "eval" or key.startswith("profile.")
-                yield (key, (command, f"{key}={value}")) if own else train(key, f"{key}={value}")
+    """Every setting that is a number in `conf/`, with what is none and, where no meaning is given to it, with -1."""
+    for command in ("profile", "eval"):
+        for key in numbers_of("", read_command(command).values):
+            own = command == "eval" or key.startswith("profile.")
+            yield from ((key, (command, word)) if own else train(key, word) for word in wrong(key))
     for group in parts_of("train"):
         for choice in choices(group):
-            words = (f"{group}={choice}", *NEEDS.get(choice, ()), *TOGETHER.get(choice, ()))
-            for key in (f"{group}.{name}" for name in numbers_of(group, choice)):
-                yield from (train(key, *words, f"{key}={value}") for value in not_numbers(key))
+            words = (f"{group}={choice}", *GOOD * (choice in ("jsonl", "gsm8k", "math")), *TOGETHER.get(choice, ()))
+            keys = numbers_of(group, shipped(group, choice))
+            yield from (train(key, *words, word) for key in keys for word in wrong(key))
     for choice in choices("search"):
-        for key in (f"search.{name}" for name in numbers_of("search", choice)):
-            yield from ((key, ("eval", f"search={choice}", f"{key}={value}")) for value in not_numbers(key))
-    for name in shipped("task", "_text")["weights"]:
-        yield from (train(f"task.weights.{name}", *GOOD, f"task.weights.{name}={value}") for value in NO_NUMBERS)
+        keys = numbers_of("search", shipped("search", choice))
+        yield from ((key, ("eval", f"search={choice}", word)) for key in keys for word in wrong(key))
 
 
-def not_numbers(key: str) -> tuple[str, ...]:
-    return NO_NUMBERS if key in ANY_SIGN else (*NO_NUMBERS, "-1")
+def numbers_of(group: str, values: Mapping[str, Any]) -> list[str]:
+    found = leaves(group, {key: value for key, value in values.items() if key not in ("hydra", "recipe")})
+    return [key for key, value in found.items() if isinstance(value, int | float) and not isinstance(value, bool)]
 
 
-def typed(settings: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """The settings below a dataclass, each with its type."""
-    for name, hint in typing.get_type_hints(settings).items():
-        if is_dataclass(hint):
-            yield from typed(hint, f"{prefix}{name}.")
-        else:
-            yield prefix + name, type_of(hint)
-
-
-def numbers_of(group: str, choice: str) -> list[str]:
-    values = shipped(group, choice)
-    target = hydra.utils.get_object(values["_target_"])
-    plain = isinstance(target, type) and not is_dataclass(target)
-    hints = typing.get_type_hints(target.__init__ if plain else target)
-    return [name for name in values if name in hints and type_of(hints[name]) in (int, float)]
-
-
-def type_of(hint: Any) -> Any:
-    members = set(typing.get_args(hint)) - {types.NoneType} if isinstance(hint, types.UnionType) else {hint}
-    return float if float in members else members.pop() if len(members) == 1 else None
+def wrong(key: str) -> list[str]:
+    return [f"{key}={value}" for value in (*NO_NUMBERS, *["-1"] * (key not in ANY_SIGN and ".weights" not in key))]
 
 
 def keys_and_choices() -> Iterator[Bad]:
     """Keys that do not exist (every setting misspelt, unknown ones in each group), and choices that do not."""
-    for key, kind in typed(ProfileRunSettings, ""):
-        if not key.startswith(("parts", "run_dir")):
-            yield f"{key}x", ("profile", f"{key}x=1")
-        if kind is bool or (kind is str and key not in ("run_dir", "device")):
+    for key, setting in read_command("profile").settings.items():
+        yield f"{key}x", ("profile", f"{key}x=1")
+        if setting.value in ("true", "false"):
             yield key, ("profile", f"{key}=7")
     for group in (group for group in groups_of("train") if group != "experiment"):
         yield train(f"{group}.zzz", f"{group}.zzz=1")

@@ -21,7 +21,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import prompting
 from grpo_cli.tasks.demonstrations import conversations, reply_tokens
 from grpo_cli.tasks.jsonl import Jsonl
-from grpo_cli.tasks.prompting import Prompting, encode_behind, template_variables, turn_end
+from grpo_cli.tasks.prompting import Prompting, encode_behind, template_words, turn_end
 
 # As the published ones of the presets behave, in few words.
 HEADERS = (  # Llama 3
@@ -100,7 +100,7 @@ def test_tokens_are_those_of_transformers_own_call(tmp_path: Path, template: str
 def test_tokens_of_a_presets_published_template_are_those_of_transformers_own_call(preset: str, tmp_path: Path) -> None:
     defaults = shipped("model", preset)["chat_template_kwargs"] or {}
     template = published(PRESETS[preset])
-    assert defaults.keys() <= {*template_variables(make_tokenizer(chat_template=template))}
+    assert defaults.keys() <= template_words(make_tokenizer(chat_template=template))
     for words in (defaults, {}, {word: not value for word, value in defaults.items()}):
         same_as_theirs(tmp_path, template, words)
 
@@ -117,9 +117,9 @@ def test_the_models_word_counts_where_the_template_reads_it_and_the_task_says_no
 @pytest.mark.parametrize(
     ("template", "words", "named"),
     [
-        (THINKS, {"enable_thinkin": False}, "does not read enable_thinkin; it reads enable_thinking; did you mean"),
-        (True, {"enable_thinking": False}, "no variable of its own"),
-        (THINKS, {"messages": []}, "does not read messages"),
+        (THINKS, {"enable_thinkin": False}, "enable_thinkin .*did you mean enable_thinking"),
+        (True, {"enable_thinking": False}, "enable_thinking is read by no"),
+        (THINKS, {"messages": []}, "messages is read by no"),
         (False, {"enable_thinking": False}, "=.*leave it out"),
     ],
 )
@@ -155,7 +155,7 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
         (CHAT, {"use_chat_template": False}, "a chat template"),
         (CHAT, {"template": NO_SYSTEM}, "line 1: .*no system"),
         (CHAT[:3], {}, "line 1: field 'question' ends with an assistant message.*end it with"),
-        ([], {}, "an empty list"),
+        ([], {}, "holds nothing"),
         ([{"role": "user", "content": ["x"]}], {}, "each with a role and a content"),
         ([{"role": "user", "content": "\ud800"}], {}, "half of a surrogate pair"),
         ({"role": "user"}, {}, "or a list of messages"),

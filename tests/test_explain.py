@@ -9,13 +9,13 @@ import pytest
 from typed import grpo, refused
 
 from grpo_cli.cli.explain import concepts, explain
-from grpo_cli.config.choices import choices, config_dir, parts_of
-from grpo_cli.config.comments import Setting, flow, read_choice, read_conf
-from grpo_cli.config.elsewhere import rows
+from grpo_cli.cli.mistakes import listed
+from grpo_cli.config.choices import Setting, choices, flow, parts_of, read_choice, read_command, read_conf
 from grpo_cli.metrics import METRICS
 
 GROUPS = sorted({*parts_of("train"), *parts_of("eval")})
 BASE = """# What the base is for.
+
 # How far.
 far: 1
 # Both ends.
@@ -55,12 +55,12 @@ def test_a_file_s_comments_are_read_along_with_those_of_its_bases(tmp_path):
     (tmp_path / "_base.yaml").write_text(BASE)
     (tmp_path / "choice.yaml").write_text(CHOICE)
     found = read_conf(tmp_path / "choice.yaml")
-    assert (found.about, found.builds) == ("What the choice is: in two lines.", "some.thing")
+    assert (found.about, found.values["_target_"]) == ("What the choice is: in two lines.", "some.thing")
     assert found.settings == {
         "far": Setting("2", "Farther.", "choice.yaml:10"),
         "low": Setting("0.001", "Both ends.", "choice.yaml:11"),
-        "high": Setting("0.9", "Both ends.", "_base.yaml:6"),
-        "kept": Setting("[a, b]", "Left as it is.", "_base.yaml:8"),
+        "high": Setting("0.9", "Both ends.", "_base.yaml:7"),
+        "kept": Setting("[a, b]", "Left as it is.", "_base.yaml:9"),
         "parts": Setting("", "", "choice.yaml:12"),
         "parts.first": Setting("'a: b'", "Of the whole.", "choice.yaml:14"),
         "parts.second": Setting("null", "Of the whole.", "choice.yaml:15"),
@@ -70,18 +70,10 @@ def test_a_file_s_comments_are_read_along_with_those_of_its_bases(tmp_path):
     assert (base.about, base.settings["far"].comment) == ("What the base is for.", "How far.")
 
 
-@pytest.mark.parametrize("group", ["model", *GROUPS])
-def test_every_choice_says_what_it_is_and_what_each_of_its_settings_is(group):
-    for choice in choices(group):
-        told = read_choice(group, choice)
-        silent = [key for key, setting in told.settings.items() if setting.value and not setting.comment]
-        assert told.about and not silent, f"conf/{group}/{choice}.yaml says nothing of {silent}"
-
-
-@pytest.mark.parametrize("command", ["train", "eval", "profile"])
-def test_every_setting_of_a_command_is_commented(command):
-    settings = read_conf(config_dir() / f"{command}.yaml").settings
-    assert [key for key, setting in settings.items() if setting.value and not setting.comment] == []
+def test_every_command_and_choice_says_what_it_is_and_what_each_of_its_settings_is():
+    files = [read_command(command) for command in ("train", "eval", "profile")]
+    for file in files + [read_choice(group, choice) for group in ("model", *GROUPS) for choice in choices(group)]:
+        assert file.about and [one.place for one in file.settings.values() if one.value and not one.comment] == []
 
 
 @pytest.mark.parametrize("value", [None, True, 0.5, 1e-8, "", "auto", "a: b", "a\nb", [1, "x"], {"k": 1}, "${n}"])
@@ -93,7 +85,7 @@ def test_a_value_is_one_line_that_reads_back(value):
 
 def test_a_help_page_has_every_setting_in_a_line_with_its_value_and_its_comment() -> None:
     lines = said("train", "--help").splitlines()
-    told = {f"{key}={one.value}": one.comment for key, one in read_conf(config_dir() / "train.yaml").settings.items()}
+    told = {f"{key}={one.value}": one.comment for key, one in read_command("train").settings.items()}
     for heading in filter(None, (re.match(r"(\w+)=(\w+): ", line) for line in lines)):
         below = read_choice(heading[1], heading[2]).settings
         told |= {f"{heading[1]}.{key}={one.value}": one.comment for key, one in below.items()}
@@ -140,31 +132,14 @@ def test_a_word_may_be_a_part_of_a_name_a_concept_or_another_program_s():
     assert "is n here" in both and "is loss.kl_coef here" in said("explain", "beta")
 
 
-def every_word() -> list[str]:
-    """What a person may meet: choices, settings, metrics and their parts, concepts, and the words of others."""
-    words = [choice for group in GROUPS for choice in choices(group)]
-    words += [key.rpartition(".")[2] for key in read_conf(config_dir() / "train.yaml").settings]
-    words += [part for name in METRICS for part in (name, *name.split("/")) if "<" not in part]
-    return sorted({*words, *concepts(), *(word for row in rows() for word in (*row["trl"], *row["verl"]))})
-
-
 def test_every_word_that_a_person_may_meet_is_explained(capsys: pytest.CaptureFixture[str]):
-    for word in every_word():
+    """Choices, settings, metrics and their parts, concepts, and the words of others."""
+    words = [choice for group in GROUPS for choice in choices(group)]
+    words += [key.rpartition(".")[2] for key in read_command("train").settings]
+    words += [part for name in METRICS for part in (name, *name.split("/")) if "<" not in part]
+    for word in {*words, *concepts(), *(word for row in listed("elsewhere") for word in (*row["trl"], *row["verl"]))}:
         explain(word)
         assert capsys.readouterr().out, word
-
-
-def test_a_concept_names_settings_and_groups_that_exist():
-    keys = [key for group in (*GROUPS, "model") for key in (group, *keys_of(group))]
-    keys += read_conf(config_dir() / "train.yaml").settings
-    keys += [name for name in METRICS] + ["resume"]
-    for word, text in concepts().items():
-        named = re.findall(r"\b(?:[a-z]+\.[a-z_.]+[a-z]|[a-z]+/[a-z_]+|[a-z]+(?==))", text)
-        assert [name for name in named if name not in keys] == [], word
-
-
-def keys_of(group: str) -> list[str]:
-    return [f"{group}.{key}" for choice in choices(group) for key in read_choice(group, choice).settings]
 
 
 @pytest.mark.parametrize(
@@ -178,24 +153,6 @@ def keys_of(group: str) -> list[str]:
 )
 def test_an_unknown_word_gets_the_nearest_one(word, message):
     assert message in refused("explain", word)
-
-
-def test_a_page_wraps_in_a_terminal_below_its_comments(monkeypatch: pytest.MonkeyPatch):
-    import io
-
-    from rich.console import Console
-
-    from grpo_cli.cli import help as page
-
-    screen = io.StringIO()
-    monkeypatch.setattr(page.terminal, "console", lambda: Console(file=screen, force_terminal=True, width=40))
-    page.say_rows([("a=1", "one two three four five six seven eight"), ("a.longer=2", "x"), ("b=3", "x")])
-    assert screen.getvalue().splitlines() == [
-        "a=1         one two three four five six",
-        "            seven eight",
-        "a.longer=2  x",
-        "b=3",
-    ]
 
 
 def test_words_are_found_in_any_case_and_after_an_unknown_one():

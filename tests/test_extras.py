@@ -8,14 +8,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
-from made import model, optim
 from typed import grpo
 
-from grpo_cli.learner.optimizer import check_optimizer
-from grpo_cli.model.checks import check_device
-from grpo_cli.support.errors import UserError
-from grpo_cli.support.extras import EXTRAS, absent
+from grpo_cli.support.extras import EXTRAS
 
 ROOT = Path(__file__).parent.parent
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -50,16 +45,6 @@ def test_the_command_stands_in_one_sentence(module: str, tmp_path: Path, monkeyp
     done, key = grpo("train", *ASKED[module].split()), ASKED[module].split()[-1].partition("=")[0].removesuffix(".rank")
     said = done.stderr
     assert done.exit_code == 2 and said.count("\n") == 1 and sentence(module) in said and key in said, said
-
-
-def test_what_needs_a_gpu_names_the_extra_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    gpu = torch.device("cuda")
-    with pytest.raises(UserError, match=re.escape("optim.name=adamw8bit" + sentence("bitsandbytes"))):
-        check_optimizer(optim(name="adamw8bit"), gpu)
-    with pytest.raises(UserError, match=re.escape("model.quantize=4bit" + sentence("bitsandbytes"))):
-        check_device(model(quantize="4bit"), gpu)
-    assert absent("matplotlib", "a picture") == f"a picture{sentence('matplotlib')}"
 
 
 def test_every_library_is_tried_and_stands_in_its_extra() -> None:

@@ -30,8 +30,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from grpo_cli.collect.resuming import begun, joined, rest_of
-from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
+from grpo_cli.config.prepare import check
 from grpo_cli.engine.transformers_engine import GenerateEngine
 from grpo_cli.experiment import build
 from grpo_cli.learner.learner import Learner

@@ -20,9 +20,9 @@ from test_seams import Spy, quiet
 from test_train import Recorder, make_trainer
 
 from grpo_cli.collect.collection import StepCollection
-from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices
 from grpo_cli.config.compose import settings_of
+from grpo_cli.config.prepare import check
 from grpo_cli.learner.batch import collate, corrected, rows_of, verdict_on
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.metrics import reuse_metrics

@@ -37,11 +37,7 @@ def settings(choice: str, *overrides: str) -> ModelSettings:
     return read(ModelSettings, OmegaConf.to_container(cfg.model, resolve=True))
 
 
-def test_every_preset_has_its_published_size_here():
-    assert set(PUBLISHED) == set(choices("model")) - {"tiny", "hf"}
-
-
-@pytest.mark.parametrize("choice", PUBLISHED)
+@pytest.mark.parametrize("choice", sorted({*choices("model")} - {"tiny", "hf"}))
 def test_a_preset_has_as_many_parameters_as_were_published(choice):
     config = model_config(settings(choice))
     with torch.device("meta"):
@@ -51,24 +47,12 @@ def test_a_preset_has_as_many_parameters_as_were_published(choice):
     assert sum(weight.numel() for weight in model.parameters()) / 1e6 == pytest.approx(PUBLISHED[choice], abs=0.01)
 
 
-def test_random_weights_of_a_preset_read_and_write_bytes():
-    words = settings("qwen3_0_6b")
-    tokenizer = load_tokenizer(words)
-    assert tokenizer.decode(tokenizer.encode("12+7=")) == "12+7="
-    assert tokenizer.decode([150_000, *tokenizer.encode("1")]) == "1"  # the model's vocabulary is larger
-
-
 def test_random_weights_of_a_preset_end_with_the_tokenizers_end_alone():
     """Llama's config has an end of its own when none is given, token 2, which would end texts at a digit."""
     small = ("num_hidden_layers=1", "vocab_size=300", "hidden_size=64", "intermediate_size=64")
     words = settings("llama3_2_1b", *(f"model.architecture.{word}" for word in small))
     model, tokenizer = AutoModelForCausalLM.from_config(model_config(words)), load_tokenizer(words)
     assert eos_token_ids(model, tokenizer) == (tokenizer.eos_token_id,) == (1,)
-
-
-def test_llamas_rope_scaling_arrives():
-    rope = model_config(settings("llama3_2_1b")).rope_parameters
-    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("llama3", 32.0, 8192)
 
 
 def test_a_folder_speaks_for_itself_whatever_the_preset_says():
@@ -80,11 +64,3 @@ def test_numbers_that_make_no_model_are_refused():
         model_config(settings("qwen3_0_6b", "model.architecture.hidden_size=wide"))
     with pytest.raises(UserError, match="the architecture gpt2 is not supported"):
         model_config(settings("qwen3_0_6b", "model.architecture.model_type=gpt2"))
-
-
-def test_the_ends_of_a_preset_are_looked_up_by_name_and_unknown_ones_are_named():
-    tokenizer = load_tokenizer(settings("tiny"))
-    model = AutoModelForCausalLM.from_config(model_config(settings("tiny")))
-    assert eos_token_ids(model, tokenizer, ("<eos>", "4", "<eos>")) == (tokenizer.eos_token_id, *tokenizer.encode("4"))
-    with pytest.raises(UserError, match=r"no token <\|eot_id\|>; its own is <eos>"):
-        eos_token_ids(model, tokenizer, ("<|eot_id|>",))

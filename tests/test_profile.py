@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from grpo_cli.cli import main as cli
 from grpo_cli.memory.gpus import MEMORY
 from grpo_cli.memory.measure import PhasePeaks
-from grpo_cli.report.profiles import SCHEMA, profile_row, profile_table, read_profile
+from grpo_cli.report.side_by_side import profile_row, profile_table
+from grpo_cli.runs.files import read_object
 from grpo_cli.settings import GpuWord
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import gib
 from grpo_cli.support.memory import is_out_of_memory
 
 SMALL = ["train.prompts=1", "n=4", "sampling.max_new_tokens=8", "eval.problems=2", "eval.k=1", "logger=jsonl"]
@@ -34,7 +35,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def profile(*words: str, out: str = "out") -> tuple[dict[str, Any], str]:
     result = grpo("profile", *SMALL, f"hydra.run.dir={out}", *words)
     assert result.exit_code == 0, result.output
-    return read_profile(Path(out, "profile.json")), result.stdout
+    return read_object(Path(out, "profile.json")), result.stdout
 
 
 def test_a_profile_measures_every_phase_and_predicts_what_training_takes():
@@ -59,7 +60,7 @@ def test_a_plan_reads_no_weights_and_runs_nothing(monkeypatch: pytest.MonkeyPatc
     shape = ["model=qwen2_5_3b", "model.architecture.num_hidden_layers=1", "model.dtype=float32"]
     shape += ["model.lora.rank=2", "model.lora.dropout=0.5"]
     found, _ = profile("profile.plan_only=true", *shape, "fit=2GB", "eval.every=0")
-    assert found["measured"] is None and found["schema"] == SCHEMA
+    assert found["measured"] is None
     # Embedding, queries and output, keys and values, the MLP; the rest are vectors.
     numbers = (151_936 + 2 * 2048 + 2 * 256 + 3 * 11_008) * 2048
     assert "policy_logprobs" in found["predicted"]["phases"], "dropout needs another pass"
@@ -117,16 +118,8 @@ def test_a_sweep_of_profiles_is_run_as_any_other_and_compared_at_its_end():
     assert done.exit_code == 2, "a combination that cannot be profiled is missing in the table"
     assert "job 0  n=4: skipped  m=5 must not be more than n=4" in done.stdout
     assert "2 jobs: 1 done, 1 skipped" in done.stdout
-    rows = json.loads(Path("s/comparison.json").read_text())
-    assert [(row["name"], row["peak_bytes"]) for row in rows] == [
-        ("n=5", json.loads(Path("s/1/summary.json").read_text())["peak_bytes"])
-    ]
-
-
-def test_another_schema_is_refused(tmp_path: Path):
-    (tmp_path / "profile.json").write_text('{"schema": 0}')
-    with pytest.raises(UserError, match="schema 0"):
-        read_profile(tmp_path / "profile.json")
+    peak = json.loads(Path("s/1/summary.json").read_text())["peak_bytes"]
+    assert f"{gib(peak)} (1.00)" in done.stdout.partition("their ratio")[2]
 
 
 def test_what_is_not_planned_is_reported():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,16 +13,19 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from test_architecture import ROWS
 
-from grpo_cli.cli.main import app
-from grpo_cli.config.check import check
-from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, is_experimental, parts_of
-from grpo_cli.config.comments import flow, read_choice, read_conf
+from grpo_cli.cli.mistakes import listed
+from grpo_cli.config.choices import (
+    choices,
+    config_dir,
+    groups_of,
+    is_experimental,
+    parts_of,
+    read_choice,
+    read_command,
+)
 from grpo_cli.config.compose import read_settings
-from grpo_cli.config.elsewhere import meant_by
-from grpo_cli.config.elsewhere import rows as other_words
+from grpo_cli.config.prepare import check
 from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 
@@ -67,21 +69,6 @@ def own_files() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_bash_can_read_every_command_line(page: Path) -> None:
-    shown = re.findall(
-        r"^    ((?:grpo|scripts/|python|pip|source|sbatch|ray|wandb) .*)$|`(grpo [^`\n]*)`", page.read_text(), re.M
-    )
-    lines = "\n".join(re.sub(r"<[^>\n]*>|\.\.\.", "somewhere", "".join(line)).rstrip("\\") for line in shown)
-    assert not subprocess.run(["bash", "-n"], input=lines, capture_output=True, text=True).stderr
-
-
-def test_pages_are_short() -> None:
-    front = FRONT.read_text().splitlines()
-    assert len(front) <= 110 and max(map(len, front)) <= 160
-    assert all(len(page.read_text().splitlines()) < 200 for page in PAGES)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_every_link_and_every_file_that_is_named_is_there(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         name, _, heading = link.partition("#")
@@ -100,37 +87,7 @@ def test_the_settings_page_lists_the_choices_of_a_group_its_default_first(group:
     names = {experiment: re.findall(r"`(\w+)`", cell) for experiment, cell in ((False, core), (True, experimental))}
     for experiment, named in names.items():
         assert sorted(named) == sorted(one for one in choices(group) if is_experimental(group, one) is experiment)
-    assert names[False][0] == {**defaults_of("eval"), **defaults_of("train")}[group]
-
-
-def test_the_front_page_names_core_choices_the_default_first() -> None:
-    rows = {names[0]: row for names, row in rows_of(FRONT.read_text()) if names[0] in groups_of("train")}
-    assert len(rows) == 8
-    for group, row in rows.items():
-        named = re.findall(r"`(\w+)`", row)
-        assert named[0] == defaults_of("train")[group]
-        assert all(one in choices(group) and not is_experimental(group, one) for one in named)
-
-
-def test_the_settings_page_has_the_defaults() -> None:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        values = compose("train", ["run_dir=somewhere"])
-    text = docs("settings").partition("## What people change")[2].partition("And of the chosen parts")[0]
-    plain = OmegaConf.to_container(values)
-    for (key,), row in rows_of(text):
-        value = plain
-        for part in key.split("."):
-            value = value[part]
-        assert re.findall(r"`([^`]*)`", row)[0] == flow(value), key
-    known = {name for group in parts_of("train") for one in choices(group) for name in keys_of(group, one)}
-    known |= {*keys_of("model", "hf"), *read_conf(config_dir() / "train.yaml").settings, "hydra.run.dir"}
-    for names, _ in rows_of(docs("settings").partition("And of the chosen parts")[2].partition("## ")[0]):
-        assert [key for key in names if "." in key.strip(".") and "<" not in key and key not in known] == []
-
-
-def test_the_quickstart_lists_every_command_of_the_program() -> None:
-    named = {str(command.name or command.callback.__name__) for command in app.registered_commands}
-    assert named == set(re.findall(r"^\| `grpo (\w+)`", docs("quickstart"), re.MULTILINE))
+    assert names[False][0] == {**read_command("eval").choices, **read_command("train").choices}[group]
 
 
 def first_of(override: Override) -> str:
@@ -169,42 +126,24 @@ def test_the_settings_of_every_command_can_be_read(name: str, tmp_path: Path, mo
 def test_the_words_of_trl_and_verl_stand_in_their_page() -> None:
     cells = [
         [", ".join(f"`{w}`" for w in words) for words in (row["trl"], row["verl"], (row["ours"],))]
-        for row in other_words()
+        for row in listed("elsewhere")
     ]
     table = "\n".join(["| TRL | verl | here |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)])
     assert docs("coming_from").endswith(f"\n\n{table}\n")
 
 
-@pytest.mark.parametrize(("name", "words"), [("TRL", r"^    (\w+)="), ("verl", r"^    ([\w.]+)=")])
-def test_each_word_of_their_scripts_is_translated(name: str, words: str) -> None:
-    part = docs("coming_from").partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-    (script,) = re.findall(r"^```(?:python|bash)\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
-    rows = re.findall(r"^\| .*$", part, re.MULTILINE)
-    assert len(found := re.findall(words, script, re.MULTILINE)) > 10
-    for word in found:
-        known, (*_, last) = meant_by(word), word.split(".")
-        (row,) = [row for row in rows if re.search(rf"[`.]{last}`", row.split("|")[1])] or [""]
-        assert row, f"{word} stands in no row"
-        assert known is None or known.partition("=")[0] in row.split("|", 2)[2], f"{word} is {known}"
-
-
 def test_what_the_words_of_trl_and_verl_come_to_is_there() -> None:
     keys = {key for group in ("model", *parts_of("train")) for one in choices(group) for key in keys_of(group, one)}
-    keys |= {*read_conf(config_dir() / "train.yaml").settings, "hydra.run.dir"}
-    for row in other_words():
+    keys |= {*read_command("train").settings, "hydra.run.dir"}
+    for row in listed("elsewhere"):
         group, _, choice = row["ours"].partition("=")
         assert choice in choices(group) if choice else row["ours"] in keys, row
-    theirs = [word for row in other_words() for word in {*row["trl"], *row["verl"]}]
+    theirs = [word for row in listed("elsewhere") for word in {*row["trl"], *row["verl"]}]
     assert len(theirs) == len(set(theirs)), "each word is of one row"
 
 
 def keys_of(group: str, choice: str) -> list[str]:
     return [f"{group}.{key}" for key in read_choice(group, choice).settings]
-
-
-def test_the_rows_of_the_architecture_page_are_those_that_the_test_holds() -> None:
-    rows = re.findall(r"^\| \d+ \| `([^`]*)` \|", docs("architecture"), re.MULTILINE)
-    assert [set(row.split()) for row in rows] == [set(row.split()) for row in ROWS.strip().splitlines()]
 
 
 def test_the_lines_for_a_notebook_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,6 @@ from grpo_cli.config.choices import choices, shipped
 from grpo_cli.learner import batch
 from grpo_cli.learner.forward import Padded
 from grpo_cli.methods import pods
-from grpo_cli.rules import loss
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Verdict
 
@@ -72,19 +71,14 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         if name not in ("all", "median")  # which do not keep two of four
     },
     **{
-        f"advantage.{rule}.{over}": (made.advantage(rule, stats_over=over), [a_group(), [0, 1]])
+        f"advantage.{rule}": (made.advantage(rule, stats_over="kept"), [a_group(), [0, 1]])
         for rule in choices("advantage")
         if "stats_over" in shipped("advantage", rule)
-        for over in ("kept", "group")
     },
     **{
-        f"loss.{rule}.{how}": (
-            made.loss(rule, kl_coef=0.1, aggregation=how),
-            [new_logprobs(), a_batch(), batch.totals(a_batch(), 5)],
-        )
+        f"loss.{rule}": (made.loss(rule, kl_coef=0.1), [new_logprobs(), a_batch(), batch.totals(a_batch(), 5)])
         for rule in choices("loss")
         if "aggregation" in shipped("loss", rule)
-        for how in loss.AGGREGATIONS
     },
     "correction": (
         made.correction(importance="token", is_threshold=1.2, rejection="veto", mask_low=0.5, mask_high=1.5),

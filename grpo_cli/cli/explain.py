@@ -8,17 +8,12 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-
-import grpo_cli
-from grpo_cli.cli.help import Row, say, say_choice, say_rows
-from grpo_cli.cli.mistakes import no_choice
-from grpo_cli.config.choices import choices, config_dir, defaults_of, is_experimental, marked
-from grpo_cli.config.comments import Setting, read_choice, read_conf
-from grpo_cli.config.elsewhere import meant_by, removed
+from grpo_cli.cli.help import say, say_choice, say_rows
+from grpo_cli.cli.mistakes import listed, meant_by, no_choice, removed
+from grpo_cli.config.choices import Setting, choices, config_dir, is_experimental, marked, read_choice, read_command
 from grpo_cli.support.errors import UserError, closest, refuse
 
 
@@ -40,7 +35,7 @@ def explain(word: str) -> None:
     else:
         for group in having:
             _say_choice(group, name)
-        say_rows(metrics)
+        say_rows(metrics.items())
     if ours is not None and ours.rpartition(".")[2] != name:
         say(f"{name} of TRL or verl is {ours} here: grpo explain {ours.partition('=')[0]}")
     elif not (name in concepts() or name in _groups() or settings or having or metrics):
@@ -49,29 +44,29 @@ def explain(word: str) -> None:
         raise UserError(f"{word} is no group, choice, setting or metric{near}")
 
 
-@functools.cache
 def concepts() -> Mapping[str, str]:
     """Return technical terms that are not settings, with a sentence each."""
-    return dict(yaml.safe_load(Path(__file__).with_name("concepts.yaml").read_text(encoding="utf-8")))
+    found: Mapping[str, str] = listed("concepts")
+    return found
 
 
 @functools.cache
 def _metrics() -> Mapping[str, str]:
     """Return names and sentences of `metrics.METRICS`."""
-    source = (Path(grpo_cli.__file__).parent / "metrics.py").read_text(encoding="utf-8")
-    values = {
-        ast.unparse(node.target): node.value for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)
-    }
-    return dict(ast.literal_eval(values["METRICS"] or "{}"))
+    source = Path(__file__).parents[1].joinpath("metrics.py").read_text(encoding="utf-8")
+    values = [node for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)]
+    return dict(
+        next(ast.literal_eval(one.value) for one in values if one.value and ast.unparse(one.target) == "METRICS")
+    )
 
 
-def _metrics_of(word: str) -> list[Row]:
+def _metrics_of(word: str) -> dict[str, str]:
     """Return the metric with this name (placeholders such as `<k>` filled in), or those whose names hold the word."""
     for name, sentence in _metrics().items():
         pattern = re.sub(r"<[a-z]+>", "[^/]+", re.escape(name).replace("<k>", "[1-9][0-9]*"))
         if re.fullmatch(pattern, word):
-            return [(word, sentence)]
-    return [row for row in _metrics().items() if word and word in (*re.split(r"[/_@]", row[0]), *row[0].split("/"))]
+            return {word: sentence}
+    return {name: text for name, text in _metrics().items() if word in {*re.split(r"[/_@]", name), *name.split("/")}}
 
 
 @functools.cache
@@ -89,11 +84,10 @@ def _settings() -> Mapping[str, Mapping[Setting, list[str]]]:
     """Return each setting's values and comments, with the commands or choices that have them. A profile includes what a
     training has; what a named experiment sets is explained there."""
     found: dict[str, dict[Setting, list[str]]] = {}
-    commands = {name: read_conf(config_dir() / f"{name}.yaml") for name in ("train", "eval", "profile")}
-    files = [(f"grpo {name}", "", file) for name, file in commands.items()]
-    for group in _groups():
-        named = choices(group) if group != "experiment" else ()
-        files += [(f"{group}={one}", f"{group.replace('/', '.')}.", read_choice(group, one)) for one in named]
+    files = [(f"grpo {name}", "", read_command(name)) for name in ("train", "eval", "profile")]
+    for group in (group for group in _groups() if group != "experiment"):
+        prefix = f"{group.replace('/', '.')}."
+        files += [(f"{group}={one}", prefix, read_choice(group, one)) for one in choices(group)]
     for having, prefix, file in files:
         for key, setting in file.settings.items():
             if not (having == "grpo profile" and setting.place.startswith("conf/train.yaml")):
@@ -105,30 +99,32 @@ def _say_setting(key: str, found: Mapping[Setting, list[str]]) -> None:
     """Print a setting once per comment, then its values, each with the choices that have it and its place."""
     for comment in dict.fromkeys(setting.comment for setting in found):
         say(f"{key}: {comment}" if comment else key)
-        rows = [(one, _all_of(having)) for one, having in found.items() if one.comment == comment and one.value]
-        say_rows((f"  {one.value}", f"{having}: {one.place}") for one, having in rows)
-
-
-def _all_of(having: Sequence[str]) -> str:
-    group = having[0].partition("=")[0]
-    return f"every {group}" if 1 < len(having) == len(choices(group)) else ", ".join(having)
+        rows = []
+        for one, having in found.items():
+            group = having[0].partition("=")[0]
+            every = 1 < len(having) == len(choices(group))
+            if one.comment == comment and one.value:
+                rows.append((f"  {one.value}", f"{f'every {group}' if every else ', '.join(having)}: {one.place}"))
+        say_rows(rows)
 
 
 def _say_group(group: str) -> None:
-    default = defaults_of("train").get(group)
+    default = read_command("train").choices.get(group)
     say(f"{group}: a group of settings, of which one choice is made")
     about = {choice: read_choice(group, choice).about for choice in choices(group)}
-    rows = [(f"  {group}={marked(group, one)}", f"{'(the default) ' * (one == default)}{about[one]}") for one in about]
-    say_rows(rows)
+    say_rows(
+        (f"  {group}={marked(group, one)}", f"{'(the default) ' * (one == default)}{text}")
+        for one, text in about.items()
+    )
     say(f"They stand in conf/{group}/. grpo explain {group}={next(iter(about))} lists the settings of one.")
 
 
 def _say_choice(group: str, choice: str) -> None:
     if choice not in choices(group):
-        raise UserError(no_choice(group, choice, choices(group)))
+        raise UserError(no_choice(group, choice))
     say_choice(group, choice, "  ")
+    folder, builds = "conf", read_choice(group, choice).values.get("_target_")
     if is_experimental(group, choice):
         say("experimental: may change or go (grpo_cli/experimental/README.md)")
-    builds = read_choice(group, choice).builds
-    folder = "grpo_cli/experimental/conf" if is_experimental(group, choice) else "conf"
+        folder = "grpo_cli/experimental/conf"
     say(f"It stands in {folder}/{group}/{choice}.yaml" + (f" and builds {builds}." if builds else "."))

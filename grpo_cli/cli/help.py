@@ -6,8 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from grpo_cli.cli.mistakes import no_choice
-from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, is_experimental, values_of
-from grpo_cli.config.comments import Setting, read_choice, read_conf
+from grpo_cli.config.choices import Setting, choices, groups_of, marked, read_choice, read_command
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import refuse
 
@@ -18,17 +17,15 @@ Row = tuple[str, str]  # a setting as typed, and its comment
 
 def print_help(command: str, words: Sequence[str]) -> None:
     """Print the help page of a command with the choices among these words. UserError for one that does not exist."""
-    typed = {
-        group: choice for group, _, choice in (word.partition("=") for word in words) if group in groups_of(command)
-    }
-    chosen = {group: typed.get(group, choice) for group, choice in defaults_of(command).items() if "/" not in group}
-    refuse([no_choice(*one, choices(one[0])) for one in chosen.items() if one[1] not in choices(one[0])])
-    about = values_of(command)["hydra"]["help"]
+    file, typed = read_command(command), dict(word.partition("=")[::2] for word in words)
+    chosen = {group: typed.get(group, file.choices[group]) for group in groups_of(command)}
+    refuse([no_choice(*one) for one in chosen.items() if one[1] not in choices(one[0])])
+    about = file.values["hydra"]["help"]
     say(f"grpo {command}: {about['header']}\n\n== Choices (group=choice) ==\n")
     for group in reversed(chosen):
-        say("\n".join(_lines(group)))
+        say(f"{group}: {', '.join(marked(group, choice) for choice in choices(group))}")
     say("\n== Settings and their values (key=value) ==\n")
-    say_rows(rows_of(read_conf(config_dir() / f"{command}.yaml").settings))
+    say_rows(rows_of(file.settings))
     for group, choice in chosen.items():
         say("")
         say_choice(group, choice)
@@ -48,16 +45,6 @@ def rows_of(settings: Mapping[str, Setting], prefix: str = "") -> Iterator[Row]:
     for key, setting in settings.items():
         if setting.value or setting.comment:
             yield f"{prefix}{key}{f'={setting.value}' if setting.value else ':'}", setting.comment
-
-
-def _lines(group: str) -> Iterator[str]:
-    """Yield the choices of a group, experimental ones in a line of their own."""
-    apart: dict[bool, list[str]] = {False: [], True: []}
-    for choice in choices(group):
-        apart[is_experimental(group, choice)].append(choice)
-    yield f"{group}: {', '.join(apart[False])}"
-    if apart[True]:
-        yield f"  experimental: {', '.join(apart[True])}"
 
 
 def say(text: str, hanging: int = 0) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
 import typer
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from grpo_cli.cli.mistakes import explained, fail, unusable
+from grpo_cli.cli.mistakes import as_text, no_choice, unknown, unusable
 from grpo_cli.config.choices import config_dir
-from grpo_cli.config.compose import composed, new_folder_names, of_hydra, read_command
+from grpo_cli.config.compose import composed, new_folder_names, of_hydra, settings_from
 from grpo_cli.config.overrides import quoted
 from grpo_cli.config.recorded import Command, primary, recorded_run
 from grpo_cli.support.errors import UserError, refuse
@@ -28,7 +33,10 @@ def hand_over(
     command: str, words: Sequence[str], is_sweep: bool = False, only_print: bool = False, own: Path | None = None
 ) -> None:
     """Run the command with its settings; in a sweep, once for every combination that passes its check."""
-    with _current_folder_on_the_path():
+    path = list(sys.path)
+    # Modules of the current folder can be imported; last, so that none hides an installed one.
+    sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)
+    try:
         words = with_checkpoint(words) if command == "eval" else words
         if own is not None:
             if not own.is_dir():
@@ -41,73 +49,88 @@ def hand_over(
         with explained(command, words):
             found = composed(command, words)
         typer.echo(OmegaConf.to_yaml(found.cfg)) if only_print else _run(found)
+    finally:
+        sys.path[:] = path
 
 
 def with_checkpoint(words: Sequence[str]) -> list[str]:
     """Return the words of `grpo eval`, of which the first may be a folder, with `checkpoint=<folder>`."""
     first, *rest = words or [""]
-    is_setting = first[:1] in ("", "+", "=") or "=" in first.partition("/")[0] or first.startswith("hydra/")
-    if is_setting or (first[:1] == "~" and first[:2] != "~/"):
+    if re.match(r"[-+=]|~(?!/)|[^/]*=|hydra/|$", first):
         return list(words)
     return [f"checkpoint={quoted(first)}", *rest]
 
 
 @contextmanager
-def _current_folder_on_the_path() -> Iterator[None]:
-    """Let modules of the current folder be imported; last, so that none hides an installed one."""
-    before = list(sys.path)
-    sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)
+def explained(command: str, words: Sequence[str], composing: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Turn an error of Hydra into a UserError: every unknown key and choice, or else what Hydra found. Once it is no
+    longer `composing`, an error is a bug, and keeps its traceback."""
     try:
         yield
-    finally:
-        sys.path[:] = before
+    except (HydraException, OmegaConfBaseException, OSError) as error:
+        if not composing():
+            raise
+        refuse([*unknown(command, words)])
+        refers = [f"{word}: " for word in words if "${" in word and isinstance(error, OmegaConfBaseException)]
+        raise UserError("".join(refers[:1]) + _explanation(error)) from error
+
+
+def _explanation(error: Any) -> str:
+    """Return what Hydra found, in one sentence."""
+    if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file is not None:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        return no_choice(group, choice, [option for option in error.options if not option.startswith("_")])
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} cannot be read: {as_text(str(error.override)) or 'write key=value or group=choice'}"
+    if sweep := re.match(r"(?:Ambiguous .*?|Sweep parameters) '(.+?)'(?:\n| requires)", str(error), re.S):
+        key, _, value = sweep[1].partition("=")
+        return f"{sweep[1]} is a sweep: add -m; a list is typed {shlex.quote(f'{key}=[{value}]')}, {as_text(sweep[1])}"
+    if isinstance(error, OSError):
+        where = error.filename or "the sweep's folder"  # a full disk names no file
+        return f"cannot write {where}: {error.strerror or error}; choose another folder with hydra.sweep.dir=<folder>"
+    return str(error).split("\n\n")[0].strip()
 
 
 def _run(command: Command) -> Any:
     """Read a command's settings, and then load PyTorch to do its work."""
-    settings = read_command(command)
+    settings = settings_from(command)
     from grpo_cli.cli.jobs import JOBS
 
     return JOBS[command.name](command, settings)
 
 
-def _check(command: Command) -> None:
-    """UserError for settings that the command would refuse: a sweep's job is checked before it starts."""
-    settings = read_command(command)
-    from grpo_cli.config.check import check
-
-    check(settings)
-
-
 def _sweep(command: str, words: Sequence[str]) -> None:
     """Let Hydra run the sweep, and end with its result."""
-    words, sweep = sweep_of(command, words, lambda cfg: _check(of_hydra(command, cfg, run.record)))
-    run = recorded_run(command, words)
-    config, words = primary(command, run, words)
-    started = []
+
+    def check_job(cfg: DictConfig) -> None:
+        settings = settings_from(of_hydra(command, cfg, run.record))
+        from grpo_cli.config.prepare import check
+
+        check(settings)
 
     def job(cfg: DictConfig) -> Any:
         """Run a job here, for a launcher of Hydra's. Ours starts processes and needs only `job.sweep`."""
         started.append(cfg)
         return _run(of_hydra(command, cfg, run.record))
 
-    job.sweep, before = sweep, sys.argv  # type: ignore[attr-defined]  # functions may have attributes
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are explained here
-    sys.argv = [f"grpo {command}", "--multirun", *words]
+    words, sweep = sweep_of(command, words, check_job)
+    run, started = recorded_run(command, words), list[DictConfig]()
+    config, words = primary(command, run, words)
+    job.sweep = sweep  # type: ignore[attr-defined]  # functions may have attributes
     new_folder_names()
     try:
-        with explained(command, words, lambda: not (started or sweep.outcomes)):
-            hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config)(job)()
+        with explained(command, words, lambda: not (started or sweep.states)):
+            with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+                program: Any = GlobalHydra.instance().hydra
+                program.multirun(config, job, words)
     except KeyboardInterrupt:
-        if not sweep.outcomes:
+        if not sweep.states:
             raise
         _end(sweep, 130)
     except ValueError:
-        if not sweep.outcomes or sweep.counts()["done"]:
+        if not sweep.states or sweep.counts()["done"]:
             raise  # without any result a sweeper has no best one, and reports that itself
-    finally:
-        sys.argv = before
-    if sweep.outcomes:
+    if sweep.states:
         _end(sweep, _conclude(sweep))
 
 
@@ -116,23 +139,22 @@ def _conclude(sweep: Sweep) -> int:
     missing."""
     done = sweep.done()
     if sweep.command == "eval" and done:
-        from grpo_cli.report.evaluations import show_evaluations
+        from grpo_cli.report.side_by_side import show_evaluations
 
         show_evaluations([(job.label, job.folder) for job in done])
     if sweep.command != "profile":
         return min(sweep.counts()["failed"], MOST_FAILED)
     if done:
-        from grpo_cli.report.profiles import compare_profiles
+        from grpo_cli.report.side_by_side import show_profiles
 
-        assert sweep.folder is not None, "the launcher has written there"
-        compare_profiles([(job.label, job.folder) for job in done], sweep.folder)
-    return 0 if len(done) == len(sweep.jobs) else 2
+        show_profiles([(job.label, job.folder) for job in done])
+    return 0 if len(done) == len(sweep.states) else 2
 
 
 def _end(sweep: Sweep, code: int) -> NoReturn:
     """Print how a sweep ended and exit with this code; with 2 and the reasons, if no job could be run."""
     typer.echo(sweep.summary())
-    if sweep.counts()["skipped"] == len(sweep.outcomes):
-        reasons = dict.fromkeys(str(status.reason) for status in sweep.outcomes.values())
-        fail("\n".join(["no combination can be run:", *reasons]))
+    if sweep.counts()["skipped"] == len(sweep.states):
+        reasons = dict.fromkeys(str(status.reason) for status in sweep.states.values())
+        raise UserError("\n".join(["no combination can be run:", *reasons]))
     raise typer.Exit(code)

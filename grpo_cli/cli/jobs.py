@@ -15,8 +15,8 @@ from grpo_cli import experiment
 from grpo_cli.cli.start import started
 from grpo_cli.config.auto import AUTO, decided
 from grpo_cli.config.choices import shipped
-from grpo_cli.config.compose import read_command
-from grpo_cli.config.instantiate import factories
+from grpo_cli.config.compose import settings_from
+from grpo_cli.config.instantiate import Factories
 from grpo_cli.config.overrides import key_of
 from grpo_cli.config.prepare import Prepared, prepare
 from grpo_cli.config.recorded import Command
@@ -54,8 +54,8 @@ def _fitted(run: Prepared[RunSettings], command: Command) -> tuple[Prepared[RunS
     chosen = fit.choose(run, {key_of(word) for word in command.typed}, to_stderr)
     for key, _, text in (word.partition("=") for word in chosen):
         OmegaConf.update(command.cfg, key, yaml.safe_load(text) if "." in key else shipped(key, text), merge=False)
-    settings = decided(read_command(command), lambda line: None)
-    return replace(run, settings=settings, parts=factories(settings.parts)), chosen
+    settings = decided(settings_from(command), lambda line: None)
+    return replace(run, settings=settings, parts=Factories.of(settings.parts)), chosen
 
 
 def evaluate(command: Command, settings: EvalRunSettings) -> Any:

@@ -12,17 +12,31 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from typer.core import TyperGroup
 
 from grpo_cli import __version__
 from grpo_cli.cli.completion import offered
-from grpo_cli.cli.mistakes import fail, folder, without_dashes
 from grpo_cli.support.errors import UserError, closest, gathered
+from grpo_cli.support.formatting import legible
 from grpo_cli.support.processor import set_variables
 from grpo_cli.support.terminal import outlive_the_reader
+
+
+def fail(error: UserError | str) -> NoReturn:
+    """End the program as for every mistake: one message and exit code 2."""
+    typer.echo(f"error: {legible(str(error))}", err=True)
+    raise typer.Exit(2)
+
+
+def folder(text: str | Path) -> Path:
+    """Return a folder as typed. An empty word is refused: it would mean the current directory."""
+    if not str(text).strip():
+        raise typer.BadParameter("it is empty: name a folder (. is the current directory)")
+    return Path(text)
+
 
 a_folder = partial(typer.Argument, parser=folder)
 UsageError = cast(type[Exception], typer.BadParameter.__bases__[0])
@@ -31,18 +45,12 @@ UsageError = cast(type[Exception], typer.BadParameter.__bases__[0])
 class _Group(TyperGroup):
     """The commands; what is typed wrongly is answered in one line, with an example."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta["words"] = [*args]
-        return super().parse_args(ctx, args)
-
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except UsageError as error:
             wrong: Any = error
             of, fault = wrong.ctx or ctx, wrong.format_message().rstrip(".")
-            if of.info_name in RUNS and hasattr(wrong, "possibilities"):  # a setting typed as an option
-                fail(without_dashes(of.info_name, wrong.option_name, ctx.meta["words"]))
             fail(f"{of.command_path}: {fault[:1].lower()}{fault[1:300]}; {of.command.epilog}")
         except UserError as error:
             fail(error)
@@ -86,7 +94,9 @@ def _add(name: str, about: str) -> None:
 
             hand_over(name, overrides or [], many, cfg is not None, own)
 
-    app.command(name, help=about, add_help_option=False, epilog=f"grpo {name} --help lists all settings")(run)
+    # A setting that is typed as an option is a word, which `mistakes` answers.
+    settings, epilog = {"ignore_unknown_options": True}, f"grpo {name} --help lists all settings"
+    app.command(name, help=about, add_help_option=False, epilog=epilog, context_settings=settings)(run)
 
 
 RUNS = {

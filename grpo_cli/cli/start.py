@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -18,8 +18,15 @@ from grpo_cli.config.recorded import OF_A_RESUME, Command
 from grpo_cli.runs.files import json_line, read_object
 from grpo_cli.runs.layout import CHECKPOINTS, METRICS, PROFILE, ROLLOUTS, RUN, SAMPLES, SUMMARY
 from grpo_cli.runs.lock import sole_use
-from grpo_cli.runs.provenance import code_version
-from grpo_cli.runs.record import RunRecord, check_data, digests, failure_noted, read_record, write_record
+from grpo_cli.runs.record import (
+    RunRecord,
+    check_data,
+    code_version,
+    digests,
+    failure_noted,
+    read_record,
+    write_record,
+)
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain, shown
@@ -63,13 +70,10 @@ def started(
 def _record(
     command: Command, settings: RunSettings | EvalRunSettings, chosen: Sequence[str], resumed: RunRecord | None
 ) -> RunRecord:
-    # in the form in which it is read back
+    # As it was typed, since it is read again: escapes and references are kept.
     config = json.loads(json_line(OmegaConf.to_container(command.cfg, resolve=False)))
     for group, _, name in (key.partition(".") for key in leaves("", config).keys() & MAY_BE_AUTO):
         config[group][name] = getattr(getattr(settings, group), name)
-    config["sampling"]["stop"] = list(settings.sampling.stop)  # with the line breaks that were typed as backslash and n
-    texts = settings.parts["task"]
-    config["task"] |= {name: texts[name] for name in ("template", "system_prompt") if name in texts}
     typed = [word for word in command.typed if key_of(word) not in OF_A_RESUME]
     if resumed is not None:
         typed = [*resumed.overrides, *(word for word in typed if word not in resumed.overrides)]
@@ -108,18 +112,13 @@ def _taken(folder: Path, before: RunRecord | None) -> UserError:
 
 
 def _go_on(folder: Path, before: RunRecord, record: RunRecord) -> None:
-    """Record the settings of a resumed run if they have changed, and print the differences."""
+    """Record the settings of a resumed run if they have changed, and print those that exist in both and differ."""
     if dict(before.config) == record.config:
         return
-    exchanged = _differences(before.choices, record.choices)
-    changed = _differences(leaves("", before.config), leaves("", record.config))
-    for line in (*exchanged, *changed):
-        to_stderr(f"changed since this run was started: {line}")
-    write_record(folder, record)
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each choice or setting that exists in both and differs."""
-    for key in [key for key in before if key in now and before[key] != now[key]]:
-        if not (key.endswith("_target_") and is_ours(before[key]) and is_ours(now[key])):
-            yield f"{key}={plain(shown(before[key]))} is {plain(shown(now[key]))}"
+    then, now = ({**one.choices, **leaves("", one.config)} for one in (before, record))
+    changed = list(before.about.get("changed", ()))
+    for key in [key for key in then if key in now and then[key] != now[key]]:
+        if not (key.endswith("_target_") and is_ours(then[key]) and is_ours(now[key])):
+            changed.append(f"{key}={plain(shown(then[key]))} is {plain(shown(now[key]))}")
+            to_stderr(f"changed since this run was started: {changed[-1]}")
+    write_record(folder, replace(record, about={**record.about, "changed": changed}))

@@ -36,11 +36,11 @@ def fill(values: dict[str, Any]) -> None:
 def _of_the_recipe(values: Mapping[str, Any], part: str, word: str) -> Any:
     """Return the part's value, capped by the model's. An episode has as many replies as turns."""
     recipe, of_model = shipped(part, _BASE[part])["recipe"] | _recipe(values.get(part)), _recipe(values.get("model"))
-    if word == "lr" and _has_adapters(values["model"]):
+    lora = values["model"].get("lora")
+    if word == "lr" and (values["model"].get("adapter") or (isinstance(lora, dict) and lora.get("rank"))):
         word = "lora_lr"
     turns = values["task"].get("turns", 1) if word == "max_new_tokens" else 1
-    found = recipe[word] * turns if isinstance(turns, int) and turns > 1 else recipe[word]
-    most = of_model.get(word)
+    found, most = recipe[word] * turns if isinstance(turns, int) and turns > 1 else recipe[word], of_model.get(word)
     return found if most is None else min(found, most)
 
 
@@ -49,13 +49,8 @@ def _recipe(part: Any) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _has_adapters(model: Any) -> bool:
-    lora = model.get("lora")
-    return model.get("adapter") is not None or (isinstance(lora, dict) and lora.get("rank") not in (None, 0))
-
-
 def decided(settings: Settings, say: Callable[[str], None], fast: bool | None = None) -> Settings:
-    """Return the settings with precisions decided; `say` gets what `auto` became, and a warning of a slow choice.
+    """Return the settings with precisions decided; `say` gets what `auto` became.
 
     `fast`: True if the device is faster in bfloat16 than in float32; None: find out."""
     from grpo_cli.support.processor import fast_in_bfloat16  # loads torch
@@ -63,12 +58,9 @@ def decided(settings: Settings, say: Callable[[str], None], fast: bool | None = 
     fast = fast_in_bfloat16(settings.device) if fast is None else fast
     model = decided_model(settings.model, fast)
     names = [name for name in ("dtype", "autocast") if getattr(settings.model, name) == AUTO]
-    slow = "bfloat16 is slower than float32 here (no GPU with bfloat16, no AMX, no AVX512_BF16)"
     if names:
         chosen = ", ".join(f"model.{name}=auto is {getattr(model, name)}" for name in names)
-        say(f"{chosen}: " + ("bfloat16 is faster than float32 here" if fast else slow))
-    elif not fast and "bfloat16" in (model.dtype, model.autocast):
-        say(f"{slow}: model.dtype=float32 model.autocast=none is faster")
+        say(f"{chosen}: bfloat16 is {'faster' if fast else 'slower'} than float32 here")
     return replace(settings, model=model)
 
 

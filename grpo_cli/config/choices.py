@@ -1,9 +1,16 @@
-"""The config groups and their choices, in `conf/` and in `experimental/conf/`. Imports neither Hydra nor torch."""
+"""Reads the files of `conf/` and `experimental/conf/`: values, and the comments above them, which YAML parsers drop.
+
+They are the one place of defaults and of their documentation: help pages and `grpo explain` print them. Nothing is
+composed, and neither Hydra nor torch is imported.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +19,32 @@ import yaml
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if compiled
 EXPERIMENTAL = Path(__file__).resolve().parent.parent / "experimental" / "conf"
 ENGINE_PARTS = ("engine", "sampler", "scheduler", "predictor", "sparsity")
+_NO_SETTINGS = {"defaults", "hydra", "_target_", "_partial_"}
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A key of a file: its value in YAML ("" for a group of settings), its comment, and its place."""
+
+    value: str
+    comment: str
+    place: str  # conf/loss/grpo.yaml:7
+
+
+@dataclass(frozen=True)
+class ConfFile:
+    """A file with what its base files add: `about` is the comment at its head, `choices` are its defaults in each
+    group, `settings` are in order by key (`lora.rank`)."""
+
+    about: str
+    values: Mapping[str, Any]
+    choices: Mapping[str, str]
+    settings: Mapping[str, Setting]
+
+
+@functools.cache
 def config_dir() -> Path:
-    """`conf/`: inside the package in an installed wheel, beside it in a checkout."""
+    """Return `conf/`: inside the package in an installed wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "conf", package.parent / "conf"):
         if (folder / "train.yaml").is_file():
@@ -23,25 +52,96 @@ def config_dir() -> Path:
     raise FileNotFoundError(f"neither {package / 'conf'} nor {package.parent / 'conf'} holds train.yaml")
 
 
-def conf_file(name: str) -> Path:
-    """The file of a name such as `loss/grpo`, in whichever of the two folders has it."""
-    file = config_dir() / f"{name}.yaml"
-    return file if file.is_file() else EXPERIMENTAL / f"{name}.yaml"
-
-
 def is_experimental(group: str, choice: str) -> bool:
     return (EXPERIMENTAL / group / f"{choice}.yaml").is_file()
 
 
+def marked(group: str, choice: str) -> str:
+    """Return a choice as it is listed, such as `x (experimental)`."""
+    return f"{choice} (experimental)" if is_experimental(group, choice) else choice
+
+
+@functools.cache
+def choices(group: str) -> Sequence[str]:
+    """Return the choices of a group, experimental ones last. A file whose name begins with `_` is a base of several."""
+    folders = (config_dir() / group, EXPERIMENTAL / group)
+    return [name for folder in folders for name in sorted(file.stem for file in folder.glob("[!_]*.yaml"))]
+
+
+def read_choice(group: str, choice: str) -> ConfFile:
+    return read_conf(_file(f"{group}/{choice}"))
+
+
+def read_command(command: str) -> ConfFile:
+    return read_conf(_file(command))
+
+
 def shipped(group: str, choice: str) -> dict[str, Any]:
-    """Return a choice's keys and values, including those of its base files."""
-    return values_of(f"{group}/{choice}")
+    """Return a choice's keys and values, which the caller may change."""
+    return copy.deepcopy(dict(read_choice(group, choice).values))
 
 
-def values_of(name: str) -> dict[str, Any]:
-    """Return the keys and values of a file of `conf/`, including those of its base files."""
-    merged = functools.reduce(_over, _files(conf_file(name)), dict[str, Any]())
-    return {key: value for key, value in merged.items() if key != "defaults"}
+def groups_of(command: str) -> list[str]:
+    """Return the groups that a command's configuration chooses from."""
+    return [group for group in read_command(command).choices if not group.startswith("hydra/")]
+
+
+def parts_of(command: str) -> tuple[str, ...]:
+    """Return its groups that are built from a `_target_`: all but the model and named experiments."""
+    return tuple(group for group in groups_of(command) if group not in ("model", "experiment"))
+
+
+def choice_of(group: str, part: Mapping[str, Any]) -> str:
+    """Return the choice that needs the fewest other settings to give this part; for a user's own part its target."""
+    target = str(part["_target_"])
+    files = {choice: read_choice(group, choice).values for choice in choices(group)}
+    same = {choice: keys for choice, keys in files.items() if keys.get("_target_") == target}
+    return max(same, key=lambda choice: sum(part.get(key) == same[choice][key] for key in same[choice]), default=target)
+
+
+@functools.cache
+def read_conf(file: Path) -> ConfFile:
+    """Read a file and its bases. A key without a comment inherits the base's, or else that of the key above."""
+    text = file.read_text(encoding="utf-8")
+    lines, root = text.splitlines(), yaml.compose(text, _LOADER)
+    own: dict[str, Any] = yaml.load(text, _LOADER) or {}
+    values, groups, settings = dict[str, Any](), dict[str, str](), dict[str, Setting]()
+    for entry in own.pop("defaults", []):
+        if isinstance(entry, dict):
+            groups |= {group.removeprefix("override "): choice for group, choice in entry.items()}
+        elif entry != "_self_":  # a base, beside the file or in its group of `conf/`
+            beside = file.parent / f"{entry}.yaml"
+            base = read_conf(beside if beside.is_file() else config_dir() / file.parent.name / beside.name)
+            values, groups = _over(values, base.values), {**base.choices, **groups}
+            settings = {**settings, **base.settings}
+    above: dict[str, str] = {}
+    head = next((row for row, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    for key, setting in _settings(root, [""] * head + lines[head:], _name(file)):
+        group = key.rpartition(".")[0]
+        shared = above.get(group, "") if setting.value else ""
+        comment = setting.comment or (settings[key].comment if key in settings else shared)
+        above[group] = comment if setting.value else ""
+        settings[key] = replace(setting, comment=comment)
+    return ConfFile(_above(lines, head), _over(values, own), groups, settings)
+
+
+def flow(value: Any) -> str:
+    """Return a value on one line, as typed after `key=`."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
+    return json.dumps(value, ensure_ascii=False) if "\n" in text else text
+
+
+def _file(name: str) -> Path:
+    """Return the file of a name such as `loss/grpo`, in whichever of the two folders has it."""
+    file = config_dir() / f"{name}.yaml"
+    return file if file.is_file() else EXPERIMENTAL / f"{name}.yaml"
+
+
+def _name(file: Path) -> str:
+    for folder, name in ((EXPERIMENTAL, "grpo_cli/experimental/conf"), (config_dir(), "conf")):
+        if file.is_relative_to(folder):
+            return f"{name}/{file.relative_to(folder)}"
+    return file.name
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,54 +150,21 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return {**below, **above, **both}
 
 
-@functools.cache
-def defaults_of(command: str) -> Mapping[str, str]:
-    """Return a command's default choice in each group, Hydra's own groups included."""
-    listed = [entry for values in _files(conf_file(command)) for entry in values.get("defaults", [])]
-    groups = [entry for entry in listed if isinstance(entry, dict)]
-    return {group.removeprefix("override "): choice for entry in groups for group, choice in entry.items()}
+def _settings(node: Any, lines: Sequence[str], file: str, prefix: str = "") -> Iterator[tuple[str, Setting]]:
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if key.value in _NO_SETTINGS and not prefix:
+            continue
+        row, below = key.start_mark.line, isinstance(value, yaml.MappingNode) and not value.flow_style
+        text = "" if below else flow(yaml.constructor.SafeConstructor().construct_document(value))
+        yield prefix + key.value, Setting(text, _above(lines, row), f"{file}:{row + 1}")
+        if below:
+            yield from _settings(value, lines, file, f"{prefix}{key.value}.")
 
 
-def groups_of(command: str) -> list[str]:
-    """The groups that a command's configuration chooses from."""
-    return [group for group in defaults_of(command) if not group.startswith("hydra/")]
-
-
-def parts_of(command: str) -> tuple[str, ...]:
-    """Return its groups that are built from a `_target_`: all but the model and named experiments."""
-    return tuple(group for group in groups_of(command) if group not in ("model", "experiment"))
-
-
-def _files(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the content of a file of `conf/`, unresolved, preceded by its base files."""
-    values = yaml.load(file.read_text(encoding="utf-8"), _LOADER) or {}
-    for base in bases_of(file, values):
-        yield from _files(base)
-    yield values
-
-
-def bases_of(file: Path, values: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield the files that a file builds on, beside it or in its group of `conf/`."""
-    for entry in values.get("defaults", []):  # groups, and overrides of their choices, are mappings
-        if isinstance(entry, str) and entry != "_self_":
-            beside = file.with_name(f"{entry.partition('@')[0]}.yaml")
-            yield beside if beside.is_file() else config_dir() / file.parent.name / beside.name
-
-
-def choices(group: str) -> list[str]:
-    """The choices of a group, experimental ones last. A file whose name begins with `_` is a base of several."""
-    folders = (config_dir() / group, EXPERIMENTAL / group)
-    return [name for folder in folders for name in sorted(file.stem for file in folder.glob("[!_]*.yaml"))]
-
-
-def marked(group: str, choice: str) -> str:
-    """Return a choice as it is listed, such as `x (experimental)`."""
-    return f"{choice} (experimental)" if is_experimental(group, choice) else choice
-
-
-def choice_of(group: str, part: Mapping[str, Any]) -> str:
-    """The choice that needs the fewest other settings to give this part; for a user's own part its target."""
-    target = str(part["_target_"])
-    files = {choice: shipped(group, choice) for choice in choices(group)}
-    same = {choice: keys for choice, keys in files.items() if keys.get("_target_") == target}
-    return max(same, key=lambda choice: sum(part.get(key) == same[choice][key] for key in same[choice]), default=target)
+def _above(lines: Sequence[str], row: int) -> str:
+    """Return the comment directly above a row, on one line."""
+    first = row
+    while first and lines[first - 1].lstrip().startswith("#"):
+        first -= 1
+    words = (line.strip().removeprefix("#").strip() for line in lines[first:row])
+    return " ".join(line for line in words if not line.startswith("@package"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -70,7 +70,7 @@ def new_folder_names() -> None:
     OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(2), use_cache=True, replace=True)
 
 
-def read_command(command: Command) -> Any:
+def settings_from(command: Command) -> Any:
     """Return the settings of a composed command."""
     (kind,) = (kind for kind, name in COMMANDS.items() if name == command.name)
     return read_settings(command.cfg, kind, command.typed)
@@ -79,26 +79,34 @@ def read_command(command: Command) -> Any:
 def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = ()) -> Settings:
     """Return the settings of a command. UserError lists every missing value, wrong type or range, and unknown key.
 
-    A user's own part loses in `cfg` what it inherits, but for what it takes and what is `typed`."""
-    if own := [g for g in parts_of(COMMANDS[kind]) if not is_ours(OmegaConf.select(cfg, f"{g}._target_"))]:
-        from grpo_cli.config.instantiate import drop_inherited
-
-        drop_inherited(cfg, own, {key_of(word) for word in typed})
-    values = _plain(cfg)
+    A user's own part loses what it inherits, but for what it takes and what is `typed`."""
+    try:
+        values: Any = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key or 'the configuration'}: {error.msg or error}".splitlines()[0]) from error
     fill(values)
-    parts = {group: values.pop(group, None) for group in parts_of(COMMANDS[kind])}
     values.pop("experiment", None)  # its settings are in the other keys
-    problems = [line for group, part in parts.items() for line in _part_problems(group, part)]
-    _read_escapes(values.get("sampling"), parts["task"])
+    keys, parts, problems = {key_of(word) for word in typed}, dict[str, Any](), list[str]()
+    for group in parts_of(COMMANDS[kind]):
+        part = values.pop(group, None)
+        if not isinstance(part, dict) or "_target_" not in part:
+            problems.append(f"{group} names nothing to build: choose one of {', '.join(choices(group))}")
+            continue
+        if not is_ours(part["_target_"]):
+            from grpo_cli.config.instantiate import without_inherited
+
+            part = without_inherited(group, part, keys)
+        parts[group] = part
+        lacking = [key for key, value in leaves(group, part).items() if value == "???"]
+        problems += [f"{key} has no value; give {key}=..." for key in lacking]
+    _break_lines(values.get("sampling"), parts.get("task"))
     with gathered(problems):
         settings: Settings = read(kind, values | {"parts": parts}, cfg)
-    plain = {group: part for group, part in parts.items() if isinstance(part, dict) and "_target_" in part}
-    shipped_as = {group: [shipped(group, choice) for choice in choices(group)] for group in plain if problems}
-    if changed := {group: plain[group] for group, known in shipped_as.items() if plain[group] not in known}:
-        from grpo_cli.config.instantiate import factories  # imports the parts, and so torch
+    if problems and (typed_parts := parts.keys() & {key.partition(".")[0] for key in keys}):
+        from grpo_cli.config.instantiate import Factories  # imports the parts, and so torch
 
-        with gathered(problems):  # what is wrong with parts too, which is found with the factories if nothing else is
-            factories(changed)
+        with gathered(problems):  # what is wrong with typed parts too, which `config.prepare` finds if nothing else is
+            Factories.of({group: parts[group] for group in typed_parts})
     refuse(list(dict.fromkeys(problems)))
     return settings
 
@@ -107,7 +115,7 @@ def settings_of(*overrides: str) -> RunSettings:
     """Return the settings of `grpo train` with these overrides, unchecked: for tests, scripts and notebooks."""
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = hydra.compose("train", ["run_dir=.", *overrides])
-    return decided(read_settings(cfg, RunSettings), lambda line: None)
+    return decided(read_settings(cfg, RunSettings, overrides), lambda line: None)
 
 
 def model_of(choice: str, **changed: Any) -> ModelSettings:
@@ -115,40 +123,15 @@ def model_of(choice: str, **changed: Any) -> ModelSettings:
     return decided_model(read(ModelSettings, shipped("model", choice) | changed), fast_in_bfloat16("auto"))
 
 
-def _plain(cfg: DictConfig) -> dict[str, Any]:
-    try:
-        values: Any = OmegaConf.to_container(cfg, resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key or 'the configuration'}: {error.msg or error}".splitlines()[0]) from error
-    return dict(values)
-
-
 # \n as it is typed, but not as commands of TeX begin, which prompts may hold.
 _TEX = "abla|atural|cong|earrow|e|eg|eq|ewcommand|ewline|exists|geq|gtr|i|leq|less|mid|ot|otin|u|warrow"
 _LINE_BREAK = re.compile(rf"(?<!\\)\\n(?!(?:{_TEX})\b)")
-_ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 
 
-def _read_escapes(sampling: Any, task: Any) -> None:
+def _break_lines(sampling: Any, task: Any) -> None:
     """Put line breaks where backslash and n are typed: Hydra has no other way to type them."""
     if isinstance(sampling, dict) and isinstance(stop := sampling.get("stop"), list):
-        sampling["stop"] = [
-            re.sub(r"\\[ntr\\]", lambda found: _ESCAPES[found[0]], text) if isinstance(text, str) else text
-            for text in stop
-        ]
+        sampling["stop"] = [_LINE_BREAK.sub("\n", text) if isinstance(text, str) else text for text in stop]
     for word in ("template", "system_prompt") if isinstance(task, dict) else ():
         if isinstance(text := task.get(word), str):
             task[word] = _LINE_BREAK.sub("\n", text)
-
-
-def _part_problems(group: str, part: Any) -> Iterator[str]:
-    """Yield what no part may have: no `_target_`, a value that is missing, a keyword of Hydra."""
-    if not isinstance(part, dict) or "_target_" not in part:
-        yield f"{group} names nothing to build: choose one of {', '.join(choices(group))}"
-        return
-    for key, value in leaves(group, part).items():
-        if value == "???":
-            yield f"{key} has no value; give {key}=..."
-        for word in key.split(".")[1:]:
-            if re.fullmatch(r"_[a-z]+_", word) and key != f"{group}._target_":
-                yield f"{key} is no setting of a part, which is one class or function: leave {word} out"

@@ -11,12 +11,10 @@ import dataclasses
 import inspect
 import pkgutil
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
-
-from omegaconf import DictConfig, open_dict
 
 from grpo_cli import interfaces
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
@@ -58,73 +56,111 @@ class Factory:
         return str(self.part["_target_"])
 
     def make(self, offered: Mapping[str, Any] | None = None) -> Any:
-        """Build the part; a rule may also be a function with its settings bound. UserError if an argument is missing,
-        or if the part lacks what its protocol has."""
-        protocol, signature = PROTOCOLS.get(self.group, object), inspect.signature(self.code)
-        members = [word for word in vars(protocol) if not word.startswith("_")]
-        is_called = inspect.isfunction(getattr(protocol, "__call__", None))  # noqa: B004
-        may_be_function = is_called and (self.group == "loss" or not members)
-        if may_be_function and not isinstance(self.code, type):
+        """Build the part; a function whose protocol is a call gets its settings bound. UserError if an argument is
+        missing, or if the part lacks what its protocol has."""
+        protocol = PROTOCOLS.get(self.group, object)
+        call = vars(protocol).get("__call__")
+        if call and not isinstance(self.code, type):
             made: Any = partial(self.code, **self.settings)
+            made.needs_reference = bool(getattr(self.code, "needs_reference", False))  # of a loss
         else:
-            given = {word: value for word, value in (offered or {}).items() if word in signature.parameters}
+            takes = inspect.signature(self.code).parameters
+            given = {word: value for word, value in (offered or {}).items() if word in takes}
             arguments = {**given, **self.settings}
-            try:
-                signature.bind(**arguments)
-            except TypeError as error:
-                raise MissingArgument(
-                    f"{self.group}: {self.target} cannot be made: {error}; give it as +{self.group}.<argument>=..."
-                ) from error
+            self._check_call(self.code, "cannot be made", **arguments)
             with own_code_unless_ours(f"{self.group}._target_={self.target}", self.code):
                 made = self.code(**arguments)
-        if may_be_function:
-            self._check_call(made, [*inspect.signature(protocol.__call__).parameters][1:])
-        elif lacking := [word for word in members if not hasattr(made, word)]:
+        if lacking := [word for word in vars(protocol) if not word.startswith("_") and not hasattr(made, word)]:
             kind = f"{protocol.__module__}.{protocol.__name__}"
             raise UserError(f"{self.group}: {self.target} lacks {', '.join(lacking)} of {kind}")
-        if self.group == "loss" and not hasattr(made, "needs_reference"):
-            made.needs_reference = bool(getattr(self.code, "needs_reference", False))
+        if call:
+            names = list(inspect.signature(call).parameters)[1:]
+            self._check_call(made, f"cannot be called as {self.group}({', '.join(names)})", *names)
         return made
 
-    def _check_call(self, made: Any, arguments: Sequence[str]) -> None:
-        """UserError if a rule does not take the arguments of its kind."""
+    def _check_call(self, code: Any, fault: str, *arguments: Any, **words: Any) -> None:
         try:
-            inspect.signature(made).bind(*arguments)
+            inspect.signature(code).bind(*arguments, **words)
         except TypeError as error:
-            called = f"{self.group}._target_={self.target} cannot be called as {self.group}({', '.join(arguments)})"
-            raise UserError(f"{called}: {error}; give what else it needs as +{self.group}.<argument>=...") from error
+            what = f"{self.group}._target_={self.target} {fault}: {error}"
+            raise MissingArgument(f"{what}; give what it needs as +{self.group}.<argument>=...") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Factories:
+    """The factories of a configuration's parts, by group."""
+
+    by_group: Mapping[str, Factory]
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Any]) -> Factories:
+        """UserError lists everything that is wrong with the parts' settings."""
+        return cls(_each(parts, lambda group: factory(group, parts[group])))
+
+    def __getitem__(self, group: str) -> Factory:
+        return self.by_group[group]
+
+    def named(self, group: str) -> str:
+        """Return `group=choice` as a person types it."""
+        return f"{group}={choice_of(group, self[group].part)}"
+
+    def fact(self, group: str, name: str) -> Any:
+        """Return a fact of the part of a group (`support.facts`), None if it has none; of an engine of workers what
+        theirs states where it states nothing."""
+        having = self.engines() if group == "engine" else [self[group]] if group in self.by_group else []
+        found = [getattr(one.code, name, None) for one in having]
+        return next((one for one in found if one is not None), None)
+
+    def engines(self) -> list[Factory]:
+        """Return the engine and, where it has workers, that of its workers. UserError if that is unknown."""
+        engine = self["engine"]
+        if INNER not in engine.settings:
+            return [engine]
+        inner, known = engine.settings[INNER], [one for one in choices("engine") if INNER not in shipped("engine", one)]
+        if inner not in known:
+            raise UserError(f"engine.{INNER}={inner} must be one of {', '.join(known)}{closest(str(inner), known)}")
+        return [engine, factory("engine", shipped("engine", inner) | dict(engine.settings.get("options") or {}))]
+
+    def engine_parts(self, offered: Mapping[str, Any], early: bool = False) -> dict[str, Any]:
+        """Build sampler, scheduler, predictor and sparsity. UserError if they do not work together or with the engine.
+
+        `early`: before a model is loaded; parts that need an object that is not offered yet are left out.
+        """
+        built = _each(ENGINE_PARTS[1:], lambda group: self[group].make(offered), *[MissingArgument] * early)
+        refuse([*self._not_together(built)])
+        return built
+
+    def _not_together(self, built: Mapping[str, Any]) -> Iterator[str]:
+        """Yield conflicts among the parts that could be built."""
+        if isinstance(built.get("predictor"), NoPredictor) and getattr(built.get("scheduler"), "needs_lengths", False):
+            orders = f"{self.named('scheduler')} orders by predicted length"
+            yield f"{orders}, which {self.named('predictor')} has not: use predictor=prefix or mean"
+        for engine in self.engines():
+            refuses: Any = getattr(engine.code, "refuses", None)
+            words = inspect.signature(refuses).parameters if callable(refuses) else {"none": None}
+            if words.keys() <= built.keys():
+                with own_code_unless_ours(f"engine._target_={engine.target}: refuses", refuses):
+                    found = [*refuses(**{word: built[word] for word in words})]
+                yield from found
+
+    def rules(self, offered: Mapping[str, Any] | None = None) -> Rules:
+        """Build the rules of a run, untried. UserError lists all that cannot be built."""
+        return Rules(**_each(RULES, lambda group: self[group].make(offered)))
 
 
 def factory(group: str, part: Mapping[str, Any]) -> Factory:
     """Return the factory of a part. UserError if its class or function takes other settings."""
-    target = str(part["_target_"])
-    code, problems = _code(group, target), list[str]()
-    settings = {key: value for key, value in part.items() if key not in _NO_ARGUMENTS}
+    code, problems = _code(group, str(part["_target_"])), list[str]()
+    settings = {word: value for word, value in part.items() if word not in _NO_ARGUMENTS}
     takes = _takes(code)
-    hints = _hints(code) if is_ours(code.__module__) else {}  # others may annotate as they like
     for word in settings.keys() - (settings if takes is None else takes):
-        problems.append(f"{group}.{word}: {target} takes no {word}{closest(word, takes or ())}")
-    hints = {word: hint for word, hint in hints.items() if word in settings}
+        problems.append(f"{group}.{word}: {part['_target_']} takes no {word}{closest(word, takes or ())}")
+    hints = {word: hint for word, hint in (takes or {}).items() if word in settings and hint is not Any}
     kind = dataclasses.make_dataclass("PartSettings", hints.items(), bases=(Strict,), kw_only=True)
     with gathered(problems):
         settings |= vars(read(kind, {word: settings[word] for word in hints}, key=group))
     refuse(problems)
     return Factory(group, part, code, settings)
-
-
-def factories(parts: Mapping[str, Any]) -> dict[str, Factory]:
-    """Return the factories of all parts. UserError lists everything that is wrong with their settings."""
-    return _each(parts, lambda group: factory(group, parts[group]))
-
-
-def _each(groups: Iterable[str], build: Callable[[str], Any], *left_out: type[UserError]) -> dict[str, Any]:
-    """Build each group's part, but for those that raise what may be left out. UserError lists all that is wrong."""
-    built, problems = dict[str, Any](), list[str]()
-    for group in groups:
-        with gathered(problems), suppress(*left_out):
-            built[group] = build(group)
-    refuse(problems)
-    return built
 
 
 def make(group: str, part: Mapping[str, Any], offered: Mapping[str, Any] | None = None) -> Any:
@@ -137,43 +173,38 @@ def ready(group: str, choice: str, offered: Mapping[str, Any] | None = None, /, 
     return make(group, shipped(group, choice) | changed, offered)
 
 
-def drop_inherited(cfg: DictConfig, groups: Sequence[str], typed: Set[str]) -> None:
-    """Remove from a user's own parts the settings of the choices that they replace, unless typed or taken."""
-    for name in groups:
-        part = cfg.get(name)
-        if not isinstance(part, DictConfig) or not isinstance(part.get("_target_"), str):
-            continue
-        known = {word for choice in choices(name) for word in shipped(name, choice)} - {*_NO_ARGUMENTS}
-        takes: Set[str] | None = set()
-        with suppress(UserError):  # a target that cannot be imported is refused where it is built
-            takes = _takes(_code(name, str(part["_target_"])))
-        with open_dict(part):
-            for word in known & part.keys() - (known if takes is None else takes):
-                if f"{name}.{word}" not in typed:
-                    del part[word]
+def without_inherited(group: str, part: Mapping[str, Any], typed: Set[str]) -> dict[str, Any]:
+    """Return a user's own part without the settings of the choices that it replaces, unless typed or taken."""
+    known = {word for choice in choices(group) for word in shipped(group, choice)} - {*_NO_ARGUMENTS}
+    takes: Mapping[str, Any] | None = {}
+    with suppress(UserError):  # a target that cannot be imported is refused where it is built
+        takes = _takes(_code(group, str(part["_target_"])))
+    inherited = known - (known if takes is None else takes.keys())
+    return {word: value for word, value in part.items() if word not in inherited or f"{group}.{word}" in typed}
 
 
-def _takes(code: Any) -> Set[str] | None:
-    """Return the names of the settings that a class or function takes; None where it takes any."""
+def _takes(code: Any) -> dict[str, Any] | None:
+    """Return the settings that a class or function takes with their types, those of `**words: Unpack[...]` included;
+    None where it takes any. Types of a user's code are not read."""
     parameters = inspect.signature(code).parameters
-    unpacked = {*_hints(code)} if is_ours(code.__module__) else set()
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and unpacked <= {*parameters}
-    return None if takes_any else {*parameters, *unpacked}
+    hints: dict[str, Any] = {}
+    if is_ours(code.__module__):
+        constructor = isinstance(code, type) and not dataclasses.is_dataclass(code)
+        hints = typing.get_type_hints(code.__init__ if constructor else code, include_extras=True)
+    takes = {}
+    for name, parameter in parameters.items():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            takes[name] = hints.get(name, Any)
+        elif typing.get_origin(hints.get(name)) is typing.Unpack:
+            takes |= typing.get_type_hints(typing.get_args(hints[name])[0], include_extras=True)
+        else:
+            return None
+    return takes
 
 
-def _hints(code: Any) -> dict[str, Any]:
-    """Return the types of the arguments of a class or function, those of `**words: Unpack[...]` included."""
-    constructor = isinstance(code, type) and not dataclasses.is_dataclass(code)
-    hints = typing.get_type_hints(code.__init__ if constructor else code, include_extras=True)
-    for name in [name for name, hint in hints.items() if typing.get_origin(hint) is typing.Unpack]:
-        hints |= typing.get_type_hints(typing.get_args(hints.pop(name))[0], include_extras=True)
-    hints.pop("return", None)
-    return hints
-
-
-def _code(name: str, target: str) -> Any:
+def _code(group: str, target: str) -> Any:
     """Return the class or function that a part's `_target_` names. UserError if it cannot be imported."""
-    with own_code(f"{name}._target_={target}"):
+    with own_code(f"{group}._target_={target}"):
         try:
             code: Any = pkgutil.resolve_name(target)
             inspect.signature(code)
@@ -182,58 +213,15 @@ def _code(name: str, target: str) -> Any:
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             reason = hidden(target) or " ".join(str(error.__cause__ or error).splitlines()[:2])
             way_out = "write it as module.name, with the module in the current folder or installed"
-            raise UserError(f"{name}._target_={target} cannot be imported: {reason}; {way_out}") from error
+            raise UserError(f"{group}._target_={target} cannot be imported: {reason}; {way_out}") from error
     return code
 
 
-def engine_parts(parts: Mapping[str, Factory], offered: Mapping[str, Any], early: bool = False) -> dict[str, Any]:
-    """Build sampler, scheduler, predictor and sparsity. UserError if they do not work together or with the engine.
-
-    `early`: before a model is loaded; parts that need an object that is not offered yet are left out.
-    """
-    built = _each(ENGINE_PARTS[1:], lambda group: parts[group].make(offered), *[MissingArgument] * early)
-    refuse([*_not_together(parts, built)])
+def _each(groups: Iterable[str], build: Callable[[str], Any], *left_out: type[UserError]) -> dict[str, Any]:
+    """Build each group's part, but for those that raise what may be left out. UserError lists all that is wrong."""
+    built, problems = dict[str, Any](), list[str]()
+    for group in groups:
+        with gathered(problems), suppress(*left_out):
+            built[group] = build(group)
+    refuse(problems)
     return built
-
-
-def _not_together(parts: Mapping[str, Factory], built: Mapping[str, Any]) -> Iterator[str]:
-    """Yield conflicts among the parts that could be built."""
-    if isinstance(built.get("predictor"), NoPredictor) and "scheduler" in built and built["scheduler"].needs_lengths:
-        orders = f"{named(parts, 'scheduler')} orders by predicted length"
-        yield f"{orders}, which {named(parts, 'predictor')} has not: use predictor=prefix or mean"
-    for engine in engines(parts["engine"]):
-        refuses: Any = getattr(engine.code, "refuses", None)
-        words = inspect.signature(refuses).parameters if callable(refuses) else {"none": None}
-        if words.keys() <= built.keys():
-            with own_code_unless_ours(f"engine._target_={engine.target}: refuses", refuses):
-                found = [*refuses(**{word: built[word] for word in words})]
-            yield from found
-
-
-def engines(engine: Factory) -> list[Factory]:
-    """Return an engine and, where it has workers, that of its workers. UserError if that is unknown."""
-    if INNER not in engine.settings:
-        return [engine]
-    inner, known = engine.settings[INNER], [one for one in choices("engine") if INNER not in shipped("engine", one)]
-    if inner not in known:
-        raise UserError(f"engine.{INNER}={inner} must be one of {', '.join(known)}{closest(str(inner), known)}")
-    return [engine, factory("engine", shipped("engine", inner) | dict(engine.settings.get("options") or {}))]
-
-
-def fact(parts: Mapping[str, Factory], group: str, name: str) -> Any:
-    """Return a fact of the part of a group (`support.facts`), None if it has none; of an engine of workers what theirs
-    states where it states nothing."""
-    if group not in parts:
-        return None
-    found = [getattr(one.code, name, None) for one in (engines(parts[group]) if group == "engine" else [parts[group]])]
-    return next((one for one in found if one is not None), None)
-
-
-def named(parts: Mapping[str, Factory], group: str) -> str:
-    """Return `group=choice` as a person types it."""
-    return f"{group}={choice_of(group, parts[group].part)}"
-
-
-def rules_of(parts: Mapping[str, Factory], offered: Mapping[str, Any] | None = None) -> Rules:
-    """Return the rules of a run, untried. UserError lists all that cannot be made."""
-    return Rules(**_each(RULES, lambda group: parts[group].make(offered)))

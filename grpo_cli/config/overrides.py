@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 
@@ -39,12 +40,10 @@ def value_of(key: str, words: Sequence[str]) -> str | None:
 
 def unquoted(value: str) -> str:
     """Return a quoted string as Hydra parses it: `'it\\'s'` is it's. Any other value is unchanged."""
-    if not value.startswith(("'", '"')):
-        return value
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
+    if value.startswith(("'", '"')):
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+        from hydra.errors import HydraException
 
-    try:
-        return str(OverridesParser.create().parse_override(f"value={value}").value()).replace("\\${", "${")
-    except HydraException:
-        return value
+        with suppress(HydraException):
+            return str(OverridesParser.create().parse_override(f"value={value}").value()).replace("\\${", "${")
+    return value

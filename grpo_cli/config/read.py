@@ -32,7 +32,7 @@ def read(kind: Any, values: Any, cfg: DictConfig | None = None, key: str = "") -
     """Return the values as this type. UserError lists all that are wrong.
 
     A setting that only follows a wrong one, such as `m=${n}` in `cfg`, gets no line of its own."""
-    found = {line.partition(" ")[0]: line for line in _too_large(values, key)}
+    found = dict(_too_large(values, key))
     try:
         result = TypeAdapter(kind, config=None if dataclasses.is_dataclass(kind) else STRICT).validate_json(
             json.dumps(values, default=str)
@@ -41,28 +41,26 @@ def read(kind: Any, values: Any, cfg: DictConfig | None = None, key: str = "") -
         wrong: dict[str, list[ErrorDetails]] = {}
         for one in error.errors(include_url=False):
             wrong.setdefault(_key(one["loc"], values, key), []).append(one)
-        for name, errors in wrong.items():
-            if not any(line.startswith(f"{name}=") for line in found):
-                found[name] = _line(name, errors, sorted(leaves(key, values).keys() - wrong.keys()))
-    follow = [name for name in found if cfg is not None and _follows(cfg, name.partition("=")[0])]
+        known = sorted(leaves(key, values).keys() - wrong.keys())
+        found = {name: _line(name, errors, known) for name, errors in wrong.items()} | found
+    follow = [name for name in found if cfg is not None and _follows(cfg, name)]
     refuse([line for name, line in found.items() if name not in follow or len(follow) == len(found)])
     return result
 
 
 def _follows(cfg: DictConfig, key: str) -> bool:
-    parent = OmegaConf.select(cfg, key.rpartition(".")[0]) if "." in key else cfg
-    name = key.rpartition(".")[2]
+    parent, name = OmegaConf.select(cfg, key.rpartition(".")[0]) if "." in key else cfg, key.rpartition(".")[2]
     return isinstance(parent, DictConfig) and name in parent and OmegaConf.is_interpolation(parent, name)
 
 
-def _too_large(values: Any, key: str) -> Iterator[str]:
-    """Yield a line for each number that neither a seed nor float32 can be."""
+def _too_large(values: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the key and a line for each number that neither a seed nor float32 can be."""
     for name, value in leaves(key, values).items():
         for one in value if isinstance(value, list) else [value]:
             most = _LARGEST.get(type(one))
             if most is not None and abs(one) > most and abs(one) != float("inf"):
                 digits = f"a number of {len(str(abs(one)))} digits" if isinstance(one, int) else str(one)
-                yield f"{name}={digits} must be at most {most:.3g}"
+                yield name, f"{name}={digits} must be at most {most:.3g}"
 
 
 def _key(place: Sequence[str | int], values: Any, key: str) -> str:
@@ -85,12 +83,11 @@ def _line(key: str, errors: Sequence[ErrorDetails], known: Sequence[str]) -> str
     if value == "???":
         return f"{key} has no value; give {key}=..."
     ranged = [error for error in errors if set(error.get("ctx", ())) & {"ge", "gt", "le", "lt"}]
-    said = []
+    kinds = []
     for error in ranged or errors:
-        ends = error.get("ctx", {}).items()
-        context: dict[str, Any] = {word: f"{end:.12g}" if isinstance(end, float) else end for word, end in ends}
+        context = {word: f"{end:.12g}" if isinstance(end, float) else end for word, end in error.get("ctx", {}).items()}
         if error["type"] == "literal_error":
             words = re.findall(r"'([^']*)'", context["expected"]) or [context["expected"]]
             context["expected"] = f"{', '.join(words)}{closest(str(value), words)}"
-        said.append(_KINDS.get(error["type"], error["msg"]).format(**context))
-    return f"{key}={shown(value)} must be {' or '.join(dict.fromkeys(said))}"
+        kinds.append(_KINDS.get(error["type"], error["msg"]).format(**context))
+    return f"{key}={shown(value)} must be {' or '.join(dict.fromkeys(kinds))}"

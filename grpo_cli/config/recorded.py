@@ -1,4 +1,4 @@
-"""Finds the recorded run that `resume=` or `checkpoint=` names, and lays what is typed over its settings."""
+"""Finds the recorded run that `resume=` or `checkpoint=` names, and puts what is typed over its settings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_cli.config.choices import defaults_of, groups_of, values_of
+from grpo_cli.config.choices import groups_of, read_command
 from grpo_cli.config.overrides import key_of, leaves, value_of
 from grpo_cli.config.trust import refuse_foreign
 from grpo_cli.runs.find import find_checkpoint, never_saved, resolve_run
 from grpo_cli.runs.layout import RUN, step_of
-from grpo_cli.runs.record import RunRecord, begun_as, read_record
+from grpo_cli.runs.record import RunRecord, read_record
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
@@ -25,7 +25,7 @@ from grpo_cli.support.terminal import to_stderr
 
 HERE = "here"  # resume=here: in the folder of hydra.run.dir, if a run was begun there
 OF_A_RESUME = ("resume", "accept_damage", "run_dir")  # settings of a start, not of the run
-_OF_THIS_COMMAND = {*OF_A_RESUME, "checkpoint", "experiment", "search", "defaults", "hydra"}
+_OF_THIS_COMMAND = {*OF_A_RESUME, "checkpoint", "experiment", "search"}
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ def _to_resume(typed: Sequence[str]) -> RecordedRun:
     if place == HERE:
         if run_dir is None:
             raise UserError("resume=here continues the run in hydra.run.dir=<folder>: name one")
-        if (begun := begun_as(Path(run_dir))) is None:
+        if (begun := read_record(Path(run_dir))) is None:
             return RecordedRun([word for word in typed if key_of(word) not in OF_A_RESUME])
-        place = run_dir  # what the run began with may have been changed since, for more steps
+        place = run_dir
         typed = [word for word in typed if word not in begun.overrides]
     elif run_dir is not None:
         raise UserError(f"resume={place} continues in the folder of that run: leave out hydra.run.dir={run_dir}")
@@ -124,37 +124,35 @@ def primary(command: str, run: RecordedRun, words: Sequence[str]) -> tuple[str, 
     UserError for recorded settings that are incomplete or foreign (`config.trust`)."""
     if run.record is None and not run.decided:
         return command, [*words]
-    groups, recorded = groups_of(command), {} if run.record is None else _recorded(command, run.record, words)
-    without = [group for group in groups if group in recorded or (group == "experiment" and recorded)]
-    defaults = {group: choice for group, choice in defaults_of(command).items() if group not in without}
-    config = OmegaConf.create(values_of(command))
+    recorded = {} if run.record is None else _recorded(command, run.record, words)
+    file, without = read_command(command), recorded.keys() | ({"experiment"} if recorded else set())
+    config = OmegaConf.create(dict(file.values))
     for key, value in {**recorded, **run.decided}.items():
         OmegaConf.update(config, key, value, merge=False)
-    config.defaults = [{group: choice} for group, choice in defaults.items() if group in groups] + ["_self_"]
-    config.defaults += [{f"override {group}": choice} for group, choice in defaults.items() if group not in groups]
+    chosen = {group: choice for group, choice in file.choices.items() if group not in without}
+    of_hydra = [{f"override {group}": choice} for group, choice in chosen.items() if "/" in group]
+    config.defaults = [{group: choice} for group, choice in chosen.items() if "/" not in group] + ["_self_", *of_hydra]
     ConfigStore.instance().store("recorded", config)
-    return "recorded", [word for word in words if key_of(word) not in without]
+    groups = without & {*groups_of(command)}
+    return "recorded", [word for word in words if key_of(word) not in groups]
 
 
 def _recorded(command: str, record: RunRecord, words: Sequence[str]) -> dict[str, Any]:
     """Return the recorded settings to take: whole groups, and for an evaluation the settings that it has too."""
     assert record.source is not None, "it was read from a file"
-    groups, values, typed = {*groups_of(command)}, values_of(command), {key_of(word) for word in words}
+    groups, values, typed = {*groups_of(command)}, read_command(command).values, {key_of(word) for word in words}
     replaced = {group for group in groups & typed if value_of(group, words) != record.choices.get(group)}
     if "experiment" in replaced:
         choice = value_of("experiment", words)
         raise UserError(f"experiment={choice} is not what the run began with: type its settings")
-    others = replaced | _OF_THIS_COMMAND
+    has = {*values, *groups} - {"hydra"} - replaced - _OF_THIS_COMMAND
     try:
-        if lacking := sorted({*values, *groups} - others - record.config.keys()):
-            raise ValueError(f"{', '.join(lacking)} missing")
-        if odd := sorted({"defaults", "hydra"} & record.config.keys()):
-            raise ValueError(f"{', '.join(odd)} would be taken by Hydra")
+        found = record.config.keys() - _OF_THIS_COMMAND - replaced
+        if odd := sorted((has - found) | (found - has if command == "train" else set())):
+            raise ValueError(f"{', '.join(odd)} missing or unknown")
         config: Any = OmegaConf.create(dict(record.config))
-        config.sampling.stop = [text.replace("\\", "\\\\") for text in config.sampling.stop]  # escapes are read again
         raw: Any = OmegaConf.to_container(config, resolve=False)
-        has = raw.keys() if command == "train" else {*values, *groups}
-        kept = {key: value for key, value in raw.items() if key in has and key not in others}
+        kept = {key: value for key, value in raw.items() if key in has}
         refuse_foreign(leaves("", kept), sorted(typed - groups), record.source.parent)
         if command == "train":
             return kept
@@ -169,7 +167,9 @@ def _followed(value: Any, config: Any, key: str) -> Any:
     """Return a recorded value with its references replaced: an evaluation has other settings to refer to."""
     if isinstance(value, Mapping):
         return {name: _followed(item, config[key], name) for name, item in value.items()}
-    return config[key] if isinstance(value, str) and re.search(r"(?<!\\)\$\{", value) else value
+    if not (isinstance(value, str) and re.search(r"(?<!\\)\$\{", value)):
+        return value
+    return config[key].replace("${", "\\${") if isinstance(config[key], str) else config[key]
 
 
 def checkpoint_to_resume(settings: RunSettings, warn: Callable[[str], None]) -> Path | None:

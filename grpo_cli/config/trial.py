@@ -29,44 +29,38 @@ MOST_TRIED, ENOUGH = 4096, 1024
 def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
     """UserError for a rule that cannot be used. One that has `setup` waits for its run."""
     rules, size = copy.deepcopy(rules), min(n, MOST_TRIED + n % 2)  # as odd as n, which rules may require
-    if not isinstance(rules.collector, SetUp):
+    tried = {group for group, rule in vars(rules).items() if not isinstance(rule, SetUp)}
+    if "collector" in tried:
         _step(size, max(1, min(prompts, ENOUGH // size))).run(rules.collector)
     [group] = _step(size, 1).run(equal)
     keep = size if m == n else min(m, size - 1)
     kept = list(range(size - keep, size))
-    if not isinstance(rules.downsample, SetUp):
+    if "downsample" in tried:
         kept = choose(rules.downsample, group, keep, np.random.default_rng(0))
     batch = rows_of(collate([group]), torch.tensor(kept))
-    if not isinstance(rules.advantage, SetUp):
+    if "advantage" in tried:
         found = advantages(rules.advantage, group, kept)
         batch = replace(batch, advantages=batch.spread(found.new_zeros(len(kept)) if found.dim() > 1 else found))
-    if not isinstance(rules.correction, SetUp):
+    if "correction" in tried:
         with own_code_unless_ours(f"correction {name_of(rules.correction)}", rules.correction):
             verdict: Any = verdict_on(rules.correction, batch, batch.sampler_logprobs)
         if not isinstance(verdict, Verdict) or verdict.weights.shape != batch.weights.shape:
             raise UserError(f"correction {name_of(rules.correction)} returned {verdict!r:.60}: return a Verdict")
         batch = corrected(batch, verdict)
-    if not isinstance(rules.loss, SetUp):
-        _try_loss(
-            rules.loss, replace(batch, ref_logprobs=batch.sampler_logprobs if rules.loss.needs_reference else None)
-        )
-
-
-def _try_loss(loss: Any, batch: Any) -> None:
-    name = f"loss {name_of(loss)}"
-    logprobs = batch.sampler_logprobs.clone().requires_grad_()
-    with own_code_unless_ours(name, getattr(loss, "func", loss)):
-        output: Any = loss(logprobs, batch, totals(batch, 1))
-    if not isinstance(output, LossOutput) or output.loss.dim():
-        raise UserError(f"{name} returned {output!r:.60}: return a LossOutput with a scalar")
-    if not output.loss.isfinite() or not output.loss.requires_grad:
-        raise UserError(f"{name} is {output.loss.item()} for a synthetic batch: return a finite loss with a gradient")
+    if "loss" in tried:
+        reference = batch.sampler_logprobs if rules.loss.needs_reference else None
+        logprobs, name = batch.sampler_logprobs.clone().requires_grad_(), f"loss {name_of(rules.loss)}"
+        with own_code_unless_ours(name, getattr(rules.loss, "func", rules.loss)):
+            output: Any = rules.loss(logprobs, replace(batch, ref_logprobs=reference), totals(batch, 1))
+        if not isinstance(output, LossOutput) or output.loss.dim():
+            raise UserError(f"{name} returned {output!r:.60}: return a LossOutput with a scalar")
+        if not output.loss.isfinite() or not output.loss.requires_grad:
+            raise UserError(f"{name} is {output.loss.item()} on a synthetic batch: return a finite one with a gradient")
 
 
 def _step(n: int, prompts: int) -> StepCollection:
-    made_up = _MadeUp()  # type: ignore[abstract]  # what else they have is not called
-    words: dict[str, Any] = {"engine": made_up, "task": made_up, "curriculum": made_up, "history": History()}
-    return StepCollection(n=n, prompts=prompts, sampling=Sampling.plain(8), seed=0, step=0, **words)
+    parts: dict[str, Any] = dict.fromkeys(("engine", "task", "curriculum"), _MadeUp())  # type: ignore[abstract]
+    return StepCollection(n=n, prompts=prompts, sampling=Sampling.plain(8), seed=0, step=0, history=History(), **parts)
 
 
 class _MadeUp(Engine, Task, Curriculum):

@@ -1,7 +1,7 @@
 """Checks what a recorded run names: no code runs that is neither a choice of grpo_cli nor in the current directory.
 
-A run folder is untrusted input. Settings that name other code, or a machine whose answers are believed, have to be
-typed again on this command line.
+A run folder is untrusted input. Settings that name other code, a file or a machine whose answers are believed, or that
+read the environment, have to be typed again on this command line, unless they have a value of `conf/`.
 """
 
 from __future__ import annotations
@@ -14,27 +14,35 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep
 from hydra.errors import HydraException
 
-from grpo_cli.config.choices import choices, config_dir, shipped
+from grpo_cli.config.choices import choices, groups_of, read_choice
 from grpo_cli.config.overrides import key_of
 from grpo_cli.support.errors import own_code, refuse
 from grpo_cli.support.formatting import plain, shown
 
-OWN = ("task.reward", "task.environment", "task.tools")  # settings that name a user's own code as module:name
-_CHOICE = re.compile(r"\w[\w-]*|")  # a path would be another file's
-_OF_A_SWEEP = re.compile(r"hydra[./](launcher|sweeper)(\.[a-z]\w*)?")
-# Where a run writes, whose answers it believes, and what it reveals of the environment.
-_TYPED_AGAIN = re.compile(r"run_dir|engine\.address|engine\.options\..*|task\.judge\.(key|base_url)")
+_GROUPS = {*groups_of("train"), *groups_of("eval")}
+_CODE = re.compile(r"[a-z]+\._target_=(.*)\.(\w*)|task\.(?:reward|environment|tools)=(.*?):(.*)", re.S)
 # Files that are read, whose content reaches prompts, records and judges.
-_READ = ("task.judge.prompt", "train.warmup_path", *(f"task.{one}path" for one in ("", "eval_", "few_shot_")))
-_HERE = re.compile(r"https?://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?(/|$)")  # a server on this machine
-_OF_A_RUN = ("name", "group", "tags", "mode")  # settings of a logger that say nothing of where records are sent
+_FILE = re.compile(r"(?:task\.(?:judge\.prompt|(?:eval_)?path)|train\.warmup_path)=(?!hub:)(.*)", re.S)
+_DANGERS = (
+    rf"({'|'.join(_GROUPS)}|hydra[./](launcher|sweeper)(\.[a-z]\w*)?)=(?!(\w[\w-]*)?$).*",  # a path
+    r"hydra(?![./](launcher|sweeper)(\.[a-z]\w*)?=)\W.*",
+    r"[^=]*(\._|@)[^=]*=.*",  # what Hydra itself would call
+    r".*\.trust_remote_code=(?!False$).*",
+    # Where records are sent or written, whose answers are believed, what is revealed of the environment.
+    r"logger\.(?!(name|group|tags|mode)(\.|=)).*|run_dir=.*|task\.judge\.key=.*",
+    r"task\.judge\.base_url=(?!https?://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?(/|$)).*",
+    r"engine\.(address|options\..*)=(?!(auto|True|False|[-+.\de]+)$).*",
+    r"[^=]*=.*\$\{[^}]*:.*",  # a resolver
+)
 
 
 def taken(words: Sequence[str], typed: Sequence[str], folder: Path) -> list[str]:
     """Return a recorded sweep's overrides that may be composed. UserError for foreign ones that are not typed again."""
-    foreign = {word: _value(word) for word in words if is_foreign(key_of(word), _value(word), folder)}
+    values = {word: _value(word) for word in words}
+    foreign = {word: value for word, value in values.items() if is_foreign(key_of(word), value, folder)}
     refuse_foreign({key_of(word): value for word, value in foreign.items()}, list(map(key_of, typed)), folder)
     return [word for word in words if word not in foreign or word in typed]
 
@@ -50,54 +58,27 @@ def refuse_foreign(values: Mapping[str, Any], typed: Sequence[str], folder: Path
     )
 
 
-def _value(word: str) -> Any:
-    """Return the value of an override, the list of values of a sweep, or {"_": word} for what cannot be read."""
-    parser = OverridesParser.create()
-    try:
-        override = parser.parse_override(word)
-        if override.package is not None or not override.is_sweep_override():
-            return {"_": word} if override.package is not None else override.value()
-        each = override.sweep_string_iterator() if override.is_choice_sweep() else ()
-        return [parser.parse_override(f"key={value}").value() for value in each]
-    except HydraException:
-        return {"_": word}
-
-
 def is_foreign(key: str, value: Any, folder: Path) -> bool:
-    """Return True if a setting of the run in `folder` names code of others, a file elsewhere or a place to send records
-    or replies to, or calls a resolver."""
+    """Return True if a setting of the run in `folder` is dangerous, and neither a value of `conf/` nor found here."""
     if isinstance(value, Mapping | list):
         items = value.items() if isinstance(value, Mapping) else ((None, item) for item in value)
         return any(is_foreign(key if name is None else f"{key}.{name}", item, folder) for name, item in items)
-    (group, *inner), text = key.lstrip(".").split("."), str(value)
-    name = inner[-1] if inner else group
-    if group.startswith("hydra"):
-        return not (_OF_A_SWEEP.fullmatch(key) and _CHOICE.fullmatch(text))
-    if (config_dir() / key).is_dir():
-        return not _CHOICE.fullmatch(text)
-    if name == "_target_" or (key in OWN and ":" in text):
-        module, _, names = text.rpartition(".") if name == "_target_" else text.partition(":")
-        ours = len(inner) == 1 and text in _shipped(group, name)
-        return not (ours or all(_is_here(module, one.strip(), folder) for one in names.split(",")))
-    if any(part.startswith("_") for part in inner) or ":" in text.partition("${")[2]:
-        return True
-    if value in (None, "auto") or isinstance(value, int | float):
-        return name == "trust_remote_code" and bool(value)
-    if key in _READ:
-        return not (text.startswith("hub:") or Path(text).expanduser().resolve().is_relative_to(Path.cwd().resolve()))
-    if group == "logger":
-        return name not in _OF_A_RUN and value not in _shipped(group, name)
-    if name == "base_url" and _HERE.match(text):
+    group, _, name = key.partition(".")
+    of_conf = [read_choice(group, choice).values.get(name) for choice in choices(group)] if group in _GROUPS else []
+    if value is None or value in of_conf:
         return False
-    return name == "trust_remote_code" or bool(_TYPED_AGAIN.fullmatch(key))
-
-
-def _shipped(group: str, name: str) -> list[Any]:
-    return [shipped(group, choice).get(name) for choice in choices(group)]
+    word = f"{key}={value}"
+    if code := _CODE.fullmatch(word):
+        module, names = filter(None, code.groups())
+        return not all(_is_here(module, one.strip(), folder) for one in names.split(","))
+    if file := _FILE.fullmatch(word):
+        return not Path(file[1]).expanduser().resolve().is_relative_to(Path.cwd().resolve())
+    return any(re.fullmatch(danger, word, re.S) for danger in _DANGERS)
 
 
 def _is_here(module: str, name: str, folder: Path) -> bool:
-    """Return True if a module of the current directory that did not come with the run defines this name. Imports it."""
+    """Return True if a module of the current directory that did not come with the run defines this name. Imports it,
+    since a name may be imported from elsewhere."""
     top, here, run = module.partition(".")[0], Path.cwd().resolve(), folder.resolve()
     with own_code(f"the module {module}"), suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(top)
@@ -107,3 +88,12 @@ def _is_here(module: str, name: str, folder: Path) -> bool:
             found = getattr(importlib.import_module(module), name, None)
             return str(getattr(found, "__module__", None)).partition(".")[0] == top
     return False
+
+
+def _value(word: str) -> Any:
+    """Return the value of an override, the values of a sweep, or what is foreign for a word that cannot be read."""
+    try:
+        value = OverridesParser.create().parse_override(word).value()
+    except HydraException:
+        return {"_": word}
+    return [getattr(one, "text", one) for one in value.list] if isinstance(value, ChoiceSweep) else value

@@ -5,9 +5,8 @@
     loss = mean over rollouts of (b2 sum over tokens of log(pi / pi_ref) - A)^2
 
 The answers are those of `advantage.answers`, the samples.jsonl that an evaluation wrote before training. The formulas,
-b1 = 0.5 and b2 = 1e-3 are as TRL's release has them; the paper could not be read. Ours: r is 1 for a solved prompt and
-else 0, as the paper has rewards, whatever the reward's parts say; prompts that no answer solved (V* = 0) are not left
-out; a row counts by the mean weight of its tokens, 1 without a correction; n is 2 or more.
+b1 = 0.5 and b2 = 1e-3 are as TRL's release has them. Ours: r is 1 for a solved prompt and else 0; prompts that no
+answer solved (V* = 0) are not left out; a row counts by the mean weight of its tokens; n is 2 or more.
 
 Not measured.
 """
@@ -48,9 +47,6 @@ def value(share: float, beta: float) -> float:
 
 class Optimal:
     """1 or 0 for solved or not, less the prompt's optimal value by answers from before training (A*-PO)."""
-
-    divides = False
-    of_values = True
 
     def __init__(self, *, beta: Beta, answers: str | None) -> None:
         if answers is None:
@@ -95,7 +91,6 @@ class Regression:
     beta: Beta
 
     needs_reference = True
-    needs_values = True
 
     def __call__(self, logprobs: Float[Tensor, "N"], batch: Batch, totals: Totals) -> LossOutput:
         mask = batch.loss_mask

@@ -28,7 +28,6 @@ from grpo_cli.experimental.fresh import weighed
 from grpo_cli.experimental.given import begun_with, num_given
 from grpo_cli.interfaces import KnowsSolutions, Runtime, StepRollouts
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import Group, ScoredGroup
 
@@ -78,7 +77,6 @@ def share(difficulty: float, least: float, most: float, noise: float = 0.0) -> f
     return min(max(least + (most - least) * difficulty + noise, 0.0), most)
 
 
-@facts(divides=False)
 def arms(group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, "K T"]:
     """Return the reward minus the mean of its own arm; given tokens have none that is negative."""
     given = np.array([num_given(rollout) for rollout in group.rollouts])

@@ -19,7 +19,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.rules.advantage import Epsilon, StatsOver, grpo
-from grpo_cli.support.facts import facts
 from grpo_cli.types import GIVEN, ScoredGroup
 
 
@@ -31,7 +30,6 @@ def weighed(advantages: Float[Tensor, " K"], weights: Sequence[Any]) -> Float[Te
     return found
 
 
-@facts(divides=True)
 def fresh(group: ScoredGroup, kept: Sequence[int], *, stats_over: StatsOver, eps: Epsilon) -> Float[Tensor, "K T"]:
     """Weigh tokens by whether they are new. A group that was stored whole is fresh by that: it goes with collectors
     that finish groups in the step."""

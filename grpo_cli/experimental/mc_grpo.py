@@ -19,7 +19,6 @@ from torch import Tensor
 
 from grpo_cli.rules.advantage import StatsOver, compared, varies
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import OneOf
 from grpo_cli.types import ScoredGroup
 
@@ -27,7 +26,6 @@ Scale = Annotated[str, OneOf(("mad", "std", "none"))]
 Floor = Annotated[float, Field(gt=0)]
 
 
-@facts(leaves_out=True, same_size=True)
 def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
     """All but one in the middle of the rewards, sampled among equal ones (MC-GRPO, arXiv 2601.22582).
 
@@ -42,7 +40,6 @@ def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) 
     return [index for index in range(size) if index != left_out]
 
 
-@facts(odd=True, same_size=True)
 def median(
     group: ScoredGroup, kept: Sequence[int], *, scale: Scale, floor: Floor, stats_over: StatsOver
 ) -> Float[Tensor, " K"]:

@@ -14,9 +14,8 @@ import torch
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
 from grpo_cli.config.auto import AUTO
-from grpo_cli.config.choices import ENGINE_PARTS
 from grpo_cli.config.compose import model_of
-from grpo_cli.config.instantiate import engine_parts, factories, make
+from grpo_cli.config.instantiate import make
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.experiment import is_ours
 from grpo_cli.learner.forward import packs_rows
@@ -57,7 +56,7 @@ class Planner:
         def shapes(recompute: str, offload: bool) -> ShapeModel:
             return ShapeModel(replace(model, gradient_checkpointing=recompute, offload_activations=offload), device)
 
-        built = engine_parts(factories({name: settings.parts[name] for name in ENGINE_PARTS}), {"seed": settings.seed})
+        built = run.parts.engine_parts({"seed": settings.seed})
         correction, several = run.rules.correction, settings.train.epochs * settings.train.minibatches > 1
         m = settings.m if settings.m < settings.n else rollouts.n
         before = correction.needs_policy_logprobs or several or model.lora.dropout > 0

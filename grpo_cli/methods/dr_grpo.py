@@ -14,11 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.rules.advantage import StatsOver, compared, varies
-from grpo_cli.support.facts import facts
 from grpo_cli.types import ScoredGroup
 
 
-@facts(divides=False)
 def dr_grpo(group: ScoredGroup, kept: Sequence[int], *, stats_over: StatsOver) -> Float[Tensor, " K"]:
     """No bias towards prompts whose rewards hardly differ. The other half of Dr. GRPO, no division by the length, is
     the loss's `aggregation: constant`."""

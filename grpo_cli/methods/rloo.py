@@ -14,11 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.rules.advantage import StatsOver, compared, varies
-from grpo_cli.support.facts import facts
 from grpo_cli.types import ScoredGroup
 
 
-@facts(divides=False)
 def rloo(group: ScoredGroup, kept: Sequence[int], *, stats_over: StatsOver) -> Float[Tensor, " K"]:
     """Subtract a baseline that is independent of the sample. Over `group` the others are the G - 1 of the whole
     group."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_cli.interfaces import Advantage
 from grpo_cli.support.errors import UserError, own_code_unless_ours
-from grpo_cli.support.facts import facts, name_of
+from grpo_cli.support.facts import name_of
 from grpo_cli.support.ranges import OneOf
 from grpo_cli.types import ScoredGroup
 
@@ -25,7 +25,6 @@ StatsOver = Annotated[str, OneOf(("kept", "group"))]
 Epsilon = Annotated[float, Field(ge=0)]
 
 
-@facts(divides=True)
 def grpo(group: ScoredGroup, kept: Sequence[int], *, stats_over: StatsOver, eps: Epsilon) -> Float[Tensor, " K"]:
     """(r - mean) / (std + eps), with the unbiased standard deviation (DeepSeekMath, arXiv 2402.03300).
 

@@ -9,15 +9,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 class Facts(TypedDict, total=False):
     """The attributes of parts; one that is left out is not known, which is as good as False."""
 
-    divides: bool  # an advantage divides by the deviation of the group
-    odd: bool  # an advantage takes the middle of an odd number of rollouts
-    of_values: bool  # an advantage is a reward less its problem's value
-    unit_rewards: bool  # an advantage takes rewards from 0 to 1
-    same_size: bool  # an advantage or a down-sample rule takes groups of n rollouts only
-    needs_values: bool  # a loss needs an advantage that is `of_values`
-    leaves_out: bool  # a down-sample rule needs an m less than n
     keeps_fewer: bool  # a down-sample rule may keep fewer than `keep`
-    unequal: bool  # a collector's groups may have another size than n
     stops: bool  # a collector stops rollouts before their end (`enough`)
     resumes: bool  # a collector or a search goes on with partial rollouts, or with tokens that are given
     one_turn: bool  # a collector or a search can do so only where a reply is one turn

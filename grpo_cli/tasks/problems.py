@@ -53,7 +53,7 @@ def read_problems(source: str, key: str, question_field: str, answer_field: str)
     problems = []
     for number, row in records(source, key):
         place = where(source, number)
-        question, answer = _checked(row, {question_field: "question", answer_field: "answer"}, place)
+        question, answer = _field(row, question_field, "question", place), _field(row, answer_field, "answer", place)
         messages = tuple(of_json(question)) if isinstance(question, list) else ()
         text = _as_text(messages) if messages else str(question)
         problems.append(Problem(number, place, text, str(answer), row, messages))
@@ -102,10 +102,7 @@ def _rows_of_csv(file: Any, source: str) -> Iterator[tuple[int, Any]]:
     try:
         for row in reader:
             if None in row or None in row.values():
-                fields = ", ".join(reader.fieldnames or ())
-                raise UserError(
-                    f"{where(source, reader.line_num)} has not one cell for each field ({fields}): quote commas"
-                )
+                raise UserError(f"{where(source, reader.line_num)} has not one cell for each field: quote commas")
             yield reader.line_num, row
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{where(source, reader.reader.line_num)} cannot be read as CSV: {error}") from error
@@ -174,31 +171,27 @@ def _as_text(messages: Sequence[Message]) -> str:
     return messages[0]["content"] if alone else json.dumps(messages, default=str, ensure_ascii=False, sort_keys=True)
 
 
-def _checked(row: Any, fields: Mapping[str, str], place: str) -> list[Any]:
-    """Return the values of the fields. Raise UserError unless they are text or a number, or a question is a chat."""
+def _field(row: Any, name: str, word: str, place: str) -> Any:
+    """Return the value of a field, a row's `word`. Raise UserError unless it is text or a number, or a question is a
+    chat."""
     if not isinstance(row, Mapping):
-        raise UserError(f"{place} must be a JSON object with {' and '.join(fields)}, but is a {type(row).__name__}")
-    values = []
-    for name, word in fields.items():
-        try:
-            value = value_of(row, name)
-        except KeyError as error:
-            found = ", ".join(map(plain, _names(row))) or "none"
-            raise UserError(f"{place} has no field {name!r} (task.{word}_field); the fields are: {found}") from error
-        text, wrong = str(value), ""
-        if isinstance(value, list) and word == "question":
-            text, wrong = json.dumps(value, default=str, ensure_ascii=False), _wrong_chat(value)
-        elif isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)):
-            chat = ", or a list of messages" * (word == "question")
-            wrong = f"must be text or a number{chat}, but is {json.dumps(value, default=str)[:80]}"
-        elif not text.strip():
-            wrong = "is blank"
-        if not wrong and text.encode("utf-8", "replace").decode() != text:
-            wrong = "has half of a surrogate pair"
-        if wrong:
-            raise UserError(f"{place}: field {name!r} {wrong}")
-        values.append(value)
-    return values
+        raise UserError(f"{place} must be a JSON object with {name}, but is a {type(row).__name__}")
+    try:
+        value = value_of(row, name)
+    except KeyError as error:
+        found = ", ".join(map(plain, _names(row))) or "none"
+        raise UserError(f"{place} has no field {name!r} (task.{word}_field); the fields are: {found}") from error
+    text, wrong = str(value), ""
+    if isinstance(value, list) and word == "question":
+        text, wrong = json.dumps(value, default=str, ensure_ascii=False), _wrong_chat(value)
+    elif isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)) or not text.strip():
+        chat = ", or a list of messages" * (word == "question")
+        wrong = f"must be text or a number{chat}, but is {json.dumps(value, default=str)[:80]}"
+    if not wrong and text.encode("utf-8", "replace").decode() != text:
+        wrong = "has half of a surrogate pair"
+    if wrong:
+        raise UserError(f"{place}: field {name!r} {wrong}")
+    return value
 
 
 def _names(row: Mapping[str, Any]) -> Iterator[str]:
@@ -211,12 +204,10 @@ def _names(row: Mapping[str, Any]) -> Iterator[str]:
 
 def _wrong_chat(messages: list[Any]) -> str:
     """Return what keeps a chat template from rendering the messages, or the model from speaking next; else nothing."""
-    for message in messages:
+    for message in messages or ["nothing"]:
         is_one = isinstance(message, Mapping) and isinstance(message.get("role"), str)
         if not is_one or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
             return f"must hold messages, each with a role and a content that are text, but holds {str(message)[:80]}"
-    if not messages:
-        return "is an empty list"
     ends = messages[-1]["role"] == "assistant"
     return "ends with an assistant message, but the model speaks next: end it with a user message" if ends else ""
 
@@ -225,9 +216,9 @@ class LazyPrompts(MadePrompts):
     """Problems as prompts, tokenised one at a time on demand: a large file costs little at start-up.
 
     Only those that might be too long, judging by their bytes, are tokenised at once, so that a prompt that does not fit
-    is found before any step is taken: it is refused, or left out with a warning. (A prompt that is too long for another
-    reason, a tokenizer that makes more tokens than bytes or what an environment `opens` an episode with, is refused
-    when it is made.)
+    is found before any step is taken: it is refused, or left out with a warning. So is the first chat of each order of
+    roles, for a template that refuses it. (A prompt that is too long for another reason, a tokenizer that makes more
+    tokens than bytes or what an environment `opens` an episode with, is refused when it is made.)
     """
 
     def __init__(
@@ -243,7 +234,6 @@ class LazyPrompts(MadePrompts):
         assert len({p.line for p in problems}) == len(problems), "a problem of a split has a line of its own"
         self._split, self._prompting, self._max_tokens, self._opens = split, prompting, max_tokens, opens
         lengths = self._lengths(problems)
-        self._rehearse(problems)
         self.problems = [problem for problem in problems if problem.line not in lengths]
         if lengths:
             first = next(problem for problem in problems if problem.line in lengths)
@@ -281,20 +271,19 @@ class LazyPrompts(MadePrompts):
             raise self._too_long(problem, len(token_ids), 1)
         return Prompt(self._id(problem), token_ids, problem.answer)
 
-    def _rehearse(self, problems: Sequence[Problem]) -> None:
-        """Raise UserError for a template that refuses an order of roles of a question that is a chat."""
-        chats = [problem for problem in reversed(problems) if problem.messages]
-        for problem in {tuple(message["role"] for message in chat.messages): chat for chat in chats}.values():
-            try:
-                self._prompting.encode(problem.question, problem.messages)
-            except UserError as error:
-                raise UserError(f"{problem.place}: {error}") from error
-
     def _lengths(self, problems: Sequence[Problem]) -> dict[int, int]:
-        """Return the lines of the prompts that do not fit, each with its number of tokens."""
+        """Return the lines of the prompts that do not fit, each with its number of tokens. Raise UserError for a chat
+        that the template refuses."""
         frame, most = len(self._prompting.encode("x")), self._max_tokens or sys.maxsize
-        suspects = [p for p in problems if frame + len(p.question.encode()) > most]
-        lengths = {p.line: len(self._prompting.encode(p.question, p.messages)) for p in suspects}
+        lengths, seen = dict[int, int](), {tuple[str, ...]()}
+        for problem in problems:
+            roles = tuple(message["role"] for message in problem.messages)
+            if roles not in seen or frame + len(problem.question.encode()) > most:
+                seen.add(roles)
+                try:
+                    lengths[problem.line] = len(self._prompting.encode(problem.question, problem.messages))
+                except UserError as error:
+                    raise UserError(f"{problem.place}: {error}") from error
         return {line: length for line, length in lengths.items() if length > most}
 
     def _too_long(self, problem: Problem, length: int, count: int) -> UserError:

@@ -196,13 +196,7 @@ class ReasoningGym(DialogueTask):
             raise UserError(f"task=reasoning_gym does not take task.name={task}: {REFUSED[task]}")
         (reply,) = self._workers.ask([{"check": task, "config": self._config}])
         if names := set(reply.get("names", ())) - REFUSED.keys():
-            raise UserError(f"reasoning-gym has no task.name={task}{closest(task, names)}; it has {_listed(names)}")
-        if words := reply.get("words"):
-            word = reply["unknown"]
-            raise UserError(f"task.config.{word} is unknown to {task}{closest(word, words)}; it has {_listed(words)}")
+            listed = ", ".join(sorted(names))
+            raise UserError(f"reasoning-gym has no task.name={task}{closest(task, names)}; it has {listed}")
         if reply:
             raise UserError(f"{task} does not accept task.config: {reply.get('refused', reply)}")
-
-
-def _listed(words: Any) -> str:
-    return ", ".join(sorted(words)) or "none"

@@ -32,7 +32,7 @@ from rich.table import Table
 from grpo_cli.config.auto import decided
 from grpo_cli.config.choices import ENGINE_PARTS, config_dir
 from grpo_cli.config.compose import read_settings
-from grpo_cli.config.instantiate import factories
+from grpo_cli.config.instantiate import Factories
 from grpo_cli.experiment import make_engine
 from grpo_cli.interfaces import Engine
 from grpo_cli.settings import ProfileRunSettings, RunSettings
@@ -96,7 +96,7 @@ def settings_of(*words: str, command: str = "train") -> RunSettings:
 def engine_of(model: Any, eos: Sequence[int], *words: str, **more: Any) -> Engine:
     """The engine with which `grpo train <words>` would drive this model; `more` is offered to its parts."""
     settings = settings_of(*words)
-    parts = factories({name: settings.parts[name] for name in ENGINE_PARTS})
+    parts = Factories.of({name: settings.parts[name] for name in ENGINE_PARTS})
     return make_engine(settings, parts, model, tuple(eos), 0, **more)
 
 

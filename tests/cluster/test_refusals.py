@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from small import engine_of, small_model, some_requests
 
 from grpo_cli.config.choices import shipped
-from grpo_cli.config.instantiate import engine_parts, engines, factories, factory
+from grpo_cli.config.instantiate import Factories
 from grpo_cli.engine.ray_engine import RayEngine, _Worker, connect, portions, refuse_public
 from grpo_cli.engine.ray_worker import hollow, place
 from grpo_cli.engine.sequence import Sequence
@@ -28,12 +28,12 @@ def test_what_the_inner_engine_refuses(engine, said):
     parts = dict(made.settings().parts) | {"engine": made.part("engine", "ray", **engine)}
     parts["sparsity"] = made.part("sparsity", "rkv")
     with pytest.raises(UserError, match=said):
-        engine_parts(factories(parts), {"seed": 0}, early=True)
+        Factories.of(parts).engine_parts({"seed": 0}, early=True)
 
 
 @pytest.mark.parametrize(("inner", "options"), [("torch", {}), ("vllm", {"memory": 0.8})])
 def test_the_inner_engine_is_that_of_its_file_with_the_options_on_top(inner, options):
-    found = engines(factory("engine", made.part("engine", "ray", inner=inner, options=options)))[-1]
+    found = Factories.of({"engine": made.part("engine", "ray", inner=inner, options=options)}).engines()[-1]
     assert found.part == shipped("engine", inner) | options
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from copy import deepcopy
+from dataclasses import is_dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -47,10 +47,17 @@ class GraphedSteps:
         self._seen[shape] += 1
         if self._seen[shape] < WORTH_CAPTURING:
             return self._step(rows)
-        own = deepcopy(rows)
+        own = _cloned(rows)
         result, replay = self._capture(lambda: self._step(own))
         self._captured[shape] = tensors_of(own), replay
         return result
+
+
+def _cloned(value: Any) -> Any:
+    """Return a copy with cloned tensors."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{name: _cloned(part) for name, part in vars(value).items()})
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 @cache

@@ -95,7 +95,7 @@ def test_where_a_processor_is_found_to_hold_bits_it_does(processor: str) -> None
     ended = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert len(ended.stdout.splitlines()) == 4
-    if processor == "AVX2 everywhere" and strict_branch(os.environ) == os.environ.get("MKL_CBWR"):
+    if processor == "AVX2 everywhere" and strict_branch() == os.environ.get("MKL_CBWR"):
         assert ended.stdout == 4 * "held\n"
 
 

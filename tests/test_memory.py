@@ -34,7 +34,7 @@ from grpo_cli.memory.plan import (
 from grpo_cli.memory.planner import Planner
 from grpo_cli.memory.shapes import ShapeModel
 from grpo_cli.model.anatomy import backbone
-from grpo_cli.model.checkpointing import last_states, sparing
+from grpo_cli.model.checkpointing import keep_little, last_states
 from grpo_cli.model.load import load_model
 from grpo_cli.support.errors import UserError
 
@@ -109,7 +109,8 @@ def test_passes_are_planned_as_they_allocate(words: tuple[str, ...], spares: boo
     for tokens in (300, 1000):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        with sparing(spares), Allocations(model) as seen:
+        keep_little(model, spares)
+        with Allocations(model) as seen:
             ids = torch.zeros(1, tokens, dtype=torch.long)
             with torch.autocast("cpu", torch.bfloat16, enabled=settings.autocast == "bfloat16"):
                 states = last_states(model, ids)[0].index_select(0, ids[0, :16])

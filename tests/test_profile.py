@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
-from grpo_cli.memory.gpus import MEMORY
 from grpo_cli.memory.measure import PhasePeaks
+from grpo_cli.memory.profile import GPUS
 from grpo_cli.report.profiles import SCHEMA, profile_row, profile_table, read_profile
 from grpo_cli.settings import GpuWord
 from grpo_cli.support.errors import UserError
@@ -80,7 +80,7 @@ def test_a_plan_for_a_gpu_has_its_memory_its_precision_and_its_allocators_ways(m
     assert held["decode"]["activations"] > 0 and held["backward"]["activations"] > 0
     found, _ = profile(*LAYER, "profile.for_gpu=t4", out="old")
     assert found["device"] == "t4 of 14.90 GiB" and found["fit"]["room_bytes"] == 16 * 10**9
-    assert found["settings"]["model"]["autocast"] == "none" and set(MEMORY) == set(get_args(GpuWord))
+    assert found["settings"]["model"]["autocast"] == "none" and set(GPUS) == set(get_args(GpuWord))
 
 
 @pytest.mark.parametrize(

@@ -70,16 +70,16 @@ class Learner:
         self.native = self._forward.native
         self._span = meter.span
         self._autocast_word = model_settings.autocast
-        self.drops = has_dropout(model)  # then the passes of `update` differ from those of `logprobs`
+        self.has_dropout = has_dropout(model)  # then the passes of `update` differ from those of `logprobs`
         self.threads = threads_for(train.threads, model, most=2)
         self.updates = 0
-        self.before_moving: Callable[[], None] = lambda: None  # asked before weights or optimizer state change
+        self.before_change: Callable[[], None] = lambda: None  # called before weights or optimizer state change
         self._optimizer = make_optimizer(self._parameters, optim)
 
     def park(self) -> None:
         """Move the optimizer's state to the host before rollouts, if that is asked for, until it is needed."""
         if self._optim.park:
-            self.before_moving()
+            self.before_change()
             move_state(self._optimizer, to_host=True)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -176,7 +176,7 @@ class Learner:
             return None, False
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        self.before_moving()
+        self.before_change()
         if self._optim.park:
             move_state(self._optimizer, to_host=False)
         self.updates += 1  # first: an interrupted step may have moved some of the weights

@@ -43,10 +43,6 @@ class Workload:
     def rollouts(self) -> int:
         return self.n * len(self.prompts)
 
-    @property
-    def longest_row(self) -> int:
-        return max(self.prompts) + self.longest
-
     @cached_property
     def requests(self) -> list[Request]:
         sampling = Sampling.plain(self.longest)
@@ -54,12 +50,7 @@ class Workload:
         return [Request(prompt, 0, 0, sampling) for prompt in prompts] * self.n
 
     def tokens(self, take: int, share: bool) -> int:
-        """Return the tokens of a pass over `take` rollouts of each prompt; with `share` a prompt counts once.
-
-        >>> work = Workload((10, 20), 2, 6)
-        >>> work.tokens(2, share=True), work.tokens(2, share=False), work.tokens(1, share=True)
-        (54, 84, 42)
-        """
+        """Return the tokens of a pass over `take` rollouts of each prompt; with `share` a prompt counts once."""
         return sum(prompt * (1 if share else take) + take * self.longest for prompt in self.prompts)
 
 
@@ -97,7 +88,7 @@ class StepShape:
 
     def in_a_pass(self, of: int) -> int:
         """Tokens of the largest pass over `of` tokens."""
-        return min(of, max(self.tokens, self.rollouts.longest_row))
+        return min(of, max(self.tokens, max(self.rollouts.prompts) + self.rollouts.longest))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from grpo_cli.support.errors import UserError
 
 PACKING = "grpo_packed"  # the name that transformers has for the attention of `model.packed`
 _NO_MASK = torch.empty(0, 0, 0, 0)
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def unwrapped(model: Any) -> Any:
@@ -106,7 +105,7 @@ def device_of(model: Any) -> torch.device:
 
 def has_dropout(model: Any) -> bool:
     """Return whether it has active dropout, so that train mode differs from eval mode."""
-    return any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules())
+    return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
 
 
 def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -117,15 +116,12 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     (quantised): they cannot be merged.
     """
     inner = unwrapped(model)
-    adapted = {path for path, module in inner.named_modules() if hasattr(module, "get_delta_weight")}
-    for path, module in inner.named_modules():
-        if path in adapted:
-            for name, parameter in module.base_layer.named_parameters(recurse=False):
-                weight = parameter.detach()
-                yield f"{path}.{name}", _with_adapters(weight, module, path) if name == "weight" else weight
-        elif not any(path.startswith(f"{layer}.") for layer in adapted):
-            for name, parameter in module.named_parameters(recurse=False):
-                yield f"{path}.{name}" if path else name, parameter.detach()
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
+        path, adapted, rest = name.partition(".base_layer")
+        if adapted and rest == ".weight":
+            yield path + rest, _with_adapters(parameter.detach(), inner.get_submodule(path), path)
+        elif ".lora_" not in name:
+            yield path + rest, parameter.detach()
 
 
 @torch.no_grad()

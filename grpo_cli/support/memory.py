@@ -19,13 +19,9 @@ import torch
 from torch import Tensor
 
 
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of the tensors' storages, shared ones once, by identity."""
-    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-
-
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(storages(tensors).values())
+    """Return the bytes of the tensors' storages, shared ones once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 # Freed memory that a process may keep, of all that it may use. What was returned to the system is handed out again

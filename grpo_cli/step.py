@@ -165,7 +165,7 @@ class Step:
         batch = rows_of(everything, batch_rows(selected))
         batch = replace(batch, advantages=batch_advantages(selected))
         if self._settings.train.count_by == "prompt":
-            batch = replace(batch, weights=batch.weights * batch.spread(row_weights(selected)))
+            batch = replace(batch, weights=batch.weights * batch.per_token(row_weights(selected)))
         return batch
 
     def _update(self, batch: Batch, step: int, progress: Progress, **words: Any) -> tuple[Update, ...]:

@@ -234,7 +234,8 @@ def test_no_round_is_begun_once_the_run_has_its_tokens() -> None:
 
 def test_equal_rewards_are_those_that_are_the_same_numbers() -> None:
     """The deviation of three times 0.1 is 1.4e-17, and 0.1 + 2e-17 is 0.1: no group is mixed by rounding."""
-    assert not scored(0.1, 0.1, 0.1).mixed and scored(0.1, 0.1, 0.1 + 1e-16).mixed and not scored().mixed
+    groups = [scored(0.1, 0.1, 0.1), scored(0.1, 0.1, 0.1 + 1e-16), scored()]
+    assert [group.rewards_differ for group in groups] == [False, True, False]
 
 
 # Whole runs

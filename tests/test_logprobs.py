@@ -39,7 +39,7 @@ def some_batch(seed: int = 0) -> Batch:
 def of_whole_logits(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies, in float64."""
     logs = (model(padded(batch)).logits.double() / temperature).log_softmax(-1)
-    logs = logs[batch.spread(torch.arange(len(batch))), batch.positions - 1]
+    logs = logs[batch.per_token(torch.arange(len(batch))), batch.positions - 1]
     return logs.gather(1, batch.token_ids[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
 
 

@@ -107,7 +107,7 @@ def test_no_number_of_a_step_with_given_tokens_is_nan(
     assert summary["skipped_updates"] == 0
     for batch in spy.batches:
         assert all(not tensor.isnan().any() for tensor in vars(batch).values() if isinstance(tensor, torch.Tensor))
-        given = batch.lags == GIVEN
+        given = batch.token_ages == GIVEN
         assert given.any() and set(batch.weights[given].tolist()) <= {1.0} and batch.loss_mask[given].all()
     for record in recorder.records[1:]:
         assert all(map(math.isfinite, record.metrics.values()))
@@ -141,8 +141,10 @@ def mean_gradient(policy: Table, sampler: torch.Tensor, rule: Any) -> torch.Tens
     ids = torch.tensor([[0, a, b] for a in range(3) for b in range(3)])
     mask = torch.ones(9, 3, dtype=torch.bool)
     mask[:, 0] = False
-    lags = torch.full((9, 3), 2)
-    batch = plain_batch(mask, input_ids=ids, sampler_logprobs=sampler.float(), advantages=REWARDS, lags=lags)
+    token_ages = torch.full((9, 3), 2)
+    batch = plain_batch(
+        mask, input_ids=ids, sampler_logprobs=sampler.float(), advantages=REWARDS, token_ages=token_ages
+    )
     batch = corrected(batch, verdict_on(rule, batch, policy.logprobs().detach().float()[:, 1:].flatten()))
     chances = sampler.sum(dim=1).exp()
     gradient = torch.zeros_like(policy.logits)
@@ -177,7 +179,7 @@ def test_importance_weights_of_sequences_have_no_bias_at_any_lag(versions: tuple
 
 def test_how_much_is_old_or_given_is_told_of_the_tokens_that_are_trained_on():
     batch = batch_of(rollout(0, (GIVEN, 1), (3, 2), (5, 1)), rollout(1, (4, 2)), rollout(2, (1, 4)))
-    weights = batch.weights * batch.spread(torch.tensor([1.0, 1.0, 0.0]))  # the oldest counts nothing
+    weights = batch.weights * batch.per_token(torch.tensor([1.0, 1.0, 0.0]))  # the oldest counts nothing
     expected = {"off/token_share": 4 / 6, "off/lag_mean": (2 + 2 + 0 + 1 + 1) / 5, "off/lag_max": 2.0}
     assert reuse_metrics(replace(batch, weights=weights)) == {**expected, "off/given_share": 1 / 6}
     assert reuse_metrics(batch)["off/lag_max"] == 4.0
@@ -191,7 +193,7 @@ def test_how_much_is_old_or_given_is_told_of_the_tokens_that_are_trained_on():
 def logged(*log_weights: float) -> tuple[Batch, torch.Tensor]:
     """A batch of rows of two tokens each, of which the learner's and the sampler's probabilities differ by so much."""
     batch = batch_of(*(rollout(i, (5, 2)) for i in range(len(log_weights))))
-    return batch, batch.sampler_logprobs + batch.spread(torch.tensor(log_weights)) / 2
+    return batch, batch.sampler_logprobs + batch.per_token(torch.tensor(log_weights)) / 2
 
 
 def test_an_update_is_worth_its_effective_sample_size():
@@ -205,7 +207,7 @@ def test_an_update_is_worth_its_effective_sample_size():
 
 def test_given_tokens_and_rows_that_count_nothing_have_no_part_in_the_sample_size():
     batch = batch_of(rollout(0, (GIVEN, 1), (5, 1)), rollout(1, (4, 2)), rollout(2, (5, 2)), rollout(3, (GIVEN, 2)))
-    third = batch.spread(torch.tensor([False, False, True, False]))
+    third = batch.per_token(torch.tensor([False, False, True, False]))
     logprobs = batch.sampler_logprobs + 9.0 * third
     logprobs[0] = -50.0  # of a given token
     assert effective_share(replace(batch, weights=batch.weights * ~third), logprobs) == 1.0
@@ -232,9 +234,9 @@ def uneven() -> Batch:
     ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 9, 0, 0], [5, 4, 3, 2, 0], [7, 8, 0, 0, 0]])
     lengths = torch.tensor([5, 3, 4, 2])
     mask = (torch.arange(5) < lengths[:, None]) & (torch.arange(5) > 0)
-    batch = plain_batch(mask, input_ids=ids, lags=0 * ids)
+    batch = plain_batch(mask, input_ids=ids, token_ages=0 * ids)
     exact = make_learner(small_model()).logprobs(small_model(), batch)
-    return replace(batch, sampler_logprobs=exact + batch.spread(torch.tensor([0.5, -0.25, 0.0, 1.0])))
+    return replace(batch, sampler_logprobs=exact + batch.per_token(torch.tensor([0.5, -0.25, 0.0, 1.0])))
 
 
 @pytest.mark.parametrize("tokens", [10_000, 1])
@@ -254,7 +256,8 @@ def test_the_sample_size_is_that_of_the_whole_update_however_it_is_cut(tokens: i
 def test_without_optim_ess_it_is_measured_where_anything_is_old_and_changes_nothing() -> None:
     """With it a share that is no number is a fault, not a full share."""
     batch, found = uneven(), list[Any]()
-    for aged, words in ((batch, {}), (replace(batch, lags=None), {}), (replace(batch, lags=None), {"ess": "sqrt"})):
+    new = replace(batch, token_ages=None)
+    for aged, words in ((batch, {}), (new, {}), (new, {"ess": "sqrt"})):
         found.append(make_learner(small_model(), **words).update(aged, 0).metrics)
     old, new, asked = found
     assert old["optim/lr"] == new["optim/lr"] == 0.25 and 0 < old["off/ess"] < 1 and "off/ess" not in new

@@ -36,7 +36,7 @@ def make_batch(groups: list[tuple[int, list[int]]], seed: int = 0) -> Batch:
         prompt = drawn(width)
         made.append(scored(*[0.0] * len(replies), prompt=prompt, replies=[drawn(reply) for reply in replies]))
     batch = collate(made)
-    return replace(batch, advantages=batch.spread(torch.randn(len(batch), generator=generator)))
+    return replace(batch, advantages=batch.per_token(torch.randn(len(batch), generator=generator)))
 
 
 UNEVEN = [(7, [9, 1, 4, 4]), (3, [2]), (12, [5, 8, 1]), (1, [3, 3])]
@@ -111,7 +111,7 @@ def test_an_update_is_the_same_packed_or_padded_and_with_groups_without_an_advan
     """Of four groups two have none; in the third, which has, one row has none. Metrics are of all tokens."""
     batch = make_batch(UNEVEN)
     rows = torch.tensor([0.0] * 4 + [1.0] + [1.5, 0.0, -2.0] + [0.0] * 2)
-    batch = replace(batch, advantages=batch.spread(rows), policy_logprobs=torch.full(batch.weights.shape, -3.0))
+    batch = replace(batch, advantages=batch.per_token(rows), policy_logprobs=torch.full(batch.weights.shape, -3.0))
     found = list[Any]()
     for packs, skips in product((True, False), repeat=2):
         monkeypatch.setattr(forward, "packs_rows", lambda *_, packs=packs: packs)

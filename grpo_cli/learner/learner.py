@@ -118,7 +118,7 @@ class Learner:
                 *logprobs, found = to_host([*logprobs, torch.stack(numbers)])
                 metrics = dict(zip(sums, found.tolist(), strict=True))
                 own = _in_order(batch, [rows for rows, _ in parts], logprobs)
-                if optim.ess != "none" or batch.lags is not None:
+                if optim.ess != "none" or batch.token_ages is not None:
                     metrics["off/ess"] = effective_share(batch, own)
                 rate = learning_rate(optim, step, self._train.steps) if rate is None else rate
                 fault, moved = self._move(metrics, rate, step)

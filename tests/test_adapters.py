@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_cli.config.recorded import of_the_weights
 from grpo_cli.model.adapters import base_of, with_adapters
-from grpo_cli.model.export import write_card, write_model
+from grpo_cli.model.export import write_model
 from grpo_cli.model.load import at_checkpoint, load_model, load_tokenizer, save_pretrained
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import LoraSettings, ModelSettings
@@ -197,24 +197,6 @@ def test_adapters_bring_their_tokenizer_and_chat_template(tmp_path: Path) -> Non
         write_model(words, tmp_path / "ad", tmp_path / f"out{merge}", merge, {}, lambda tokenizer: None)
         found = AutoTokenizer.from_pretrained(tmp_path / f"out{merge}")
         assert (found.eos_token, found.chat_template) == (theirs.eos_token, theirs.chat_template)
-
-
-@pytest.mark.parametrize(
-    ("config", "served"),
-    [
-        ({}, "vllm serve someone/base --enable-lora --max-lora-rank 16 --lora-modules"),
-        ({"rank_pattern": {"q_proj": 33}}, "--max-lora-rank 64"),
-        ({"modules_to_save": ["lm_head"]}, "--merge"),
-    ],
-)
-def test_the_card_of_adapters_says_how_they_are_used(config: dict[str, Any], served: str, tmp_path: Path) -> None:
-    adapted(make_folder(tmp_path / "base", tie=False), tmp_path / "ad", target_modules=["q_proj"], **config)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("grpo_cli.model.export.source_of", lambda path: path)
-        write_card(tmp_path / "ad", "someone/base", None, "text")
-    said = (tmp_path / "ad" / "README.md").read_text()
-    assert "pretrained=someone/base,peft=<this folder>" in said and served in said
-    assert ("--enable-lora" in said) == (served != "--merge") and "vllm serve <this folder>" not in said
 
 
 def test_adapters_that_a_layer_passes_by_are_not_merged(tmp_path: Path) -> None:

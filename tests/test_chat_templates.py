@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,6 @@ from grpo_cli.tasks.jsonl import Jsonl
 from grpo_cli.tasks.prompting import Prompting, encode_behind, turn_end
 
 # As the published ones of the presets behave, in few words.
-HEADERS = (  # Llama 3
-    "{% if not date is defined %}{% set date = 'today' %}{% endif %}<|im_start|>{{ date }}"
-    "{% for m in messages %}{% set content = m.content %}"
-    "<|im_start|>{{ m.role }}\n\n{{ content | trim }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
-)
 THINKS = (  # Qwen3
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -62,11 +57,26 @@ def prompts(task: Jsonl) -> list[str]:
     return [task._prompting.tokenizer.decode(list(p.token_ids)) for p in sorted(both, key=lambda p: p.id.split("-")[1])]
 
 
+def published(name: str) -> str:
+    spec = find_spec("trl")
+    if spec is None or spec.origin is None:
+        pytest.skip("the published chat templates lie in the package trl (the extra runtime), which is not installed")
+    return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
 @pytest.mark.parametrize(
-    ("template", "words"), [(True, {}), (HEADERS, {"date": "1 May"}), (THINKS, {"enable_thinking": False})]
+    ("template", "words"),
+    [
+        (True, {}),
+        ("{{ date }}" + CHAT_TEMPLATE, {"date": "1 May"}),
+        (THINKS, {"enable_thinking": False}),
+        ("of qwen3", {"enable_thinking": False}),
+        *((f"of {name}", {}) for name in ("qwen2_5", "qwen3", "llama3_1", "llama3_2")),
+    ],
 )
 def test_tokens_are_those_of_transformers_own_call(tmp_path: Path, template: str | bool, words: dict[str, Any]) -> None:
     questions = ["What is 1?", [*CHAT[1:2]], CHAT, CHAT[:2]]
+    template = published(template[3:]) if str(template).startswith("of ") else template
     task = made(asks(tmp_path / "p.jsonl", *questions), template, chat_template_kwargs=words)
     for prompt in (*task.prompts("train"), *task.prompts("eval")):
         question = questions[int(prompt.id.split("-")[1]) - 1]
@@ -85,18 +95,18 @@ def test_the_models_word_counts_where_the_template_reads_it_and_the_task_says_no
 
 
 @pytest.mark.parametrize(
-    ("template", "words", "named"),
+    ("template", "word", "named"),
     [
-        (THINKS, {"enable_thinkin": False}, "does not read enable_thinkin; it reads enable_thinking; did you mean"),
-        (True, {"enable_thinking": False}, "no variable of its own"),
-        (False, {"enable_thinking": False}, "=.*leave it out"),
+        (THINKS, "enable_thinkin", "did you mean"),
+        (True, "enable_thinking", "no variable"),
+        (False, "x", "leave it out"),
     ],
 )
-def test_a_word_that_the_template_does_not_read_is_refused_with_those_it_reads(
-    tmp_path: Path, template: str | bool, words: dict[str, Any], named: str
+def test_a_word_that_the_template_does_not_read_is_refused(
+    tmp_path: Path, template: str | bool, word: str, named: str
 ) -> None:
     with pytest.raises(UserError, match=f"task.chat_template_kwargs.*{named}"):
-        made(asks(tmp_path / "p.jsonl", "a", "b"), template, chat_template_kwargs=words)
+        made(asks(tmp_path / "p.jsonl", "a", "b"), template, chat_template_kwargs={word: False})
 
 
 def test_the_empty_place_for_reasoning_that_a_template_drops_is_named_and_kept_by_the_setting(tmp_path: Path) -> None:
@@ -127,9 +137,7 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
         ([{"role": "user", "content": ["x"]}], {}, "each with a role and a content"),
     ],
 )
-def test_a_chat_that_cannot_be_put_is_refused_at_once(
-    tmp_path: Path, question: Any, settings: dict[str, Any], named: str
-) -> None:
+def test_a_chat_that_cannot_be_put_is_refused_at_once(tmp_path: Path, question: Any, settings: Any, named: str) -> None:
     with pytest.raises(UserError, match=named):
         made(asks(tmp_path / "p.jsonl", question, "b", "c"), **settings)
 
@@ -138,13 +146,10 @@ def test_a_field_of_a_field_is_read_unless_there_is_one_of_that_very_name(tmp_pa
     rows = [{"prompt": [{"role": "user", "content": f"q{i}"}], "reward_model": {"truth": i}} for i in range(3)]
     path = write(tmp_path / "p.jsonl", *rows, {**rows[0], "reward_model.truth": 9})
     task = made(path, question_field="prompt", answer_field="reward_model.truth", few_shot=0)
-    both = [*task.prompts("train"), *task.prompts("eval")]
-    assert [p.answer for p in sorted(both, key=lambda p: p.id.split("-")[1])] == ["0", "1", "2", "9"]
-    with pytest.raises(UserError, match=r"no field 'reward_model.tru'"):
-        made(path, question_field="prompt", answer_field="reward_model.tru")
+    assert {p.answer for split in ("train", "eval") for p in task.prompts(split)} == {"0", "1", "2", "9"}
 
 
-@pytest.mark.parametrize("tag", ["<think>", "</tool_call>", "[THINK]", "<answer>"])
+@pytest.mark.parametrize("tag", ["</think>", "[THINK]", "<answer>"])
 def test_tags_that_are_special_tokens_are_read_and_the_end_is_not(tag: str, tmp_path: Path) -> None:
     tokenizer = make_tokenizer(chat_template=True)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|eom_id|>", tag]})
@@ -176,10 +181,6 @@ def test_the_end_of_a_turn_ends_a_completion(template: str | bool, end: str | No
 
 
 NO_HEADER = CHAT_TEMPLATE.partition("{% if add")[0]
-INSTRUCT = (
-    "{% for m in messages %}{{ '[I]' + m.content + '[/I]' if m.role == 'user' else ' ' + m.content + eos_token }}"
-    "{% endfor %}"
-)
 VICUNA = "{% for m in messages %}{{ 'U: ' if m.role == 'user' else 'A: ' }}{{ m.content }}{{ eos_token }}{% endfor %}"
 
 
@@ -188,7 +189,6 @@ VICUNA = "{% for m in messages %}{{ 'U: ' if m.role == 'user' else 'A: ' }}{{ m.
     [
         (NO_HEADER, "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"),
         (VICUNA, "U: 1?<|im_end|>A:"),
-        (f"{INSTRUCT}{{{{ eos_token }}}}", "[I]1?[/I]"),
         (CHAT_TEMPLATE + "{{ eos_token }}", "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"),
         (False, "Question: 1?\nAnswer:"),
     ],

@@ -123,16 +123,6 @@ def test_a_pass_that_is_small_for_the_machine_or_for_what_the_user_gives_stores_
     assert memory.is_little(10) and not memory.is_little(11)
 
 
-def test_what_is_freed_goes_back_all_along_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = list[int]()
-    monkeypatch.setattr(checkpointing, "give_back_freed", lambda: calls.append(1))
-    monkeypatch.setattr(checkpointing, "_AT_MOST_FREED", 0)
-    states = last_states(recomputing("elementwise", num_hidden_layers=8), input_ids=IDS)
-    assert len(calls) == 8
-    states.sum().backward()
-    assert len(calls) == 16
-
-
 @pytest.mark.parametrize("lora", [None, made.lora(rank=2)], ids=["whole", "adapters"])
 def test_offloaded_are_the_inputs_of_layers_alone_and_no_gradient_changes(lora: Any) -> None:
     """Two layers, three rows of 20 tokens, 32 numbers each: that is what leaves the device, and what comes back."""

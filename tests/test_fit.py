@@ -95,7 +95,7 @@ def test_a_micro_batch_is_all_of_a_step_or_the_most_that_fits() -> None:
     assert few < tokens_chosen(LITTLE, "model.gradient_checkpointing=full")
 
 
-@pytest.mark.parametrize("typed", ["0", "much", "-4GB", "4gb2", "9999999PB", ".5GB", "[1GB]"])
+@pytest.mark.parametrize("typed", ["0", "much", "-4GB", "9999999PB", "[1GB]"])
 def test_what_is_no_size_is_refused(typed: str) -> None:
     with pytest.raises(UserError, match="^fit="):
         settings_of(*RUN, f"fit={typed}")

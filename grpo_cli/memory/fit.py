@@ -84,11 +84,9 @@ def room_of(settings: RunSettings, device: torch.device, workspace: int, warn: C
     """Return the bytes that the run may hold, the program's `workspace` among them. UserError for more than the machine
     has; if less is free than was typed, what is free."""
     held = resident_bytes() if device.type == "cpu" else workspace
-    free = free_bytes(device)
-    given, free = settings.fit_bytes, free + held
+    given, free, whole = settings.fit_bytes, free_bytes(device) + held, total_bytes(device)
     if given is None:
         return int(SHARE * (free - held)) + held
-    whole = total_bytes(device)
     if given > whole:
         raise UserError(
             f"fit={settings.fit}: the machine has {gib(whole)}; fit=auto takes what is free of it ({gib(free)})"
@@ -140,18 +138,14 @@ def chosen(planner: Planner, room: int, may: Set[str], name: str) -> Fitted:
         if fits(values):
             break
     else:
-        raise _refused(planner, room, {**ways[-1], **more, **dict.fromkeys(may & {TOKENS, SLOTS}, 1)}, name)
+        least = planner.plan({**ways[-1], **more, **dict.fromkeys(may & {TOKENS, SLOTS}, 1)})
+        enough = math.ceil(max(least.peak / MARGIN, least.peak + _beside(planner.device)) / 2**20)
+        table = "\n".join(breakdown(least, least.fullest))
+        raise UserError(
+            f"{name}: at most {gib(room)} may be held, and the least that would do with what is typed is "
+            f"{gib(least.peak)}: give fit={enough}MiB, leave out typed settings, or take {NOTHING_FITS}\n{table}"
+        )
     return Fitted(values, planner.plan(values), planner.plan().peak)
-
-
-def _refused(planner: Planner, room: int, leanest: Values, name: str) -> UserError:
-    least = planner.plan(leanest)
-    enough = math.ceil(max(least.peak / MARGIN, least.peak + _beside(planner.device)) / 2**20)
-    return UserError(
-        f"{name}: at most {gib(room)} may be held, and the least that would do with what is typed is "
-        f"{gib(least.peak)}: give fit={enough}MiB, leave out typed settings, or take {NOTHING_FITS}\n"
-        + "\n".join(breakdown(least, least.fullest))
-    )
 
 
 def most(planner: Planner, key: str, room: int, values: Values) -> int:

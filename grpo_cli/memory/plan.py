@@ -159,11 +159,8 @@ def _update(model: ShapeModel, step: StepShape) -> dict[str, Sizes]:
     if every <= tokens:
         early = model.gradients - model.embedding_gradient
         found = [*moments(model.layers, 0)[:4], moments(1, early)[3], *moments(model.layers, early)[4:]]
-    return {
-        "forward": _fullest(*found[:2]),
-        "backward": _fullest(*found[2:]),
-        "optimizer": {GRADIENTS: model.gradients},
-    }
+    forward, backward = _fullest(*found[:2]), _fullest(*found[2:])
+    return {"forward": forward, "backward": backward, "optimizer": {GRADIENTS: model.gradients}}
 
 
 def _no_gradients(model: ShapeModel, step: StepShape, take: int) -> Sizes:
@@ -189,10 +186,8 @@ def _rollouts(model: ShapeModel, step: StepShape, sampler: Sampler, work: Worklo
     drawn = min(rows, rows_at_once(model.vocabulary)) if model.on_cpu else rows
     # with probabilities and their sums in float32
     logits = model.logits_bytes(rows) + 3 * 4 * drawn * model.vocabulary
-    prefill, decode = (
-        model.copied(step.packed) + model.line_without_gradients(model.layers, tokens)[ACTIVATIONS]
-        for tokens in (passed, rows)
-    )
+    layers = model.line_without_gradients
+    prefill, decode = (model.copied(step.packed) + layers(model.layers, n)[ACTIVATIONS] for n in (passed, rows))
     return {
         "prefill": {KV: begun, LOGITS: logits, ACTIVATIONS: prefill + token * passed},
         "decode": {KV: kv, LOGITS: logits, ACTIVATIONS: decode},

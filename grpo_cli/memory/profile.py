@@ -32,18 +32,8 @@ from grpo_cli.support.memory import total_bytes
 
 Say = Callable[[str], None]
 # Bytes, as published, of the GPUs that can be planned for by name (`profile.for_gpu`).
-GPUS: Mapping[str, float] = {
-    "h200": 141e9,
-    "h100": 80e9,
-    "a100_80gb": 80e9,
-    "a100_40gb": 40e9,
-    "l40s": 48e9,
-    "l4": 24e9,
-    "a10": 24e9,
-    "t4": 16e9,
-    "rtx4090": 24e9,
-    "rtx3090": 24e9,
-}
+GPUS = {"h200": 141e9, "h100": 80e9, "a100_80gb": 80e9, "a100_40gb": 40e9, "l40s": 48e9}
+GPUS |= {"l4": 24e9, "a10": 24e9, "t4": 16e9, "rtx4090": 24e9, "rtx3090": 24e9}
 MOST = 1024  # rollouts per prompt: the search for the largest group that fits stops here
 _COLUMNS = ("phase", "seconds", "", "share", "tokens/s", "peak", "predicted", "ratio")
 _SLOTS = "rollouts: {decode_steps:.0f} decode steps in {slots:.0f} slots, {slot_utilisation:.0%} of them busy"

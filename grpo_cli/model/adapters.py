@@ -61,8 +61,7 @@ def with_adapters(model: Any, settings: ModelSettings) -> Any:
     for target in lora.targets:
         if target not in linear:
             raise UserError(
-                f"model.lora.targets: {type(model).__name__} has no linear layer {target}{closest(target, linear)}; "
-                f"it has {', '.join(sorted(linear))}"
+                f"model.lora.targets: {type(model).__name__} has no linear layer {target}{closest(target, linear)}"
             )
     with _quiet() as peft:
         shape = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}

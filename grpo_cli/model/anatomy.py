@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,18 +53,20 @@ def backbone(model: Any) -> Any:
 def head(model: Any) -> Any:
     """Hidden states to logits."""
     inner = unwrapped(model)
-    return inner.lm_head if is_llama_shaped(model) else _WholeAsHead(inner)
+    return inner.lm_head if is_llama_shaped(model) else partial(_after_backbone, inner)
 
 
-class _States(tuple[Tensor]):
-    """The output of a backbone: its states, by name and as the first of what it gives, and nothing else."""
-
-    @property
-    def last_hidden_state(self) -> Tensor:
-        return self[0]
-
-    def __getattr__(self, name: str) -> None:
-        return None
+def _after_backbone(model: Any, states: Tensor) -> Tensor:
+    """Compute the [N, V] logits of [N, H] states by all that a model does after its backbone; it is changed for no
+    longer than this call."""
+    modules, name = model._modules, model.base_model_prefix
+    body, modules[name] = modules[name], _Given(states[None])
+    try:  # there are no tokens to read
+        nothing = torch.zeros(1, 0, dtype=torch.long, device=states.device)
+        logits: Tensor = model(input_ids=nothing, use_cache=False).logits
+    finally:
+        modules[name] = body
+    return logits[0]
 
 
 @dataclass(frozen=True)
@@ -79,22 +82,11 @@ class _Given:
         return self
 
 
-@dataclass(frozen=True)
-class _WholeAsHead:
-    """A model as a function of its backbone's states; nothing of it is changed for longer than a call."""
+class _States(tuple[Tensor]):
+    """The output of a backbone: its states, by name and as the first of what it gives, and nothing else."""
 
-    whole: Any
-
-    def __call__(self, states: Tensor) -> Tensor:
-        """Compute the [N, V] logits of [N, H] states."""
-        modules, name = self.whole._modules, self.whole.base_model_prefix
-        body, modules[name] = modules[name], _Given(states[None])
-        try:  # there are no tokens to read: all that is left to do is what comes after the backbone
-            nothing = torch.zeros(1, 0, dtype=torch.long, device=states.device)
-            logits: Tensor = self.whole(input_ids=nothing, use_cache=False).logits
-        finally:
-            modules[name] = body
-        return logits[0]
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
 
 
 def device_of(model: Any) -> torch.device:

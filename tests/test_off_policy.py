@@ -98,13 +98,11 @@ def test_no_number_of_a_step_with_given_tokens_is_nan(
 ) -> None:
     aged(monkeypatch, given_then_old)
     spy, recorder = Spy(), Recorder()
+    parts = {"correction": made.correction(choice), "downsample": lambda group, keep, rng: list(range(keep))}
     settings = replace(quiet(tmp_path, steps=2, minibatches=2), m=2)
-    parts: dict[str, Any] = {"correction": made.correction(choice)}
-    parts["downsample"] = lambda group, keep, rng: list(range(keep))
     trainer = make_trainer(settings, loss=spy, trackers=(recorder,), **parts)
     trainer._learner.updates = 10
-    summary = trainer.fit()
-    assert summary["skipped_updates"] == 0
+    assert trainer.fit()["skipped_updates"] == 0
     for batch in spy.batches:
         assert all(not tensor.isnan().any() for tensor in vars(batch).values() if isinstance(tensor, torch.Tensor))
         given = batch.token_ages == GIVEN
@@ -244,13 +242,9 @@ def test_the_sample_size_is_that_of_the_whole_update_however_it_is_cut(tokens: i
     """Rows of 4, 2, 3 and 1 tokens: w = e^-2, e^0.5, 1, e^-1."""
     w = torch.tensor([-2.0, 0.5, 0.0, -1.0]).exp()
     share = float(w.sum() ** 2 / (4 * (w * w).sum()))
-    model = small_model()
-    before = [weight.detach().clone() for weight in model.parameters()]
-    update = make_learner(model, tokens=tokens, ess="linear").update(uneven(), 0)
+    update = make_learner(small_model(), tokens=tokens, ess="linear").update(uneven(), 0)
     assert update.metrics["off/ess"] == pytest.approx(share, rel=1e-4)
     assert update.metrics["optim/lr"] == 0.25 * update.metrics["off/ess"]
-    farthest = max(float((new.detach() - old).abs().max()) for old, new in zip(before, model.parameters(), strict=True))
-    assert farthest == pytest.approx(0.25 * share, rel=1e-3), "the first step of AdamW moves by the rate"
 
 
 def test_without_optim_ess_it_is_measured_where_anything_is_old_and_changes_nothing() -> None:

@@ -20,7 +20,7 @@ from grpo_cli.learner.forward import make_forward
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights, state_by_name
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.model.anatomy import has_dropout
-from grpo_cli.model.transfer import send, to_host
+from grpo_cli.model.transfer import send
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.meter import Meter
@@ -96,7 +96,7 @@ class Learner:
         off = nullcontext() if adapters else model.disable_adapter()
         with self.autocast(), computing_with(self.threads), off:
             values = [self._forward.logprobs(model, rows_of(batch, rows)) for rows in parts]
-        return _in_order(batch, parts, to_host(values))
+        return _in_order(batch, parts, values)
 
     def update(self, batch: Batch, step: int, loss: LossFn | None = None, rate: float | None = None) -> Update:
         """Compute the gradients of the whole batch, then make one optimizer step, unless they are not finite or all
@@ -115,8 +115,7 @@ class Learner:
             with self._span("optimizer"):
                 sums["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, optim.max_grad_norm)
                 numbers = [number.detach().to(self._device).double() for number in sums.values()]
-                *logprobs, found = to_host([*logprobs, torch.stack(numbers)])
-                metrics = dict(zip(sums, found.tolist(), strict=True))
+                metrics = dict(zip(sums, torch.stack(numbers).cpu().tolist(), strict=True))
                 own = _in_order(batch, [rows for rows, _ in parts], logprobs)
                 if optim.ess != "none" or batch.token_ages is not None:
                     metrics["off/ess"] = effective_share(batch, own)
@@ -199,8 +198,8 @@ class Learner:
 
 
 def _in_order(batch: Batch, parts: Sequence[Tensor], values: Sequence[Tensor]) -> Float[Tensor, "N"]:
-    """Return the results of all parts, in the original order of the rows."""
-    return torch.cat(list(values))[torch.cat([tokens_of(batch, rows) for rows in parts]).argsort()]
+    """Return the results of all parts on the CPU, in the original order of the rows."""
+    return torch.cat(list(values)).cpu()[torch.cat([tokens_of(batch, rows) for rows in parts]).argsort()]
 
 
 def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:

@@ -17,6 +17,7 @@ from grpo_cli.runs.layout import SAMPLES
 from grpo_cli.settings import ExamSettings, SampleSettings, Sampling, SplitExamSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.intervals import mean_interval, pass_at_k, wilson_interval
+from grpo_cli.support.meter import Count, uncounted
 from grpo_cli.tracking.examples import example
 from grpo_cli.types import Example, Finish, Prompt, Request, Rollout, ScoredGroup
 
@@ -30,9 +31,15 @@ class EvalResult:
 
 
 def evaluate(
-    engine: Engine, task: Task, prompts: Sequence[Prompt], sampling: Sampling, k: int, seed: int
+    engine: Engine,
+    task: Task,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    k: int,
+    seed: int,
+    count: Count = uncounted,
 ) -> EvalResult:
-    """One greedy rollout and `k` sampled ones per prompt.
+    """Return the metrics of one greedy rollout and `k` sampled ones per prompt; `count` is a span's (`support.meter`).
 
     `eval/accuracy` is the greedy one with Wilson's interval; pass@1 is the mean over sampled rollouts and pass@k the
     unbiased estimate (Chen et al. 2021, arXiv 2107.03374), both with an interval over prompts.
@@ -40,7 +47,10 @@ def evaluate(
     certain = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
     greedy = requests_for(prompts, 1, certain, seed, "eval-greedy", held_out=True)
     drawn: list[Request] = [] if k < 1 else requests_for(prompts, k, sampling, seed, "eval", held_out=True)
-    rollouts = list(play(engine, task, [begun(request) for request in (*greedy, *drawn)]))
+    rollouts, requests = list[Rollout](), [begun(request) for request in (*greedy, *drawn)]
+    for rollout in play(engine, task, requests):
+        rollouts.append(rollout)
+        count(len(rollouts), len(requests))
     greedy_groups = _scored(task, prompts, [r for r in rollouts if r.request.sampling.temperature == 0.0])
     metrics = _greedy_metrics(greedy_groups)
     examples = _examples(task, greedy_groups, "greedy")
@@ -52,12 +62,17 @@ def evaluate(
 
 
 def evaluate_with(
-    runtime: Runtime, settings: ExamSettings, sampling: SampleSettings, seed: int, split: str = "eval"
+    runtime: Runtime,
+    settings: ExamSettings,
+    sampling: SampleSettings,
+    seed: int,
+    split: str = "eval",
+    count: Count = uncounted,
 ) -> EvalResult:
     """Evaluate as `settings` says: its problems (-1: the whole split), sampled at its temperature. UserError if the
     whole split would be too many."""
     drawn = sampling.at(settings.temperature)
-    return evaluate(runtime.engine, runtime.task, _asked(runtime.task, settings, split), drawn, settings.k, seed)
+    return evaluate(runtime.engine, runtime.task, _asked(runtime.task, settings, split), drawn, settings.k, seed, count)
 
 
 def search_with(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_cli.collect.warmup import Sft
+from grpo_cli.collect.warmup import sft
 from grpo_cli.config.choices import ENGINE_PARTS
 from grpo_cli.config.instantiate import Factory, engine_parts, engines, fact, factories
 from grpo_cli.config.prepare import Prepared, prepare
@@ -22,7 +22,7 @@ from grpo_cli.config.recorded import checkpoint_to_resume
 from grpo_cli.engine.common import EngineParts
 from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samples
-from grpo_cli.interfaces import Engine, Parts, Runtime, Tracker
+from grpo_cli.interfaces import Engine, Parts, Runtime, Tracker, Warmup
 from grpo_cli.model.checks import check_device, check_vocabulary, context_of
 from grpo_cli.model.load import at_checkpoint, eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
 from grpo_cli.runs.provenance import code_version
@@ -35,7 +35,7 @@ from grpo_cli.support.terminal import to_stderr
 from grpo_cli.tasks.demonstrations import demonstrations
 from grpo_cli.tasks.prompting import turn_end
 from grpo_cli.tracking.console import ConsoleTracker
-from grpo_cli.tracking.introduction import doubts, doubts_of_prompts, introduction
+from grpo_cli.tracking.introduction import doubts, doubts_of_prompts, introduction, smaller
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.train import Trainer
 from grpo_cli.types import Record, Request
@@ -56,7 +56,7 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     """Return a training run that is ready to start: its model is loaded, and its checkpoint, if it resumes from one."""
     prepared = run if isinstance(run, Prepared) else prepare(run)
     settings = prepared.settings
-    console = ConsoleTracker(settings.train.steps, folder=Path(settings.run_dir))
+    console = ConsoleTracker(settings.train.steps, folder=Path(settings.run_dir), smaller=smaller(settings))
     checkpoint = checkpoint_to_resume(settings, console.warn)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     runtime = set_up(prepared, weights, console.warn)
@@ -70,7 +70,7 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     if checkpoint is None and settings.resume is not None:  # it begins again
         files.load_state_dict({})
     trackers = files, console, _logger(prepared, "train", console.say, console.warn)
-    meter = Meter(runtime.device, on_phase=console.phase)
+    meter = Meter(runtime.device, on_phase=console.phase, on_progress=console.progress)
     parts = parts_of(prepared, runtime, trackers, meter, console.say, console.warn)
     return Trainer(settings, parts, checkpoint)
 
@@ -170,7 +170,7 @@ def parts_of(
     offered |= {"seed": settings.seed, "history": runtime.history}
     curriculum = run.parts["curriculum"].make(offered)
     reference: Any = None
-    warmup: Sft | None = None
+    warmup: Warmup | None = None
     if rules.loss.needs_reference:  # of the start's weights, never a checkpoint's
         if settings.model.adapted and settings.model.adapter is None:  # it is what lies below them
             reference = runtime.model
@@ -178,7 +178,7 @@ def parts_of(
             reference = _load(run, settings.model).requires_grad_(False).eval()
     if train.warmup == "sft":
         shown = demonstrations(settings, runtime, context_of(runtime.model.config), warn)
-        warmup = Sft(train.warmup_steps, train.warmup_lr, shown, train.prompts * settings.m, settings.seed)
+        warmup = sft(train.warmup_steps, train.warmup_lr, shown, train.prompts * settings.m, settings.seed)
     save_model = partial(save_pretrained, runtime.model, runtime.tokenizer, with_base=settings.model.random_init)
     return Parts(runtime, curriculum, rules, reference, save_model, trackers, meter, say, warn, warmup)
 

@@ -227,25 +227,6 @@ class Collector(Protocol):
 
 
 @runtime_checkable
-class Warmup(Protocol):
-    """The first steps of a run, in place of rollouts and rewards."""
-
-    @property
-    def steps(self) -> int:
-        """Return how many there are."""
-
-    @property
-    def rate(self) -> float | None:
-        """Their learning rate; None: that of other steps."""
-
-    def groups(self, step: int) -> Sequence[ScoredGroup]:
-        """Return what step `step` (from 0) is trained on, whose tokens are given."""
-
-    def loss(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput:
-        """Compute the loss, as `interfaces.Loss`."""
-
-
-@runtime_checkable
 class Downsample(Protocol):
     """Returns `keep` distinct indices into a larger group: the rollouts that are trained on; fewer with `keeps_fewer`.
     `rng` is the group's own stream (seed, step, prompt)."""
@@ -339,6 +320,17 @@ class Search(Protocol):
         self, runtime: Runtime, prompts: Sequence[Prompt], sampling: Sampling, seed: int
     ) -> tuple[Sequence[Rollout], Mapping[str, float]] | None:
         """Return one whole rollout for each prompt, in their order, and metrics of what they cost; None: no search."""
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """The first `steps` of a run, which need no rollouts: `groups` returns what each (from 0) is trained on. `rate` is
+    the learning rate (None: that of other steps)."""
+
+    steps: int
+    rate: float | None
+    groups: Callable[[int], Sequence[ScoredGroup]]
+    loss: LossFn
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ class Trainer:
         self._saver = Saver(settings.train.checkpoint == "lazy", parts.meter.span)
         self._learner.before_change = self._saver.wait_until_copied
         correction = parts.rules.correction
-        answered = correction.needs_policy_logprobs or correction.prox == "drawn" or settings.optim.ess != "none"
-        self._health = HealthCheck(reuse_is_answered=answered)
+        corrected = correction.needs_policy_logprobs or correction.prox == "drawn" or settings.optim.ess != "none"
+        self._health = HealthCheck(reuse_is_answered=corrected)
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, RecordFiles)]
         self._stop = Stop(parts.say)
         self._resumed = checkpoint is not None
@@ -65,6 +65,9 @@ class Trainer:
                 with ends_children():
                     self._loop()
                 status = "completed" if self._is_done() else "interrupted"
+            except KeyboardInterrupt:
+                status = "interrupted"
+                raise
             except BaseException as error:
                 fault = f"{type(error).__name__}: {error}"
                 raise
@@ -72,13 +75,13 @@ class Trainer:
                 self._clear_leftovers()
                 summary = self._summary(status, fault)
                 try:
-                    self._leave(summary)
+                    self._write_summary(summary)
                 finally:  # even if the disk is full
                     for tracker in self._parts.trackers:
                         tracker.close(summary)
         return summary
 
-    def _leave(self, summary: Mapping[str, Any]) -> None:
+    def _write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary. If that fails after another failure, only warn: the first error is the one to raise."""
         try:
             write_summary(self._run_dir, summary)
@@ -123,11 +126,12 @@ class Trainer:
         if not settings.eval.every:
             return {}
         self._learner.park()
-        with parts.meter.span("eval"), self._learner.autocast():
-            result = evaluate_with(parts.runtime, settings.eval, settings.sampling, settings.seed)
+        with parts.meter.span("eval") as count, self._learner.autocast():
+            result = evaluate_with(parts.runtime, settings.eval, settings.sampling, settings.seed, count=count)
         self._saver.join()  # raises the error of the save before
         accuracy = result.metrics["eval/accuracy"]
         best = self._progress.best_accuracy
+        self._progress.first_accuracy = accuracy if best is None else self._progress.first_accuracy
         self._progress.final_accuracy, self._progress.final_accuracy_step = accuracy, self._progress.step
         self._progress.best_accuracy = accuracy if best is None else max(best, accuracy)
         return dict(result.metrics)

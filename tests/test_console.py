@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from grpo_cli.support.formatting import sparkline
+from grpo_cli.tracking import console
 from grpo_cli.tracking.console import ConsoleTracker, ending, step_line
-from grpo_cli.types import Record
+from grpo_cli.types import Example, Record
 
 METRICS = {
     "reward/mean": 0.5,
@@ -32,14 +34,14 @@ class Screen:
     """A tracker with a made-up clock, and what it wrote."""
 
     def __init__(self, total: int, width: int = 80, **options: Any) -> None:
-        self.now, self.file = 0.0, io.StringIO()
+        self.now, self.file, self.examples = 0.0, io.StringIO(), tuple[Any, ...]()
         self.console = Console(file=self.file, width=width, record=True, **options)
         self.tracker = ConsoleTracker(total, self.console, clock=lambda: self.now)
 
     def run(self, steps: Iterable[int], seconds: float, **evaluated: float) -> None:
         for step in steps:
             self.now += seconds
-            self.tracker.log(Record(step, METRICS | {"reward/mean": step / 100} | evaluated))
+            self.tracker.log(Record(step, METRICS | {"reward/mean": step / 100} | evaluated, self.examples))
 
     def lines(self) -> list[str]:
         return self.file.getvalue().splitlines()
@@ -78,16 +80,24 @@ def test_a_plain_line_is_neither_wrapped_nor_coloured_nor_read_as_markup():
 def test_the_live_view_fits_and_keeps_labels_and_what_comes_first(width):
     """The time left is that of the steps to come."""
     screen = Screen(1000, width)
+    of = dict(prompt="3 + 4 =", answer="7", parts={}, length=1, finish="eos", kept=True, reason="kept", advantage=None)
+    screen.examples = tuple(
+        Example("a", i, reply=text, reward=1.0 - i, solved=not i, **of) for i, text in enumerate(["It is\n7.", "8"])
+    )
     screen.run(range(1, 101), 2.0, **EVAL)
-    screen.tracker.phase(("step", "policy_logprobs"))
+    screen.tracker.phase(("step", "rollout"))
+    screen.now += 10.0
+    screen.tracker.progress("rollout", 61, 256, 2440)
     screen.console.export_text()
     screen.console.print(screen.tracker)
     lines = [line.rstrip() for line in screen.console.export_text().splitlines()]
     assert max(map(len, lines)) <= width
-    starts = ["step 100/1000  30m00s left  policy_l", "reward         1.000  ▁", "eval accuracy  0.710"]
+    phase = "rollout 61/256 10 s 244 tokens/s, 32 s left"[: width - 29]
+    starts = [f"step 100/1000  30m00s left  {phase}", "reward         1.000  ▁", "eval accuracy  0.710"]
     starts += ["completions    length 38", "policy         entropy 0.234", "speed          5.3k"]
     starts += ["memory         810.6 MiB", "time           update 0.7"]
-    assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
+    starts += ["right          It is 7.", "wrong          8"]
+    assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == [s[: width - 1] for s in starts]
 
 
 ENDED = {"status": "completed", "step": 200, "train_seconds": 231.7, "peak_bytes": 2**30, "stopped_by": None}
@@ -95,13 +105,37 @@ ENDED |= {"final_accuracy": 0.71, "final_accuracy_step": 200, "best_accuracy": 0
 
 
 def test_a_run_ends_with_a_sentence_where_it_is_and_how_to_go_on():
-    first, second = ending(ENDED, 200, Path("a b/R"), "0.660 to 0.760, 71 of 100")
-    for part in ("completed at step 200 of 200", "accuracy 0.710 (0.660 to 0.760, 71 of 100)", "best 0.750", "3m52s"):
+    first, *others = ending(ENDED | {"first_accuracy": 0.5}, 200, Path("a b/R"), "0.660 to 0.760, 71 of 100")
+    accuracy = "accuracy 0.500 -> 0.710 (0.660 to 0.760, 71 of 100)"
+    for part in ("completed at step 200 of 200", accuracy, "best 0.750", "3m52s"):
         assert part in first
-    assert "grpo show 'a b/R'" in second and "grpo report 'a b/R'" in second
+    commands = [f"grpo {command} 'a b/R'" for command in ("show", "report", "export")]
+    assert all(command in line for command, line in zip(commands, others, strict=True))
     stopped = {**ENDED, "status": "interrupted", "step": 7, "final_accuracy_step": 5, "stopped_by": "SIGTERM"}
-    first, _, third = ending(stopped, 200, Path("R"))
-    assert "interrupted at step 7 of 200 (SIGTERM), accuracy 0.710 at step 5" in first and "resume=R" in third
+    first, *_, last = ending(stopped, 200, Path("R"))
+    assert "interrupted at step 7 of 200 (SIGTERM), accuracy 0.710 at step 5" in first and "resume=R" in last
+    assert len([*ending({**stopped, "step": 0}, 200, Path("R"))]) == 2  # it has neither completions nor curves
+
+
+def test_a_long_first_step_foresees_the_run_once_and_says_where_it_is_every_minute(monkeypatch):
+    """A twentieth of 256 rollouts after 30 s: 10 minutes a step, more than 13 hours for 80."""
+    monkeypatch.setattr(console, "TICK", 0.001)
+    screen = Screen(80)
+    tracker = ConsoleTracker(80, screen.console, lambda: screen.now, smaller="n=8")
+    tracker.phase(("step", "rollout"))
+    for done, seconds in ((1, 19.0), (2, 20.0), (13, 30.46875), (14, 31.0)):
+        screen.now = seconds
+        tracker.progress("rollout", done, 256)
+    assert screen.lines() == ["a step's rollouts take about 10m00s, the run more than 13h20m; smaller steps: n=8"]
+    screen.now = 64.0
+    while len(screen.lines()) < 2:
+        time.sleep(0.001)
+    tracker.phase(("step", "reward"))
+    screen.now = 130.0
+    while len(screen.lines()) < 3:
+        time.sleep(0.001)
+    tracker.close({})
+    assert screen.lines()[1:3] == ["step 1/80  rollout 14/256 1m04s, 18m26s left", "step 1/80  reward 1m06s"]
 
 
 def test_the_interval_at_the_end_is_that_of_the_accuracy_beside_it():

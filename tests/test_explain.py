@@ -196,3 +196,8 @@ def test_a_page_wraps_in_a_terminal_below_its_comments(monkeypatch: pytest.Monke
         "a.longer=2  x",
         "b=3",
     ]
+
+
+def test_words_are_found_in_any_case_and_after_an_unknown_one():
+    assert "zzzzzzz" in refused("explain", "zzzzzzz", "PODS", "Batch_Size")
+    assert "pods: " in said("explain", "PODS") and "batch size: " in said("explain", "Batch_Size")

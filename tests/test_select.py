@@ -67,23 +67,16 @@ class Words:
         return " ".join(map(str, token_ids))
 
 
-def test_recorded_rollouts_are_spread_over_the_step_and_have_their_own_advantage() -> None:
-    """Of two groups of four the first and third rollout each; the best and the worst of each group are trained on."""
+def test_recorded_rollouts_are_whole_groups_as_far_as_they_go_and_have_their_own_advantage() -> None:
+    """The best and the worst of each group of four are trained on."""
     first, second = chosen((0.0, 1.0, 5.0, 9.0), (), 2), chosen((8.0, 4.0, 0.0, 6.0), (), 2)
     other = replace(second.group, prompt=replace(second.group.prompt, id="q"))
     selections = [first, replace(second, group=other)]
-    rows = examples(Words(), [s.group for s in selections], selections, 4)
-    assert [(row.sample, row.reward, row.kept, row.advantage) for row in rows] == [
-        (0, 0.0, True, -4.5),
-        (2, 5.0, False, None),
-        (0, 8.0, True, 4.0),
-        (2, 0.0, True, -4.0),
-    ]
-    assert (
-        len(examples(Words(), [s.group for s in selections], selections, -1))
-        == len(examples(Words(), [s.group for s in selections], selections, 8))
-        == 8
-    )
+    found = {n: examples(Words(), [one.group for one in selections], selections, n) for n in (-1, 0, 4, 6, 9)}
+    rows = [(row.sample, row.reward, row.kept, row.advantage) for row in found[-1]]
+    assert rows[:4] == [(0, 0.0, True, -4.5), (1, 1.0, False, None), (2, 5.0, False, None), (3, 9.0, True, 4.5)]
+    assert {n: len(of) for n, of in found.items()} == {-1: 8, 0: 0, 4: 4, 6: 6, 9: 8}
+    assert found[4] == found[-1][:4] and found[6] == found[-1][:6] and found[9] == found[-1]
 
 
 @pytest.mark.parametrize("count_rejected", [True, False])

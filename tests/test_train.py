@@ -394,7 +394,8 @@ def test_a_second_ctrl_c_interrupts_at_once(tmp_path):
         recorder = pressing(1, "SIGTERM", "SIGTERM", "SIGINT")
         make_trainer(settings_for(tmp_path), trackers=(recorder,)).fit()
     assert newest(tmp_path).name == "step_000000"
-    assert json.loads((tmp_path / "summary.json").read_text())["stopped_by"] == "SIGTERM"
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["stopped_by"]) == ("interrupted", "SIGTERM")
 
 
 def test_a_hangup_that_nohup_ignores_stays_ignored():

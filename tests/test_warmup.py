@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from small import small_model
 from tiny_hf import make_folder, make_tokenizer
 
-from grpo_cli.collect.warmup import Sft
+from grpo_cli.collect.warmup import sft
 from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
 from grpo_cli.learner.batch import collate, totals
@@ -72,7 +72,7 @@ def test_the_loss_is_the_mean_negative_log_likelihood_of_replies() -> None:
         demonstration(Prompt("a", (5, 6, 7), ""), [(False, [8, 9]), (True, [10, 11]), (False, [12, 1])]),
         demonstration(Prompt("b", (5, 6), ""), [(False, [13, 14, 1])]),
     ]
-    warmup = Sft(3, None, tuple(shown), per_step=2, seed=0)
+    warmup = sft(3, None, tuple(shown), per_step=2, seed=0)
     batch = collate(warmup.groups(0), version=5)
     found = warmup.loss(Padded(99, 512, 1.0).logprobs(model, batch), batch, totals(batch, 99))
     terms = []
@@ -86,7 +86,7 @@ def test_the_loss_is_the_mean_negative_log_likelihood_of_replies() -> None:
 def test_each_epoch_shows_all_once_in_an_order_of_its_own() -> None:
     shown = tuple(demonstration(Prompt(str(i), (5,), ""), [(False, [i])]) for i in range(12))
     names = [
-        [g.prompt.id for g in Sft(9, None, shown, per_step=4, seed=s).groups(step)] for s in (0, 1) for step in range(6)
+        [g.prompt.id for g in sft(9, None, shown, per_step=4, seed=s).groups(step)] for s in (0, 1) for step in range(6)
     ]
     first, second, other = (sum(names[i : i + 3], []) for i in (0, 3, 6))
     assert sorted(first) == sorted(second) == sorted(other) and first != second and first != other
@@ -102,6 +102,12 @@ def run_of(folder: Path, *words: str) -> Any:
     return build(settings_of(*task, *short, *warm, *words))
 
 
+def shown_by(parts: Any) -> list[Any]:
+    """Return the demonstrations of all steps of the warm-up, each once."""
+    groups = [group for step in range(parts.warmup.steps) for group in parts.warmup.groups(step)]
+    return [*{group.prompt.id: group.rollouts[0] for group in groups}.values()]
+
+
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     moving = ("time/", "clock/", "speed/", "memory/")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -112,7 +118,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 def test_a_solution_goes_on_as_the_model_would(chat: bool, expected: str, tmp_path: Path) -> None:
     model = make_folder(tmp_path / "model", chat_template=chat)
     trainer = run_of(tmp_path / "run", "model=hf", f"model.path={model}")
-    tokenizer, shown = trainer._parts.runtime.tokenizer, trainer._parts.warmup.shown
+    tokenizer, shown = trainer._parts.runtime.tokenizer, shown_by(trainer._parts)
     said = {
         tokenizer.decode(list(one.request.prompt.token_ids)): tokenizer.decode(list(one.token_ids)) for one in shown
     }
@@ -140,10 +146,22 @@ def test_a_run_warms_up_and_then_learns_from_rewards_and_resumes_inside(tmp_path
     assert rows_of(tmp_path / "cut") == rows
 
 
+def test_conversations_of_a_file_warm_a_chat_model_up(tmp_path: Path) -> None:
+    model = make_folder(tmp_path / "model", chat_template=True)
+    long = {"messages": [{"role": "user", "content": "x" * 999}, TALK[2]]}  # longer than the context
+    path = written(tmp_path, {"messages": TALK[1:3]}, {"messages": TALK}, long)
+    words = (f"train.warmup_path={path}", "model=hf", f"model.path={model}", "eval.every=0")
+    trainer = run_of(tmp_path / "run", *words, "train.warmup_steps=2", "train.steps=3")
+    assert len(shown_by(trainer._parts)) == 2
+    trainer.fit()
+    first, second = (row["warmup/loss"] for row in rows_of(tmp_path / "run") if "warmup/loss" in row)
+    assert second < first
+
+
 def test_a_task_that_works_solutions_out_is_imitated_with_its_answers(tmp_path: Path) -> None:
     """As many problems as the steps show, of a million."""
     words = ("train.warmup=sft", "train.warmup_steps=2", "train.prompts=3", "n=2", "logger=jsonl")
     parts = build(settings_of(*words, f"run_dir={tmp_path / 'run'}"))._parts
-    shown = parts.warmup.shown
-    assert len(shown) == 2 * 3 * 2 and len({one.request.prompt.id for one in shown}) == 12
+    shown = shown_by(parts)
+    assert len(shown) == 2 * 3 * 2
     assert {parts.runtime.task.reward(one.request.prompt, one).total for one in shown} == {1.0}

@@ -25,6 +25,8 @@ from grpo_cli.support.errors import UserError, closest, refuse
 def explain(word: str) -> None:
     """Explain a word. UserError, with the nearest known one, if it is unknown."""
     name, _, choice = word.partition("=")
+    known = {key.lower(): key for key in (*_metrics(), *_settings(), *_choices(), *_groups(), *concepts())}
+    name = known.get(name.lower().replace("_", " "), known.get(name.lower(), name))
     settings = {key: found for key, found in _settings().items() if f".{name}." in f".{key}."}
     having = [group for group in _groups() if name in choices(group)]
     metrics, ours = _metrics_of(name), meant_by(name)
@@ -43,8 +45,7 @@ def explain(word: str) -> None:
         say(f"{name} of TRL or verl is {ours} here: grpo explain {ours.partition('=')[0]}")
     elif not (name in concepts() or name in _groups() or settings or having or metrics):
         refuse([*removed([word])])
-        every = [choice for group in _groups() for choice in choices(group)]
-        near = closest(name, [*_groups(), *_settings(), *_metrics(), *every, *concepts()])
+        near = closest(name, list(known.values()))
         raise UserError(f"{word} is no group, choice, setting or metric{near}")
 
 
@@ -77,6 +78,10 @@ def _metrics_of(word: str) -> list[Row]:
 def _groups() -> list[str]:
     """Return the groups that have choices, such as `loss` and `hydra/launcher`."""
     return sorted({file.parent.relative_to(config_dir()).as_posix() for file in config_dir().rglob("*/*.yaml")} - {"."})
+
+
+def _choices() -> list[str]:
+    return [choice for group in _groups() for choice in choices(group)]
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from grpo_cli import __version__
 from grpo_cli.cli.completion import offered
 from grpo_cli.cli.mistakes import fail, folder, without_dashes
-from grpo_cli.support.errors import UserError, closest
+from grpo_cli.support.errors import UserError, closest, gathered
 from grpo_cli.support.processor import set_variables
 from grpo_cli.support.terminal import outlive_the_reader
 
@@ -176,9 +176,13 @@ def explain(
     """Explain a choice, setting, metric or concept."""
     from grpo_cli.cli.explain import explain as explain_word
 
+    unknown = list[str]()
     for place, word in enumerate(words):
         typer.echo("\n" * (place > 0), nl=False)
-        explain_word(word)
+        with gathered(unknown):
+            explain_word(word)
+    if unknown:
+        fail("\n".join(unknown))
 
 
 @app.command(epilog="an example is: grpo export outputs/train/my_run my_model")

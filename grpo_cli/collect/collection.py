@@ -22,6 +22,7 @@ from grpo_cli.metrics import turn_metrics
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError, own_code_unless_ours
 from grpo_cli.support.facts import name_of
+from grpo_cli.support.meter import Count, uncounted
 from grpo_cli.types import EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, ScoredGroup
 
 MOST_CALLS = 4000  # of a step's methods; a collector that makes more is considered endless
@@ -48,7 +49,7 @@ class StepCollection:
     problems: int | float = math.inf
     tokens_left: int | float = math.inf
     truncated: str = "train"
-    span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+    span: Callable[[str], AbstractContextManager[Count]] = lambda name: nullcontext(uncounted)
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __post_init__(self) -> None:
@@ -132,11 +133,14 @@ class StepCollection:
             self._limited, partial = True, [limited(one, limit) for one in partial if len(one) < limit]
         if not partial:
             return
-        start = time.perf_counter()
-        with self.span("rollout"), self.autocast():
-            for rollout in play(self.engine, self.task, partial, self.version, goal, self._spent):
+        start, tokens = time.perf_counter(), 0
+        with self.span("rollout") as count, self.autocast():
+            ended = play(self.engine, self.task, partial, self.version, goal, self._spent)
+            for done, rollout in enumerate(ended, 1):
                 own, sample = self._rollouts[rollout.request.prompt.id], rollout.request.sample
+                tokens += len(rollout) - len(own[sample])
                 own[sample] = rollout if limit is None else unlimited(rollout, own[sample])
+                count(done, len(partial), tokens)
         self.rollout_seconds += time.perf_counter() - start
         self._rounds += 1
 

@@ -6,7 +6,7 @@ Which ones a step takes is a function of the seed and its number, and so the sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -14,31 +14,26 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.collect.requests import seed_of
+from grpo_cli.interfaces import Warmup
 from grpo_cli.types import Batch, LossOutput, Reward, Rollout, ScoredGroup, Totals
 
 
-@dataclass(frozen=True)
-class Sft:
-    """`shown` in an order of its own in each epoch, `per_step` at a time; `rate` is the learning rate (None: that of
-    other steps)."""
+def sft(steps: int, rate: float | None, shown: Sequence[Rollout], per_step: int, seed: int) -> Warmup:
+    """Return a warm-up on the demonstrations `shown`, in a new order in each epoch, `per_step` at a time."""
 
-    steps: int
-    rate: float | None
-    shown: tuple[Rollout, ...]
-    per_step: int
-    seed: int
-
-    def groups(self, step: int) -> list[ScoredGroup]:
-        """Return the demonstrations of step `step` (from 0)."""
-        size, places = len(self.shown), range(step * self.per_step, (step + 1) * self.per_step)
-        rollouts = [self.shown[_order(self.seed, place // size, size)[place % size]] for place in places]
+    def groups(step: int) -> list[ScoredGroup]:
+        size, places = len(shown), range(step * per_step, (step + 1) * per_step)
+        rollouts = [shown[_order(seed, place // size, size)[place % size]] for place in places]
         return [ScoredGroup(one.request.prompt, (one,), (Reward(1.0),)) for one in rollouts]
 
-    def loss(self, logprobs: Float[Tensor, "N"], batch: Batch, totals: Totals) -> LossOutput:
-        """Compute the mean negative log-likelihood of the demonstrated tokens."""
-        said = logprobs.float().masked_fill(~batch.loss_mask, 0.0) * batch.weights
-        loss = -said.sum() / max(totals.tokens, 1)
-        return LossOutput(loss, {"warmup/loss": loss.detach()})
+    return Warmup(steps, rate, groups, imitation_loss)
+
+
+def imitation_loss(logprobs: Float[Tensor, "N"], batch: Batch, totals: Totals) -> LossOutput:
+    """Compute the mean negative log-likelihood of the demonstrated tokens."""
+    likelihood = logprobs.float().masked_fill(~batch.loss_mask, 0.0) * batch.weights
+    loss = -likelihood.sum() / max(totals.tokens, 1)
+    return LossOutput(loss, {"warmup/loss": loss.detach()})
 
 
 @lru_cache(maxsize=2)

@@ -107,11 +107,12 @@ class Learner:
         divisors, trained = totals(batch, self._max_new_tokens), int(batch.trained_mask.sum())
         parts, logprobs = self._parts(batch, loss), list[Tensor]()
         self._optimizer.zero_grad(set_to_none=True)
-        with computing_with(self.threads):
-            for rows, moves in parts:
+        with self._span("update") as count, computing_with(self.threads):
+            for done, (rows, moves) in enumerate(parts, 1):
                 values, shares = self._pass(rows_of(batch, rows), loss, divisors, trained, moves)
                 logprobs.append(values)
                 sums |= {name: share + sums.get(name, 0.0) for name, share in shares.items()}
+                count(done, len(parts))
             with self._span("optimizer"):
                 sums["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, optim.max_grad_norm)
                 numbers = [number.detach().to(self._device).double() for number in sums.values()]

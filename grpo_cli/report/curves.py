@@ -17,6 +17,10 @@ GREEDY = "eval/accuracy"
 CLOCK = "clock/train_seconds"
 AXES = {CLOCK: "training seconds", "tokens/generated": "generated tokens"}
 
+# What else is drawn by step.
+SERIES = {"reward/mean": "reward", "response/length_mean": "completion length", "policy/entropy": "entropy"}
+SERIES |= {"loss/kl": "KL to the reference"}
+
 
 def accuracy_label(metric: str) -> str:
     """Return the label of an accuracy metric."""

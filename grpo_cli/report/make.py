@@ -11,8 +11,9 @@ from grpo_cli.report import plots
 from grpo_cli.report.compare import Comparison, compare
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.evaluations import labelled, show_evaluations
+from grpo_cli.report.overview import in_files, overview
 from grpo_cli.report.read import Run, read_all
-from grpo_cli.report.tables import as_json, show
+from grpo_cli.report.tables import arm_table, as_json, show
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line
 from grpo_cli.runs.record import has_record
@@ -49,12 +50,15 @@ def make(
         notes.append(f"Left out, not being training runs: {', '.join(others)}.")
     drawn = plots.pictures(comparison) if installed("matplotlib") else {}
     files = {**drawn, "report.json": json_line(as_json(comparison), indent=1).encode()}
+    files |= in_files(arm_table(comparison, sparks=False)) if comparison.arms else {}
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():
             (out / name).write_bytes(data)
     except OSError as error:
         raise UserError(f"the report cannot be written to {out} ({error.strerror}): choose another --out") from error
+    for line in overview(comparison):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     show(comparison, console)
     for note in notes:
         console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)

@@ -1,9 +1,10 @@
-"""A picture of compared runs. Needs matplotlib (the extra `plot`), which is imported only when something is drawn."""
+"""Pictures of compared runs. Needs matplotlib (the extra `plot`), which is imported only when something is drawn."""
 
 from __future__ import annotations
 
 import io
 import itertools
+import math
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_cli.report.compare import Arm, Comparison
-from grpo_cli.report.curves import AXES, Curve, accuracy_label, deviation
+from grpo_cli.report.curves import AXES, SERIES, Curve, accuracy_label, deviation
 from grpo_cli.support.formatting import short
 
 if TYPE_CHECKING:
@@ -37,16 +38,19 @@ LABEL_WIDTH = 48  # characters of a label in a picture; longer ones are broken i
 
 
 def pictures(comparison: Comparison) -> dict[str, bytes]:
-    """Return PNG files by name; none if no run was evaluated."""
+    """Return PNG files by name: accuracy, if it was measured, and training by step."""
     import matplotlib
 
-    if not any(arm.curves or _unfinished(arm) for arm in comparison.arms):
-        return {}
-    buffer = io.BytesIO()
+    drawn: dict[str, Figure] = {}
+    buffers = dict[str, io.BytesIO]()
     with matplotlib.rc_context(STYLE):
-        figure = accuracy_figure(comparison.arms, comparison.target, comparison.metric)
-        figure.savefig(buffer, dpi=DPI, metadata={"Software": None})
-    return {"accuracy.png": buffer.getvalue()}
+        if any(arm.curves or _unfinished(arm) for arm in comparison.arms):
+            drawn["accuracy.png"] = accuracy_figure(comparison.arms, comparison.target, comparison.metric)
+        if figure := training_figure(comparison.arms):
+            drawn["training.png"] = figure
+        for name, figure in drawn.items():
+            figure.savefig(buffers.setdefault(name, io.BytesIO()), dpi=DPI, metadata={"Software": None})
+    return {name: buffer.getvalue() for name, buffer in buffers.items()}
 
 
 def accuracy_figure(arms: Sequence[Arm], target: float | None, metric: str) -> Figure:
@@ -67,12 +71,43 @@ def accuracy_figure(arms: Sequence[Arm], target: float | None, metric: str) -> F
         panel.set_xlim(left=0)
         panel.xaxis.set_major_formatter(lambda value, _: short(value).replace(".0", ""))
     panels[0].set_ylabel(f"held-out {accuracy_label(metric)}")
-    handles, labels = panels[0].get_legend_handles_labels()
+    _add_legend(figure, panels[0], len(PANELS))
+    return figure
+
+
+def training_figure(arms: Sequence[Arm]) -> Figure | None:
+    """Return one panel per metric of SERIES that was measured: each arm's mean over its runs, as running means over a
+    twentieth of the steps. None without any."""
+    from matplotlib.figure import Figure
+
+    names = [name for name in SERIES if any(run.series[name] for arm in arms for run in arm.runs)]
+    if not names:
+        return None
+    figure = Figure(figsize=(7.6, 2.6 * math.ceil(len(names) / 2) + 0.4), layout="constrained")
+    panels = figure.subplots(math.ceil(len(names) / 2), 2, squeeze=False).flat
+    for panel in panels[len(names) :]:
+        panel.set_axis_off()
+    for panel, name in zip(panels, names, strict=False):
+        for arm, colour in zip(arms, itertools.cycle(COLOURS), strict=False):
+            by_step = [run.series[name] for run in arm.runs if run.series[name]]
+            if steps := sorted(set.intersection(*map(set, by_step)) if by_step else ()):
+                means = np.array([[one[step] for one in by_step] for step in steps]).mean(axis=1)
+                width = max(1, len(steps) // 20)
+                smooth = np.convolve(means, np.ones(width) / width, mode="valid")
+                panel.plot(steps[width - 1 :], smooth, color=colour, lw=1.4, label=_broken(arm.label))
+        panel.set_ylabel(SERIES[name])
+        panel.set_xlabel("steps")
+    _add_legend(figure, panels[0], 2)
+    return figure
+
+
+def _add_legend(figure: Figure, panel: Axes, columns: int) -> None:
+    """Name what the panel shows below the figure, which has so many panels side by side."""
+    handles, labels = panel.get_legend_handles_labels()
     named = dict(zip(labels, handles, strict=True))
     widest = max((len(line) for label in named for line in label.split("\n")), default=1)
-    columns = max(1, min(len(named), 60 * len(PANELS) // (widest + 8)))
+    columns = max(1, min(len(named), 60 * columns // (widest + 8)))
     figure.legend(named.values(), named, loc="outside lower center", ncols=columns, fontsize=8)
-    return figure
 
 
 def _unfinished(arm: Arm) -> list[Curve]:

@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grpo_cli.report.curves import GREEDY, Curve, curve_of
+from grpo_cli.report.curves import GREEDY, SERIES, Curve, curve_of
 from grpo_cli.report.recorded_settings import RecordedSettings, settings_of_overrides, settings_of_record
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import read_object, regular
@@ -70,6 +70,7 @@ class Run:
     peak_bytes: float | None = None
     code: Mapping[str, str] = field(default_factory=dict)  # versions of the code, by package
     notes: tuple[str, ...] = ()
+    series: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # metrics of `SERIES` by step
 
     @property
     def final_accuracy(self) -> float | None:
@@ -162,6 +163,7 @@ def read_run(folder: Path, name: str, job: Sequence[str] = (), metric: str = GRE
         peak_bytes=max((peak for peak in peaks if peak is not None and math.isfinite(peak)), default=None),
         code={plain(name): plain(value) for name, value in code.items() if value} if isinstance(code, dict) else {},
         notes=(*notes, *of_rows),
+        series={name: {int(row["step"]): row[name] for row in steps if name in row} for name in SERIES},
     )
 
 

@@ -108,6 +108,7 @@ def arm_table(comparison: Comparison, sparks: bool = True) -> Table:
 
     cells: dict[str, list[str]] = {"arm": [arm.label for arm in arms]}
     cells["runs"] = [str(len(arm.runs)) for arm in arms]
+    cells["before"] = ["" if not curve.accuracy else f"{curve.accuracy[0]:.3f}" for curve in curves]
     cells["final accuracy"] = [_with_interval(arm.final_accuracy) for arm in arms]
     cells["difference"] = ["" if arm is base or not base else _with_interval(arm.less(base), "+.3f") for arm in arms]
     cells["time to target" if target is None else f"time to {target:.3f}"] = [

@@ -9,9 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+
+Count = Callable[..., None]  # takes the parts done, all parts, and the tokens generated, if any
+
+
+def uncounted(*progress: str | int) -> None:
+    """Report nothing."""
+
 
 _SPANS = "grpo_spans"  # an attribute of errors
 
@@ -30,7 +38,8 @@ class Meter:
     """Measures wall-clock seconds by name.
 
     Spans of one name add up, also nested; spans of different names each count in full, so a step's time contains that
-    of its phases. `on_phase` gets the names of the open spans, outermost first, whenever one opens or closes.
+    of its phases. `on_phase` gets the names of the open spans, outermost first, whenever one opens or closes, and
+    `on_progress` a span's name and what it counts.
     """
 
     def __init__(
@@ -38,21 +47,22 @@ class Meter:
         device: torch.device | str = "cpu",
         on_phase: Callable[[tuple[str, ...]], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        on_progress: Count = uncounted,
     ) -> None:
         self._device = torch.device(device)
-        self._on_phase = on_phase or (lambda names: None)
+        self._on_phase, self._on_progress = on_phase or (lambda names: None), on_progress
         self._now: Callable[[], Any] = _event if self._device.type == "cuda" else clock
         self._open: list[_Span] = []
         self._times: list[tuple[str, Any, Any]] = []
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Time the body under `name`, even if it raises."""
+    def span(self, name: str) -> Iterator[Count]:
+        """Time the body under `name`, even if it raises. Yield the function that reports its progress."""
         span = _Span(name, self._now())
         self._open.append(span)
         self._on_phase(self._names())
         try:
-            yield
+            yield partial(self._on_progress, name)
         except Exception as error:
             if not spans_around(error):  # else an inner span has set it
                 setattr(error, _SPANS, self._names())

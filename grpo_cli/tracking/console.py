@@ -1,15 +1,15 @@
-"""A run on the console: a live view in a terminal, plain lines elsewhere. Keeps no records.
-
-It prints no text of the model: prompts and completions are in `rollouts.jsonl`.
-"""
+"""A run on the console: a live view in a terminal, plain lines elsewhere. Keeps no records."""
 
 from __future__ import annotations
 
 import math
 import shlex
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from grpo_cli.types import Record
 
 PLAIN_LINES = 100  # about how many step lines a plain run prints
 PLAIN_SECONDS = 10.0  # but at least one this long after the last
-HISTORY = 40  # steps in the sparkline, and in the estimate of the time left
+REMINDER_SECONDS, TICK = 60.0, 1.0  # between lines of a plain run inside a long phase; between looks at the clock
+FORESEEN_SECONDS, FORESEEN_SHARE, LONG_RUN = 20.0, 0.05, 3600.0  # of a first step's rollouts; of a run
+HISTORY = 40  # bars in the sparkline, and steps in the estimate of the time left
 # A label in the view, a metric, and its format.
 FACTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("completions", "response/length_mean", lambda value: f"length {value:.0f}"),
@@ -37,13 +39,22 @@ FACTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 
 
+@dataclass
+class _Phase:
+    start: float
+    done: int = 0
+    total: int = 0
+    tokens: int = 0
+
+
 class ConsoleTracker:
     """Shows records as they come. `record.step` counts finished steps, up to `total_steps`.
 
     In a terminal: a view redrawn twice a second, with progress, reward, evaluation, speed, the time of each phase,
-    memory and the last warning; what does not fit into a line is cut. Otherwise (a file, a pipe, a CI log): a line for
-    about every hundredth of the run, for every step that ends ten seconds after the last line, and for every step with
-    an evaluation. The tracker itself is the view (`console.print(tracker)`).
+    memory, a right and a wrong completion and the last warning; what does not fit into a line is cut. Otherwise (a
+    file, a pipe, a CI log): a line for about every hundredth of the run, for every step that ends ten seconds after the
+    last line, for every step with an evaluation, and for every minute inside a phase. The tracker itself is the view
+    (`console.print(tracker)`).
     """
 
     def __init__(
@@ -52,17 +63,21 @@ class ConsoleTracker:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
         folder: Path | None = None,
+        smaller: str = "",
     ) -> None:
-        """Set up; the run's `folder` is named at the end."""
-        self._total, self._folder, self._clock = total_steps, folder, clock
+        """Set up; the run's `folder` is named at the end, `smaller` settings when it is foreseen to be long."""
+        self._total, self._folder, self._clock, self._smaller = total_steps, folder, clock, smaller
         self._console = console or screen.console()
         self._live: Live | None = None
+        self._shows = False
         self._step: int | None = None  # of the newest record
         self._metrics: dict[str, float] = {}  # the newest value of every metric, so that an evaluation stays in view
-        self._rewards: deque[float] = deque(maxlen=HISTORY)
+        self._rewards: list[float] = []
+        self._completions: dict[str, str] = {}  # the newest right and wrong one
         self._finished: deque[tuple[float, int]] = deque(maxlen=HISTORY)  # when which step was
-        self._warning, self._phase = "", ""
-        self._phase_start = self._last_line = clock()
+        self._warning, self._last_line = "", clock()
+        self._phases: dict[str, _Phase] = {}  # that are open, outermost first
+        self._foreseen, self._closed = False, threading.Event()
 
     def log(self, record: Record) -> None:
         self._show()
@@ -71,6 +86,7 @@ class ConsoleTracker:
         self._finished.append((self._clock(), step))
         if "reward/mean" in record.metrics:
             self._rewards.append(record.metrics["reward/mean"])
+        self._completions |= {"right" if one.solved else "wrong": one.reply for one in record.examples}
         due = step <= 1 or step >= self._total or step % max(1, math.ceil(self._total / PLAIN_LINES)) == 0
         due = due or self._clock() - self._last_line >= PLAIN_SECONDS or "eval/accuracy" in record.metrics
         if self._live is None and due:
@@ -80,7 +96,40 @@ class ConsoleTracker:
     def phase(self, names: tuple[str, ...]) -> None:
         """Note the currently open spans, outermost first (`Meter(on_phase=...)`)."""
         self._show()
-        self._phase, self._phase_start = (names or ("",))[-1], self._clock()
+        self._phases = {name: self._phases.get(name, _Phase(self._clock())) for name in names}
+
+    def progress(self, name: str, done: int, total: int, tokens: int = 0) -> None:
+        """Note how far an open span has come (`Meter(on_progress=...)`); foresee the run's time in its first step."""
+        phase = self._phases[name]
+        phase.done, phase.total, phase.tokens = done, total, tokens
+        waited = self._clock() - phase.start
+        if name != "rollout" or self._foreseen or len(self._finished) > 1:
+            return
+        if waited >= FORESEEN_SECONDS and done >= FORESEEN_SHARE * total:
+            self._foreseen, step = True, waited / done * total
+            run = step * (self._total - (self._step or 0))
+            smaller = f"; smaller steps: {self._smaller}" if self._smaller and run > LONG_RUN else ""
+            self.say(f"a step's rollouts take about {duration(step)}, the run more than {duration(run)}{smaller}")
+
+    def _phase_line(self) -> str:
+        """Return the innermost open phase that counts, or else the innermost, with its progress and the time left."""
+        phases = self._phases  # which another thread replaces
+        name = next((name for name in reversed(phases) if phases[name].total), next(reversed(phases), ""))
+        if not name:
+            return ""
+        phase, waited = phases[name], self._clock() - phases[name].start
+        parts = [f"{name} {phase.done}/{phase.total}" if phase.total else name]
+        parts += [duration(waited)] if waited >= 2 else []
+        parts += [f"{short(round(phase.tokens / waited))} tokens/s"] if waited >= 2 and phase.tokens else []
+        left = waited / phase.done * (phase.total - phase.done) if phase.done else 0.0
+        return " ".join(parts) + (f", {duration(left)} left" if left >= 2 else "")
+
+    def _remind(self) -> None:
+        """Print a line a minute inside a phase, until the run ends."""
+        while not self._closed.wait(TICK):
+            if self._phases and self._clock() - self._last_line >= REMINDER_SECONDS:
+                self._last_line = self._clock()
+                self.say(f"step {(self._step or 0) + 1}/{self._total}  {self._phase_line()}")
 
     def say(self, text: str) -> None:
         """Print a line, above the live view if there is one."""
@@ -93,8 +142,9 @@ class ConsoleTracker:
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Leave the view's last frame on the screen, and print how the run ended below it."""
+        self._closed.set()
+        self._phases = {}
         if self._live is not None:
-            self._phase = ""
             self._live.stop()
         accuracy = self._metrics.get("eval/accuracy")
         known = "" if accuracy is None or accuracy != summary.get("final_accuracy") else certainty(self._metrics)
@@ -109,17 +159,21 @@ class ConsoleTracker:
         return (now - then) / max(last - first, 1) * (self._total - last)
 
     def _show(self) -> None:
-        """Begin to show the run in a terminal, at its first phase or record. Earlier lines stay above the view."""
-        if self._live is None and self._console.is_terminal and not self._console.is_dumb_terminal:
+        """Begin to show the run, at its first phase or record. In a terminal, earlier lines stay above the view."""
+        if self._shows:
+            return
+        self._shows = True
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(self, console=self._console, refresh_per_second=2)
             self._live.start()
+        else:
+            threading.Thread(target=self._remind, daemon=True).start()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        left, waited = self.seconds_left(), self._clock() - self._phase_start
+        left = self.seconds_left()
         parts = ["starting" if self._step is None else f"step {self._step}/{self._total}"]
         parts += [f"{duration(left)} left"] if left else []
-        parts += [self._phase + f" {duration(waited)}" * (waited >= 2)] if self._phase else []
-        yield Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
+        yield Text("  ".join([*parts, self._phase_line()]).rstrip(), no_wrap=True, overflow="ellipsis")
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim", no_wrap=True, min_width=len("eval accuracy"))
         rows.add_column(no_wrap=True, overflow="ellipsis")
@@ -133,7 +187,7 @@ class ConsoleTracker:
         """Return the text beside each label."""
         seen, rows = self._metrics, dict[str, str]()
         if self._rewards:
-            rows["reward"] = f"{self._rewards[-1]:.3f}" + ("  " + sparkline(list(self._rewards))) * bars
+            rows["reward"] = f"{self._rewards[-1]:.3f}" + ("  " + sparkline(shortened(self._rewards, HISTORY))) * bars
         if "eval/accuracy" in seen:
             rows["eval accuracy"] = _accuracy(seen)
         for label, name, text in FACTS:
@@ -141,7 +195,19 @@ class ConsoleTracker:
                 rows[label] = f"{rows[label]}  {text(seen[name])}" if label in rows else text(seen[name])
         phases = {name.removeprefix("time/"): seen[name] for name in seen if name.startswith("time/")}
         slowest = sorted(phases.keys() - {"step"}, key=lambda name: -phases[name])
-        return rows | ({"time": "  ".join(f"{name} {phases[name]:.2f} s" for name in slowest)} if slowest else {})
+        rows |= {"time": "  ".join(f"{name} {phases[name]:.2f} s" for name in slowest)} if slowest else {}
+        return rows | {label: plain(self._completions[label]) for label in sorted(self._completions)}
+
+
+def shortened(values: Sequence[float], most: int) -> list[float]:
+    """Return the means of at most so many parts of a series, each as long as the others to one value.
+
+    >>> shortened([1.0, 3.0, 5.0, 6.0], 2), shortened([1.0], 2)
+    ([2.0, 5.5], [1.0])
+    """
+    parts = min(most, len(values))
+    ends = [len(values) * part // parts for part in range(parts + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(ends)]
 
 
 def step_line(record: Record, total: int, left: float | None) -> str:
@@ -171,14 +237,15 @@ def certainty(seen: Mapping[str, float]) -> str:
 
 
 def ending(summary: Mapping[str, Any], total: int, folder: Path | None = None, interval: str = "") -> Iterator[str]:
-    """Return how a run ended and where it is; for an unfinished run, how to resume it. The rest is in its
-    `summary.json`."""
+    """Return how a run ended, and what to type next. The rest is in its `summary.json`."""
     status, step, accuracy = summary.get("status", "ended"), summary.get("step"), summary.get("final_accuracy")
     by = f" ({summary['stopped_by']})" if summary.get("stopped_by") else ""
     parts = [(str(status) if step is None else f"{status} at step {step} of {total}") + by]
     if accuracy is not None:
-        at = f" at step {summary['final_accuracy_step']}" if "final_accuracy_step" in summary else ""
-        parts.append(f"accuracy {accuracy:.3f}" + (f" ({interval})" if interval else "") + at)
+        first = summary.get("first_accuracy")
+        at = f" at step {summary['final_accuracy_step']}" if summary.get("final_accuracy_step") != step else ""
+        before = "" if first is None or not summary.get("final_accuracy_step") else f"{first:.3f} -> "
+        parts.append(f"accuracy {before}{accuracy:.3f}" + (f" ({interval})" if interval else "") + at)
     if (best := summary.get("best_accuracy")) is not None and best != accuracy:
         parts.append(f"best {best:.3f}")
     seconds = summary.get("train_seconds")
@@ -187,6 +254,10 @@ def ending(summary: Mapping[str, Any], total: int, folder: Path | None = None, i
         return
     here = Path.cwd()
     place = shlex.quote(plain(folder.relative_to(here) if folder.is_relative_to(here) else folder))
-    yield f"the run is in {place}; its completions: grpo show {place}; its curves: grpo report {place}"
-    if status != "completed":
-        yield f"go on with it: grpo train resume={place}"
+    if step:
+        yield f"its completions: grpo show {place}"
+        yield f"its curves:      grpo report {place}"
+    if status == "completed":
+        yield f"its model:       grpo export {place} <new folder>"
+    else:
+        yield f"go on with it:   grpo train resume={place}"

@@ -77,3 +77,11 @@ def doubts_of_prompts(
         )
     if reads_clock(tokenizer):
         yield f"the chat template reads the clock: every prompt tells {TODAY:%d %b %Y}, so that runs can be repeated"
+
+
+def smaller(settings: RunSettings) -> str:
+    """Return settings of a smaller step, as they are typed; empty for a step that is small."""
+    now = {"n": settings.n, "train.prompts": settings.train.prompts}
+    now["sampling.max_new_tokens"] = settings.sampling.max_new_tokens
+    few = {"n": max(8, settings.m) if settings.m < settings.n else 8, "train.prompts": 4, "sampling.max_new_tokens": 64}
+    return " ".join(f"{key}={value}" for key, value in few.items() if value < now[key])

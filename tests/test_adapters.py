@@ -115,7 +115,8 @@ def test_random_weights_below_adapters_are_saved_with_them(tmp_path: Path) -> No
     again = at_checkpoint(words, tmp_path / "saved")
     assert again.path == base_of(tmp_path / "saved") == str(tmp_path / "saved" / "base")
     assert torch.equal(logits(load_model(again, CPU)), logits(model))
-    record = RunRecord("train", (), {}, {"model": {"random_init": True, "eos_tokens": ["<|im_end|>"]}}, {})
+    preset = {"path": "org/none", "random_init": True, "architecture": {"model_type": "qwen2"}, "eos_tokens": ["<e>"]}
+    record = RunRecord("train", (), {}, {"model": preset}, {})
     assert of_the_weights(tmp_path / "saved", record)["model.eos_tokens"] == ()
 
 

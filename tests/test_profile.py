@@ -11,7 +11,6 @@ import torch
 from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
-from grpo_cli.memory.measure import PhasePeaks
 from grpo_cli.memory.profile import GPUS
 from grpo_cli.report.profiles import read_profile
 from grpo_cli.settings import GpuWord
@@ -133,14 +132,6 @@ def test_an_allocation_that_failed_is_known_by_its_kind_its_text_or_what_came_be
         error.__context__ = before[1]
         before.append(error)
     assert all(map(is_out_of_memory, lacking)) and not any(map(is_out_of_memory, [*others, RuntimeError(RECORDING)]))
-
-
-def test_a_phase_has_the_peak_of_its_own_time():
-    peaks = iter([1, 5, 50, 7, 90, 3])
-    watch = PhasePeaks(lambda: next(peaks))
-    for names in [("step",), ("step", "a"), ("step",), ("step", "a"), ("step",), ()]:
-        watch(names)
-    assert watch.take() == {"step": 90, "a": 90} and watch.take() == {}
 
 
 @pytest.mark.gpu

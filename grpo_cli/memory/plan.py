@@ -87,7 +87,7 @@ class StepShape:
         return -(-self.rollouts.tokens(self.m, self.share) // self.minibatches)
 
     def in_a_pass(self, of: int) -> int:
-        """Tokens of the largest pass over `of` tokens."""
+        """Return the tokens of the largest pass over `of` tokens."""
         return min(of, max(self.tokens, max(self.rollouts.prompts) + self.rollouts.longest))
 
 

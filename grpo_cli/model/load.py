@@ -68,7 +68,7 @@ def load_model(
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
     if source is not None:
-        model = _read_weights(source, config, dtype, settings, device)
+        model: Any = _read_weights(source, config, dtype, settings, device)
     else:
         if layers is not None:
             config.num_hidden_layers, kinds = layers, getattr(config, "layer_types", None)
@@ -123,9 +123,8 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     """Return the tokenizer saved with the adapters, else with the weights; for random weights of a preset's shape that
     of the embedded model (a token per byte). A chat template beside adapters counts. UserError if there is none."""
     adapters = Path(settings.adapter).expanduser() if settings.adapter is not None else None
-    source: Path | str | None = adapters
-    if adapters is None or not _has_tokenizer(adapters):
-        source = source_of(TINY if settings.without_files else settings.path)
+    own = adapters if adapters is not None and _has_tokenizer(adapters) else None
+    source = own or source_of(TINY if settings.without_files else settings.path)
     if isinstance(source, Path) and not _has_tokenizer(source):  # of which transformers would make an empty one
         files = ", ".join(_TOKENIZER_FILES)
         raise UserError(f"model folder {source} has no tokenizer (none of {files}); save the model's own there")

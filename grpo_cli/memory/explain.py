@@ -28,15 +28,14 @@ _KEYS = {
     ACTIVATIONS: "lower train.micro_batch_tokens, or model.gradient_checkpointing=full",
     WORKSPACE: "no setting: the program and what its allocator keeps",
 }
-_IN_ROLLOUTS = {LOGITS: _ROLLOUTS, ACTIVATIONS: _ROLLOUTS}
 
 
 def breakdown(plan: MemoryPlan, phase: str) -> list[str]:
     """Return a line for each kind that a phase is expected to hold, largest first, with the settings that lower it."""
-    keys = _KEYS | (_IN_ROLLOUTS if phase in ("prefill", "decode", "eval") else {})
+    keys = _KEYS | ({LOGITS: _ROLLOUTS, ACTIVATIONS: _ROLLOUTS} if phase in ("prefill", "decode", "eval") else {})
     parts = sorted(((size, kind) for kind, size in plan.phases[phase].items() if size), reverse=True)
-    lines = [f"with every rollout at full length {phase} takes {gib(plan.bytes_of(phase))}:"]
-    return lines + [f"  {kind} {gib(size)}: {keys[kind]}" for size, kind in parts]
+    whole = f"with every rollout at full length {phase} takes {gib(plan.bytes_of(phase))}:"
+    return [whole, *(f"  {kind} {gib(size)}: {keys[kind]}" for size, kind in parts)]
 
 
 @contextmanager

@@ -98,11 +98,7 @@ def room_of(settings: RunSettings, device: torch.device, workspace: int, warn: C
 
 def within(given: int, device: torch.device) -> int:
     """Return the bytes of `given` that a plan may reach."""
-    return max(0, min(int(MARGIN * given), given - _beside(device)))
-
-
-def _beside(device: torch.device) -> int:
-    return BESIDE if device.type == "cpu" else 0
+    return max(0, min(int(MARGIN * given), given - (BESIDE if device.type == "cpu" else 0)))
 
 
 def choosable(planner: Planner, typed: Set[str]) -> frozenset[str]:
@@ -139,7 +135,7 @@ def chosen(planner: Planner, room: int, may: Set[str], name: str) -> Fitted:
             break
     else:
         least = planner.plan({**ways[-1], **more, **dict.fromkeys(may & {TOKENS, SLOTS}, 1)})
-        enough = math.ceil(max(least.peak / MARGIN, least.peak + _beside(planner.device)) / 2**20)
+        enough = math.ceil(max(least.peak / MARGIN, least.peak + BESIDE) / 2**20)
         table = "\n".join(breakdown(least, least.fullest))
         raise UserError(
             f"{name}: at most {gib(room)} may be held, and the least that would do with what is typed is "

@@ -130,11 +130,13 @@ class ShapeModel:
         (large models), or joined (small ones)."""
         if self._bits is not None:
             return 0
-        every = self.of_all_layers(lambda model: sum(w.numel() for w in _linear(model)))
-        if self.on_cpu and (packed or every < PACKED_FROM):
-            return self.dtype.itemsize * every
-        cast = self.of_all_layers(lambda model: sum(w.numel() for w in _linear(model) if w.dtype != self.dtype))
-        return self.dtype.itemsize * cast
+
+        def numbers(model: Any, every: bool = True) -> int:
+            weights = [layer.weight for layer in linear_layers(model)]
+            return sum(weight.numel() for weight in weights if every or weight.dtype != self.dtype)
+
+        every = self.on_cpu and (packed or self.of_all_layers(numbers) < PACKED_FROM)
+        return self.dtype.itemsize * self.of_all_layers(lambda model: numbers(model, every))
 
     @cached_property
     def weights(self) -> int:
@@ -202,10 +204,6 @@ class ShapeModel:
 
 def trained(model: Any) -> list[Tensor]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _linear(model: Any) -> list[Tensor]:
-    return [layer.weight for layer in linear_layers(model)]
 
 
 def _quantised(model: Any) -> list[Tensor]:

@@ -67,28 +67,27 @@ def select(
     baseline = list(range(size)) if count_rejected else left
     candidates = left if keep < size else baseline
     chosen = [candidates[place] for place in choose(rule, group.take(candidates), keep, rng)]
-    answer = torch.zeros(0)
+    found = torch.zeros(0)
     if chosen:
         place = {index: at for at, index in enumerate(baseline)}
         counted = group if len(baseline) == size else group.take(baseline)
-        answer = advantages(advantage, counted, [place[index] for index in chosen])
+        found = advantages(advantage, counted, [place[index] for index in chosen])
     trained = set(chosen)
     reasons = tuple(why or ("" if index in trained else NOT_CHOSEN) for index, why in enumerate(rejections))
-    return Selection(group, tuple(chosen), answer, reasons)
+    return Selection(group, tuple(chosen), found, reasons)
 
 
 def finalised(selected: Sequence[Selection], batch: Batch, rejections: Sequence[str]) -> list[Selection]:
     """Return the same selections once the weights of their `batch` are known: a chosen rollout whose tokens all have
     weight 0 gets a reason. `rejections` come from a correction that judged the batch, row by row; or there are
     none."""
-    trained, answered = (batch.any(mask).tolist() for mask in (batch.trained_mask, batch.response_mask))
-    rows = zip(trained, answered, rejections or [""] * len(batch), strict=True)
+    rows = zip(batch.any(batch.trained_mask).tolist(), rejections or [""] * len(batch), strict=True)
     found = []
     for selection in selected:
         reasons = list(selection.reasons)
         for index in selection.indices:
-            is_in, some, why = next(rows)
-            reasons[index] = "" if is_in else reasons[index] or why or NO_TOKEN
+            is_trained, why = next(rows)
+            reasons[index] = "" if is_trained else reasons[index] or why or NO_TOKEN
         found.append(replace(selection, reasons=tuple(reasons)))
     return found
 

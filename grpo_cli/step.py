@@ -7,15 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from grpo_cli.collect import learnt
+from grpo_cli.collect import rule_state
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.requests import seed_of
-from grpo_cli.interfaces import Parts, SetUp, Warmup
+from grpo_cli.interfaces import LossFn, Parts, SetUp, Warmup
 from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on, without_rows
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
@@ -36,8 +35,9 @@ class Step:
     def __init__(self, settings: RunSettings, parts: Parts) -> None:
         self._settings, self._parts, self._runtime, self._span = settings, parts, parts.runtime, parts.meter.span
         model, train, correction = parts.runtime.model, settings.train, parts.rules.correction
-        of_run = settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn
-        self.learner = Learner(model, parts.rules.loss, *of_run)
+        self.learner = Learner(
+            model, parts.rules.loss, settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn
+        )
         self._problems = len(parts.runtime.task.prompts("train"))
         for rule in vars(parts.rules).values():
             if isinstance(rule, SetUp):
@@ -51,27 +51,27 @@ class Step:
     def run(self, step: int, progress: Progress) -> Record:
         """Run step number `step`, from 0; add what was done to `progress`."""
         if self._parts.warmup is not None and step < self._parts.warmup.steps:
-            return self._imitate(self._parts.warmup, step, progress)
+            return self._sft_step(self._parts.warmup, step, progress)
         start = time.perf_counter()
         with self._span("step"):
             self.learner.park()
             rollouts = self._rollouts(step, progress)
             groups = rollouts.run(self._parts.rules.collector)
             trained = self._learn(groups, rollouts.version, step, progress)
-            made = rollouts.made
-            observed = learnt.observe(self._parts, step, groups, made)
+            finished = rollouts.finished_groups
+            observed = rule_state.observe(self._parts, step, groups, finished)
         progress.train_seconds += time.perf_counter() - start
         stats, record = rollouts.stats, self._settings.record
-        metrics = step_metrics(progress, made, stats, trained) | rollouts.metrics() | observed
+        metrics = step_metrics(progress, finished, stats, trained) | rollouts.metrics() | observed
         metrics["prompts/distinct"] = float(len(self._runtime.history))
         metrics["memory/peak_bytes"] = float(peak_bytes(self._runtime.device))
         metrics |= reserved_bytes(self._runtime.device)
         if stats.generated_tokens:
             metrics["speed/tokens_per_second"] = stats.generated_tokens / rollouts.rollout_seconds
-        rows = examples(self._runtime.task, made, trained.selected, record.rollouts, record.tokens)
+        rows = examples(self._runtime.task, finished, trained.selected, record.rollouts, record.tokens)
         return Record(step, metrics, rows)
 
-    def _imitate(self, warmup: Warmup, step: int, progress: Progress) -> Record:
+    def _sft_step(self, warmup: Warmup, step: int, progress: Progress) -> Record:
         start = time.perf_counter()
         with self._span("step"), self._span("update"):
             batch = collate(warmup.groups(step), self.learner.updates)
@@ -102,8 +102,8 @@ class Step:
     def _learn(self, groups: Sequence[ScoredGroup], version: int, step: int, progress: Progress) -> TrainedStep:
         """Select what is trained on, correct its mismatch with the sampler, and update with it.
 
-        A correction that rejects sees all rollouts, before any are chosen. Another one sees the chosen rows alone:
-        before the updates if these need the old policy's log-probabilities, else after them, with the first update's.
+        A correction that can reject runs on all rollouts, before any are chosen. Another one runs on the chosen rows:
+        before the updates if old log-probabilities are needed by then, else after them, with those of the first update.
         """
         everything, verdict = collate(groups, version), None
         reasons = cut_off(groups, self._settings.train.truncated)
@@ -168,7 +168,9 @@ class Step:
             batch = replace(batch, weights=batch.weights * batch.per_token(row_weights(selected)))
         return batch
 
-    def _update(self, batch: Batch, step: int, progress: Progress, **words: Any) -> tuple[Update, ...]:
+    def _update(
+        self, batch: Batch, step: int, progress: Progress, loss: LossFn | None = None, rate: float | None = None
+    ) -> tuple[Update, ...]:
         """Update with every epoch's minibatches in turn. A faulty one changes nothing and is counted; one without
         gradient changes nothing; one without a token left to train on, and so without divisors, is skipped."""
         settings, begun, updates = self._settings, self.learner.updates, list[Update]()
@@ -181,7 +183,7 @@ class Step:
                     # Until the first optimizer step the learner is the old policy: another pass would differ by
                     # rounding and dropout, which the loss would take for a policy that has moved, and clip.
                     part = replace(part, policy_logprobs=None)
-                update = self.learner.update(part, step, **words)
+                update = self.learner.update(part, step, loss, rate)
                 updates.append(update)
                 if update.moved:
                     self.old_policy.after_update()
@@ -194,7 +196,8 @@ class Step:
         return tuple(updates)
 
     def _end_old_policy(self, updates: Sequence[Update], mismatch: Mapping[str, float]) -> Mapping[str, float]:
-        """Pass the old policy the share of tokens that moved weights, if any did; a loss need not report its clip."""
+        """Pass the old policy the share of tokens neither masked nor clipped, if weights moved. A loss without a clip
+        metric clips nothing."""
         clipped = [update.metrics.get("loss/clip_fraction", 0.0) for update in updates if update.moved]
         left = 1.0 - mismatch.get("mismatch/masked_tokens", 0.0)
         return self.old_policy.end_step(left * (1.0 - sum(clipped) / len(clipped))) if clipped else {}

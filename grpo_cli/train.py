@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.collect import learnt
+from grpo_cli.collect import rule_state
 from grpo_cli.evaluate import evaluate_with
 from grpo_cli.interfaces import Parts, RecordFiles
 from grpo_cli.learner.learner import rate_jump, schedule_of
@@ -42,8 +42,8 @@ class Trainer:
         self._saver = Saver(settings.train.checkpoint == "lazy", parts.meter.span)
         self._learner.before_change = self._saver.wait_until_copied
         correction = parts.rules.correction
-        corrected = correction.needs_policy_logprobs or correction.prox == "drawn" or settings.optim.ess != "none"
-        self._health = HealthCheck(reuse_is_answered=corrected)
+        is_corrected = correction.needs_policy_logprobs or correction.prox == "drawn" or settings.optim.ess != "none"
+        self._health = HealthCheck(reuse_is_answered=is_corrected)
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, RecordFiles)]
         self._stop = Stop(parts.say)
         self._resumed = checkpoint is not None
@@ -57,7 +57,7 @@ class Trainer:
         """
         status, fault = "failed", None
         self._stop = self._stop if stop is None else stop
-        # of the run that is resumed: one that is killed from here on has none
+        # A run that is killed from here on must not keep the summary of an earlier one.
         (self._run_dir / layout.SUMMARY).unlink(missing_ok=True)
         with self._stop if stop is None else nullcontext():
             self._clear_leftovers()
@@ -117,11 +117,11 @@ class Trainer:
 
     def _is_done(self) -> bool:
         train, progress = self._settings.train, self._progress
-        spent = train.max_generated is not None and progress.generated_tokens >= train.max_generated
-        return progress.step >= train.steps or spent
+        is_spent = train.max_generated is not None and progress.generated_tokens >= train.max_generated
+        return progress.step >= train.steps or is_spent
 
     def _evaluate(self) -> dict[str, float]:
-        """Metrics of an evaluation; its time counts in `time/eval`, not in the training clock."""
+        """Return the metrics of an evaluation; its time counts in `time/eval`, not in the training clock."""
         settings, parts = self._settings, self._parts
         if not settings.eval.every:
             return {}
@@ -145,8 +145,8 @@ class Trainer:
             self._parts.warn(warning)
 
     def _save(self) -> None:
-        """Save the last finished step; with train.checkpoint=lazy, begin to: what updates change is copied first, the
-        weights among it."""
+        """Save the last finished step; with train.checkpoint=lazy, copy weights and optimizer state and write them in
+        the background."""
         parts, step, keep = self._parts, self._progress.step, self._settings.train.keep_checkpoints
         root = self._run_dir / layout.CHECKPOINTS
         with parts.meter.span("checkpoint"):
@@ -154,7 +154,7 @@ class Trainer:
                 "progress": dict(vars(self._progress)),
                 "engine": dict(parts.runtime.engine.state_dict()),
                 "rng": rng_state(),
-                "rules": learnt.state_of(parts),
+                "rules": rule_state.state_of(parts),
                 "records": [dict(files.state_dict()) for files in self._files],
             }
             changing: dict[str, Any] = {"optimizer": self._learner.state_dict()}
@@ -180,7 +180,7 @@ class Trainer:
             clear_leftovers(self._run_dir)
 
     def _restore(self, checkpoint: Path) -> None:
-        """Everything but the weights, which are loaded with the model."""
+        """Restore everything but the weights, which are loaded with the model."""
         state = load_state(checkpoint)
         with damaged(checkpoint):
             self._progress = Progress(**state["progress"])
@@ -189,7 +189,7 @@ class Trainer:
             self._learner.updates = self._progress.updates
             self._learner.load_state_dict(state["optimizer"])
             self._parts.runtime.engine.load_state_dict(state["engine"])
-            learnt.put_back(self._parts, state["rules"])
+            rule_state.restore(self._parts, state["rules"])
             self._step.old_policy.load_state_dict(state.get("old_policy"))
             set_rng_state(state["rng"])
             for files, recorded in zip(self._files, state["records"], strict=False):

@@ -132,7 +132,7 @@ def test_the_trainer_knows_no_concrete_part():
         "tracking/progress",
         "collect/collection",
         "collect/requests",
-        "collect/learnt",
+        "collect/rule_state",
     }
     known = (own_imports(PACKAGE / "train.py") | own_imports(PACKAGE / "step.py")) - allowed
     assert [module for module in known if module.startswith(concrete)] == []

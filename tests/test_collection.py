@@ -99,7 +99,7 @@ def test_what_is_left_out_of_training_is_counted_by_the_core() -> None:
     collection = step_of(script)
     groups = collection.run(some)
     assert [group.prompt.id for group in groups] == [script.rounds[0][place].prompt.id for place in (4, 0)]
-    assert len(script.judged) == 6 and len(collection.made) == 3, "one group was not judged"
+    assert len(script.judged) == 6 and len(collection.finished_groups) == 3, "one group was not judged"
     metrics = collection.metrics()
     assert (metrics["collect/dropped_groups"], metrics["collect/tokens_dropped"]) == (2.0, 4.0)
 

@@ -183,7 +183,7 @@ def test_every_group_that_is_kept_is_mixed_and_none_comes_twice(surplus: float) 
         groups = collection.run(rule)
         assert len(groups) == 5 and all(0 < group.totals.sum() < 3 for group in groups)
         metrics = collection.metrics()
-        assert metrics["collect/problems"] == len(collection.made) == 5 + metrics["collect/dropped_groups"]
+        assert metrics["collect/problems"] == len(collection.finished_groups) == 5 + metrics["collect/dropped_groups"]
         assert metrics["collect/tokens_dropped"] == 3 * metrics["collect/dropped_groups"]
         seen += [group.prompt.id for group in groups]
     assert len(seen) == len(set(seen)) == 60
@@ -208,7 +208,7 @@ def test_a_step_without_a_mixed_group_is_a_plain_one_that_teaches_nothing() -> N
     ended = collection_of(one, InOrder(few), n=2, prompts=3, problems=5).run(dynamic())
     assert [group.prompt.id for group in ended] == ["p1"] and len(one.rounds) == 2, "there are no more problems"
     assert [group.prompt.id for group in groups] == ["p0", "p1", "p2"] and len(engine.rounds) == 4
-    assert collection.metrics()["collect/dropped_groups"] == 9 and len(collection.made) == 12
+    assert collection.metrics()["collect/dropped_groups"] == 9 and len(collection.finished_groups) == 12
 
 
 def test_where_all_groups_are_mixed_a_step_is_a_plain_one() -> None:

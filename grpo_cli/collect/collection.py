@@ -94,13 +94,13 @@ class StepCollection:
 
     def generate(self, requests: Iterable[Any], *, enough: int | None = None, limit: int | None = None) -> list[Group]:
         self._called()
-        made, names = sum(map(len, self._rollouts.values())), dict[str, None]()
+        count_all, requested = sum(map(len, self._rollouts.values())), dict[str, None]()
         partial: dict[tuple[str, int], Rollout] = {}
         for request in requests:
             added = request.rollouts if isinstance(request, Group) else ()
             prompt, count = (request.prompt, 0) if isinstance(request, Group) else _pair(request)
-            made += count
-            self._refuse_many("rollouts", made)
+            count_all += count
+            self._refuse_many("rollouts", count_all)
             if self._prompts.setdefault(prompt.id, prompt) != prompt:
                 raise UserError(f"the collector requests two problems with the id {prompt.id!r}: give each its own")
             own = self._rollouts.setdefault(prompt.id, {})
@@ -115,13 +115,13 @@ class StepCollection:
                     check_sampling(known.request, self.sampling)
                     partial[prompt.id, rollout.request.sample] = known
             if own:
-                names[prompt.id] = None
+                requested[prompt.id] = None
             else:
                 del self._rollouts[prompt.id]
-        whole = len(names) - len({name for name, _ in partial})
+        whole = len(requested) - len({name for name, _ in partial})
         if enough is None or whole < enough:
             self._make([*partial.values()], None if enough is None else Goal(enough - whole, partial.values()), limit)
-        return [self._group(name) for name in names]
+        return [self._group(name) for name in requested]
 
     def _new(self, prompt: Prompt, first: int, count: int) -> list[Rollout]:
         """Return rollouts without a token yet."""
@@ -146,23 +146,23 @@ class StepCollection:
 
     def score(self, groups: Iterable[Group]) -> list[ScoredGroup]:
         self._called()
-        groups = [self._now(group) for group in groups]
-        lacking = [unjudged for group in groups if (unjudged := self._unjudged(group)).rollouts]
-        if lacking:
+        groups = [self._current(group) for group in groups]
+        unscored = [unjudged for group in groups if (unjudged := self._unjudged(group)).rollouts]
+        if unscored:
             with self.span("reward"):
-                fresh = score_all(self.task, lacking)
-            for group in fresh:
+                scored = score_all(self.task, unscored)
+            for group in scored:
                 samples = [rollout.request.sample for rollout in group.rollouts]
-                rewards = [self._earned(*each) for each in zip(group.rollouts, group.rewards, strict=True)]
+                rewards = [self._zero_if_truncated(*each) for each in zip(group.rollouts, group.rewards, strict=True)]
                 self._rewards.setdefault(group.prompt.id, {}).update(zip(samples, rewards, strict=True))
         return [self._judged(group) for group in groups]
 
-    def _now(self, group: Group) -> Group:
+    def _current(self, group: Group) -> Group:
         """Return the group with its rollouts as far as they have come."""
         own = self._rollouts.get(group.prompt.id, {})
         return Group(group.prompt, tuple(own.get(one.request.sample, one) for one in group.rollouts))
 
-    def _earned(self, rollout: Rollout, reward: Reward) -> Reward:
+    def _zero_if_truncated(self, rollout: Rollout, reward: Reward) -> Reward:
         is_zero = self.truncated == "zero" and rollout.finish is Finish.LENGTH
         return replace(reward, total=0.0, parts=dict.fromkeys(reward.parts, 0.0)) if is_zero else reward
 
@@ -220,15 +220,15 @@ class StepCollection:
         return [*returned]
 
     @property
-    def made(self) -> list[ScoredGroup]:
-        """The judged groups that have become whole in this step, trained on or not."""
-        left = [group for group in self.groups if group.whole and not self._unjudged(group).rollouts]
-        judged = {group.prompt.id: self._judged(group) for group in left} | self._trained
+    def finished_groups(self) -> list[ScoredGroup]:
+        """Return the judged groups whose rollouts have all ended in this step, trained on or not."""
+        ended = [group for group in self.groups if group.whole and not self._unjudged(group).rollouts]
+        judged = {group.prompt.id: self._judged(group) for group in ended} | self._trained
         return with_rewards([judged[name] for name in self._rollouts if name in judged])
 
     @property
     def stats(self) -> EngineStats:
-        """The total cost of all rounds."""
+        """Return the total cost of all rounds."""
         return together(self._spent.costs) if self._spent.costs else EngineStats()
 
     def metrics(self) -> dict[str, float]:

@@ -64,7 +64,7 @@ def test_stored_groups_take_the_place_of_new_ones_and_cost_nothing() -> None:
     names = [group.prompt.id for group in groups]
     assert names[:2] == ["p4", "p5"] and len(set(names)) == 4 and set(names[2:]) < {"p0", "p1", "p2"}
     assert [len(requests) for requests in engine.rounds] == [8, 4] and len(engine.judged) == 12
-    assert [group.prompt.id for group in collection.made] == ["p4", "p5"]
+    assert [group.prompt.id for group in collection.finished_groups] == ["p4", "p5"]
     assert [one["prompt"][0] for one in rule.state_dict()["stored"]] == ["p1", "p2", "p4", "p5"], "the newest four"
     again = make("collector", made.part("collector", "fifo", max_lag=1))
     again.load_state_dict(rule.state_dict())
@@ -107,7 +107,7 @@ def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_pat
     assert (new.prompt.id, read.prompt.id, read.totals.tolist()) == ("p1", "p0", [0.0, 1.0])
     assert read.rollouts[1].token_ids == (5, 9) and read.rollouts[1].spans == (Span(GIVEN, 1), Span(0, 1))
     assert math.isnan(read.rollouts[0].sampler_logprobs[0]) and read.rollouts[0].sampler_logprobs[1] == -0.5
-    assert [group.prompt.id for group in collection.made] == ["p1"]
+    assert [group.prompt.id for group in collection.finished_groups] == ["p1"]
 
 
 @pytest.mark.parametrize(

@@ -17,19 +17,21 @@ def observing(parts: Parts) -> dict[str, Observes]:
     return {name: rule for name, rule in named.items() if isinstance(rule, Observes)}
 
 
-def observe(parts: Parts, step: int, collected: Sequence[ScoredGroup], made: Sequence[ScoredGroup]) -> dict[str, float]:
+def observe(
+    parts: Parts, step: int, collected: Sequence[ScoredGroup], finished: Sequence[ScoredGroup]
+) -> dict[str, float]:
     """Pass a step's groups to every rule that learns from them; return the rules' metrics."""
-    parts.runtime.history.observe(step, made)
+    parts.runtime.history.observe(step, finished)
     metrics = dict[str, float]()
     for name, rule in observing(parts).items():
-        metrics |= rule.observe(step, made if name == "curriculum" else collected)
+        metrics |= rule.observe(step, finished if name == "curriculum" else collected)
     return metrics
 
 
 def state_of(parts: Parts) -> dict[str, Any]:
     """Return what a checkpoint keeps: the history, each rule's state, and which prompts these are of."""
-    learnt = {"history": parts.runtime.history.state_dict(), "task": _task_of(parts)}
-    return learnt | {name: rule.state_dict() for name, rule in observing(parts).items()}
+    state = {"history": parts.runtime.history.state_dict(), "task": _task_of(parts)}
+    return state | {name: rule.state_dict() for name, rule in observing(parts).items()}
 
 
 def _task_of(parts: Parts) -> str:
@@ -40,7 +42,7 @@ def _task_of(parts: Parts) -> str:
     return hashlib.sha256(said.encode()).hexdigest()
 
 
-def put_back(parts: Parts, state: Mapping[str, Any]) -> None:
+def restore(parts: Parts, state: Mapping[str, Any]) -> None:
     """Restore what `state_of` returned. UserError if it is of another task or of other rules."""
     rules = observing(parts)
     if state["task"] != _task_of(parts):

@@ -80,9 +80,10 @@ def aged(monkeypatch: pytest.MonkeyPatch, change: Callable[[Rollout, int], Rollo
         self.changed = {g.prompt.id: g for g in groups}
         return groups
 
-    made = StepCollection.made.fget
+    finished = StepCollection.finished_groups.fget
+    of_changed = lambda self: [self.changed[g.prompt.id] for g in finished(self)]  # noqa: E731
     monkeypatch.setattr(StepCollection, "run", changed)
-    monkeypatch.setattr(StepCollection, "made", property(lambda self: [self.changed[g.prompt.id] for g in made(self)]))
+    monkeypatch.setattr(StepCollection, "finished_groups", property(of_changed))
 
 
 def given_then_old(made_now: Rollout, version: int) -> Rollout:

@@ -25,8 +25,7 @@ from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samp
 from grpo_cli.interfaces import Engine, Parts, Runtime, Tracker, Warmup
 from grpo_cli.model.checks import check_device, check_vocabulary, context_of
 from grpo_cli.model.load import at_checkpoint, eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
-from grpo_cli.runs.provenance import code_version
-from grpo_cli.runs.record import read_record, write_summary
+from grpo_cli.runs.record import code_version, read_record, write_summary
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import expand_segments

@@ -45,11 +45,10 @@ class History:
     def __init__(self, visits: Mapping[str, Sequence[Visit]] | None = None) -> None:
         given = {problem: tuple(some) for problem, some in (visits or {}).items() if some}
         self._visits = {problem: some[-KEPT:] for problem, some in given.items()}
-        self._distinct = len(self._visits)
 
     def __len__(self) -> int:
         """Return how many different prompts the run has visited."""
-        return self._distinct
+        return len(self._visits)
 
     def visits(self, problem: str) -> tuple[Visit, ...]:
         """Return the last visits, oldest first."""
@@ -83,9 +82,7 @@ class History:
         """Add a step's groups. A step that is repeated, as in `grpo profile`, replaces its earlier visits and all later
         ones."""
         for group in groups:
-            known = self.visits(group.prompt.id)
-            self._distinct += not known
-            before = [visit for visit in known if visit.step < step]
+            before = [visit for visit in self.visits(group.prompt.id) if visit.step < step]
             visit = Visit(step, group.solved, len(group.rollouts))
             self._visits[group.prompt.id] = (*before, visit)[-KEPT:]
 
@@ -95,18 +92,13 @@ class History:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._visits = {name: tuple(Visit(*visit) for visit in visits) for name, visits in state["visits"].items()}
-        self._distinct = len(self._visits)
 
 
 def of_kind(state: Mapping[str, Any] | None, group: str, kind: str) -> Mapping[str, Any]:
-    """A rule's state from a checkpoint, checked to be of this kind of rule."""
-    if state is None:
+    """Return a rule's state from a checkpoint. UserError if it is not of this kind of rule."""
+    if state is None or state.get("kind") != kind:
+        found = "nothing" if state is None else f"what {group}={state.get('kind')} has learnt"
         raise UserError(
-            f"the checkpoint holds nothing for {group}={kind}; leave {group} as the run had it, or start a new one"
-        )
-    if state.get("kind") != kind:
-        raise UserError(
-            f"the checkpoint holds what {group}={state.get('kind')} has learnt, but this run has {group}={kind}; "
-            f"resume with {group}={state.get('kind')}, or start a new run"
+            f"the checkpoint holds {found} for {group}={kind}; leave {group} as the run had it, or start a new run"
         )
     return state

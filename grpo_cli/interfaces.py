@@ -107,7 +107,7 @@ class Dialogue(Task, Protocol):
 
 
 @runtime_checkable
-class Replies(Protocol):
+class EnvironmentAnswers(Protocol):
     """The environments' answers in one `generate`, for an engine whose rows wait in their slots (answers_in_place)."""
 
     def ask(self, rollout: Rollout) -> int:

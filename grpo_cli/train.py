@@ -16,13 +16,12 @@ from grpo_cli.learner.learner import rate_jump, schedule_of
 from grpo_cli.runs import layout
 from grpo_cli.runs.background import Saver
 from grpo_cli.runs.checkpoint import clear_leftovers, damaged, load_state, rng_state, save_checkpoint, set_rng_state
-from grpo_cli.runs.provenance import code_version
-from grpo_cli.runs.record import write_summary
+from grpo_cli.runs.record import code_version, write_summary
 from grpo_cli.runs.stop import Stop
 from grpo_cli.settings import RunSettings
 from grpo_cli.step import Step
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.forks import ends_children
+from grpo_cli.support.isolation import ends_children
 from grpo_cli.support.memory import peak_bytes
 from grpo_cli.tracking.health import HealthCheck
 from grpo_cli.tracking.progress import Progress

@@ -49,9 +49,9 @@ class Request:
     """One rollout to be made. Its tokens are a function of the weights and of this value alone.
 
     `held_out` marks one made to measure: nothing may be learned from it, not even how long such rollouts are.
-    `resumed` is how many tokens at the prompt's end are the rollout's own, made before: how many more it takes says
-    little of how long rollouts are. The last `in_turn` of them belong to a turn that has not ended, and a stop string
-    may have begun there.
+    `resumed_tokens` is how many tokens at the prompt's end are the rollout's own, made before: how many more it takes
+    says little of how long rollouts are. The last `turn_tokens` of them belong to a turn that has not ended, and a stop
+    string may have begun there.
     """
 
     prompt: Prompt
@@ -59,13 +59,13 @@ class Request:
     seed: int
     sampling: Sampling
     held_out: bool = False
-    resumed: int = 0
-    in_turn: int = 0
+    resumed_tokens: int = 0
+    turn_tokens: int = 0
 
     @property
     def teaches_length(self) -> bool:
         """True if a predictor may learn from how long the answer is."""
-        return not (self.held_out or self.resumed)
+        return not (self.held_out or self.resumed_tokens)
 
 
 # In place of a version, and of the number of updates by which a token is older: nobody sampled it; or it is what the
@@ -87,17 +87,15 @@ class Rollout:
     `EOS`.
 
     `sampler_logprobs` has one entry per token: the log-probability under the distribution the token was really sampled
-    from (temperature, truncation and evicted KV entries included), and NaN for a token that was given. `kept_kv` is the
-    most response tokens whose KV the engine held for this rollout in any layer. `spans` says which weights sampled
-    which tokens and which are the environment's; an engine says no more than the latter, with version 0 for what it
-    sampled, and nothing where all is sampled. The step that asked knows the version.
+    from (temperature, truncation and evicted KV entries included), and NaN for a token that was given. `spans` has the
+    weights that sampled each token, and marks those of the environment; an engine marks no more than the latter, with
+    version 0 for what it sampled, and leaves it empty where all is sampled. The step that asked knows the version.
     """
 
     request: Request
     token_ids: tuple[int, ...]
     sampler_logprobs: tuple[float, ...]
     finish: Finish
-    kept_kv: int
     spans: tuple[Span, ...] = ()
 
     def __len__(self) -> int:
@@ -110,7 +108,7 @@ class Rollout:
         >>> from grpo_cli.settings import Sampling
         >>> one = Request(Prompt("p", (5,), ""), 0, 0, Sampling.plain(9))
         >>> spans = (Span(3, 1), Span(4, 1), Span(ENVIRONMENT, 2))
-        >>> Rollout(one, (7, 8, 1, 2), (-1.0, -1.0) + (float("nan"),) * 2, Finish.PARTIAL, 4, spans).parts
+        >>> Rollout(one, (7, 8, 1, 2), (-1.0, -1.0) + (float("nan"),) * 2, Finish.PARTIAL, spans).parts
         ((False, (7, 8)), (True, (1, 2)))
         """
         parts: list[tuple[bool, tuple[int, ...]]] = []
@@ -129,7 +127,7 @@ class Rollout:
         return tuple(tokens for theirs, tokens in self.parts if not theirs)
 
     @property
-    def in_turn(self) -> int:
+    def turn_tokens(self) -> int:
         """Tokens of the current turn, or of the one that just ended: those after the environment's last answer."""
         parts = self.parts
         return len(parts[-1][1]) if parts and not parts[-1][0] else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grpo_cli.engine.cuda_graph import TurnOutput
+from grpo_cli.engine.cuda_graph import StepOutput
 
 
 class Again:
@@ -14,12 +14,12 @@ class Again:
     def __init__(self) -> None:
         self.captured = self.replayed = 0
 
-    def __call__(self, run: Callable[[], TurnOutput]) -> tuple[TurnOutput, Callable[[], TurnOutput]]:
+    def __call__(self, run: Callable[[], StepOutput]) -> tuple[StepOutput, Callable[[], StepOutput]]:
         first = run()
         results = tuple(result.clone() for result in first)
         self.captured += 1
 
-        def replay() -> TurnOutput:
+        def replay() -> StepOutput:
             self.replayed += 1
             for mine, its in zip(results, run(), strict=True):
                 mine.copy_(its)

@@ -27,7 +27,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 CLONE = Path(__file__).parents[1]
 SCRIPTS = CLONE / "scripts"
 # What commands leave behind, of which a test that forgets its own folder leaves some in the current one.
-LEFT = (layout.RUN, layout.EVERY_RESUMED, layout.LOCK, layout.METRICS, layout.ROLLOUTS, layout.SUMMARY, layout.SAMPLES)
+LEFT = (layout.RUN, layout.LOCK, layout.METRICS, layout.ROLLOUTS, layout.SUMMARY, layout.SAMPLES)
 LEFT += (layout.PROFILE, layout.CHECKPOINTS, layout.STATUS, layout.HYDRAS_SWEEP, layout.WANDB, ".hydra", "outputs/*/*")
 _THERE_BEFORE = pytest.StashKey[set[Path]]()
 SMOLLM2 = Path(os.environ.get("SMOLLM2", SCRIPTS.parent / "models" / "smollm2"))

@@ -67,15 +67,6 @@ def now(how: str) -> str:
     return behave(how)
 
 
-def several(count: int):
-    """Yield.
-
-    Args:
-        count: how many
-    """
-    yield from range(count)
-
-
 def score(row, turns, reply):
     return {"correct": float(reply == row["answer"]), "turns": len(turns)}
 
@@ -140,8 +131,3 @@ class Random:
 
 class NoReset:
     pass
-
-
-class Silent:
-    def reset(self):
-        pass

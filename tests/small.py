@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.engine.common import EngineParts
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.determinism import Invariance
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.length_predictor import NoPredictor
@@ -90,14 +89,6 @@ def some_requests(prompts: int = 3, n: int = 4, *, tokens: int = 30, seed: int =
     return requests
 
 
-def tried(model: Any) -> Invariance:
-    """What an engine finds out about a model once, for this test and those that follow."""
-    engine = make_engine(model)
-    engine._pad()
-    assert engine._invariance is not None, "it has been tried"
-    return engine._invariance
-
-
 def require_c(name: str) -> None:
     """Skip where this file of C cannot be compiled."""
     try:
@@ -106,9 +97,16 @@ def require_c(name: str) -> None:
         pytest.skip(str(error))
 
 
+def holds_bits(model: Any) -> bool:
+    """What an engine finds out about a model once, for this test and those that follow."""
+    engine = make_engine(model)
+    engine._prepare()
+    return bool(engine.facts()["invariant"])
+
+
 def require_bits(model: Any) -> None:
     """Skips a test of bits, saying so, where the engine finds that they cannot be held for this model."""
-    if not tried(model).holds:
+    if not holds_bits(model):
         pytest.skip(
             f"bits cannot be held here: {torch.get_num_threads()} threads, MKL_CBWR={os.environ.get('MKL_CBWR')}"
         )
@@ -131,7 +129,7 @@ def make_engine(model: Any, **words: Any) -> TorchEngine:
 
 def make_generation(decoder: Decoder, requests: Sequence[Request], **parts: Any) -> Generation:
     """All at once with everything off, but for what is given."""
-    own = {name: parts.pop(name) for name in ("prefix", "capture", "replies") if name in parts}
+    own = {name: parts.pop(name) for name in ("prefix", "capture", "answers") if name in parts}
     defaults: dict[str, Any] = dict(sampler=full(), sparsity=Dense(), eos_token_ids=(EOS,))
     defaults |= dict(model=decoder.model, scheduler=Fifo(), predictor=NoPredictor())
     return Generation(decoder, EngineParts(**(defaults | parts)), requests, **own)
@@ -161,7 +159,7 @@ def scored(
     replies = replies or [(1,) * len(said) for said in logprobs] or [(1,)] * len(rewards)
     logprobs = logprobs or [(-1.0,) * len(reply) for reply in replies]
     rollouts = tuple(
-        Rollout(Request(asked, sample, sample, sampling), reply, said, Finish.EOS, 0)
+        Rollout(Request(asked, sample, sample, sampling), reply, said, Finish.EOS)
         for sample, (reply, said) in enumerate(zip(replies, logprobs, strict=True))
     )
     return ScoredGroup(asked, rollouts, tuple(r if isinstance(r, Reward) else Reward(float(r)) for r in rewards))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 import torch
 
 from grpo_cli.engine.admission import Admission, Memory
-from grpo_cli.engine.kv_cache import CachedPrompt, KvLayout, PagedCache
+from grpo_cli.engine.kv_cache import CachedPrompt, KvLayout, PagedCache, blocks_for
 from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.settings import Sampling
@@ -32,9 +33,9 @@ def sequences(prompts: str, tokens: int = 9) -> list[Sequence]:
     return [Sequence(index, request) for index, request in enumerate(requests)]
 
 
-def memory(blocks: int, tokens: int = 9) -> tuple[Memory, PagedCache]:
+def memory(blocks: int, tokens: int = 9, paused: Collection[Sequence] = ()) -> tuple[Memory, PagedCache]:
     cache = PagedCache(KvLayout(1, 1, 1, torch.float32), blocks, torch.device("cpu"))
-    return Memory(cache, tokens, 0, tokens, evicted=False), cache
+    return Memory(cache, blocks_for(tokens), tokens, 0, False, paused), cache
 
 
 def begin(cache: PagedCache, some: Seq[Sequence]) -> None:
@@ -42,7 +43,7 @@ def begin(cache: PagedCache, some: Seq[Sequence]) -> None:
     for one in some:
         name = one.request.prompt.id
         if name not in cache.prompts:
-            cache.add_prompt(name, CachedPrompt(cache.take(1), 16, torch.zeros(1)))
+            cache.prompts[name] = CachedPrompt(cache.take(1), 16, torch.zeros(1))
         one.prompt = cache.prompts[name]
         one.prompt.users += 1
         one.blocks = cache.take(1)
@@ -86,19 +87,21 @@ def test_one_that_was_preempted_begins_before_all_others_and_one_that_paused_wha
     admission = Admission(2, False)
     admission.start(InTurn([0, 1, 2, 3]), waiting)
     running = admission.admit([])
-    admission.first(running.pop())
+    admission.put_first(running.pop())
     assert admission.admit(running) == [], "a round goes on"
     assert indices(admission.admit([])) == [1, 2]
-    admission.go_on(waiting[0])
+    admission.return_soon(waiting[0])
     assert indices(admission.admit([waiting[1]])) == [0]
 
 
-def test_rows_fit_with_half_of_everybodys_last_block_left_empty_and_without_paused_ones() -> None:
+def test_sequences_fit_with_half_of_everybodys_last_block_left_empty_and_without_paused_ones() -> None:
     """A prompt and two sequences that are expected to end at 16 tokens: 32 + 2 x 8 take 3 blocks beside the prompt."""
     for blocks, paused, fits in ((4, 0, True), (3, 0, False), (4, 1, False), (5, 1, True)):
-        waiting, (room, cache) = sequences("aa", 16), memory(9, 16)
+        late = sequences("b")[0]
+        late.blocks = [8] * paused
+        waiting, (room, cache) = sequences("aa", 16), memory(9, 16, [late])
         begin(cache, waiting)
         for one in waiting:
             one.predicted = 16.0
-        cache.count, room.paused_blocks = blocks, paused
+        cache.count = blocks
         assert room.is_full(waiting) != fits

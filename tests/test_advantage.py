@@ -109,9 +109,3 @@ class Fixed:
 
     def __call__(self, group: object, kept: object) -> object:
         return self.answer
-
-
-def test_an_advantage_is_of_a_rollout_or_of_its_tokens():
-    for shape in ((2,), (2, 3)):
-        found = advantages(Fixed(torch.ones(shape).double()), TOKENS, [0, 2])
-        assert found.shape == shape and found.dtype == torch.float32

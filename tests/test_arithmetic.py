@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
-from grpo_cli.tasks.arithmetic import Arithmetic, Sum, draw_sum, is_well_formed, worked_solution
+from grpo_cli.tasks.arithmetic import Arithmetic, draw_sum, is_well_formed, worked_solution
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout
 
 TOKENIZER = load_tokenizer(made.model())
@@ -25,22 +25,13 @@ def task(seed: int = 0, **changes: int) -> Arithmetic:
 def judge(reply: str, answer: str, finish: Finish = Finish.EOS) -> Reward:
     prompt = Prompt("p", (3,), answer)
     ids = TOKENIZER.encode(reply) + ([TOKENIZER.eos_token_id] if finish is Finish.EOS else [])
-    rollout = Rollout(Request(prompt, 0, 0, Sampling.plain(128)), tuple(ids), (0.0,) * len(ids), finish, len(ids))
+    rollout = Rollout(Request(prompt, 0, 0, Sampling.plain(128)), tuple(ids), (0.0,) * len(ids), finish)
     return task(eval_problems=1).reward(prompt, rollout)
 
 
 def number_of_terms(prompt: Prompt) -> int:
     text = TOKENIZER.decode(list(prompt.token_ids))
     return 1 + text.count("+") + text.count("-")
-
-
-def test_a_worked_solution_does_the_operations_from_left_to_right() -> None:
-    problem = Sum((12, 7, -5, 30))
-    assert str(problem) == "12+7-5+30"
-    assert worked_solution(problem, (3,)) == "44"
-    assert worked_solution(Sum((3, -3, 4))) == "0+4=4"
-    with pytest.raises(ValueError, match="undone"):
-        worked_solution(problem, (1, 1))
 
 
 @settings(max_examples=50)
@@ -52,11 +43,6 @@ def test_a_sum_stays_within_its_bounds_and_its_worked_solution_is_right(seed: in
     reply, answer = worked_solution(problem), sum(problem.terms)
     assert judge(reply, str(answer)).parts == {"correct": 1.0, "well_formed": 1.0}
     assert judge(reply, str(answer + 1)).total == 0.0
-
-
-@pytest.mark.parametrize("reply", ["44", "14+30=44", "99=44", "+=44"])
-def test_only_the_last_number_decides(reply: str) -> None:
-    assert judge(reply, "44").total == 1.0
 
 
 NO_NUMBER = ["", "4 4", *"= 44= 044 +44 -44 4<pad>4 <eos>44 44+0 (44) 44, 14+30 144 4 é44".split()]

@@ -10,16 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import make_engine, require_c, small_model
+from small import require_c
 from torch import Tensor
 
-from grpo_cli.engine.attention import no_triton, paged_attention
-from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.attention import paged_attention
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, blocks_for, table_of
 from grpo_cli.engine.sampling import drawing_of
 from grpo_cli.engine.sequence import Rows
-from grpo_cli.methods.h2o import H2o
-from grpo_cli.methods.rkv import Rkv
 from grpo_cli.settings import Sampling
 
 CPU = torch.device("cpu")
@@ -164,24 +161,3 @@ def test_the_kernel_computes_the_same(dtype: torch.dtype, rows: int, shape: tupl
     assert (found - wanted).norm() < (1e-5 if dtype == torch.float32 else 8e-3) * wanted.norm()
     for row, count in enumerate(held):
         assert torch.equal(case.cache.keys[0][case.own[row][count // BLOCK], :, count % BLOCK], case.k[row])
-
-
-@pytest.mark.parametrize(
-    ("device", "dim", "said"),
-    [("cpu", 64, "the model is on cpu"), ("cuda", 264, "the model's have 264"), ("cuda", 64, "")],
-)
-def test_a_reason_against_the_kernel_is_named(device: str, dim: int, said: str) -> None:
-    found = no_triton(torch.device(device), dim)
-    assert (said in found) if said else not found
-
-
-def test_a_policy_that_needs_attention_weights_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    words: dict[str, Any] = dict(budget=12, buffer=4, window=4, sinks=2, protect_prompt=True, per_head=True)
-    for policy, warned in ((Rkv(**words, kernel=3, importance=0.5, threshold=0.5), False), (H2o(**words), True)):
-        engine = make_engine(small_model(), sparsity=policy, compile=False, warn=said.append)
-        with monkeypatch.context() as patched:
-            patched.setattr(Decoder, "device", torch.device("cuda"))
-            for _ in range(2):
-                engine._pad()
-        assert len(said) == warned

@@ -98,7 +98,7 @@ def test_the_models_word_counts_where_the_template_reads_it_and_the_task_says_no
     ("template", "word", "named"),
     [
         (THINKS, "enable_thinkin", "did you mean"),
-        (True, "enable_thinking", "no variable"),
+        (True, "enable_thinking", "is read by no"),
         (False, "x", "leave it out"),
     ],
 )
@@ -133,7 +133,7 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
         (CHAT, {"use_chat_template": False}, "a chat template"),
         (CHAT, {"template": NO_SYSTEM}, "line 1: .*no system"),
         (CHAT[:3], {}, "line 1: field 'question' ends with an assistant message"),
-        ([], {}, "an empty list"),
+        ([], {}, "holds nothing"),
         ([{"role": "user", "content": ["x"]}], {}, "each with a role and a content"),
     ],
 )

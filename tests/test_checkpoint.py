@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,6 @@ import torch
 
 from grpo_cli.runs.checkpoint import clear_leftovers, load_state, rng_state, save_checkpoint, set_rng_state
 from grpo_cli.runs.find import find_checkpoint, resolve_run
-from grpo_cli.runs.record import write_summary
 from grpo_cli.support.errors import UserError
 
 
@@ -44,16 +42,13 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_what_was_saved_is_found_and_loaded(root):
-    assert find_checkpoint(root).path is None and find_checkpoint(root).skipped == ()
-    optimizer = {"state": {0: {"exp_avg": torch.arange(3.0)}}}
-    path = save(root, 100, optimizer=optimizer, cursor=(1, 2), words=OrderedDict(a=None))
-    assert path == root / "step_000100"
+    assert find_checkpoint(root).path is None
+    path = save(root, 100, optimizer={"state": {0: torch.arange(3.0)}}, cursor=(1, 2), words=OrderedDict(a=None))
+    assert path == root / "step_000100" and names(root) == ["step_000100"]
     assert names(path) == ["COMPLETE", "config.json", "tokenizer", "trainer_state.pt"]
-    assert names(root) == ["step_000100"]
-    for folder in (root.parent, root, path):
-        assert find_checkpoint(folder).path == path
+    assert {find_checkpoint(folder).path for folder in (root.parent, root, path)} == {path}
     loaded = load_state(path)
-    assert torch.equal(loaded["optimizer"]["state"][0]["exp_avg"], torch.arange(3.0))
+    assert torch.equal(loaded["optimizer"]["state"][0], torch.arange(3.0))
     assert loaded["cursor"] == (1, 2) and loaded["words"] == {"a": None} and loaded["step"] == 100
 
 
@@ -64,14 +59,12 @@ def test_only_the_last_few_complete_ones_are_kept_and_never_fewer_than_the_one_j
     save(root, 2, keep=2)  # a run that went back to an earlier step: what it just wrote stays
     assert names(root) == ["step_000002", "step_000004"]
     (root / "step_000004" / "COMPLETE").unlink()
-    save(root, 5, keep=2)
-    assert names(root) == ["step_000002", "step_000004", "step_000005"]
     save(root, 6, keep=0)
-    assert [name for name in names(root) if (root / name / "COMPLETE").exists()] == ["step_000006"]
+    assert names(root) == ["step_000004", "step_000006"]
 
 
 def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
+    path.write_bytes(path.read_bytes()[:-3])
 
 
 def alter(path: Path) -> None:
@@ -86,7 +79,7 @@ def alter(path: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
         (lambda folder: (folder / "COMPLETE").unlink(), "the save was interrupted"),
         (lambda folder: truncate(folder / "COMPLETE"), "COMPLETE is damaged"),
-        (lambda folder: (folder / "COMPLETE").write_text('{"files": {}}'), "does not list trainer_state.pt"),
+        (lambda folder: (folder / "COMPLETE").write_text('{"files": {}}'), "COMPLETE does not list trainer_state.pt"),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_by_name_and_reason(root, damage, reason):
@@ -94,9 +87,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name_and_reason(root, damage, re
     damage(save(root, 2))
     found = find_checkpoint(root)
     assert found.path == root / "step_000001"
-    (skipped,) = found.skipped
-    assert skipped.startswith("step_000002: ")
-    assert re.search(reason, skipped), skipped
+    assert len(found.skipped) == 1 and found.skipped[0].startswith(f"step_000002: {reason}")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left")])
@@ -108,7 +99,7 @@ def test_a_save_that_fails_leaves_no_trace_and_says_why(root, error):
         raise error
 
     full = isinstance(error, OSError)
-    with pytest.raises(UserError if full else type(error), match="could not be written .No space" if full else None):
+    with pytest.raises(UserError if full else type(error), match="cannot be written .No space" if full else None):
         save(root, 2, keep=1, model=broken)
     assert names(root) == ["step_000001"] and find_checkpoint(root).path == root / "step_000001"
 
@@ -191,14 +182,6 @@ def test_a_state_holds_and_runs_no_code(root, tmp_path, monkeypatch):
     assert not (tmp_path / "exploded").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_for_people(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="could not be written .Not a directory"):
-        save(tmp_path / "file" / "checkpoints", 1)
-    with pytest.raises(UserError, match="summary.json cannot be written"):
-        write_summary(tmp_path / "file", {})
-
-
 def test_auto_is_the_run_that_saved_last_and_has_something_good(tmp_path):
     train = tmp_path / "train"
     for run in ("2026-01-02", "2026-01-01", "sweep/0"):
@@ -216,13 +199,10 @@ def test_random_states_continue_where_they_were(root):
         return torch.rand(3).tolist(), *ours, random.random(), random.gauss(0, 1)
 
     before = rng_state()
-    try:
-        np.random.randn()  # leaves half a pair behind, and so does gauss: both are part of the state
-        random.gauss(0, 1)
-        state, expected = rng_state(), draw()
-        path = save(root, 1, rng=state)
-        draw()
-        set_rng_state(load_state(path)["rng"])
-        assert draw() == expected
-    finally:
-        set_rng_state(before)
+    draw()  # leaves half a pair of normal numbers behind, twice: both are part of the state
+    state, expected = rng_state(), draw()
+    path = save(root, 1, rng=state)
+    draw()
+    set_rng_state(load_state(path)["rng"])
+    assert draw() == expected
+    set_rng_state(before)

@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import hydra.utils
 import made
 import pytest
-from bank import Scripted, collection_of, group_of
+from bank import Scripted, collection_of
 from test_train import lasting, make_trainer, newest, settings_for
 from typer.testing import CliRunner
 
@@ -19,17 +18,12 @@ import grpo_cli.collect.collection as collection_module
 from grpo_cli.cli.main import app
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs, of_kind
-from grpo_cli.collect.equal import at_once, equal
-from grpo_cli.collect.requests import requests_for, with_surplus
-from grpo_cli.config.choices import choices, shipped
+from grpo_cli.collect.equal import equal
+from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.instantiate import factories, rules_of
 from grpo_cli.config.trial import try_rules
 from grpo_cli.engine.common import together
-from grpo_cli.history import History
 from grpo_cli.interfaces import StepRollouts
-from grpo_cli.methods import pods
-from grpo_cli.methods.april import Partial
-from grpo_cli.methods.dapo import Dynamic
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -59,14 +53,6 @@ def twice(step: StepRollouts) -> list[ScoredGroup]:
 
 def sizes(groups: Sequence[ScoredGroup]) -> list[list[int]]:
     return [[rollout.request.sample for rollout in group.rollouts] for group in groups]
-
-
-def test_the_plain_collector_requests_a_plain_step() -> None:
-    script = Scripted()
-    groups = collected(equal, script)
-    prompts = Epochs(PROBLEMS, 2, 7).pick(4, 2, frozenset())
-    assert script.rounds == [requests_for(prompts, 3, Sampling.plain(8), seed=7, step=4)]
-    assert [group.prompt for group in groups] == prompts and sizes(groups) == [[0, 1, 2]] * 2
 
 
 def test_a_second_round_goes_on_where_the_first_has_ended() -> None:
@@ -144,14 +130,11 @@ WRONG: Mapping[str, Any] = {
     "returned 'q' unscored": lambda step: ["q"],
     "returned problem '.*-0' unscored: return what step.score": lambda step: step.generate([(step.pick(1)[0], 2)]),
     "returned problem '.*-0' twice": lambda step: equal(step)[:1] * 2,
-    "returned problem '.*-0' unscored: ": lambda step: [replace(equal(step)[0], rollouts=(), rewards=())],
     "returned problem '.*-0' unscored:": lambda step: [replace(equal(step)[0], rewards=(Reward(1.0),))],
     r"requests \('p', 2\): give step": lambda step: step.generate([("p", 2)]),
-    r"requests \(Prompt.*: give step.generate\(...\) groups": lambda step: step.generate([(step.pick(1)[0], 2.5)]),
     "or .problem, number.": lambda step: step.generate([(step.pick(1)[0], -2)]),
     "two problems with the id '.*-0'": changed,
     f"requests {10**15} problems": lambda step: step.pick(10**15),
-    f"requests {10**15} rollouts": lambda step: step.generate([(step.pick(1)[0], 10**15)]),
     "has no end: it made 40 calls in one step": endless,
     r"raised ZeroDivisionError: .*test_collection.py, line \d+": lambda step: step.n // 0,
 }
@@ -164,15 +147,6 @@ def test_what_cannot_be_collected_is_found_on_a_made_up_step(words: str, monkeyp
     with pytest.raises(UserError, match=words) as refused:
         try_rules(rules, n=4, m=4, prompts=3)
     assert "collector" in str(refused.value) and (len(str(refused.value).split()) <= 25 or "line" in words)
-
-
-# What is planned
-
-
-def test_the_most_at_a_time_is_the_collectors_to_say() -> None:
-    assert at_once(equal, 4, 6) == 24 and with_surplus(50, 0.1) == 55, "in floating point 1.1 * 50 is more than 55"
-    assert at_once(Partial(surplus=0.5, max_lag=4), 4, 6) == 36
-    assert at_once(Dynamic(surplus=2.0, most_rounds=3), 4, 6) == 72
 
 
 class Counting:
@@ -220,20 +194,6 @@ def metrics_of(trainer: Any) -> list[dict[str, float]]:
     return [lasting(record.metrics) for record in recorder.records]
 
 
-def longer(step: StepRollouts) -> list[ScoredGroup]:
-    """The first problem three times as often as the others."""
-    first, *others = step.pick(step.prompts)
-    return step.score(step.generate([(first, 3 * step.n), *((prompt, step.n) for prompt in others)]))
-
-
-@pytest.mark.parametrize("m", [4, 3])
-def test_a_group_that_is_larger_than_n_is_trained_on_whole_unless_m_is_less(tmp_path: Path, m: int) -> None:
-    settings = replace(settings_for(tmp_path, steps=1), m=m)
-    trainer = make_trainer(settings, collector=longer, downsample=pods.random)
-    trainer.fit()
-    assert metrics_of(trainer)[1]["rollouts/trained"] == (12 + 4 + 4 if m == 4 else 3 * 3)
-
-
 def test_a_run_ends_once_it_has_generated_enough(tmp_path: Path) -> None:
     whole = make_trainer(settings_for(tmp_path / "whole"))
     whole.fit()
@@ -264,24 +224,6 @@ def test_what_rules_have_learnt_goes_on_from_a_checkpoint_and_to_no_other(tmp_pa
     make_trainer(settings_for(tmp_path / "plain", steps=2)).fit()
     with pytest.raises(UserError, match="the checkpoint holds nothing for collector=counting"):
         make_trainer(settings_for(tmp_path / "plain"), checkpoint=newest(tmp_path / "plain"), collector=Counting())
-
-
-LEARNING = [
-    (group, choice)
-    for group in ("curriculum", "collector")
-    for choice in choices(group)
-    if hasattr(hydra.utils.get_object(shipped(group, choice)["_target_"]), "load_state_dict")
-]
-
-
-@pytest.mark.parametrize(("group", "choice"), LEARNING)
-def test_what_a_rule_has_learned_is_given_to_no_other(group: str, choice: str) -> None:
-    rule = object.__new__(hydra.utils.get_object(shipped(group, choice)["_target_"]))
-    with pytest.raises(UserError, match=f"{group}=mine has .*resume with {group}=mine"):
-        rule.load_state_dict({"kind": "mine"})
-    if choice != "epochs":  # which goes on by the step alone
-        with pytest.raises(UserError, match=f"nothing for {group}={choice}; leave {group}"):
-            rule.load_state_dict(None)
 
 
 MINE = """
@@ -319,13 +261,3 @@ def test_a_collector_of_one_s_own_is_tried_run_resumed_and_profiled(
         assert row["collect/rollouts_max"] == (7.0 if row["collect/failed"] else 4.0)
     profiled = runner.invoke(app, ["profile", *words, *short, "profile.steps=1", "profile.warmup=0", "hydra.run.dir=p"])
     assert profiled.exit_code == 0, profiled.output
-
-
-def test_a_step_that_is_made_again_takes_the_place_of_what_it_was() -> None:
-    history = History()
-    history.observe(3, [group_of(PROBLEMS[0], 1, 4)])
-    history.observe(3, [group_of(PROBLEMS[0], 2, 4)])
-    assert [(visit.step, visit.solved) for visit in history.visits("q0")] == [(3, 2)]
-    history.observe(4, [group_of(PROBLEMS[0], 3, 4)])
-    history.observe(2, [group_of(PROBLEMS[0], 0, 4)])
-    assert [(visit.step, visit.solved) for visit in history.visits("q0")] == [(2, 0)], "and of what came after it"

@@ -72,21 +72,6 @@ def test_nothing_is_corrected_by_default_and_everything_is_measured():
     assert not made.correction().needs_policy_logprobs
 
 
-def test_token_weights_are_truncated_at_the_threshold():
-    weights, kept, metrics = apply(PRESETS["tis"], [[0.5, 1.0, 2.5, 100.0]])
-    assert weights[0] == close([0.5, 1.0, 2.0, 2.0]) and kept == [[1, 1, 1, 1]]
-    assert metrics["mismatch/weight_mean"] == close(5.5 / 4)
-    floored = apply(made.correction(importance="token", is_threshold_low=0.8), [[0.5, 1.0, 3.0]])[0]
-    assert floored[0] == close([0.8, 1.0, 3.0])
-
-
-def test_masked_importance_takes_the_pull_and_leaves_the_divisor():
-    weights, kept, metrics = apply(PRESETS["mis"], [[0.4, 0.5001, 4.9, 5.1], [0.1, 7.0, 0.2, 0.3]])
-    assert weights[0] == close([0, 0.5001, 4.9, 0]) and weights[1] == [0, 0, 0, 0]
-    assert kept == [[1, 1, 1, 1], [1, 1, 1, 1]]
-    assert metrics["mismatch/rejected"] == 0.5 and metrics["mismatch/masked_tokens"] == close(6 / 8)
-
-
 def test_sequence_weights_are_the_product_of_the_ratios():
     part = made.correction(importance="sequence", is_threshold=3.0)
     weights, _, _ = apply(part, [[0.5, 3.0, 7.0], [2.0, 2.0, 1.0]], [[1, 1, 0], [1, 1, 1]])
@@ -107,15 +92,6 @@ def test_one_impossible_token_vetoes_its_sequence_and_no_other():
     xi = [[math.exp(-30.0)], [math.exp(-25.0)]]
     assert apply(replace(part, veto=1e-12), xi)[1] == [[0], [1]]
     assert apply(made.correction(), [[0.0], *xi])[:2] == ([[1]] * 3, [[1]] * 3)  # without a veto no token is impossible
-
-
-def test_the_mask_band_takes_tokens_out_one_by_one():
-    part = made.correction(mask_low=0.5, mask_high=1.5)
-    weights, kept, metrics = apply(part, [[0.49, 0.51, 1.0, 1.49, 1.51]])
-    assert kept == [[0, 1, 1, 1, 0]] and weights == [[0, 1, 1, 1, 0]]
-    assert metrics["mismatch/masked_tokens"] == close(2 / 5) and metrics["mismatch/rejected"] == 0
-    assert apply(replace(part, mask_high=None), [[0.4, 9.0]])[1] == [[0, 1]]
-    assert apply(replace(part, mask_low=None), [[0.4, 9.0]])[1] == [[1, 0]]
 
 
 def test_the_release_normalises_before_it_rejects():
@@ -229,19 +205,10 @@ def test_each_row_has_the_reason_for_its_rejection():
     [
         ({}, False),
         ({"rejection": "veto"}, True),
-        ({"mask_low": 0.5}, True),
         ({"mask_high": 1.5}, True),
-        ({"importance": "token", "is_mode": "mask"}, True),
         ({"importance": "sequence", "is_mode": "mask"}, True),
         ({"importance": "token"}, False),
-        ({"is_mode": "mask"}, False),
     ],
 )
 def test_a_correction_says_whether_it_can_take_out_a_whole_sequence(words, rejects):
     assert made.correction(**words).rejects == rejects
-
-
-def test_bounds_that_cross_are_refused():
-    with pytest.raises(UserError, match="mask_low=1.5 must not be greater than correction.mask_high=0.5"):
-        made.correction(mask_low=1.5, mask_high=0.5)
-    made.correction(mask_low=0.5, mask_high=0.5)

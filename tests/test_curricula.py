@@ -12,11 +12,10 @@ import made
 import numpy as np
 import pytest
 import torch
-from bank import Bank, BankRun, group_of, problems
+from bank import group_of, problems
 from hypothesis import given, settings
 
 from grpo_cli.collect.epochs import CandidateOrder, Epochs
-from grpo_cli.config.check import check
 from grpo_cli.config.instantiate import make
 from grpo_cli.history import History, Visit
 from grpo_cli.support.errors import UserError
@@ -44,16 +43,6 @@ def curriculum(
 
 def ids(prompts: Sequence[Prompt]) -> list[str]:
     return [prompt.id for prompt in prompts]
-
-
-def dense(rule: Any, count: int) -> dict[str, torch.Tensor]:
-    """What dps believes of the first problems, by place: those that it holds nothing of are as at the start."""
-    counts, before = torch.ones(count, 3, 3), torch.full((count, 3), 1 / 3, dtype=torch.float64)
-    found = {"counts": counts.double(), "before": before, "chances": before.clone()}
-    state = rule.state_dict()
-    for (place, _), belief in zip(state["problems"], state["beliefs"], strict=True):
-        found["counts"][place], found["before"][place], found["chances"][place] = belief[:3], belief[3], belief[4]
-    return found
 
 
 # dps by hand
@@ -92,53 +81,6 @@ def test_a_problem_s_chance_to_be_mixed_is_that_of_its_chain(
     assert predictions(solved, **changed) == pytest.approx(expected, abs=5e-5)
 
 
-def test_dps_takes_the_likeliest_candidates_and_draws_among_equals() -> None:
-    prompts = problems(8)
-    firsts = set()
-    for seed in range(20):
-        rule = curriculum("dps", prompts, per_step=2, pool=4, seed=seed)
-        rule.pick(0, 8, frozenset())
-        rule.observe(0, [group_of(prompt, 4 if prompt.id in ("q2", "q5") else 8) for prompt in prompts])
-        assert sorted(ids(rule.pick(1, 2, frozenset()))) == ["q2", "q5"]
-        firsts.update(ids(rule.pick(1, 2, frozenset({"q2", "q5"}))))
-    assert firsts == {"q0", "q1", "q3", "q4", "q6", "q7"}
-
-
-def test_chances_that_differ_by_rounding_are_alike() -> None:
-    """Never and always solved are mirror images, whose sums are made in another order, with other bits."""
-    prompts = problems(40)
-    rule = curriculum("dps", prompts, per_step=20, pool=2)
-    for step, solved in enumerate(((0, 8), None, (4, 4))):
-        rule.pick(step, 40, frozenset())
-        seen = [] if solved is None else [group_of(prompt, solved[i % 2]) for i, prompt in enumerate(prompts)]
-        rule.observe(step, seen)
-    chances = dense(rule, 40)["chances"][:, 1]
-    assert chances[0] != chances[1] and chances[0] == pytest.approx(chances[1])
-    picked = [int(name[1:]) % 2 for name in ids(rule.pick(3, 20, frozenset()))]
-    assert 3 < sum(picked) < 17
-
-
-def test_a_group_that_ends_in_a_later_step_is_learnt_from_then_and_once() -> None:
-    """Seen mixed, then under way for two steps: that is one way from mixed to mixed, and nobody looked in between."""
-    prompts = problems(2)
-    for saved in (False, True):
-        rule = curriculum("dps", prompts, per_step=2, pool=1)
-        rule.pick(0, 2, frozenset())
-        rule.observe(0, [group_of(prompt, 4) for prompt in prompts])
-        rule.pick(1, 2, frozenset())
-        rule.observe(1, [group_of(prompts[1], 4)])
-        if saved:
-            again = curriculum("dps", prompts, per_step=2, pool=1)
-            again.load_state_dict(rule.state_dict())
-            rule = again
-        rule.pick(2, 1, {"q0"})
-        rule.observe(2, [group_of(prompts[1], 4)])
-        assert rule.observe(3, [group_of(prompts[0], 1)])["curriculum/predicted_mixed"] == pytest.approx(0.4)
-        assert dense(rule, 2)["chances"][0, 1] == pytest.approx(0.52, abs=5e-5), "as test_a_problem_s_chance has it"
-        before = dense(rule, 2)["counts"]
-        assert rule.observe(3, [group_of(prompts[0], 1)]) == {} and (dense(rule, 2)["counts"][0] == before[0]).all()
-
-
 # target by hand
 
 
@@ -163,29 +105,6 @@ def test_problems_are_drawn_by_how_near_their_rates_are(changed: Any, expected: 
         assert abs(counts[f"q{place}"] / draws - chance) <= 4 * np.sqrt(chance * (1 - chance) / draws)
 
 
-def test_what_was_predicted_of_a_group_is_told_when_it_ends() -> None:
-    prompts = problems(2)
-    history = with_rates([0.0, 1.0])
-    rule = curriculum("target", prompts, per_step=2, history=history, pool=1)
-    rule.pick(0, 2, frozenset())
-    assert rule.observe(0, [group_of(prompts[1], 8)]) == {"curriculum/predicted_rate": 1.0}
-    again = curriculum("target", prompts, per_step=2, history=history, pool=1)
-    again.load_state_dict(rule.state_dict())
-    again.pick(1, 1, {"q0"})
-    assert again.observe(1, [group_of(prompts[0], 0)]) == {"curriculum/predicted_rate": 0.0}
-
-
-def test_two_of_a_draw_are_without_replacement_and_in_proportion() -> None:
-    """Of weights w the second is i, after j, with chance w_i / (1 - w_j)."""
-    rule = curriculum("target", problems(3), history=with_rates((0.5, 0.4, 0.3)), pool=3, temperature=0.1)
-    pairs = Counter(tuple(ids(rule.pick(step, 2, frozenset()))) for step in range(2000))
-    weights = np.exp([0.0, -1.0, -2.0]) / np.exp([0.0, -1.0, -2.0]).sum()
-    for (a, b), count in pairs.items():
-        i, j = int(a[1]), int(b[1])
-        assert count / 2000 == pytest.approx(weights[i] * weights[j] / (1 - weights[i]), abs=0.035)
-    assert len(pairs) == 6
-
-
 def test_an_unseen_problem_has_half_a_chance_and_a_visit_weighs_by_its_age() -> None:
     history = History({"q0": [Visit(0, 8, 8), Visit(1, 0, 8)], "q1": [Visit(0, 2, 8)]})
     rule = curriculum("target", problems(3), history=history, pool=3, decay=0.5)
@@ -198,31 +117,6 @@ def test_an_unseen_problem_has_half_a_chance_and_a_visit_weighs_by_its_age() -> 
 
 
 # On a bank
-
-
-def on_bank(choice: str, seed: int, *, size: Sequence[int] = (500, 16, 8, 100), **changed: Any) -> BankRun:
-    count, prompts, n, steps = size
-    bank, history = Bank(count, seed), History()
-    rule = curriculum(choice, bank.problems, per_step=prompts, steps=steps, seed=seed, history=history, **changed)
-    return BankRun(bank, rule, history, prompts=prompts, n=n, seed=seed).steps(range(steps))
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("choice", "changed", "expected"),
-    [("epochs", {}, 0.457), ("target", {"pool": 8}, 0.782), ("dps", {"pool": 8}, 0.799)],
-    ids=str,
-)
-def test_a_share_of_groups_is_mixed(choice: str, changed: Mapping[str, Any], expected: float) -> None:
-    """Against means over 20 seeds of a plain numpy program, whose streams are others. What was predicted comes true."""
-    run = on_bank(choice, 0, **changed)
-    assert np.mean(run.mixed) == pytest.approx(expected, abs=0.05)
-    if choice == "dps":
-        late = run.metrics[50:]
-        assert np.mean([m["curriculum/hit"] for m in late]) == pytest.approx(np.mean(run.mixed[50:]))
-        assert np.mean([m["curriculum/predicted_mixed"] for m in late]) > 0.5
-    if choice == "target":
-        assert np.mean([m["curriculum/predicted_rate"] for m in run.metrics]) == pytest.approx(0.5, abs=0.05)
 
 
 # What is kept
@@ -262,22 +156,6 @@ def test_what_is_put_back_picks_the_same(choice: str, course: Any, pool: int, co
 # Several picks in a step, and steps that are made again
 
 
-@pytest.mark.parametrize("choice", ["dps", "target"])
-def test_picks_of_a_step_add_up_and_a_step_can_be_made_again(choice: str) -> None:
-    prompts, history = problems(40), History()
-    rule = curriculum(choice, prompts, per_step=4, history=history)
-    for step in (0, 1, 1, 2, 0):
-        first = rule.pick(step, 3, frozenset())
-        second = rule.pick(step, 5, frozenset(ids(first)))
-        assert len({*ids(first), *ids(second)}) == 8
-        groups = [group_of(prompt, 4) for prompt in (*first, *second)]
-        history.observe(step, groups)
-        metrics = rule.observe(step, groups)
-        assert len(metrics) > 0
-        if choice == "dps":
-            assert metrics["curriculum/hit"] == 1.0, "of both picks"
-
-
 # Candidates, and the order of epochs
 
 
@@ -308,20 +186,6 @@ def test_an_order_leaves_out_what_a_step_has_and_takes_any_number() -> None:
     assert sorted(taken) == [*range(7)], "an epoch whose steps differ in size still takes each once"
 
 
-def test_an_order_without_a_place_begins_where_steps_alone_would_have_led() -> None:
-    """As in a run that goes on from a checkpoint of before there were curricula."""
-    prompts = problems(7)
-    whole = Epochs(prompts, 2, 0)
-    picks = [ids(whole.pick(step, 2, frozenset())) for step in range(12)]
-    for step in range(12):
-        order = Epochs(prompts, 2, 0)
-        order.load_state_dict(None)
-        assert ids(order.pick(step, 2, frozenset())) == picks[step]
-        again = Epochs(prompts, 2, 0)
-        again.load_state_dict({"kind": "epochs", "epoch": -1, "place": 0})
-        assert ids(again.pick(step, 2, frozenset())) == picks[step]
-
-
 # What is refused
 
 
@@ -330,16 +194,3 @@ def test_a_task_that_is_never_revisited_is_refused(choice: str) -> None:
     curriculum(choice, problems(100), per_step=4, steps=25)
     with pytest.raises(UserError, match=f"curriculum={choice} .*train_problems=24"):
         curriculum(choice, problems(100), per_step=4, steps=24)
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("curriculum.prior=0.0", "curriculum.prior=0.0"),
-        ("+curriculum.pol=3", "did you mean pool"),
-        ("curriculum.pool=2.5", "curriculum.pool=2.5"),
-    ],
-)
-def test_what_is_wrong_with_a_curriculum_is_said_before_a_model_is_loaded(word: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        check(made.settings_of("curriculum=dps", word))

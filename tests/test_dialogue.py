@@ -14,12 +14,11 @@ from environments import Responding
 from tiny_hf import TURN_END, make_tokenizer
 from words import rollout_of, task_of
 
-from grpo_cli.collect.requests import score_all
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import turns
 from grpo_cli.tasks.prompting import Prompting
-from grpo_cli.types import ENVIRONMENT, Finish, Group, Request, Rollout, Span
+from grpo_cli.types import ENVIRONMENT, Finish, Request, Rollout, Span
 
 PLAIN, CHAT = make_tokenizer(), make_tokenizer(chat_template=True)
 
@@ -136,7 +135,7 @@ def test_an_episode_is_scored_by_what_the_model_has_read(rows):
         for part in parts[1:]:
             spans += [Span(ENVIRONMENT, 0), Span(0, len(part))]
         request = Request(prompt, 0, 0, Sampling.plain(999))
-        episode = Rollout(request, ids, (0.0,) * len(ids), Finish.EOS, 0, tuple(spans))
+        episode = Rollout(request, ids, (0.0,) * len(ids), Finish.EOS, tuple(spans))
         assert [task.text(turn) for turn in episode.turns] == said
         left = float(prompt.answer) if "Counter" in words["environment"] else 0.0
         assert task.reward(prompt, episode).total == left + worth
@@ -256,10 +255,9 @@ def test_typed_methods_are_tools_and_what_reset_returns_goes_behind_the_question
     ("words", "named"),
     [
         ({}, "task.environment"),
-        ({"environment": "environments:Counter", "tools": "environments:add"}, "both"),
+        ({"environment": "environments:Counter", "tools": "environments:add"}, "environment and tools"),
         ({"environment": "environments:NoReset"}, "reset"),
         ({"environment": "environments:score"}, "task.tools"),
-        ({"tools": "environments:several", "tokenizer": make_tokenizer(chat_template=TOOLS)}, "yields"),
         ({"tools": "environments:untyped", "tokenizer": make_tokenizer(chat_template=TOOLS)}, "untyped.*type"),
         ({"environment": "environments:Random", "reward": "environment"}, "get_reward"),
     ],
@@ -269,33 +267,6 @@ def test_what_cannot_answer_is_refused_at_the_start(rows, words, named):
         talking(rows, **words)
 
 
-THINKING = TOOLS.replace("m.content }}", "m.content.split('</think>')[-1] if not loop.last else m.content }}")
-NO_ANSWER = TOOLS.replace(
-    "<|im_start|>{{ m", "{{ raise_exception('no more') if m.role == 'assistant' }}<|im_start|>{{ m"
-)
-
-
-@pytest.mark.parametrize(("template", "named"), [(THINKING, "task.keep_reasoning=true"), (NO_ANSWER, "no more")])
-def test_a_template_that_says_earlier_turns_in_other_words_is_refused(rows, template, named):
-    with pytest.raises(UserError, match=named):
-        talking(rows, make_tokenizer(chat_template=template), **RESPONDING)
-    if template is THINKING:
-        talking(rows, make_tokenizer(chat_template=template), **RESPONDING, keep_reasoning=True)
-
-
-@pytest.mark.parametrize("template", [True, TOOLS, THINKING])
-def test_the_next_context_is_what_was_read_and_said_and_what_the_template_adds(template):
-    """Appended tokens are those of the template for the whole conversation, wherever it keeps turns as they were."""
-    tokenizer = make_tokenizer(chat_template=template)
-    prompting = Prompting(tokenizer, "{question}", None, use_chat_template=True)
-    said = (("user", "q"), ("assistant", "a"), ("user", "b"))
-    messages = [{"role": role, "content": content} for role, content in said]
-    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    drawn = [*tokenizer.encode("a", add_special_tokens=False), tokenizer.convert_tokens_to_ids(TURN_END)]
-    for turn in (drawn, drawn[:-1]):  # ended by itself, and by a stop string or a limit
-        assert [*prompting.encode("q"), *turn, *prompting.between(turn, ["b"], "user")] == whole
-
-
 def test_special_tokens_in_a_message_are_text():
     prompting = Prompting(CHAT, "{question}", None, use_chat_template=True)
     end = CHAT.convert_tokens_to_ids(TURN_END)
@@ -303,21 +274,6 @@ def test_special_tokens_in_a_message_are_text():
     assert plain.count(end) == with_end.count(end) and CHAT.decode(with_end).count(TURN_END) == plain.count(end) + 1
     on_paper = Prompting(PLAIN, "Q: {question}\nA:", None, use_chat_template=False)
     assert PLAIN.decode(on_paper.between([5], ["b"], "user")) == "\n\nQ: b\nA:"
-
-
-def test_rewards_see_the_last_turn_and_own_functions_all_of_them(rows):
-    prompt = talking(rows, **RESPONDING).prompts("train")[0]
-    one, two = (rollout_of(prompt, text, PLAIN).token_ids for text in ("99", prompt.answer))
-    spans = (Span(0, len(one)), Span(ENVIRONMENT, 2), Span(0, len(two)))
-    ids = (*one, 9, 9, *two)
-    episode = Rollout(Request(prompt, 0, 0, Sampling.plain(99)), ids, (0.0,) * len(ids), Finish.EOS, 0, spans)
-    for words, parts in (
-        (RESPONDING, {"correct": 1.0}),
-        ({**RESPONDING, "reward": "environments:score"}, {"correct": 1.0, "turns": 2.0}),
-        ({"environment": "environments:Hearing", "reward": "environment"}, {"environment": 2.0}),
-    ):
-        (scored,) = score_all(talking(rows, **words), [Group(prompt, (episode,))])
-        assert {name: scored.rewards[0].parts[name] for name in parts} == parts
 
 
 def test_a_guess_narrows_the_range_and_a_calculator_adds_up():

@@ -44,7 +44,7 @@ class Scripted(FakeEngine):
         self.asked += requests
         for request in reversed(requests):
             ids = (*TOKENIZER.encode(self._reply(request), add_special_tokens=False), TOKENIZER.eos_token_id)
-            yield Rollout(request, ids, (0.0,) * len(ids), Finish.EOS, 0)
+            yield Rollout(request, ids, (0.0,) * len(ids), Finish.EOS)
 
 
 def task_for(folder: Path, name: str = "jsonl", count: int = 4, **words: Any) -> Task:
@@ -108,21 +108,13 @@ def test_each_prompt_is_answered_greedily_once_and_sampled_k_times(tmp_path):
     sampling = Sampling(temperature=0.5, top_p=0.9, top_k=7, **words)
     rows = evaluate(engine, task, prompts, sampling, k=2, seed=3).examples
     certain = Sampling(temperature=0.0, top_p=1.0, top_k=0, **words)
-    assert [(r.prompt.id, r.sample, r.sampling) for r in engine.asked] == [
-        ("eval-000001", 0, certain),
-        ("eval-000002", 0, certain),
-        *[(f"eval-00000{line}", sample, sampling) for line in (1, 2) for sample in (0, 1)],
+    assert [(r.prompt.id[-1], r.sample, r.sampling) for r in engine.asked] == [
+        *[("1", 0, certain), ("2", 0, certain)],
+        *[(line, sample, sampling) for line in ("1", "2") for sample in (0, 1)],
     ]
     assert len({r.seed for r in engine.asked}) == 6 and all(r.held_out for r in engine.asked)
-    assert [(row.prompt_id[-1], row.sample, row.reason, row.reply) for row in rows] == [
-        ("1", 0, "greedy", "It is 10."),
-        ("2", 0, "greedy", "#### 11"),
-        ("1", 0, "sampled", "#### 10"),
-        ("1", 1, "sampled", "It is 10."),
-        ("2", 0, "sampled", "#### 11"),
-        ("2", 1, "sampled", "It is 11."),
-    ]
-    assert not any(row.kept for row in rows) and {row.advantage for row in rows} == {None}
+    replies = ["It is 10.", "#### 11", "#### 10", "It is 10.", "#### 11", "It is 11."]
+    assert [(row.reason, row.reply) for row in rows] == [*zip(["greedy"] * 2 + ["sampled"] * 4, replies, strict=True)]
     again = Scripted(half_marked)
     evaluate(again, task, prompts, sampling, k=2, seed=4)
     assert not {r.seed for r in again.asked} & {r.seed for r in engine.asked}

@@ -35,14 +35,14 @@ def candidates(seed: int = 0, window: int = 3, count: int = COUNT) -> Candidates
     return Candidates(keys, window, SCALE, queries, received)
 
 
-@pytest.mark.parametrize("window", [1, 3, 12])
+@pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize(
     ("policy", "own"),
     [
         (H2o, {}),
         (Streaming, {}),
-        *((SnapKv, {"kernel": kernel}) for kernel in (1, 3, 7)),
-        *((Rkv, {"kernel": 3, "importance": 0.3, "threshold": threshold}) for threshold in (-1.0, 0.0, 0.2, 0.5, 1.0)),
+        *((SnapKv, {"kernel": kernel}) for kernel in (1, 3)),
+        *((Rkv, {"kernel": 3, "importance": 0.3, "threshold": threshold}) for threshold in (-1.0, 0.2, 1.0)),
     ],
 )
 def test_scores_are_what_a_loop_over_heads_finds(
@@ -103,21 +103,10 @@ def test_what_stays_is_the_window_the_sinks_and_the_best_of_the_rest(data: st.Da
         assert kept[place].tolist() == sorted([*order[: budget - window], *range(count - window, count)])
 
 
-def test_heads_that_share_their_keys_go_by_the_sum_of_their_scores() -> None:
-    these = candidates()
-    for make in (lambda **w: SnapKv(**w, kernel=3), lambda **w: Rkv(**w, kernel=3, importance=0.5, threshold=0.5), H2o):
-        apart, together = make(**WORDS), make(**WORDS | {"per_head": False})
-        kept = together.choose(these, torch.zeros(ROWS, dtype=torch.long))
-        assert torch.equal(kept[:, :, 0], kept[:, :, 1])
-        best = apart.score(these).sum(2).topk(4).indices.sort().values
-        assert torch.equal(kept[:, :, 0, :4], best)
-        assert not torch.equal(apart.choose(these, torch.zeros(ROWS, dtype=torch.long)), kept)
-
-
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ({"budget": 7, "window": 5, "sinks": 3}, "budget=7 .*window=5 plus .*sinks=3, .* at least 8"),
+        ({"budget": 7, "window": 5, "sinks": 3}, "sparsity.budget=7"),
         ({"buffer": 0, "kernel": 0}, "(?s)sparsity.buffer=0.*sparsity.kernel=0"),
         ({"kernel": 4}, "sparsity.kernel=4 must be odd"),
         ({"threshold": -2.0}, "sparsity.threshold=-2.0"),

@@ -125,39 +125,35 @@ def test_adapters_go_into_a_base_that_has_moved_with_its_chat_template_and_ends_
 
 
 def test_what_cannot_be_exported_is_refused(run: Path, whole: Path, tmp_path: Path):
-    assert "holds no adapters but an ordinary model; leave it out" in unexported(whole, tmp_path / "out", "--merge")
-    assert "--dtype=int3 must be one of float32, bfloat16" in unexported(whole, tmp_path / "out", "--dtype", "int3")
-    assert "holds no complete checkpoint; name a run" in unexported(tmp_path, tmp_path / "out")
-    assert "holds no complete checkpoint" in unexported(tmp_path / "nowhere", tmp_path / "out")
-    damaged = Path(shutil.copytree(run, tmp_path / "damaged"))
-    for checkpoint in (damaged / "checkpoints").iterdir():
-        (checkpoint / "adapter_model.safetensors").write_bytes(b"")
-    assert "step_000002: adapter_model.safetensors has changed" in unexported(damaged, tmp_path / "out")
+    out = tmp_path / "out"
+    for words, message in (
+        ((whole, out, "--merge"), "holds no adapters but an ordinary model; leave it out"),
+        ((whole, out, "--dtype", "int3"), "--dtype=int3 must be one of float32, bfloat16"),
+        ((tmp_path, out), "holds no complete checkpoint; name a run"),
+    ):
+        assert message in unexported(*words)
     newest = Path(shutil.copytree(whole, tmp_path / "newest"))
     (newest / CHECKPOINT / "model.safetensors").write_bytes(b"")
     assert "passed over step_000002: model.safetensors has changed" in done("export", newest, tmp_path / "first")
     assert "| steps | 0 |" in (tmp_path / "first" / "README.md").read_text()
     (newest / "run.json").write_text("{")
-    assert "run.json is damaged" in unexported(newest, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert "run.json is damaged" in unexported(newest, out) and not out.exists()
 
 
 def test_nothing_but_an_export_is_written_over(run: Path, whole: Path, tmp_path: Path):
-    (tmp_path / "mine.txt").write_text("mine")
-    assert "exists and is not an empty folder; name a new one" in unexported(run, tmp_path)
-    assert "exists and is not an empty folder" in unexported(run, tmp_path / "mine.txt")
-    assert "is something else; name a new folder" in unexported(run, tmp_path, "--overwrite")
-    assert "is something else; name a new folder" in unexported(run, tmp_path / "mine.txt", "--overwrite")
-    assert (tmp_path / "mine.txt").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
     theirs = Path(shutil.copytree(TINY, tmp_path / "theirs"))
     (theirs / "README.md").write_text("---\ntags: [grpo]\n---\n")
-    assert "is something else; name a new folder" in unexported(whole, theirs, "--overwrite")
-    assert (theirs / "model.safetensors").read_bytes() == (TINY / "model.safetensors").read_bytes()
+    (tmp_path / "mine.txt").write_text("mine")
+    before = content(tmp_path)
+    for place in (theirs, tmp_path / "mine.txt"):
+        assert "exists and is not an empty folder; name a new one" in unexported(run, place)
+        assert "is something else; name a new folder" in unexported(run, place, "--overwrite")
+    assert content(tmp_path) == before
     done("export", run, tmp_path / "out")
     (tmp_path / "out" / "left.txt").touch()
     done("export", whole, tmp_path / "out", "--overwrite")
-    assert {"README.md", "model.safetensors"} <= set(os.listdir(tmp_path / "out"))
-    assert not {"left.txt", "adapter_config.json"} & set(os.listdir(tmp_path / "out"))
+    left = set(os.listdir(tmp_path / "out"))
+    assert {"README.md", "model.safetensors"} <= left and not {"left.txt", "adapter_config.json"} & left
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_the_older_export(

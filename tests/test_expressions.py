@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_cli.tasks.expressions import MAX_EXPRESSION, compare_written, final_expression, read
+from grpo_cli.tasks.expressions import MAX_EXPRESSION, compare_written, final_expression
 
 FOUND = [
     (r"So \boxed{3} no, \boxed{\frac{1}{2}}.", r"\frac{1}{2}", True),
@@ -54,12 +54,6 @@ def test_writing_alone_settles_most_comparisons_and_none_wrongly() -> None:
     assert sum(isinstance(one[3], bool) for one in found) > 0.6 * len(found)
 
 
-def test_only_two_plain_numbers_are_called_different_without_asking() -> None:
-    assert compare_written("5", "6") is False
-    assert compare_written("2x", "x + x") == ("2x", "x+x") and compare_written("5", "2 + 3") == (r"\frac{5}{1}", "2+3")
-    assert compare_written("", "") is False
-
-
 @given(st.fractions(max_denominator=10**6))
 def test_every_fraction_is_its_own_in_each_writing(value: object) -> None:
     upper, _, lower = str(value).partition("/")
@@ -72,13 +66,3 @@ def test_no_text_is_too_odd_to_be_read(text: str) -> None:
     found = final_expression(text)
     assert found is None or 0 < len(found.expression) <= MAX_EXPRESSION
     assert compare_written(text, text) in (True, False)
-
-
-HOSTILE = ["\\boxed{", "\\(", "$", "<answer>", "\\frac", "answer is ", "\\text{", "#### ", "{", "="]
-
-
-@pytest.mark.parametrize("piece", HOSTILE)
-def test_hostile_texts_of_any_length_are_read(piece: str) -> None:
-    """At once in linear time; in quadratic time one of them takes minutes."""
-    final_expression(piece * 100_000)
-    read((piece * 100)[:MAX_EXPRESSION])

@@ -64,23 +64,7 @@ def test_the_figures_of_a_page_are_those_of_their_source(page):
         assert backs(text, list(found_at(source, unquote(keys).split(".")))), f"[{text}]({file}#{keys})"
 
 
-@pytest.mark.parametrize(
-    ("text", "keys", "right"),
-    [
-        ("2.03", "a.ratio", True),
-        ("2.04", "a.ratio", False),
-        ("about 2.0 times", "a.ratio", True),
-        ("203 %", "a.ratio", True),
-        ("+2.03", "a.ratio", True),
-        ("-2.03", "a.ratio", False),
-        ("much", "a.ratio", False),
-        ("3 MiB", "bytes", True),
-        ("1.5 min", "seconds, 2.5.1", True),
-        ("0.500 ± 0.248", "a.runs.*.x", True),  # 4.3027 * 0.1 / sqrt(3)
-        ("0.500 ± 0.250", "a.runs.*.x", False),
-        ("0.6", "a.runs.2.x", True),
-    ],
-)
-def test_a_figure_is_compared_as_it_is_rounded(text, keys, right):
-    source = {"a": {"ratio": 2.034, "runs": [{"x": 0.4}, {"x": 0.5}, {"x": 0.6}]}, "bytes": 3 * 2**20}
-    assert backs(text, list(found_at(source | {"seconds, 2.5": [7.0, 90.0]}, keys.split(".")))) == right
+def test_a_figure_is_compared_as_it_is_rounded():
+    runs = {"runs": [{"x": 0.4}, {"x": 0.5}, {"x": 0.6}]}
+    found = list(found_at(runs, ["runs", "*", "x"]))
+    assert [backs(text, found) for text in ("0.500 ± 0.248", "0.500 ± 0.250", "-0.50", "50 %")] == [1, 0, 0, 1]

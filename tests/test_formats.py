@@ -9,7 +9,6 @@ import pytest
 from tiny_hf import make_tokenizer
 from words import rollout_of, task_of
 
-from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.formats import FORMATS
 from grpo_cli.types import Reward
 
@@ -21,17 +20,12 @@ CASES = [
     (f"Well: {WHOLE}", 0.0, 0.94, 1.0, 1.0),  # six characters outside
     (f"{WHOLE}{'.' * 150}", 0.0, 0.0, 1.0, 1.0),
     (f"{WHOLE}\nbye", 1.0, 0.96, 1.0, 1.0),  # open-r1 looks no further than the line of the last tag
-    (f"{WHOLE}\n", 1.0, 0.99, 1.0, 1.0),
-    (f"\n{WHOLE}", 0.0, 0.99, 1.0, 1.0),
-    (WHOLE.replace("2 + 2", ""), 1.0, 1.0, 1.0, 1.0),
     (WHOLE.replace("\n4\n", "\n"), 0.0, 1.0, 1.0, 1.0),  # one line break cannot end both lines
     (WHOLE.replace("4", "4</answer> or </answer>\n5"), 1.0, 0.75, 0.75, 1.0),
     (WHOLE.replace("2 + 2", "2\n</think>\n3"), 1.0, 1.0, 0.75, 0.75),
-    (f"{WHOLE} ", 0.0, 0.99, 1.0, 1.0),
     (WHOLE.replace("</think>", ""), 0.0, 0.0, 0.75, 0.75),
     (f"{WHOLE}\n<answer>\n5\n</answer>", 1.0, 0.79, 0.5, 0.5),  # 21 characters outside; a tag twice is no tag
     ("<answer>4</answer><think>x</think>", 0.0, 0.0, 1.0, 0.0),
-    ("", 0.0, 0.0, 0.0, 0.0),
     ("<think>\n" + "\n</think>\n<answer>\n" * 20_000, 0.0, 0.0, 0.25, 0.25),
     ("<think>" * 20_000 + "</think><answer>" * 20_000, 0.0, 0.0, 0.0, 0.0),  # quick, however hostile
 ]
@@ -88,20 +82,3 @@ def test_with_strict_grading_the_weight_is_that_of_the_marked_answer(tmp_path: P
     assert (unmarked.total, marked.total) == (0.0, 0.5)
     assert unmarked.weights == {"correct_strict": 0.5, "tag_count": 0.1}
     assert marked.weights == {"correct_strict": 0.5}, "form counts in wrong answers alone"
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"weights": {"corect": 1.0}}, "task.weights.corect must be one of correct, format"),
-        ({"weights": {"correct": float("nan")}}, "task.weights.correct=nan must be a finite number"),
-        ({"weights": {"correct": "much"}}, "task.weights.correct=much must be a finite number"),
-    ],
-)
-def test_weights_that_cannot_be_used_are_refused(tmp_path: Path, settings: dict[str, Any], expected: str) -> None:
-    with pytest.raises(UserError, match=expected):
-        reward_of(tmp_path, "4", **settings)
-
-
-def test_a_part_that_is_no_answer_never_counts_as_one(tmp_path: Path) -> None:
-    assert reward_of(tmp_path, WHOLE.replace("4", "5"), weights={"format": 5.0}).parts["correct"] == 0.0

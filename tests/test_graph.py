@@ -34,19 +34,12 @@ def test_few_shapes_occur_and_those_that_come_back_are_captured() -> None:
     assert captured(full(), some_requests(prompts=1, n=2, tokens=WORTH_CAPTURING)) == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ({}, "a graph needs a GPU"),
-        ({"is_loaded_in_8bit": True}, "model.quantize=8bit searches for outliers in every step"),
-        ({"rope_type": "dynamic"}, "rope_type dynamic depends on the longest row in every step"),
-    ],
-)
-def test_a_graph_is_refused_without_a_gpu_and_for_a_model_that_waits_for_the_host(words: Any, said: str) -> None:
+@pytest.mark.parametrize("words", [{}, {"is_loaded_in_8bit": True}, {"rope_type": "dynamic"}])
+def test_a_graph_is_refused_without_a_gpu_and_for_a_model_that_waits_for_the_host(words: Any) -> None:
     model = small_model()
     for name, value in words.items():
         setattr(model if name.startswith("is_") else model.model.rotary_emb, name, value)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match="engine.cuda_graph=true"):
         make_engine(model, cuda_graph=True)
 
 

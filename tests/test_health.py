@@ -12,26 +12,21 @@ WELL = {"reward/mean": 0.5, "reward/std": 0.5, "response/truncated": 0.25, "eval
 WELL |= {"group/zero_std": 0.9, "mismatch/ratio_mean": 1.1}
 
 
-def test_a_run_at_the_edge_of_every_limit_gets_no_warning():
-    check = HealthCheck()
-    assert [check.check(WELL) for _ in range(20)] == [[]] * 20
-
-
 @pytest.mark.parametrize(
     ("name", "value", "key"),
     [
+        ("reward/mean", 0.5, ""),  # at the edge of every limit there is no warning
         ("response/truncated", 0.44, "sampling.max_new_tokens"),
         ("group/zero_std", 0.91, "sampling.temperature"),
         ("eval/problems", 19.0, "eval.problems"),
         ("mismatch/ratio_mean", 0.89, "correction"),
-        ("mismatch/ratio_mean", 1.11, "correction"),
         ("mismatch/ratio_mean", math.nan, "correction"),
     ],
 )
 def test_a_cause_is_reported_once_also_where_it_comes_and_goes(name, value, key):
     check, ill = HealthCheck(), {**WELL, name: value}
-    (warning,) = check.check(ill)
-    assert key in warning and name in warning
+    found = check.check(ill)
+    assert len(found) == bool(key) and all(key in warning and name in warning for warning in found)
     assert [check.check(metrics) for metrics in (ill, {}, WELL, ill)] == [[]] * 4
 
 
@@ -39,7 +34,6 @@ def test_a_cause_is_reported_once_also_where_it_comes_and_goes(name, value, key)
     ("name", "values", "reported"),
     [
         ("response/truncated", [0.3, 0.59, 0.61, 0.9, 0.3, 0.99], [1, 0, 1, 0, 0, 0]),
-        ("group/zero_std", [0.95, 1.0, 0.0, 1.0], [1, 0, 0, 0]),
         ("mismatch/ratio_mean", [1.2, 1.4, 1.5, 1 / 1.5, 5.0, math.inf, math.nan, 0.0], [1, 0, 1, 0, 1, 1, 0, 0]),
         ("off/ess", [0.08, 0.05, 0.04, 0.0, 0.0], [1, 0, 1, 1, 0]),
         ("off/token_share", [0.1, 0.15, 0.2, 0.0, 0.2], [1, 0, 1, 0, 0]),
@@ -69,10 +63,8 @@ COLLAPSED = {"policy/entropy": 0.04, "group/zero_std": 0.5, "reward/correct": 0.
     [
         (0.5, {}, ["policy/entropy", "0.040", "0.500", "optim.lr", "loss.kl_coef"]),
         (0.3, {}, []),  # more than a tenth is left
-        (5.0, {"policy/entropy": 0.05}, []),
         (0.5, {"group/zero_std": 0.49}, []),
         (0.5, {"reward/correct": 0.8}, []),
-        (0.5, {"policy/entropy": 0.3}, []),
     ],
 )
 def test_entropy_that_is_gone_before_the_problems_are_solved_is_warned_of(first, then, warned):

@@ -24,7 +24,7 @@ OTHER_A = Prompt("a", (9, 8, 4), "z")
 def test_a_list_of_prompts_with_an_id_twice_is_refused_before_the_first_rollout():
     """At a run's start; and by an evaluation, also of prompts that are made when they are looked up."""
     for prompts in ([A, B, OTHER_A], (A, B, OTHER_A)):
-        with pytest.raises(UserError, match=r"'a' is the id of two of the prompts to train on \(numbers 1 and 3\)"):
+        with pytest.raises(UserError, match=r"'a' is the id of two of the prompts to train on"):
             Epochs(prompts, per_step=1, seed=0)
     Epochs([A, B, replace(OTHER_A, id="c")], per_step=1, seed=0)
     task = made.task("arithmetic", load_tokenizer(made.model()))
@@ -44,7 +44,7 @@ def test_prompts_of_generated_tasks_have_ids_of_their_own_over_both_splits(name)
 def test_the_engine_refuses_two_prompts_of_one_id_and_takes_equal_ones_for_one():
     """It keeps each prompt's keys under its id: the second was served with the tokens of the first."""
     engine = make_engine(small_model())
-    with pytest.raises(UserError, match="two prompts have the id 'a', one of 3 tokens and one of 3 others"):
+    with pytest.raises(UserError, match="two prompts have the id 'a'"):
         next(engine.generate([Request(prompt, 0, 7, Sampling.plain(4)) for prompt in (A, B, OTHER_A)]))
     assert engine.stats().prefill_tokens == 0, "before it serves any"
     requests = some_requests(prompts=2, n=2)

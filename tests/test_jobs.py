@@ -14,11 +14,9 @@ import made
 import psutil
 import pytest
 
-from grpo_cli.runs.lock import try_lock
-from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.pool import Pool
 from grpo_cli.sweep.resume import Sweep
-from grpo_cli.sweep.status import Job, JobState, is_done, is_running, read_status, status_line, write_status
+from grpo_cli.sweep.status import Job, JobState, read_status, status_line
 
 WAIT = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"  # for two minutes at most, and a trap can interrupt it
 COMPLETED = """echo '{"status": "completed"}' > summary.json"""
@@ -26,10 +24,7 @@ COMPLETED = """echo '{"status": "completed"}' > summary.json"""
 
 def listed(sweep: Path, *lines: str) -> list[Job]:
     """Jobs whose one override is the shell line that they run, all of them waiting."""
-    jobs = [Job(i, sweep / str(i), (line,), f"job{i}") for i, line in enumerate(lines)]
-    for job in jobs:
-        write_status(job.folder, JobState("waiting", None, job.overrides))
-    return jobs
+    return [Job(i, sweep / str(i), (line,), f"job{i}") for i, line in enumerate(lines)]
 
 
 def run(
@@ -39,7 +34,7 @@ def run(
         return ["sh", "-c", f"cd {job.folder}; {job.overrides[0]}"]
 
     pool = Pool(places, command, say)
-    pool.run(jobs)
+    pool.run({job: JobState("waiting", None, job.overrides) for job in jobs})
     return pool
 
 
@@ -67,7 +62,7 @@ def test_a_job_that_fails_stops_no_other_and_says_why(tmp_path: Path) -> None:
     assert ends == [
         ("failed", 2, "n=1 is too few"),
         ("done", 0, None),
-        ("failed", -9, "killed by SIGKILL: often because the machine ran out of memory"),
+        ("failed", -9, "killed by signal 9"),
         ("failed", 3, "exit code 3, and nothing in the log"),
         ("failed", 1, "ValueError: odd"),
         ("failed", 0, "it ended interrupted"),
@@ -76,7 +71,6 @@ def test_a_job_that_fails_stops_no_other_and_says_why(tmp_path: Path) -> None:
         ("done", 0, None),
     ]
     assert (jobs[0].folder / "log.txt").read_text() == "error: in another life\nerror: n=1 is\ntoo few\n"
-    assert [job.number for job in jobs if job.number != 7 and is_done(job.folder)] == [1, 8]
 
 
 @pytest.mark.parametrize("places", [1, 3])
@@ -156,25 +150,8 @@ def test_an_error_of_ours_leaves_no_process_behind_and_lets_it_save(tmp_path: Pa
     (job,) = listed(tmp_path, f"trap 'echo saved; exit 1' TERM; touch ready; {WAIT}")
     with pytest.raises(RuntimeError):
         run([job], fail)
-    assert not is_running(job.folder) and status(job).state == "waiting"
+    assert status(job).state == "waiting"
     assert (job.folder / "log.txt").read_text() == "saved\n"
-
-
-def test_a_job_that_outlived_its_launcher_is_not_started_again(tmp_path: Path) -> None:
-    (job,) = listed(tmp_path, "true")
-    with open(job.folder / "log.txt", "wb") as log:
-        assert try_lock(log)
-        left = subprocess.Popen(["sleep", "60"], stdout=log)
-    try:
-        assert is_running(job.folder)
-        with pytest.raises(UserError, match="job 0 is still running"):
-            run([job])
-    finally:
-        left.kill()
-        left.wait()
-    assert not is_running(job.folder)
-    run([job])
-    assert status(job).state == "done"
 
 
 @pytest.mark.parametrize(

@@ -92,22 +92,6 @@ def test_an_eval_file_is_the_eval_split_and_shares_no_question(tmp_path: Path) -
     assert len(said) == 1 and f"2 of the 3 problems of {path}" in said[0] and other in said[0]
 
 
-@pytest.mark.parametrize(("fraction", "held_out"), [(0.001, 1), (0.999, 1), (1.0, 2)])
-def test_neither_split_is_ever_empty_unless_all_is_held_out(tmp_path: Path, fraction: float, held_out: int) -> None:
-    task = make(write(tmp_path / "p.jsonl", *problems(2)), eval_fraction=fraction)
-    assert len(task.prompts("eval")) == held_out
-    if held_out == 2:
-        assert "lower task.eval_fraction" in message_of(lambda: task.prompts("train"))
-    else:
-        assert len(task.prompts("train")) == 1
-
-
-def test_fields_have_names_and_answers_may_be_numbers(tmp_path: Path) -> None:
-    rows = [{"q": "a", "a": 0.5}, {"q": "b", "a": 12}, {"q": "c", "a": "$1,000"}, {"q": "d", "a": 1e3, "more": None}]
-    task = make(write(tmp_path / "p.jsonl", *rows), question_field="q", answer_field="a")
-    assert sorted(p.answer for p in all_of(task)) == ["1/2", "1000", "1000", "12"]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "rows"),
     [
@@ -144,27 +128,6 @@ def test_without_a_chat_template_the_plain_template_is_filled(tmp_path: Path) ->
     task = make(path, template="{Q}: {question} A:", system_prompt="Think.")
     prompt = task.prompts("train")[0]
     assert task.text(prompt.token_ids) == f"Think.\n\n{{Q}}: {question}{int(prompt.id[-1]) - 1} A:"
-
-
-def test_a_chat_template_is_used_when_there_is_one_unless_it_is_to_be_left_alone(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", *problems(2))
-    prompt = make(path, CHAT, system_prompt="Think.").prompts("train")[0]
-    question = f"What is {int(prompt.id[-1]) - 1} + {int(prompt.id[-1]) - 1}?"
-    assert CHAT.decode(list(prompt.token_ids)) == (
-        f"<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert prompt.token_ids[0] == CHAT.convert_tokens_to_ids("<|im_start|>")  # one token, not its letters
-    for settings, begins in (({}, "<|im_start|>user\n"), ({"use_chat_template": False}, "Question: What is")):
-        prompt = make(path, CHAT, **settings).prompts("train")[0]
-        assert CHAT.decode(list(prompt.token_ids)).startswith(begins)
-
-
-def test_special_tokens_begin_a_prompt_once_and_an_end_is_left_out_of_texts(tmp_path: Path) -> None:
-    path, tokenizer = write(tmp_path / "p.jsonl", *problems(2)), make_tokenizer(add_bos=True)
-    prompt = make(path, tokenizer).prompts("train")[0]
-    assert prompt.token_ids[0] == tokenizer.bos_token_id and tokenizer.bos_token_id not in prompt.token_ids[1:]
-    tokens = (*CHAT("a  b ,c\n")["input_ids"], CHAT.eos_token_id)
-    assert make(path, CHAT).text(tokens) == "a  b ,c\n" and make(path, CHAT).text(tokens * 2).count("<|im_end|>") == 1
 
 
 @pytest.mark.parametrize(
@@ -225,12 +188,10 @@ def test_a_file_that_cannot_be_read_is_named_and_a_pipe_is_not_waited_for(key: s
 GOOD = '{"question": "a", "answer": "1"}'
 FIVE = '{"question": "b", "answer": "five"}'
 BAD_FILES = [
-    (["", "  "], "task.path={path} is empty"),
     ([GOOD, '{"question": "b", "answer": '], "{path}, line 2 cannot be read as JSON"),
-    ([GOOD, "", "[1, 2]"], "{path}, line 3 must be a JSON object with question and answer, but is a list"),
+    ([GOOD, "", "[1, 2]"], "{path}, line 3 must be a JSON object with question, but is a list"),
     (['{"prompt": "b", "c": 1}'], "line 1 has no field 'question' (task.question_field); the fields are: prompt, c"),
     (['{"question": ["b"], "answer": "2"}'], "{path}, line 1: field 'question' must hold messages"),
-    (['{"question": "b", "answer": true}'], "{path}, line 1: field 'answer' must be text or a number, but is true"),
     (["[" * 100_000], "{path}, line 1 cannot be read as JSON: "),
     (['{"question": "\\ud800", "answer": "1"}'], "{path}, line 1: field 'question' has half of a surrogate pair"),
     ([GOOD, FIVE], "{path}, line 2: no answer was understood in the field 'answer': 'five'; end it with '#### 42'"),
@@ -238,11 +199,8 @@ BAD_FILES = [
     ([GOOD.encode() + b'\n{"question": "caf\xe9"}\n'], "{path}, line 2 cannot be read as JSON"),
 ]
 BAD_TABLES = [
-    (["question,answer", "a, b,1"], "{path}, line 2 has not one cell for each field (question, answer): quote commas"),
-    (["question,answer", "a"], "{path}, line 2 has not one cell for each field"),
+    (["question,answer", "a, b,1"], "{path}, line 2 has not one cell for each field: quote commas"),
     (["question,answer", '"a'], "{path}, line 2 cannot be read as CSV: unexpected end of data"),
-    (["question,answer", b"caf\xe9,1"], "cannot be read as CSV: 'utf-8' codec can't decode"),
-    (["prompt,answer", "a,1"], "line 2 has no field 'question' (task.question_field); the fields are: prompt, answer"),
     (["question,answer"], "task.path={path} is empty"),
 ]
 
@@ -260,12 +218,12 @@ def test_a_bad_file_is_refused_with_its_place(
 
 
 def test_a_few_answers_that_cannot_be_read_are_counted_and_left_out(tmp_path: Path) -> None:
-    rows: list[dict[str, str]] = problems(50)
+    rows: list[dict[str, str]] = problems(200)
     rows[3]["answer"] = rows[8]["answer"] = "many"
     path, said = write(tmp_path / "p.jsonl", *rows), []
-    assert "(and 1 more of 50 rows)" in message_of(lambda: make(path, max_unreadable=0.039))
-    assert len(all_of(make(path, max_unreadable=0.04, warn=said.append))) == 48
-    assert len(said) == 1 and "line 4 (and 1 more of 50 rows): no answer was understood" in said[0]
+    assert "(and 1 more of 199 rows)" in message_of(lambda: make(write(tmp_path / "q.jsonl", *rows[:199])))
+    assert len(all_of(make(path, warn=said.append))) == 198
+    assert len(said) == 1 and "line 4 (and 1 more of 200 rows): no answer was understood" in said[0]
 
 
 # The hub
@@ -290,36 +248,23 @@ def test_a_hub_data_set_is_read_like_a_file(tmp_path: Path, monkeypatch: pytest.
     assert asked == [("someone/sums", "train")] * 2 + [("someone/sums", "hard", "test")]
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "train", "test"),
-    [
-        ("gsm8k", ("question", "answer"), ("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")),
-        (
-            "math",
-            ("problem", "solution"),
-            ("DigitalLearningGmbH/MATH-lighteval", "default", "train"),
-            ("HuggingFaceH4/MATH-500", "test"),
-        ),
-    ],
-)
 def test_without_a_path_both_splits_come_from_the_hub_and_training_s_when_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fields: Any, train: Any, test: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
 
     def load_dataset(*names: str, split: str) -> list[dict[str, str]]:
         asked.append((*names, split))
-        return [dict(zip(fields, (f"{split} {i}", rf"{i} \boxed{{{i}}}"), strict=True)) for i in range(3)]
+        return [{"question": f"{split} {i}", "answer": rf"{i} \boxed{{{i}}}"} for i in range(3)]
 
-    pytest.importorskip("math_verify")
     hub(monkeypatch, load_dataset)
-    task = task_of(name, TOKENIZER)
-    assert asked == [test]
+    task = task_of("gsm8k", TOKENIZER)
+    assert asked == [("openai/gsm8k", "main", "test")]
     for split in ("train", "eval"):
         assert [(p.id, p.answer) for p in task.prompts(split)] == [(f"{split}-{i + 1:06d}", str(i)) for i in range(3)]
-    assert asked == [test, train]
-    own = write(tmp_path / "own.jsonl", dict(zip(fields, ("mine", "#### 1000"), strict=True)))
-    assert [prompt.answer for prompt in task_of(name, TOKENIZER, eval_path=own).prompts("eval")] == ["1000"]
+    assert asked[1:] == [("openai/gsm8k", "main", "train")]
+    own = write(tmp_path / "own.jsonl", {"question": "mine", "answer": "#### 1000"})
+    assert [prompt.answer for prompt in task_of("gsm8k", TOKENIZER, eval_path=own).prompts("eval")] == ["1000"]
 
 
 # Examples
@@ -336,14 +281,3 @@ def test_examples_come_before_the_question_and_are_in_no_split(tmp_path: Path) -
     chat = make(path, CHAT, few_shot=1).prompts("train")[0]
     turns = "user\nWhat is 0 + 0?<|im_end|>\n<|im_start|>assistant\nIt is 0.\n#### 0<|im_end|>\n<|im_start|>user\n"
     assert CHAT.decode(list(chat.token_ids)).startswith(f"<|im_start|>{turns}")
-
-
-def test_examples_may_have_a_file_of_their_own(tmp_path: Path) -> None:
-    path, example = write(tmp_path / "p.jsonl", *problems(6)), {"question": "one?", "answer": "1"}
-    shown = write(tmp_path / "s.jsonl", example, problems(6)[3])
-    for count, left in ((1, 6), (2, 5)):
-        assert len(all_of(make(path, few_shot=count, few_shot_path=shown))) == left
-    assert "task.few_shot=3" in message_of(lambda: make(path, few_shot=3, few_shot_path=shown))
-    evaluated = write(tmp_path / "e.jsonl", example, {"question": "two?", "answer": "2"})
-    task = make(path, few_shot=1, few_shot_path=shown, eval_path=evaluated)
-    assert [prompt.answer for prompt in task.prompts("eval")] == ["2"]

@@ -19,17 +19,17 @@ from made import fptas, full, infinite, mean_length, micro, prefix_head
 from orders import AnyOrder, Backwards, Forgetful, PromptsFirst
 from small import VOCABULARY, contents, make_engine, small_model, some_requests
 
-from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.eviction import Dense
-from grpo_cli.engine.kv_cache import BLOCK, PagedCache, round_up
+from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, round_up
 from grpo_cli.engine.length_predictor import GivenLengths, NoPredictor
-from grpo_cli.engine.samplers import KvShape
+from grpo_cli.engine.samplers import KvPlan
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.streaming_llm import Streaming
+from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import parse_bytes
-from grpo_cli.types import Request
+from grpo_cli.types import Prompt, Request
 
 TOKEN = 256  # bytes of small_model: 2 layers x keys and values x 2 heads x 8 numbers of 4
 MODEL = small_model()
@@ -134,77 +134,75 @@ def test_no_order_of_rollouts_ever_holds_more_than_the_budget_or_changes_one(
 
 @pytest.mark.bits
 @pytest.mark.parametrize("make", [micro, infinite])
-@pytest.mark.parametrize("parts", [{}, {"scheduler": PromptsFirst()}, {"scheduler": Sjf(), "predictor": Forgetful()}])
+@pytest.mark.parametrize("parts", [{}, {"scheduler": Sjf(), "predictor": Forgetful()}])
 def test_room_for_one_sequence_serves_them_all_and_a_byte_less_none(make: Any, parts: Any) -> None:
     requests = some_requests(prompts=3, n=3, tokens=40)
     least = slot_bytes(40) + prompt_bytes(requests)
-    with pytest.raises(UserError, match=rf"holds not even one sequence; the least that would do is {least} bytes"):
+    with pytest.raises(UserError, match=rf"sampler.kv_budget.*{least} bytes"):
         generate(requests, sampler=make(kv_budget=least - 1), **parts)
     made, engine, ledger = generate(requests, sampler=make(kv_budget=least), **parts)
     assert made == contents(make_engine(MODEL).generate(requests)) and ledger.peak <= least
 
 
-def test_as_many_rows_as_have_a_page_and_as_many_to_their_end_as_fit_with_their_prompts() -> None:
-    shape = KvShape(requests=40, prompts=4, prompt_bytes=10, page_bytes=20, slot_bytes=100)
-    rows = [infinite(kv_budget=budget).fit(shape).slots for budget in (110, 129, 130, 809, 810, 10**6)]
-    assert rows == [5, 5, 6, 39, 40, 40]
-    assert [shape.slots(budget) for budget in (110, 219, 220, 440, 539, 540, 639, 640)] == [1, 1, 2, 4, 4, 5, 5, 6]
-    assert infinite(kv_budget=10**6, slots=3).fit(shape).slots == 3
+def plan_of(sampler: Any, requests: int, prompts: int, prefix: int = 0, sparsity: Any = DENSE) -> KvPlan:
+    """For prompts of one block and 64 keys, which are 4 blocks of 16 x 256 bytes."""
+    asked = [Prompt(str(i), (3,) * 16, "") for i in range(prompts)]
+    some = [Request(asked[i % prompts], i, i, Sampling.plain(65)) for i in range(requests)]
+    layout = KvLayout(2, 2, 8, torch.float32)
+    return KvPlan.of(layout, sampler, sparsity, some, None, prefix, pauses=False)
+
+
+def test_as_many_sequences_begin_as_have_a_block_beside_a_prompt() -> None:
+    for blocks, slots in ((5, 4), (6, 5), (40, 39), (41, 40), (999, 40)):
+        plan = plan_of(infinite(kv_budget=4096 * blocks + 4095), 40, 4)
+        assert (plan.slots, plan.blocks) == (slots, min(blocks, 4 + 160))
+    assert plan_of(infinite(kv_budget=4096 * 99, slots=3), 40, 4).slots == 3
+    plan = plan_of(infinite(slots=3), 40, 4, sparsity=Streaming(**WORDS, protect_prompt=True))
+    assert (plan.blocks, plan.own_blocks, plan.saved) == (4 + 3, 1, 1 - 7 / 16)
+    assert plan_of(infinite(), 40, 4).slots == 16 and plan_of(full(), 40, 4).slots == 40
+    # An evaluation runs as many at a time as a step, or 128.
+    assert [full().slots_for(300, per_step) for per_step in (None, 16, 200, 512)] == [128, 128, 200, 300]
 
 
 @pytest.mark.parametrize(
-    ("sampler", "probes", "enough"),
+    ("sampler", "parked", "lacks"),
     [
-        # 6 prompts of 10 bytes and 12 rollouts that wait with 20 take 300 bytes, with 2 slots of 100 they take 500; as
-        # much holds 4 slots with a prompt each (440) and not 5 (550). With 499, one slot would be left of 4.
-        (infinite(kv_budget=499), False, 500),
-        (infinite(kv_budget=500), True, 0),
-        (infinite(kv_budget=10**6), False, 0),
-        # With no more than 2 slots at any rate, one of them is half.
-        (infinite(kv_budget=399, slots=2), False, 400),
-        (infinite(kv_budget=400, slots=2), True, 0),
-        (infinite(kv_budget=500, slots=2), True, 0),
-        (full(), False, 0),
-        (infinite(slots=12), False, 0),
-        (infinite(slots=3), True, 0),
+        # 6 prompts and 12 rollouts that wait with a block each take 18, and each slot 4. In 29 blocks that leaves 2 of
+        # the 5 slots that would fit with a prompt each, in 30 it leaves 3 of 6, and in 54 all 12 fit.
+        (infinite(kv_budget=4096 * 29), 0, True),
+        (infinite(kv_budget=4096 * 30), 1, False),
+        (infinite(kv_budget=4096 * 54), 0, False),
+        (infinite(kv_budget=4096 * 21, slots=2), 0, True),
+        (infinite(kv_budget=4096 * 22, slots=2), 1, False),
+        (full(), 0, False),
+        (infinite(slots=3), 1, False),
     ],
 )
-def test_a_prefix_of_everybody_may_cost_half_of_the_slots_and_no_more(sampler: Any, probes: bool, enough: int) -> None:
-    room = sampler.fit(
-        KvShape(requests=12, prompts=6, prompt_bytes=10, page_bytes=100, slot_bytes=100, parked_bytes=20)
-    )
-    assert (room.probes, room.probes_with, room.budget is None) == (probes, enough, sampler.kv_budget is None)
-    assert sampler.slots is None or room.slots == sampler.slots
+def test_a_prefix_of_everybody_may_cost_half_of_the_slots(sampler: Any, parked: int, lacks: bool) -> None:
+    plan = plan_of(sampler, 12, 6, prefix=16)
+    assert (plan.parked_blocks, plan.lacks_room) == (parked, lacks)
 
 
 @pytest.mark.bits
-def test_without_room_for_a_prefix_it_is_said_once_with_the_bytes_that_would_do() -> None:
+def test_without_room_for_a_prefix_lengths_are_not_predicted_which_is_said_once() -> None:
     requests, said = some_requests(prompts=3, n=4, tokens=40), list[str]()
-    wanted = contents(make_engine(MODEL).generate(requests))
-    parts: dict[str, Any] = dict(scheduler=Lpt(), predictor=Forgetful(), warn=said.append)
     budget = slot_bytes(40) + prompt_bytes(requests)
+    parts: dict[str, Any] = dict(scheduler=Lpt(), predictor=Forgetful(), warn=said.append)
     engine = make_engine(MODEL, sampler=infinite(kv_budget=budget), **parts)
     for _ in range(2):
-        assert contents(engine.generate(requests)) == wanted
+        assert contents(engine.generate(requests)) == contents(make_engine(MODEL).generate(requests))
         assert "engine/probe_steps" not in engine.stats().details
-    (text,) = said
-    enough = int(text.partition(" bytes, or")[0].rpartition(" ")[2])
-    for given_bytes, probes in ((enough - 1, False), (enough, True)):
-        made, engine, ledger = generate(requests, sampler=infinite(kv_budget=given_bytes), **parts)
-        assert made == wanted and ledger.peak <= given_bytes
-        assert ("engine/probe_steps" in engine.stats().details) == probes
-    assert len(said) == 2, "one of each engine that has no room"
+    assert len(said) == 1 and "sampler.kv_budget" in said[0]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("scheduler", [Fifo, Lpt, fptas, PromptsFirst])
 def test_memory_is_not_left_idle_while_somebody_waits(scheduler: Any) -> None:
     """Where as much as three sequences take is there, at least two run at a time on average, whatever the order."""
     requests = some_requests(prompts=6, n=4, tokens=20)
     budget = 3 * (slot_bytes(20) + prompt_bytes(requests))
     engine = make_engine(MODEL, sampler=infinite(kv_budget=budget), scheduler=scheduler())
     steps = sum(len(rollout) - 1 for rollout in engine.generate(requests))
-    if scheduler is not AnyOrder:  # who leaves slots empty of its own accord
-        assert engine.stats().decode_steps <= (steps + 19) / 2, "Graham's bound, 19 being the longest"
+    assert engine.stats().decode_steps <= (steps + 19) / 2, "Graham's bound, 19 being the longest"
 
 
 @pytest.mark.bits
@@ -253,25 +251,12 @@ def test_as_many_rollouts_run_as_there_is_room_for_what_eviction_leaves() -> Non
     assert stats.decode_steps == 2 * 99 and stats.details.get("engine/restarts", 0.0) == 0.0
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_prompt_is_read_again_if_it_was_dropped_for_one_that_comes_before_its_next_sample(
-    again: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of prompts in turn, both samples of one run before the next prompt has room, as a sample of a prompt that lies
-    there needs less. Of the longest first, another prompt comes between a long and a short sample."""
-    requests = some_requests(prompts=4, n=2, tokens=60 if again else 20)
-    parts: dict[str, Any] = dict(scheduler=PromptsFirst())
-    if again:
-        requests = ending_at(requests, [33, 30, 32, 28, 33, 20, 33, 20])
-        lengths = {r: float(r.sampling.max_new_tokens) for r in requests}
-        parts = dict(scheduler=Lpt(), predictor=GivenLengths(lengths), eos_token_ids=(VOCABULARY,))
-    read, prefill = list[int](), Decoder.prefill
-
-    def counted(decoder: Decoder, prompts: Sequence[Sequence[int]], received: bool) -> Any:
-        read.extend(map(len, prompts))
-        return prefill(decoder, prompts, received)
-
-    monkeypatch.setattr(Decoder, "prefill", counted)
-    _, engine, _ = generate(requests, sampler=infinite(kv_budget=least_budget(requests)), **parts)
-    assert engine.stats().prefill_tokens == sum(read)
-    assert (sum(read) > sum(len(r.prompt.token_ids) for r in requests[::2])) == again
+def test_a_prompt_is_read_again_if_it_was_dropped_for_one_that_comes_before_its_next_sample() -> None:
+    """Of the longest first, another prompt comes between a long and a short sample; as they come, none does."""
+    requests = ending_at(some_requests(prompts=4, n=2, tokens=60), [33, 30, 32, 28, 33, 20, 33, 20])
+    lengths = {r: float(r.sampling.max_new_tokens) for r in requests}
+    once, sampler = sum(len(r.prompt.token_ids) for r in requests[::2]), infinite(kv_budget=least_budget(requests))
+    for scheduler, again in ((Fifo(), False), (Lpt(), True)):
+        parts: dict[str, Any] = dict(scheduler=scheduler, predictor=GivenLengths(lengths))
+        _, engine, _ = generate(requests, sampler=sampler, eos_token_ids=(VOCABULARY,), **parts)
+        assert (engine.stats().prefill_tokens > once) == again

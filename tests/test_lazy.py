@@ -219,11 +219,11 @@ def test_a_full_disk_is_named_by_the_next_save_evaluation_or_the_end(
     monkeypatch.setattr("grpo_cli.experiment.save_pretrained", save)
     words = (*WORDS, "train.steps=3", "train.checkpoint=lazy", f"train.checkpoint_every={every}", f"run_dir={tmp_path}")
     trainer = build(settings_of(*words))
-    with pytest.raises(match=f"step_00000{fails_at} could not be written .*No space left"):
+    with pytest.raises(match=f"step_00000{fails_at} cannot be written .*No space left"):
         trainer.fit()
     assert find_checkpoint(tmp_path).path == tmp_path / "checkpoints" / f"step_{left:06d}"
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "failed" and "could not be written" in summary["error"]
+    assert summary["status"] == "failed" and "cannot be written" in summary["error"]
     assert summary["step"] <= fails_at + 1 and not list((tmp_path / "checkpoints").glob(".*.tmp"))
 
 

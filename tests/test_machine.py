@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.determinism import invariance_of
+from grpo_cli.engine.determinism import without_company
 from grpo_cli.engine.layers import _silu
 from grpo_cli.support.processor import strict_branch
 
@@ -73,13 +73,13 @@ from grpo_cli.support.processor import set_variables
 set_variables()
 import torch
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.determinism import invariance_of
+from grpo_cli.engine.determinism import without_company
 from test_same_rollouts import POLICIES, same_in_short
 for threads in (3, 8):
     torch.set_num_threads(threads)
     for policy in (POLICIES["embedded"], POLICIES["576 wide"]):
         model = policy.model()
-        holds = invariance_of(Decoder.of(model)).holds
+        _, holds = without_company(Decoder.of(model))
         if holds:
             same_in_short(model, policy.requests())
         print("held" if holds else "not held")
@@ -134,8 +134,8 @@ def test_a_product_that_depends_on_its_rows_is_found_out_and_said_once() -> None
 def test_rows_are_padded_until_they_agree() -> None:
     model = with_product(Crowded, "up_proj")
     require_bits(small_model())
-    found = invariance_of(Decoder.of(model))
-    assert found.holds and found.padding.least >= 24
+    decoder, holds = without_company(Decoder.of(model))
+    assert holds and decoder.padding.least >= 24
     same_in_short(model, some_requests(prompts=2, n=8, tokens=14))
 
 

@@ -29,7 +29,7 @@ def judge() -> Iterator[MathJudge]:
 
 
 def reply(text: str, gold: str) -> Completion:
-    return Completion("sample 0 of prompt p", text, (text,), gold, True, 1, Problem(1, "line 1", "q", gold))
+    return Completion("sample 0 of prompt p", [text], gold, True, 1, Problem(1, "line 1", "q", gold))
 
 
 def started(judge: MathJudge) -> bool:
@@ -53,12 +53,6 @@ def test_published_formats_of_answers_are_told_apart_and_recognised(judge: MathJ
     assert len(missed) <= len(pairs) / 100, missed
 
 
-def test_an_answer_that_is_not_marked_is_right_but_not_strictly(judge: MathJudge) -> None:
-    replies = [reply("The answer is $(x+1)^2$.", "x^2+2x+1"), reply("nothing", "x"), reply("", "x")]
-    assert [parts["correct"] for parts in judge(replies)] == [1.0, 0.0, 0.0]
-    assert judge(replies)[0]["correct_strict"] == 0.0
-
-
 def test_who_hangs_is_a_counted_zero_within_the_limit_and_asked_once() -> None:
     pytest.importorskip("math_verify")
     judge = MathJudge("correct", 4.0, 2)
@@ -80,13 +74,12 @@ def test_what_only_looks_like_code_is_not_run(judge: MathJudge, tmp_path: Path) 
 
 DYING = """
 import json, os, sys
-print(json.dumps({"ready": True}), flush=True)
-for line in sys.stdin:
-    question = json.loads(line)
-    if "z" in question["answer"]:
-        print(json.dumps({"died": "sympy is broken"}), flush=True)
-        os._exit(1)
-    print(json.dumps({"equal": True}), flush=True)
+from multiprocessing.connection import Connection
+pipe = Connection(int(sys.argv[-1]))
+reply = {"ready": True}
+while reply != {"died": "sympy is broken"}:
+    pipe.send_bytes(json.dumps(reply).encode())
+    reply = {"died": "sympy is broken"} if "z" in json.loads(pipe.recv_bytes())["answer"] else {"equal": True}
 """
 
 

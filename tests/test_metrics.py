@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small import describe, scored
 
-from grpo_cli.metrics import kept_metrics, rollout_metrics, zero_std_share
+from grpo_cli.metrics import kept_metrics, rollout_metrics
 from grpo_cli.types import Finish, Reward, ScoredGroup
 
 
@@ -52,8 +52,8 @@ def test_computed_names_have_a_sentence_and_unknown_ones_are_refused(name):
 
 def test_equal_rewards_that_no_float_holds_exactly_still_have_no_spread():
     assert np.std([0.1, 0.1, 0.1]) != 0.0  # which is why exact equality is asked for
-    assert rollout_metrics([group(0.1, 0.1, 0.1)])["reward/std"] == 0.0
-    assert zero_std_share([group(0.1, 0.1, 0.1)]) == 1.0
+    found = rollout_metrics([group(0.1, 0.1, 0.1)])
+    assert (found["reward/std"], found["group/zero_std"]) == (0.0, 1.0)
 
 
 def test_kept_metrics_speak_of_the_kept_rollouts_alone():
@@ -61,11 +61,7 @@ def test_kept_metrics_speak_of_the_kept_rollouts_alone():
     kept = [whole[0].take([0, 1]), whole[1].take([0, 1])]
     assert kept_metrics(kept, kept) == {"reward/kept_mean": 3 / 4, "group/zero_std_kept": 1 / 2}
     assert kept_metrics(kept, []) == {"group/zero_std_kept": 1 / 2}
-
-
-def test_without_rollouts_there_are_no_metrics():
     assert rollout_metrics([]) == {"group/mixed": 0.0} == rollout_metrics([group()])
-    assert kept_metrics([], []) == {} == kept_metrics([group()], [group()])
 
 
 def test_a_reward_part_may_not_take_the_name_of_a_metric():

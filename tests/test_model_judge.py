@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from judging import Server, said, serving
-from small import one_and_the_rest
 
 from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
@@ -42,7 +41,7 @@ def by_length(question: str) -> str:
 
 def judge_of(server: Server, run_dir: Path | None = None, lines: list[str] | None = None, **changed: Any) -> ModelJudge:
     words: dict[str, Any] = dict(
-        prompt=None, of="rollout", concurrency=4, timeout=30.0, retries=2, max_tokens=64, schema=False, key=None
+        prompt=None, of="rollout", concurrency=4, timeout=30.0, retries=2, max_tokens=64, key=None
     )
     settings = JudgeSettings(**{"base_url": server.url, "model": "judge"} | words | changed)
     return ModelJudge(settings, run_dir, ([] if lines is None else lines).append)
@@ -50,7 +49,7 @@ def judge_of(server: Server, run_dir: Path | None = None, lines: list[str] | Non
 
 def completions(*replies: str, line: int = 1) -> list[Completion]:
     problem = Problem(line, f"rows, line {line}", f"question {line}", "gold")
-    return [Completion(f"sample {i}", text, (text,), "gold", True, 3, problem) for i, text in enumerate(replies)]
+    return [Completion(f"sample {i}", [text], "gold", True, 3, problem) for i, text in enumerate(replies)]
 
 
 def scores(judge: ModelJudge, asked: Sequence[Completion]) -> list[float | None]:
@@ -82,23 +81,10 @@ def test_what_was_said_is_kept_and_not_asked_again(server: Server, tmp_path: Pat
     assert scores(judge_of(server, tmp_path), completions("new")) == [1.0], "a torn line spoils none after it"
 
 
-def test_the_server_is_asked_to_hold_answers_to_json_where_that_is_wanted(server: Server, tmp_path: Path) -> None:
-    assert scores(judge_of(server, tmp_path), completions("a")) == [0.1]
-    assert "response_format" not in server.bodies[0], "not every server takes it"
-    assert scores(judge_of(server, tmp_path, schema=True), completions("a")) == [0.1]
-    assert scores(judge_of(server, of="group", schema=True), completions("a", "bb")) == [0.1, 0.2]
-    one, both = (body["response_format"]["json_schema"]["schema"] for body in server.bodies[1:])
-    number = {"type": "number", "minimum": 0, "maximum": 1}
-    assert one["properties"] == {"score": number} and one["required"] == ["score"]
-    assert both["properties"] == {"scores": {"type": "array", "items": number, "minItems": 2, "maxItems": 2}}
-
-
 BAD = {
     "prose": "I would give it a 0.9.",
     "a billion": '{"score": 1000000000.0}',
     "NaN": '{"score": NaN}',
-    "true": '{"score": true}',
-    "another word": '{"points": 0.5}',
     "digits": '{"score": ' + 5000 * "1" + "}",
     "deep": 9000 * "[",
     "content of another kind": (200, said([{"type": "text"}])),
@@ -120,27 +106,15 @@ def test_an_answer_that_is_no_score_is_none(server: Server, answer: Any, tmp_pat
     assert scores(judge_of(server, tmp_path), completions("bad")) == [0.3], "a failure is not kept"
 
 
-@pytest.mark.parametrize("found", [[0.5], "0.5", [0.5, None], [[0.5], [0.5]]])
-def test_scores_that_are_not_one_for_each_leave_their_group_out(server: Server, found: Any) -> None:
-    server.answer = lambda question: json.dumps({"scores": found}) if "question 1" in question else by_length(question)
-    lines = list[str]()
-    asked = [*completions("a", "bb"), *completions("c", line=2)]
-    assert scores(judge_of(server, None, lines, of="group"), asked) == [None, None, 0.1]
-    assert "their groups are not trained on" in lines[0]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        '```json\n{"score": 0.5}\n```',
+def test_a_fence_and_a_thought_around_it_are_no_harm(server: Server) -> None:
+    """The last one for minutes, where white space is tried twice."""
+    for content in (
         ' ```\r\n\n{"score":\n 0.5}\n\n \t``` \n',
         '<think>\n{"score": 1}\n</think>\n\n{"score": 0.5}',
-        '```json\n{"score": 0.5}' + "\n \n" * 50_000 + "```",  # for minutes, where white space is tried twice
-    ],
-)
-def test_a_fence_and_a_thought_around_it_are_no_harm(server: Server, content: str) -> None:
-    server.answer = lambda question: content
-    assert scores(judge_of(server), completions("a")) == [0.5]
+        '```json\n{"score": 0.5}' + "\n \n" * 50_000 + "```",
+    ):
+        server.answer = lambda question, content=content: content
+        assert scores(judge_of(server), completions("a")) == [0.5]
 
 
 def test_a_server_that_fails_for_a_while_is_asked_again(server: Server) -> None:
@@ -177,9 +151,6 @@ def test_the_words_of_a_template_are_put_in_once(server: Server, tmp_path: Path)
 
 
 def test_what_cannot_be_asked_is_refused_at_the_start(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = list[str]()
-    judge_of(server, None, lines, model="judgee")
-    assert "task.judge.model=judgee" in lines[0] and "judge" in lines[0]
     server.models = (404, "none")
     judge_of(server)
     server.models = (401, "who?")
@@ -187,12 +158,9 @@ def test_what_cannot_be_asked_is_refused_at_the_start(server: Server, monkeypatc
         judge_of(server)
     with pytest.raises(UserError, match="task.judge.key=NO_SUCH"):
         judge_of(server, key="NO_SUCH")
-    for address in ("127.0.0.1:8000", "ftp://x/v1", "http://", "http://me:secret@host/v1"):
-        with pytest.raises(UserError, match="task.judge.base_url=.* must be an address"):
+    for address in ("127.0.0.1:8000", "ftp://x/v1", "http://", "http://me:secret@host/v1", None):
+        with pytest.raises(UserError, match="task.judge.base_url"):
             judge_of(server, base_url=address)
-    for missing in ("base_url", "model"):
-        with pytest.raises(UserError, match="task.judge.base_url=... and task.judge.model"):
-            judge_of(server, **{missing: None})
     server.close()
     with pytest.raises(UserError, match="task.judge.base_url=.* does not answer"):
         judge_of(server)
@@ -216,36 +184,29 @@ def test_a_key_goes_to_the_server_and_nowhere_else(
 def run_of(folder: Path, server: Server, *words: str) -> Any:
     rows = folder.parent / "rows.jsonl"
     rows.write_text("".join(json.dumps({"question": f"q{i}", "answer": "x"}) + "\n" for i in range(20)))
-    task = ("task=jsonl", f"task.path={rows}", "task.reward=judge", f"task.judge.base_url={server.url}")
-    short = ("n=4", "train.prompts=3", "train.steps=2", "sampling.max_new_tokens=8", "eval.every=0", "logger=jsonl")
-    more = (
-        "task.judge.model=judge",
-        "train.checkpoint_every=1",
-        "seed=1",
-        "model.random_init=true",
-        f"run_dir={folder}",
-    )
-    return build(settings_of(*task, *short, *more, *words))
+    task = f"task=jsonl task.path={rows} task.reward=judge task.judge.base_url={server.url} task.judge.model=judge"
+    short = "n=4 train.prompts=3 train.steps=2 sampling.max_new_tokens=8 eval.every=0 logger=jsonl seed=1"
+    more = f"model.random_init=true train.checkpoint_every=1 run_dir={folder}"
+    return build(settings_of(*task.split(), *short.split(), *more.split(), *words))
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("of", one_and_the_rest(["rollout", "group"], "group"))
-def test_a_run_goes_on_with_the_same_rewards(server: Server, of: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_same_rewards(server: Server, tmp_path: Path) -> None:
     """The judge has changed its mind meanwhile, and what it said before still counts."""
-    run_of(tmp_path / "alone", server, f"task.judge.of={of}").fit()
+    words = ("task.judge.of=group",)
+    run_of(tmp_path / "alone", server, *words).fit()
     (tmp_path / "cut").mkdir()
     kept = (tmp_path / "alone" / "judgements.jsonl").read_text()
     (tmp_path / "cut" / "judgements.jsonl").write_text(kept)
     server.answer = lambda question: '{"score": 0.0}'
-    run_of(tmp_path / "cut", server, f"task.judge.of={of}", "train.steps=1").fit()
-    run_of(tmp_path / "cut", server, f"task.judge.of={of}", f"resume={tmp_path / 'cut'}").fit()
+    run_of(tmp_path / "cut", server, *words, "train.steps=1").fit()
+    run_of(tmp_path / "cut", server, *words, f"resume={tmp_path / 'cut'}").fit()
     alone, cut = rows_of(tmp_path / "alone"), rows_of(tmp_path / "cut")
     assert [row["reward/mean"] for row in cut[1:]] == [row["reward/mean"] for row in alone[1:]]
-    assert [row["judge/questions"] for row in alone[1:]] == ([3, 3] if of == "group" else [12, 12])
-    assert [row["judge/questions"] for row in cut[1:]] == [0, 0]
+    assert [row["judge/questions"] for row in (*alone[1:], *cut[1:])] == [3, 3, 0, 0]
     assert alone[1]["reward/mean"] > 0 and alone[1]["reward/score"] == pytest.approx(alone[1]["reward/mean"])
     assert (tmp_path / "cut" / "judgements.jsonl").read_text() == kept
 

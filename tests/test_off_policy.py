@@ -35,7 +35,7 @@ def rollout(sample: int, *spans: tuple[int, int], logprob: float = -1.0) -> Roll
     """Of spans of (version, count); given tokens have no log-probability."""
     logprobs = tuple(math.nan if version == GIVEN else logprob for version, count in spans for _ in range(count))
     request, tokens = Request(PROMPT, sample, sample, Sampling.plain(8)), (2,) * len(logprobs)
-    return Rollout(request, tokens, logprobs, Finish.EOS, 0, tuple(Span(*span) for span in spans))
+    return Rollout(request, tokens, logprobs, Finish.EOS, tuple(Span(*span) for span in spans))
 
 
 def batch_of(*rollouts: Rollout, version: int = 5) -> Batch:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import VOCABULARY, make_engine, small_model, tried
+from small import VOCABULARY, holds_bits, make_engine, small_model
 from tiny_hf import LLAMA3_ROPE
 
 from grpo_cli.collect.requests import seed_of
@@ -36,7 +36,7 @@ def test_every_step_has_the_logits_of_transformers(
     family: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_model(family, **config)
-    tried(model)  # tried with the real head, before it is watched
+    holds_bits(model)  # tried with the real head, before it is watched
     made: list[torch.Tensor] = []
     compute = Decoder.logits
 

@@ -14,7 +14,7 @@ import pytest
 from bank import collection_of
 from made import full, infinite, mean_length, micro, prefix_head
 from small import FakeEngine, make_engine, small_model, some_requests
-from test_resume import cut_off_and_resumed, records, rows, trained
+from test_resume import cut_off_and_resumed, records, trained
 from test_stop import cut
 from test_stop import engine as reading_engine
 
@@ -23,11 +23,9 @@ from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
 from grpo_cli.collect.resuming import GOLDEN, begun, joined, rest_of
 from grpo_cli.collect.stored import from_plain, to_plain
-from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.sampling import uniforms
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
 from grpo_cli.engine.torch_engine import TorchEngine
-from grpo_cli.experimental.dps import DynamicsPredictive
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.methods.april import Partial
 from grpo_cli.runs.checkpoint import load_state
@@ -64,7 +62,7 @@ def after(count: int) -> Callable[[Rollout], bool]:
 
 def first_seed(request: Request) -> int:
     """Return the seed that a rollout started with, from the request for its rest."""
-    return (request.seed - request.resumed * GOLDEN) % 2**64
+    return (request.seed - request.resumed_tokens * GOLDEN) % 2**64
 
 
 def key(rollout: Rollout) -> tuple[str, int]:
@@ -118,34 +116,14 @@ def test_a_stopped_rollout_goes_on_as_if_it_had_not_been_stopped(sampler: str, p
     assert rounds > 2
     for name, rollout in begun_before.items():
         assert (rollout.token_ids, rollout.finish) == (whole[name].token_ids, whole[name].finish)
-        assert rollout.request == whole[name].request and rollout.kept_kv == whole[name].kept_kv
+        assert rollout.request == whole[name].request
         np.testing.assert_allclose(rollout.sampler_logprobs, whole[name].sampler_logprobs, atol=2e-5)
         versions = [span.version for span in rollout.spans]
         assert versions == sorted(set(versions)) and sum(span.count for span in rollout.spans) == len(rollout)
 
 
-def test_predictors_learn_from_what_has_ended_by_itself_and_from_its_beginning_on() -> None:
-    class Listening(type(mean_length())):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__(decay=0.9)
-            self.learnt: list[Rollout] = []
-
-        def learn(self, finished: Sequence[Rollout], hidden: Any) -> Any:
-            self.learnt += finished
-            return super().learn(finished, hidden)
-
-    predictor = Listening()
-    engine = make_engine(MODEL, predictor=predictor, scheduler=Sjf(), sampler=infinite(slots=3))
-    made = list(engine.generate(some_requests(n=6), after(4)))
-    ended = [rollout for rollout in made if rollout.finish is not Finish.PARTIAL]
-    assert predictor.learnt == ended
-    rest = [rest_of(r) for r in made if r.finish is Finish.PARTIAL and len(r)]
-    assert rest and len(list(engine.generate(rest))) == len(rest)
-    assert predictor.learnt == ended, "how much is left of a rollout is not how long rollouts are"
-
-
 @pytest.mark.bits
-@pytest.mark.parametrize("stop", [("d",), ("fgf", "cc", "e"), tuple("a" + letter for letter in "bcdefghij")])
+@pytest.mark.parametrize("stop", [("fgf", "cc", "e"), tuple("a" + letter for letter in "bcdefghij")])
 @pytest.mark.parametrize("before", [1, 5])
 def test_a_stop_string_that_began_before_the_border_is_found(stop: tuple[str, ...], before: int) -> None:
     """Rollouts that were stopped so many tokens before the one that completes a string."""
@@ -157,7 +135,7 @@ def test_a_stop_string_that_began_before_the_border_is_found(stop: tuple[str, ..
         length, finish = cut(rollout, stop)
         made = max(0, length - before)
         whole[key(rollout)] = replace(rollout, token_ids=rollout.token_ids[:length], finish=Finish(finish))
-        parts.append(Rollout(request, rollout.token_ids[:made], rollout.sampler_logprobs[:made], Finish.PARTIAL, 0))
+        parts.append(Rollout(request, rollout.token_ids[:made], rollout.sampler_logprobs[:made], Finish.PARTIAL))
     asked = [rest_of(part) for part in parts]
     of = {(rest.prompt.id, rest.sample): part for rest, part in zip(asked, parts, strict=True)}
     assert sum(rollout.finish is Finish.STOP for rollout in whole.values()) > 1
@@ -166,23 +144,15 @@ def test_a_stop_string_that_began_before_the_border_is_found(stop: tuple[str, ..
         assert (found.token_ids, found.finish) == (whole[key(found)].token_ids, whole[key(found)].finish)
 
 
-def test_what_evicts_keys_refuses_to_go_on() -> None:
-    (request,) = some_requests(prompts=1, n=1)
-    start = Rollout(request, (4, 5), (-1.0, -1.0), Finish.PARTIAL, 0)
-    policy = ready("sparsity", "streaming", budget=8, buffer=4, window=4)
-    with pytest.raises(UserError, match="ends with 2 tokens of a partial rollout, which sparsity=streaming"):
-        list(make_engine(MODEL, sparsity=policy).generate([rest_of(start)]))
-
-
 # The request for a rest
 
 
 def test_the_rest_is_asked_for_as_a_longer_prompt_with_its_stream_moved_on() -> None:
     request = Request(Prompt("p", (3, 4), "x"), 2, 2**64 - 1, Sampling.plain(10))
-    partial = Rollout(request, (7, 8, 9), (-1.0, -2.0, -3.0), Finish.PARTIAL, 2, (Span(4, 3),))
+    partial = Rollout(request, (7, 8, 9), (-1.0, -2.0, -3.0), Finish.PARTIAL, (Span(4, 3),))
     rest = rest_of(partial)
     assert rest.prompt.token_ids == (3, 4, 7, 8, 9) and rest.prompt.answer == "x"
-    assert (rest.sample, rest.sampling.max_new_tokens, rest.resumed) == (2, 7, 3)
+    assert (rest.sample, rest.sampling.max_new_tokens, rest.resumed_tokens) == (2, 7, 3)
     assert (uniforms([request.seed], 9)[0, 3:] == uniforms([rest.seed], 6)[0]).all()
     assert first_seed(rest) == request.seed
     other = rest_of(replace(partial, token_ids=(7, 89), sampler_logprobs=(-1.0, -1.0)))
@@ -191,20 +161,11 @@ def test_the_rest_is_asked_for_as_a_longer_prompt_with_its_stream_moved_on() -> 
     assert rest_of(begun(request)) is request
 
 
-def test_spans_of_one_version_are_one() -> None:
-    (request,) = some_requests(prompts=1, n=1)
-    two = Rollout(request, (4, 5), (-1.0, -1.0), Finish.PARTIAL, 1)
-    whole = joined(joined(joined(begun(request), two, 3), two, 3), replace(two, finish=Finish.EOS), 5)
-    assert (whole.spans, whole.kept_kv, whole.finish) == ((Span(3, 4), Span(5, 2)), 5, Finish.EOS)
-    nothing = Rollout(request, (), (), Finish.PARTIAL, 0)
-    assert joined(whole, nothing, 9).spans == whole.spans and joined(whole, nothing, 9).kept_kv == 5
-
-
 def test_a_group_comes_back_from_plain_values_as_it_was() -> None:
     sampling = replace(Sampling.plain(9), stop=("a", "b"))
     request = Request(Prompt("p", (3, 4), "x"), 2, 2**64 - 1, sampling)
     turns = (Span(4, 1), Span(ENVIRONMENT, 2), Span(5, 1))
-    partial = Rollout(request, (7, 8, 9, 7), (-0.1, 0.0, 0.0, -0.3), Finish.PARTIAL, 2, turns)
+    partial = Rollout(request, (7, 8, 9, 7), (-0.1, 0.0, 0.0, -0.3), Finish.PARTIAL, turns)
     group = Group(request.prompt, (partial, begun(replace(request, sample=5))))
     assert from_plain(to_plain(group)) == group and not group.whole
 
@@ -259,7 +220,7 @@ class Slotted(FakeEngine):
 
 
 def rollout_of(request: Request, tokens: Sequence[int], finish: Finish) -> Rollout:
-    return Rollout(request, tuple(tokens), (-1.0,) * len(tokens), finish, max(0, len(tokens) - 1))
+    return Rollout(request, tuple(tokens), (-1.0,) * len(tokens), finish)
 
 
 PROBLEMS = [Prompt(f"q{i}", (i % 7 + 1, 3), "") for i in range(40)]
@@ -277,9 +238,7 @@ def held_of(rule: Partial) -> list[Group]:
     return [from_plain(group) for group in rule.state_dict()["held"]]
 
 
-@pytest.mark.parametrize(
-    ("surplus", "max_lag", "slots"), [(0.0, 4, 6), (1.0, 4, 6), (1.0, 1, 6), (1.0, 4, 100), (0.5, 2, 8)]
-)
+@pytest.mark.parametrize(("surplus", "max_lag", "slots"), [(0.0, 4, 6), (1.0, 1, 6), (1.0, 4, 100)])
 def test_in_fifty_steps_every_rollout_ends_once_and_as_it_would_have_by_itself(
     surplus: float, max_lag: int, slots: int
 ) -> None:
@@ -321,57 +280,11 @@ def test_in_fifty_steps_every_rollout_ends_once_and_as_it_would_have_by_itself(
         assert any(rollout.spans[0].version < rollout.spans[-1].version for rollout in seen.values())
 
 
-def test_a_group_that_is_too_old_is_brought_to_its_end_in_a_round_of_its_own() -> None:
-    engine, rule, curriculum = Slotted(6), Partial(surplus=1.0, max_lag=1), Epochs(PROBLEMS, 4, 0)
-    step_of(engine, 0, curriculum=curriculum).run(rule)
-    held = held_of(rule)
-    young = {group.prompt.id for group in held if not any(len(rollout) for rollout in group.rollouts)}
-    old = {group.prompt.id for group in held} - young
-    assert old and len(old) < 4
-    engine.calls.clear()
-    groups = step_of(engine, 1, curriculum=curriculum).run(rule)
-    first, second = engine.calls
-    assert {request.prompt.id.partition("+")[0] for request in first} == old
-    rest = {request.prompt.id.partition("+")[0] for request in second}
-    assert not old & rest and len(old | rest) == 8, "a surplus of 1 is twice 4 under way, those too old among them"
-    assert old <= {group.prompt.id for group in groups}
-    assert all(span.version == 1 for group in held_of(rule) for r in group.rollouts for span in r.spans)
-
-
-def test_another_surplus_goes_on_with_what_is_held() -> None:
-    engine, rule, curriculum = Slotted(100), Partial(surplus=2.0, max_lag=9), Epochs(PROBLEMS, 4, 0)
-    step_of(engine, 0, curriculum=curriculum).run(rule)
-    held = {group.prompt.id for group in held_of(rule)}
-    plain = Partial(surplus=0.0, max_lag=9)
-    plain.load_state_dict(rule.state_dict())
-    steps = [step_of(engine, step, curriculum=curriculum).run(plain) for step in (1, 2, 3)]
-    assert len(held) > 4 and held <= {group.prompt.id for groups in steps for group in groups}
-    assert held_of(plain) == []
-
-
 # What a collector may do with partial rollouts
 
 
 def ended(rollout: Rollout) -> bool:
     return rollout.finish is not Finish.PARTIAL
-
-
-def later(step: StepRollouts) -> list[ScoredGroup]:
-    """Scores what has ended once two of four are whole, and goes on with the rest in the same step, twice named."""
-    groups = step.generate(((prompt, 3) for prompt in step.pick(4)), enough=2)
-    assert sum(group.whole for group in groups) >= 2
-    assert [len(group.rollouts) for group in step.score(groups)] == [sum(map(ended, g.rollouts)) for g in groups]
-    left = [group for group in groups if not group.whole]
-    whole = [group for group in groups if group.whole]
-    assert step.generate([*whole, *left], enough=len(whole)) == [*whole, *left], "there are as many before it"
-    step.generate([*left, *left])
-    return step.score(step.groups)
-
-
-def test_a_step_may_judge_what_has_ended_and_go_on_with_the_rest() -> None:
-    engine, plain = Slotted(), Slotted()
-    assert step_of(engine, 0).run(later) == step_of(plain, 0).run(equal)
-    assert len(engine.judged) == 12, "each is judged once"
 
 
 def test_a_group_is_scored_as_it_is_now_and_returned_whole() -> None:
@@ -388,27 +301,6 @@ def test_a_group_is_scored_as_it_is_now_and_returned_whole() -> None:
 
     with pytest.raises(UserError, match="returned problem 'q.*' with unfinished rollouts: generate them first"):
         step_of(engine, 0).run(half)
-
-
-def test_a_limit_makes_rollouts_partial_and_what_is_not_resumed_is_left_out() -> None:
-    def some(step: StepRollouts) -> list[ScoredGroup]:
-        groups = step.generate(((prompt, 3) for prompt in step.pick(4)), limit=5)
-        assert all(len(r) == 5 for g in groups for r in g.rollouts if not ended(r)) and not all(g.whole for g in groups)
-        step.generate(group.partial for group in groups[:2])
-        return [group for group in step.score(step.groups) if group.rollouts]
-
-    engine, plain = Slotted(), Slotted()
-    groups, whole = step_of(engine, 0).run(some), {g.prompt: g for g in step_of(plain, 0).run(equal)}
-    assert [group.rollouts for group in groups[:2]] == [whole[group.prompt].rollouts for group in groups[:2]]
-    assert all(len(rollout) <= 5 for group in groups[2:] for rollout in group.rollouts)
-
-
-def test_without_a_surplus_steps_are_plain_ones() -> None:
-    engines, rules = (Slotted(5), Slotted(5)), (Partial(surplus=0.0, max_lag=4), equal)
-    orders = [Epochs(PROBLEMS, 4, 0) for _ in rules]
-    for step in range(4):
-        found, plain = (step_of(e, step, curriculum=o).run(r) for e, o, r in zip(engines, orders, rules, strict=True))
-        assert sorted(found, key=lambda group: group.prompt.id) == sorted(plain, key=lambda group: group.prompt.id)
 
 
 def test_what_is_held_is_not_mixed_up_and_goes_on_with_the_sampling_that_it_was_begun_with() -> None:
@@ -443,36 +335,3 @@ def test_a_run_goes_on_with_its_partial_rollouts_from_a_checkpoint(tmp_path: Pat
     assert "partial" not in {json.loads(line)["finish"] for line in rollouts.splitlines()}
     with pytest.raises(UserError, match="the checkpoint holds what collector=partial has learnt, and this run's"):
         trained(tmp_path / "cut", *words, f"resume={tmp_path / 'cut'}", "collector=equal", "train.steps=5")
-
-
-@pytest.mark.parametrize("resumed", [False, True])
-def test_every_group_that_is_trained_on_is_learnt_from_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
-) -> None:
-    """By a curriculum that learns by its own picks, also where a group ends in a later step or after a checkpoint."""
-    learnt: list[int] = []
-    plain = DynamicsPredictive._move_on
-
-    def move_on(rule: Any, problems: Any, found: Any) -> None:
-        learnt.append(len(found))
-        plain(rule, problems, found)
-
-    monkeypatch.setattr(DynamicsPredictive, "_move_on", move_on)
-    words = (
-        *TRAINED,
-        "curriculum=dps",
-        "collector=partial",
-        "m=2",
-        "train.prompts=3",
-        "task.train_problems=8",
-        "sampling.max_new_tokens=48",
-    )
-    if resumed:
-        trained(tmp_path, *words, "train.steps=3")
-        assert load_state(tmp_path / "checkpoints" / "step_000003")["rules"]["collector"]["held"]
-        words = (*words, f"resume={tmp_path}")
-    trained(tmp_path, *words, "train.steps=7")
-    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
-    made = {(line["step"], line["prompt_id"]) for line in lines}
-    assert any(row["collect/carried_rollouts"] for row in rows(tmp_path)[1:])
-    assert sum(learnt) == len(made), "each was learnt from once"

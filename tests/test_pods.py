@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import made
@@ -42,9 +41,7 @@ def scored_groups() -> list[ScoredGroup]:
         rollouts = []
         for sample, length in enumerate(rng.permutation(np.arange(2, 14, 2)).tolist()):
             ids = tuple(rng.integers(2, VOCABULARY, length).tolist())
-            rollouts.append(
-                Rollout(Request(prompt, sample, 0, Sampling.plain(128)), ids, (-1.0,) * length, Finish.EOS, 0)
-            )
+            rollouts.append(Rollout(Request(prompt, sample, 0, Sampling.plain(128)), ids, (-1.0,) * length, Finish.EOS))
         groups.append(ScoredGroup(prompt, tuple(rollouts), tuple(Reward(float(r)) for r in rewards)))
     return groups
 
@@ -169,20 +166,3 @@ def test_a_rule_of_one_s_own_decides_what_is_trained_on_and_stops_the_run_if_it_
     message = result.stderr.splitlines()[-1]
     assert message.startswith("error: downsample rules_of_a_pods_user.twice returned [3, 3] for prompt train-")
     assert message.endswith("return 2 different indices from 0 to 3")
-
-
-def test_many_rollouts_of_few_problems_are_those_of_one_round_in_the_memory_of_few(tmp_path: Path) -> None:
-    """BroRL's shape, smaller: 128 rollouts of a problem in 16 slots and all at once, all of them trained on."""
-    from test_train import make_trainer, settings_for
-
-    def run(name: str, sampler: Any) -> tuple[list[torch.Tensor], dict[str, float]]:
-        settings = replace(settings_for(tmp_path / name, steps=2, prompts=1), n=128, m=128)
-        trainer = make_trainer(settings, sampler=sampler)
-        trainer.fit()
-        [recorder] = trainer._parts.trackers
-        return [p.detach() for p in trainer._parts.runtime.model.parameters()], dict(recorder.records[-1].metrics)
-
-    (few, in_slots), (all_of_them, at_once) = run("few", made.infinite(slots=16)), run("all", made.full())
-    assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(few, all_of_them, strict=True))
-    assert in_slots["engine/slots"] == 16 and at_once["engine/slots"] > 16
-    assert in_slots["engine/kv_peak_bytes"] < at_once["engine/kv_peak_bytes"] / 2

@@ -17,7 +17,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import reasoning_gym as gym
 from grpo_cli.tasks.workers import Workers
 
-needs_library = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     find_spec("reasoning_gym") is None,
     reason="the extra gym is not installed: pip install -e '.[gym]' needs a C compiler (pycosat has no wheels)",
 )
@@ -74,20 +74,20 @@ def holds(name: str, two_processes: list[Workers], canary: Path) -> None:
         if item["answer"]:
             assert one.ask([problem(name, i, reply=item["answer"])]) == [{"score": 1.0}]
     writes = [f"open({str(canary)!r}, 'w')", f"[open({str(canary)!r}, 'w')]", f"(open({str(canary)!r}, 'w'),)"]
-    for reply, said in zip(
-        [*JUNK, *writes], one.ask([problem(name, 0, reply=r) for r in [*JUNK, *writes]]), strict=True
-    ):
+    replies = [*JUNK, *writes]
+    for reply, said in zip(replies, one.ask([problem(name, 0, reply=r) for r in replies]), strict=True):
         assert said.get("score", 0.0) < 1 and (said.keys() <= {"score", "incomparable", "limit"}), (reply, said)
     assert not canary.exists()
 
 
-@needs_library
-@pytest.mark.parametrize("name", FEW)
-def test_problems_are_the_same_everywhere_and_only_answers_are_right(name, two_processes, tmp_path):
-    holds(name, two_processes, tmp_path / "canary")
+def test_problems_are_the_same_everywhere_and_only_answers_are_right(two_processes, tmp_path):
+    """And that of a task that is refused is executed."""
+    for name in FEW:
+        holds(name, two_processes, tmp_path / "canary")
+    two_processes[0].ask([problem("string_insertion", 0, reply=f"[str(open({str(tmp_path / 'canary')!r}, 'w'))]")])
+    assert (tmp_path / "canary").exists()
 
 
-@needs_library
 @pytest.mark.matrix
 def test_every_task_that_is_taken_holds_this(two_processes, tmp_path):
     library = two_processes[0].ask([{"check": "", "config": {}}])[0]["names"]
@@ -97,15 +97,6 @@ def test_every_task_that_is_taken_holds_this(two_processes, tmp_path):
         holds(name, two_processes, tmp_path / "canary")
 
 
-@needs_library
-def test_a_task_that_is_refused_would_have_executed_an_answer(two_processes, tmp_path):
-    """So the canary of the others is one that sings."""
-    canary = tmp_path / "canary"
-    two_processes[0].ask([problem("string_insertion", 0, reply=f"[str(open({str(canary)!r}, 'w'))]")])
-    assert canary.exists()
-
-
-@needs_library
 def test_no_question_is_in_both_splits_and_eval_is_the_same_for_every_seed():
     words = {"config": {"max_terms": 2, "max_digits": 1}, "eval_problems": 30}
     tasks = [task(seed=seed, **words) for seed in (0, 1)]
@@ -116,7 +107,6 @@ def test_no_question_is_in_both_splits_and_eval_is_the_same_for_every_seed():
     assert seen[0] != seen[1], "other seeds have other problems"
 
 
-@needs_library
 def test_a_prompts_id_says_all_that_its_problem_is_made_of():
     first, again = task(few_shot=1), task(few_shot=1)
     prompt = first.prompts("train")[3]
@@ -127,16 +117,6 @@ def test_a_prompts_id_says_all_that_its_problem_is_made_of():
     assert task(seed=1, few_shot=1).row_of(prompt) != row
 
 
-@needs_library
-def test_examples_are_solved_in_tags_and_in_neither_split():
-    shown = task(few_shot=2)
-    (question, answer), _ = shown._prompting.examples
-    assert shown.text(shown.prompts("train")[0].token_ids).count(question) == 1 and answer.startswith("<answer>")
-    asked = [prompt for split in ("train", "eval") for prompt in map(shown.row_of, shown.prompts(split)[:12])]
-    assert question not in {row["question"] for row in asked}
-
-
-@needs_library
 def test_a_reward_has_the_library_s_score_and_what_went_wrong():
     lenient, strict = task(), task(grading="strict", weights={"correct": 1.0, "score": 0.5, "format": 0.25})
     prompt = lenient.prompts("eval")[0]
@@ -165,14 +145,12 @@ def test_a_reward_has_the_library_s_score_and_what_went_wrong():
     assert [reward.parts["incomparable"] for reward in said] == [0, 1, 1, 0, 0, 0]
 
 
-@needs_library
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ({"name": None}, "task.name="),
+        *(({"name": name}, f"task.name={name}") for name in gym.REFUSED),
         ({"name": "chain_sums"}, "did you mean chain_sum"),
         ({"config": {"min_term": 2}}, "task.config.min_term .*did you mean min_terms"),
-        ({"config": {"min_terms": 9, "max_terms": 2}}, "task.config"),
         ({"name": "boxnet", "few_shot": 1}, "lower it"),
         ({"weights": {"correct": 1.0, "score": 0.0, "formt": 1.0}}, "task.weights.form"),
     ],
@@ -182,15 +160,7 @@ def test_what_cannot_be_made_is_refused_with_what_can(words, named):
         task(**words)
 
 
-@needs_library
-@pytest.mark.parametrize("name", gym.REFUSED)
-def test_a_scorer_that_executes_answers_or_takes_wrong_ones_is_refused_by_name(name):
-    with pytest.raises(UserError, match=f"task.name={name}"):
-        task(name)
-
-
-@needs_library
-def test_problems_that_do_not_fit_are_left_out_and_few_are_said():
+def test_problems_that_do_not_fit_are_left_out():
     heard: list[str] = []
     long = task("shortest_path", warn=heard.append, eval_problems=2)
     lengths = sorted(len(prompt.token_ids) for prompt in map(long.prompts("train").__getitem__, range(20)))
@@ -201,5 +171,3 @@ def test_problems_that_do_not_fit_are_left_out_and_few_are_said():
     assert len(heard) == 1 and "left out" in heard[0]
     with pytest.raises(UserError, match="no problem"):
         ready("task", "reasoning_gym", {**offered, "max_prompt_tokens": 10}, **words)
-    few = task(config={"min_terms": 2, "max_terms": 2, "max_digits": 1}, warn=heard.append, eval_problems=500)
-    assert "task.eval_problems=500" in heard[-1] and 10 < len(few.prompts("eval")) < 100

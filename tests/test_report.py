@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from typer.testing import CliRunner
+from typed import done, refused
 
-from grpo_cli.cli import main as cli
 from grpo_cli.report.compare import Comparison, compare, estimate
 from grpo_cli.report.curves import Curve, curve_of, deviation, mean_curve
 from grpo_cli.report.make import make, training_runs
@@ -93,19 +92,13 @@ def reported(folder: Path, terminal: bool = False, **asked: Any) -> tuple[str, d
 def test_a_run_is_read_as_it_was_written_and_nothing_in_it_is_executed(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", "read")
     settings = {"seed": 7, "n": 8, "m": "${n}", "x": "${oc.env:SECRET}"}
-    folder = leave(tmp_path / "a", (0.25, 0.5, 0.375), settings=settings, seconds_per_step=2.0)
-    run = read_run(folder, "a")
+    run = read_run(leave(tmp_path, (0.25, 0.5, 0.375), settings=settings, seconds_per_step=2.0), "a")
     assert (run.state, run.reason, run.recorded.seed, run.notes) == (State.COMPLETED, "", 7, ())
     assert run.curve.steps == (0, 10, 20) and run.curve.along("clock/train_seconds") == (0.0, 20.0, 40.0)
     assert (run.final_accuracy, run.accuracy_interval) == (0.375, (0.1, 0.9))
     assert (run.steps, run.seconds, run.generated_tokens, run.trained_tokens) == (20, 40.0, 2000.0, 500.0)
     assert run.peak_bytes == 20 * 2**20
     assert (run.recorded.settings["m"], run.recorded.settings["x"]) == (8, "${oc.env:SECRET}")
-    (folder / "summary.json").write_text('{"status": "comp')
-    (folder / "status.json").write_text("[]")
-    damaged = read_run(folder, "a")
-    assert damaged.state == State.UNFINISHED
-    assert [note.partition(" ")[0] for note in damaged.notes] == ["status.json", "summary.json"]
 
 
 @given(cut=st.integers(min_value=0), rows=st.integers(0, 4))
@@ -120,34 +113,14 @@ def test_a_file_that_ends_anywhere_loses_its_last_line_at_most(tmp_path_factory,
     assert bool(notes) == (cut > 0 and whole[cut - 1 : cut] not in (b"\n", b"}"))
 
 
-def test_a_resumed_run_that_went_back_counts_once(tmp_path):
-    """The second process wrote steps 2 and 3 anew and stopped before the first one's steps 4 and 5."""
-    rows = [{"step": step, "reward/mean": 0.0} for step in range(6)]
-    (tmp_path / "metrics.jsonl").write_text(lines_of(*rows, *({"step": step, "reward/mean": 1.0} for step in (2, 3))))
+def test_lines_that_are_no_records_or_were_written_anew_are_left_out(tmp_path):
+    """A resumed process wrote steps 2 and 3 anew and stopped before the first one's steps 4 and 5."""
+    rows = [{"step": step, "x": 0.0} for step in range(6)] + [{"step": 2, "x": "-Infinity"}, {"step": 3, "x": 1.0}]
+    odd = ["not json", "[1]", '{"x": 1}', '{"step": "NaN"}', "[" * 100_000, '{"step": 1, "x": null}']
+    (tmp_path / "metrics.jsonl").write_text(lines_of(*rows) + "\n".join(odd))
     found, notes = read_rows(tmp_path / "metrics.jsonl")
-    assert [(row["step"], row["reward/mean"]) for row in found] == [(0, 0.0), (1, 0.0), (2, 1.0), (3, 1.0)]
-    assert notes == []
-
-
-@pytest.mark.usefixtures("no_collection")
-def test_lines_that_are_no_records_are_left_out_and_named(tmp_path):
-    lines = [
-        '{"step": 0, "eval/accuracy": 0.5}',
-        "not json",
-        "[1]",
-        '{"eval/accuracy": 1}',
-        '{"step": "NaN"}',
-        "\udcff",
-    ]
-    lines += ["[" * 100_000, '{"step": 1, "eval/accuracy": "NaN", "x": "-Infinity"}', '{"step": 1, "x": null}']
-    lines += ['{"step": 2, "eval/accuracy": 1, "memory/peak_bytes": 1' + "0" * 400 + "}", ""]
-    (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode("utf-8", "surrogateescape"))
-    rows, notes = read_rows(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert math.isnan(rows[1]["eval/accuracy"]) and rows[1]["x"] == -math.inf
-    assert notes == ["metrics.jsonl: lines 2, 3, 4, 5, 6, 7, 9 cannot be read and were left out"]
-    run = read_run(tmp_path, "a")
-    assert (run.curve.steps, run.curve.accuracy, run.peak_bytes) == ((0, 2), (0.5, 1.0), None)
+    assert [(row["step"], row["x"]) for row in found] == [(0, 0.0), (1, 0.0), (2, -math.inf), (3, 1.0)]
+    assert notes == ["metrics.jsonl: lines 9, 10, 11, 12, 13, 14 (half written) cannot be read and were left out"]
 
 
 NOBODY = "no summary.json, and no process is at it"
@@ -160,11 +133,9 @@ NOBODY = "no summary.json, and no process is at it"
         (None, "failed", State.FAILED, "RuntimeError: it broke"),
         (None, None, State.UNFINISHED, NOBODY),
         (("done", None), "completed", State.COMPLETED, ""),
-        (("done", None), None, State.UNFINISHED, NOBODY),
         (("failed", "signal\n9\x1b[31m"), None, State.FAILED, "signal 9\N{REPLACEMENT CHARACTER}[31m"),
         (("running", None), None, State.UNFINISHED, NOBODY),
         (("skipped", "m > n"), None, State.SKIPPED, "m > n"),
-        (("waiting", None), None, State.WAITING, ""),
     ],
 )
 def test_how_a_run_ended_is_the_launcher_s_word_before_the_run_s_own(tmp_path, status, summary, state, reason):
@@ -175,6 +146,8 @@ def test_how_a_run_ended_is_the_launcher_s_word_before_the_run_s_own(tmp_path, s
     assert (found.state, found.reason) == (state, reason)
     with sole_use(run, print):
         assert read_run(run, "0").state == State.RUNNING
+    with sole_use(tmp_path, print):  # its launcher, before it has loaded
+        assert (read_run(run, "0").state == State.RUNNING) == (status == ("running", None))
 
 
 # Which runs there are
@@ -219,28 +192,21 @@ def test_evaluations_alone_are_shown_side_by_side(tmp_path, capsys):
 
 def test_columns_are_the_settings_that_differ_and_are_no_names(tmp_path):
     for i, (n, lr) in enumerate([(8, 1e-4), (16, 1e-4), (16, 3e-4)]):
-        same = {"task": {"max_terms": 4}, "train": {"steps": 80}}
-        settings = {"n": n, "optim": {"lr": lr}, "seed": i, "run_dir": f"{i}", "logger": {"name": f"run {i}"}, **same}
-        leave(tmp_path / str(i), settings=settings)
+        settings = {"n": n, "optim": {"lr": lr}, "seed": i, "run_dir": f"{i}", "logger": {"name": f"run {i}"}}
+        leave(tmp_path / str(i), settings=settings | {"train": {"steps": 80}})
     found = compared(tmp_path)
     assert (found.columns, found.also, found.arms[-1].label) == (("n", "optim.lr"), (), "n=16 optim.lr=0.0003")
 
 
 def test_a_choice_and_what_was_typed_speak_for_what_differs_along_with_them(tmp_path):
-    for i, (name, n, slots) in enumerate([("full", 8, None), ("infinite", 16, 16)]):
+    for i, (name, n, slots) in enumerate([("full", 8, None), ("infinite", 16, 16), ("infinite", 16, 32)]):
         settings = {"n": n, "m": "${n}", "sampler": {"_target_": name} | ({"slots": slots} if slots else {})}
         leave(tmp_path / "a" / str(i), settings=settings, choices={"sampler": name})
         words = [f"m={n // 2}", f"experiment={name}"]
         leave(tmp_path / "b" / str(i), settings={"n": n, "m": n // 2}, choices={"experiment": name}, words=words)
-    found = compared(tmp_path / "a")
-    assert (found.columns, found.also) == (("sampler",), ("n", "m", "sampler._target_", "sampler.slots"))
-    assert footnotes(found)[-1].endswith(": n, m, sampler.slots.")
-    # Slots that differ where the sampler does not tell arms apart by themselves.
-    leave(
-        tmp_path / "a" / "2",
-        settings=settings | {"sampler": settings["sampler"] | {"slots": 32}},
-        choices={"sampler": "infinite"},
-    )
+        if i == 1:
+            found = compared(tmp_path / "a")
+            assert (found.columns, found.also) == (("sampler",), ("n", "m", "sampler._target_", "sampler.slots"))
     assert compared(tmp_path / "a").columns == ("sampler", "sampler.slots")
     assert (compared(tmp_path / "b").columns, compared(tmp_path / "b").also) == (("m", "experiment"), ("n",))
 
@@ -260,10 +226,8 @@ def test_one_seed_and_seeds_that_agree_have_the_interval_of_an_evaluation(tmp_pa
     """Two seeds of equal accuracy are not certainty."""
     for seed in range(seeds):
         leave(tmp_path / str(seed), settings={"seed": seed})
-    (arm,) = compared(tmp_path).arms
-    found = arm.final_accuracy
+    found = compared(tmp_path).arms[0].final_accuracy
     assert (found.mean, found.low, found.high, found.over) == (0.75, 0.1, 0.9, "problems")
-    assert arm.mean("seconds").mean == 10.0
 
 
 def test_arms_are_compared_seed_by_seed_with_the_one_that_is_named(tmp_path):
@@ -298,16 +262,16 @@ def test_a_run_that_did_not_complete_changes_no_mean_and_a_repeated_seed_counts_
     leave(tmp_path / "7", (0.5, 0.8), settings={"seed": 1})
     (arm,) = compared(tmp_path).arms
     assert [run.name for run in arm.runs] == ["0", "7"]
-    assert (arm.others[0].name, arm.others[0].state) == ("1", State.REPEATED) and "seed 1" in arm.others[0].reason
+    assert (arm.others[0].name, arm.others[0].state) == ("1", State.REPEATED)
 
 
 def test_runs_of_different_code_are_compared_but_said_to_be(tmp_path):
-    for seed, code in enumerate(({"commit": "aa"}, {"commit": "aa"}, {"commit": "aa", "modified": True}, None)):
+    for seed, code in enumerate(({"commit": "aa"}, {"commit": "aa"}, {"commit": "aa", "modified": True})):
         summary = leave(tmp_path / str(seed), settings={"n": 4, "seed": seed}) / "summary.json"
-        summary.write_text(json.dumps({"status": "completed", **({} if code is None else {"code": code})}))
+        summary.write_text(json.dumps({"status": "completed", "code": code}))
         notes = [note for note in footnotes(compared(tmp_path)) if "different code" in note]
         assert bool(notes) == (seed > 1)
-    assert "commit aa (2 of the runs); commit aa, modified True (1 of the runs); not recorded (1" in notes[0]
+    assert "commit aa (2 of the runs); commit aa, modified True (1 of the runs)" in notes[0]
 
 
 # Times to an accuracy, curves and intervals
@@ -336,8 +300,7 @@ def test_the_target_is_of_the_highest_accuracy_and_the_best_arm_ends_best(tmp_pa
 def test_the_accuracy_of_samples_can_be_compared_instead(tmp_path):
     run = leave(tmp_path / "0")
     row = {"step": 4, "eval/accuracy": 1.0, "eval/pass@1": 0.375, "eval/pass@1_low": 0.125, "eval/pass@1_high": 0.625}
-    rows = {"step": 0, "eval/pass@1": 0.25}, row | {"eval/pass@16": 0.75, "eval/length_mean": 9.0}
-    (run / "metrics.jsonl").write_text(lines_of(*rows))
+    (run / "metrics.jsonl").write_text(lines_of({"step": 0, "eval/pass@1": 0.25}, row | {"eval/length_mean": 9.0}))
     (found,) = runs_in(tmp_path, metric="eval/pass@1")
     assert (found.curve.accuracy, found.accuracy_interval) == ((0.25, 0.375), (0.125, 0.625))
     with pytest.raises(UserError, match="--metric=reward/mean is no accuracy in these runs: they have eval/accuracy, "):
@@ -398,31 +361,15 @@ def test_arms_are_shown_and_apart_what_is_not_averaged(tmp_path, without_matplot
     assert [run["state"] for run in (*second["not_averaged"], *numbers["without_settings"])] == ["failed", "skipped"]
 
 
-def test_what_files_hold_is_neither_markup_nor_escape_codes(tmp_path, without_matplotlib):
-    hostile = "<script>alert(1)</script> [red]$a_b$ \x1b[31m"
-    for i in range(2):
-        run = leave(tmp_path / "runs" / f"{i}<b>", settings={"_x<i>": hostile + str(i)}, status=None)
-        launched(run, "failed", hostile)
-    leave(tmp_path / "runs" / "3", settings={"_\x1b[2Jy": 1}, words=["\x1b[2Jz=1"])
-    screen, _ = reported(tmp_path / "runs", terminal=True)
-    assert "\x1b[31m\n" not in screen and "\x1b[2J" not in screen
-    assert all(shown in screen for shown in ("[31m", "[red]"))
-
-
 @pytest.mark.parametrize("status", ["completed", "failed"])
 def test_more_arms_than_colours_and_runs_without_numbers_can_be_drawn(tmp_path, status):
     pytest.importorskip("matplotlib")
     for i in range(12):
         settings = {"_n": f"${i}"}  # a dollar would begin a formula, an underscore hide the label
         leave(tmp_path / "runs" / str(i), (0.5, 0.5 + i / 100, 0.6), settings=settings, status=status)
-    for i, accuracies in ((12, {}), (13, {7: 0.5})):
-        leave(tmp_path / "runs" / str(i), accuracies, settings={"_n": str(i)})
+    leave(tmp_path / "runs" / "12", {}, settings={"_n": "12"})
     reported(tmp_path / "runs")
     assert (tmp_path / "out" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
-
-
-def grpo(*arguments: str) -> Any:
-    return CliRunner().invoke(cli.app, list(arguments), prog_name="grpo")
 
 
 @pytest.mark.parametrize(
@@ -430,26 +377,22 @@ def grpo(*arguments: str) -> Any:
     [
         (["nowhere"], "nowhere is not a folder"),
         (["run", "--target", "95"], "--target=95 must be an accuracy above 0 and at most 1"),
-        (["run", "--out", "file"], "the report cannot be written to file"),
-        ([], "missing argument"),
+        (["run", "--out", "file"], "cannot be written"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_do(arguments, said, tmp_path, monkeypatch, without_matplotlib):
     monkeypatch.chdir(tmp_path)
     leave(tmp_path / "run")
     (tmp_path / "file").write_text("in the way")
-    result = grpo("report", *arguments)
-    assert result.exit_code == 2 and said in result.stderr and not (tmp_path / "outputs").exists()
+    assert said in refused("report", *arguments) and not (tmp_path / "outputs").exists()
 
 
 def test_the_command_reports_real_runs_as_their_summaries_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = "train.prompts=2 sampling.max_new_tokens=6 eval.problems=4 eval.k=1 logger=jsonl device=cpu".split()
     for n in (2, 3):
-        result = grpo("train", *small, f"n={n}", "train.steps=2", "eval.every=1", f"hydra.run.dir=runs/{n}")
-        assert result.exit_code == 0, result.output
-    result = grpo("report", "runs")
-    assert result.exit_code == 0, result.output
+        done("train", *small, f"n={n}", "train.steps=2", "eval.every=1", f"hydra.run.dir=runs/{n}")
+    done("report", "runs")
     (out,) = (tmp_path / "outputs" / "report").iterdir()
     found = json.loads((out / "report.json").read_text())
     assert (found["columns"], found["also_different"]) == (["n"], ["m"])

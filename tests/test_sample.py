@@ -8,8 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from small import require_c, some_requests
 
 from grpo_cli.engine import sampling
@@ -97,8 +95,7 @@ def test_top_k_and_top_p_renormalise_what_is_left() -> None:
     torch.testing.assert_close(logprobs.exp(), torch.tensor([3 / 7, 3 / 7, 2 / 9]))
 
 
-@pytest.mark.parametrize("top_k", [0, 3, 300, 900])
-@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999, 1.0])
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.3, 0), (0.9, 3), (0.999, 300), (0.9, 900), (1.0, 900)])
 def test_a_row_that_is_not_sorted_as_a_whole_keeps_the_same(top_p: float, top_k: int) -> None:
     """Some sets end among the first 256 tokens, others do not; which ones is no matter of who else is there."""
     scale = torch.tensor([0.1, 1.0, 3.0, 8.0])[:, None]
@@ -109,17 +106,6 @@ def test_a_row_that_is_not_sorted_as_a_whole_keeps_the_same(top_p: float, top_k:
     for row in range(4):
         one = slice(row, row + 1)
         assert torch.equal(truncate(logits[one], words[0][one], words[1][one]), found[one])
-
-
-@given(st.lists(st.floats(-5, 5), min_size=2, max_size=12), st.floats(0.01, 1.0), st.integers(0, 12))
-@settings(max_examples=50)
-def test_truncation_keeps_a_set_of_most_probable_tokens(values: list[float], top_p: float, top_k: int) -> None:
-    logits = torch.tensor([values])
-    kept = truncate(logits, torch.tensor([top_p]), torch.tensor([top_k])).isfinite()[0]
-    assert kept[int(logits.argmax())]
-    assert kept.all() or logits[0, kept].min() >= logits[0, ~kept].max()
-    assert int(kept.sum()) <= (max(top_k, 1) if top_k else 12)
-    assert kept.all() or top_p < 1.0 or top_k
 
 
 def test_a_request_s_numbers_are_its_own_and_uniform_and_splitmix64s() -> None:

@@ -13,7 +13,7 @@ from small import scored as group
 from torch import Tensor
 
 from grpo_cli.methods import dr_grpo, pods
-from grpo_cli.select import NOT_CHOSEN, Selection, batch_advantages, batch_rows, select
+from grpo_cli.select import NOT_CHOSEN, Selection, batch_advantages, select
 from grpo_cli.tracking.examples import examples
 from grpo_cli.types import Prompt, Reward, Rollout, ScoredGroup
 
@@ -40,18 +40,6 @@ def test_without_down_sampling_the_rejected_count_or_not() -> None:
     assert counted.reasons == ("", "", "veto")
     left_out = chosen((0.0, 2.0, 4.0), rejected=(2,), keep=3, count_rejected=False)
     assert left_out.indices == (0, 1) and left_out.advantages.tolist() == [-1.0, 1.0]
-
-
-def test_fewer_than_wanted_or_none_may_be_left() -> None:
-    assert chosen((0.0, 1.0, 2.0, 3.0), rejected=(0, 1, 2), keep=2).indices == (3,)
-    nothing = chosen((0.0, 1.0, 2.0, 3.0), rejected=(0, 1, 2, 3), keep=2)
-    assert nothing.indices == () and nothing.advantages.shape == (0,)
-
-
-def test_rows_are_places_among_all_rollouts_of_the_step() -> None:
-    selections = [chosen((0.0, 1.0, 2.0), (), 2), chosen((0.0, 5.0), (), 2), chosen((3.0, 1.0, 2.0), (), 2)]
-    assert [s.indices for s in selections] == [(0, 2), (0, 1), (0, 1)]
-    assert torch.equal(batch_rows(selections), torch.tensor([0, 2, 3, 4, 5, 6]))
 
 
 class Words:

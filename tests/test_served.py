@@ -55,10 +55,9 @@ def test_larger_heads_are_zero_where_the_models_have_nothing():
     assert torch.equal(wide_v[32:40], v[8:16]) and wide_v.shape == (64,)
     o, wide_o = (x[prefix + "o_proj.weight"] for x in (weights, wide))
     assert torch.equal(wide_o[:, 96:104], o[:, 24:32]) and wide_o.shape == (32, 128)
-    with pytest.raises(UserError, match="heads of 8 numbers here: its kernels take 4, and none of them is larger"):
-        Served.of(model, [4])
-    with pytest.raises(UserError, match="cannot serve Qwen3ForCausalLM with heads of 8 numbers.* use engine=torch"):
-        Served.of(small_model("qwen3"), [32])
+    for other, sizes in ((model, [4]), (small_model("qwen3"), [32])):
+        with pytest.raises(UserError, match="heads of 8 numbers.*use engine=torch"):
+            Served.of(other, sizes)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,6 @@ def test_larger_heads_are_zero_where_the_models_have_nothing():
         (24, torch.float32, "cpu", True),
         (32, torch.bfloat16, "cpu", True),
         (24, torch.bfloat16, "cpu", False),
-        (24, torch.float16, "cpu", False),
         (24, torch.bfloat16, "cuda", True),
     ],
 )
@@ -136,7 +134,7 @@ def test_a_slot_is_refilled_or_waits_for_its_round(sampler: Any, steps: int) -> 
     engine = serving(FakeCore([5, 1], token_by_token=True), sampler=sampler, decode=lambda ids: "")
     rollouts = {one.request.sample: one for one in engine.generate(requests)}
     assert [len(rollouts[i]) for i in range(5)] == [2, 1, 2, 1, 2]
-    assert [rollouts[i].finish for i in (0, 1)] == [Finish.EOS, Finish.LENGTH] and rollouts[0].kept_kv == 1
+    assert [rollouts[i].finish for i in (0, 1)] == [Finish.EOS, Finish.LENGTH]
     stats, prompt = engine.stats(), len(requests[0].prompt.token_ids)
     assert (stats.decode_steps, stats.generated_tokens, stats.prefill_tokens) == (steps, 8, 5 * (prompt - 2))
     assert stats.slot_utilisation == pytest.approx(8 / (2 * steps))
@@ -168,17 +166,17 @@ def test_what_nothing_depends_on_before_its_end_is_reported_then_and_a_closed_it
 
 
 class FakeVllm:
-    """As much of vLLM as is told of memory: notes what it is started with and told to do, and by which runner."""
+    """As much of vLLM as is told of memory: notes what it is started with and told to do."""
 
-    def __init__(self, notes: list[Any], v2: bool) -> None:
-        config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=7), use_v2_model_runner=v2)
+    def __init__(self, notes: list[Any]) -> None:
+        config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=7))
         self.llm_engine = SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace(shutdown=lambda: None))
         self.wake_up = lambda tags: notes.append(tags)
         self.collective_rpc = lambda name, kwargs: notes.append(name)
         self.reset_prefix_cache = lambda: True
 
 
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, notes: list[Any], v2: bool = True, **words: Any) -> VllmEngine:
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, notes: list[Any], **words: Any) -> VllmEngine:
     """The engine as on a GPU of 100 GiB, of which so many are free when it starts."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 100 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * 2**30)
@@ -188,7 +186,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, notes: list[Any], v2: b
 
     def started(folder: Any, kwargs: Any) -> Any:
         notes.append(kwargs)
-        return FakeVllm(notes, v2)
+        return FakeVllm(notes)
 
     monkeypatch.setattr(engine, "_started", started)
     return engine
@@ -200,18 +198,14 @@ def test_vllm_takes_what_is_free_where_the_policy_is_there_already(
     monkeypatch: pytest.MonkeyPatch, words: dict[str, Any]
 ):
     """It does not start where its share of the whole card is not free."""
-    for free, share, v2 in ((80, 0.4, True), (30, 0.295, True), (80, 0.4, False)):  # half a GiB is left
+    for free, share in ((80, 0.4), (30, 0.295)):  # half a GiB is left
         notes: list[Any] = []
-        engine = on_a_gpu(monkeypatch, free, notes, v2, memory=0.4, **words)
-        assert engine.facts()["model_runner"] is None
-        engine._build(some_requests(1, 2))
-        texts, (kwargs,) = [note for note in notes if isinstance(note, str)], [n for n in notes if isinstance(n, dict)]
-        assert texts[0] == "empty_cache" and kwargs["gpu_memory_utilization"] == pytest.approx(share)
+        on_a_gpu(monkeypatch, free, notes, memory=0.4, **words)._build(some_requests(1, 2))
+        cleared, *warned, kwargs = notes
+        assert cleared == "empty_cache" and kwargs["gpu_memory_utilization"] == pytest.approx(share)
         assert ("kv_cache_memory_bytes" in kwargs) == ("sampler" in words)
-        assert [text for text in texts[1:] if "engine.memory=0.4" in text] == texts[1 : 1 + (free == 30)]
-        assert engine.facts()["model_runner"] == ("V2" if v2 else "V1")
-        assert any("older runner" in text for text in texts) != v2
-    with pytest.raises(UserError, match="engine=vllm cannot start: .* are free"):
+        assert ["engine.memory=0.4" in text for text in warned] == [True] * (free == 30)
+    with pytest.raises(UserError, match="engine=vllm cannot start"):
         on_a_gpu(monkeypatch, 0, [])._build(some_requests(1, 2))
 
 
@@ -224,13 +218,6 @@ def test_the_policy_gives_back_what_it_keeps_before_vllm_wakes(monkeypatch: pyte
     engine._asleep = engine._stale = True
     engine._wake(some_requests(1, 2))
     assert notes == ["empty_cache", ["weights"], "reload_weights", ["kv_cache"]]
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_that_grow_are_refused_where_vllm_sleeps(monkeypatch: pytest.MonkeyPatch, name: str):
-    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
-    with pytest.raises(UserError, match=f"{name}=max.*True in the environment: vLLM sleeps by.*engine.sleep=false"):
-        engine_of("vllm", small_model(), sleep=True)
 
 
 def test_a_guest_leaves_the_random_states_of_gpus_as_they_were(monkeypatch: pytest.MonkeyPatch):

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner, Result
+from typed import done, refused
 
-from grpo_cli.cli import main as cli
 from grpo_cli.cli import show
 
-OLD_RUN = Path(__file__).parent / "old_run"
 HOSTILE = "[red]\x1b[31m<script>alert(1)</script>\u202e\r\tend\nsecond line"
 
 
@@ -32,20 +30,8 @@ def run(folder: Path, *rows: dict[str, Any] | str, name: str = "rollouts.jsonl")
     return str(folder)
 
 
-def grpo(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ["show", *arguments], prog_name="grpo")
-
-
 def shown(*arguments: str) -> str:
-    result = grpo(*arguments)
-    assert (result.exit_code, result.stderr) == (0, ""), result.output
-    return result.stdout
-
-
-def refusal(*arguments: str) -> str:
-    result = grpo(*arguments)
-    assert (result.exit_code, result.stdout) == (2, "")
-    return result.stderr
+    return done("show", *arguments)
 
 
 def test_the_last_step_is_shown_prompt_by_prompt_with_what_became_of_each_rollout(tmp_path):
@@ -79,11 +65,7 @@ prompt q, answer 4
     ("options", "replies"),
     [
         ([], ["c", "d", "a", "b"]),
-        (["--prompt", "q"], ["c", "d"]),
         (["--kept"], ["c", "a"]),
-        (["--dropped"], ["d", "b"]),
-        (["--best", "1"], ["b"]),
-        (["--worst", "2"], ["c", "d"]),
         (["--best", "1", "--worst", "1"], ["b", "d"]),
         (["--best", "9", "--worst", "9"], ["b", "a", "c", "d"]),
         (["--kept", "--best", "1"], ["a"]),
@@ -98,7 +80,7 @@ def test_rollouts_are_chosen_by_prompt_fate_and_rank(tmp_path, options, replies)
     assert [line.strip() for line in lines if line.strip() in ("a", "b", "c", "d")] == replies
 
 
-@pytest.mark.parametrize("terminal", [False, True], ids=["a pipe", "a terminal"])
+@pytest.mark.parametrize("terminal", [False, True])
 def test_what_a_model_wrote_reaches_no_terminal_as_code_or_markup(tmp_path, monkeypatch, terminal):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=terminal, width=200, color_system=None)
@@ -108,18 +90,15 @@ def test_what_a_model_wrote_reaches_no_terminal_as_code_or_markup(tmp_path, monk
     text = screen.getvalue()
     assert all(c.isprintable() or c == "\n" for c in text)
     readable = r"[red]\x1b[31m<script>alert(1)</script>\u202e\r\tend"
-    lines = [line.rstrip() for line in text.splitlines()]
-    assert f"  {readable}" in lines and f"    {readable}" in lines and "    second line" in lines
+    assert {f"  {readable}", f"    {readable}", "    second line"} <= {line.rstrip() for line in text.splitlines()}
 
 
 def test_damaged_lines_are_named_and_the_rest_is_shown(tmp_path):
-    odd = [json.dumps(row(sample="1")) + "\n", json.dumps(row(reply=None)) + "\n"]
-    no_rows = ["{\n", "[1]\n", "\n", "nothing\n", *odd]
     bare = ("step", "prompt_id", "sample", "prompt", "reply", "reward")  # all that a row needs
     whole = {name: value for name, value in row(reply="whole").items() if name in bare}
-    huge = f'{{"step": 1, "reward": 1{"0" * 400}, "sample": 0, "prompt": "", "reply": "", "prompt_id": ""}}\n'
-    said = shown(run(tmp_path / "r", row(), *no_rows, huge, whole, json.dumps(row())[:50]))
-    assert "note: rollouts.jsonl: lines 2, 3, 5, 6, 7, 8, 10 (half written) cannot be read and were left out" in said
+    odd = ["{\n", "[1]\n", "\n", row(sample="1"), row(reply=None)]
+    said = shown(run(tmp_path / "r", row(), *odd, whole, json.dumps(row())[:50]))
+    assert "note: rollouts.jsonl: lines 2, 3, 5, 6, 8 (half written) cannot be read" in said
     assert "    whole" in said and "2 of 2 recorded" in said
 
 
@@ -128,7 +107,7 @@ def test_an_evaluation_s_samples_are_shown_and_have_no_steps(tmp_path):
     del sample["step"]
     folder = run(tmp_path / "e", sample, name="samples.jsonl")
     assert "e  evaluation: 1 of 1 recorded" in shown(folder) and "2 tokens, eos  greedy" in shown(folder)
-    assert "samples.jsonl" in refusal(folder, "--step", "1")
+    assert "samples.jsonl" in refused("show", folder, "--step", "1")
 
 
 def test_bad_input_is_answered_with_what_there_is(tmp_path):
@@ -143,4 +122,4 @@ def test_bad_input_is_answered_with_what_there_is(tmp_path):
         ((str(tmp_path / "nowhere"),), "nowhere"),
         ((str(tmp_path),), f"{tmp_path}/0"),
     ):
-        assert way_out in refusal(*words)
+        assert way_out in refused("show", *words)

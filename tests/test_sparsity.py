@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from made import full, infinite, prefix_head
+from made import infinite, prefix_head
 from slow_eviction import slow_scores
 from small import make_engine, small_model, some_requests
 from torch import Tensor
@@ -155,12 +155,11 @@ def test_a_rollout_is_what_its_evictions_say(
     policy: type[Budget], words: dict[str, Any], parts: dict[str, Any]
 ) -> None:
     """The sampler's log-probabilities are those of a replay under the recorded masks, and not the dense ones; each
-    recorded choice is the one of scores computed by slow loops from the replay's own queries, keys and weights; and as
-    many keys of the response are said to be kept as the fullest layer and head held."""
+    recorded choice is the one of scores computed by slow loops from the replay's own queries, keys and weights."""
     requests = some_requests(prompts=2, n=3, tokens=40)
     budget = make(policy, **words, sinks=6 if policy is Streaming else 1)
     rollouts, recorder = recorded(budget, requests, **parts)
-    differences, found = [], set()
+    differences = []
     for index, rollout in enumerate(rollouts):
         evictions = recorder.evictions.get(index, [])
         check_record(budget, len(rollout.request.prompt.token_ids), evictions)
@@ -169,12 +168,7 @@ def test_a_rollout_is_what_its_evictions_say(
         torch.testing.assert_close(sampled, replay.logprobs, atol=3e-5, rtol=0)
         differences.append(float((Replayed(rollout, visible(rollout, [], True)).logprobs - sampled).abs().max()))
         check_choices(budget, rollout, evictions, replay)
-        start, most = len(rollout.request.prompt.token_ids), 0
-        for _, _, held in histories(rollout, evictions, budget.protect_prompt):
-            most = max(most, *(sum(position >= start for position in positions) + 1 for positions in held.values()))
-        assert rollout.kept_kv == most
-        found.add(most)
-    assert sum(map(len, recorder.evictions.values())) >= 6 and max(differences) > 0.01 and len(found) > 1
+    assert sum(map(len, recorder.evictions.values())) >= 6 and max(differences) > 0.01
 
 
 def check_record(budget: Budget, prompt: int, evictions: list[tuple[int, Tensor]]) -> None:
@@ -210,25 +204,6 @@ def check_choices(budget: Budget, rollout: Rollout, evictions: list[tuple[int, T
             assert stayed.min() >= went.max() - 1e-5
 
 
-@pytest.mark.parametrize("protect_prompt", [True, False])
-def test_no_slot_ever_holds_more_than_budget_and_buffer(protect_prompt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    count = Evictor.count
-
-    def spy(self: Evictor, running: Sequence[Any], prompt_keys: int) -> None:
-        seen.extend(one.held + 1 for one in running)  # a step adds one
-        assert all(len(one.blocks) <= 1 for one in running), "14 keys lie in a block"
-        count(self, running, prompt_keys)
-
-    monkeypatch.setattr(Evictor, "count", spy)
-    requests = some_requests(prompts=2, n=3, tokens=40)
-    for sampler in (full(), infinite(slots=3)):
-        rollouts, engine = generate(make(SnapKv, protect_prompt=protect_prompt), requests, sampler=sampler)
-        assert max(seen) == 14 and engine.stats().details["engine/evictions"] > 6
-        if protect_prompt:
-            assert [r.kept_kv for r in rollouts] == [min(len(r) - 1, 14) for r in rollouts]
-
-
 @pytest.mark.parametrize(("policy", "words"), KINDS)
 def test_a_budget_that_is_never_reached_is_dense_bit_for_bit(policy: type[Budget], words: dict[str, Any]) -> None:
     requests = some_requests(prompts=2, n=2, tokens=31)
@@ -239,7 +214,7 @@ def test_a_budget_that_is_never_reached_is_dense_bit_for_bit(policy: type[Budget
         assert rollouts == dense
         stats = engine.stats()
         assert stats.kv_peak_bytes == dense_engine.stats().kv_peak_bytes
-        for name in ("evictions", "kv_saving_mean", "kv_saving_peak", "kv_saving_allocated"):
+        for name in ("evictions", "kv_saving_allocated"):
             assert stats.details[f"engine/{name}"] == 0
     _, engine = generate_to_the_limit(make(policy, **words, budget=longest - 5, buffer=4), requests)
     assert engine.stats().details["engine/evictions"] == (4 if words["protect_prompt"] else 2), "one key less"
@@ -249,41 +224,11 @@ def test_memory_is_what_the_shapes_say_and_half_of_it_makes_twice_the_slots() ->
     """256 bytes a token; 28 + 4 = 32 keys a sequence where dense completions need 64."""
     requests = some_requests(prompts=2, n=5, tokens=65)
     widths = [-(-len(r.prompt.token_ids) // 16) * 16 for r in requests[::5]]
-    for policy, slots in ((Streaming, 10), (H2o, 4)):
-        _, engine = generate(make(policy, budget=28), requests, sampler=infinite(slots=slots), eos_token_ids=())
-        stats, pool = engine.stats(), 2 * max(widths)
-        assert slots == 4 or stats.kv_peak_bytes == 256 * (10 * 32 + sum(widths))
-        saved = 1 - (slots * 32 + pool) / (slots * 64 + pool)
-        assert stats.details["engine/kv_saving_allocated"] == pytest.approx(saved)
+    _, engine = generate(make(Streaming, budget=28), requests, eos_token_ids=())
+    stats, pool = engine.stats(), 2 * max(widths)
+    assert stats.kv_peak_bytes == 256 * (10 * 32 + sum(widths))
+    assert stats.details["engine/kv_saving_allocated"] == pytest.approx(1 - (10 * 32 + pool) / (10 * 64 + pool))
     budget = 256 * (2 * max(widths) + 4 * 64)
     for sparsity, slots in ((Dense(), 4), (make(SnapKv, budget=28), 8)):
         _, engine = generate(sparsity, requests, sampler=infinite(kv_budget=budget))
         assert engine.stats().slots >= slots and engine.stats().kv_peak_bytes <= budget
-    # What policies note is apart: queries of 2 layers x 3 of the window x 4 heads x 8 numbers of 4 bytes a slot;
-    # attention received by 2 layers x 2 heads x 16 keys of 4 bytes, and by a prompt that can be evicted, whose keys are
-    # counted by 2 layers x 2 heads of 8 bytes.
-    requests, some = some_requests(prompts=1, n=4, tokens=33), {"protect_prompt": False}
-    tiles = -(-len(requests[0].prompt.token_ids) // 16)
-    received = 256 + 256 * tiles + 32
-    for policy, words, note in ((Streaming, {}, 0), (SnapKv, {}, 768), (H2o, {}, 256), (H2o, some, received)):
-        _, engine = generate(make(policy, **words), requests)
-        assert engine.stats().details["engine/eviction_note_bytes"] == 4 * note
-
-
-@pytest.mark.parametrize("protect_prompt", [True, False])
-def test_savings_are_the_shares_of_keys_not_read_and_not_held(protect_prompt: bool) -> None:
-    (request,) = some_requests(prompts=1, n=1, tokens=40)
-    (rollout,), engine = generate_to_the_limit(make(SnapKv, protect_prompt=protect_prompt), [request])
-    prompt, held, seen, evictions = len(request.prompt.token_ids), 0, len(request.prompt.token_ids), 0
-    reads, full, most = 0, 0, 0
-    for made in range(1, len(rollout)):
-        evictable = 0 if protect_prompt else seen
-        if held + evictable >= 14 and held >= 3:
-            held, seen, evictions = 10, seen - evictable, evictions + 1
-        held += 1
-        reads, full, most = reads + held + seen, full + made + prompt, max(most, held)
-    details = engine.stats().details
-    assert details["engine/evictions"] == evictions > 2
-    assert details["engine/kv_saving_mean"] == pytest.approx(1 - reads / full)
-    # The pool holds the prompt to the end, evicted or not.
-    assert details["engine/kv_saving_peak"] == pytest.approx(1 - (most + prompt) / (len(rollout) - 1 + prompt))

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -63,19 +62,17 @@ def test_refused_commands_leave_every_byte_of_a_run_folder_which_goes_on_with_it
     assert found is not None and found.config["seed"] == 5 and found.source == run / "run.json"
 
 
-def test_what_a_resumed_run_is_asked_anew_is_said_kept_and_written_beside_the_first_record(run: Path) -> None:
-    first = (run / "run.json").read_bytes()
+def test_what_a_resumed_run_is_asked_anew_is_said_and_recorded(run: Path) -> None:
+    begun = record.read_record(run)
+    assert begun is not None and begun.config["train"]["steps"] == 2
     result = grpo("train", "resume=R", "train.steps=3")
     assert result.exit_code == 0, result.output
     assert "changed since this run was started: train.steps=2 is 3\n" in result.stderr
-    assert (run / "run.json").read_bytes() == first
-    begun = record.begun_as(run)
-    assert begun is not None
     for words in (("resume=R",), (*begun.overrides, "hydra.run.dir=R", "resume=here")):
         assert grpo("train", *words).stdout.endswith("has done its 3 steps; train.steps=... asks for more\n")
-    later, begun = record.read_record(run), record.begun_as(run)
-    assert later is not None and begun is not None
-    assert (later.config["train"]["steps"], begun.config["train"]["steps"]) == (3, 2)
+    later = record.read_record(run)
+    assert later is not None and later.config["train"]["steps"] == 3
+    assert later.about["changed"] == ["train.steps=2 is 3"]
 
 
 def test_the_choice_of_another_part_is_named_and_so_is_one_of_ones_own(run: Path) -> None:
@@ -274,11 +271,8 @@ def test_the_folder_of_a_killed_run_is_free_though_its_child_lives(elsewhere: Pa
 
 def test_the_lock_names_its_holder_for_as_long(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("of a process that was killed\n" * 100)
-    began = datetime.now(UTC).replace(microsecond=0)
     with lock.sole_use(tmp_path, print):
-        who = json.loads((tmp_path / ".lock").read_text())
-        assert began <= datetime.fromisoformat(who["since"]) <= datetime.now(UTC)
-        assert lock.holder(tmp_path) == f"process {os.getpid()} on {platform.node()} (since {who['since']})"
+        assert lock.holder(tmp_path).startswith(f"process {os.getpid()} on {platform.node()} since 20")
     assert (tmp_path / ".lock").read_text() == ""
 
 
@@ -309,8 +303,8 @@ def test_a_run_goes_on_neither_with_fewer_steps_than_it_has_done_nor_with_anothe
 
 @pytest.mark.parametrize(("typed", "meant"), [(r"\n", "\n"), (r"a\\n", r"a\n")])
 def test_the_stop_strings_in_use_are_recorded_and_resumed(elsewhere: Path, typed: str, meant: str) -> None:
-    result = grpo("train", *SMALL, f'sampling.stop=["{typed}"]', "train.steps=1", "hydra.run.dir=run")
-    assert result.exit_code == 0, result.output
-    assert grpo("train", "resume=run", "train.steps=2").exit_code == 0
-    for name in ("run.json", "resumed_001.json"):
-        assert json.loads((elsewhere / "run" / name).read_text())["config"]["sampling"]["stop"] == [meant]
+    words = (*SMALL, f'sampling.stop=["{typed}"]', "train.steps=1", "hydra.run.dir=run")
+    for start in (words, ("resume=run", "train.steps=2")):
+        result = grpo("train", *start)
+        assert result.exit_code == 0, result.output
+        assert json.loads((elsewhere / "run" / "run.json").read_text())["config"]["sampling"]["stop"] == [meant]

@@ -67,8 +67,8 @@ def test_a_rollout_without_a_weight_is_not_kept_and_counts_nowhere(tmp_path: Pat
     record, spy = ran(tmp_path, train=train, correction=MASKED)
     lengths = [row.length for row in record.examples if row.sample != 1]
     assert counted(record, spy, train.get("epochs", 1)) == (9, sum(lengths))
-    assert [row.sample for row in record.examples if not row.kept] == [1, 1, 1]
-    assert all(row.reason.startswith("importance: ") == (row.sample == 1) for row in record.examples)
+    for row in record.examples:
+        assert (row.sample == 1) == (not row.kept) == row.reason.startswith("importance: ")
     assert record.metrics["reward/kept_mean"] == pytest.approx((1 + 3 + 4) / 3), "nor in the mean reward"
 
 
@@ -79,8 +79,6 @@ def test_a_vetoed_rollout_counts_nowhere(tmp_path, m):
     trained = [row for row in record.examples if row.kept]
     assert counted(record, spy) == (3 * min(m, 3), sum(row.length for row in trained))
     assert len(spy.batches[0]) == 3 * m and not any(row.sample == 1 for row in trained)
-    reasons = {row.reason.partition(":")[0] for row in record.examples}
-    assert reasons == {"kept", "veto"} | ({NOT_CHOSEN} if m < 4 else set())
 
 
 def test_a_rollout_whose_advantage_is_0_is_trained_on(tmp_path):

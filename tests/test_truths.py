@@ -32,7 +32,7 @@ from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, Scor
 def a_group() -> ScoredGroup:
     prompt = Prompt("p", (5, 6, 7), "")
     rollouts = tuple(
-        Rollout(Request(prompt, i, i, Sampling.plain(128)), (8 + i, 9, 1), (-0.5, -1.0, -0.1 * i), Finish.EOS, 2)
+        Rollout(Request(prompt, i, i, Sampling.plain(128)), (8 + i, 9, 1), (-0.5, -1.0, -0.1 * i), Finish.EOS)
         for i in range(4)
     )
     return ScoredGroup(prompt, rollouts, tuple(Reward(float(i % 2), {"part": 1.0}) for i in range(4)))

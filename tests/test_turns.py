@@ -18,13 +18,9 @@ from test_resume import cut_off_and_resumed, rows
 from grpo_cli.collect import episodes
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.resuming import begun
-from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import ready
-from grpo_cli.config.prepare import prepare
-from grpo_cli.evaluate import evaluate_with
-from grpo_cli.experiment import set_up
 from grpo_cli.learner.batch import collate, corrected, totals, verdict_on
-from grpo_cli.learner.forward import Padded, pack
+from grpo_cli.learner.forward import Padded
 from grpo_cli.settings import Sampling
 from grpo_cli.types import ENVIRONMENT, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
@@ -63,14 +59,6 @@ def expected(model: Any) -> dict[Any, Any]:
     return said(played(InRounds(make_engine(model))))
 
 
-def test_what_is_compared_has_turns_of_all_kinds(expected):
-    parts = [spans for _, _, spans in expected.values()]
-    assert max(len(spans) for spans in parts) >= 5 and min(len(spans) for spans in parts) == 1
-    assert {finish for _, finish, _ in expected.values()} == {Finish.EOS, Finish.LENGTH}
-    theirs = [(ids, spans) for ids, _, spans in expected.values() if len(spans) > 1]
-    assert any(EOS in ids[spans[0].count : spans[0].count + spans[1].count] for ids, spans in theirs)
-
-
 WAYS: dict[str, Any] = {
     "full": {},
     "predicted": {"sampler": infinite(slots=3), "scheduler": fptas(), "predictor": prefix_head(prefix_tokens=6)},
@@ -90,15 +78,6 @@ def test_answers_in_place_give_the_tokens_of_rounds(model, expected, monkeypatch
     assert engine.stats().generated_tokens == sum(
         sum(span.count for span in spans if span.version != ENVIRONMENT) for _, _, spans in expected.values()
     )
-
-
-def test_log_probabilities_are_those_of_rounds_and_none_of_the_environment_s(model):
-    rounds, in_place = played(InRounds(make_engine(model))), played(make_engine(model))
-    for name, one in in_place.items():
-        theirs = torch.cat([torch.full((len(ids),), by) for by, ids in one.parts])
-        found, wanted = (torch.tensor(some.sampler_logprobs) for some in (one, rounds[name]))
-        assert torch.equal(found.isnan(), theirs) and torch.equal(wanted.isnan(), theirs)
-        torch.testing.assert_close(found[~theirs], wanted[~theirs], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rule", "bound", "looks"), [("dense", 32, 0), ("dense", 32, 7), ("rkv", 40, 7)])
@@ -183,30 +162,13 @@ def test_an_episode_has_no_more_turns_than_the_task_and_its_last_is_not_answered
     assert sorted(set(answered)) == list(range(1, turns))
 
 
-def test_a_stop_string_ends_a_turn_and_is_not_looked_for_across_the_environment(model):
-    """ "7 7" is never one token of the model's and one of the environment's, since those are two who say it."""
-    decode = Talk().text
-    requests = some_requests(**REQUESTS)
-
-    class Ends(Talk):
-        turn_ends = ("5",)
-
-    plain = played(make_engine(model, decode=decode), Ends(), requests)
-    rounds = played(InRounds(make_engine(model, decode=decode)), Ends(), requests)
-    assert said(plain) == said(rounds)
-    for one in plain.values():
-        for turn in one.turns:
-            assert not any("5" in str(token) for token in turn[:-1])
-    assert any("5" in str(turn[-1]) for one in plain.values() for turn in one.turns[:-1])
-
-
 def two_turns(logprob: float, version: int = 0) -> ScoredGroup:
     """Behind a prompt of 2 tokens: 3 drawn, 2 of the environment's, 1 drawn; and a rollout of one turn, 2 tokens."""
     prompt = Prompt("p", (5, 6), "")
     spans = (Span(version, 3), Span(ENVIRONMENT, 2), Span(version, 1))
     request = Request(prompt, 0, 0, Sampling.plain(9))
-    one = Rollout(request, (7, 8, EOS, 9, 10, EOS), (-1.0,) * 3 + (logprob,) * 2 + (-1.0,), Finish.EOS, 6, spans)
-    other = Rollout(replace(request, sample=1), (7, EOS), (-1.0,) * 2, Finish.EOS, 2, (Span(version, 2),))
+    one = Rollout(request, (7, 8, EOS, 9, 10, EOS), (-1.0,) * 3 + (logprob,) * 2 + (-1.0,), Finish.EOS, spans)
+    other = Rollout(replace(request, sample=1), (7, EOS), (-1.0,) * 2, Finish.EOS, (Span(version, 2),))
     return ScoredGroup(prompt, (one, other), (Reward(1.0), Reward(0.0)))
 
 
@@ -236,14 +198,6 @@ def test_no_number_at_a_place_of_the_environment_moves_the_loss_or_the_gradient(
         assert found == value and all(map(torch.equal, slopes, others))
 
 
-def test_packed_rows_ask_for_the_tokens_that_padded_rows_do():
-    """The run is 5 6, 7 8 end 9 10 end, 7 end: what the environment says goes through the model."""
-    batch = collate([two_turns(float("nan"))])
-    ids, trees, predicting = pack(batch)
-    assert ids.tolist() == [5, 6, 7, 8, EOS, 9, 10, EOS, 7, EOS] and trees == [(2, 6, 2)]
-    assert predicting[batch.response_mask].tolist() == [1, 2, 3, 6, 1, 8]
-
-
 GUESS = ["task=guess", "sampling.max_turn_tokens=4", "sampling.max_new_tokens=40", "record.rollouts=-1"]
 
 
@@ -258,10 +212,3 @@ def test_a_run_that_is_cut_off_in_the_middle_of_episodes_goes_on_as_one_left_alo
         lengths = [end - start for start, end in row.get("environment", [])]
         assert sum(lengths) + sum(value is not None for value in row["logprobs"]) == row["length"]
         assert len(row.get("turns", [])) in (0, 2 * len(lengths) + 1)
-
-
-def test_an_evaluation_plays_episodes(tmp_path):
-    settings = settings_of(*GUESS, "logger=jsonl", f"run_dir={tmp_path}")
-    runtime = set_up(prepare(settings), settings.model)
-    result = evaluate_with(runtime, replace(settings.eval, problems=6, k=2), settings.sampling, seed=0)
-    assert result.metrics["eval/problems"] == 6 and any(row.turns for row in result.examples)

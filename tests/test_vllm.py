@@ -98,19 +98,12 @@ def test_greedy_replies_and_episodes_are_those_of_torch(engine: VllmEngine, mode
     assert found == played(make_engine(model)) and any(len(parts) > 2 for parts, _ in found.values())
 
 
-def test_a_seed_makes_the_same_rollout_again_and_fits_into_vllms_signed_numbers(
-    engine: VllmEngine, task: Arithmetic, monkeypatch: pytest.MonkeyPatch
-):
-    """On a GPU vLLM stores seeds as int64: half of ours, of 64 bits without a sign, would end the run."""
+def test_a_seed_makes_the_same_rollout_again(engine: VllmEngine, task: Arithmetic):
+    """Also one of 64 bits: vLLM stores seeds with a sign."""
     requests = requests_of(task, 2, 6)
+    requests[0] = replace(requests[0], seed=2**64 - 1)
     first, again = ({k: v[0] for k, v in contents(engine.generate(requests)).items()} for _ in range(2))
     assert first == again and len(set(first.values())) > 6, "samples of a prompt differ"
-    given, add = list[int](), engine._llm.llm_engine.add_request
-    monkeypatch.setattr(
-        engine._llm.llm_engine, "add_request", lambda name, prompt, p: (given.append(p.seed), add(name, prompt, p))
-    )
-    list(engine.generate([replace(requests[0], seed=2**64 - 1), replace(requests[1], seed=5)]))
-    assert given == [2**63 - 1, 5]
 
 
 def test_a_shared_prompt_is_run_once(engine: VllmEngine, model: PreTrainedModel):
@@ -154,12 +147,8 @@ def test_what_is_stopped_goes_on_where_it_was_and_every_request_comes_back_once(
     made = contents(engine.generate(requests))
     assert set(made) == {(r.prompt.id, r.sample) for r in requests}, "nothing is left of what was stopped"
     for tokens, logprobs, finish in made.values():
-        assert len(tokens) == len(logprobs) <= 40
-        assert (tokens[-1] == 1) == (finish == "eos") and 1 not in tokens[:-1]
-        assert finish == "eos" or len(tokens) == 40
-    stats = engine.stats()
-    assert stats.slots == slots and 0 < stats.slot_utilisation <= 1
-    assert stats.generated_tokens == sum(len(tokens) for tokens, _, _ in made.values())
+        assert len(tokens) == len(logprobs) <= 40 and (tokens[-1] == 1) == (finish == "eos")
+    assert engine.stats().slots == slots and 0 < engine.stats().slot_utilisation <= 1
     greedy = requests_of(task, 12, 1, temperature=0.0)
     assert contents(stopped_and_resumed(engine, greedy)) == contents(make_engine(model).generate(greedy))
 
@@ -184,11 +173,16 @@ def test_rollouts_that_were_stopped_and_resumed_are_those_of_the_torch_engine_in
     assert abs(rewards[0] - rewards[1]) < 3.3 * (2 * share * (1 - share) / 2048) ** 0.5
 
 
-def test_what_vllm_would_change_silently_is_refused(engine: VllmEngine, task: Arithmetic):
-    with pytest.raises(UserError, match=r"sampling\.temperature=0\.005"):
-        list(engine.generate(requests_of(task, 1, 1, temperature=0.005)))
-    with pytest.raises(UserError, match=r"together 7.., but the context is \d+: .*engine.max_model_len"):
-        list(engine.generate(requests_of(task, 1, 1, max_new_tokens=700)))
+def test_what_vllm_would_change_silently_is_refused(engine: VllmEngine, model: PreTrainedModel, task: Arithmetic):
+    for words, named in (
+        (dict(temperature=0.005), "sampling.temperature"),
+        (dict(max_new_tokens=700), "max_model_len"),
+    ):
+        with pytest.raises(UserError, match=named):
+            list(engine.generate(requests_of(task, 1, 1, **words)))
+    for options, named in (({"logprobs_mode": "raw_logprobs"}, "logprobs_mode would bias"), ({"seed": 3}, "TypeError")):
+        with pytest.raises(UserError, match=named):
+            list(engine_of("vllm", model, options=options).generate(requests_of(task, 1, 1)))
 
 
 def test_weights_follow_the_policy_when_told_and_not_before(task: Arithmetic):
@@ -200,7 +194,6 @@ def test_weights_follow_the_policy_when_told_and_not_before(task: Arithmetic):
         for parameter in model.parameters():  # the head and every projection, with their biases
             parameter.add_(0.02 * torch.randn_like(parameter))
     assert worst(model, list(engine.generate(requests))) > 0.01
-    assert engine.stats().details["engine/weight_update_seconds"] < 1e-3
     engine.update_weights()
     assert worst(model, list(engine.generate(requests))) < CLOSE
 
@@ -239,31 +232,10 @@ def test_a_closed_engine_lets_vllm_go(model: PreTrainedModel, task: Arithmetic) 
     assert len(list(engine.generate(requests))) == 2
 
 
-@pytest.mark.parametrize(("family", "hidden"), [("llama", 32), ("mistral", 32), ("qwen2", 32), ("qwen2", 128)])
-def test_heads_of_a_size_that_vllm_lacks_are_served_all_the_same(family: str, hidden: int):
-    # llama: heads of 8 in groups, untied; qwen2 has biases on q, k and v only; 32 is a size that vLLM has
-    model = small_model(family, tie_word_embeddings=family != "llama", hidden_size=hidden)
-    rollouts = list(engine_of("vllm", model).generate(some_requests(2, 3)))
-    assert worst(model, rollouts) < CLOSE
-
-
 def test_a_budget_bounds_the_cache(model: PreTrainedModel, task: Arithmetic):
     engine = engine_of("vllm", model, sampler=infinite(kv_budget="2MB"))
     assert len(list(engine.generate(requests_of(task, 2, 4, max_new_tokens=16)))) == 8
     assert engine.stats().kv_peak_bytes <= 2_000_000
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"logprobs_mode": "raw_logprobs"}, "bias the importance ratio"),
-        ({"seed": 3}, "could not be started: TypeError"),
-        ({"swap_spaces": 3}, "is no argument of vLLM's LLM"),
-    ],
-)
-def test_words_for_vllm_are_checked(model: PreTrainedModel, task: Arithmetic, options: dict[str, Any], said: str):
-    with pytest.raises(UserError, match=said):
-        list(engine_of("vllm", model, options=options).generate(requests_of(task, 1, 1)))
 
 
 # Trains through vLLM for nine steps, with an evaluation after the eighth; in the tenth, vLLM fails among the rollouts.
@@ -314,8 +286,8 @@ def test_a_gpus_memory_is_given_back_between_rollouts(task: Arithmetic):
     model = tiny().to("cuda", torch.bfloat16)
     engine = engine_of("vllm", model, memory=0.2)
     for _ in range(2):
-        rollouts = list(engine.generate(requests_of(task, 2, 4)))
-        details = engine.stats().details
-        assert len(rollouts) == 8
-        assert details["engine/memory_after_bytes"] < details["engine/memory_awake_bytes"] - 2**30
+        rollouts = engine.generate(requests_of(task, 2, 4))
+        next(rollouts)
+        awake, _ = torch.cuda.mem_get_info()
+        assert len(list(rollouts)) == 7 and torch.cuda.mem_get_info()[0] > awake + 2**30
         engine.update_weights()

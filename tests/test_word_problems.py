@@ -31,8 +31,7 @@ def question(token_ids: tuple[int, ...]) -> str:
 def by_words(text: str) -> int:
     """The oracle: sentence by sentence, by what it says."""
     first, *others = re.findall(r"[^.?]*[0-9][^.?]*\.", text)
-    numbers = [int(number) for number in re.findall("[0-9]+", first)]
-    value = numbers[0] * (numbers[1] if len(numbers) == 2 else 1)
+    (value,) = map(int, re.findall("[0-9]+", first))
     for sentence in others:
         (number,) = re.findall("[0-9]+", sentence)
         gains = re.search("gets|A friend gives|puts|adds|get on|arrive", sentence)
@@ -40,10 +39,10 @@ def by_words(text: str) -> int:
     return value
 
 
-@given(st.integers(0, 10**6), st.integers(1, 4), st.booleans())
-def test_a_story_says_its_sum(seed: int, steps: int, groups: bool) -> None:
+@given(st.integers(0, 10**6), st.integers(1, 4))
+def test_a_story_says_its_sum(seed: int, steps: int) -> None:
     rng = Random(seed)
-    story = draw_story(rng, steps, 12, 9, groups)
+    story = draw_story(rng, steps, 12, 9)
     told = story.in_words(rng)
     assert by_words(told) == story.answer > 0 and eval(str(story)) == story.answer  # noqa: S307 (our own digits)
     assert len(story.changes) == steps and str(story.answer) not in re.findall("[0-9]+", told)
@@ -63,13 +62,9 @@ def test_the_final_number_counts(reply: str, right: float) -> None:
     rollout = rollout_of(prompt, reply, TOKENIZER)
     assert task(eval_problems=1).reward(prompt, rollout).parts == {"correct": right, "ended": 1.0}
     cut = replace(rollout, finish=Finish.LENGTH)
-    assert task(eval_problems=1).reward(prompt, cut).total == right
-    assert task(eval_problems=1, must_end=True).reward(prompt, cut).parts == {"correct": 0.0, "ended": 0.0}
-    assert task(eval_problems=1, must_end=True).reward(prompt, rollout).total == right
+    assert task(eval_problems=1).reward(prompt, cut).parts == {"correct": right, "ended": 0.0}
 
 
-def test_levels_and_what_is_asked_besides() -> None:
-    hard = task(min_steps=2, max_steps=3, groups=True, instruction="Give the number.", eval_problems=20)
-    texts = [question(prompt.token_ids) for prompt in hard.prompts("eval")]
-    assert [len(re.findall("[0-9]+", text)) for text in texts] == [4, 5] * 10
-    assert all(text.endswith("? Give the number.") for text in texts)
+def test_a_level_is_a_number_of_things_that_happen() -> None:
+    texts = [question(p.token_ids) for p in task(min_steps=2, max_steps=3, eval_problems=20).prompts("eval")]
+    assert [len(re.findall("[0-9]+", text)) for text in texts] == [3, 4] * 10

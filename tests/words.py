@@ -1,9 +1,7 @@
-"""Tasks as their YAML files describe them, and real data where it lies beside the project."""
+"""Tasks as their YAML files describe them."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import made
@@ -12,10 +10,6 @@ from made import unexpected
 from grpo_cli.settings import Sampling
 from grpo_cli.tasks.jsonl import Jsonl
 from grpo_cli.types import Finish, Prompt, Request, Rollout
-
-# A folder `data` of a folder `shared` beside the checkout, or where the variable says.
-DATA = Path(os.environ.get("GRPO_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
-GSM8K = DATA / "gsm8k"
 
 
 def task_of(name: str, tokenizer: Any, **settings: Any) -> Jsonl:
@@ -28,4 +22,4 @@ def task_of(name: str, tokenizer: Any, **settings: Any) -> Jsonl:
 def rollout_of(prompt: Prompt, reply: str, tokenizer: Any, sample: int = 0) -> Rollout:
     """A rollout that says `reply` and ends by itself."""
     token_ids = (*tokenizer(reply)["input_ids"], tokenizer.eos_token_id)
-    return Rollout(Request(prompt, sample, 0, Sampling.plain(128)), token_ids, (0.0,) * len(token_ids), Finish.EOS, 0)
+    return Rollout(Request(prompt, sample, 0, Sampling.plain(128)), token_ids, (0.0,) * len(token_ids), Finish.EOS)

@@ -96,18 +96,18 @@ def _sweep(command: str, words: Sequence[str]) -> None:
     sys.argv = [f"grpo {command}", "--multirun", *words]
     new_folder_names()
     try:
-        with explained(command, words, lambda: not (started or sweep.outcomes)):
+        with explained(command, words, lambda: not (started or sweep.states)):
             hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config)(job)()
     except KeyboardInterrupt:
-        if not sweep.outcomes:
+        if not sweep.states:
             raise
         _end(sweep, 130)
     except ValueError:
-        if not sweep.outcomes or sweep.counts()["done"]:
+        if not sweep.states or sweep.counts()["done"]:
             raise  # without any result a sweeper has no best one, and reports that itself
     finally:
         sys.argv = before
-    if sweep.outcomes:
+    if sweep.states:
         _end(sweep, _conclude(sweep))
 
 
@@ -116,23 +116,22 @@ def _conclude(sweep: Sweep) -> int:
     missing."""
     done = sweep.done()
     if sweep.command == "eval" and done:
-        from grpo_cli.report.evaluations import show_evaluations
+        from grpo_cli.report.side_by_side import show_evaluations
 
         show_evaluations([(job.label, job.folder) for job in done])
     if sweep.command != "profile":
         return min(sweep.counts()["failed"], MOST_FAILED)
     if done:
-        from grpo_cli.report.profiles import compare_profiles
+        from grpo_cli.report.side_by_side import show_profiles
 
-        assert sweep.folder is not None, "the launcher has written there"
-        compare_profiles([(job.label, job.folder) for job in done], sweep.folder)
-    return 0 if len(done) == len(sweep.jobs) else 2
+        show_profiles([(job.label, job.folder) for job in done])
+    return 0 if len(done) == len(sweep.states) else 2
 
 
 def _end(sweep: Sweep, code: int) -> NoReturn:
     """Print how a sweep ended and exit with this code; with 2 and the reasons, if no job could be run."""
     typer.echo(sweep.summary())
-    if sweep.counts()["skipped"] == len(sweep.outcomes):
-        reasons = dict.fromkeys(str(status.reason) for status in sweep.outcomes.values())
+    if sweep.counts()["skipped"] == len(sweep.states):
+        reasons = dict.fromkeys(str(status.reason) for status in sweep.states.values())
         fail("\n".join(["no combination can be run:", *reasons]))
     raise typer.Exit(code)

@@ -35,20 +35,19 @@ def list_runs(folder: Path) -> None:
 
 
 def _cells(run: Run, folder: Path) -> Iterator[str]:
-    settings = run.recorded.settings
-    model = settings.get("model")
+    known = {key: shown(value) for key, value in run.recorded.settings.items()}
+    model, written = known.get("model", "-"), _last_written(run)
     yield run.recorded.command
     yield run.state.value
-    yield shown(settings.get("task", "-"))
-    yield shown(settings.get("model.path", "hf") if model == "hf" else settings.get("model", "-"))
-    yield shown(settings.get("n", "-"))
-    yield shown(settings.get("m", "-"))
-    yield "-" if run.recorded.command == "eval" else f"{run.steps}/{shown(settings.get('train.steps', '?'))}"
+    yield known.get("task", "-")
+    yield known.get("model.path", model) if model == "hf" else model
+    yield known.get("n", "-")
+    yield known.get("m", "-")
+    yield "-" if run.recorded.command == "eval" else f"{run.steps}/{known.get('train.steps', '?')}"
     yield "-" if run.final_accuracy is None else f"{run.final_accuracy:.3f}"
     yield "-" if run.accuracy_interval is None else "{:.3f}..{:.3f}".format(*run.accuracy_interval)
     yield "-" if run.problems is None else str(run.problems)
-    written = _last_written(run)
-    yield _age(time.time() - written) if written else "-"
+    yield duration(time.time() - written) if written else "-"
     yield _path(run, folder)
 
 
@@ -61,12 +60,3 @@ def _last_written(run: Run) -> float:
     """Return when the run last wrote something: seconds since the epoch, 0 if unknown."""
     times = [path.stat().st_mtime for name in WRITTEN if (path := run.folder / name).exists()]
     return max(times, default=0.0)
-
-
-def _age(seconds: float) -> str:
-    """Return seconds in words, in days from 48 hours on.
-
-    >>> _age(59), _age(7 * 3600), _age(50 * 3600)
-    ('59 s', '7h00m', '2 days')
-    """
-    return duration(seconds) if seconds < 48 * 3600 else f"{seconds // 86400:.0f} days"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
 from pathlib import Path
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from grpo_cli.report.read import jobs_of
-from grpo_cli.report.rollouts import Recorded, Recording, by_prompt, extremes, facts, read_recording, visible
+from grpo_cli.report.rollouts import Recorded, Recording, extremes, read_recording, visible
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.formatting import plain
@@ -27,36 +26,28 @@ def show_rollouts(
     worst: int = 0,
 ) -> None:
     """Print the requested rollouts of a step (default: the last). UserError says what is available instead."""
-    found = _found(folder, step)
-    rows = _chosen(found.rollouts, prompt, kept)
-    rows = extremes(rows, best, worst) if best or worst else rows
-    console, groups = terminal.console(), by_prompt(rows)
-    where = "evaluation" if found.step is None else f"step {found.step} ({_range(found.steps)})"
-    count = f"{len(rows)} of {len(found.rollouts)} recorded rollouts, {len(groups)} prompts"
+    found, console = _found(folder, step), terminal.console()
+    chosen = _chosen(found.rollouts, prompt, kept)
+    groups: dict[str, list[Recorded]] = {}
+    for row in extremes(chosen, best, worst) if best or worst else chosen:
+        groups.setdefault(row.prompt_id, []).append(row)
+    where = "evaluation" if found.step is None else f"step {found.step} of {found.steps[0]} to {found.steps[-1]}"
+    count = f"{sum(map(len, groups.values()))} of {len(found.rollouts)} recorded rollouts, {len(groups)} prompts"
     _print(console, f"{plain(folder)}  {where}: {count}", "bold")
     for prompt_id, group in groups.items():
         _print(console, f"\nprompt {plain(prompt_id)}, answer {plain(group[0].answer)}", "bold cyan")
         _print(console, visible(group[0].prompt), "cyan", indent=2)
         for row in group:
-            _print(
-                console,
-                f"\nsample {row.sample}: {'  '.join(facts(row))}",
-                "dim" if row.step and not row.kept else "bold",
-                2,
-            )
+            style = "dim" if row.step and not row.kept else "bold"
+            _print(console, f"\nsample {row.sample}: {'  '.join(row.facts())}", style, indent=2)
             for theirs, text in row.turns or ((False, row.reply),):
-                _print(console, visible(text), "dim" if theirs else "", 6 if theirs else 4)
+                _print(console, visible(text), "dim" if theirs else "", indent=6 if theirs else 4)
     for note in found.notes:
         _print(console, f"\nnote: {note}", "yellow")
 
 
 def _print(console: Console, text: str, style: str = "", indent: int = 0) -> None:
-    """A text, wrapped with a hanging indent in a terminal and left as it is in a pipe or a file."""
-    if console.is_terminal:
-        console.print(Padding(Text(text, style=style, overflow="fold"), (0, 0, 0, indent)))
-        return
-    for line in text.split("\n"):
-        console.print(Text(" " * indent * bool(line) + line), soft_wrap=True)
+    console.print(Text(textwrap.indent(text, " " * indent), style=style), soft_wrap=True)
 
 
 def _found(folder: Path, step: int | None) -> Recording:
@@ -75,16 +66,8 @@ def _found(folder: Path, step: int | None) -> Recording:
     return found
 
 
-def _range(steps: Sequence[int]) -> str:
-    """
-    >>> _range([2, 3, 7])
-    'there are 3 steps from 2 to 7'
-    """
-    return f"there are {len(steps)} steps from {steps[0]} to {steps[-1]}" if len(steps) > 1 else "the only step"
-
-
-def _chosen(rows: Sequence[Recorded], prompt: str | None, kept: bool | None) -> list[Recorded]:
-    prompts = list(by_prompt(rows))
+def _chosen(rows: tuple[Recorded, ...], prompt: str | None, kept: bool | None) -> list[Recorded]:
+    prompts = list(dict.fromkeys(row.prompt_id for row in rows))
     if prompt not in (None, *prompts):
         named = ", ".join(map(plain, prompts[:MOST_NAMED])) + (", ..." if len(prompts) > MOST_NAMED else "")
         near = closest(str(prompt), prompts)

@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,15 @@ from grpo_cli.config.recorded import OF_A_RESUME, Command
 from grpo_cli.runs.files import json_line, read_object
 from grpo_cli.runs.layout import CHECKPOINTS, METRICS, PROFILE, ROLLOUTS, RUN, SAMPLES, SUMMARY
 from grpo_cli.runs.lock import sole_use
-from grpo_cli.runs.provenance import code_version
-from grpo_cli.runs.record import RunRecord, check_data, digests, failure_noted, read_record, write_record
+from grpo_cli.runs.record import (
+    RunRecord,
+    check_data,
+    code_version,
+    digests,
+    failure_noted,
+    read_record,
+    write_record,
+)
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain, shown
@@ -113,9 +121,10 @@ def _go_on(folder: Path, before: RunRecord, record: RunRecord) -> None:
         return
     exchanged = _differences(before.choices, record.choices)
     changed = _differences(leaves("", before.config), leaves("", record.config))
-    for line in (*exchanged, *changed):
+    for line in (lines := [*exchanged, *changed]):
         to_stderr(f"changed since this run was started: {line}")
-    write_record(folder, record)
+    lines = [*before.about.get("changed", ()), *lines]
+    write_record(folder, replace(record, about={**record.about, "changed": lines}))
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -53,7 +53,7 @@ def play(
         of = {_key(rest_of(one)): one for one in partial}
         conversation = Conversation(task, lambda rest: joined(of[_key(rest.request)], rest, version), spent)
         requests = [_ending(rest_of(one), task) for one in partial]
-        yield from _generated(engine, partial, requests, version, enough, spent, replies=conversation)
+        yield from _generated(engine, partial, requests, version, enough, spent, answers=conversation)
     else:
         yield from _in_rounds(engine, task, partial, version, enough, spent)
 
@@ -69,7 +69,7 @@ def fits(rollout: Rollout, reply: Sequence[int]) -> bool:
 
 
 class Conversation:
-    """The environments' answers to finished turns (`interfaces.Replies`). `whole` turns what an engine has into an
+    """The environments' answers to finished turns (an `EnvironmentAnswers`). `whole` turns what an engine has into an
     episode."""
 
     def __init__(self, task: Dialogue, whole: Callable[[Rollout], Episode], spent: Spent) -> None:
@@ -167,7 +167,7 @@ def _generated(
     version: int,
     enough: Enough | None,
     spent: Spent,
-    **replies: Conversation,
+    **answers: Conversation,
 ) -> Iterator[Episode]:
     """Generate the rest of each. A custom engine need not support stopping unless it
     is asked to stop."""
@@ -178,7 +178,7 @@ def _generated(
 
     asked: Any = engine
     stops = () if enough is None else (lambda rest: enough(whole(rest)),)
-    for rest in asked.generate(requests, *stops, **replies):
+    for rest in asked.generate(requests, *stops, **answers):
         assert rest.finish is not Finish.PARTIAL or enough, "an engine stops nothing unless it is asked to"
         yield whole(rest)
     spent.costs.append(engine.stats())
@@ -195,7 +195,7 @@ def _one_turn_of(request: Request) -> Request:
     sampling = request.sampling
     if sampling.max_turn_tokens is None:
         return request
-    most = min(sampling.max_new_tokens, sampling.max_turn_tokens - request.in_turn)
+    most = min(sampling.max_new_tokens, sampling.max_turn_tokens - request.turn_tokens)
     return replace(request, sampling=replace(sampling, max_new_tokens=most, max_turn_tokens=None))
 
 

@@ -20,7 +20,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 def begun(request: Request) -> Rollout:
     """Return a rollout without any tokens yet."""
-    return Rollout(request, (), (), Finish.PARTIAL, 0)
+    return Rollout(request, (), (), Finish.PARTIAL)
 
 
 def rest_of(partial: Rollout) -> Request:
@@ -39,8 +39,8 @@ def rest_of(partial: Rollout) -> Request:
         prompt=replace(prompt, id=f"{prompt.id}+{added}", token_ids=prompt.token_ids + partial.token_ids),
         seed=(request.seed + count * GOLDEN) % 2**64,
         sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - count),
-        resumed=count,
-        in_turn=partial.in_turn,
+        resumed_tokens=count,
+        turn_tokens=partial.turn_tokens,
     )
 
 
@@ -65,8 +65,6 @@ def joined(partial: Rollout, rest: Rollout, version: int) -> Rollout:
         token_ids=partial.token_ids + rest.token_ids,
         sampler_logprobs=partial.sampler_logprobs + rest.sampler_logprobs,
         finish=rest.finish,
-        # What was read as prompt is also held: nothing that evicts continues with partial rollouts.
-        kept_kv=len(partial) + rest.kept_kv if len(rest) else partial.kept_kv,
         spans=_longer(partial.spans, version, rest),
     )
 

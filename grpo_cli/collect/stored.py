@@ -41,7 +41,6 @@ def _fate(rollout: Rollout) -> dict[str, Any]:
         "sampling": asdict(request.sampling),
         "length": len(rollout),
         "finish": rollout.finish.value,
-        "kept_kv": rollout.kept_kv,
         "spans": [(span.version, span.count) for span in rollout.spans],
     }
 
@@ -66,7 +65,7 @@ def _rollout(
     sampling = Sampling(**fate["sampling"] | {"stop": tuple(fate["sampling"]["stop"])})
     request = Request(prompt, fate["sample"], int(fate["seed"]), sampling)
     spans = tuple(Span(*span) for span in fate["spans"])
-    return Rollout(request, token_ids, logprobs, Finish(fate["finish"]), fate["kept_kv"], spans)
+    return Rollout(request, token_ids, logprobs, Finish(fate["finish"]), spans)
 
 
 class HoldsGroups:

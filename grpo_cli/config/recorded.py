@@ -17,7 +17,7 @@ from grpo_cli.config.overrides import key_of, leaves, value_of
 from grpo_cli.config.trust import refuse_foreign
 from grpo_cli.runs.find import find_checkpoint, never_saved, resolve_run
 from grpo_cli.runs.layout import RUN, step_of
-from grpo_cli.runs.record import RunRecord, begun_as, read_record
+from grpo_cli.runs.record import RunRecord, read_record
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
@@ -62,9 +62,9 @@ def _to_resume(typed: Sequence[str]) -> RecordedRun:
     if place == HERE:
         if run_dir is None:
             raise UserError("resume=here continues the run in hydra.run.dir=<folder>: name one")
-        if (begun := begun_as(Path(run_dir))) is None:
+        if (begun := read_record(Path(run_dir))) is None:
             return RecordedRun([word for word in typed if key_of(word) not in OF_A_RESUME])
-        place = run_dir  # what the run began with may have been changed since, for more steps
+        place = run_dir
         typed = [word for word in typed if word not in begun.overrides]
     elif run_dir is not None:
         raise UserError(f"resume={place} continues in the folder of that run: leave out hydra.run.dir={run_dir}")

@@ -78,7 +78,7 @@ class _MadeUp(Engine, Task, Curriculum):
         return [Prompt(f"synthetic-{len(without) + place}", (0,), "0") for place in range(count)]
 
     def generate(self, requests: Sequence[Request], enough: Any = None) -> Iterator[Rollout]:
-        return (Rollout(request, (0,), (-1.0,), Finish.EOS, 0) for request in requests)
+        return (Rollout(request, (0,), (-1.0,), Finish.EOS) for request in requests)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         return Reward(float(rollout.request.sample % 2))

@@ -27,7 +27,7 @@ _OF_A_SWEEP = re.compile(r"hydra[./](launcher|sweeper)(\.[a-z]\w*)?")
 # Where a run writes, whose answers it believes, and what it reveals of the environment.
 _TYPED_AGAIN = re.compile(r"run_dir|engine\.address|engine\.options\..*|task\.judge\.(key|base_url)")
 # Files that are read, whose content reaches prompts, records and judges.
-_READ = ("task.judge.prompt", "train.warmup_path", *(f"task.{one}path" for one in ("", "eval_", "few_shot_")))
+_READ = ("task.judge.prompt", "train.warmup_path", "task.path", "task.eval_path")
 _HERE = re.compile(r"https?://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?(/|$)")  # a server on this machine
 _OF_A_RUN = ("name", "group", "tags", "mode")  # settings of a logger that say nothing of where records are sent
 

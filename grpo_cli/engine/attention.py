@@ -93,15 +93,13 @@ def in_c(rows: Rows, cache: PagedCache, scale: float, note: Note | None = None) 
     return attend
 
 
-def no_triton(device: torch.device, dim: int) -> str:
-    """Return why the kernel cannot run there; empty if it can."""
-    if device.type != "cuda":
-        return f"the model is on {device.type}"
-    if dim > 256:
-        return f"its heads have at most 256 numbers, and the model's have {dim}"
-    if torch.version.hip or (torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)):
-        return "it needs a GPU of compute capability 8.0 or newer"
-    return "" if find_spec("triton") or not torch.cuda.is_available() else "Triton is not installed"
+def runs_triton(device: torch.device, dim: int) -> bool:
+    """True if the kernel can run there, for heads of so many numbers."""
+    if device.type != "cuda" or dim > 256 or torch.version.hip:
+        return False
+    if not torch.cuda.is_available():  # tensors without memory
+        return True
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 # Spelt out, since PyTorch reads no annotations of a function that checks its own (jaxtyping's hook).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
@@ -45,6 +46,12 @@ class SequenceEngine:
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts, self._predictor, self._scheduler = parts, parts.predictor, parts.scheduler
+        self._warned = set[str]()
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self._parts.warn(text)
 
     def stats(self) -> EngineStats:
         """Return the cost of the last `generate`; complete once its iterator is exhausted."""
@@ -111,9 +118,8 @@ class Tally:
         return EngineStats(self.steps, self.generated, self.prefilled, self.slots, busy, kv_bytes, details)
 
 
-# Details that are summed (seconds too) and maximized; all others are averaged over decode steps.
+# Details that are summed (as are those in seconds); of bytes the largest counts, all others are averaged over steps.
 _SUMMED = {"engine/evictions", "engine/restarts", "engine/restarted_tokens", "engine/requests_again"}
-_LARGEST = {"engine/kv_held_bytes", "engine/eviction_note_bytes"}
 
 
 def together(parts: Seq[EngineStats]) -> EngineStats:
@@ -122,7 +128,16 @@ def together(parts: Seq[EngineStats]) -> EngineStats:
         return parts[0]
     capacity = [part.decode_steps * part.slots for part in parts]
     busy = sum(part.slot_utilisation * steps for part, steps in zip(parts, capacity, strict=True))
-    names = dict.fromkeys(name for part in parts for name in part.details)
+    details = dict[str, float]()
+    for name in dict.fromkeys(name for part in parts for name in part.details):
+        having = [part for part in parts if name in part.details]
+        values, steps = [part.details[name] for part in having], [max(1, part.decode_steps) for part in having]
+        if name in _SUMMED or name.endswith("_seconds"):
+            details[name] = sum(values)
+        elif name.endswith("_bytes"):
+            details[name] = max(values)
+        else:
+            details[name] = sum(map(operator.mul, values, steps)) / sum(steps)
     return EngineStats(
         decode_steps=sum(part.decode_steps for part in parts),
         generated_tokens=sum(part.generated_tokens for part in parts),
@@ -130,14 +145,5 @@ def together(parts: Seq[EngineStats]) -> EngineStats:
         slots=max(part.slots for part in parts),
         slot_utilisation=busy / sum(capacity) if sum(capacity) else 1.0,
         kv_peak_bytes=max(part.kv_peak_bytes for part in parts),
-        details={name: _detail(name, [part for part in parts if name in part.details]) for name in names},
+        details=details,
     )
-
-
-def _detail(name: str, parts: Iterable[EngineStats]) -> float:
-    seen = [(part.details[name], max(1, part.decode_steps)) for part in parts]
-    if name in _SUMMED or name.endswith("_seconds"):
-        return sum(value for value, _ in seen)
-    if name in _LARGEST:
-        return max(value for value, _ in seen)
-    return sum(value * steps for value, steps in seen) / sum(steps for _, steps in seen)

@@ -1,14 +1,14 @@
 """Decode steps of fixed shape, so that a GPU can replay each as one CUDA graph instead of hundreds of launches.
 
-A turn is a decode step and the drawing after it. Rows come in few numbers and tables in few widths (`RunningBatch` with
-`fills`), so few shapes occur. Filling up changes no bits, so an uncaptured turn gives the same result.
+A step is a forward pass and the drawing after it. Rows come in few numbers and tables in one width (`RunningBatch` with
+`fill`), so few shapes occur. Filling up changes no bits, so an uncaptured step gives the same result.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import is_dataclass, replace
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -23,41 +23,34 @@ WORTH_CAPTURING = 2
 
 
 # For each row: its last hidden state [R, H], its next token and that token's log-probability.
-TurnOutput = tuple[Tensor, ...]
-Turn = Callable[[Rows], TurnOutput]
+StepOutput = tuple[Tensor, ...]
+Step = Callable[[Rows], StepOutput]
 # Runs the function, and returns its results and a function that replays it with the same addresses.
-Capture = Callable[[Callable[[], TurnOutput]], tuple[TurnOutput, Callable[[], TurnOutput]]]
+Capture = Callable[[Callable[[], StepOutput]], tuple[StepOutput, Callable[[], StepOutput]]]
 
 
-class GraphedTurns:
-    """Runs turns through `turn`, each once, and captures the shapes that come up often."""
+class GraphedSteps:
+    """Runs `step`, once for each call, and captures the shapes that come up often."""
 
-    def __init__(self, turn: Turn, capture: Capture) -> None:
-        self._turn, self._capture = turn, capture
+    def __init__(self, step: Step, capture: Capture) -> None:
+        self._step, self._capture = step, capture
         self._seen: Counter[Hashable] = Counter()
-        self._captured: dict[Hashable, tuple[Rows, Callable[[], TurnOutput]]] = {}
+        self._captured: dict[Hashable, tuple[list[Tensor], Callable[[], StepOutput]]] = {}
 
-    def __call__(self, rows: Rows) -> TurnOutput:
+    def __call__(self, rows: Rows) -> StepOutput:
         given = tensors_of(rows)
         shape = (rows.drawing.flags, *(tensor.shape for tensor in given))
         if shape in self._captured:
-            own, replay = self._captured[shape]
-            torch._foreach_copy_(tensors_of(own), given)
+            inputs, replay = self._captured[shape]
+            torch._foreach_copy_(inputs, given)
             return replay()
         self._seen[shape] += 1
         if self._seen[shape] < WORTH_CAPTURING:
-            return self._turn(rows)
-        own = _cloned(rows)
-        result, replay = self._capture(lambda: self._turn(own))
-        self._captured[shape] = own, replay
+            return self._step(rows)
+        own = deepcopy(rows)
+        result, replay = self._capture(lambda: self._step(own))
+        self._captured[shape] = tensors_of(own), replay
         return result
-
-
-def _cloned(value: Any) -> Any:
-    """Return a copy with cloned tensors."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{name: _cloned(part) for name, part in vars(value).items()})
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 @cache
@@ -78,7 +71,7 @@ class CudaGraphs:
         self._stream = _stream()
         self._last: torch.cuda.CUDAGraph | None = None  # a pool ends with its last graph, and cannot begin again
 
-    def __call__(self, run: Callable[[], TurnOutput]) -> tuple[TurnOutput, Callable[[], TurnOutput]]:
+    def __call__(self, run: Callable[[], StepOutput]) -> tuple[StepOutput, Callable[[], StepOutput]]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             # Libraries allocate and choose kernels in their first call on a stream, which must not be recorded.
@@ -90,7 +83,7 @@ class CudaGraphs:
             result = run()
         self._last = graph
 
-        def replay() -> TurnOutput:
+        def replay() -> StepOutput:
             graph.replay()
             return result
 

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from grpo_cli.engine import layers
-from grpo_cli.engine.attention import no_triton, paged_attention
+from grpo_cli.engine.attention import paged_attention, runs_triton
 from grpo_cli.engine.eviction import Evictor
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, round_up
 from grpo_cli.engine.layers import (
@@ -93,9 +93,9 @@ class Decoder:
     head: Any = None
 
     @classmethod
-    def of(cls, model: Any, may_pack: bool = False) -> Decoder:
+    def of(cls, model: Any) -> Decoder:
         inner = unwrapped(model)
-        return cls(inner, tuple(inner.model.layers), may_pack=may_pack)
+        return cls(inner, tuple(inner.model.layers))
 
     @property
     def device(self) -> torch.device:
@@ -142,40 +142,25 @@ class Decoder:
         fits = fits and self.layout.dim <= ops.MOST_DIM and self.layout.dim % 2 == 0
         return fits and serves_natively(self.layers, self.model.model.norm)
 
-    def no_triton(self, watched: bool) -> str:
-        """Return why steps cannot attend by page tables on a GPU; empty if they can."""
-        return "an eviction policy needs the attention weights" if watched else no_triton(self.device, self.layout.dim)
-
-    @property
-    def _linears(self) -> list[nn.Linear]:
-        return [*linear_layers(self.model.model.layers), *linear_layers(self.model.lm_head)]
-
     @property
     def _is_small(self) -> bool:
-        return sum(layer.weight.numel() for layer in self._linears) < layers.PACKED_FROM
+        linears = (*linear_layers(self.model.model.layers), *linear_layers(self.model.lm_head))
+        return sum(layer.weight.numel() for layer in linears) < layers.PACKED_FROM
 
     @property
     def packs(self) -> bool:
         """True if rollouts multiply by packed copies."""
         return self.may_pack and self.device.type == "cpu" and can_pack() and not (self.compiled or self._is_small)
 
-    @property
-    def keeps_adapters_apart(self) -> bool:
-        """True if there are adapters on quantised weights, which cannot be copied and merged."""
-        return any(
-            "lora_A" in dict(module.named_children()) and type(module.base_layer) is not nn.Linear
-            for part in (self.model.model.layers, self.model.lm_head)
-            for module in part.modules()
-        )
-
-    def prepared(self, watched: bool = False) -> Decoder:
+    def prepared(self, needs_received: bool = False) -> Decoder:
         """Return it for one generation: with weights in the precision of its products, and with the fastest attention
-        that this device has; `watched`: a policy needs what keys receive.
+        that this device has; `needs_received`: it returns the attention that keys receive, too.
 
         Autocast would cast every weight again in every step, as it caches none under `inference_mode`. Weights of a
         small model on a CPU are joined, where a call takes as long as its product.
         """
-        backend = "c" if self.is_native else "reference" if self.no_triton(watched) else "triton"
+        by_triton = not needs_received and runs_triton(self.device, self.layout.dim)
+        backend = "c" if self.is_native else "triton" if by_triton else "reference"
         weights = Weights(self.precision, self.packs, joined=self._is_small and self.device.type == "cpu")
         blocks = tuple(Block.of(layer, weights) for layer in self.layers)
         compiled = self.compiled if is_plain(blocks) else None
@@ -187,7 +172,7 @@ class Decoder:
         rows = hidden.shape[0]
         return self.head(_to(hidden.to(self.precision), self.padding.padded_rows(rows)))[:rows]
 
-    def prefill(self, prompts: Sequence[Sequence[int]], note_received: bool) -> Prefilled:
+    def prefill(self, prompts: Sequence[Sequence[int]], needs_received: bool) -> Prefilled:
         """Run prompts whose lengths round up to the same multiple of a tile, so that bits are those of any batch."""
         width = round_up(max(len(ids) for ids in prompts), BLOCK)
         assert all(round_up(len(ids), BLOCK) == width for ids in prompts), "one width per prefill"
@@ -203,7 +188,7 @@ class Decoder:
             q, k, v = (t.view(count, width, -1, dim).transpose(1, 2) for t in (q, k, v))
             keys.append(k)
             values.append(v)
-            if note_received:
+            if needs_received:
                 received.append(_received(q, k, [len(ids) for ids in prompts], self.scale))
             return causal(q, k, v, self.scale).transpose(1, 2).reshape(count * width, -1)
 
@@ -213,7 +198,7 @@ class Decoder:
             torch.stack(keys),
             torch.stack(values),
             self.logits(hidden[last]),
-            torch.stack(received) if note_received else None,
+            torch.stack(received) if needs_received else None,
         )
 
     def step(self, rows: Rows, cache: PagedCache, evictor: Evictor | None = None) -> Float[Tensor, "R H"]:

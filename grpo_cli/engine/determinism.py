@@ -11,8 +11,8 @@ with which one row's bits are the same in all of them. The test runs what decodi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,40 +35,30 @@ WORK, LEAST_OF_ROWS = 2**32, 128
 HEAD_ROWS = 32  # the head is as large as several blocks
 
 
-@dataclass(frozen=True)
-class Invariance:
-    """`holds`: with this padding a row's bits were the same in every batch tested. `packed`: with packed copies of the
-    weights, which are not used if bits hold only without them."""
-
-    padding: Padding
-    holds: bool
-    packed: bool
+# By shapes, precision, threads and library: the padding that was found (None: none), and whether C agrees.
+_FOUND: dict[Hashable, Any] = {}
 
 
-_TRIED: dict[tuple[Any, ...], Any] = {}
-
-
-def invariance_of(decoder: Decoder) -> Invariance:
-    """Find the padding for this model on this machine: takes 0.05 s for the embedded model, 0.4 s at hidden size 576,
-    and is cached by shapes and threads. Only float32 on a CPU is tested; elsewhere nothing is promised."""
-    packed = decoder.packs
+def without_company(decoder: Decoder) -> tuple[Decoder, bool]:
+    """Return the decoder with the padding for its model on this machine, and True if with it a row's bits were the same
+    in every batch tested; it packs weights unless bits hold only without. Takes 0.05 s for the embedded model, 0.4 s at
+    hidden size 576. Only float32 on a CPU is tested; elsewhere nothing is promised."""
     if not decoder.promises_bits:
-        return Invariance(Padding(), False, packed)
-    found: Invariance = _once(_try_out, decoder)
-    if packed and not found.holds:
-        other: Invariance = _once(_try_out, replace(decoder, may_pack=False))
-        return other if other.holds else found
-    return found
+        return replace(decoder, padding=Padding()), False
+    for some in (decoder, replace(decoder, may_pack=False)):
+        if padding := _once(_find_padding, some):
+            return replace(some, padding=padding), True
+    return replace(decoder, padding=Padding(1, 8 * torch.get_num_threads())), False
 
 
-def _once(try_out: Callable[[Decoder], Any], decoder: Decoder, by: Any = None) -> Any:
-    """Try the first block out, once for each shape, number of threads and library (`by`)."""
-    key = (try_out, by, torch.get_num_threads(), decoder.packs, decoder.is_native, decoder.layout, decoder.dtype)
+def _once(find: Callable[[Decoder], Any], decoder: Decoder, library: Any = None) -> Any:
+    """Try the first block out, once for each shape, number of threads and library."""
+    key = (find, library, torch.get_num_threads(), decoder.packs, decoder.is_native, decoder.layout, decoder.dtype)
     key = (*key, decoder.model.config.vocab_size, *_weight_shapes(decoder))
-    if key not in _TRIED:
+    if key not in _FOUND:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            _TRIED[key] = try_out(replace(decoder, layers=decoder.layers[:1]).prepared())
-    return _TRIED[key]
+            _FOUND[key] = find(replace(decoder, layers=decoder.layers[:1]).prepared())
+    return _FOUND[key]
 
 
 def _weight_shapes(decoder: Decoder) -> tuple[tuple[int, ...], ...]:
@@ -76,11 +66,9 @@ def _weight_shapes(decoder: Decoder) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(weight.shape) for weight in decoder.model.model.layers[0].parameters())
 
 
-def _try_out(decoder: Decoder) -> Invariance:
-    threads = torch.get_num_threads()
-    found = (replace(decoder, padding=Padding(*numbers)) for numbers in _row_paddings(threads))
-    padding = next((each.padding for each in found if _rows_agree(each)), None)
-    return Invariance(padding or Padding(1, 8 * threads), padding is not None, decoder.packs)
+def _find_padding(decoder: Decoder) -> Padding | None:
+    found = (replace(decoder, padding=Padding(*numbers)) for numbers in _row_paddings(torch.get_num_threads()))
+    return next((each.padding for each in found if _rows_agree(each)), None)
 
 
 def _row_paddings(threads: int) -> Iterator[tuple[int, int]]:
@@ -118,7 +106,7 @@ def hidden_of_block(decoder: Decoder, tokens: Tensor) -> Float[Tensor, "N H"]:
 
 def computes_the_same(native: Decoder) -> bool:
     """True if C finds what PyTorch's operations find, but for rounding."""
-    return bool(_once(_agrees, native, by=library("decode")))
+    return bool(_once(_agrees, native, library("decode")))
 
 
 def _agrees(native: Decoder) -> bool:
@@ -145,13 +133,3 @@ def _found_by(decoder: Decoder) -> tuple[Tensor, ...]:
     attend = paged_attention(decoder.backend, step, cache, decoder.scale, lambda _, received: paid.append(received))
     attended = attend(0, q, k, v)
     return hidden.float(), attended.float(), *paid, draw(torch.randn(rows, 99, generator=numbers), uniform, drawing)[1]
-
-
-def rounding_warning(found: Invariance, threads: int) -> str:
-    """Return what it means for a run that bits depend on the batch."""
-    return (
-        f"float32 products depend on the number of rows here ({threads} threads), even padded to "
-        f"{found.padding.least} rows: a rollout is the same to rounding only, and not bit for bit, under another "
-        "sampler, scheduler or number of slots (engine.invariant in summary.json). Resuming and repeating a run are "
-        "not affected"
-    )

@@ -12,7 +12,6 @@ kept                           k k k k k w w w                 order kept; block
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import groupby
@@ -65,21 +64,8 @@ class Dense:
 @dataclass(frozen=True)
 class Budget(ABC):
     """An eviction policy that keeps at most `budget` keys, and `buffer` more between two evictions, for each rollout,
-    layer and key-value head.
-
-    budget          keys that are left after an eviction: the `window` latest, the sinks, and the best by score.
-    buffer          steps between two evictions: one happens when a rollout holds budget + buffer keys. A slot has room
-                    for that many (in whole blocks) and never for more.
-    window          the latest keys, which are never evicted, and the latest steps whose queries `snapkv` and `rkv` ask.
-    sinks           the first positions of the whole sequence, which are never evicted. A protected prompt covers them.
-    protect_prompt  true: the prompt's keys stay, shared by all its rollouts, and the budget is for the response only.
-                    false (as published): they count and can be evicted like any other. They are read from the shared
-                    copy until a rollout's first eviction moves those it keeps into its slot.
-    per_head        whether each key-value head keeps its own keys (R-KV), or all heads of a layer the same ones, by the
-                    sum of their scores (Sparse-RL's release, which also lets layer 0 choose for all; here each layer
-                    always chooses for itself).
-
-    Keys keep the positions that they were rotated to, so budget >= length is the dense run bit for bit.
+    layer and key-value head (conf/sparsity/_budget.yaml). Keys keep the positions that they were rotated to, so budget
+    >= length is the dense run bit for bit.
     """
 
     budget: Count
@@ -132,15 +118,17 @@ class Evictor:
     """Cuts a sequence down to `budget` keys whenever it holds `budget + buffer`, in all layers and heads at once.
 
     When depends only on its own length, so neighbours change nothing. Temporary copies are of a few sequences at a
-    time: at most one layer's share of all slots. Statistics are kept of `slots` sequences at a time, each with at most
-    `own` tokens of its own and `prompt` of its prompt's; each statistic is a tensor [layers, slots, ...].
+    time: at most one layer's share of all slots. Statistics are kept of `slots` sequences at a time; each is a tensor
+    [layers, slots, ...].
     """
 
     def __init__(
-        self, policy: Budget, layout: KvLayout, slots: int, own: int, prompt: int, scale: float, device: torch.device
+        self, policy: Budget, layout: KvLayout, slots: int, blocks: tuple[int, int], scale: float, device: torch.device
     ) -> None:
+        """`blocks`: the most of a sequence's own and of its prompt."""
         self.policy, self._scale, self._device = policy, scale, device
         self._at_once = max(1, slots // layout.layers)
+        own, prompt = (BLOCK * count for count in blocks)
         self._prompt_width = 0 if policy.protect_prompt else prompt
         self._notes: list[Tensor] = []
 
@@ -156,15 +144,11 @@ class Evictor:
         # queries. The prompt's keys come first, and start from what its own queries paid.
         sizes_received = layout.heads, self._prompt_width + own
         self._received = note(*sizes_received, dtype=torch.float32) if policy.needs_received else None
-        # How many keys of its prompt each holds among its own, where they come first.
-        self._prompt_kept = None if policy.protect_prompt else note(layout.heads, dtype=torch.long)
-        self._evictions = 0
-        self._reads = np.zeros(2, dtype=np.int64)  # keys attended to, and the same for a dense run
-        self._peak = np.zeros(2, dtype=np.int64)  # most keys held at a time, and the same for a dense run
+        self.evictions = 0
 
     def of_prompt(self, sequence: Sequence) -> int:
         """Return how many keys of its prompt can be evicted."""
-        return 0 if self.policy.protect_prompt or sequence.prompt is None else sequence.prompt.length
+        return 0 if self.policy.protect_prompt else sequence.seen
 
     def _is_due(self, sequence: Sequence) -> bool:
         """True if it must be cut down before the next key comes.
@@ -222,7 +206,7 @@ class Evictor:
             return sequence.held, self.of_prompt(sequence)
 
         due = sorted(filter(self._is_due, running), key=shape)
-        self._evictions += len(due)
+        self.evictions += len(due)
         for _, alike in groupby(due, shape):
             some = list(alike)
             for first in range(0, len(some), self._at_once):
@@ -258,8 +242,6 @@ class Evictor:
             left = torch.zeros_like(self._received[:, rows])
             left[..., self._prompt_width : self._prompt_width + policy.budget] = received.gather(-1, kept)
             self._received[:, rows] = left
-        if self._prompt_kept is not None:
-            self._prompt_kept[:, rows] = (kept < (prompt or self._prompt_kept[:, rows][..., None])).sum(-1)
         needed = blocks_for(policy.budget + 1)
         for sequence in sequences:
             sequence.held = policy.budget
@@ -269,25 +251,3 @@ class Evictor:
                 sequence.prompt.users -= 1
                 sequence.prompt = None
         return kept
-
-    def prompt_kept(self, rows: Rows) -> Seq[Int[Tensor, "R"]]:
-        """Return, if prompt keys can be evicted, how many each row still has, in the layer and head with the fewest.
-        The number means nothing for a row that still reads its prompt's blocks."""
-        return () if self._prompt_kept is None else (self._prompt_kept[:, rows.slots].amin((0, 2)),)
-
-    def count(self, running: Seq[Sequence], prompt_keys: int) -> None:
-        """Count a step that adds a key to each sequence; `prompt_keys` are cached, each prompt once."""
-        held, made = sum(s.held + 1 for s in running), sum(s.made for s in running)
-        seen = sum(s.prompt.length for s in running if s.prompt is not None)
-        self._reads += (held + seen, made + sum(s.prompt_length for s in running))
-        self._peak = np.maximum(self._peak, (held + prompt_keys, made + prompt_keys))
-
-    def details(self) -> Mapping[str, float]:
-        """Return the number of evictions, and the shares saved of keys read and of keys held at the peak."""
-        reads, peak = (1.0 - float(kept / full) if full else 0.0 for kept, full in (self._reads, self._peak))
-        return {
-            "engine/evictions": float(self._evictions),
-            "engine/kv_saving_mean": reads,
-            "engine/kv_saving_peak": peak,
-            "engine/eviction_note_bytes": float(sum(note.nbytes for note in self._notes)),
-        }

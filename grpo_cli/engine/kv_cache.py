@@ -79,7 +79,6 @@ class PagedCache:
     def __init__(self, layout: KvLayout, count: int, device: torch.device, fills: bool = False) -> None:
         self.layout, self.count, self.device = layout, count, device
         self.prompts: dict[str, CachedPrompt] = {}
-        self.prompt_tokens = 0  # of all of them
         self.free = list(range(count))  # a heap
         self._reached = count if device.type == "cuda" else 0  # one past the highest block that was ever taken
         sizes = (BLOCK, layout.heads) if layout.by_token else (layout.heads, BLOCK)
@@ -103,14 +102,12 @@ class PagedCache:
         for block in blocks:
             heapq.heappush(self.free, block)
 
-    def add_prompt(self, name: str, prompt: CachedPrompt) -> None:
-        self.prompts[name] = prompt
-        self.prompt_tokens += prompt.length
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(prompt.length for prompt in self.prompts.values())
 
     def drop_prompt(self, name: str) -> None:
-        prompt = self.prompts.pop(name)
-        self.prompt_tokens -= prompt.length
-        self.give_back(prompt.blocks)
+        self.give_back(self.prompts.pop(name).blocks)
 
     def drop_idle_prompts(self, wanted: Iterable[str] = ()) -> bool:
         """Drop the prompts that no sequence reads and that are not wanted; return False if there are none."""

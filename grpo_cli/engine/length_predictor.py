@@ -85,8 +85,7 @@ class GivenLengths(NoPredictor):
         self._given = given
 
     def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
-        known = [self._given[request] for request in requests if request in self._given]
-        return known if len(known) == len(requests) else None
+        return _if_all([self._given.get(request) for request in requests])
 
 
 class MeanLength:
@@ -112,8 +111,7 @@ class MeanLength:
 
     def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
         means = [(self.mean(request.prompt.id), float(request.sampling.max_new_tokens)) for request in requests]
-        known = [min(mean, limit) for mean, limit in means if mean is not None]
-        return known if len(known) == len(requests) else None  # all are known, or none
+        return _if_all([None if mean is None else min(mean, limit) for mean, limit in means])
 
     def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> None:
         by_prompt: dict[str, list[int]] = {}
@@ -141,14 +139,11 @@ class MeanLength:
 class PrefixHead:
     """Predicts the remaining length from the policy's own hidden state after the first `prefix_tokens` tokens.
 
-    Infinite Sampling also predicts from the first tokens, but (in its public code) by a separate BERT over their text.
-    Here a ridge regression on the hidden state, the prompt's length, the prompt's mean length so far and the
-    temperature predicts log(1 + remaining). It is refitted after each `generate`, with the shrinkage of the least
-    generalised cross-validation error: uninformative features fall back to the mean. It learns nothing from rollouts
-    that end within the prefix.
-
-    A fit costs some 20 milliseconds whatever the model's width, as at most `ridge.WIDTH` directions of the hidden state
-    are used (fixed random ones where it is wider). On a CPU in float64: the same rollouts give the same predictions.
+    A ridge regression on the hidden state, the prompt's length, the prompt's mean length so far and the temperature
+    predicts log(1 + remaining). (The public code of Infinite Sampling has a BERT over the first tokens' text.) It is
+    refitted after each `generate`, in some 20 milliseconds, with the shrinkage of the least generalised
+    cross-validation error, from rollouts that are longer than the prefix. On a CPU in float64: the same rollouts give
+    the same predictions.
     """
 
     SHRINKAGES = 10.0 ** np.arange(-4, 3)  # as shares of the number of rollouts
@@ -213,8 +208,8 @@ class PrefixHead:
         return features
 
     def _fit(self) -> None:
-        if len(self._targets) >= self._min_rollouts:
-            self._head = fit_ridge(self._features.astype(np.float64), self._targets, self.SHRINKAGES)
+        enough = len(self._targets) >= self._min_rollouts
+        self._head = fit_ridge(self._features.astype(np.float64), self._targets, self.SHRINKAGES) if enough else None
 
     def state(self) -> dict[str, Any]:
         learned = {"features": torch.tensor(self._features), "targets": torch.tensor(self._targets)}
@@ -224,5 +219,10 @@ class PrefixHead:
         of_kind(state, "predictor", "prefix")
         self._means.load_state(state["means"])
         self._features, self._targets = state["features"].numpy().copy(), state["targets"].numpy().copy()
-        self._head = None
         self._fit()
+
+
+def _if_all(lengths: Sequence[float | None]) -> list[float] | None:
+    """Return the lengths if all are known."""
+    known = [length for length in lengths if length is not None]
+    return known if len(known) == len(lengths) else None

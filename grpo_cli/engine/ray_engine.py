@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import tempfile
 import time
 import warnings
@@ -51,12 +50,12 @@ _ON = "continue with grpo train resume=auto"
 
 @dataclass
 class _Worker:
-    """`coming` is the reference to its place or answer, None if it is idle. `portion` is what the answer is of; empty
-    if it is no longer needed."""
+    """`pending` is the reference to its place or answer, None if it is idle. `portion` is what the answer is of; empty
+    if it is no longer needed. `place` is empty until it runs."""
 
     number: int
     actor: Any
-    coming: Any = None
+    pending: Any = None
     portion: Seq[Sequence] = ()
     place: Mapping[str, Any] = field(default_factory=dict)
     deaths: int = 0  # since its last answer
@@ -66,7 +65,7 @@ class _Worker:
 
     def start(self) -> None:
         """Request its place, which comes once Ray has found room on a node and started it."""
-        self.coming, self.portion, self.place = self.actor.place.options(max_task_retries=-1).remote(), (), {}
+        self.pending, self.portion, self.place = self.actor.place.options(max_task_retries=-1).remote(), (), {}
 
 
 @facts(stops_early=False)
@@ -95,7 +94,7 @@ class RayEngine(SequenceEngine):
         if gpus > 1 and gpus % 1:
             raise UserError(f"engine.gpus={gpus:g} of a worker: use 0, a part of one, or a whole number")
         self._timeout, self._device = timeout, next(model.parameters()).device
-        self._place = place(self._device)
+        self._place = place()
         # The trainer is idle while workers run; if all are on this machine, they share its threads.
         cpus = threads or max(1, torch.get_num_threads() // (workers if address is None else 1))
         self._processes = connect(address, workers, {"CPU": cpus, "GPU": gpus})
@@ -117,7 +116,6 @@ class RayEngine(SequenceEngine):
         self._frozen = ray.put((hollow(model), numbers(model, trained=False), build))
         self._weights: Any = None  # a reference too
         self._facts: Mapping[str, Any] = {}
-        self._warned = set[str]()
 
     def generate(self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None = None) -> Iterator[Rollout]:
         """Yield one rollout per request, in order of arrival. UserError with `enough`. Closing the iterator early
@@ -131,8 +129,8 @@ class RayEngine(SequenceEngine):
         self._stats = EngineStats()
         if not requests:
             return
-        start, answers = time.perf_counter(), list[Delivery]()
-        self._answered = time.monotonic()
+        start, deliveries = time.perf_counter(), list[Delivery]()
+        self._last_answer = time.monotonic()
         with self._parts.span("weights"):
             self._check_ray()
             if self._weights is None:  # once per version; workers keep the previous one while they use it
@@ -145,21 +143,20 @@ class RayEngine(SequenceEngine):
         queue = deque(portions(sequences, len(self._workers), self._parts.sampler.all_at_once))
         try:
             while len(finished) < len(requests):
-                with self._parts.span("dealing"):
-                    for worker in self._workers:
-                        if queue and worker.coming is None:
-                            self._deal(worker, queue.popleft())
+                for worker in self._workers:
+                    if queue and worker.pending is None:
+                        self._send(worker, queue.popleft())
                 with self._parts.span("decode"):  # waiting for the workers
-                    ready, _ = ray.wait([worker.coming for worker in self._workers if worker.coming], timeout=1.0)
+                    ready, _ = ray.wait([worker.pending for worker in self._workers if worker.pending], timeout=1.0)
                 self._check_ray()
-                for worker in [worker for worker in self._workers if worker.coming in ready]:
-                    portion, answer = worker.portion, self._take(worker)
-                    if answer is None:
+                for worker in [worker for worker in self._workers if worker.pending in ready]:
+                    portion, delivery = worker.portion, self._receive(worker)
+                    if delivery is None:
                         details["engine/requests_again"] += len(portion)
                         queue.extendleft([portion] if portion else [])
                     elif portion:
-                        answers.append(answer)
-                        for sequence, rollout in zip(portion, answer.rollouts, strict=True):
+                        deliveries.append(delivery)
+                        for sequence, rollout in zip(portion, delivery.rollouts, strict=True):
                             finished.append((sequence, replace(rollout, request=sequence.request)))
                             yield finished[-1][1]
             if self._predicts:
@@ -167,13 +164,13 @@ class RayEngine(SequenceEngine):
         finally:
             for worker in self._workers:
                 worker.portion = ()
-            self._account(answers, sum(len(rollout) for _, rollout in finished), details)
+            self._account(deliveries, sum(len(rollout) for _, rollout in finished), details)
 
-    def _deal(self, worker: _Worker, portion: Seq[Sequence]) -> None:
+    def _send(self, worker: _Worker, portion: Seq[Sequence]) -> None:
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         requests, lengths = [one.request for one in portion], [one.predicted for one in portion]
-        worker.coming = worker.actor.generate.remote((self._frozen, self._weights), requests, lengths, autocast)
+        worker.pending = worker.actor.generate.remote((self._frozen, self._weights), requests, lengths, autocast)
         worker.portion = portion
 
     def _check_ray(self) -> None:
@@ -186,21 +183,20 @@ class RayEngine(SequenceEngine):
         if here not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
             raise UserError(f"Ray itself has ended, and with it all workers: {_ON}")
         patience = self._timeout if any(worker.place for worker in self._workers) else START
-        if time.monotonic() - self._answered > patience:
+        if time.monotonic() - self._last_answer > patience:
             raise UserError(
                 f"engine=ray: no worker has answered for {patience:g} s (engine.timeout): see ray status; {_ON}"
             )
 
-    def _take(self, worker: _Worker) -> Delivery | None:
+    def _receive(self, worker: _Worker) -> Delivery | None:
         """Return the answer that has come, and set the worker idle. None if that was its place, or if it has died."""
         import ray
 
         try:
-            answer = ray.get(worker.coming)
+            answer = ray.get(worker.pending)
         except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, UserError):
-                raise UserError(str(error.cause)) from error
-            raise UserError(f"{worker}: {reason_of(error.cause)}; {_ON}") from error
+            refused = isinstance(error.cause, UserError)
+            raise UserError(str(error.cause) if refused else f"{worker}: {reason_of(error.cause)}; {_ON}") from error
         except ray.exceptions.RayError as error:
             worker.deaths += 1
             if worker.deaths == TRIES:
@@ -208,34 +204,29 @@ class RayEngine(SequenceEngine):
             self._parts.warn(f"{worker} died: Ray restarts it, and any worker repeats its call")
             worker.start()
             return None
-        self._answered, worker.coming, worker.portion = time.monotonic(), None, ()
+        self._last_answer, worker.pending, worker.portion = time.monotonic(), None, ()
         if isinstance(answer, Delivery):
             worker.deaths = 0
             return answer
-        self._meet(worker, answer)
+        self._check_place(worker, answer)
         return None
 
-    def _meet(self, worker: _Worker, there: Mapping[str, Any]) -> None:
-        """Note the place of a worker. UserError if another software runs there."""
+    def _check_place(self, worker: _Worker, there: Mapping[str, Any]) -> None:
+        """Record the place of a worker. UserError if another software runs there."""
         worker.place, here = there, self._place
         if there["software"] != here["software"]:
             raise UserError(f"{worker} has {there['software']}, not {here['software']}: install the same everywhere")
-        if there["rounding"] != here["rounding"]:
+        if self._device.type == "cpu" and there["threads"] != here["threads"]:
             self._warn_once(
-                f"rollouts equal engine=torch's up to rounding: {there['host']} has {there['rounding']} "
-                f"(engine.threads), the trainer {here['rounding']} (OMP_NUM_THREADS)"
+                f"rollouts equal engine=torch's up to rounding: workers have {there['threads']} threads "
+                f"(engine.threads), the trainer {here['threads']} (OMP_NUM_THREADS)"
             )
 
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned:  # each worker has the same ones
-            self._warned.add(text)
-            self._parts.warn(text)
-
-    def _account(self, answers: Seq[Delivery], tokens: int, details: dict[str, float]) -> None:
-        for text in (text for answer in answers for text in answer.warnings):
+    def _account(self, deliveries: Seq[Delivery], tokens: int, details: dict[str, float]) -> None:
+        for text in (text for one in deliveries for text in one.warnings):
             self._warn_once(text)
-        known = together([answer.stats for answer in answers]) if answers else EngineStats()
-        self._facts = answers[-1].facts if answers else self._facts
+        known = together([one.stats for one in deliveries]) if deliveries else EngineStats()
+        self._facts = deliveries[-1].facts if deliveries else self._facts
         details["engine/workers"] = float(sum(bool(worker.place) for worker in self._workers))
         details["engine/weight_update_seconds"] += known.details.get("engine/weight_update_seconds", 0.0)
         self._stats = replace(known, generated_tokens=tokens, details={**known.details, **details})
@@ -276,8 +267,8 @@ def connect(address: str | None, workers: int, each: Mapping[str, int | float]) 
         folder = tempfile.TemporaryDirectory("", f"grpo_ray_{os.getpid()}_", "/tmp", ignore_cleanup_errors=True)
         how["_temp_dir"] = folder.name
         atexit.register(folder.cleanup)
-    elif address != "auto":
-        _check_answers(address)
+    elif "://" in address:
+        raise UserError(f"engine.address={address}: use auto, or host:port of a cluster's head, as 10.0.0.1:6379")
     import ray
 
     ray.shutdown()
@@ -301,17 +292,6 @@ def connect(address: str | None, workers: int, each: Mapping[str, int | float]) 
                 "engine.workers, engine.threads or engine.gpus"
             )
     return set(psutil.Process().children()) - before if address is None else set()
-
-
-def _check_answers(address: str) -> None:
-    """UserError for an address that is none, or at which nothing answers."""
-    host, _, port = address.rpartition(":")
-    if "://" in address or not host or not port.isdigit():
-        raise UserError(f"engine.address={address}: use auto, or host:port of a cluster's head, as 10.0.0.1:6379")
-    try:
-        socket.create_connection((host, int(port)), timeout=5.0).close()
-    except (OSError, OverflowError) as error:
-        raise UserError(f"engine.address={address} does not answer ({error}): run ray start --head there") from error
 
 
 def refuse_public(hosts: Iterable[str]) -> None:

@@ -46,7 +46,7 @@ class RolloutWorker:
 
     def place(self) -> Mapping[str, Any]:
         """Return where this process runs, once it does."""
-        return place(self._device)
+        return place()
 
     def generate(
         self,
@@ -80,17 +80,16 @@ class RolloutWorker:
         return Delivery(rollouts, self._engine.stats(), dict(self._engine.facts()), warned)
 
 
-def place(device: torch.device) -> dict[str, Any]:
-    """Return where this process runs, its software, and what its rounding depends on."""
+def place() -> dict[str, Any]:
+    """Return where this process runs, and its software."""
     package, source = Path(grpo_cli.__file__).parent, hashlib.sha256()
     for file in sorted([*package.rglob("*.py"), *package.rglob("*.c")]):
         source.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
-    rounding = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "software": f"Python {platform.python_version()}, torch {torch.__version__}, grpo-cli {source.hexdigest()[:9]}",
-        "rounding": torch.cuda.get_device_name(device) if device.type == "cuda" else rounding,
+        "threads": torch.get_num_threads(),
     }
 
 

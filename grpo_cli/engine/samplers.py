@@ -19,67 +19,11 @@ DEFAULT_SLOTS = 16
 LEAST_AT_ONCE = 128
 
 
-@dataclass(frozen=True)
-class KvShape:
-    """The KV cache that a number of requests need, in bytes.
-
-    A row starts with one page and takes more as it grows, up to `slot_bytes`. A prompt is stored once, from the start
-    of its first rollout to the end of its last. If every rollout generates a prefix first, for the predictor, it keeps
-    that prefix's KV entries until it continues.
-    """
-
-    requests: int
-    prompts: int  # different ones
-    prompt_bytes: int  # of each, at most
-    page_bytes: int
-    slot_bytes: int
-    parked_bytes: int = 0  # of each request that waits after its prefix; 0: no prefix
-
-    @property
-    def least(self) -> int:
-        """Bytes of one sequence at its longest."""
-        return self.prompt_bytes + self.slot_bytes
-
-    @property
-    def most(self) -> int:
-        """Bytes of all sequences, each at its longest."""
-        return self.prompts * self.prompt_bytes + self.requests * self.slot_bytes
-
-    def slots(self, budget: int) -> int:
-        """Return how many rows can run to full length at a time, with the prompts that they need."""
-        with_prompts = budget // self.least
-        if with_prompts < self.prompts:
-            return with_prompts
-        return (budget - self.prompts * self.prompt_bytes) // self.slot_bytes
-
-    def probing(self, slots: int) -> int:
-        """Return the bytes needed if all generate a prefix first, in `slots` slots that may be full."""
-        beside = self.prompts * self.prompt_bytes + self.requests * self.parked_bytes
-        return beside + slots * self.slot_bytes
-
-
-@dataclass(frozen=True)
-class Room:
-    """The limits of a generation: at most `slots` rows at a time, and `budget` bytes of KV cache (None: no bound).
-
-    `probes`: there are fewer slots than requests, and room for all prompts and every request's KV after its prefix.
-    `probes_with`: the smallest kv_budget with that room if the given one is smaller, else 0.
-    """
-
-    slots: int
-    budget: int | None
-    probes: bool
-    probes_with: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
     """A number of slots: as given, as many as fit into `kv_budget` (the fewer if both are given), or 16. With `refills`
-    a free slot goes to the next request at once; if `all_at_once`, no request of a step waits for a slot.
-
-    `kv_budget` bounds the bytes of KV cache at any moment: slots, prompts and paused rollouts. Temporary tensors (a
-    prefill's output, the copies of an eviction) and statistics of eviction policies (`engine/eviction_note_bytes`) are
-    extra.
+    a free slot goes to the next request at once; if `all_at_once`, no request of a step waits for a slot. `kv_budget`
+    bounds the cache at any moment; temporary tensors and statistics of eviction policies are extra.
     """
 
     refills: ClassVar[bool] = True
@@ -87,33 +31,27 @@ class Sampler:
     slots: Count | None
     kv_budget: Bytes | None
 
-    def fit(self, shape: KvShape, per_step: int | None = None) -> Room:
-        """Return what requests of this shape may allocate, never more slots than requests or pages of the budget;
-        `per_step` rollouts are made in a step, if known.
+    def slots_for(self, requests: int, per_step: int | None) -> int:
+        """Return how many of so many requests may run at a time if memory allows it; `per_step` rollouts are made in a
+        step, if known."""
+        if self.kv_budget is not None:
+            return min(requests, self.slots or requests)
+        slots = max(per_step or 0, LEAST_AT_ONCE) if self.all_at_once else self.slots or DEFAULT_SLOTS
+        return min(requests, slots)
 
-        Generating all prefixes first, to order the rest, costs slots. No order is twice as fast as another (Graham), so
-        it may cost at most half of them; otherwise there is no prefix round.
-        """
+    def budget_for(self, prompt: int, tokens: int) -> int | None:
+        """Return `kv_budget` in bytes. UserError if it holds no sequence that takes so many for its prompt and for its
+        tokens."""
         if self.kv_budget is None:
-            slots = max(per_step or 0, LEAST_AT_ONCE) if self.all_at_once else self.slots or DEFAULT_SLOTS
-            slots = min(slots, shape.requests)
-            return Room(slots, None, probes=shape.parked_bytes > 0 and slots < shape.requests)
+            return None
         budget = parse_bytes(self.kv_budget)
-        if budget < shape.least:
+        if budget < prompt + tokens:
             raise UserError(
                 f"sampler.kv_budget={self.kv_budget} ({budget} bytes) holds not even one sequence; the least that "
-                f"would do is {shape.least} bytes ({shape.slot_bytes} for its tokens, {shape.prompt_bytes} for its "
-                "prompt): raise it, or lower sampling.max_new_tokens or leave out the longest prompts"
+                f"would do is {prompt + tokens} bytes ({tokens} for its tokens, {prompt} for its prompt): raise it, or "
+                "lower sampling.max_new_tokens or leave out the longest prompts"
             )
-        limit = min(shape.requests, self.slots or shape.requests)
-        rows = min(limit, (budget - shape.prompt_bytes) // shape.page_bytes)
-        full = min(limit, shape.slots(budget))
-        if not shape.parked_bytes or full == shape.requests:
-            return Room(rows, budget, probes=False)
-        if 2 * min(limit, (budget - shape.probing(0)) // shape.slot_bytes) >= full:
-            return Room(rows, budget, probes=True)
-        enough = (shape.probing(n) for n in range(1, limit + 1) if min(limit, shape.slots(shape.probing(n))) <= 2 * n)
-        return Room(rows, budget, probes=False, probes_with=next(enough))
+        return budget
 
     def with_slots(self, slots: int) -> Sampler:
         """Return the closest sampler with that many slots."""
@@ -139,30 +77,29 @@ class Micro(Sampler):
 
 
 class Infinite(Sampler):
-    """Continuous sampling: a free slot is refilled in the same step, across prompts too.
-
-    The paper's fixed-slot variant (its definition is not public in detail). With `kv_budget` as many rows run as there
-    is memory for.
-    """
+    """Continuous sampling: a free slot is refilled in the same step, across prompts too."""
 
 
 @dataclass(frozen=True)
 class KvPlan:
-    """The allocations of a generation, computed from its requests, the model and the sampler's limits.
+    """The blocks of a generation, computed from its requests, the model and the sampler's limits.
 
-    Of `blocks`, `spare_blocks` are for sequences that pause. A sequence has at most `keys` of its own, and reads a
-    prompt of at most `prompt_blocks`. `saved` is the share of bytes that eviction saves of as many sequences without
-    it, each at its longest.
+    A sequence starts with `first_blocks` of its own and takes more as it grows, until they hold `keys`. A prompt of at
+    most `prompt_blocks` is stored once, from the start of its first rollout to the end of its last. With
+    `parked_blocks` every rollout makes a prefix first, for the predictor, and keeps so many blocks until it continues.
     """
 
     layout: KvLayout
-    shape: KvShape
-    room: Room
-    blocks: int
-    spare_blocks: int
+    slots: int  # sequences that run at a time
+    blocks: int  # of the pool
+    is_bounded: bool  # by sampler.kv_budget
     keys: int
+    first_blocks: int
     prompt_blocks: int
-    saved: float
+    parked_blocks: int
+    lacks_room: bool  # for prefixes, which are left out
+    spare_blocks: int  # for sequences that pause
+    saved: float  # the share of the blocks that dense sequences at their longest would need
 
     @classmethod
     def of(
@@ -176,26 +113,35 @@ class KvPlan:
         pauses: bool,
     ) -> KvPlan:
         """Compute a plan. With `prefix`, every rollout should make so many tokens before the rest is ordered, and wait
-        with their keys. `pauses`: sequences wait for environments, as many as can run if memory has no bound."""
-        prompts = {request.prompt.id: len(request.prompt.token_ids) for request in requests}
-        longest = max(prompts.values())
+        with their keys. `pauses`: sequences wait for environments, as many as can run if memory has no bound.
+
+        Making all prefixes first costs slots. No order is twice as fast as another (Graham), so under a `kv_budget` it
+        may cost at most half of them; otherwise there is no prefix round.
+        """
+        lengths = {request.prompt.id: len(request.prompt.token_ids) for request in requests}
         new = max(request.sampling.max_new_tokens for request in requests)
-        both = max(prompts[request.prompt.id] + request.sampling.max_new_tokens for request in requests)
-        keys = sparsity.capacity(new, both)
+        both = max(lengths[request.prompt.id] + request.sampling.max_new_tokens for request in requests)
+        keys, dense = sparsity.capacity(new, both), blocks_for(Dense().capacity(new, both))
+        own, prompt = blocks_for(keys), blocks_for(max(lengths.values()))
+        prompts, count = prompt * len(lengths), len(requests)
         # One more token is drawn than is fed; a token's key is written in the next step.
-        parked = sparsity.capacity(prefix + 1, longest + prefix + 1) if prefix else 0
-        first = keys if isinstance(sparsity, Budget) else 1
-        in_bytes = (layout.block_bytes * blocks_for(tokens) for tokens in (longest, first, keys, parked))
-        shape = KvShape(len(requests), len(prompts), *in_bytes)
-        room = sampler.fit(shape, per_step)
-        spare = shape.requests * shape.parked_bytes * room.probes + room.slots * shape.slot_bytes * pauses
-        most = min(shape.most, shape.prompts * shape.prompt_bytes + room.slots * shape.slot_bytes + spare)
-        if room.budget is not None:
-            most, spare = min(most, room.budget), 0
-        dense = layout.block_bytes * blocks_for(Dense().capacity(new, both))
-        held, whole = (shape.prompts * shape.prompt_bytes + room.slots * row for row in (shape.slot_bytes, dense))
-        blocks, spare_blocks = most // layout.block_bytes, spare // layout.block_bytes
-        return cls(layout, shape, room, blocks, spare_blocks, keys, blocks_for(longest), 1 - held / whole)
+        parked = blocks_for(sparsity.capacity(prefix + 1, max(lengths.values()) + prefix + 1)) if prefix else 0
+        first = own if isinstance(sparsity, Budget) else 1
+        slots = to_the_end = sampler.slots_for(count, per_step)
+        budget = sampler.budget_for(prompt * layout.block_bytes, own * layout.block_bytes)
+        bound = 0 if budget is None else budget // layout.block_bytes
+        if bound:
+            with_prompts = bound // (prompt + own)
+            fitting = with_prompts if with_prompts < len(lengths) else (bound - prompts) // own
+            slots, to_the_end = min(slots, (bound - prompt) // first), min(slots, fitting)
+        wanted = parked > 0 and to_the_end < count
+        has_room = not bound or 2 * min(slots, (bound - prompts - count * parked) // own) >= to_the_end
+        parked = parked if wanted and has_room else 0
+        spare = 0 if bound else count * parked + slots * own * pauses
+        blocks = prompts + min(count * own, slots * own + spare)
+        saved = 1 - (prompts + slots * own) / (prompts + slots * dense)
+        blocks = min(blocks, bound) if bound else blocks
+        return cls(layout, slots, blocks, bound > 0, keys, first, prompt, parked, wanted and not has_room, spare, saved)
 
     @property
     def own_blocks(self) -> int:

@@ -56,7 +56,6 @@ class Sequence:
     prompt: CachedPrompt | None = None
     slot: int = -1  # while it runs
     notes: tuple[Tensor, ...] = ()  # an eviction policy's statistics while it is paused
-    kept: int = 0  # the most response keys that it has held in any layer and head
     predicted: float | None = None
     hidden: Tensor | None = None  # the policy's last hidden state after the predictor's prefix
     uniforms: np.ndarray = field(default_factory=lambda: np.zeros(0))  # what decides each of its tokens
@@ -65,9 +64,14 @@ class Sequence:
         sampling = self.request.sampling
         self.prompt_length, self.limit = len(self.request.prompt.token_ids), sampling.max_new_tokens
         self._turn_limit = float(sampling.max_turn_tokens or inf)
-        self._turn = -self.request.in_turn  # its turn's first token; negative if an earlier request made it
+        self._turn_start = -self.request.turn_tokens  # its turn's first token; negative if an earlier request made it
         # A token is at least a byte, so these hold the longest string; a decoder may drop the first one's space.
         self._tail = max((len(string.encode()) for string in sampling.stop), default=-1) + 1
+
+    @property
+    def seen(self) -> int:
+        """Keys of its prompt's blocks that it reads."""
+        return 0 if self.prompt is None else self.prompt.length
 
     def append(self, token: int, logprob: float) -> None:
         """Add a sampled token."""
@@ -82,14 +86,14 @@ class Sequence:
             self.finish = Finish.EOS
         elif self._tail and self._stops(decode):
             self.finish = Finish.STOP
-        elif len(self.tokens) >= self.limit or in_turns and len(self.tokens) - self._turn >= self._turn_limit:
+        elif len(self.tokens) >= self.limit or in_turns and len(self.tokens) - self._turn_start >= self._turn_limit:
             self.finish = Finish.LENGTH
         return self.finish is not None
 
     def _stops(self, decode: Decode | None) -> bool:
         """True if the end of its turn contains a stop string."""
         assert decode is not None, "stop strings need a decoder"
-        start = max(len(self.tokens) - self._tail, self._turn)
+        start = max(len(self.tokens) - self._tail, self._turn_start)
         before = self.request.prompt.token_ids[start:] if start < 0 else ()
         text = decode([*before, *self.tokens[max(0, start) :]])
         return any(string in text for string in self.request.sampling.stop)
@@ -104,11 +108,11 @@ class Sequence:
 
     def read(self, answer: Seq[int]) -> None:
         """Add the environment's answer to its turn, which it reads next."""
-        start = len(self.tokens)
+        self.finish, start = None, len(self.tokens)
         self.tokens += answer
         self.logprobs += [nan] * len(answer)
-        self._turn = len(self.tokens)
-        self.given.append((start, self._turn))
+        self._turn_start = len(self.tokens)
+        self.given.append((start, self._turn_start))
 
     def rollout(self, finish: Finish | None = None) -> Rollout:
         """Return the rollout of what it has made so far."""
@@ -120,7 +124,7 @@ class Sequence:
             spans.append(Span(0, len(self.tokens) - last))
         why = finish or self.finish
         assert why is not None, "it has ended"
-        return Rollout(self.request, tuple(self.tokens), tuple(self.logprobs), why, self.kept, tuple(spans))
+        return Rollout(self.request, tuple(self.tokens), tuple(self.logprobs), why, tuple(spans))
 
 
 def bucket(rows: int) -> int:
@@ -163,50 +167,48 @@ class RunningBatch:
         self._own, self._prompts = (np.zeros((slots + 1, width), dtype=np.int64) for width in widths)
         self._free, self._fill = list(range(slots))[::-1], fill
         self._device, self._natively = device, natively
-        self._drawing: Drawing | None = None
-        self._sent: list[Tensor] = []  # the rows of the tables, until one changes
+        self._drawing: Drawing | None = None  # until sequences change
+        self._tables: list[Tensor] = []  # the rows of both, until one changes
 
     def add(self, sequence: Sequence) -> None:
         self.sequences.append(sequence)
         sequence.slot, prompt = self._free.pop(), [] if sequence.prompt is None else sequence.prompt.blocks
         self._own[sequence.slot, : len(sequence.blocks)] = sequence.blocks
         self._prompts[sequence.slot, : len(prompt)] = prompt
-        self._drawing, self._sent = None, []
+        self._drawing, self._tables = None, []
 
     def remove(self, sequence: Sequence) -> None:
         self.sequences.remove(sequence)
         self._free.append(sequence.slot)
-        sequence.slot, self._drawing, self._sent = -1, None, []
+        sequence.slot, self._drawing, self._tables = -1, None, []
 
     def grow(self, sequence: Sequence, blocks: Seq[int]) -> None:
         """Give it more blocks."""
         start = len(sequence.blocks)
         sequence.blocks += blocks
         self._own[sequence.slot, start : len(sequence.blocks)] = blocks
-        self._sent = []
+        self._tables = []
 
     def rows(self) -> Rows:
         """Lay out what the decoder reads and samples by for one more token of each sequence."""
-        running, seen = self.sequences, [0 if s.prompt is None else s.prompt.length for s in self.sequences]
+        running = self.sequences
         numbers = [
-            (s.tokens[s.made - 1], s.prompt_length + s.made - 1, s.held, s.blocks[s.held // BLOCK], count, s.slot)
-            for s, count in zip(running, seen, strict=True)
+            (s.tokens[s.made - 1], s.prompt_length + s.made - 1, s.held, s.blocks[s.held // BLOCK], s.seen, s.slot)
+            for s in running
         ]
-        missing, tables = 0, list[np.ndarray]()
-        if self._fill is not None:
-            missing = bucket(len(running)) - len(running)
-            numbers += [(0, 0, 0, self._fill, 0, len(self._own) - 1)] * missing
+        missing = 0 if self._fill is None else bucket(len(running)) - len(running)
+        numbers += [(0, 0, 0, self._fill or 0, 0, len(self._own) - 1)] * missing
         columns = np.array(numbers, dtype=np.int64).T.copy()
-        if not self._sent:
-            widths = self._own.shape[1], self._prompts.shape[1]
+        uniforms, tables = np.array([*[s.uniforms[s.made] for s in running], *[0.0] * missing]), list[np.ndarray]()
+        if not self._tables:
+            own, prompt = self._own.shape[1], self._prompts.shape[1]
             if self._fill is None:
-                widths = max([len(s.blocks) for s in running]), -(-max(seen) // BLOCK)
-            tables = [self._own[columns[5], : widths[0]], self._prompts[columns[5], : widths[1]]]
+                own, prompt = max([len(s.blocks) for s in running]), -(-max([s.seen for s in running]) // BLOCK)
+            tables = [self._own[columns[5], :own], self._prompts[columns[5], :prompt]]
         if self._drawing is None:
             settings = [s.request.sampling for s in running]
             self._drawing = drawing_of([*settings, *settings[:1] * missing], self._device, self._natively)
-        uniforms = np.array([*[s.uniforms[s.made] for s in running], *[0.0] * missing])
-        arrived = send(self._device, *columns, uniforms, *tables)
-        self._sent = arrived[7:] or self._sent
-        tokens, positions, held, write_to, keys, slots, uniform, own, prompt = [*arrived[:7], *self._sent]
-        return Rows(tokens, positions, held, write_to, keys, slots, uniform, own, prompt, self._drawing)
+        arrived = [*send(self._device, *columns, uniforms, *tables), *self._tables]
+        tokens, positions, held, write_to, seen, slots, uniform, own_table, prompt_table = arrived
+        self._tables = arrived[7:]
+        return Rows(tokens, positions, held, write_to, seen, slots, uniform, own_table, prompt_table, self._drawing)

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from grpo_cli.engine.admission import Admission
-from grpo_cli.engine.common import SequenceEngine, Tally
+from grpo_cli.engine.common import EngineParts, SequenceEngine, Tally
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.length_predictor import Predictor
 from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Decode, Sequence, Status
+from grpo_cli.support.errors import refuse
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
 Enough = Callable[[Rollout], bool]
@@ -38,7 +39,6 @@ class Serving:
         added."""
         if sequence.finish is None:
             sequence.append(token, logprob)
-            sequence.kept = len(sequence.tokens) - 1
             if sequence.ends(self.eos, self.decode):
                 self.end(sequence)
                 self.stopped = self.stopped or (self.enough is not None and self.enough(self.ended[-1][1]))
@@ -57,6 +57,10 @@ class ServingEngine(SequenceEngine):
     choice: ClassVar[str]  # of conf/engine
     _slots = 0
     _kv_bytes = 0
+
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        refuse([*self.refuses(parts.sampler, parts.scheduler, parts.predictor, parts.sparsity)])
 
     @classmethod
     def refuses(
@@ -102,19 +106,18 @@ class ServingEngine(SequenceEngine):
                     given += 1
                     yield rollout
         finally:
-            details |= self._stop(serving)
+            self._stop(serving)
             if predicts and given == len(requests):
                 details |= self._learn(serving.ended)
             self._stats = serving.tally.stats(self._kv_bytes, details | dict(self._scheduler.details))
 
     @abstractmethod
     def _start(self, requests: Seq[Request]) -> Mapping[str, float]:
-        """Check the requests and make ready for them, with a number of slots. Return details."""
+        """Check the requests and prepare for them; set the number of slots. Return details."""
 
     @abstractmethod
     def _advance(self, serving: Serving, entered: Seq[Sequence]) -> None:
         """Begin what has entered, and add at least one token to a running sequence."""
 
-    def _stop(self, serving: Serving) -> Mapping[str, float]:
-        """Drop what still runs. Return details."""
-        return {}
+    def _stop(self, serving: Serving) -> None:
+        """Drop what still runs."""

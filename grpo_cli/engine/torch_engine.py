@@ -13,13 +13,13 @@ import torch
 from grpo_cli.engine.common import EngineParts, SequenceEngine, check_context
 from grpo_cli.engine.cuda_graph import CudaGraphs
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.determinism import Invariance, computes_the_same, invariance_of, rounding_warning
+from grpo_cli.engine.determinism import computes_the_same, without_company
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.layers import NATIVE, Compiled
 from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.engine.sequence import Sequence
-from grpo_cli.interfaces import Replies, facts
+from grpo_cli.interfaces import EnvironmentAnswers, facts
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.checks import context_of
 from grpo_cli.model.compiling import Compiler
@@ -53,7 +53,7 @@ class TorchEngine(SequenceEngine):
     ) -> None:
         super().__init__(parts)
         model, warn = parts.model, parts.warn
-        self._decoder = Decoder.of(model, packed_weights)
+        self._decoder = Decoder.of(model)
         on_gpu = self._decoder.device.type == "cuda"
         if on_gpu if compile is None else compile:
             self._decoder = replace(self._decoder, compiled=Compiled(Compiler(warn)))
@@ -63,99 +63,84 @@ class TorchEngine(SequenceEngine):
             if on_gpu and cuda_graph is None:
                 warn(f"decode steps are launched kernel by kernel, and slower: {against}")
         graphs = not against if cuda_graph is None else cuda_graph
-        if self._decoder.keeps_adapters_apart:
-            warn(
-                "adapters are not merged for rollouts, since their base is quantised (model.quantize): each of these "
-                "layers takes two more small products in every step; with model.quantize=none and float32 it takes none"
-            )
         self._capture = CudaGraphs if graphs else None
         self._packed_weights, self._threads = packed_weights, threads_for(threads, model, most=1)
         self._native: bool | str = native and not compile  # or why not
         # Only useful if the scheduler orders by length.
         self._prefix = parts.predictor.prefix_tokens if parts.scheduler.needs_lengths else 0
-        self._warned = set[str]()
-        self._invariance: Invariance | None = None
+        self._is_invariant: bool | None = None  # until it is tested
 
     def generate(
         self,
         requests: Seq[Request],
         enough: Callable[[Rollout], bool] | None = None,
-        replies: Replies | None = None,
+        answers: EnvironmentAnswers | None = None,
     ) -> Iterator[Rollout]:
         """Yield one rollout per request, in order of finishing. Once `enough` returns True for a finished one, the
-        others are partial, except those that end in the same step. With `replies` a rollout is an episode: its
+        others are partial, except those that end in the same step. With `answers` a rollout is an episode: its
         environment answers each turn.
         """
         self._stats = EngineStats()
         self._check(requests)
         with computing_with(self._threads):
-            self._pad()
+            self._prepare()
             if requests:
                 capture = self._capture and self._capture()
-                settings = self._prefix, capture, replies, enough
+                settings = self._prefix, capture, answers, enough
                 yield from self._serve(Generation(self._decoder, self._parts, requests, *settings))
         give_back_freed(all_of_it=False)
 
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            self._parts.warn(text)
-
-    def _pad(self) -> None:
-        """Set the padding for the current model, precision and threads; warns once if bits depend on the batch."""
+    def _prepare(self) -> None:
+        """Choose C and the padding for the current model, precision and threads; warn once if bits depend on the
+        batch."""
         if self._native is True and not self._decoder.is_native:
-            self._go_native()
-        found = invariance_of(replace(self._decoder, may_pack=self._packed_weights))
-        self._decoder = replace(self._decoder, padding=found.padding, may_pack=found.packed)
-        self._invariance = found
-        if not found.holds and self._decoder.promises_bits:
-            self._warn_once(rounding_warning(found, torch.get_num_threads()))
-        slow = self._decoder.no_triton(self._parts.sparsity.needs_received)
-        if slow and self._decoder.device.type == "cuda":
-            self._warn_once(f"decode steps attend without page tables, and are slower: {slow}")
-
-    def _go_native(self) -> None:
-        if not self._decoder.can_be_native:
-            self._native = "not for this device, precision or size of heads"
-            return
-        natively = replace(self._decoder, functions=NATIVE)
-        slower = "decode steps run slower, in PyTorch's operations: {}; engine.native=false accepts that"
-        self._native = tried(lambda: computes_the_same(natively), slower, self._parts.warn)
-        if self._native is True:
-            self._decoder = natively
+            native = replace(self._decoder, functions=NATIVE)
+            slower = "decode steps run slower, in PyTorch's operations: {}; engine.native=false accepts that"
+            if not self._decoder.can_be_native:
+                self._native = "not for this device, precision or size of heads"
+            else:
+                self._native = tried(lambda: computes_the_same(native), slower, self._parts.warn)
+            self._decoder = native if self._native is True else self._decoder
+        decoder = replace(self._decoder, may_pack=self._packed_weights)
+        self._decoder, self._is_invariant = without_company(decoder)
+        if decoder.promises_bits and not self._is_invariant:
+            self._warn_once(
+                f"float32 products depend on the number of rows here ({torch.get_num_threads()} threads): a rollout is "
+                "the same to rounding only under another sampler, scheduler or number of slots (engine.invariant in "
+                "summary.json); resuming and repeating a run are not affected"
+            )
 
     def facts(self) -> Mapping[str, Any]:
         """Return the engine's part of `summary.json`. None before the first `generate`: nothing was tested yet."""
-        found = self._invariance
+        known = self._is_invariant is not None
         return {
-            "invariant": None if found is None else found.holds,
+            "invariant": self._is_invariant,
             "threads": torch.get_num_threads() if self._decoder.device.type == "cpu" else None,
             "decode_threads": self._threads,
-            "padding": None if found is None else asdict(found.padding),
-            "packed_weights": None if found is None else found.packed,
-            "native": None if found is None else self._native,
+            "padding": asdict(self._decoder.padding) if known else None,
+            "packed_weights": self._decoder.packs if known else None,
+            "native": self._native if known else None,
         }
 
     def _serve(self, generation: Generation) -> Iterator[Rollout]:
         """Yield rollouts, with predicted lengths if the scheduler needs them. Sets `stats` however it ends."""
-        prefix, shape, room = self._prefix, generation.plan.shape, generation.plan.room
-        if room.probes_with:
+        prefix, plan = self._prefix, generation.plan
+        if plan.lacks_room:
             self._warn_once(
-                f"sampler.kv_budget cannot hold the {prefix}-token prefixes of all {shape.requests} rollouts of "
-                f"{shape.prompts} prompts, so lengths are not predicted: set it to {room.probes_with} bytes, or use "
-                "predictor=mean"
+                f"sampler.kv_budget cannot hold the first {prefix} tokens of all rollouts beside half of the slots, so "
+                "lengths are not predicted: raise it, or use predictor=mean"
             )
         try:
-            if room.probes:
+            if plan.parked_blocks:
                 # Every rollout makes prefix + 1 tokens (the state after `prefix` of them yields one more), then waits
                 # with its keys kept. The cost, those keys and a partly idle last round, is counted.
                 yield from (rollout for _, rollout in generation.serve(Fifo(), pause_at=prefix + 1))
                 generation.details["engine/probe_steps"] = float(generation.stats().decode_steps)
             if not generation.halted:
-                predicting = room.probes or self._predictor.prefix_tokens == 0
+                predicting = plan.parked_blocks > 0 or self._predictor.prefix_tokens == 0
                 if predicting:
                     self._predict(generation.waiting)
-                served: list[tuple[Sequence, Rollout]] = []
+                served = list[tuple[Sequence, Rollout]]()
                 for one in generation.serve(self._scheduler):
                     served.append(one)
                     yield one[1]
@@ -170,18 +155,12 @@ class TorchEngine(SequenceEngine):
         prompts: dict[str, Prompt] = {}
         for request in requests:
             prompt = request.prompt
-            known = prompts.setdefault(prompt.id, prompt)
-            if known is not prompt and known.token_ids != prompt.token_ids:
+            if prompts.setdefault(prompt.id, prompt).token_ids != prompt.token_ids:  # each is stored under its id
+                raise UserError(f"two prompts have the id {prompt.id!r}: make the task's ids unique")
+            if request.resumed_tokens and not isinstance(self._parts.sparsity, Dense):
                 raise UserError(
-                    f"two prompts have the id {prompt.id!r}, one of {len(known.token_ids)} tokens and one of "
-                    f"{len(prompt.token_ids)} others, but a prompt is computed once and stored under its id: make the "
-                    "task's ids unique"
-                )
-            if request.resumed and not isinstance(self._parts.sparsity, Dense):
-                raise UserError(
-                    f"prompt {prompt.id} ends with {request.resumed} tokens of a partial rollout, which "
-                    f"sparsity={type(self._parts.sparsity).__name__.lower()} would count as prompt and never evict: "
-                    "use sparsity=dense"
+                    f"prompt {prompt.id} ends with {request.resumed_tokens} tokens of a partial rollout, which "
+                    "eviction would count as prompt: use sparsity=dense"
                 )
         check_context(requests, context_of(self._decoder.model.config))
 

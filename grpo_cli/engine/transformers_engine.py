@@ -20,15 +20,15 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from grpo_cli.engine.common import EngineParts, check_context
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.length_predictor import Predictor
-from grpo_cli.engine.samplers import KvShape, Sampler
+from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.sampling import draw, drawing_of, uniforms
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.serving import Serving, ServingEngine
 from grpo_cli.interfaces import facts
 from grpo_cli.model.anatomy import backbone, can_pack, device_of, head, unwrapped
-from grpo_cli.model.checks import ARCHITECTURES, context_of, vocabulary_of
-from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.model.checks import context_of, vocabulary_of
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Request
 
 _LONG, _SHORT, _MADE = 9, 4, 3  # tokens of two trial prompts, and of their completions
@@ -44,14 +44,10 @@ class GenerateEngine(ServingEngine):
     def __init__(self, parts: EngineParts) -> None:
         super().__init__(parts)
         model = parts.model
-        refuse([*self.refuses(parts.sampler, parts.scheduler, parts.predictor, parts.sparsity)])
         self._pads = may_be_padded(model, parts.pad_token_id)
         apart = "" if self._pads else f", and {type(unwrapped(model)).__name__} takes prompts of one length at a time"
-        known, here = ", ".join(ARCHITECTURES.values()), ", this model among them" if can_pack(model) else ""
-        parts.warn(
-            f"engine=generate is slow: every completion waits for the longest of its round{apart}; engine=torch serves "
-            f"{known}{here}"
-        )
+        better = "; engine=torch serves this model, too" if can_pack(model) else ""
+        parts.warn(f"engine=generate is slow: every completion waits for the longest of its round{apart}{better}")
 
     @classmethod
     def refuses(
@@ -66,8 +62,7 @@ class GenerateEngine(ServingEngine):
 
     def _start(self, requests: Seq[Request]) -> Mapping[str, float]:
         check_context(requests, context_of(unwrapped(self._parts.model).config))
-        shape = KvShape(len(requests), 0, 0, 0, 0)  # without a budget, bytes do not matter
-        self._slots = self._parts.sampler.fit(shape, self._parts.rollouts_per_step).slots
+        self._slots = self._parts.sampler.slots_for(len(requests), self._parts.rollouts_per_step)
         self._kv_bytes = 0
         return {}
 
@@ -168,15 +163,17 @@ def _bytes_of(cache: Any, seen: set[int]) -> int:
 @torch.no_grad()
 def may_be_padded(model: Any, pad: int) -> bool:
     """Try a model of an unknown family on a few tokens, since no list of families is ever complete: True if prompts may
-    be padded on the left. UserError for a model that is not causal, or whose rollouts or updates would be those of
-    another one: it is more than its backbone and its head, or its cache gives other logits than a full pass."""
-    name = type(unwrapped(model)).__name__
+    be padded on the left. UserError for a model whose rollouts or updates would be those of another one."""
+    name, rounding = type(unwrapped(model)).__name__, _ROUNDING[unwrapped(model).dtype]
     tokens = [(pad + 1 + i) % vocabulary_of(model) for i in range(_LONG + _MADE)]
     ids, seen = torch.tensor([tokens], device=device_of(model)), list[Tensor]()
 
     def given(logits: Tensor) -> Tensor:
         seen.append(logits.clone())
         return ids[0, _LONG + len(seen) - 1].expand(len(logits))
+
+    def same(found: Tensor, expected: Tensor) -> bool:
+        return bool((found - expected).abs().max() <= rounding * (expected.max() - expected.min()))
 
     try:
         whole, early, of_short = (_logits(model, some) for some in (ids, ids[:, :_SHORT], ids[:, _LONG - _SHORT :]))
@@ -188,23 +185,20 @@ def may_be_padded(model: Any, pad: int) -> bool:
     except Exception as error:  # of code that may be anybody's
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
         raise UserError(f"engine=generate cannot run {name} ({reason}); choose another model") from error
-    rounding, made = _ROUNDING[unwrapped(model).dtype], torch.stack(seen)
-    continued = whole[_LONG - 1 : -1]
+    made = torch.stack(seen)
     faults = {
-        "is not a causal model: its logits depend on later tokens": (early, whole[:_SHORT]),
-        "computes more than its backbone and head, so updates would be of another model": (ours.float(), whole),
-        "gives other logits with its cache, so rollouts would be of another distribution": (made[:, 0], continued),
+        "is not a causal model: its logits depend on later tokens": same(early, whole[:_SHORT]),
+        "computes more than its backbone and head, so updates would be of another model": same(ours.float(), whole),
+        "gives other logits with its cache, so rollouts would be of another distribution": same(
+            made[:, 0], whole[_LONG - 1 : -1]
+        ),
     }
-    for fault, (found, expected) in faults.items():
-        if not _same(found, expected, rounding):
+    for fault, is_absent in faults.items():
+        if not is_absent:
             raise UserError(f"{name} {fault}; choose a model of another family")
-    return _same(made[:, 1], of_short[_SHORT - 1 : -1], rounding)
+    return same(made[:, 1], of_short[_SHORT - 1 : -1])
 
 
 def _logits(model: Any, ids: Tensor) -> Tensor:
     logits: Tensor = unwrapped(model)(input_ids=ids, use_cache=False).logits[0]
     return logits.float()
-
-
-def _same(found: Tensor, expected: Tensor, rounding: float) -> bool:
-    return bool((found - expected).abs().max() <= rounding * (expected.max() - expected.min()))

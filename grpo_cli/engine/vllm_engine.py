@@ -8,7 +8,6 @@ caches; which request enters when is decided here, by the scheduler's plan, one 
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 import weakref
@@ -18,21 +17,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import torch
 from pydantic import Field
 
 from grpo_cli.engine.common import EngineParts, Tally, check_context
-from grpo_cli.engine.samplers import KvShape
 from grpo_cli.engine.sequence import Sequence, Status
 from grpo_cli.engine.serving import Serving, ServingEngine
 from grpo_cli.engine.vllm_process import check_options, guest, head_sizes, only, require_vllm
 from grpo_cli.engine.vllm_served import Served
 from grpo_cli.interfaces import facts
 from grpo_cli.model.anatomy import merged_weights, unwrapped
-from grpo_cli.support.errors import UserError, refuse
-from grpo_cli.support.formatting import gib, parse_bytes
-from grpo_cli.support.memory import asked_of_allocator, give_back_cached, held_by_others
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import gib
+from grpo_cli.support.memory import give_back_cached, held_by_others
 from grpo_cli.types import Request
 
 # Free bytes of a GPU withheld from vLLM, which checks again after its first allocations.
@@ -45,7 +42,6 @@ class VllmEngine(ServingEngine):
 
     choice = "vllm"
     _llm: Any = None
-    _runner: str | None = None
     _stale, _asleep, _dead = True, False, ""
 
     def __init__(
@@ -66,15 +62,6 @@ class VllmEngine(ServingEngine):
         self._eager = not on_gpu if eager is None else eager
         self._sleeps = on_gpu if sleep is None else sleep
         self._options = dict(options or {})
-        problems = [*self.refuses(parts.sampler, parts.scheduler, parts.predictor, parts.sparsity)]
-        if self._sleeps and not on_gpu:
-            problems.append("engine.sleep=true needs a GPU: vLLM cannot give back a CPU's memory; leave it out")
-        if self._sleeps and (asked := asked_of_allocator(os.environ, "expandable_segments:True")):
-            problems.append(
-                f"{asked} in the environment: vLLM sleeps by an allocator of its own, which has no segments that grow; "
-                "unset it, or let vLLM keep its memory while weights are updated, engine.sleep=false"
-            )
-        refuse(problems)
         require_vllm()
         check_options(self._options)
         self._served = Served.of(parts.model, head_sizes(self._device))
@@ -87,8 +74,7 @@ class VllmEngine(ServingEngine):
                     f"sampling.temperature={temperature}: engine=vllm clamps it to 0.01 to 2 (or 0, greedy), and would "
                     "sample from another distribution"
                 )
-        seconds = self._wake(requests)
-        return {"engine/weight_update_seconds": seconds, "engine/memory_awake_bytes": self._held()}
+        return {"engine/weight_update_seconds": self._wake(requests)}
 
     def _advance(self, serving: Serving, entered: Seq[Sequence]) -> None:
         """Start requests and run one step. vLLM reports tokens one by one, or all at the end, which takes less time, if
@@ -109,7 +95,7 @@ class VllmEngine(ServingEngine):
             if sequence.finish and not output.finished:
                 self._abort([sequence])
 
-    def _stop(self, serving: Serving) -> Mapping[str, float]:
+    def _stop(self, serving: Serving) -> None:
         """Abort what is unfinished, and free memory."""
         if not self._dead:
             self._abort(serving.running)
@@ -117,7 +103,6 @@ class VllmEngine(ServingEngine):
                 with self._answering("does not come to rest"):
                     self._llm.sleep(level=2)  # weights too: they are copied again from the policy
                     self._asleep, self._stale = True, True
-        return {"engine/memory_after_bytes": self._held()}
 
     def _abort(self, sequences: Seq[Sequence]) -> None:
         if sequences:
@@ -223,13 +208,13 @@ class VllmEngine(ServingEngine):
         block = self._served.token_bytes(dtype) * self._block
         longest = max(len(request.prompt.token_ids) + request.sampling.max_new_tokens for request in requests)
         rows, at_once = -(-longest // self._block), parts.rollouts_per_step or len(requests)
-        # vLLM keeps one block for itself.
-        shape = KvShape(at_once, prompts=1, prompt_bytes=block, page_bytes=rows * block, slot_bytes=rows * block)
-        self._slots = parts.sampler.fit(shape, at_once).slots
+        self._slots = parts.sampler.slots_for(at_once, at_once)
+        blocks = 1 + self._slots * rows  # vLLM keeps one block for itself
+        if (budget := parts.sampler.budget_for(block, rows * block)) is not None:
+            blocks = budget // block
+            self._slots = min(self._slots, (blocks - 1) // rows)
         kwargs: dict[str, Any] = {"max_model_len": self._limit(), "dtype": str(dtype).removeprefix("torch.")}
-        if parts.sampler.kv_budget is not None or not on_gpu:
-            budget = parts.sampler.kv_budget
-            blocks = 1 + self._slots * rows if budget is None else parse_bytes(budget) // block
+        if budget is not None or not on_gpu:
             kwargs["kv_cache_memory_bytes"] = blocks * block
             kwargs["max_model_len"] = min(self._limit(), (blocks - 1) * self._block)
         if on_gpu:
@@ -237,15 +222,9 @@ class VllmEngine(ServingEngine):
         with guest(), tempfile.TemporaryDirectory() as folder, self._answering("could not be started"):
             only(self)
             self._llm = self._started(Path(folder), kwargs)
-        core, config = self._llm.llm_engine.engine_core, self._llm.llm_engine.vllm_config
-        self._runner = "V2" if config.use_v2_model_runner else "V1"
-        if on_gpu and self._runner == "V1":
-            parts.warn(
-                "vLLM runs this model by its older runner, which draws for one rollout after the other, each by its "
-                "own seed: slow with hundreds (VLLM_USE_V2_MODEL_RUNNER=1 in the environment asks for the other)"
-            )
-        self._kv_bytes = config.cache_config.num_gpu_blocks * block
-        self._shutdown = weakref.finalize(self, core.shutdown)
+        engine = self._llm.llm_engine
+        self._kv_bytes = engine.vllm_config.cache_config.num_gpu_blocks * block
+        self._shutdown = weakref.finalize(self, engine.engine_core.shutdown)
 
     def _share(self) -> float:
         """Return the share of the whole GPU that vLLM may take: it refuses to start if that much is not free."""
@@ -258,8 +237,8 @@ class VllmEngine(ServingEngine):
         if most <= 0:
             raise UserError(f"engine=vllm cannot start: {found}; free some of it, or use engine=torch")
         self._parts.warn(
-            f"engine.memory={self._memory:g}: {found}, so vLLM takes {most:.2f} of it. The optimizer takes its part in "
-            "the first update: where nothing is left for it, lower engine.memory"
+            f"engine.memory={self._memory:g}: {found}, so vLLM takes {most:.2f}; if the first update runs out of "
+            "memory, lower engine.memory"
         )
         return most
 
@@ -295,16 +274,9 @@ class VllmEngine(ServingEngine):
             **self._options,
         )
 
-    def _held(self) -> float:
-        """Return the bytes in use: of the whole GPU (vLLM has its own allocator), or resident in this process."""
-        if self._device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self._device)
-            return float(total - free)
-        return float(psutil.Process().memory_info().rss)
-
     def facts(self) -> Mapping[str, Any]:
-        """Return facts for `summary.json`; `model_runner` is None before vLLM starts."""
-        return {"invariant": False, "model_runner": self._runner}
+        """Return the engine's part of `summary.json`."""
+        return {"invariant": False}
 
     def update_weights(self) -> None:
         """Have the next `generate` copy the weights first, when the update's memory is free again."""

@@ -3,7 +3,6 @@ that is restored after its start."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import warnings
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_cli.support.errors import UserError, closest
+from grpo_cli.support.errors import UserError
 from grpo_cli.support.extras import require
 
 # Set before vLLM is imported, unless the user has.
@@ -62,17 +61,10 @@ _BIASING = (
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """UserError for options that would bias the importance ratio, or that vLLM does not know."""
+    """UserError for options that would bias the importance ratio."""
     for word in options:
         if word in _BIASING:
             raise UserError(f"engine.options.{word} would bias the importance ratio: leave it out")
-    if options:
-        with guest():
-            from vllm.engine.arg_utils import EngineArgs
-        known = [field.name for field in dataclasses.fields(EngineArgs)]
-        for word in options:
-            if word not in known:
-                raise UserError(f"engine.options.{word} is no argument of vLLM's LLM{closest(word, known)}")
 
 
 def head_sizes(device: torch.device) -> list[int] | None:

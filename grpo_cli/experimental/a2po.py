@@ -5,9 +5,8 @@
     loss = mean over rollouts of (b2 sum over tokens of log(pi / pi_ref) - A)^2
 
 The answers are those of `advantage.answers`, the samples.jsonl that an evaluation wrote before training. The formulas,
-b1 = 0.5 and b2 = 1e-3 are as TRL's release has them; the paper could not be read. Ours: r is 1 for a solved prompt and
-else 0, as the paper has rewards, whatever the reward's parts say; prompts that no answer solved (V* = 0) are not left
-out; a row counts by the mean weight of its tokens, 1 without a correction; n is 2 or more.
+b1 = 0.5 and b2 = 1e-3 are as TRL's release has them. Ours: r is 1 for a solved prompt and else 0; prompts that no
+answer solved (V* = 0) are not left out; a row counts by the mean weight of its tokens; n is 2 or more.
 
 Not measured.
 """

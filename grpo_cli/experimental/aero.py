@@ -6,16 +6,12 @@ no group without an advantage (Zhang et al., "Train Less, Learn More", arXiv 260
                 of m is theirs, and then right ones
     advantage:  r - (a + c) / (a + b + N): c of N rollouts are right, Beta(a, b) is what was known before
 
-Read from the abstract and secondary sources, which do not give k, a, b, the first number of rollouts nor the bound:
-those in the YAML files are ours. Ours too: who is left out beyond m, the k wrong answers that are kept of a prompt
-that was never solved, and that N may be the kept rollouts. Right is what is graded as right.
+Read from the abstract and secondary sources. Ours: all numbers, who is left out beyond m, the k wrong answers that are
+kept of a prompt that was never solved, and that N may be the kept rollouts. All three look at right and wrong alone, so
+that a prompt's expected gradient keeps the direction of its policy gradient.
 
-All three look at right and wrong alone, so that a prompt's expected gradient keeps the direction of its policy
-gradient (summed over tokens, with rewards of 0 and 1). What changes is how much the prompt counts: where a group of
-fixed size is trained on whole, 1 - 1 / (a + b + N) times.
-
-Measured: docs/studies.md (the rule is as good as maximal variance and trains on fewer tokens; no gain seen
-of rounds and baseline; embedded model).
+Measured: docs/studies.md (the rule is as good as maximal variance and trains on fewer tokens; no gain seen of rounds
+and baseline; embedded model).
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
-import torch
 from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
@@ -98,16 +93,20 @@ def beta(
 ) -> Float[Tensor, " K"]:
     """r - (a + c) / (a + b + N), undivided; never 0 for a reward of 0 or 1. UserError for one below 0 or above 1; one
     between counts as such a part of a right answer."""
+    require_shares("advantage=beta", group)
     rewards, reference = compared(group, kept, stats_over)
-    outside = torch.cat([reference, rewards])
-    outside = outside[(outside < -ROUNDING) | (outside > 1 + ROUNDING)]
-    if len(outside):
-        raise UserError(
-            f"advantage=beta takes rewards for shares of right answers, from 0 to 1, and one is {outside[0].item():g}: "
-            "let the reward be so (task.weights), or use advantage=dr_grpo"
-        )
     solved = (prior_right + reference.sum()) / (prior_right + prior_wrong + len(reference))
     return rewards - solved
+
+
+def require_shares(rule: str, group: ScoredGroup) -> None:
+    """Raise UserError for a reward outside [0, 1]."""
+    outside = group.totals[(group.totals < -ROUNDING) | (group.totals > 1 + ROUNDING)]
+    if len(outside):
+        raise UserError(
+            f"{rule} takes rewards from 0 to 1, and one is {outside[0]:g}: change task.weights, or use "
+            "advantage=dr_grpo"
+        )
 
 
 def _right(group: ScoredGroup, asked_by: str) -> Bool[np.ndarray, " G"]:

@@ -5,14 +5,10 @@
     each continues with the chance s_i, at least 2 of a group being left, with the tokens that it would have had; the
     others reach neither the judge nor the update
 
-so that of a group about `keep` continue, of which about `share` are right. Where p = share this is `keep` for all: what
-is balanced already is pruned at random.
-
-The head is learnt online, from what passed `at` and was judged. Ours: the formula of s_i (of the paper's own too little
-could be read), the ridge in place of a logistic head, and its calibration by the share of right ones in each tenth of
-its scores. What is left is not reweighed by 1 / s_i, so the gradient leans to balanced groups; rewards, lengths and
-groups in the record, and what curricula know of prompts, are those of what is left. `rule=random` prunes as many
-without looking, as a control. No predictor of lengths learns from such rounds.
+so that of a group about `keep` continue, of which about `share` are right. The head is learnt online, from what passed
+`at` and was judged. Ours: the formula of s_i (of the paper's own too little could be read), the ridge in place of a
+logistic head, and its calibration by the share of right ones in each tenth of its scores. What is left is not reweighed
+by 1 / s_i, so the gradient leans to balanced groups, and curricula know of those alone.
 
 Measured: docs/studies.md.
 """
@@ -31,7 +27,7 @@ from grpo_cli.experimental.ridge_probe import ProbeRows, Probing
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.rules.ridge import narrowed
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.ranges import Count, OneOf, Share
+from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import Group, ScoredGroup
 
 LEAST = 2  # rollouts of a prompt; one has nothing to be compared with
@@ -55,7 +51,6 @@ class Arrol(Probing):
         keep: Annotated[float, Field(gt=0, le=1)],
         share: Share,
         warmup: Annotated[int, Field(ge=0)],
-        rule: Annotated[str, OneOf(("probe", "random"))],
         ridge: Annotated[float, Field(gt=0)],
         window: Count,
         min_rollouts: Annotated[int, Field(ge=2)],
@@ -69,8 +64,8 @@ class Arrol(Probing):
                 "collector.keep or n"
             )
         self.layer = layer
-        self._at, self._keep, self._share, self._warmup, self._rule = at, keep, share, warmup, rule
-        self._probe = self.probe(window, min_rollouts, ridge, n * prompts if rule == "probe" else None)
+        self._at, self._keep, self._share, self._warmup = at, keep, share, warmup
+        self._probe = self.probe(window, min_rollouts, ridge, n * prompts)
         self._now: dict[tuple[str, int], tuple[Float[np.ndarray, " F"], float]] = {}  # of what passed `at` in this step
         self._begun = self._dropped = self._stopped_at = 0
 
@@ -80,14 +75,14 @@ class Arrol(Probing):
         begun = [some for group in groups if (some := group.partial).rollouts]
         whole = {group.prompt.id: len(group.rollouts) for group in groups}
         self._begun, self._dropped, self._now = sum(len(group.rollouts) for group in begun), 0, {}
-        scores = self._read(begun) if begun and self._rule == "probe" else np.full(self._begun, np.nan)
+        scores = self._read(begun) if begun else np.empty(0)
         left, start = [], 0
         for group in begun:
             size = len(group.rollouts)
             own, start = scores[start : start + size], start + size
             kept = np.ones(size, dtype=bool)
-            if step.step >= self._warmup and (self._rule == "random" or not np.isnan(own).any()):
-                chances = np.full(size, self._keep) if self._rule == "random" else self._chances(self._calibrated(own))
+            if step.step >= self._warmup and not np.isnan(own).any():
+                chances = self._chances(self._calibrated(own))
                 kept = drawn(chances, step.rng.random(size), LEAST - (whole[group.prompt.id] - size))
             self._dropped += int((~kept).sum())
             left += [_those(group, kept)] * bool(kept.any())
@@ -136,8 +131,6 @@ class Arrol(Probing):
             )
             right = np.array([one[2] for one in labelled])
             self._probe.add([ProbeRows(features, right, scores)])
-            found = auc(scores, right)
-            metrics |= {} if found is None else {"prune/auc": found}
         self._now, self._begun = {}, 0
         return metrics
 
@@ -170,14 +163,3 @@ def drawn(chances: Float[np.ndarray, " G"], u: Float[np.ndarray, " G"], least: i
     order = np.argsort(-np.where(kept, 2.0, chances), kind="stable")
     kept[order[: max(least, 0)]] = True
     return kept
-
-
-def auc(scores: Float[np.ndarray, " N"], right: Float[np.ndarray, " N"]) -> float | None:
-    """Compute the chance that a right one scores higher than a wrong one, half for equal scores. None without both
-    kinds."""
-    known = ~np.isnan(scores)
-    good, bad = scores[known & (right > 0)], scores[known & (right == 0)]
-    if not len(good) or not len(bad):
-        return None
-    higher, equal = (np.mean(compare(good[:, None], bad)) for compare in (np.greater, np.equal))
-    return float(higher + equal / 2)

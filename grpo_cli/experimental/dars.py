@@ -8,13 +8,10 @@ Measured: docs/studies.md (lower on average, and confounded: fewer steps at equa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, isqrt
 from typing import Annotated, ClassVar
-
-import numpy as np
 
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.support.errors import UserError
@@ -27,14 +24,12 @@ class Dars:
     """`n` rollouts of each prompt, then more of those that fewer than half of them solved (DARS, arXiv 2508.13755).
 
     A group's advantages add up, without their signs, to less the rarer its right answers are; more rollouts make up
-    for that (see `missing`). Of what the second round would be, `cap_rollouts` leaves as much as keeps a step at so
-    many rollouts. A prompt that stays unsolved, or was solved by all, still teaches nothing.
+    for that (see `missing`). A prompt that stays unsolved, or was solved by all, still teaches nothing.
     """
 
     most: int
     weighting: Annotated[str, OneOf(("equal", "hard"))]
     divided: bool
-    cap_rollouts: int | None
 
     unequal: ClassVar[bool] = True
 
@@ -42,13 +37,11 @@ class Dars:
         return max(n, self.most - n) * prompts
 
     def __call__(self, step: StepRollouts) -> list[ScoredGroup]:
-        first = step.n * step.prompts
-        _check(self.most, self.cap_rollouts, step.n, first)
+        if self.most < step.n:
+            raise UserError(f"collector.most={self.most} is less than n={step.n}: raise it, or lower n")
         groups = step.score(step.generate((prompt, step.n) for prompt in step.pick(step.prompts)))
         more = [missing(group.solved, step.n, self.most, self.weighting, self.divided) for group in groups]
-        if self.cap_rollouts is not None:
-            more = within(more, self.cap_rollouts - first, step.rng)
-        step.note("second_round", sum(more) / (first + sum(more)))
+        step.note("second_round", sum(more) / (step.n * len(groups) + sum(more)))
         return step.score(step.generate((group.prompt, count) for group, count in zip(groups, more, strict=True)))
 
 
@@ -71,29 +64,3 @@ def missing(solved: int, size: int, most: int, weighting: str, divided: bool) ->
     else:
         wanted = ceil(emphasis * size / (4 * variance))
     return min(wanted, most) - size
-
-
-def _check(most: int, cap_rollouts: int | None, n: int, first: int) -> None:
-    if most < n:
-        raise UserError(
-            f"collector.most={most} is less than n={n}, with which every problem begins: take collector.most of {n} or "
-            "more, or a smaller n"
-        )
-    if cap_rollouts is not None and cap_rollouts < first:
-        raise UserError(
-            f"collector.cap_rollouts={cap_rollouts} is less than the {first} rollouts of the first round (n={n} of "
-            f"{first // n} problems): take {first} or more"
-        )
-
-
-def within(more: Sequence[int], room: int, rng: np.random.Generator) -> list[int]:
-    """Return the same counts, or in proportion smaller ones of sum `room`; what rounding down leaves goes to the
-    largest remainders, ties broken at random."""
-    if sum(more) <= room:
-        return list(more)
-    exact = np.array(more, dtype=np.float64) * room / sum(more)
-    counts = np.floor(exact + 1e-9).astype(np.int64)  # a share of 3 may come out as 2.9999...
-    # Compared as rounded, since equal shares need not differ from whole numbers by the same bits.
-    order = np.lexsort((rng.random(len(more)), -np.round(exact - counts, 9)))
-    counts[order[: room - int(counts.sum())]] += 1
-    return counts.tolist()

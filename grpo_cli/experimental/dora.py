@@ -8,10 +8,9 @@
               rows, so that k completions in one direction have about 1/k each
     answer    when all have ended, the one with the largest sum of q
 
-The paper has a process reward model and an embedding model. Ours, in their place: q, the geometric mean of the tokens'
-probabilities so far, and the mean of the last layer's states over the completion. Ours, too: steps of equal length; one
-T; that rounding gives out no more than n places, the largest shares first; and the likeliest completion where no answer
-is read. The order of the counts, and 0.01, are the released code's, which does not run (a name in it is not defined).
+Ours, in place of a process reward and an embedding model: q, the geometric mean of the tokens' probabilities so far,
+and the mean of the last layer's states over the completion. Ours, too: steps of equal length, one T, and the likeliest
+completion where no answer is read. The order of the counts, and 0.01, are the released code's, which does not run.
 
 Measured: docs/studies.md.
 """

@@ -32,11 +32,11 @@ DIGITS = 9  # chances that agree to so many are a tie: what they differ by is ro
 class DynamicsPredictive:
     """The candidates most likely to be mixed (dynamics-predictive sampling, arXiv 2603.10887).
 
-    Each prompt is a chain of three states: at a visit none of its rollouts solves it, some do, or all. Of every
-    prompt that was visited it keeps how often each state came after each (`counts`, a chain's prior included and older
-    ones decayed), the chances of the states at the last visit or look (`before`), and those at the next one
-    (`chances`); all float64. A candidate that no rollout was made of moves on by its own prediction. One whose rollouts
-    end in a later step is learnt from then; that it is under way is known by its not being asked for (`without`).
+    Each prompt is a chain of three states: at a visit none of its rollouts solves it, some do, or all. The belief about
+    a prompt that was visited has five rows: how often each state came after each (the prior included, older ones
+    decayed), the chances of the states at the last visit or look, and those at the next one. A candidate that no
+    rollout was made of moves on by its own prediction. One whose rollouts end in a later step is learnt from then; that
+    it is under way is known by its not being asked for (`without`).
     """
 
     def __init__(
@@ -54,10 +54,8 @@ class DynamicsPredictive:
         require_revisits("dps", len(prompts), per_step, steps, history)
         self._prompts, self._seed, self._decay, self._prior = prompts, seed, decay, prior
         self._candidates = CandidateOrder(prompts, per_step, seed, pool)
-        # Counts, before and chances as rows of one array, which is replaced and never changed; no prompt's look moves
-        # what is not there, so that those that were never visited need none.
         self._unseen = np.concatenate([np.full((3, 3), prior), np.full((2, 3), 1 / 3)])
-        self._beliefs = dict[int, tuple[str, np.ndarray]]()  # by place in the task, with the prompt's id
+        self._beliefs = dict[int, np.ndarray]()  # by place in the task; replaced, and never changed
         self._step, self._looked_at = -1, dict[int, None]()  # of the step that is being made
         self._picked = dict[str, int]()  # and not learnt from yet
 
@@ -79,7 +77,8 @@ class DynamicsPredictive:
         waiting = {*asked, *self._picked.values()}
         visits = [Visit(step, group.solved, len(group.rollouts)) for group in asked.values()]
         predicted = self._mixed([*asked])
-        self._move_on({place: group.prompt.id for place, group in asked.items()}, _certain(visits))
+        # Probability 1 for the state that each visit was in.
+        self._move_on([*asked], np.eye(3)[[STATES.index(visit.outcome) for visit in visits]].reshape(-1, 3))
         self._look_again([place for place in self._looked_at if place not in waiting])
         self._step = -1  # a repeated step starts over
         if not asked:
@@ -87,21 +86,20 @@ class DynamicsPredictive:
         hits = [visit.outcome is Solved.MIXED for visit in visits]
         return {"curriculum/predicted_mixed": float(predicted.mean()), "curriculum/hit": sum(hits) / len(hits)}
 
-    def _move_on(self, names: Mapping[int, str], found: Float[np.ndarray, "Q 3"]) -> None:
+    def _move_on(self, places: Sequence[int], found: Float[np.ndarray, "Q 3"]) -> None:
         """Learn that the prompts at these places are in the states `found`, and how they may have come there."""
-        beliefs = self._of([*names])
+        beliefs = self._of(places)
         ways = found[:, :, None] * beliefs[:, BEFORE][:, None, :] * _chain(beliefs[:, :3])
-        self._keep(names, self._decayed(beliefs) + ways / ways.sum((1, 2), keepdims=True), found)
+        self._keep(places, self._decayed(beliefs) + ways / ways.sum((1, 2), keepdims=True), found)
 
     def _look_again(self, places: Sequence[int]) -> None:
         """Nothing was observed of these: the prediction becomes the belief."""
-        names = {place: self._beliefs[place][0] for place in places if place in self._beliefs}
-        beliefs = self._of([*names])
-        self._keep(names, self._decayed(beliefs), beliefs[:, CHANCES])
+        seen = [place for place in places if place in self._beliefs]
+        beliefs = self._of(seen)
+        self._keep(seen, self._decayed(beliefs), beliefs[:, CHANCES])
 
     def _of(self, places: Sequence[int]) -> Float[np.ndarray, "Q 5 3"]:
-        known = (self._beliefs.get(place) for place in places)
-        return np.array([self._unseen if belief is None else belief[1] for belief in known]).reshape(-1, 5, 3)
+        return np.array([self._beliefs.get(place, self._unseen) for place in places]).reshape(-1, 5, 3)
 
     def _mixed(self, places: Sequence[int]) -> Float[np.ndarray, "Q"]:
         return self._of(places)[:, CHANCES, MIXED]
@@ -109,33 +107,23 @@ class DynamicsPredictive:
     def _decayed(self, beliefs: Float[np.ndarray, "Q 5 3"]) -> Float[np.ndarray, "Q 3 3"]:
         return self._decay * beliefs[:, :3] + (1 - self._decay) * self._prior
 
-    def _keep(
-        self, names: Mapping[int, str], counts: Float[np.ndarray, "Q 3 3"], now: Float[np.ndarray, "Q 3"]
-    ) -> None:
+    def _keep(self, places: Sequence[int], counts: Float[np.ndarray, "Q 3 3"], now: Float[np.ndarray, "Q 3"]) -> None:
         chances = (_chain(counts) * now[:, None, :]).sum(2)
         beliefs = np.concatenate([counts, now[:, None], chances[:, None]], axis=1)
-        for (place, name), belief in zip(names.items(), beliefs, strict=True):
-            self._beliefs[place] = name, belief
+        self._beliefs |= zip(places, beliefs, strict=True)
 
     def state_dict(self) -> dict[str, Any]:
-        rows = np.array([belief for _, belief in self._beliefs.values()]).reshape(-1, 5, 3)
-        problems = [(place, name) for place, (name, _) in self._beliefs.items()]
-        kept = {"problems": problems, "beliefs": torch.from_numpy(rows)}
+        places = [*self._beliefs]
+        kept = {"places": places, "beliefs": torch.from_numpy(self._of(places))}
         return {"kind": "dps", "order": self._candidates.state_dict(), "picked": dict(self._picked), **kept}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         state = of_kind(state, "curriculum", "dps")
         self._candidates.load_state_dict(state["order"])
         self._picked = dict(state["picked"])
-        rows = state["beliefs"].numpy().copy()
-        self._beliefs = {place: (name, belief) for (place, name), belief in zip(state["problems"], rows, strict=True)}
+        self._beliefs = dict(zip(state["places"], state["beliefs"].numpy().copy(), strict=True))
 
 
 def _chain(counts: Float[np.ndarray, "Q 3 3"]) -> Float[np.ndarray, "Q 3 3"]:
     """Chance of each state (rows) after each (columns)."""
     return counts / counts.sum(1, keepdims=True)
-
-
-def _certain(visits: Sequence[Visit]) -> Float[np.ndarray, "Q 3"]:
-    """Probability 1 for the state that each visit was in."""
-    return np.eye(3)[[STATES.index(visit.outcome) for visit in visits]].reshape(-1, 3)

@@ -6,11 +6,10 @@
     count     n_i = ceil(n softmax(q / T)_i) over S, from the best down (REBASE, arXiv 2408.00724)
     answer    when all have ended, the one with the largest sum of q
 
-Nodes are the steps from the prompt, itself one, to the leaves. Clusters are of the leaves' directions, by average
-linkage up to a cosine distance of 0.05. The paper solves a linear program; here the choice is exact as well, by branch
-and bound, for which there are at most 20 leaves. Ours: that; and q, the directions, the equal steps and the answer, as
-`search=dora` has them in place of a process reward model and an embedding model. In the paper kept nodes share keys and
-values; here a completion's beginning is read again at each step, so that what is cut saves tokens alone.
+Nodes are the steps from the prompt to the leaves; clusters are of the leaves' directions, by average linkage up to a
+cosine distance of 0.05. The choice is exact, by branch and bound, for at most 20 leaves. Ours: that; and q, the
+directions, the equal steps and the answer, as `search=dora` has them. A completion's beginning is read again at each
+step, so that what is cut saves tokens alone.
 
 Measured: docs/studies.md.
 """

@@ -14,7 +14,7 @@ def begun_with(request: Request, tokens: Sequence[int], sample: int, *names: obj
     """Return a partial rollout of a prompt's request that begins with the tokens, with a random stream of its own."""
     own = replace(request, sample=sample, seed=seed_of(request.seed, *names, sample))
     spans = (Span(GIVEN, len(tokens)),)
-    return Rollout(own, tuple(tokens), (math.nan,) * len(tokens), Finish.PARTIAL, 0, spans)
+    return Rollout(own, tuple(tokens), (math.nan,) * len(tokens), Finish.PARTIAL, spans)
 
 
 def num_given(rollout: Rollout) -> int:

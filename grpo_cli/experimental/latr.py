@@ -7,11 +7,9 @@
         edit distance to the same stretch of the rollout that it left / r < tau_edit
     all that is left continues by itself at `hand_over` tokens, or once every prompt has its share
 
-The tokens that a branch shares with the rollout that it left are given to it, and count in both; a correction sees only
-those that were sampled. Ours: rollouts are sampled as always and not by their likeliest tokens until `hand_over`, so
-the first one of each prompt is an ordinary one; no branch begins with the end of a text, or in the chunk in which it is
-born; all trees have to be full for an early end. Left out: that stretches which begin with a symbol or a digit are not
-judged (a collector reads no text), and an engine's fork: what is shared is prefilled again (engine/prefill_tokens).
+The tokens that a branch shares with the rollout that it left are given to it. Ours: rollouts are sampled and not by
+their likeliest tokens; no branch begins with the end of a text, or in the chunk in which it is born. Left out: that
+stretches which begin with a symbol or a digit are not judged, and an engine's fork: what is shared is prefilled again.
 
 Measured: docs/studies.md.
 """

@@ -6,8 +6,7 @@ Measured: docs/studies.md
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,10 @@ class Oracle:
     def __init__(self, lengths: str | Path) -> None:
         self._source = str(lengths)
         by_step: dict[str, dict[int, dict[int, int]]] = {}
-        for row in read_trace(lengths):
-            by_step.setdefault(row.prompt_id, {}).setdefault(row.step, {})[row.sample] = row.length
+        for prompt_id, step, sample, length in _lengths_in(lengths):
+            by_step.setdefault(prompt_id, {}).setdefault(step, {})[sample] = length
+        if not by_step:
+            raise UserError(f"predictor.lengths={lengths} has no rollouts: record some with record.rollouts=-1")
         self._recorded = {prompt_id: [steps[step] for step in sorted(steps)] for prompt_id, steps in by_step.items()}
         self._replayed: Counter[str] = Counter()
 
@@ -66,36 +67,14 @@ class Oracle:
         self._replayed = Counter({name: int(times) for name, times in state["replayed"].items()})
 
 
-@dataclass(frozen=True)
-class TraceRow:
-    """The length of one rollout of an earlier run."""
-
-    step: int
-    prompt_id: str
-    sample: int
-    length: int
-
-
-def read_trace(path: str | Path) -> list[TraceRow]:
-    """Return the rows of a run's `rollouts.jsonl`. Raise UserError, with the line, for any other file."""
-    rows = [
-        _trace_row(row, f"predictor.lengths={path}, line {number}")
-        for number, row in records(str(path), "predictor.lengths")
-    ]
-    if not rows:
-        raise UserError(
-            f"predictor.lengths={path} has no rollouts: record some with record.rollouts=-1 (all of each step)"
-        )
-    return rows
-
-
-def _trace_row(row: Any, place: str) -> TraceRow:
-    found = [row.get(name) if isinstance(row, Mapping) else None for name in ("step", "sample", "length")]
-    numbers = [one for one in found if isinstance(one, int) and one >= 0]
-    prompt_id = row.get("prompt_id") if isinstance(row, Mapping) else None
-    if len(numbers) < 3 or numbers[2] == 0 or not isinstance(prompt_id, str):
-        raise UserError(
-            f"{place} needs a text prompt_id and the whole numbers step, sample and length (1 or more), but is "
-            f"{str(row)[:80]}: give the rollouts.jsonl of an earlier run"
-        )
-    return TraceRow(numbers[0], prompt_id, *numbers[1:])
+def _lengths_in(path: str | Path) -> Iterator[tuple[str, int, int, int]]:
+    """Yield prompt, step, sample and length of each row of a `rollouts.jsonl`. UserError for another file's."""
+    for number, row in records(str(path), "predictor.lengths"):
+        fields = row if isinstance(row, Mapping) else {}
+        name, numbers = fields.get("prompt_id"), [fields.get(field) for field in ("step", "sample", "length")]
+        whole = [one for one in numbers if isinstance(one, int)]
+        if not isinstance(name, str) or len(whole) < 3 or whole[2] < 1:
+            raise UserError(
+                f"predictor.lengths={path}, line {number} is {str(row)[:80]}: give the rollouts.jsonl of an earlier run"
+            )
+        yield name, whole[0], whole[1], whole[2]

@@ -5,13 +5,9 @@
     choose    as many particles again, each with a chance of w_i / sum of w, by systematic resampling
     answer    when all have ended, one of them, each alike
 
-The paper weighs by exp(logit(r)), with r of a process reward model, chooses at the end of each line by independent
-draws, and gives the particle that the reward model likes best. There is no such model here. Ours: the weights, by which
-the answer is, with many particles, a draw from p^alpha over whole completions (the power distribution of arXiv
-2510.14901; not the same as a low temperature, which sharpens token by token), the steps of equal length, the way of
-choosing, and the answer. p is the distribution that the tokens were sampled from, at eval.temperature. With one
-particle this is plain sampling, bit for bit. A copy continues with the random stream of the particle whose place it
-takes.
+The paper weighs and answers by a process reward model. Ours: the weights, by which the answer of many particles is a
+draw from p^alpha over whole completions (arXiv 2510.14901), steps of equal length, and the choice. One particle is
+plain sampling, bit for bit. A copy continues with the random stream of the particle whose place it takes.
 
 Measured: docs/studies.md.
 """

@@ -6,10 +6,8 @@
     refine    `drafts` completions to the prompt behind these, again `rounds` times, the last time one, which is the
     answer
 
-Read from the paper's text, where a model writes the workspace. Ours: its content as above, that nothing is said about
-the drafts beside them, and that a prompt is plain text, since a chat template would have to hold the drafts. With one
-draft it is sequential refinement, the longest chain at equal tokens, which arXiv 2504.07052 compares with best-of-k
-(search=best).
+In the paper a model writes the workspace. Ours: its content, and that a prompt is plain text. One draft is sequential
+refinement (arXiv 2504.07052).
 
 Measured: docs/studies.md.
 """

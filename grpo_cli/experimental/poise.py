@@ -6,12 +6,8 @@
           deviation, and the mean of the last quarter;  g: ridge on standardised features, on the steps before this one
 
 A rollout's own states know how it ends, so a baseline made of them would bias the gradient; those of the others, and of
-earlier steps' rewards, do not depend on it. With few rollouts of a prompt the mean of the others' rewards is a noisy
-baseline, and this one shares what was learnt of all prompts: at equal cost fewer of more prompts can be requested
-(n=2 train.prompts=64).
-
-The paper's text could be read, no code. Ours: layer, ridge and window; where states are wide, 256 fixed random
-directions of them; before there are `min_rollouts` rows, the mean of the others' rewards; `mix`.
+earlier steps' rewards, do not. The paper's text could be read, no code. Ours: layer, ridge and window, 256 fixed random
+directions of wider states, `mix`, and the mean of the others' rewards before there are `min_rollouts` rows.
 
 Measured: docs/studies.md.
 """
@@ -28,15 +24,13 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
+from grpo_cli.experimental.aero import require_shares
 from grpo_cli.experimental.reading import PolicyReading, read
-from grpo_cli.experimental.ridge_probe import ProbeRows, Probing, correlation
+from grpo_cli.experimental.ridge_probe import ProbeRows, Probing
 from grpo_cli.rules.ridge import narrowed
-from grpo_cli.support.errors import UserError
 from grpo_cli.support.facts import facts
 from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import ScoredGroup
-
-ROUNDING = 1e-6  # of a sum of weighted parts
 
 
 @facts(divides=False)
@@ -64,7 +58,8 @@ class Poise(Probing):
 
     def __call__(self, group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, " K"]:
         """UserError for rewards outside [0, 1], unless predictions may be, too."""
-        self._require_shares(group.totals)
+        if self._clip:
+            require_shares("advantage=probe with advantage.clip=true", group)
         if len(group.totals) < 2:
             return torch.zeros(len(kept))
         others = _of_others(group.totals)
@@ -77,22 +72,10 @@ class Poise(Probing):
             others = (1 - self._mix) * predicted + self._mix * others
         return torch.from_numpy((group.totals - others)[list(kept)])
 
-    def _require_shares(self, rewards: Float[np.ndarray, " G"]) -> None:
-        outside = rewards[(rewards < -ROUNDING) | (rewards > 1 + ROUNDING)]
-        if self._clip and len(outside):
-            raise UserError(
-                f"advantage=probe predicts rewards from 0 to 1, and one is {outside[0]:g}: use advantage.clip=false, "
-                "or let the reward be so (task.weights)"
-            )
-
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         now, self._now = [*self._now.values()], {}
         self._probe.add(now)
-        metrics = {"probe/rows": float(self._probe.rows)}
-        if now:
-            found = correlation(self._probe.steps[-1].predicted, self._probe.steps[-1].targets)
-            metrics |= {} if found is None else {"probe/correlation": found}
-        return metrics
+        return {"probe/rows": float(self._probe.rows)}
 
 
 def _of_others(values: Float[np.ndarray, " G"]) -> Float[np.ndarray, " G"]:

@@ -41,12 +41,7 @@ class RidgeProbe:
         return sum(len(step.targets) for step in self.steps)
 
     def predict(self, features: Float[np.ndarray, "N F"]) -> Float[np.ndarray, "N"]:
-        """Return predictions, NaN with too few rows yet. UserError if those are of another width."""
-        if self.steps and features.shape[1] != self.steps[0].features.shape[1]:
-            raise UserError(
-                f"the checkpoint's probe has learnt from {self.steps[0].features.shape[1]} features, and this model "
-                f"has {features.shape[1]}; resume with the model that it was, or start a new run"
-            )
+        """Return predictions, NaN with too few rows yet."""
         return np.full(len(features), np.nan) if self._head is None else self._head(features.astype(np.float64))
 
     def add(self, seen: Sequence[ProbeRows]) -> None:
@@ -70,11 +65,8 @@ class RidgeProbe:
     def load(self, state: Mapping[str, Any], group: str) -> None:
         """Put back a state. UserError if its features are of another layer than the rule of `group` reads."""
         if state["layer"] != self._layer:
-            before, now = ("null" if layer is None else layer for layer in (state["layer"], self._layer))
-            raise UserError(
-                f"the checkpoint's probe has learnt from {group}.layer={before}, and this run has {group}.layer={now}; "
-                "resume with the same, or start a new run"
-            )
+            before = "null" if state["layer"] is None else state["layer"]
+            raise UserError(f"the checkpoint's probe has learnt from {group}.layer={before}: resume with that")
         self.steps = tuple(ProbeRows(*(step[name].numpy() for name in _ARRAYS)) for step in state["steps"])
         self._fit()
 
@@ -88,9 +80,9 @@ class Probing:
     _probe: RidgeProbe
     _runtime: Runtime
 
-    def probe(self, window: int, least: int, ridge: float, rollouts: int | None) -> RidgeProbe:
+    def probe(self, window: int, least: int, ridge: float, rollouts: int) -> RidgeProbe:
         """Return the probe. UserError if `window` steps, each of so many `rollouts`, never have `least` of them."""
-        if rollouts is not None and least > window * rollouts:
+        if least > window * rollouts:
             raise UserError(
                 f"{self.group}.min_rollouts={least} is more than the {window * rollouts} rollouts of "
                 f"{self.group}.window={window} steps: lower it, or raise the window"
@@ -106,10 +98,3 @@ class Probing:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         found = of_kind(state, self.group, self.kind)
         self._probe.load(found, self.group)
-
-
-def correlation(predicted: Float[np.ndarray, "N"], targets: Float[np.ndarray, "N"]) -> float | None:
-    """Return Pearson's, over the rows with a prediction; None where one of the two does not vary."""
-    known = ~np.isnan(predicted)
-    pair = predicted[known], targets[known]
-    return None if any(len(of) < 2 or (of == of[0]).all() for of in pair) else float(np.corrcoef(*pair)[0, 1])

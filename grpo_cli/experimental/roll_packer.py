@@ -4,13 +4,9 @@
                 and its prompts are set aside
     long step:  once `prompts` prompts are set aside, these alone, each to its end
 
-Read from the abstract, secondary sources and the settings of its release (1.25 times the prompts and the rollouts of
-each). Left out: more than n rollouts of a prompt, of which the first n to end are kept, since among the answers to one
-prompt that favours short ones. Parallelism, rewards and training of RollPacker are about many GPUs.
-
-Ours: a prompt that was set aside is answered again by the weights of its long step, but from the random streams that it
-had. With other streams, long answers would be sampled again until they are short. So, with weights that stand still, a
-prompt's rollouts have the distribution that they would have had under `collector=equal`, only later.
+Read from the abstract, secondary sources and the settings of its release. Left out: more than n rollouts of a prompt,
+of which the first n to end are kept, which favours short ones. Ours: a prompt that was set aside is answered again from
+the random streams that it had, since with others long answers would be sampled again until they are short.
 
 Measured: docs/studies.md (no difference in accuracy seen, fewer decode steps; embedded model).
 """

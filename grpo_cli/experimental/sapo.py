@@ -98,7 +98,7 @@ def _group(prompt: Prompt, rows: Sequence[dict[str, Any]], step: StepRollouts) -
         spans = tuple(Span(version, len([*some])) for version, some in groupby(versions))
         logprobs = tuple(math.nan if one is None else float(one) for one in row["logprobs"])
         request = Request(prompt, row["sample"], 0, step.sampling)
-        rollouts.append(Rollout(request, tuple(row["token_ids"]), logprobs, row["finish"], 0, spans))
+        rollouts.append(Rollout(request, tuple(row["token_ids"]), logprobs, row["finish"], spans))
         rewards.append(Reward(row["reward"], row["parts"]))
     group = ScoredGroup(prompt, tuple(rollouts), tuple(rewards))
     check_rewards(group)

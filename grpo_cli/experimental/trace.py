@@ -73,9 +73,8 @@ def hand_out(gains: Sequence[Sequence[float]], budget: int, rng: np.random.Gener
     """Return how many rollouts each prompt has after `budget` of them went, one by one, to the largest gains.
 
     `gains[q][k]` is the gain of prompt q's k-th rollout, up to the length of the list. A prompt without any gets two
-    at once, with the total gain `gains[q][2]`, or none. After that its gains must not rise, nor exceed half of it: then
-    no other division has a larger total. Ties are broken at random. There has to be room for all, and a list for 3 or
-    more. O(budget log prompts).
+    at once, with the total gain `gains[q][2]`, or none. Ties are broken at random. One is left over where all that have
+    some are full. O(budget log prompts).
     """
     counts, turns = [0] * len(gains), rng.permutation(len(gains)).tolist()
 
@@ -85,35 +84,14 @@ def hand_out(gains: Sequence[Sequence[float]], budget: int, rng: np.random.Gener
 
     heap = [*map(entry, range(len(gains)))]
     heapq.heapify(heap)
-    while budget:
-        assert heap, "there is room for all"
+    while budget and heap:
         problem = heap[0][2]
-        if counts[problem] == 0 and budget == 1:
-            _place_last(gains, counts, turns, problem)
-            break
         taken = 1 if counts[problem] else 2
-        counts[problem] += taken
-        budget -= taken
-        if counts[problem] + 1 < len(gains[problem]):
+        if taken <= budget:
+            counts[problem] += taken
+            budget -= taken
+        if counts[problem] and counts[problem] + 1 < len(gains[problem]):
             heapq.heapreplace(heap, entry(problem))
         else:
             heapq.heappop(heap)
     return counts
-
-
-def _place_last(gains: Sequence[Sequence[float]], counts: list[int], turns: Sequence[int], newcomer: int) -> None:
-    """One rollout is left where two are needed: it goes to another prompt, or to the newcomer together with one taken
-    from another."""
-    begun = [problem for problem, count in enumerate(counts) if count]
-    takers = [q for q in begun if counts[q] + 1 < len(gains[q])]
-    givers = [q for q in begun if counts[q] > 2]
-    taker = max(takers, key=lambda q: (gains[q][counts[q] + 1], turns[q]), default=None)
-    giver = min(givers, key=lambda q: (gains[q][counts[q]], turns[q]), default=None)
-    if giver is not None:
-        traded = gains[newcomer][2] - gains[giver][counts[giver]]
-        if taker is None or traded > gains[taker][counts[taker] + 1]:
-            counts[giver] -= 1
-            counts[newcomer] = 2
-            return
-    assert taker is not None, "a single rollout has nothing to be compared with"
-    counts[taker] += 1

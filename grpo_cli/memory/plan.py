@@ -176,12 +176,13 @@ def _rollouts(model: ShapeModel, step: StepShape, sampler: Sampler, work: Worklo
     layout = KvLayout(model.layers, model.kv_heads, model.head_dim, model.dtype)
     per_step = step.rollouts.rollouts
     cache = KvPlan.of(layout, sampler, step.sparsity, work.requests, per_step, step.prefix, pauses=False)
-    token, rows = layout.bytes_per_token, cache.room.slots
+    token, rows = layout.bytes_per_token, cache.slots
     prompts = sorted((BLOCK * blocks_for(tokens) for tokens in work.prompts), reverse=True)[:rows]
     begun = kv = cache.blocks * layout.block_bytes
     if model.on_cpu:  # where memory counts once it is written
         own = rows * token * round_up(min(work.longest, cache.keys), BLOCK) + cache.spare_blocks * layout.block_bytes
-        begun, kv = (min(kv, token * sum(prompts) + held) for held in (cache.shape.page_bytes * rows, own))
+        first = rows * cache.first_blocks * layout.block_bytes
+        begun, kv = (min(kv, token * sum(prompts) + held) for held in (first, own))
     passed = min(max(PREFILL_TOKENS, max(prompts)), sum(prompts))
     drawn = min(rows, rows_at_once(model.vocabulary)) if model.on_cpu else rows
     # with probabilities and their sums in float32

@@ -20,11 +20,10 @@ from grpo_cli.memory.explain import breakdown, memory_explained
 from grpo_cli.memory.measure import measure
 from grpo_cli.memory.plan import KINDS, MemoryPlan
 from grpo_cli.memory.planner import TOKENS, Planner, not_planned, process_alone
-from grpo_cli.report.profiles import SCHEMA
 from grpo_cli.report.tables import Table, print_table
-from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.files import write_object
 from grpo_cli.runs.layout import PROFILE
-from grpo_cli.runs.provenance import code_version
+from grpo_cli.runs.record import code_version
 from grpo_cli.settings import ProfileRunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib
@@ -71,7 +70,6 @@ def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, w
     }
     largest_n = fit.largest(MOST, lambda n: replace(planner, step=planner.step.with_n(n)).plan().peak <= room)
     found = {
-        "schema": SCHEMA,
         "command": ["grpo", "profile", *typed],
         "device": f"{gpu} of {gib(room)}" if wanted.for_gpu else named,
         "threads": torch.get_num_threads(),
@@ -83,9 +81,7 @@ def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, w
         "not_predicted": not_planned(run),
         "fit": {"room_bytes": room, "fits": plan.peak <= room, "largest_n": largest_n},
     }
-    path = Path(settings.run_dir, PROFILE)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json_line(found, indent=2) + "\n").encode())
+    write_object(Path(settings.run_dir, PROFILE), found)
     _show(console, found, plan)
     if settings.fit_bytes is not None:
         name, may = f"fit={settings.fit}", fit.choosable(planner, {key_of(word) for word in typed})

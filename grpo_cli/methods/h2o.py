@@ -17,11 +17,10 @@ from grpo_cli.engine.eviction import Budget, Candidates
 
 @dataclass(frozen=True)
 class H2o(Budget):
-    """Attention received so far: the heavy hitters (Zhang et al., arXiv 2306.14048; h2o_hf, absolute sizes).
-
-    A sum over steps and not a mean, as there, which favours old keys; for grouped queries the mean over the group,
-    where the original has one query per key. `window` is its `recent`, and `buffer: 1` evicts at every step as it does.
-    (What R-KV and Sparse-RL call H2O looks at the last query alone.)
+    """Attention received so far, as in h2o_hf with absolute sizes: a sum over steps and not a mean, which favours old
+    keys; for grouped queries the mean over the group, where the original has one query per key. `window` is its
+    `recent`, and `buffer: 1` evicts at every step as it does. (What R-KV and Sparse-RL call H2O looks at the last query
+    alone.)
     """
 
     needs_received = True

@@ -47,11 +47,8 @@ class AttentionOfWindow(Budget):
 
 @dataclass(frozen=True)
 class SnapKv(AttentionOfWindow):
-    """Attention from the last `window` queries, smoothed: SnapKV (Li et al., arXiv 2404.14469) as used in decoding.
-
-    That form is R-KV's baseline and Sparse-RL's. (The original compresses the prompt, once, with softmax over all keys,
-    a sum over the window and one choice per query head.)
-    """
+    """SnapKV as R-KV and Sparse-RL use it for decoding. (The original compresses the prompt, once, with softmax over
+    all keys, a sum over the window and one choice per query head.)"""
 
     def score(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:
         return self._attention(candidates)

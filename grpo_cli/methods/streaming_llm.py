@@ -18,10 +18,8 @@ from grpo_cli.engine.eviction import Budget, Candidates
 
 @dataclass(frozen=True)
 class Streaming(Budget):
-    """The younger the better: with sinks this is StreamingLLM (Xiao et al., arXiv 2309.17453), `sinks` and the latest.
-
-    The original moves the kept keys to the positions 0, 1, 2, ... at every step; ours keep their own, as in R-KV's and
-    Sparse-RL's versions of it, so that nothing changes as long as nothing is evicted.
+    """The younger the better. The original moves the kept keys to the positions 0, 1, 2, ... at every step; ours keep
+    their own, as in R-KV's and Sparse-RL's versions of it, so that nothing changes as long as nothing is evicted.
     """
 
     def score(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:

@@ -10,13 +10,12 @@ from rich.console import Console
 from grpo_cli.report import plots
 from grpo_cli.report.compare import Comparison, compare
 from grpo_cli.report.curves import GREEDY
-from grpo_cli.report.evaluations import labelled, show_evaluations
 from grpo_cli.report.overview import in_files, overview
 from grpo_cli.report.read import Run, read_all
+from grpo_cli.report.side_by_side import labelled, show_evaluations
 from grpo_cli.report.tables import arm_table, as_json, show
 from grpo_cli.runs import layout
-from grpo_cli.runs.files import json_line
-from grpo_cli.runs.record import has_record
+from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.extras import absent, installed
@@ -37,12 +36,12 @@ def make(
     written (None). UserError if there are no runs or `out` cannot be written.
     """
     console = console or terminal.console()
-    if out is not None and (has_record(out) or any((out / name).exists() for name in (layout.METRICS, layout.SUMMARY))):
+    if out is not None and any((out / name).exists() for name in (layout.RUN, layout.METRICS, layout.SUMMARY)):
         raise UserError(f"--out={out} is the folder of a run, and a report would write into it: choose another")
     out = out or layout.new_folder("report")
     read = read_all(folders, metric)
     if read and all(run.recorded.command == "eval" for run in read):
-        show_evaluations(labelled(read), console)
+        show_evaluations(labelled(read))
         return None
     comparison = compare(training_runs(read, folders, metric), target, metric, base)
     notes = [] if installed("matplotlib") else [absent("matplotlib", "a picture")]
@@ -51,12 +50,8 @@ def make(
     drawn = plots.pictures(comparison) if installed("matplotlib") else {}
     files = {**drawn, "report.json": json_line(as_json(comparison), indent=1).encode()}
     files |= in_files(arm_table(comparison, sparks=False)) if comparison.arms else {}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            (out / name).write_bytes(data)
-    except OSError as error:
-        raise UserError(f"the report cannot be written to {out} ({error.strerror}): choose another --out") from error
+    for name, data in files.items():
+        write_atomically(out / name, data)
     for line in overview(comparison):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     show(comparison, console)

@@ -143,7 +143,7 @@ def read_run(folder: Path, name: str, job: Sequence[str] = (), metric: str = GRE
     tried: Mapping[str, float] = evaluated[-1] if evaluated else {}
     ends = tuple(tried[f"{metric}_{end}"] for end in ("low", "high") if f"{metric}_{end}" in tried)
     problems = tried.get("eval/problems", tried.get("problems"))
-    peaks = [row.get("memory/peak_bytes") for row in steps] + [_number(summary, "peak_memory_bytes")]
+    peaks = [row["memory/peak_bytes"] for row in steps if math.isfinite(row.get("memory/peak_bytes", math.nan))]
     code = summary.get("code")
     state, reason = _state_of(folder, status, summary)
     return Run(
@@ -157,10 +157,10 @@ def read_run(folder: Path, name: str, job: Sequence[str] = (), metric: str = GRE
         accuracy_interval=(ends[0], ends[1]) if len(ends) == 2 else None,
         problems=None if problems is None or not math.isfinite(problems) else int(problems),
         steps=int(rows[-1]["step"]) if rows else 0,
-        seconds=last.get("clock/train_seconds", _number(summary, "train_seconds")),
-        generated_tokens=last.get("tokens/generated", _number(summary, "generated_tokens")),
-        trained_tokens=last.get("tokens/trained", _number(summary, "trained_tokens")),
-        peak_bytes=max((peak for peak in peaks if peak is not None and math.isfinite(peak)), default=None),
+        seconds=last.get("clock/train_seconds"),
+        generated_tokens=last.get("tokens/generated"),
+        trained_tokens=last.get("tokens/trained"),
+        peak_bytes=max(peaks, default=None),
         code={plain(name): plain(value) for name, value in code.items() if value} if isinstance(code, dict) else {},
         notes=(*notes, *of_rows),
         series={name: {int(row["step"]): row[name] for row in steps if name in row} for name in SERIES},
@@ -168,10 +168,11 @@ def read_run(folder: Path, name: str, job: Sequence[str] = (), metric: str = GRE
 
 
 def _state_of(folder: Path, status: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[State, str]:
-    """Return running if a process holds its lock; else what the launcher recorded, or the run itself."""
-    if is_held(folder / layout.LOCK) or is_held(folder / layout.LOG):
-        return State.RUNNING, ""
+    """Return running if a process holds its lock, or its launcher that of the sweep; else what the launcher recorded,
+    or the run itself."""
     launched, ended = status.get("state"), summary.get("status")
+    if is_held(folder) or (launched == State.RUNNING and is_held(folder.parent)):
+        return State.RUNNING, ""
     reason = plain(status.get("reason") or summary.get("error") or "")
     if launched in (State.WAITING, State.SKIPPED, State.FAILED):
         return State(launched), reason
@@ -180,10 +181,6 @@ def _state_of(folder: Path, status: Mapping[str, Any], summary: Mapping[str, Any
     if not folder.exists():
         return State.WAITING, f"listed in {layout.SWEEP}, not begun"
     return State.UNFINISHED, f"no {layout.SUMMARY}, and no process is at it"
-
-
-def _number(summary: Mapping[str, Any], name: str) -> float | None:
-    return float(summary[name]) if is_a(float, summary.get(name)) else None
 
 
 def _object(path: Path, notes: list[str]) -> dict[str, Any]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 _Pairs = list[tuple[Tensor, Tensor]]  # bytes to copy, from where to where
 
@@ -28,8 +28,7 @@ class Saver:
 
     def __init__(self, lazy: bool, span: Callable[[str], AbstractContextManager[Any]]) -> None:
         self.lazy, self._span = lazy, span
-        self._copied = Event()
-        self._copied.set()
+        self._copying: Future[None] | None = None
         self._writing: Future[None] | None = None
         self._seconds: float | None = None
 
@@ -44,20 +43,20 @@ class Saver:
         gpu = next((source.device for source, _ in pairs if source.is_cuda), None)
         # on a GPU, sources are right behind this place in its queue
         ready = None if gpu is None else torch.cuda.current_stream(gpu).record_event()
-        self._copied.clear()
         thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing = thread.submit(self._work, pairs, ready, snapshot, write)
+        self._copying = thread.submit(_copy, pairs, ready)
+        self._writing = thread.submit(self._write, time.perf_counter(), self._copying, snapshot, write)
         thread.shutdown(wait=False)
 
     def wait_until_copied(self) -> None:
         """Wait until what is being saved is copied: before any of it changes."""
-        if not self._copied.is_set():
+        if self._copying is not None and not self._copying.done():
             with self._span("checkpoint"):
-                self._copied.wait()
+                wait([self._copying])
 
     def join(self) -> None:
         """Wait until it is written. Raises what has failed there."""
-        writing, self._writing = self._writing, None
+        writing, self._writing, self._copying = self._writing, None, None
         if writing is not None:
             with self._span("checkpoint"):
                 writing.result()
@@ -67,14 +66,9 @@ class Saver:
         seconds, self._seconds = self._seconds, None
         return {} if seconds is None else {"time/checkpoint_write": seconds}
 
-    def _work(self, pairs: _Pairs, ready: Any, snapshot: Any, write: Callable[[Any], Any]) -> None:
-        start = time.perf_counter()
+    def _write(self, start: float, copying: Future[None], snapshot: Any, write: Callable[[Any], object]) -> None:
         try:
-            try:
-                _copy(pairs, ready)
-            finally:
-                pairs.clear()  # what was parked or replaced since then is free
-                self._copied.set()
+            copying.result()
             write(snapshot)
         finally:
             self._seconds = (self._seconds or 0.0) + time.perf_counter() - start
@@ -84,19 +78,18 @@ def _snapshot(moving: Any, frozen: set[tuple[int, int]]) -> tuple[_Pairs, Any]:
     """Return the bytes to copy; and `moving` with tensors that lie where they go, which share memory where the
     originals do, so that it is pickled to the same bytes."""
     pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-    same: dict[int, Any] = {}
-    for tensor in _tensors(moving):
+    moved: dict[int, Any] = {}
+    for tensor in (leaf for leaf in tree_leaves(moving) if isinstance(leaf, Tensor)):
         storage, place = tensor.untyped_storage(), _place(tensor)
         if place in frozen:
-            same[id(tensor)] = tensor
+            moved[id(tensor)] = tensor
             continue
         if place not in pairs:
             source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             pairs[place] = source, torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=tensor.is_cuda)
-        copied = pairs[place][1].untyped_storage()
-        empty = torch.empty(0, dtype=tensor.dtype)
-        same[id(tensor)] = empty.set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
-    return list(pairs.values()), copy.deepcopy(moving, same)
+        empty, target = torch.empty(0, dtype=tensor.dtype), pairs[place][1].untyped_storage()
+        moved[id(tensor)] = empty.set_(target, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return list(pairs.values()), copy.deepcopy(moving, moved)
 
 
 def _copy(pairs: _Pairs, ready: Any) -> None:
@@ -113,11 +106,3 @@ def _copy(pairs: _Pairs, ready: Any) -> None:
 def _place(tensor: Tensor) -> tuple[int, int]:
     """Return where a tensor's storage begins, and its bytes."""
     return tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)

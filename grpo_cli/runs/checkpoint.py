@@ -9,19 +9,18 @@ altered later, are both detected before anything is read.
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from grpo_cli.runs.files import folder_written_atomically, json_line, must_be_writable, sha256
+from grpo_cli.runs.files import folder_written_atomically, must_be_writable, sha256, write_object
 from grpo_cli.runs.find import candidates
 from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, TRAINER_STATE, UNFINISHED, step_folder, step_of
 from grpo_cli.support.errors import UserError
@@ -42,7 +41,7 @@ def save_checkpoint(
         _save_state(new / TRAINER_STATE, state)
         files = {path.relative_to(new).as_posix(): path for path in sorted(new.rglob("*")) if path.is_file()}
         listed = {name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for name, path in files.items()}
-        (new / COMPLETE).write_text(json_line({"step": step, "files": listed}, indent=1))
+        write_object(new / COMPLETE, {"step": step, "files": listed})
     complete = [path for path in candidates(root) if path != folder and (path / COMPLETE).exists()]
     with must_be_writable(root):
         for path in complete[max(keep, 1) - 1 :]:
@@ -70,9 +69,7 @@ def clear_leftovers(run_dir: Path) -> None:
         path.unlink()
     for path in sorted((run_dir / CHECKPOINTS).glob(".step_*"), reverse=True):  # a successor before what it replaces
         folder = path.with_name(step_folder(step_of(path.name) or 0))
-        if path.is_symlink():
-            path.unlink()
-        elif (path / COMPLETE).exists() and not folder.exists():
+        if (path / COMPLETE).exists() and not folder.exists():
             os.replace(path, folder)
         else:
             shutil.rmtree(path)
@@ -90,21 +87,18 @@ def damaged(folder: Path) -> Iterator[None]:
     """Turn the errors of reading a checkpoint's state, or of taking values from it, into a UserError."""
     try:
         yield
-    except (OSError, EOFError, pickle.UnpicklingError, ArithmeticError, *_UNFIT) as error:
+    except Exception as error:  # whatever reading a damaged file, or taking what it lacks, comes to
         reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
         raise UserError(f"{folder / TRAINER_STATE} is damaged ({reason}); choose another checkpoint") from error
 
 
-_UNFIT = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, MemoryError)
-
-
 def rng_state() -> dict[str, Any]:
     """Return the global random states of torch (CPU and every GPU), numpy and Python, as tensors and plain values."""
-    kind, keys, position, has_gauss, gauss = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state())
+    kind, keys, *rest = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
-        "numpy": [str(kind), keys.tolist(), int(position), int(has_gauss), float(gauss)],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
         "python": random.getstate(),
     }
 
@@ -112,7 +106,6 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Restore `rng_state`'s value, but for GPUs that this machine does not have."""
     torch.set_rng_state(state["torch"])
-    for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(cuda_state, device)
+    torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
     np.random.set_state(tuple(state["numpy"]))
     random.setstate(state["python"])

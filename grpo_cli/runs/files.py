@@ -42,18 +42,25 @@ def _plain(value: Any) -> Any:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file: after a crash, even of the machine, it holds its old content or all of the new."""
+    """Write a file: after a crash, even of the machine, it holds its old content or all of the new. UserError if the
+    disk refuses."""
     temporary = path.with_name(f".{path.name}{UNFINISHED}")
-    try:
-        temporary.unlink(missing_ok=True)  # left by a kill, or a link that would be followed
-        with open(temporary, "xb") as file:
-            file.write(data)
-        sync(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
+    with must_be_writable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.unlink(missing_ok=True)  # left by a kill, or a link that would be followed
+            with open(temporary, "xb") as file:
+                file.write(data)
+            sync(temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync(path.parent)
+
+
+def write_object(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file of one JSON object atomically, for `read_object`."""
+    write_atomically(path, f"{json_line(value, indent=2)}\n".encode())
 
 
 @contextmanager
@@ -64,53 +71,43 @@ def folder_written_atomically(target: Path) -> Iterator[Path]:
     replaced one under hidden names.
     """
     new, replaced = (target.with_name(f".{target.name}{suffix}") for suffix in (UNFINISHED, REPLACED))
-    try:
+    with must_be_writable(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         if replaced.exists() and not target.exists():  # a kill came between the two renames
             os.replace(replaced, target)
         for path in (new, replaced):
             shutil.rmtree(path, ignore_errors=True)
-        new.mkdir()
-        yield new
-        for path in (*new.rglob("*"), new):
-            sync(path)
-        if target.exists():
-            os.replace(target, replaced)
-        os.replace(new, target)
-        sync(target.parent)
-    except BaseException as error:
-        shutil.rmtree(new, ignore_errors=True)
-        if replaced.exists():
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(replaced, target)
-        if (reason := _disk_error(error)) is None:
+        try:
+            new.mkdir()
+            yield new
+            for path in (*new.rglob("*"), new):
+                sync(path)
+            if target.exists():
+                os.replace(target, replaced)
+            os.replace(new, target)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            if replaced.exists():
+                os.replace(replaced, target)
             raise
-        raise UserError(
-            f"{target} could not be written ({reason}); what was saved before is unharmed. Make room, or choose "
-            "another folder"
-        ) from error
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _disk_error(error: BaseException) -> str | None:
-    """Return why the disk refused the write; None if the error is about something else."""
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    # compiled writers such as safetensors raise their own errors, with the system's number in the text
-    number = None if isinstance(error, UserError) else re.search(r"\(os error (\d+)\)", str(error))
-    return os.strerror(int(number[1])) if number else None
+        sync(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 @contextmanager
 def must_be_writable(path: Path) -> Iterator[None]:
-    """Turn an OSError into a UserError that names the path and the ways out."""
+    """Turn what the disk refuses into a UserError that names the path and the ways out."""
     try:
         yield
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror or error}); make room, make it writable, or choose another "
-            "folder with hydra.run.dir=<folder>"
-        ) from error
+    except UserError:
+        raise
+    except Exception as error:
+        # compiled writers such as safetensors raise their own errors, with the system's number in the text
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if not (number or isinstance(error, OSError)):
+            raise
+        reason = os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be written ({reason}); make room, or choose another folder") from error
 
 
 def regular(path: str, flags: int) -> int:
@@ -135,13 +132,13 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return a file's JSON object; empty if there is no file. UserError if it holds something else."""
     try:
         value = json.loads(content(path).decode())
+        if not isinstance(value, dict):
+            raise ValueError("no JSON object")
+        return value
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}); repair or remove it") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} does not hold a JSON object; repair or remove it")
-    return value
 
 
 def sha256(path: Path) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from grpo_cli.runs.files import content, read_object, sha256
 from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, METRICS, OUTPUTS, RUN, SUMMARY, TRAINER_STATE, step_of
-from grpo_cli.runs.record import has_record
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import is_a
 
@@ -88,7 +87,7 @@ def resolve_run(resume: str, outputs: Path = OUTPUTS, key: str = "resume") -> Pa
         return path
     if path.name == CHECKPOINTS:
         path = path.parent
-    if not (path / CHECKPOINTS).is_dir() and not has_record(path):
+    if not (path / CHECKPOINTS).is_dir() and not (path / RUN).exists():
         raise UserError(
             f"{key}={resume} is not a run folder: it has neither {RUN} nor {CHECKPOINTS}/. Give a folder such as "
             f"{outputs / 'train'}/<date>_<time>-<id>, one of its checkpoints, or auto."

@@ -1,7 +1,7 @@
 """The names of the files and folders that commands write; no other module spells them.
 
     outputs/<command>/<date>_<time>-<id>/      a run's folder; a sweep's job has outputs/multirun/<...>/<number>/
-        run.json resumed_001.json              its composed config, and each later start that changed it
+        run.json                               its composed config, with what later starts have changed
         .lock                                  held by the process that writes here
         metrics.jsonl rollouts.jsonl           its records, as it runs
         checkpoints/step_000100/               a checkpoint; `COMPLETE` is written last
@@ -21,12 +21,11 @@ from pathlib import Path
 OUTPUTS = Path("outputs")
 MULTIRUN = OUTPUTS / "multirun"
 
-RUN, RESUMED, EVERY_RESUMED, LOCK = "run.json", "resumed_{:03d}.json", "resumed_*.json", ".lock"
+RUN, LOCK = "run.json", ".lock"
 METRICS, ROLLOUTS, SUMMARY = "metrics.jsonl", "rollouts.jsonl", "summary.json"
 SAMPLES = "samples.jsonl"  # of an evaluation: every answer
 JUDGEMENTS = "judgements.jsonl"  # of task.reward=judge: what the judge has said, by a hash of the question
 PROFILE = "profile.json"  # of a profile: everything measured and predicted
-COMPARISON = "comparison.json"  # of a sweep of profiles
 STATUS, LOG, SWEEP = "status.json", "log.txt", "sweep.json"
 HYDRAS_SWEEP = "multirun.yaml"  # written by Hydra into a sweep's folder, whatever the launcher
 WANDB, WANDB_ID, TENSORBOARD = "wandb", "wandb_id.txt", "events"

@@ -1,23 +1,26 @@
-"""The record of a run's composed config: `run.json`, written once, after every check has passed; and `summary.json`,
-written when it has ended.
-
-A later start that changes settings adds `resumed_001.json` and so on; the newest counts.
+"""The record of a run: `run.json`, its composed config and code, written after every check has passed, and again by a
+later start that changes settings; and `summary.json`, written when it has ended.
 """
 
 from __future__ import annotations
 
-import json
+import functools
+import platform
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.runs.files import content, json_line, must_be_writable, sha256, write_atomically
-from grpo_cli.runs.layout import EVERY_RESUMED, LOCK, METRICS, RESUMED, ROLLOUTS, RUN, SUMMARY
+from grpo_cli import __version__
+from grpo_cli.runs.files import content, sha256, write_object
+from grpo_cli.runs.layout import LOCK, METRICS, ROLLOUTS, RUN, SUMMARY
 from grpo_cli.support.errors import UserError
 
-_KINDS = {"command": str, "overrides": list, "choices": dict, "config": dict, "about": dict}
+SOURCE = Path(__file__).resolve().parents[2]
+GIT_SECONDS = 3.0  # timeout; git usually answers within 0.1 s
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,9 @@ class RunRecord:
     source: Path | None = None
 
 
-def write_record(folder: Path, record: RunRecord) -> Path:
-    """Write the folder's `run.json`, or else the next `resumed_NNN.json`. UserError if that fails."""
-    files = _files(folder)
-    number = int(files[-1].stem.partition("_")[2] or 0) + 1 if files else 0
-    path = folder / (RESUMED.format(number) if number else RUN)
-    values = {name: value for name, value in asdict(record).items() if name != "source"}
-    with must_be_writable(path):
-        write_atomically(path, f"{json_line(values, indent=1)}\n".encode())
-    return path
+def write_record(folder: Path, record: RunRecord) -> None:
+    """Write the folder's `run.json`."""
+    write_object(folder / RUN, {name: value for name, value in asdict(record).items() if name != "source"})
 
 
 def digests(names: Iterable[Any]) -> dict[str, str]:
@@ -67,47 +64,26 @@ def check_data(folder: Path, before: RunRecord, now: RunRecord) -> None:
             )
 
 
-def begun_as(folder: Path) -> RunRecord | None:
-    """Return the first record of the run in this folder, whatever has changed since; None without a record."""
-    files = _files(folder)
-    return _read(files[0]) if files else None
-
-
 def read_record(folder: Path) -> RunRecord | None:
-    """Return the latest record of the run in this folder; None without a record. UserError if it is damaged."""
-    files = _files(folder)
-    return _read(files[-1]) if files else None
+    """Return the record of the run in this folder; None without a record. UserError if it is damaged."""
+    from pydantic import TypeAdapter, ValidationError
 
-
-def has_record(folder: Path) -> bool:
-    """True if the folder has a record, damaged or not."""
-    return bool(_files(folder))
-
-
-def _files(folder: Path) -> list[Path]:
-    return [*folder.glob(RUN), *sorted(folder.glob(EVERY_RESUMED))]
-
-
-def _read(path: Path) -> RunRecord:
+    path = folder / RUN
     try:
-        values = json.loads(content(path).decode())
-        odd = [name for name, kind in _KINDS.items() if not isinstance(values[name], kind)]
-        if odd or not all(isinstance(word, str) for word in values["overrides"]):
-            raise ValueError(f"of a wrong type: {', '.join(odd or ['overrides'])}")
-        known = {name: values[name] for name in _KINDS} | {"overrides": tuple(values["overrides"])}
-        return RunRecord(**known, source=path)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return replace(TypeAdapter(RunRecord).validate_json(content(path), strict=True), source=path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        reason = error if isinstance(error, OSError) else error.errors()[0]["msg"]
         raise UserError(
-            f"{path} is damaged ({error}); put it back, or start a new run from a checkpoint of this one "
+            f"{path} is damaged ({reason}); put it back, or start a new run from a checkpoint of this one "
             "(model.path=<checkpoint>)"
         ) from error
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary.json` atomically, with non-finite numbers as strings (`files.json_line`)."""
-    with must_be_writable(run_dir / SUMMARY):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(run_dir / SUMMARY, (json_line(summary, indent=2) + "\n").encode())
+    """Write `summary.json`."""
+    write_object(run_dir / SUMMARY, summary)
 
 
 @contextmanager
@@ -118,11 +94,40 @@ def failure_noted(run_dir: Path, is_new: bool) -> Iterator[None]:
         yield
     except BaseException as error:
         left = {path.name: path for path in run_dir.iterdir()}
-        begun = SUMMARY in left or (METRICS in left and left[METRICS].stat().st_size > 0)
-        if not begun and is_new and isinstance(error, UserError) and left.keys() <= {RUN, LOCK, METRICS, ROLLOUTS}:
+        if SUMMARY in left or (METRICS in left and left[METRICS].stat().st_size > 0):
+            raise
+        if is_new and isinstance(error, UserError) and left.keys() <= {RUN, LOCK, METRICS, ROLLOUTS}:
             for path in left.values():
                 path.unlink()
-        elif not begun:
+        else:
             with suppress(UserError):  # a full disk is not the original error
                 write_summary(run_dir, {"status": "failed", "error": f"{type(error).__name__}: {error}"})
         raise
+
+
+@functools.cache
+def code_version() -> dict[str, str | bool | None]:
+    """Return the versions at the first call: later edits of the checkout do not change what runs.
+
+    `commit` is None unless the package runs from a git checkout and git answers; `modified` says whether a tracked
+    file of the checkout differed from that commit.
+    """
+    commit, modified = checkout_state(SOURCE)
+    code = {"grpo_cli": __version__, "commit": commit, "modified": modified, "python": platform.python_version()}
+    return code | {name: version(name) for name in ("torch", "transformers")}
+
+
+def checkout_state(folder: Path) -> tuple[str | None, bool | None]:
+    """Return the commit of the git checkout at this folder, and whether it was modified; (None, None) without one.
+
+    Neither the current directory, the environment nor a parent folder can make git report another repository.
+    """
+    where = [f"--git-dir={folder / '.git'}", f"--work-tree={folder}"]
+    described = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        command = ["git", "--no-optional-locks", *where, *described]
+        found = subprocess.run(command, cwd=folder, capture_output=True, timeout=GIT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None, None
+    commit, _, dirty = found.stdout.decode().strip().partition("-")
+    return (commit, bool(dirty)) if found.returncode == 0 else (None, None)

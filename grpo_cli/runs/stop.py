@@ -13,11 +13,10 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from grpo_cli.support.forks import undone_in_children
+from grpo_cli.support.isolation import undone_in_children
 
 TOGETHER_SECONDS = 2.0  # within which signals count as one: a scheduler sends it to a run and to its launcher
-_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
-SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))  # Windows has the first two
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Stop:
@@ -32,15 +31,15 @@ class Stop:
         self._before: dict[signal.Signals, Any] = {}
         self._in_children = ExitStack()
         self.stopped_by: str | None = None
-        self._terminated: float | None = None  # when the first SIGTERM came
+        self._came: dict[int, float] = {}  # when each signal came first
 
     def __bool__(self) -> bool:
         return self.stopped_by is not None
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
-            heard = (n for n in SIGNALS if n.name != "SIGHUP" or signal.getsignal(n) is not signal.SIG_IGN)
-            self._before = {number: signal.signal(number, self._note) for number in heard}
+            ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS if number not in ignored}
             self._in_children.enter_context(undone_in_children(self._put_back))
         return self
 
@@ -58,11 +57,9 @@ class Stop:
 
     def _note(self, number: int, frame: Any) -> None:
         now = time.monotonic()
-        late = self._terminated is not None and now - self._terminated > TOGETHER_SECONDS
+        late = now - self._came.setdefault(number, now) > TOGETHER_SECONDS
         if (self and number == signal.SIGINT) or (number == signal.SIGTERM and late):
             raise KeyboardInterrupt
-        if number == signal.SIGTERM and self._terminated is None:
-            self._terminated = now
         self.stopped_by = self.stopped_by or signal.Signals(number).name
         with suppress(OSError, RuntimeError):  # the terminal is gone, or busy with another line
             self._say(f"{self.stopped_by}: stopping after this step; a second ctrl-C or SIGTERM stops at once")

@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.support.forks import ends_children
-from grpo_cli.support.shared_state import left_unchanged
+from grpo_cli.support.isolation import ends_children, left_unchanged
 
 
 class UserError(Exception):

@@ -43,11 +43,13 @@ def short(value: float | int) -> str:
 
 
 def duration(seconds: float | int) -> str:
-    """Seconds as 42 s, 4m07s or 3h05m."""
+    """Seconds as 42 s, 4m07s, 3h05m, or, from 48 hours on, 2 days."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m" if whole < 48 * 3600 else f"{whole // 86400} days"
 
 
 def plain(text: object) -> str:

@@ -21,14 +21,15 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from grpo_cli.runs.files import json_line, read_object, write_atomically
-from grpo_cli.runs.layout import STATUS, SUMMARY, SWEEP
+from grpo_cli.runs.files import read_object, write_object
+from grpo_cli.runs.layout import SUMMARY, SWEEP
+from grpo_cli.runs.lock import holder, is_held, sole_use
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import is_a, shown
 from grpo_cli.sweep.gpus import chosen_gpus, places, visible_gpus
-from grpo_cli.sweep.pool import Pool, runner
+from grpo_cli.sweep.pool import Pool
 from grpo_cli.sweep.resume import Sweep, is_of
-from grpo_cli.sweep.status import Job, JobState, is_done, is_running, read_status, status_line, write_status
+from grpo_cli.sweep.status import Job, JobState, read_status
 
 # Of Hydra's own settings, those that concern the sweep and not its jobs.
 _OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
@@ -60,10 +61,7 @@ class ProcessLauncher(Launcher):
             raise UserError(f"hydra.launcher.gpus={shown(self._gpus)} must be a list such as [0,1], or left out")
         gpus = visible_gpus() if self._gpus is None else chosen_gpus([str(gpu) for gpu in self._gpus])
         self._places = places(self._at_a_time, gpus, os.environ)
-        self._refuse_another(self._folder / SWEEP)
-
-    def _refuse_another(self, trace: Path) -> None:
-        if not self._sweep.resume and trace.exists():
+        if not self._sweep.resume and (self._folder / SWEEP).exists():
             raise UserError(
                 f"{self._sweep.folder} already holds a sweep; continue it by resume=sweep, or choose another folder "
                 "with hydra.sweep.dir=<folder>"
@@ -80,21 +78,16 @@ class ProcessLauncher(Launcher):
         jobs = [self._job(initial_job_idx + i, tuple(given), common) for i, given in enumerate(job_overrides)]
         if len({job.folder for job in jobs}) < len(jobs):
             raise UserError(f"jobs of {self._sweep.folder} would share a folder; change hydra.sweep.subdir")
-        states = {job: self._state(job) for job in jobs}
-        if initial_job_idx == 0:
-            say(f"sweep in {self._sweep.folder}, {len(self._places)} at a time")
-        self._sweep.jobs |= {job.number: job for job in jobs}
-        self._list()
-        for job, status in states.items():
-            write_status(job.folder, status)
-            if status.state != "waiting":
-                say(status_line(job, status))
-        pool = Pool(self._places, self._sweep.command_of, say)
-        try:
-            pool.run([job for job, status in states.items() if status.state == "waiting"])
-        finally:
-            found = {job.number: read_status(job.folder) for job in jobs}
-            self._sweep.outcomes |= {number: status for number, status in found.items() if status is not None}
+        with sole_use(self._folder, say):
+            states = {job: self._state(job) for job in jobs}
+            if initial_job_idx == 0:
+                say(f"sweep in {self._sweep.folder}, {len(self._places)} at a time")
+            self._list(jobs)
+            pool = Pool(self._places, self._sweep.command_of, say)
+            try:
+                pool.run(states)
+            finally:
+                self._sweep.states |= pool.states
         if pool.stopped:
             raise KeyboardInterrupt
         return [self._returned(job) for job in jobs]
@@ -122,37 +115,33 @@ class ProcessLauncher(Launcher):
         """Return the state that a job begins with: done, skipped or waiting. UserError if its folder holds another job,
         or one that still runs."""
         before, where = read_status(job.folder), f"job {job.number} of {self._sweep.folder}"
-        if is_running(job.folder):
-            raise UserError(f"{where} is still running ({runner(before)}): wait for it or stop it first")
-        if before is not None:
-            self._refuse_another(job.folder / STATUS)
-            if before.overrides != job.overrides:
-                raise UserError(
-                    f"{where} was {' '.join(before.overrides)} and would now be {' '.join(job.overrides)}; a sampler "
-                    "can be resumed with hydra.sweeper.sampler.seed=<number>"
-                )
+        if is_held(job.folder):
+            raise UserError(f"{where} is still running ({holder(job.folder)}): wait for it or stop it first")
+        if before is not None and before.overrides != job.overrides:
+            raise UserError(
+                f"{where} was {' '.join(before.overrides)} and would now be {' '.join(job.overrides)}; a sampler "
+                "can be resumed with hydra.sweeper.sampler.seed=<number>"
+            )
         status = before or JobState("waiting", None, job.overrides, command=self._sweep.command)
-        status = replace(status, state="waiting", reason=None, pid=None, host=None)
-        if self._sweep.resume and is_done(job.folder):
-            return replace(status, state="done", exit_code=0)
-        return status if job.refusal is None else replace(status, state="skipped", reason=job.refusal)
+        is_done = status.state == "done" or read_object(job.folder / SUMMARY).get("status") == "completed"
+        if self._sweep.resume and is_done:
+            return replace(status, state="done", reason=None, exit_code=0)
+        return replace(status, state="waiting" if job.refusal is None else "skipped", reason=job.refusal)
 
-    def _list(self) -> None:
+    def _list(self, jobs: Sequence[Job]) -> None:
         """Write `sweep.json`: what resuming needs, and the jobs so far."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        jobs = [
+        listed = [
             {"number": job.number, "folder": os.path.relpath(job.folder, self._folder), "overrides": job.overrides}
-            for job in self._sweep.jobs.values()
+            for job in (*self._sweep.states, *jobs)
         ]
         # The folder and the mode are typed again when the sweep is resumed.
         of_hydra = list(dict.fromkeys(word for word in self._typed_of_hydra if not is_of(word, ("sweep.dir", "mode"))))
         about = {"command": self._sweep.command, "overrides": self._typed}
-        listed = {**about, "hydra": of_hydra, "jobs": jobs}
-        write_atomically(self._folder / SWEEP, f"{json_line(listed, indent=2)}\n".encode())
+        write_object(self._folder / SWEEP, {**about, "hydra": of_hydra, "jobs": listed})
 
     def _returned(self, job: Job) -> JobReturn:
         """Return the result for the sweeper. Hydra's basic one stops at a failure, so to it all have completed."""
-        status, objective = self._sweep.outcomes[job.number], self._sweep.objective
+        status, objective = self._sweep.states[job], self._sweep.objective
         value = read_object(job.folder / SUMMARY).get(objective)
         is_basic, done = self._config.hydra.sweeper._target_.endswith(".BasicSweeper"), status.state == "done"
         if done and value is None and not is_basic:

@@ -6,55 +6,36 @@ waiting -> running -> done | failed, or waiting again if it was stopped
 from __future__ import annotations
 
 import os
-import platform
 import signal
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import IO
 
-from grpo_cli.runs import layout
-from grpo_cli.runs.files import regular
-from grpo_cli.runs.lock import try_lock
+from grpo_cli.runs.layout import LOG
 from grpo_cli.runs.stop import Stop
-from grpo_cli.support.errors import UserError
-from grpo_cli.sweep.status import Job, JobState, failure, read_status, status_line, write_status
+from grpo_cli.sweep.status import Job, JobState, failure, status_line, write_status
 
 POLL_SECONDS = 0.05
 
 
 @dataclass(eq=False)
 class RunningJob:
-    """A job's process, in a session of its own, so that ctrl-C reaches only the launcher. Its log stays locked as long
-    as it runs, even after the launcher has ended."""
+    """A job's process, in a session of its own, so that ctrl-C reaches only the launcher."""
 
     job: Job
     place: Mapping[str, str]
     process: subprocess.Popen[bytes]
-    log: IO[bytes]
-    status: JobState
     began: float
-
-    def ended(self, stopped: bool) -> JobState:
-        """Return its final status. If it was `stopped`, being unfinished is not a failure."""
-        self.log.close()
-        code = self.process.returncode
-        reason = failure(code, self.job.folder)
-        state = "done" if reason is None else "failed"
-        if reason is not None and stopped:
-            state, reason = "waiting", "the sweep was stopped while it ran"
-        seconds = round((self.status.seconds or 0.0) + time.monotonic() - self.began, 3)
-        return replace(self.status, state=state, reason=reason, exit_code=code, seconds=seconds, pid=None, host=None)
 
 
 class Pool:
-    """Runs jobs as processes, one per place at a time, and updates their status files.
+    """Runs jobs as processes, one per place at a time, and updates their `states` and status files.
 
     A place is the environment variables that its processes get in addition. The first ctrl-C (or other signal of
     `Stop`) lets every job stop after its step and waits, the second kills them. A job that outlives this process
-    continues, with its log locked. `stopped` is true once a signal came.
+    continues, with its folder locked. `stopped` is true once a signal came.
     """
 
     def __init__(
@@ -62,11 +43,15 @@ class Pool:
     ) -> None:
         self._free, self._command_of, self._say = deque(places), command_of, say
         self._running: list[RunningJob] = []
+        self.states: dict[Job, JobState] = {}
         self.stopped = False
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Run all jobs, or those that had started when a signal came. On an exception every job saves and exits."""
-        waiting = deque(jobs)
+    def run(self, states: Mapping[Job, JobState]) -> None:
+        """Run the waiting jobs, or those that had started when a signal came. On an exception every job saves and
+        exits."""
+        for job, status in states.items():
+            self._note(job, status)
+        waiting = deque(job for job, status in states.items() if status.state == "waiting")
         with Stop(self._say) as stop:
             try:
                 while self._running or (waiting and not stop):
@@ -85,26 +70,18 @@ class Pool:
                     self._wait()
 
     def _start(self, job: Job) -> None:
-        """Start the job's process. UserError if an earlier one still runs."""
-        before = read_status(job.folder) or JobState("waiting", None, job.overrides)
-        path = job.folder / layout.LOG
-        log = open(path, "ab", opener=regular)  # locked here; the job itself locks its folder
-        if try_lock(log) is False:
-            log.close()
-            raise UserError(f"job {job.number} is still running ({runner(before)}), see {path}: wait for it")
         place = self._free.popleft()
-        with open(path, "ab", opener=regular) as output:  # no lock goes along with this one
+        with open(job.folder / LOG, "ab") as log:
             process = subprocess.Popen(
                 self._command_of(job),
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **place},
                 start_new_session=True,
             )
-        status = replace(before, state="running", reason=None, exit_code=None, pid=process.pid, host=platform.node())
-        self._running.append(RunningJob(job, place, process, log, status, time.monotonic()))
-        self._note(job, status)
+        self._running.append(RunningJob(job, place, process, time.monotonic()))
+        self._note(job, replace(self.states[job], state="running", reason=None, exit_code=None))
 
     def _end(self, number: signal.Signals) -> None:
         """Send SIGTERM for each job to finish its step and save, or SIGKILL to it and all its children."""
@@ -114,18 +91,22 @@ class Pool:
                 running.process.terminate() if number == signal.SIGTERM else os.killpg(running.process.pid, number)
 
     def _wait(self) -> None:
-        """Wait a little, and note which jobs have ended."""
+        """Wait a little, and note which jobs have ended. If the sweep was stopped, being unfinished is no failure."""
         time.sleep(POLL_SECONDS)
-        for running in [running for running in self._running if running.process.poll() is not None]:
-            self._running.remove(running)
-            self._free.append(running.place)
-            self._note(running.job, running.ended(self.stopped))
+        for one in [running for running in self._running if running.process.poll() is not None]:
+            self._running.remove(one)
+            self._free.append(one.place)
+            before, code = self.states[one.job], one.process.returncode
+            state, reason = "done", failure(code, one.job.folder)
+            if reason is not None:
+                state, reason = (
+                    ("waiting", "the sweep was stopped while it ran") if self.stopped else ("failed", reason)
+                )
+            seconds = round((before.seconds or 0.0) + time.monotonic() - one.began, 3)
+            self._note(one.job, replace(before, state=state, reason=reason, exit_code=code, seconds=seconds))
 
     def _note(self, job: Job, status: JobState) -> None:
+        self.states[job] = status
         write_status(job.folder, status)
-        self._say(status_line(job, status))
-
-
-def runner(status: JobState | None) -> str:
-    """Return the process that runs a job."""
-    return f"process {status.pid} on {status.host}" if status and status.pid else "another process"
+        if status.state != "waiting" or status.reason:
+            self._say(status_line(job, status))

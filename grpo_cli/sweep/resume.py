@@ -15,8 +15,7 @@ from omegaconf import DictConfig
 from grpo_cli.config.overrides import quoted, value_of
 from grpo_cli.config.trust import taken
 from grpo_cli.runs.files import read_object
-from grpo_cli.runs.layout import CHECKPOINTS, MULTIRUN, SWEEP
-from grpo_cli.runs.record import has_record
+from grpo_cli.runs.layout import CHECKPOINTS, MULTIRUN, RUN, SWEEP
 from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.status import Job, JobState
 
@@ -27,7 +26,7 @@ _FOR_OPTUNA = {"max_failure_rate": "1.0", "n_jobs": "${oc.select:hydra.launcher.
 
 @dataclass
 class Sweep:
-    """A command's sweep: what the launcher must know, and the outcomes of its jobs by number.
+    """A command's sweep: what the launcher must know, and the states of its jobs.
 
     `check` raises UserError for a job's config that cannot be run. `of_hydra` are Hydra's words, for every job.
     """
@@ -37,8 +36,7 @@ class Sweep:
     resume: bool = False
     of_hydra: Sequence[str] = ()
     folder: Path | None = None
-    jobs: dict[int, Job] = field(default_factory=dict)
-    outcomes: dict[int, JobState] = field(default_factory=dict)
+    states: dict[Job, JobState] = field(default_factory=dict)
 
     @property
     def objective(self) -> str:
@@ -48,30 +46,26 @@ class Sweep:
     def command_of(self, job: Job) -> list[str]:
         """Return the command that runs the job, or continues it."""
         of_hydra = [*self.of_hydra, f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
-        if self.command == "train" and (has_record(job.folder) or (job.folder / CHECKPOINTS).exists()):
-            place = "resume"
-        else:
-            place = "hydra.run.dir"
+        begun = (job.folder / RUN).exists() or (job.folder / CHECKPOINTS).exists()
+        place = "resume" if self.command == "train" and begun else "hydra.run.dir"
         words = [*of_hydra, *job.overrides, f"{place}={quoted(str(job.folder))}"]
         return [sys.executable, "-P", "-m", "grpo_cli", self.command, *words]
 
     def counts(self) -> Counter[str]:
         """Return how many jobs are in each state."""
-        return Counter(status.state for status in self.outcomes.values())
+        return Counter(status.state for status in self.states.values())
 
     def done(self) -> list[Job]:
         """Return the jobs that are done."""
-        return [job for number, job in self.jobs.items() if self.outcomes[number].state == "done"]
+        return [job for job, status in self.states.items() if status.state == "done"]
 
     def summary(self) -> str:
         """Return how it ended, and how to continue it."""
         counts = self.counts()
-        states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-        lines = [f"{len(self.outcomes)} jobs: {states}"]
-        if counts["failed"] or counts["waiting"] or counts["running"]:
-            folder = shlex.quote(str(self.folder))
-            lines.append(f"go on with: grpo {self.command} -m {RESUME} hydra.sweep.dir={folder}")
-        return "\n".join(lines)
+        text = f"{len(self.states)} jobs: {', '.join(f'{count} {state}' for state, count in sorted(counts.items()))}"
+        if counts["failed"] or counts["waiting"]:
+            text += f"\ngo on with: grpo {self.command} -m {RESUME} hydra.sweep.dir={shlex.quote(str(self.folder))}"
+        return text
 
 
 def sweep_of(command: str, given: Sequence[str], check: Callable[[DictConfig], Any]) -> tuple[list[str], Sweep]:

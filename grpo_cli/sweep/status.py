@@ -3,7 +3,7 @@
 <sweep>/sweep.json           what was asked for, and the list of jobs
 <sweep>/<number>/            a run's folder, as if it had been started by hand
 <sweep>/<number>/status.json the state of the job (`JobState`)
-<sweep>/<number>/log.txt     its output; locked as long as it runs
+<sweep>/<number>/log.txt     its output
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from grpo_cli.runs import layout
-from grpo_cli.runs.files import json_line, read_object, write_atomically
-from grpo_cli.runs.lock import is_held
+from grpo_cli.runs.files import read_object, write_object
+from grpo_cli.runs.layout import LOG, STATUS, SUMMARY
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import duration, is_a, plain
 
@@ -44,41 +43,23 @@ class JobState:
     exit_code: int | None = None
     seconds: float | None = None
     command: str = "train"
-    pid: int | None = None  # of the process that runs it, on `host`
-    host: str | None = None
 
 
 def write_status(folder: Path, status: JobState) -> None:
     """Write a job's status."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / layout.STATUS, f"{json_line(asdict(status), indent=2)}\n".encode())
+    write_object(folder / STATUS, asdict(status))
 
 
 def read_status(folder: Path) -> JobState | None:
     """Return a job's status; None if it was never listed. UserError if the file is damaged."""
-    kept = read_object(folder / layout.STATUS)
+    kept = read_object(folder / STATUS)
     if not kept:
         return None
     try:
-        known = {field.name: kept[field.name] for field in fields(JobState) if field.name in kept}
+        known = {field.name: kept[field.name] for field in fields(JobState)}
         return JobState(**known | {"overrides": tuple(kept["overrides"])})
     except (KeyError, TypeError) as error:
-        raise UserError(
-            f"{folder / layout.STATUS} is not a job's status ({error}); remove it to run the job"
-        ) from error
-
-
-def is_done(folder: Path) -> bool:
-    """True if `status.json` says done, or `summary.json` completed."""
-    status = read_status(folder)
-    return (status is not None and status.state == "done") or read_object(folder / layout.SUMMARY).get(
-        "status"
-    ) == "completed"
-
-
-def is_running(folder: Path) -> bool:
-    """True if its launcher holds the job's log or the job its folder, even if its launcher is gone."""
-    return is_held(folder / layout.LOG) or is_held(folder / layout.LOCK)
+        raise UserError(f"{folder / STATUS} is not a job's status ({error}); remove it to run the job") from error
 
 
 def status_line(job: Job, status: JobState) -> str:
@@ -86,12 +67,11 @@ def status_line(job: Job, status: JobState) -> str:
     parts = [status.state]
     if status.state in ("done", "failed"):
         with suppress(UserError):  # a damaged summary is the reason
-            ended = read_object(job.folder / layout.SUMMARY)
+            ended = read_object(job.folder / SUMMARY)
             accuracy = ended.get("final_accuracy", ended.get("eval/accuracy"))
             parts += [f"step {ended['step']}"] if is_a(int, ended.get("step")) else []
             parts += [f"accuracy {accuracy:.3f}"] if is_a(float, accuracy) else []
-    if status.seconds is not None:
-        parts.append(duration(status.seconds))
+    parts += [] if status.seconds is None else [duration(status.seconds)]
     parts += [plain(status.reason)] if status.reason else []
     return f"job {job.number}  {job.label}: {'  '.join(parts)}"
 
@@ -101,16 +81,14 @@ def failure(code: int, folder: Path) -> str | None:
     lines of its log. None if it did."""
     if code == 0:
         try:
-            ended = read_object(folder / layout.SUMMARY).get("status", "completed")
+            ended = read_object(folder / SUMMARY).get("status", "completed")
         except UserError as error:
             return str(error)
         return None if ended == "completed" else f"it ended {ended}"
     if code < 0:
-        named = {number.value: number.name for number in signal.Signals}  # most of the real-time ones have no name
         hint = ": often because the machine ran out of memory" if -code == signal.SIGKILL else ""
-        return f"killed by {named.get(-code, f'signal {-code}')}{hint}"
-    lines: list[str] = []
-    with suppress(OSError), open(folder / layout.LOG, "rb") as file:
+        return f"killed by signal {-code} ({signal.strsignal(-code)}){hint}"
+    with open(folder / LOG, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         lines = [line.strip() for line in file.read().decode("utf-8", "replace").split("\n") if line.strip()]
     start = next((i for i in reversed(range(len(lines))) if lines[i].startswith("error: ")), len(lines) - 1)

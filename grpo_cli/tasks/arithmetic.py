@@ -8,18 +8,18 @@ length of a careful completion grows with the square of the number of terms. Not
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from random import Random
-from typing import Annotated, Any, TypedDict, Unpack
+from typing import Annotated, TypedDict, Unpack
 
 from pydantic import Field
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.formats import OverlongTokens, overlong
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
-from grpo_cli.tasks.judges import Weighing
+from grpo_cli.tasks.judges import Weighing, Weights
 from grpo_cli.tasks.prompting import Tokenizer, Verbatim, encode_behind
 from grpo_cli.tasks.turns import answer
 from grpo_cli.types import Prompt, Reward, Rollout
@@ -100,7 +100,7 @@ class Arithmetic(GeneratedTask[Sum]):
     """The task. The reward is 1 for a completion that ended by itself with the right number, else 0; `weights` may name
     parts that look at its form or its length (`judges.py`)."""
 
-    name, sizes_are, makes_more = "arithmetic", "terms", "max_operand"
+    name, sizes_are = "arithmetic", "terms"
     _prompting: Verbatim
 
     def __init__(
@@ -108,7 +108,7 @@ class Arithmetic(GeneratedTask[Sum]):
         tokenizer: Tokenizer,
         seed: int,
         *,
-        weights: Mapping[str, Any] | None,
+        weights: Weights | None,
         overlong_tokens: OverlongTokens,
         **sums: Unpack[SumSettings],
     ) -> None:

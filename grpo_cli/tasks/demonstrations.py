@@ -26,7 +26,7 @@ def demonstration(prompt: Prompt, parts: Parts) -> Rollout:
     tokens = tuple(token for _, said in parts for token in said)
     spans = tuple(Span(ENVIRONMENT if others else GIVEN, len(said)) for others, said in parts)
     request = Request(prompt, 0, 0, Sampling.plain(len(tokens)))
-    return Rollout(request, tokens, (math.nan,) * len(tokens), Finish.EOS, 0, spans)
+    return Rollout(request, tokens, (math.nan,) * len(tokens), Finish.EOS, spans)
 
 
 def demonstrations(

@@ -38,7 +38,6 @@ class GeneratedTask(TextTask, ABC, Generic[P]):
 
     name: ClassVar[str]
     sizes_are: ClassVar[str]  # "terms", whose settings are min_terms and max_terms
-    makes_more: ClassVar[str]  # the setting that makes more problems possible
 
     def _generate(self, seed: int, least: int, most: int, train_problems: int, eval_problems: int) -> None:
         """Make the splits of problems of sizes from `least` to `most`."""
@@ -91,7 +90,7 @@ class GeneratedTask(TextTask, ABC, Generic[P]):
             else:
                 raise UserError(
                     f"task.eval_problems={count}: only {i} distinct held-out problems were found, no more of {size} "
-                    f"{self.sizes_are}; lower it, or raise task.{self.makes_more}"
+                    f"{self.sizes_are}; lower it, or allow larger numbers"
                 )
         return list(found.values())
 

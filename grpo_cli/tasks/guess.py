@@ -52,7 +52,7 @@ class Hidden:
 class Guess(GeneratedTask[Hidden]):
     """The task. The reward is 1 for an episode in which the number was named, else 0."""
 
-    name, sizes_are, makes_more = "guess", "numbers", "max_numbers"
+    name, sizes_are = "guess", "numbers"
     turn_ends = ()
 
     def __init__(

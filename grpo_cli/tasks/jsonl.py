@@ -16,7 +16,7 @@ from pydantic import Field
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import OneOf
 from grpo_cli.tasks.formats import OverlongTokens, overlong
-from grpo_cli.tasks.judges import FORMATS_ON, GRADINGS, Completion, Judge, Numbers, Weighing
+from grpo_cli.tasks.judges import FORMATS_ON, GRADINGS, Completion, Judge, Numbers, Weighing, Weights
 from grpo_cli.tasks.math_judge import MathJudge
 from grpo_cli.tasks.model_judge import JudgeSettings, ModelJudge
 from grpo_cli.tasks.own_reward import OwnReward
@@ -25,6 +25,8 @@ from grpo_cli.tasks.prompting import Tokenizer
 from grpo_cli.tasks.turns import DialogueTask, Environment, Episodes, TurnSettings
 from grpo_cli.tasks.workers import JudgeWorkers
 from grpo_cli.types import Prompt, Reward, Rollout
+
+MOST_UNREADABLE = 0.01  # the share of rows without an answer that a file may have
 
 
 class Jsonl(DialogueTask):
@@ -48,13 +50,11 @@ class Jsonl(DialogueTask):
         question_field: str,
         answer_field: str,
         few_shot: Annotated[int, Field(ge=0)],
-        few_shot_path: str | None,
         long_prompts: Annotated[str, OneOf(LONG_PROMPTS)],
         eval_fraction: Annotated[float, Field(gt=0, le=1)],
-        max_unreadable: Annotated[float, Field(ge=0, lt=1)],
         reward: str,
         grading: Annotated[str, OneOf(tuple(GRADINGS))],
-        weights: Mapping[str, Any] | None,
+        weights: Weights | None,
         formats_on: Annotated[str, OneOf(FORMATS_ON)],
         overlong_tokens: OverlongTokens,
         judge_seconds: Annotated[float, Field(gt=0)],
@@ -77,11 +77,10 @@ class Jsonl(DialogueTask):
         )
         self._weighing = Weighing(weights or {}, formats_on, self._judge.main)
         self._overlong_tokens, self._fields = overlong_tokens, (question_field, answer_field)
-        self._source, self._eval_fraction, self._max_unreadable = source, eval_fraction, max_unreadable
+        self._source, self._eval_fraction = source, eval_fraction
         self._eval_source = eval_path or (default_eval_path if path is None else None)
         self._eval_key = "task.eval_path" if eval_path else "task.path"  # what helps where the hub does not
-        self._known: dict[str, list[Problem]] = {}  # by their source
-        self._shown = self._examples(few_shot, few_shot_path)
+        self._shown = self._examples(few_shot)
         texts = tuple((problem.question, str(value_of(problem.row, answer_field)).strip()) for problem in self._shown)
         self._prompting = replace(self._prompting, examples=texts)
         opens = (self._environment.opens,) if self._environment else ()
@@ -98,7 +97,7 @@ class Jsonl(DialogueTask):
         completions = [self._completion(prompt, rollout) for prompt, rollout in pairs]
         judged = zip(self._judge(completions), completions, pairs, strict=True)
         return [
-            self._weighing.reward(parts, completion.text, overlong(rollout, self._overlong_tokens))
+            self._weighing.reward(parts, completion.reply, overlong(rollout, self._overlong_tokens))
             if parts
             else Reward(0.0, judged=False)
             for parts, completion, (_, rollout) in judged
@@ -114,11 +113,9 @@ class Jsonl(DialogueTask):
         return (self._train if prompt.id.startswith("train-") else self._eval).of(prompt.id)
 
     def _completion(self, prompt: Prompt, rollout: Rollout) -> Completion:
-        texts = tuple(self.text(turn) for turn in rollout.turns)
         return Completion(
             place=f"sample {rollout.request.sample} of prompt {prompt.id}",
-            text=texts[-1] if texts else "",
-            turns=texts,
+            turns=[self.text(turn) for turn in rollout.turns],
             answer=prompt.answer,
             finished=rollout.finish.complete,
             length=rollout.num_drawn,
@@ -151,42 +148,42 @@ class Jsonl(DialogueTask):
     @cached_property
     def _own_problems(self) -> tuple[list[Problem], list[Problem]]:
         """The problems of `path` to train on and, without an eval source, those to evaluate on."""
-        problems = self._without_shown(self._read(self._source, "task.path"))
-        return (
-            split_by_hash(problems, self._eval_fraction, self._source) if self._eval_source is None else (problems, [])
-        )
+        problems = self._without_shown(self._all)
+        if self._eval_source is not None:
+            return problems, []
+        return split_by_hash(problems, self._eval_fraction, self._source)
+
+    @cached_property
+    def _all(self) -> list[Problem]:
+        return self._read(self._source, "task.path")
 
     def _without_shown(self, problems: list[Problem]) -> list[Problem]:
         shown = {problem.question for problem in self._shown}
         return [problem for problem in problems if problem.question not in shown]
 
-    def _examples(self, count: int, path: str | None) -> list[Problem]:
-        """Return the first `count` problems of `path`, or of what is trained on."""
+    def _examples(self, count: int) -> list[Problem]:
+        """Return the first `count` problems of what is trained on."""
         if count == 0:
             return []
-        source, key = (path, "task.few_shot_path") if path else (self._source, "task.path")
-        problems = self._read(source, key)[:count]
+        problems = self._all[:count]
         if len(problems) < count:
-            raise UserError(f"task.few_shot={count}, but {source} has only {len(problems)} problems")
+            raise UserError(f"task.few_shot={count}, but {self._source} has only {len(problems)} problems")
         if chat := next((problem for problem in problems if problem.messages), None):
             raise UserError(f"{chat.place}: messages are no example, and are put as they are: set task.few_shot=0")
         return problems
 
     def _read(self, source: str, key: str) -> list[Problem]:
-        """Read a source's problems, once. Up to `max_unreadable` (a share) of them may have an answer that the judge
-        cannot read; they are left out with a warning. Raise UserError for more."""
-        if source not in self._known:
-            found = [(it, self._judge.gold(it.answer)) for it in read_problems(source, key, *self._fields)]
-            if bad := [problem for problem, answer in found if answer is None]:
-                others = f" (and {len(bad) - 1} more of {len(found)} rows)" if len(bad) > 1 else ""
-                answer = bad[0].answer if len(bad[0].answer) <= 80 else f"...{bad[0].answer[-80:]}"
-                fault = f"{bad[0].place}{others}: no answer was understood in the field {self._fields[1]!r}: {answer!r}"
-                if len(bad) > self._max_unreadable * len(found):
-                    most = f"task.max_unreadable={self._max_unreadable:g}"
-                    raise UserError(f"{fault}; {self._judge.advice}, or raise {most}")
-                self._warn(f"{fault}; such rows are left out")
-            self._known[source] = [replace(problem, answer=answer) for problem, answer in found if answer is not None]
-        return self._known[source]
+        """Read a source's problems. Those whose answer the judge cannot read are left out with a warning. Raise
+        UserError for more than `MOST_UNREADABLE` of them."""
+        found = [(it, self._judge.gold(it.answer)) for it in read_problems(source, key, *self._fields)]
+        if bad := [problem for problem, answer in found if answer is None]:
+            others = f" (and {len(bad) - 1} more of {len(found)} rows)" if len(bad) > 1 else ""
+            answer = bad[0].answer if len(bad[0].answer) <= 80 else f"...{bad[0].answer[-80:]}"
+            fault = f"{bad[0].place}{others}: no answer was understood in the field {self._fields[1]!r}: {answer!r}"
+            if len(bad) > MOST_UNREADABLE * len(found):
+                raise UserError(f"{fault}; {self._judge.advice}")
+            self._warn(f"{fault}; such rows are left out")
+        return [replace(problem, answer=answer) for problem, answer in found if answer is not None]
 
 
 def _judge(reward: str, main: str, seconds: float, workers: int, environment: Environment | None) -> Judge:

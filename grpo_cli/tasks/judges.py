@@ -11,30 +11,44 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.answers import equal, extract_answer, gold_answer
 from grpo_cli.tasks.formats import FORMATS, OVERLONG
-from grpo_cli.tasks.problems import Problem
+from grpo_cli.tasks.problems import Problem, of_json
 from grpo_cli.types import LARGEST_REWARD, Reward
 
 GRADINGS = {"lenient": "correct", "strict": "correct_strict"}
 FORMATS_ON = ("all", "wrong")
 RESERVED = frozenset({"mean", "std", "kept_mean"})  # reward/<these> are metrics of their own
 Weight = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
+Weights = Mapping[str, Weight | None]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One rollout as a judge reads it. `place` names it in messages, `answer` is its prompt's gold answer, `text` the
-    last of the model's `turns`."""
+    """One rollout as a judge reads it; a reward function may take all but `place` and `problem` by these names.
+
+    `place` names it in messages, `answer` is its prompt's gold answer, `reply` the last of the model's `turns`.
+    """
 
     place: str
-    text: str
-    turns: tuple[str, ...]
+    turns: list[str]
     answer: str
     finished: bool
     length: int
     problem: Problem
+
+    @property
+    def reply(self) -> str:
+        return self.turns[-1] if self.turns else ""
+
+    @property
+    def question(self) -> str:
+        return self.problem.question
+
+    @property
+    def row(self) -> Any:
+        return of_json(self.problem.row)
 
 
 class Judge(ABC):
@@ -70,7 +84,7 @@ class Numbers(Judge):
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
         parts = []
         for completion in completions:
-            found = extract_answer(completion.text)
+            found = extract_answer(completion.reply)
             right = equal(found.value, Fraction(completion.answer))
             parts.append({"correct": float(right), "correct_strict": float(right and found.strict)})
         return parts
@@ -84,42 +98,31 @@ class Weighing:
     is the judge's; where it is given, the judge's parts are known, and a weight for any other is a UserError.
     """
 
-    def __init__(self, weights: Mapping[str, Any], formats_on: str, main: str | None) -> None:
-        given = {name: weight for name, weight in weights.items() if weight is not None}
-        known = ("correct", *FORMATS, OVERLONG)
-        problems = [
-            f"task.weights.{name}={weight} must be a finite number from -2^53 to 2^53, or null for none"
-            for name, weight in given.items()
-            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not abs(weight) <= LARGEST_REWARD
-        ]
-        unknown = [name for name in given if main is not None and name not in known]
-        refuse(problems + [f"task.weights.{name} must be one of {', '.join(known)}" for name in unknown])
-        self._weights = {name: float(weight) for name, weight in given.items()}
+    def __init__(self, weights: Weights, formats_on: str, main: str | None) -> None:
+        self._weights = {name: float(weight) for name, weight in weights.items() if weight is not None}
         self._formats_on, self._main = formats_on, main
+        known = ("correct", *FORMATS, OVERLONG)
+        if main is not None and (unknown := self._weights.keys() - set(known)):
+            raise UserError(f"task.weights.{min(unknown)} must be one of {', '.join(known)}")
 
     def reward(self, parts: Mapping[str, float], text: str, overlong: float) -> Reward:
         form = {name: measure(text) for name, measure in FORMATS.items() if name in self._weights}
         length = {OVERLONG: overlong} if OVERLONG in self._weights else {}
         if self._main is None:
             self._check(parts, form | length)
-            weights = {name: self._weights.get(name, 1.0) for name in parts}
-        else:
-            weights = {self._main: self._weights.get("correct", 1.0)}
         answer_part = self._main or "correct"
+        rewarded = {self._main: "correct"} if self._main else {name: name for name in parts}
+        weights = {part: self._weights.get(name, 1.0) for part, name in rewarded.items()}
         counts = self._formats_on == "all" or parts[answer_part] < 1
-        formed = {name: self._weights[name] for name in [*(form if counts else ()), *length]}
+        weights |= {name: self._weights[name] for name in [*(form if counts else ()), *length]}
         found = {**parts, **form, **length}
-        total = sum(weight * found[name] for name, weight in weights.items())
-        total += sum(weight * found[name] for name, weight in formed.items())
-        return Reward(total, found, answer_part, {**weights, **formed})
+        return Reward(sum(weight * found[name] for name, weight in weights.items()), found, answer_part, weights)
 
     def _check(self, parts: Mapping[str, float], formats: Mapping[str, float]) -> None:
         """Raise UserError for parts of your own function that do not go together: only now they have names."""
         found = f"the reward function named the parts {', '.join(parts)}"
-        if both := sorted(parts.keys() & formats.keys()):
-            raise UserError(f"{found}, but task.weights.{both[0]} adds a part of that name: rename yours")
-        if reserved := sorted(parts.keys() & RESERVED):
-            raise UserError(f"{found}, but reward/{reserved[0]} is already a metric: rename the part")
+        if taken := sorted(parts.keys() & {*formats, *RESERVED}):
+            raise UserError(f"{found}, but reward/{taken[0]} is a metric already: rename yours")
         if unknown := self._weights.keys() - {*parts, *formats, "correct"}:
             raise UserError(f"{found}, so task.weights.{min(unknown)} weighs nothing: correct the name or remove it")
         if self._formats_on == "wrong" and "correct" not in parts:

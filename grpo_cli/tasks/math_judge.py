@@ -38,7 +38,7 @@ class MathJudge(Judge):
         return text.strip() if len(text.strip()) <= MAX_EXPRESSION else None
 
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
-        found = [final_expression(completion.text) for completion in completions]
+        found = [final_expression(completion.reply) for completion in completions]
         pairs = [(one.answer, it.expression) if it else None for one, it in zip(completions, found, strict=True)]
         self._compare([pair for pair in dict.fromkeys(pairs) if pair])
         verdicts = ["" if pair is None else self._known[pair] for pair in pairs]

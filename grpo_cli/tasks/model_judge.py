@@ -13,27 +13,25 @@ import os
 import re
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import httpx
 from pydantic import Field
 
 from grpo_cli.runs.files import content, must_be_writable, regular
 from grpo_cli.runs.layout import JUDGEMENTS
-from grpo_cli.support.errors import UserError, closest
+from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
 from grpo_cli.support.ranges import Count, OneOf
 from grpo_cli.tasks.judges import Completion, Judge
 
 START_SECONDS = 10.0
-LARGEST_ANSWER = 1 << 22  # bytes
 BACK_OFF = 0.5  # seconds before the first retry; each further one waits twice as long
 LONGEST_WAIT = 30.0
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # a retry may succeed
@@ -77,7 +75,6 @@ class JudgeSettings:
     timeout: Annotated[float, Field(gt=0)]
     retries: Annotated[int, Field(ge=0, le=100)]
     max_tokens: Count
-    schema: bool
     key: str | None
 
 
@@ -97,13 +94,10 @@ class ModelJudge(Judge):
 
     def __init__(self, settings: JudgeSettings, run_dir: Path | None, warn: Callable[[str], None]) -> None:
         """Raise UserError if the server does not answer, or wants a key and there is none."""
-        if settings.base_url is None or settings.model is None:
-            raise UserError("task.reward=judge needs a server: give task.judge.base_url=... and task.judge.model=...")
-        parts = urlsplit(settings.base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        if settings.base_url is None or settings.model is None or "@" in settings.base_url:
             raise UserError(
-                f"task.judge.base_url={settings.base_url} must be an address such as http://127.0.0.1:8000/v1; a key "
-                "belongs into a variable that task.judge.key names"
+                "task.reward=judge needs task.judge.base_url=http://127.0.0.1:8000/v1, say, without a key in it, and "
+                "task.judge.model=<name>"
             )
         self._settings, self._warn, self._url = settings, warn, settings.base_url.rstrip("/")
         self._key = _key(settings.key)
@@ -121,9 +115,9 @@ class ModelJudge(Judge):
         return {f"judge/{name}": float(counts[name]) for name in ("questions", "kept", "retries", "failed")}
 
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
-        together: dict[Any, list[int]] = {}  # the completions of a question: one each, or all of a problem
+        together = defaultdict[Any, list[int]](list)  # the completions of a question: one each, or all of a problem
         for i, one in enumerate(completions):
-            together.setdefault(one.problem.place if self._settings.of == "group" else i, []).append(i)
+            together[one.problem.place if self._settings.of == "group" else i].append(i)
         questions = [(self._question([completions[i] for i in some]), len(some)) for some in together.values()]
         found: list[dict[str, float]] = [{} for _ in completions]
         for some, scores in zip(together.values(), self._scores(questions), strict=True):
@@ -133,8 +127,8 @@ class ModelJudge(Judge):
 
     def _question(self, completions: Sequence[Completion]) -> str:
         first = completions[0]
-        replies = "\n".join(f'<reply number="{i}">\n{one.text}\n</reply>' for i, one in enumerate(completions, 1))
-        words = {"question": first.problem.question, "answer": first.answer, "reply": first.text, "replies": replies}
+        replies = "\n".join(f'<reply number="{i}">\n{one.reply}\n</reply>' for i, one in enumerate(completions, 1))
+        words = {"question": first.question, "answer": first.answer, "reply": first.reply, "replies": replies}
         return _FIELD.sub(lambda field: words[field[1]], self._template)
 
     def _scores(self, questions: Sequence[tuple[str, int]]) -> list[list[float]]:
@@ -162,17 +156,16 @@ class ModelJudge(Judge):
         return [self._known.get(name, []) for name in names]
 
     def _client(self) -> httpx.Client:
-        key = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-        limits = httpx.Limits(max_connections=None)
-        return httpx.Client(headers={"Content-Type": "application/json", **key}, limits=limits)
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        return httpx.Client(headers=headers, limits=httpx.Limits(max_connections=None), timeout=self._settings.timeout)
 
     def _answer(self, client: httpx.Client, question: str, count: int) -> list[float] | Unanswered:
         settings, messages = self._settings, [{"role": "user", "content": question}]
         body = {"model": settings.model, "messages": messages, "temperature": 0, "max_tokens": settings.max_tokens}
-        body |= _schema(settings.of, count) if settings.schema else {}
         for number in range(settings.retries + 1):
             try:
-                return _parsed(self._sent(client, "/chat/completions", settings.timeout, body), settings.of, count)
+                response = self._sent(lambda: client.post(f"{self._url}/chat/completions", json=body))
+                return _parsed(response.text, settings.of, count)
             except Unanswered as error:
                 if number == settings.retries or not error.again:
                     return error
@@ -181,51 +174,31 @@ class ModelJudge(Judge):
             time.sleep(min(BACK_OFF * 2**number, LONGEST_WAIT))
         raise AssertionError("the last try returns")
 
-    def _sent(self, client: httpx.Client, path: str, seconds: float, body: Any = None) -> str:
-        """Return the body of the response. Raise Unanswered if it is late, too long or an error."""
-        found, end, late = b"", time.monotonic() + seconds, f"no answer in {seconds:g} seconds (task.judge.timeout)"
+    def _sent(self, send: Callable[[], httpx.Response]) -> httpx.Response:
+        """Return the response. Raise Unanswered if it is late or an error."""
         try:
-            method = "GET" if body is None else "POST"
-            with client.stream(
-                method, self._url + path, timeout=seconds, content=body and json.dumps(body)
-            ) as response:
-                for piece in response.iter_bytes():
-                    found += piece
-                    if len(found) > LARGEST_ANSWER:
-                        raise Unanswered(f"an answer of more than {LARGEST_ANSWER} bytes")
-                    if time.monotonic() > end:
-                        raise Unanswered(late, again=True)
-        except httpx.TimeoutException as error:
-            raise Unanswered(late, again=True) from error
+            response = send()
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Unanswered(f"{type(error).__name__}: {self._shown(str(error))}", again=True) from error
-        text = found.decode("utf-8", "replace")
+            late = f" (task.judge.timeout={self._settings.timeout:g})" * isinstance(error, httpx.TimeoutException)
+            raise Unanswered(f"{type(error).__name__}{late}: {self._shown(str(error))}", again=True) from error
         if response.status_code != 200:
-            raise Unanswered(f"status {response.status_code}: {self._shown(text)}", response.status_code in _AGAIN)
-        return text
+            why = f"status {response.status_code}: {self._shown(response.text)}"
+            raise Unanswered(why, response.status_code in _AGAIN)
+        return response
 
     def _shown(self, text: str) -> str:
         return plain(text if self._key is None else text.replace(self._key, "<hidden>"))[:120]
 
     def _check_server(self) -> None:
-        """Raise UserError if the server does not answer or refuses the key; warn if it does not list the model."""
+        """Raise UserError if the server does not answer, or refuses the key; not every server lists its models."""
         try:
             with self._client() as client:
-                listed = json.loads(self._sent(client, "/models", START_SECONDS))["data"]
-            names = [str(one["id"]) for one in listed]
+                self._sent(lambda: client.get(f"{self._url}/models", timeout=START_SECONDS))
         except Unanswered as error:
             if str(error).startswith(("status 401", "status 403")):
                 raise UserError(f"task.judge.key: {self._url} wants another key ({error})") from error
-            if str(error).startswith("status"):
-                return  # not every server lists its models
-            raise UserError(
-                f"task.judge.base_url={self._url} does not answer ({error}); start the server, or correct the address"
-            ) from error
-        except _MALFORMED:
-            return
-        if self._settings.model not in names:
-            like = closest(str(self._settings.model), names)
-            self._warn(f"task.judge.model={self._settings.model} is not one of the models at {self._url}{like}")
+            if not str(error).startswith("status"):
+                raise UserError(f"task.judge.base_url={self._url} does not answer ({error}): start it") from error
 
 
 def _key(name: str | None) -> str | None:
@@ -249,16 +222,8 @@ def _template(settings: JudgeSettings) -> str:
 
 def _digest(settings: JudgeSettings, question: str) -> str:
     """Return a hash of all that an answer depends on, but not of the server's address, which may change."""
-    asked = json.dumps([settings.model, settings.of, settings.max_tokens, question, *["schema"] * settings.schema])
+    asked = json.dumps([settings.model, settings.of, settings.max_tokens, question])
     return hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def _schema(of: str, count: int) -> dict[str, Any]:
-    """Return the words of a request that hold the answer to a JSON schema."""
-    name, score = "score" if of == "rollout" else "scores", {"type": "number", "minimum": 0, "maximum": 1}
-    wanted = score if of == "rollout" else {"type": "array", "items": score, "minItems": count, "maxItems": count}
-    schema = {"type": "object", "properties": {name: wanted}, "required": [name], "additionalProperties": False}
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": name, "strict": True, "schema": schema}}}
 
 
 def _parsed(body: str, of: str, count: int) -> list[float]:

@@ -14,27 +14,12 @@ from typing import Any
 
 from grpo_cli.support.errors import UserError, hidden, own_code
 from grpo_cli.tasks.judges import Completion, Judge
-from grpo_cli.tasks.problems import of_json
 from grpo_cli.types import LARGEST_REWARD
 
 # What a function may request by the names of its arguments: values of one rollout, or lists of all of a step's.
-PER_ROLLOUT: Mapping[str, Callable[[Completion], Any]] = {
-    "reply": lambda completion: completion.text,
-    "turns": lambda completion: list(completion.turns),
-    "answer": lambda completion: completion.answer,
-    "question": lambda completion: completion.problem.question,
-    "row": lambda completion: of_json(completion.problem.row),
-    "finished": lambda completion: completion.finished,
-    "length": lambda completion: completion.length,
-}
-PER_STEP = {
-    "replies": "reply",
-    "answers": "answer",
-    "questions": "question",
-    "rows": "row",
-    "finished": "finished",
-    "lengths": "length",
-}
+PER_ROLLOUT = {name: name for name in ("reply", "turns", "answer", "question", "row", "finished", "length")}
+PER_STEP = {f"{name}s": name for name in ("answer", "question", "row", "length")}
+PER_STEP |= {"replies": "reply", "finished": "finished"}
 
 
 class OwnReward(Judge):
@@ -48,12 +33,11 @@ class OwnReward(Judge):
         self._words, self._takes_many = _words(name, self._function)
 
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
-        if self._takes_many:
-            values = self._of_all(completions) if completions else ()
-        else:
-            values = [
-                self._called({word: PER_ROLLOUT[word](one) for word in self._words}, one.place) for one in completions
-            ]
+        values: Sequence[Any] = []
+        if not self._takes_many:
+            values = [self._called({w: getattr(one, w) for w in self._words}, one.place) for one in completions]
+        elif completions:
+            values = self._of_all(completions)
         return [self._parts(value, completion) for value, completion in zip(values, completions, strict=True)]
 
     def _called(self, kwargs: Mapping[str, Any], place: str) -> Any:
@@ -63,16 +47,14 @@ class OwnReward(Judge):
 
     def _of_all(self, completions: Sequence[Completion]) -> Sequence[Any]:
         place = f"the {len(completions)} rollouts from {completions[0].place} on"
-        values = self._called(
-            {word: [PER_ROLLOUT[PER_STEP[word]](one) for one in completions] for word in self._words}, place
-        )
+        kwargs = {name: [getattr(one, PER_STEP[name]) for one in completions] for name in self._words}
+        values = self._called(kwargs, place)
         with own_code(f"task.reward={self._name}, reading what it returned,"):
             is_list = not isinstance(values, (str, bytes, Mapping)) and hasattr(values, "__len__")
             if not is_list or len(values) != len(completions):
-                found = f"{len(values)} rewards" if is_list else _short(values)
                 raise UserError(
-                    f"task.reward={self._name} takes `replies` and must return a list with one reward for each, but "
-                    f"returned {found} for {place}"
+                    f"task.reward={self._name} returned {f'{len(values)} rewards' if is_list else _short(values)} for "
+                    f"{place}: return a list with one for each of `replies`"
                 )
             return list(values)
 
@@ -89,7 +71,7 @@ class OwnReward(Judge):
                 if not abs(_real(part)) <= LARGEST_REWARD:
                     raise UserError(
                         f"{who} returned {_short(part)} as {name} for {completion.place}, whose completion is "
-                        f"{_short(completion.text)}; return a finite number from -2^53 to 2^53, or a dictionary of such"
+                        f"{_short(completion.reply)}; return a number from -2^53 to 2^53, or a dictionary of such"
                     )
             return {name: _real(part) for name, part in parts.items()}
 
@@ -101,13 +83,7 @@ def own(name: str, key: str) -> Any:
         others = "numbers, math, judge, environment, or " if key == "task.reward" else ""
         raise UserError(f"{key}={name} must be {others}something of your own, written as module:name")
     with own_code(f"{key}={name}: the module {module_name}"):
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError as error:
-            raise UserError(
-                f"{key}={name}: the module {module_name} cannot be imported: {error}; put it into the current folder, "
-                "or install it"
-            ) from error
+        module = importlib.import_module(module_name)
     if reason := hidden(module_name):
         raise UserError(f"{key}={name}: {reason}")
     function = getattr(module, function_name, None)

@@ -53,7 +53,7 @@ def read_problems(source: str, key: str, question_field: str, answer_field: str)
     problems = []
     for number, row in records(source, key):
         place = where(source, number)
-        question, answer = _checked(row, {question_field: "question", answer_field: "answer"}, place)
+        question, answer = _field(row, question_field, "question", place), _field(row, answer_field, "answer", place)
         messages = tuple(of_json(question)) if isinstance(question, list) else ()
         text = _as_text(messages) if messages else str(question)
         problems.append(Problem(number, place, text, str(answer), row, messages))
@@ -102,10 +102,7 @@ def _rows_of_csv(file: Any, source: str) -> Iterator[tuple[int, Any]]:
     try:
         for row in reader:
             if None in row or None in row.values():
-                fields = ", ".join(reader.fieldnames or ())
-                raise UserError(
-                    f"{where(source, reader.line_num)} has not one cell for each field ({fields}): quote commas"
-                )
+                raise UserError(f"{where(source, reader.line_num)} has not one cell for each field: quote commas")
             yield reader.line_num, row
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{where(source, reader.reader.line_num)} cannot be read as CSV: {error}") from error
@@ -174,31 +171,27 @@ def _as_text(messages: Sequence[Message]) -> str:
     return messages[0]["content"] if alone else json.dumps(messages, default=str, ensure_ascii=False, sort_keys=True)
 
 
-def _checked(row: Any, fields: Mapping[str, str], place: str) -> list[Any]:
-    """Return the values of the fields. Raise UserError unless they are text or a number, or a question is a chat."""
+def _field(row: Any, name: str, word: str, place: str) -> Any:
+    """Return the value of a field, a row's `word`. Raise UserError unless it is text or a number, or a question is a
+    chat."""
     if not isinstance(row, Mapping):
-        raise UserError(f"{place} must be a JSON object with {' and '.join(fields)}, but is a {type(row).__name__}")
-    values = []
-    for name, word in fields.items():
-        try:
-            value = value_of(row, name)
-        except KeyError as error:
-            found = ", ".join(map(plain, _names(row))) or "none"
-            raise UserError(f"{place} has no field {name!r} (task.{word}_field); the fields are: {found}") from error
-        text, wrong = str(value), ""
-        if isinstance(value, list) and word == "question":
-            text, wrong = json.dumps(value, default=str, ensure_ascii=False), _wrong_chat(value)
-        elif isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)):
-            chat = ", or a list of messages" * (word == "question")
-            wrong = f"must be text or a number{chat}, but is {json.dumps(value, default=str)[:80]}"
-        elif not text.strip():
-            wrong = "is blank"
-        if not wrong and text.encode("utf-8", "replace").decode() != text:
-            wrong = "has half of a surrogate pair"
-        if wrong:
-            raise UserError(f"{place}: field {name!r} {wrong}")
-        values.append(value)
-    return values
+        raise UserError(f"{place} must be a JSON object with {name}, but is a {type(row).__name__}")
+    try:
+        value = value_of(row, name)
+    except KeyError as error:
+        found = ", ".join(map(plain, _names(row))) or "none"
+        raise UserError(f"{place} has no field {name!r} (task.{word}_field); the fields are: {found}") from error
+    text, wrong = str(value), ""
+    if isinstance(value, list) and word == "question":
+        text, wrong = json.dumps(value, default=str, ensure_ascii=False), _wrong_chat(value)
+    elif isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)) or not text.strip():
+        chat = ", or a list of messages" * (word == "question")
+        wrong = f"must be text or a number{chat}, but is {json.dumps(value, default=str)[:80]}"
+    if not wrong and text.encode("utf-8", "replace").decode() != text:
+        wrong = "has half of a surrogate pair"
+    if wrong:
+        raise UserError(f"{place}: field {name!r} {wrong}")
+    return value
 
 
 def _names(row: Mapping[str, Any]) -> Iterator[str]:
@@ -211,12 +204,10 @@ def _names(row: Mapping[str, Any]) -> Iterator[str]:
 
 def _wrong_chat(messages: list[Any]) -> str:
     """Return what keeps a chat template from rendering the messages, or the model from speaking next; else nothing."""
-    for message in messages:
+    for message in messages or ["nothing"]:
         is_one = isinstance(message, Mapping) and isinstance(message.get("role"), str)
         if not is_one or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
             return f"must hold messages, each with a role and a content that are text, but holds {str(message)[:80]}"
-    if not messages:
-        return "is an empty list"
     ends = messages[-1]["role"] == "assistant"
     return "ends with an assistant message, but the model speaks next: end it with a user message" if ends else ""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
@@ -13,7 +12,7 @@ from typing import Any, TypedDict
 from unittest.mock import patch
 
 from grpo_cli.support.errors import UserError, closest
-from grpo_cli.support.limits import limited
+from grpo_cli.support.isolation import limited
 from grpo_cli.types import Finish, Prompt, Rollout
 
 Message = Mapping[str, Any]  # of a chat: a role and a content
@@ -23,7 +22,6 @@ PLACEHOLDER = "{question}"
 _TURN, _SAID = "TURN-OF-THE-MODEL", "MESSAGE-{}-TO-IT"  # stand for texts in a template
 MOST_SECONDS, MOST_BYTES, MOST_TEXT = 10.0, 1 << 30, 10_000_000  # of one rendering, and of what it makes
 TODAY = datetime(2024, 7, 26)  # for templates that read the clock: the date that Llama 3.2's has without one
-_GENERATION = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")  # a tag of `transformers` alone, which names nothing
 
 
 class PromptSettings(TypedDict):
@@ -150,14 +148,10 @@ class Prompting(Reading):
         reads them and the task does not set them. Raise UserError for a variable that the template does not read."""
         made = cls(tokenizer, words["template"], words["system_prompt"], words["use_chat_template"])
         values = {**model_defaults(tokenizer, words, chat_defaults), **words["chat_template_kwargs"]}
-        known = template_variables(tokenizer) if made.is_chat else []
         if values and not made.is_chat:
             raise UserError(f"task.chat_template_kwargs={values} needs a chat template, and none is used: leave it out")
-        for word in values.keys() - set(known):
-            raise UserError(
-                f"task.chat_template_kwargs.{word}: the tokenizer's chat template does not read {word}; it reads "
-                f"{', '.join(known) or 'no variable of its own'}{closest(word, known)}"
-            )
+        for word in values.keys() - (known := template_words(tokenizer)):
+            raise UserError(f"task.chat_template_kwargs.{word} is read by no chat template here{closest(word, known)}")
         return replace(made, chat_template_kwargs=values)
 
     def __post_init__(self) -> None:
@@ -284,11 +278,10 @@ class Prompting(Reading):
     def _applied(self, messages: Sequence[Message], opened: bool) -> str:
         """Return the template's text, at the same moment for every run. Raise UserError for a template that fails, or
         takes too long."""
-        words = {**self.chat_template_kwargs, **({"tools": list(self.tools)} if self.tools else {})}
-        clock = "transformers.utils.chat_template_utils.datetime"  # there is no other way to set it
+        words = {**self.chat_template_kwargs, "tools": list(self.tools) or None}
         try:
-            stopped = patch(clock, _Stopped) if reads_clock(self.tokenizer) else nullcontext()
-            with limited(MOST_SECONDS, MOST_BYTES), stopped:
+            # a template's clock is this module's: there is no other way to set it
+            with limited(MOST_SECONDS, MOST_BYTES), patch("transformers.utils.chat_template_utils.datetime", _Stopped):
                 text: str = self.tokenizer.apply_chat_template(
                     list(messages), add_generation_prompt=opened, tokenize=False, **words
                 )
@@ -355,26 +348,11 @@ def model_defaults(
     and the task does not set."""
     if not (chat_defaults and words.get("use_chat_template") and tokenizer and tokenizer.chat_template):
         return {}
-    left = chat_defaults.keys() & set(template_variables(tokenizer)) - words["chat_template_kwargs"].keys()
+    left = chat_defaults.keys() & template_words(tokenizer) - words["chat_template_kwargs"].keys()
     return {word: value for word, value in chat_defaults.items() if word in left}
 
 
-def template_variables(tokenizer: Tokenizer) -> list[str]:
-    """Return the variables that the tokenizer's chat template reads and that a task may set, in alphabetical order."""
-    from jinja2 import Environment, TemplateSyntaxError, meta, nodes
-
-    found = tokenizer.chat_template
-    source = "\n".join(found.values() if isinstance(found, dict) else [found])
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        with limited(MOST_SECONDS, MOST_BYTES):  # constants in it are worked out
-            tree = environment.parse(_GENERATION.sub("", source))
-            undeclared = meta.find_undeclared_variables(tree)
-    except (TemplateSyntaxError, TimeoutError, MemoryError, RecursionError):
-        return []  # it is refused when it is first used, with its reason
-    given = {*environment.globals, "messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
-    # What a template sets itself is its own, unless it tests first whether it was given.
-    own = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
-    tests = [test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
-    own -= {node.name for node in tests if isinstance(node, nodes.Name)}
-    return sorted(word for word in undeclared - given - own if not word.endswith("_token"))
+def template_words(tokenizer: Tokenizer) -> set[str]:
+    """Return the words of the tokenizer's chat template, among which are the variables that a task may set."""
+    words = set(re.findall(r"[a-z_]\w*", str(tokenizer.chat_template)))
+    return words - {"messages", "tools", "add_generation_prompt", "strftime_now"}

@@ -15,12 +15,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from grpo_cli.support.errors import UserError, own_code, raised, refuse, text_of
+from grpo_cli.support.errors import UserError, own_code, raised, text_of
 from grpo_cli.support.ranges import Count
 from grpo_cli.tasks.own_reward import own
 from grpo_cli.tasks.prompting import Prompting, PromptSettings, TextTask, Tokenizer
@@ -47,25 +47,23 @@ class TurnSettings(PromptSettings):
 @dataclass(frozen=True)
 class Reply:
     """The messages that answer a turn, None at the end of the episode. `failed` counts those that say what is wrong;
-    `faults` describe the errors of the user's code, by the kind of each."""
+    `faults` describe the errors of the user's code."""
 
     messages: Sequence[str] | None
     failed: int = 0
-    faults: Mapping[str, str] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
 
 
 def environment_of(settings: TurnSettings, prompting: Prompting) -> Environment | None:
     """Build what the settings name, None with one turn. Raise UserError unless it is exactly one thing."""
-    both = {"environment": settings["environment"], "tools": settings["tools"]}
-    given = {key: str(value) for key, value in both.items() if value is not None}
-    if settings["turns"] == 1:
-        refuse([f"task.{key} needs task.turns of 2 or more: with one the model is not answered" for key in given])
-        return None
-    if len(given) != 1:
+    given = {key: str(settings[key]) for key in ("environment", "tools") if settings[key] is not None}
+    if len(given) != (settings["turns"] > 1):
         raise UserError(
-            f"task.turns={settings['turns']} needs one thing that answers the model, either task.environment or "
-            f"task.tools, and {'both were' if given else 'none was'} given"
+            f"task.turns={settings['turns']} has {' and '.join(given) or 'nothing'} to answer the model: give either "
+            "task.environment or task.tools with 2 turns or more, and neither with 1"
         )
+    if not given:
+        return None
     ((key, value),) = given.items()
     words = (f"task.{key}={value}", settings["respond_seconds"], prompting.opens_thought)
     if key == "environment":
@@ -79,20 +77,12 @@ def _schemas(functions: Functions, name: str) -> tuple[Any, ...]:
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-    problems, schemas = [], []
-    for word, function in functions.items():
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            problems.append(f"{name}: {word} yields, and the model reads one text: return it")
-            continue
-        try:
-            schemas.append(get_json_schema(function))
-        except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError, AttributeError) as error:
-            problems.append(
-                f"{name}: {word} cannot be described to the model: {error}; give each argument a type and a line under "
-                "Args: of the docstring"
-            )
-    refuse(problems)
-    return tuple(schemas)
+    try:
+        return tuple(map(get_json_schema, functions.values()))
+    except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{name} cannot be described to the model: {error}; give each argument a type and a line under Args:"
+        ) from error
 
 
 class _Late(UserError):
@@ -135,30 +125,31 @@ def _plain(text: str) -> str:
     return text[:MOST_CHARACTERS].encode("utf-8", "replace").decode()
 
 
-def _reply(function: str, call: Callable[[], Any], read: Callable[[Any], Any], seconds: float, who: str) -> Reply:
-    """Return what `read` makes of a call, each message cut, or the call's error: a model may have caused any."""
-    failed, fault = 0, ""
+def _reply(function: str, call: Callable[[], Any], seconds: float, who: str, ends: bool = False) -> Reply:
+    """Return the text of a call's value, cut, or of its error: a model may have caused any. With `ends`, None is the
+    end of the episode."""
+    fault = ""
     try:
-        found = _limited(lambda: read(_awaited(call())), seconds, f"{who} {function}")
+        text = _limited(lambda: _text(_awaited(call()), ends), seconds, f"{who} {function}")
     except _Late:
-        found, failed, fault = [f"error: no answer in {seconds:g} seconds"], 1, f"took more than {seconds:g} seconds"
+        text, fault = f"error: no answer in {seconds:g} seconds", f"took more than {seconds:g} seconds"
     except UserError:
         raise
     except BaseException as error:
-        found, failed, fault = [_ADDRESS.sub("", f"error: {type(error).__name__}: {text_of(error)}")], 1, raised(error)
-    if found is None:
+        text, fault = _ADDRESS.sub("", f"error: {type(error).__name__}: {text_of(error)}"), raised(error)
+    if text is None:
         return Reply(None)
-    messages = [_plain(text) for text in found] or [""]
-    if messages != (found or [""]):
+    failed, message = int(bool(fault)), _plain(text)
+    if message != text:
         fault = fault or f"returned more than {MOST_CHARACTERS} characters, or some that UTF-8 cannot hold: it was cut"
-    return Reply(messages, failed, {f"{function} {fault}".partition(":")[0]: f"{function} {fault}"} if fault else {})
+    return Reply([message], failed, (f"{function} {fault}",) if fault else ())
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, ends: bool) -> str | None:
     text = str(value)
     if _OBJECT.fullmatch(text):  # a generator, say: it has no text, and is not the same twice
         raise TypeError(f"returned a {type(value).__name__}, which is no text")
-    return text
+    return None if ends and value is None else text
 
 
 class Environment:
@@ -181,13 +172,11 @@ class Environment:
     def _called(self, functions: Functions, turn: str, who: str) -> Reply:
         """Return the results of a turn's calls, one message each; no messages for a turn without a call."""
         replies = [
-            Reply([f"error: {call}"], failed=1)
-            if isinstance(call, str)
-            else _reply(*call, lambda value: [_text(value)], self._seconds, who)
+            Reply([f"error: {call}"], failed=1) if isinstance(call, str) else _reply(*call, self._seconds, who)
             for call in calls_of(functions, turn, self._thinks)
         ]
         messages = [message for reply in replies for message in reply.messages or ()]
-        faults = {kind: fault for reply in replies for kind, fault in reply.faults.items()}
+        faults = tuple(fault for reply in replies for fault in reply.faults)
         return Reply(messages or None, sum(reply.failed for reply in replies), faults)
 
 
@@ -204,10 +193,8 @@ class Episodes(Environment):
         self._methods = [word for word in found if word not in kept and not self._responds]
         if not self._responds and not self._methods:
             raise UserError(f"{name} has no method that answers: add typed methods as tools, or respond")
-        instance = None
-        if self._methods:
-            with own_code(f"{name}, made without arguments,"):
-                instance = _limited(made, seconds, f"{name}, made without arguments,")
+        with own_code(who := f"{name}, made without arguments,"):
+            instance = _limited(made, seconds, who)
         super().__init__({word: getattr(instance, word) for word in self._methods}, name, seconds, thinks)
         self.role, self.scores = "tool" if self._methods else "user", hasattr(made, "get_reward")
         # Objects that wait for a next turn, by the turns that they have heard: the newest.
@@ -244,8 +231,8 @@ class Episodes(Environment):
             text = self._reset(row, who)[1]
         if text is not None and (not isinstance(text, str) or text != _plain(text)):
             raise UserError(
-                f"{who} returned a {type(text).__name__}: return None, or text behind the question, in UTF-8 and of at "
-                f"most {MOST_CHARACTERS} characters"
+                f"{who} returned a {type(text).__name__}: return None, or text behind the question, in UTF-8 and of up "
+                f"to {MOST_CHARACTERS} characters"
             )
         return text or ""
 
@@ -259,8 +246,7 @@ class Episodes(Environment):
     def _answered(self, instance: Any, turn: str, who: str) -> Reply:
         if not self._responds:
             return self._called({word: getattr(instance, word) for word in self._methods}, turn, who)
-        read: Callable[[Any], Any] = lambda value: None if value is None else [_text(value)]  # noqa: E731
-        return _reply("respond", lambda: instance.respond(turn), read, self._seconds, who)
+        return _reply("respond", lambda: instance.respond(turn), self._seconds, who, ends=True)
 
     def _replayed(self, row: Mapping[str, Any], turns: Sequence[str], who: str) -> tuple[Any, Reply]:
         instance, reply = self._reset(row, who)[0], Reply(None)
@@ -327,9 +313,10 @@ class DialogueTask(TextTask, ABC):
         assert self._environment is not None
         with self._lock:
             self._failed += reply.failed
-            for kind in reply.faults.keys() - self._known_faults:
-                self._known_faults.add(kind)
-                self._warn(f"{self._environment.name}: {reply.faults[kind]}; turns/errors counts such answers")
+            for fault in reply.faults:
+                if (kind := fault.partition(":")[0]) not in self._known_faults:
+                    self._known_faults.add(kind)
+                    self._warn(f"{self._environment.name}: {fault}; turns/errors counts such answers")
 
 
 def answer(messages: Sequence[str] | None) -> Future[Sequence[str] | None]:

@@ -1,8 +1,8 @@
 """Word problems that a small pretrained model gets wrong more often than right: sums and differences as stories.
 
 "Mia has 12 shells. She finds 7 more. How many shells does Mia have now?" A level is a number of things that happen, and
-how large numbers are; with `groups` a story begins with a product. The completion is free text, and its final number is
-compared exactly (`answers.py`); nothing of it is ever evaluated.
+how large numbers are. The completion is free text, and its final number is compared exactly (`answers.py`); nothing of
+it is ever evaluated.
 """
 
 from __future__ import annotations
@@ -24,20 +24,18 @@ from grpo_cli.types import Prompt, Reward, Rollout
 MOST_STEPS = 8
 
 
-# A story without its numbers: how it begins (with one number, or with groups of some), what may happen, more and fewer,
-# and the question. `{who}` is a name, `{n}` a number, `{of}` how many are in each group.
-Scene = tuple[str, str, tuple[str, ...], tuple[str, ...], str]
+# A story without its numbers: how it begins, what may happen, more and fewer, and the question. `{who}` is a name and
+# `{n}` a number.
+Scene = tuple[str, tuple[str, ...], tuple[str, ...], str]
 _OF_THINGS: tuple[Scene, Scene] = (
     (
         "{who} has {n} THINGS.",
-        "{who} has {n} bags with {of} THINGS each.",
         ("Then {who} gets {n} more THINGS.", "A friend gives {who} {n} THINGS."),
         ("Then {who} gives away {n} THINGS.", "{who} loses {n} THINGS."),
         "How many THINGS does {who} have now?",
     ),
     (
         "There are {n} THINGS in a box.",
-        "A box holds {n} rows of {of} THINGS.",
         ("{who} puts {n} more THINGS into it.", "{who} adds {n} THINGS."),
         ("{who} takes {n} THINGS out of it.", "{who} takes away {n} THINGS."),
         "How many THINGS are in the box now?",
@@ -46,14 +44,12 @@ _OF_THINGS: tuple[Scene, Scene] = (
 _OTHERS: tuple[Scene, Scene] = (
     (
         "A bus leaves with {n} passengers.",
-        "A bus leaves with {n} groups of {of} passengers.",
         ("At a stop {n} more passengers get on.",),
         ("At a stop {n} passengers get off.",),
         "How many passengers are on the bus now?",
     ),
     (
         "There are {n} birds in a tree.",
-        "In each of {n} trees there are {of} birds.",
         ("Then {n} more birds arrive.",),
         ("Then {n} birds fly away.",),
         "How many birds are in the trees now?",
@@ -66,62 +62,55 @@ NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "In
 
 @dataclass(frozen=True)
 class Story:
-    """The events of a story: a beginning, `groups` of `start` each (1: `start` things), then changes, none of them
-    0."""
+    """The events of a story: `start` things, then changes, none of them 0."""
 
-    groups: int
     start: int
     changes: tuple[int, ...]
 
     @property
     def answer(self) -> int:
-        return self.groups * self.start + sum(self.changes)
+        return self.start + sum(self.changes)
 
     def __str__(self) -> str:
         """Return its sum, without words: what decides the split.
 
-        >>> str(Story(3, 4, (5, -2)))
-        '3*4+5-2'
+        >>> str(Story(4, (5, -2)))
+        '4+5-2'
         """
-        return f"{self.groups}*" * (self.groups > 1) + str(self.start) + "".join(f"{c:+d}" for c in self.changes)
+        return str(self.start) + "".join(f"{change:+d}" for change in self.changes)
 
     def in_words(self, rng: Random) -> str:
         """Return it in the words of a random scene."""
-        ((begins, begins_in_groups, more, fewer, asks), things), who = rng.choice(SCENES), rng.choice(NAMES)
-        sentences = [begins_in_groups if self.groups > 1 else begins]
-        numbers = [self.groups if self.groups > 1 else self.start]
-        for change in self.changes:
-            sentences.append(rng.choice(more if change > 0 else fewer))
-            numbers.append(abs(change))
-        filled = zip([*sentences, asks], [*numbers, 0], strict=True)
-        return " ".join(text.format(who=who, n=n, of=self.start) for text, n in filled).replace("THINGS", things)
+        ((begins, more, fewer, asks), things), who = rng.choice(SCENES), rng.choice(NAMES)
+        sentences = [begins, *(rng.choice(more if change > 0 else fewer) for change in self.changes), asks]
+        filled = zip(sentences, [self.start, *map(abs, self.changes), 0], strict=True)
+        return " ".join(text.format(who=who, n=n) for text, n in filled).replace("THINGS", things)
 
 
-def draw_story(rng: Random, steps: int, max_start: int, max_change: int, groups: bool) -> Story:
+def draw_story(rng: Random, steps: int, max_start: int, max_change: int) -> Story:
     """Draw numbers from 2 on, so that every noun is a plural; something is left after every change, and the answer is
-    none of the numbers in it.
+    neither 1 nor one of the numbers in it.
 
-    >>> draw_story(Random(0), 2, 12, 9, groups=False)
-    Story(groups=1, start=8, changes=(8, -6))
+    >>> draw_story(Random(0), 2, 12, 9)
+    Story(start=8, changes=(8, -6))
     """
     while True:
-        story = Story(rng.randint(2, 5) if groups else 1, rng.randint(2, max_start), ())
+        story = Story(rng.randint(2, max_start), ())
         for _ in range(steps):
             change = rng.randint(2, max_change)
             signs = (1, -1) if story.answer - change > 0 else (1,)
-            story = Story(story.groups, story.start, (*story.changes, rng.choice(signs) * change))
-        if story.answer not in (story.groups, story.start, *map(abs, story.changes)):
+            story = Story(story.start, (*story.changes, rng.choice(signs) * change))
+        if story.answer not in (1, story.start, *map(abs, story.changes)):
             return story
 
 
 class WordProblems(DialogueTask, GeneratedTask[Story]):
     """The task. No sum of one split is in the other, whatever the words; no two texts of `eval` are alike.
 
-    The reward is 1 where the completion's final number is the answer, else 0; with `must_end` only where the completion
-    has ended by itself.
+    The reward is 1 where the completion's final number is the answer, else 0.
     """
 
-    name, sizes_are, makes_more = "word_problems", "steps", "max_start"
+    name, sizes_are = "word_problems", "steps"
 
     def __init__(
         self,
@@ -132,16 +121,13 @@ class WordProblems(DialogueTask, GeneratedTask[Story]):
         max_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)],
         max_start: Annotated[int, Field(ge=2, le=9999)],
         max_change: Annotated[int, Field(ge=2, le=9999)],
-        groups: bool,
-        must_end: bool,
-        instruction: str | None,
         train_problems: TrainProblems,
         eval_problems: EvalProblems,
         chat_defaults: Mapping[str, Any] | None = None,
         warn: Callable[[str], None],
         **turns: Unpack[TurnSettings],
     ) -> None:
-        self._must_end, self._instruction, self._level = must_end, instruction, (max_start, max_change, groups)
+        self._level = max_start, max_change
         self._set_up(tokenizer, turns, chat_defaults, warn)
         self._generate(seed, min_steps, max_steps, train_problems, eval_problems)
 
@@ -152,14 +138,12 @@ class WordProblems(DialogueTask, GeneratedTask[Story]):
         return str(problem.answer)
 
     def question(self, problem: Story, rng: Random) -> str:
-        story = problem.in_words(rng)
-        return f"{story} {self._instruction}" if self._instruction else story
+        return problem.in_words(rng)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        ended = rollout.finish.complete
-        right = equal(extract_answer(self.text(rollout.turns[-1])).value, Fraction(prompt.answer))
-        correct = float(right and (ended or not self._must_end))
-        return Reward(correct, {"correct": correct, "ended": float(ended)}, weights={"correct": 1.0})
+        correct = float(equal(extract_answer(self.text(rollout.turns[-1])).value, Fraction(prompt.answer)))
+        parts = {"correct": correct, "ended": float(rollout.finish.complete)}
+        return Reward(correct, parts, weights={"correct": 1.0})
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
         return {"question": self._problem(prompt)[1], "answer": prompt.answer}

@@ -1,4 +1,4 @@
-"""Questions to programs that may hang: a few processes, each killed when its time is up, on pipes of JSON lines.
+"""Questions to programs that may hang: a few processes, each killed when its time is up, on pipes of JSON objects.
 
 No process pool of a library (`pebble`, `concurrent.futures`): those unpickle what a worker replies, and this worker
 computes with text that a model wrote. Processes are started when first needed, kept, and started again after a kill.
@@ -10,12 +10,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Annotated, Any
@@ -40,13 +39,16 @@ class Worker:
     def __init__(self, command: Sequence[str], seconds: float) -> None:
         self._command, self._seconds = command, seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection
 
     def ask(self, question: Question) -> Reply:
         """Return its reply; `limit` if its time ran out, `died` with the reason if it ended. Raise UserError if it
         does not start."""
         if self._process is None or self._process.poll() is not None:
             self._start()
-        reply = self._reply(json.dumps(question).encode() + b"\n", self._seconds)
+        with suppress(ConnectionError):  # it has ended, and so will its replies
+            self._pipe.send_bytes(json.dumps(question).encode())
+        reply = self._reply(self._seconds)
         if reply == LATE or "died" in reply:
             self.end()
         return reply
@@ -59,41 +61,36 @@ class Worker:
         """Kill and reap it, if it is there."""
         self.kill()
         if self._process is not None:
-            self._process.communicate()
+            self._process.wait()
+            self._pipe.close()
         self._process = None
 
     def _start(self) -> None:
         self.end()
-        # A session of its own: ctrl-C at the terminal is for the program that asks, which ends its workers itself.
-        self._process = subprocess.Popen(
-            self._command,
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env={**os.environ, **_ENVIRONMENT},
-        )
-        reply = self._reply(b"", START_SECONDS)
+        self._pipe, there = Pipe()
+        with there:
+            # A session of its own: ctrl-C at the terminal is for the program that asks, which ends its workers itself.
+            self._process = subprocess.Popen(
+                [*self._command, str(there.fileno())],
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, **_ENVIRONMENT},
+            )
+        reply = self._reply(START_SECONDS)
         if not reply.get("ready"):
             self.end()
             raise UserError(f"the task's worker process did not start: {reply.get('died', 'it took too long')}")
 
-    def _reply(self, question: bytes, seconds: float) -> Reply:
-        process, deadline, found = self._process, time.monotonic() + seconds, b""
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        with suppress(BrokenPipeError):  # it has ended, and so will its output
-            process.stdin.write(question)
-        while not found.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not wait([process.stdout.fileno()], left):
-                return LATE
-            piece = os.read(process.stdout.fileno(), 65536)
-            if not piece:
-                code = process.wait(timeout=10)
-                return {"died": f"signal {-code}" if code < 0 else f"exit code {code}"}
-            found += piece
-        return json.loads(found)
+    def _reply(self, seconds: float) -> Reply:
+        assert self._process is not None
+        try:
+            return json.loads(self._pipe.recv_bytes()) if self._pipe.poll(seconds) else LATE
+        except (EOFError, ConnectionError):
+            code = self._process.wait(timeout=10)
+            return {"died": f"signal {-code}" if code < 0 else f"exit code {code}"}
 
 
 class Workers:

@@ -61,12 +61,11 @@ class WandbTracker:
         warn: Say = to_stderr,
     ) -> None:
         self._mode = os.environ.get("WANDB_MODE", mode) if mode == "auto" else mode
-        self._run_dir, self._table_every, self._module = run_dir, table_every, module
-        self._warn = warn
+        self._run_dir, self._table_every, self._module, self._warn = run_dir, table_every, module, warn
         self._rows: list[list[Any]] = []
         self._records = self._step = 0
         self._run: Any = None
-        self._online = False
+        self._later = ""  # how what is on disk is sent
         if module == "wandb" and self._mode == "disabled":
             return
         require(module, f"logger={module}")
@@ -86,23 +85,28 @@ class WandbTracker:
         say(where)
 
     def _start_wandb(self, about: Mapping[str, Any]) -> str:
+        folder = self._run_dir / layout.WANDB
+        # Unless set, it stages tables and writes its service's logs in the home directory.
+        os.environ.setdefault("WANDB_DATA_DIR", str(folder))
+        os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))
         wandb = importlib.import_module("wandb")
         wandb.setup(settings=wandb.Settings(silent=True))
-        self._online = self._mode in ("auto", "online") and bool(wandb.login(prompt=False, verify=False))
-        if self._mode == "online" and not self._online:
-            raise UserError(
-                "logger.mode=online, but W&B is not logged in, or WANDB_MODE says offline. Run `wandb login`, or take "
-                "logger.mode=offline."
-            )
+        online = self._mode in ("auto", "online") and bool(wandb.login(prompt=False, verify=False))
+        if self._mode == "online" and not online:
+            raise UserError("logger.mode=online needs a key: run `wandb login`, or take logger.mode=offline")
         # The console would record every frame of the live view; what was not sent in time stays on disk.
         quiet = {"silent": True, "console": "off", "disable_code": True}
         settings = wandb.Settings(**quiet, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True)
-        where = {"dir": str(self._run_dir), "mode": "online" if self._online else "offline"}
-        about = {**about, **where, "id": _run_id(self._run_dir)}
-        self._run = wandb.init(**about, resume="allow", reinit="create_new", settings=settings)
+        self._later = f"wandb sync {shlex.quote(str(folder))}/{'' if online else 'offline-'}run-*"
+        where = {"dir": str(self._run_dir), "mode": "online" if online else "offline", "id": _run_id(self._run_dir)}
+        argv, sys.argv = sys.argv, arguments_without_secrets(sys.argv)  # which it records
+        try:
+            self._run = wandb.init(**about, **where, resume="allow", reinit="create_new", settings=settings)
+        finally:
+            sys.argv = argv
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        return f"W&B: {self._run.url if self._online else f'offline; send this run later with: {self._sync()}'}"
+        return f"W&B: {self._run.url if online else f'offline; send this run later with: {self._later}'}"
 
     def log(self, record: Record) -> None:
         """Send a record's metrics, and now and then the table of examples."""
@@ -129,11 +133,9 @@ class WandbTracker:
                 self._run.finish(exit_code=1 if summary.get("status") == "failed" else 0)
 
     def _send(self, values: Mapping[str, Any]) -> None:
-        if self._run is None:
-            return
-        if self._module == "trackio":
+        if self._run is not None and self._module == "trackio":
             self._run.log(dict(values), step=self._step)
-        else:
+        elif self._run is not None:
             self._run.log({"step": self._step, **values})
 
     def _take_table(self) -> dict[str, Any]:
@@ -143,50 +145,30 @@ class WandbTracker:
         table = importlib.import_module("wandb").Table
         return {"rollouts": table(columns=["step", *_COLUMNS], data=rows, allow_mixed_types=True)}
 
-    def _sync(self) -> str:
-        folders = shlex.quote(str(self._run_dir / layout.WANDB))
-        return f"wandb sync {folders}/{'' if self._online else 'offline-'}run-*"
-
-    def _failed(self, reason: str) -> None:
-        """Warn that nothing more is sent. UserError if the run has not started."""
-        if self._run is None:
-            where = f"logger.mode={self._mode}" if self._module == "wandb" else "logger=trackio"
-            raise UserError(
-                f"{where}, but {self._module} did not start: {reason}. Check the key and the network, or choose "
-                "logger.mode=offline or logger=jsonl."
-            )
-        self._run = None
-        later = f"; send what is on disk with: {self._sync()}" if self._module == "wandb" else ""
-        self._warn(f"{self._module} failed ({reason}) and gets nothing more; metrics.jsonl has everything{later}")
-
     @contextmanager
     def _calls(self) -> Iterator[None]:
-        """Answer a failure of the library or its connection by `_failed`; our own errors propagate.
-
-        W&B stages tables and writes its service's logs in the home directory unless these variables name another, and
-        records the command line, which may hold a secret. Trackio prints lines of its own.
-        """
-        folder, argv = self._run_dir / layout.WANDB, sys.argv
-        ours = {"WANDB_DATA_DIR": str(folder), "WANDB_CACHE_DIR": str(folder / "cache")}
-        missing = ours.keys() - os.environ.keys() if self._module == "wandb" else set()
-        os.environ.update({name: ours[name] for name in missing})
-        sys.argv = arguments_without_secrets(argv)
+        """Answer a failure of the library or its connection: a UserError at the start, a warning afterwards. Our own
+        errors propagate. Trackio prints lines of its own."""
         try:
             with redirect_stdout(StringIO()) if self._module == "trackio" else nullcontext():
                 yield
         except Exception as error:
             # W&B's errors have no common base class.
             theirs = type(error).__module__.partition(".")[0] == self._module
-            if not (theirs or isinstance(error, OSError | ValueError | RuntimeError)) or isinstance(error, UserError):
+            if not (theirs or isinstance(error, OSError | ValueError | RuntimeError)):
                 raise
             if self._module == "wandb":
                 with suppress(Exception):  # exit would wait for its process, which may be dead
                     importlib.import_module("wandb").teardown(1)
-            self._failed((str(error).splitlines() or [type(error).__name__])[0].rstrip("."))
-        finally:
-            sys.argv = argv
-            for name in missing:
-                del os.environ[name]
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            if self._run is None:
+                raise UserError(
+                    f"logger={self._module} did not start ({reason}); check the key and the network, or choose "
+                    "logger.mode=offline or logger=jsonl"
+                ) from error
+            self._run = None
+            later = self._later and f"; send what is on disk with: {self._later}"
+            self._warn(f"{self._module} failed ({reason}) and gets nothing more; metrics.jsonl has everything{later}")
 
 
 def _table_row(step: int, example: Example) -> list[Any]:

@@ -97,7 +97,7 @@ def reward_of(settings: RunSettings, task: Any, problems: Problems, tokens: list
         tokens.append(float(sum(map(len, completion_ids))))
         asked = [Request(problems.prompts[number], 0, 0, settings.sampling) for number in problem]
         made = zip(asked, completion_ids, strict=True)
-        rollouts = [Rollout(one, tuple(ids), (0.0,) * len(ids), Finish.EOS, 0) for one, ids in made]
+        rollouts = [Rollout(one, tuple(ids), (0.0,) * len(ids), Finish.EOS) for one, ids in made]
         return [task.reward(rollout.request.prompt, rollout).total for rollout in rollouts]
 
     return reward

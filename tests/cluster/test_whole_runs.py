@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-from families import foreign_folder
 from processes import ROOT, Forked
 
 pytestmark = [
@@ -90,19 +89,6 @@ def test_a_killed_worker_changes_no_episode(tmp_path):
     assert [row["turns/mean"] for row in rows(tmp_path / "ray")[1:]][0] > 1
 
 
-def test_workers_run_what_transformers_alone_can_run(tmp_path):
-    """A worker's rounds have other rows, whose products may round in another way: tokens are the same, not the bits."""
-    words = ("model=hf", f"model.path={foreign_folder(tmp_path / 'mamba', 'mamba')}", "model.autocast=none", *WORDS)
-    words += ("sampler=micro", "sampling.max_new_tokens=12", "train.steps=1")
-    ended(tmp_path / "ray", *words, *RAY, "engine.inner=generate")
-    ended(tmp_path / "alone", *words, "engine=generate")
-    ray, alone = (
-        [row for row in map(json.loads, (tmp_path / run / "rollouts.jsonl").read_text().splitlines())]
-        for run in ("ray", "alone")
-    )
-    assert [(row["sample"], row["reply"]) for row in ray] == [(row["sample"], row["reply"]) for row in alone]
-
-
 def test_when_ray_is_gone_the_run_fails_truthfully_and_goes_on_later(tmp_path, left_alone):
     run = tmp_path / "run"
     said, _ = killed_at(run, 2, lambda process: "raylet" in process.name())
@@ -113,23 +99,7 @@ def test_when_ray_is_gone_the_run_fails_truthfully_and_goes_on_later(tmp_path, l
     assert told(run) == told(left_alone)
 
 
-def test_the_death_of_a_run_ends_its_workers(tmp_path):
-    run = tmp_path / "run"
-    _, family = killed_at(run, 1)
-    psutil.wait_procs([one for one in family if not helps(one)], timeout=60)
-    assert not [one for one in family if one.is_running() and not helps(one)]
-
-
-def test_a_run_that_is_asked_to_stop_saves_and_leaves_nothing(tmp_path):
-    run = tmp_path / "run"
-    said, family = killed_at(run, 2, None, signal.SIGTERM)
-    assert "SIGTERM: stopping after this step" in said and "interrupted" in said
-    assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
-    assert not list(Path("/tmp").glob(f"grpo_ray_{family[0].pid}_*"))
-    assert psutil.wait_procs(family, timeout=60)[1] == []
-
-
-def helps(process: psutil.Process) -> bool:
+def is_agent(process: psutil.Process) -> bool:
     """One of Ray's agents, which look for their node once in a while."""
     try:
         return "Agent" in process.name()
@@ -137,12 +107,23 @@ def helps(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.parametrize("words", ["engine.address=auto", "engine.address=PORT"])
-def test_no_cluster_is_an_error_of_one_sentence(tmp_path, words):
-    """None at all, and something that is not Ray, which neither answers nor hangs up."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_end_of_a_run_ends_its_workers(tmp_path, number):
+    run = tmp_path / "run"
+    said, family = killed_at(run, 2, None, number)
+    left = psutil.wait_procs([one for one in family if not is_agent(one)], timeout=60)[1]
+    assert not [one for one in left if not is_agent(one)]
+    if number == signal.SIGTERM:
+        assert "SIGTERM: stopping after this step" in said
+        assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
+        assert not list(Path("/tmp").glob(f"grpo_ray_{family[0].pid}_*"))
+
+
+def test_no_cluster_is_an_error_of_one_sentence(tmp_path):
+    """Something that is not Ray, which neither answers nor hangs up."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        address = f"127.0.0.1:{listening.getsockname()[1]}"
-        process = started(tmp_path / "run", *WORDS, "engine=ray", *words.replace("PORT", address).split())
+        address = f"engine.address=127.0.0.1:{listening.getsockname()[1]}"
+        process = started(tmp_path / "run", *WORDS, "engine=ray", address)
         said = process.communicate()[0]
     assert process.returncode == 2 and "Traceback" not in said, said
     assert said.splitlines()[-1].startswith("error: Ray at engine.address="), said

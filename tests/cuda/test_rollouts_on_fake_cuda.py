@@ -22,7 +22,7 @@ from small import make_generation, some_and_the_rest, some_requests
 from talk import Talk
 
 from grpo_cli.collect.episodes import Conversation, Spent
-from grpo_cli.engine.cuda_graph import GraphedTurns, TurnOutput
+from grpo_cli.engine.cuda_graph import StepOutput
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.scheduling import Fifo
@@ -48,7 +48,7 @@ class Trial:
     lengths: list[int]
 
 
-def again(run: Callable[[], TurnOutput]) -> tuple[TurnOutput, Callable[[], TurnOutput]]:
+def again(run: Callable[[], StepOutput]) -> tuple[StepOutput, Callable[[], StepOutput]]:
     """A capture, as far as a graph can be had."""
     return run(), run
 
@@ -63,7 +63,7 @@ def trial(
     sparsity: Dense | Budget | None = None,
     fixed: bool = False,
     decode: Any = None,
-    replies: Any = None,
+    answers: Any = None,
     pause_at: int | None = None,
 ) -> Trial:
     marks = list[tuple[int, int]]()
@@ -78,7 +78,7 @@ def trial(
     parts = dict(
         sampler=sampler or full(), sparsity=sparsity or Dense(), capture=again if fixed else None, decode=decode
     )
-    parts["replies"] = replies
+    parts["answers"] = answers
     prefix = 0 if pause_at is None else pause_at - 1
     generation = make_generation(watched.decoder(model), requests, prefix=prefix, **parts)
     cast = watched.casts
@@ -132,18 +132,6 @@ def test_rows_that_end_and_rows_that_enter_cost_one_wait_together(monkeypatch: p
     assert found.waits == [1, 2, 2, 2, 2, 1, 2, 1, 1, 1, 1]
 
 
-def test_a_row_that_ends_computes_no_token_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drawn(time: int, rows: int) -> np.ndarray:
-        return np.where(np.arange(rows) == (0 if time == 3 else -1), 1, 5)  # the first row ends with its fourth
-
-    requests = some_requests(prompts=1, n=3, tokens=8)
-    with gpu(monkeypatch, drawn) as watched:
-        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch)
-    assert found.lengths == [4, 8, 8] and found.waits == [1] * 6
-    # Seven steps; of the row that ended three count.
-    assert found.stats.decode_steps == 7 and found.stats.details["engine/rows_mean"] == (3 + 7 + 7) / 7
-
-
 EVICTION: dict[str, Any] = dict(budget=4, buffer=2, window=2, sinks=1)
 POLICIES = {
     Streaming: {},
@@ -173,26 +161,6 @@ def test_evictions_wait_for_nothing(
     assert found.stats.details["engine/evictions"] >= 6
 
 
-def test_a_shape_depends_on_the_number_of_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 rows of 4 prompts, which end one after the other, in two pages and one: 40, 32 and 16 at a time."""
-    requests = [
-        replace(request, sampling=replace(request.sampling, max_new_tokens=3 + place))
-        for place, request in enumerate(some_requests(prompts=4, n=10))
-    ]
-    made = list[Any]()
-    shapes = GraphedTurns.__call__
-
-    def noted(self: GraphedTurns, *given: Any) -> Any:
-        made.append(self)
-        return shapes(self, *given)
-
-    monkeypatch.setattr(GraphedTurns, "__call__", noted)
-    with gpu(monkeypatch) as watched:
-        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, fixed=True)
-    assert sorted(found.lengths) == list(range(3, 43)) and found.waits == [1] * 40
-    assert len(made[0]._seen) == 3
-
-
 @pytest.mark.parametrize("fixed", [False, True])
 def test_answers_of_an_environment_wait_for_nothing(fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of 3 tokens, answered by 2. A turn's end is seen once the next step was launched; that step reads the
@@ -208,17 +176,10 @@ def test_answers_of_an_environment_wait_for_nothing(fixed: bool, monkeypatch: py
     conversation = Conversation(InTurns(turns=3), lambda rollout: rollout, Spent())
     requests = some_requests(prompts=2, n=2, tokens=30, max_turn_tokens=3)
     with gpu(monkeypatch, lambda time, rows: np.full(rows, 7)) as watched:
-        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, fixed=fixed, replies=conversation)
+        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, fixed=fixed, answers=conversation)
     assert found.lengths == [3 + 2 + 3 + 2 + 3] * 4 and max(found.waits) == 1
     # The first token comes from the prefill.
     assert found.stats.generated_tokens == 4 * 9 and found.stats.decode_steps == 13 - 1
-
-
-def test_who_makes_a_prefix_first_waits_for_first_tokens_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = some_requests(prompts=2, n=2, tokens=9)
-    with gpu(monkeypatch) as watched:
-        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, sampler=infinite(slots=3), pause_at=4)
-    assert found.lengths == [9] * 4 and max(found.waits) == 2
 
 
 def test_kernels_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:

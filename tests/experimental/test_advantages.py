@@ -8,7 +8,7 @@ from functools import partial
 import made
 import numpy as np
 import pytest
-from small import advantages_of, kept_by, scored
+from small import advantages_of, scored
 
 from grpo_cli.experimental import lightning_rl, mc_grpo
 from grpo_cli.select import select
@@ -33,24 +33,6 @@ def test_the_release_divides_by_the_median_distance_and_leaves_the_middle_rollou
     thirds = scored(*[Reward(total) for total in (0.0, 1.0, 0.0)])
     found = select(thirds, [""] * 3, 2, mc_grpo.all_but_the_middle, release, np.random.default_rng(0), True)
     assert sorted(found.advantages.tolist()) == pytest.approx([0.0, 1000.0])
-
-
-@pytest.mark.parametrize(
-    ("rewards", "left"),
-    [
-        ([0.5, 0.0, 0.1, 1.0, 0.2], [0.0, 0.1, 0.5, 1.0]),
-        ([1.0, 0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]),
-        ([7.0, 1.0], None),  # either of an even number's two
-        ([4.0, 1.0, 2.0, 3.0], None),
-    ],
-)
-def test_median_leaves_out_one_in_the_middle(rewards, left):
-    kept = kept_by(mc_grpo.all_but_the_middle, scored(*rewards), len(rewards) - 1, np.random.default_rng(0))
-    if left is not None:
-        assert sorted(kept.totals) == left
-        return
-    (gone,) = set(rewards) - set(kept.totals)
-    assert gone in sorted(rewards)[len(rewards) // 2 - 1 : len(rewards) // 2 + 1]
 
 
 def asked(function, group: ScoredGroup, kept: list[int] | None = None, **words) -> list[float]:

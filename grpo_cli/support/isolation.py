@@ -1,0 +1,147 @@
+"""Keeps code that is not ours from changing the run: what it leaves of shared state, its children, its time and memory.
+
+Children that it forks inherit neither the signal handlers nor the locks of the run, nor its end.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+_SIZE = Path("/proc/self/statm")  # of this process, in pages
+_undone: list[Callable[[], None]] = []
+_masks = threading.local()
+
+
+@contextmanager
+def left_unchanged() -> Iterator[list[str]]:
+    """Put back what the body has changed, and list it at the end. Only in the main thread: others run side by side."""
+    changed: list[str] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield changed
+        return
+    before = [(state, state[1]()) for state in _states()]
+    try:
+        yield changed
+    finally:
+        for (name, read, put_back), value in before:
+            if read() != value:
+                put_back(value)
+                changed.append(name)
+
+
+def _states() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
+    """Yield the name of each state, how it is read, and how it is put back."""
+    known = dict(os.environ)  # new variables are free to be set
+    yield "os.chdir", _folder, os.chdir
+    yield "os.environ", lambda: {name: os.environ.get(name) for name in known}, os.environ.update
+    for name in ("stdout", "stderr"):
+        yield f"sys.{name}", partial(getattr, sys, name), partial(setattr, sys, name)
+    for stop in (signal.SIGTERM, signal.SIGINT):
+        yield f"the handler of {stop.name}", partial(signal.getsignal, stop), partial(signal.signal, stop)
+    if torch := sys.modules.get("torch"):
+        for kind in ("cpu", "cuda"):
+            yield "torch.autocast", partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)
+        algorithms = torch.are_deterministic_algorithms_enabled
+        yield "torch.use_deterministic_algorithms", algorithms, torch.use_deterministic_algorithms
+        yield "torch.inference_mode", torch.is_inference_mode_enabled, lambda value: None
+        yield "torch.set_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled
+        for name in ("default_dtype", "default_device", "num_threads", "float32_matmul_precision"):
+            yield f"torch.set_{name}", getattr(torch, f"get_{name}"), getattr(torch, f"set_{name}")
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+@contextmanager
+def limited(seconds: float, memory: int) -> Iterator[None]:
+    """Raise TimeoutError after so many seconds, and MemoryError for so many bytes more.
+
+    On the main thread alone, which is the one that signals interrupt; other threads meet the limit on memory too.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"it takes more than {seconds:g} s")
+
+    handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        if _SIZE.exists():
+            most = int(_SIZE.read_text().split()[0]) * resource.getpagesize() + memory
+            resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(soft, most), hard))
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@contextmanager
+def undone_in_children(undo: Callable[[], None]) -> Iterator[None]:
+    """Call `undo` first in every process that is forked meanwhile."""
+    _undone.append(undo)
+    try:
+        yield
+    finally:
+        _undone.remove(undo)
+
+
+@contextmanager
+def ends_children() -> Iterator[None]:
+    """End a forked child where it would leave the body, as Python ends a program: it does not continue with the run."""
+    owner, failure = os.getpid(), None
+    try:
+        yield
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        if os.getpid() != owner:
+            _end(failure)
+
+
+def _end(failure: BaseException | None) -> None:
+    code = failure.code if isinstance(failure, SystemExit) else failure and 1
+    try:
+        if isinstance(failure, Exception):
+            traceback.print_exception(failure, chain=False)  # without what the run was doing
+        elif code and not isinstance(code, int):
+            print(code, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
+
+
+def _before() -> None:
+    # A signal that reaches the child before its handlers are undone waits; Python would drop it.
+    _masks.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def _in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.mask)
+
+
+def _in_child() -> None:
+    while _undone:
+        _undone.pop()()
+    _in_parent()
+
+
+os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

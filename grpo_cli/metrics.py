@@ -156,7 +156,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "reward/std": float(totals.std()) if (totals != totals[0]).any() else 0.0,
         **_part_means(groups),
         "group/zero_std": zero_std_share([group for group in groups if len(group.rollouts) > 1]),
-        "group/mixed": float(sum(group.mixed for group in groups)),
+        "group/mixed": float(sum(group.rewards_differ for group in groups)),
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),
         "response/truncated": sum(rollout.finish is Finish.LENGTH for rollout in rollouts) / len(rollouts),
@@ -188,15 +188,15 @@ def kept_metrics(chosen: Sequence[ScoredGroup], trained: Sequence[ScoredGroup]) 
 def reuse_metrics(batch: Batch) -> dict[str, float]:
     """Measure how much of what is trained on is old or was given. Lags are in updates, over drawn tokens. Empty if
     everything in the step is new."""
-    if batch.lags is None:
+    if batch.token_ages is None:
         return {}
     trained = batch.trained_mask
-    lags = batch.lags.clamp(min=0) * trained
-    tokens, given = int(trained.sum()), int((trained & (batch.lags == GIVEN)).sum())
+    ages = batch.token_ages.clamp(min=0) * trained
+    tokens, given = int(trained.sum()), int((trained & (batch.token_ages == GIVEN)).sum())
     return {
-        "off/token_share": int((lags > 0).sum()) / max(tokens, 1),
-        "off/lag_mean": int(lags.sum()) / max(tokens - given, 1),
-        "off/lag_max": float(lags.max()),
+        "off/token_share": int((ages > 0).sum()) / max(tokens, 1),
+        "off/lag_mean": int(ages.sum()) / max(tokens - given, 1),
+        "off/lag_max": float(ages.max()),
         "off/given_share": given / max(tokens, 1),
     }
 
@@ -213,7 +213,7 @@ def zero_std_share(groups: Sequence[ScoredGroup]) -> float:
     nearly equal rewards, once divided by its deviation, does not.
     """
     filled = [group for group in groups if group.rollouts]
-    return sum(not group.mixed for group in filled) / len(filled) if filled else 0.0
+    return sum(not group.rewards_differ for group in filled) / len(filled) if filled else 0.0
 
 
 def _part_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -188,7 +188,7 @@ class RecordSettings(Strict):
     tokens: bool
 
 
-# Of GPUs whose memory is known (`memory.gpus`).
+# Of GPUs whose memory is known (`memory.profile`).
 GpuWord = Literal["h200", "h100", "a100_80gb", "a100_40gb", "l40s", "l4", "a10", "t4", "rtx4090", "rtx3090"]
 
 

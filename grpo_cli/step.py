@@ -46,7 +46,7 @@ class Step:
         # With one update per step, and without dropout, the learner's own forward pass gives the old policy's
         # log-probabilities, so that measuring the mismatch can wait for it.
         several = train.epochs * train.minibatches > 1
-        self._old_policy_first = correction.needs_policy_logprobs or several or self.learner.drops
+        self._old_policy_first = correction.needs_policy_logprobs or several or self.learner.has_dropout
 
     def run(self, step: int, progress: Progress) -> Record:
         """Run step number `step`, from 0; add what was done to `progress`."""
@@ -165,7 +165,7 @@ class Step:
         batch = rows_of(everything, batch_rows(selected))
         batch = replace(batch, advantages=batch_advantages(selected))
         if self._settings.train.count_by == "prompt":
-            batch = replace(batch, weights=batch.weights * batch.spread(row_weights(selected)))
+            batch = replace(batch, weights=batch.weights * batch.per_token(row_weights(selected)))
         return batch
 
     def _update(

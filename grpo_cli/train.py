@@ -39,7 +39,7 @@ class Trainer:
         self._learner = self._step.learner
         self._progress = Progress()
         self._saver = Saver(settings.train.checkpoint == "lazy", parts.meter.span)
-        self._learner.before_moving = self._saver.wait_until_copied
+        self._learner.before_change = self._saver.wait_until_copied
         correction = parts.rules.correction
         is_corrected = correction.needs_policy_logprobs or correction.prox == "drawn" or settings.optim.ess != "none"
         self._health = HealthCheck(reuse_is_answered=is_corrected)

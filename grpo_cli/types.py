@@ -210,7 +210,7 @@ class ScoredGroup:
         return totals
 
     @property
-    def mixed(self) -> bool:
+    def rewards_differ(self) -> bool:
         """True if rewards differ: compared as they are, since the floating-point deviation of equal ones need not be 0
         (that of three times 0.1 is 1.4e-17)."""
         return bool((self.totals != self.totals[:1]).any())
@@ -230,8 +230,8 @@ class Batch:
     There fields are zero, and `sampler_logprobs` also where a token was given. `loss_mask` is the part of the response
     that is trained on (a correction may take tokens away) and `weights` multiplies each token's loss. `policy_logprobs
     is None` means that the learner has not moved since the step began: its own detached log-probabilities are the old
-    policy's. Advantages are 0 until the rows that are trained on are chosen. `lags` says by how many updates each token
-    is older than the step, `GIVEN` of one that nobody sampled; None: everything is sampled from the current weights.
+    policy's. Advantages are 0 until the rows that are trained on are chosen. `token_ages` are the numbers of updates by
+    which tokens are older than the step, `GIVEN` of one that nobody sampled; None: all are of the current weights.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -245,7 +245,7 @@ class Batch:
     policy_logprobs: Float[Tensor, "N"] | None
     ref_logprobs: Float[Tensor, "N"] | None
     advantages: Float[Tensor, "N"]
-    lags: Int[Tensor, "N"] | None = None
+    token_ages: Int[Tensor, "N"] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -258,7 +258,7 @@ class Batch:
     @property
     def drawn_mask(self) -> Bool[Tensor, "N"]:
         """The response tokens that were sampled: the only ones with a mismatch."""
-        return self.response_mask if self.lags is None else self.response_mask & (self.lags != GIVEN)
+        return self.response_mask if self.token_ages is None else self.response_mask & (self.token_ages != GIVEN)
 
     @property
     def prompt_lengths(self) -> Int[Tensor, "B"]:
@@ -268,7 +268,7 @@ class Batch:
     def positions(self) -> Int[Tensor, "N"]:
         """The place of each token in its own prompt and completion."""
         ends = self.prompt_lengths + self.lengths
-        return torch.arange(len(self.token_ids)) + self.spread(ends - self.lengths.cumsum(0))
+        return torch.arange(len(self.token_ids)) + self.per_token(ends - self.lengths.cumsum(0))
 
     def sums(self, values: Shaped[Tensor, "N"]) -> Float[Tensor, "B"]:
         """Return the sum of each row's values."""
@@ -278,13 +278,13 @@ class Batch:
     def running(self, values: Shaped[Tensor, "N"]) -> Float[Tensor, "N"]:
         """Return the sum of a row's values up to and with each token."""
         sums = self.sums(values)
-        return values.cumsum(0) - self.spread(sums.cumsum(0) - sums)
+        return values.cumsum(0) - self.per_token(sums.cumsum(0) - sums)
 
     def any(self, mask: Bool[Tensor, "N"]) -> Bool[Tensor, "B"]:
         """Return which rows have a token of the mask."""
         return self.sums(mask) > 0
 
-    def spread(self, values: Shaped[Tensor, "B"]) -> Shaped[Tensor, "N"]:
+    def per_token(self, values: Shaped[Tensor, "B"]) -> Shaped[Tensor, "N"]:
         """Return each row's value at all of its tokens."""
         return values.repeat_interleave(self.lengths, output_size=len(self.token_ids))
 

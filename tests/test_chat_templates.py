@@ -15,21 +15,14 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 from words import task_of
 
-from grpo_cli.config.choices import shipped
 from grpo_cli.model.load import eos_token_ids
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import prompting
 from grpo_cli.tasks.demonstrations import conversations, reply_tokens
 from grpo_cli.tasks.jsonl import Jsonl
-from grpo_cli.tasks.prompting import Prompting, encode_behind, template_words, turn_end
+from grpo_cli.tasks.prompting import Prompting, encode_behind, turn_end
 
 # As the published ones of the presets behave, in few words.
-HEADERS = (  # Llama 3
-    "{% if not date is defined %}{% set date = 'today' %}{% endif %}<|im_start|>{{ date }}"
-    "{% for m in messages %}{% set content = m.content %}"
-    "<|im_start|>{{ m.role }}\n\n{{ content | trim }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
-)
 THINKS = (  # Qwen3
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -38,12 +31,6 @@ THINKS = (  # Qwen3
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 EMPTY = "<think>\n\n</think>\n\n"
-PRESETS = {
-    "qwen2_5_0_5b": "qwen2_5",
-    "qwen3_0_6b": "qwen3",
-    "llama3_1_8b": "llama3_1",
-    "llama3_2_1b": "llama3_2",
-}
 CHAT = [
     {"role": "system", "content": "Think."},
     {"role": "user", "content": "1+1?"},
@@ -77,32 +64,25 @@ def published(name: str) -> str:
     return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
 
 
-def same_as_theirs(tmp_path: Path, template: str | bool, words: dict[str, Any], **settings: Any) -> None:
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (True, {}),
+        ("{{ date }}" + CHAT_TEMPLATE, {"date": "1 May"}),
+        (THINKS, {"enable_thinking": False}),
+        ("of qwen3", {"enable_thinking": False}),
+        *((f"of {name}", {}) for name in ("qwen2_5", "qwen3", "llama3_1", "llama3_2")),
+    ],
+)
+def test_tokens_are_those_of_transformers_own_call(tmp_path: Path, template: str | bool, words: dict[str, Any]) -> None:
     questions = ["What is 1?", [*CHAT[1:2]], CHAT, CHAT[:2]]
-    task = made(asks(tmp_path / "p.jsonl", *questions), template, chat_template_kwargs=words, **settings)
-    tokenizer = task._prompting.tokenizer
+    template = published(template[3:]) if str(template).startswith("of ") else template
+    task = made(asks(tmp_path / "p.jsonl", *questions), template, chat_template_kwargs=words)
     for prompt in (*task.prompts("train"), *task.prompts("eval")):
         question = questions[int(prompt.id.split("-")[1]) - 1]
         chat = question if isinstance(question, list) else [{"role": "user", "content": question}]
-        theirs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, **words)
-        assert list(prompt.token_ids) == theirs
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [(True, {}), (HEADERS, {}), (HEADERS, {"date": "1 May"}), (THINKS, {}), (THINKS, {"enable_thinking": False})],
-)
-def test_tokens_are_those_of_transformers_own_call(tmp_path: Path, template: str | bool, words: dict[str, Any]) -> None:
-    same_as_theirs(tmp_path, template, words)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_tokens_of_a_presets_published_template_are_those_of_transformers_own_call(preset: str, tmp_path: Path) -> None:
-    defaults = shipped("model", preset)["chat_template_kwargs"] or {}
-    template = published(PRESETS[preset])
-    assert defaults.keys() <= template_words(make_tokenizer(chat_template=template))
-    for words in (defaults, {}, {word: not value for word, value in defaults.items()}):
-        same_as_theirs(tmp_path, template, words)
+        theirs = task._prompting.tokenizer.apply_chat_template
+        assert list(prompt.token_ids) == theirs(chat, add_generation_prompt=True, return_dict=False, **words)
 
 
 def test_the_models_word_counts_where_the_template_reads_it_and_the_task_says_nothing(tmp_path: Path) -> None:
@@ -115,25 +95,24 @@ def test_the_models_word_counts_where_the_template_reads_it_and_the_task_says_no
 
 
 @pytest.mark.parametrize(
-    ("template", "words", "named"),
+    ("template", "word", "named"),
     [
-        (THINKS, {"enable_thinkin": False}, "enable_thinkin .*did you mean enable_thinking"),
-        (True, {"enable_thinking": False}, "enable_thinking is read by no"),
-        (THINKS, {"messages": []}, "messages is read by no"),
-        (False, {"enable_thinking": False}, "=.*leave it out"),
+        (THINKS, "enable_thinkin", "did you mean"),
+        (True, "enable_thinking", "is read by no"),
+        (False, "x", "leave it out"),
     ],
 )
-def test_a_word_that_the_template_does_not_read_is_refused_with_those_it_reads(
-    tmp_path: Path, template: str | bool, words: dict[str, Any], named: str
+def test_a_word_that_the_template_does_not_read_is_refused(
+    tmp_path: Path, template: str | bool, word: str, named: str
 ) -> None:
     with pytest.raises(UserError, match=f"task.chat_template_kwargs.*{named}"):
-        made(asks(tmp_path / "p.jsonl", "a", "b"), template, chat_template_kwargs=words)
+        made(asks(tmp_path / "p.jsonl", "a", "b"), template, chat_template_kwargs={word: False})
 
 
 def test_the_empty_place_for_reasoning_that_a_template_drops_is_named_and_kept_by_the_setting(tmp_path: Path) -> None:
     """With enable_thinking=false a turn is drawn behind an empty block, and earlier turns have none."""
     path, words = asks(tmp_path / "p.jsonl", "a", "b"), {"turns": 2, "environment": "environments:Responding"}
-    with pytest.raises(UserError, match=r"</think>.*becomes.*task.keep_reasoning=true"):
+    with pytest.raises(UserError, match="task.keep_reasoning=true"):
         made(path, chat_template_kwargs={"enable_thinking": False}, **words)
     task = made(path, chat_template_kwargs={"enable_thinking": False}, keep_reasoning=True, **words)
     prompt, turn = task.prompts("train")[0], task._prompting.tokenizer.encode("2<|im_end|>", add_special_tokens=False)
@@ -151,19 +130,14 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
     ("question", "settings", "named"),
     [
         (CHAT, {"system_prompt": "x"}, "line 1: .*task.system_prompt=null"),
-        (CHAT, {"few_shot": 1}, "task.few_shot=0"),
         (CHAT, {"use_chat_template": False}, "a chat template"),
         (CHAT, {"template": NO_SYSTEM}, "line 1: .*no system"),
-        (CHAT[:3], {}, "line 1: field 'question' ends with an assistant message.*end it with"),
+        (CHAT[:3], {}, "line 1: field 'question' ends with an assistant message"),
         ([], {}, "holds nothing"),
         ([{"role": "user", "content": ["x"]}], {}, "each with a role and a content"),
-        ([{"role": "user", "content": "\ud800"}], {}, "half of a surrogate pair"),
-        ({"role": "user"}, {}, "or a list of messages"),
     ],
 )
-def test_a_chat_that_cannot_be_put_is_refused_at_once(
-    tmp_path: Path, question: Any, settings: dict[str, Any], named: str
-) -> None:
+def test_a_chat_that_cannot_be_put_is_refused_at_once(tmp_path: Path, question: Any, settings: Any, named: str) -> None:
     with pytest.raises(UserError, match=named):
         made(asks(tmp_path / "p.jsonl", question, "b", "c"), **settings)
 
@@ -172,41 +146,10 @@ def test_a_field_of_a_field_is_read_unless_there_is_one_of_that_very_name(tmp_pa
     rows = [{"prompt": [{"role": "user", "content": f"q{i}"}], "reward_model": {"truth": i}} for i in range(3)]
     path = write(tmp_path / "p.jsonl", *rows, {**rows[0], "reward_model.truth": 9})
     task = made(path, question_field="prompt", answer_field="reward_model.truth", few_shot=0)
-    both = [*task.prompts("train"), *task.prompts("eval")]
-    assert [p.answer for p in sorted(both, key=lambda p: p.id.split("-")[1])] == ["0", "1", "2", "9"]
-    with pytest.raises(
-        UserError, match=r"no field 'reward_model.tru'.*fields are: prompt, reward_model, reward_model.truth"
-    ):
-        made(path, question_field="prompt", answer_field="reward_model.tru")
-    with pytest.raises(UserError, match=r"no field 'prompt.x'"):
-        made(path, question_field="prompt.x", answer_field="reward_model.truth")
+    assert {p.answer for split in ("train", "eval") for p in task.prompts(split)} == {"0", "1", "2", "9"}
 
 
-def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
-    table = pytest.importorskip("pyarrow", reason="Parquet files are read with pyarrow, which is not installed")
-    from pyarrow import parquet as files
-
-    files.write_table(table.Table.from_pylist(rows), path, row_group_size=7)
-    return str(path)
-
-
-def test_a_table_gives_the_same_prompts_as_parquet_and_as_jsonl(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": [{"role": "user", "content": f"q{i} é"}], "reward_model": {"ground_truth": i / 8, "style": "rule"}}
-        for i in range(40)
-    ]
-    words = {"question_field": "prompt", "answer_field": "reward_model.ground_truth"}
-    lines, table = write(tmp_path / "r.jsonl", *rows), parquet(tmp_path / "r.parquet", rows)
-    both = [made(path, few_shot=0, **words) for path in (lines, table)]
-    for split in ("train", "eval"):
-        assert list(both[0].prompts(split)) == list(both[1].prompts(split))
-    prompt = both[1].prompts("train")[0]
-    assert both[1].row_of(prompt) == rows[int(prompt.id.split("-")[1]) - 1]
-
-
-@pytest.mark.parametrize(
-    "tag", ["<think>", "</think>", "</tool_call>", "[THINK]", "◁/think▷", "<|/think|>", "<answer>"]
-)
+@pytest.mark.parametrize("tag", ["</think>", "[THINK]", "<answer>"])
 def test_tags_that_are_special_tokens_are_read_and_the_end_is_not(tag: str, tmp_path: Path) -> None:
     tokenizer = make_tokenizer(chat_template=True)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|eom_id|>", tag]})
@@ -220,10 +163,8 @@ def test_tags_that_are_special_tokens_are_read_and_the_end_is_not(tag: str, tmp_
     ("template", "end"),
     [
         (CHAT_TEMPLATE, "<|im_end|>"),
-        (CHAT_TEMPLATE.replace("<|im_end|>", "<|endoftext|>"), "<|endoftext|>"),
         ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", "<|im_start|>"),
         ("{% for m in messages %}### {{ m.role }}: {{ m.content }}\n{% endfor %}", None),
-        ("{{ messages[0].content }}", None),
         ("{{ raise_exception('no') }}", None),
         (False, None),
     ],
@@ -234,17 +175,12 @@ def test_the_end_of_a_turn_ends_a_completion(template: str | bool, end: str | No
     tokenizer.eos_token, model = "<|endoftext|>", small_model()
     model.generation_config.eos_token_id = None
     ids = [tokenizer.convert_tokens_to_ids(token) for token in dict.fromkeys(("<|endoftext|>", end)) if token]
-    assert turn_end(tokenizer)[1] == (None if end is None else ids[-1]) and eos_token_ids(
-        model, tokenizer, (), turn_end(tokenizer)[1]
-    ) == (*ids,)
+    turn = turn_end(tokenizer)[1]
+    assert turn == (None if end is None else ids[-1]) and eos_token_ids(model, tokenizer, (), turn) == (*ids,)
     assert eos_token_ids(model, tokenizer, ("4",)) == (*tokenizer.encode("4"),)
 
 
 NO_HEADER = CHAT_TEMPLATE.partition("{% if add")[0]
-INSTRUCT = (
-    "{% for m in messages %}{{ '[I]' + m.content + '[/I]' if m.role == 'user' else ' ' + m.content + eos_token }}"
-    "{% endfor %}"
-)
 VICUNA = "{% for m in messages %}{{ 'U: ' if m.role == 'user' else 'A: ' }}{{ m.content }}{{ eos_token }}{% endfor %}"
 
 
@@ -253,8 +189,6 @@ VICUNA = "{% for m in messages %}{{ 'U: ' if m.role == 'user' else 'A: ' }}{{ m.
     [
         (NO_HEADER, "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"),
         (VICUNA, "U: 1?<|im_end|>A:"),
-        (INSTRUCT, "[I]1?[/I]"),
-        (f"{INSTRUCT}{{{{ eos_token }}}}", "[I]1?[/I]"),
         (CHAT_TEMPLATE + "{{ eos_token }}", "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"),
         (False, "Question: 1?\nAnswer:"),
     ],
@@ -287,12 +221,9 @@ ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     "template",
     [
         ENDLESS,
-        "{{ 'x' * 10**10 }}",
         "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
         "{{ 'x' * 20000000 }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ 7 % 0 }}",
-        "{{ '\\ud800' }}",
     ],
 )
 def test_a_template_that_fails_or_takes_too_much_is_refused(
@@ -300,9 +231,8 @@ def test_a_template_that_fails_or_takes_too_much_is_refused(
 ) -> None:
     monkeypatch.setattr(prompting, "MOST_SECONDS", 0.5)
     path = asks(tmp_path / "p.jsonl", "a", "b")
-    for words in ({}, {"chat_template_kwargs": {"x": 1}}):
-        with pytest.raises(UserError, match="chat template"):
-            made(path, template, **words)
+    with pytest.raises(UserError, match="chat template"):
+        made(path, template)
 
 
 def sentence_pieces(scheme: str, template: str) -> PreTrainedTokenizerFast:
@@ -330,8 +260,9 @@ LLAMA2 = (
 ON_SP = CHAT_TEMPLATE.replace("<|im_start|>", "<s>").replace("<|im_end|>", "</s>")
 
 
-@pytest.mark.parametrize("scheme", ["always", "first", "never", "normaliser"])
-@pytest.mark.parametrize("template", [LLAMA2, ON_SP])
+@pytest.mark.parametrize(
+    ("scheme", "template"), [("always", LLAMA2), ("first", ON_SP), ("never", LLAMA2), ("normaliser", ON_SP)]
+)
 def test_texts_that_are_joined_have_the_tokens_of_the_whole_text(scheme: str, template: str, tmp_path: Path) -> None:
     tokenizer = sentence_pieces(scheme, template)
     talk = [
@@ -351,6 +282,4 @@ def test_texts_that_are_joined_have_the_tokens_of_the_whole_text(scheme: str, te
     prompt = plain.encode("What is 3 + 4?")
     worked = reply_tokens(replace(shown.request.prompt, token_ids=tuple(prompt)), "The answer is 12.", tokenizer)
     assert [*prompt, *worked] == tokenizer("Q: What is 3 + 4? A: The answer is 12.")["input_ids"]
-    assert encode_behind(tokenizer, "</s>", prompt) != [2] and encode_behind(
-        tokenizer, "</s>", prompt, special=True
-    ) == [2]
+    assert [encode_behind(tokenizer, "</s>", prompt, special=word) == [2] for word in (True, False)] == [True, False]

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import made
 import pytest
 import torch
 from small import plain_batch, small_model
+from test_model_runs import trainer
+from test_train import records_of, settings_for, timeless
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_cli.learner.learner import Learner
-from grpo_cli.learner.optimizer import make_optimizer
+from grpo_cli.learner.optimizer import make_optimizer, move_state
+from grpo_cli.model.load import load_model
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.meter import Meter
@@ -36,9 +43,7 @@ def make_learner(model: Any, loss: Any = steep, tokens: int = 10_000, **optim: A
 
 
 @pytest.mark.parametrize(("words", "step", "rate"), [({}, 3, 0.25), ({"warmup_steps": 2}, 0, 0.125)], ids=str)
-def test_the_first_step_of_adamw_moves_a_weight_by_the_rate_of_its_step(
-    words: dict[str, Any], step: int, rate: float
-) -> None:
+def test_the_first_step_of_adamw_moves_a_weight_by_the_rate_of_its_step(words: Any, step: int, rate: float) -> None:
     """With averages of one gradient g the step is rate * g / |g|, whatever the size of g."""
     model = small_model()
     before = [weight.detach().clone() for weight in model.parameters()]
@@ -48,25 +53,19 @@ def test_the_first_step_of_adamw_moves_a_weight_by_the_rate_of_its_step(
 
 
 def test_the_gradient_that_the_optimizer_gets_is_bounded_and_the_metric_is_not() -> None:
-    model = small_model()
+    model, norms = small_model(), list[float]()
     learner = make_learner(model, max_grad_norm=0.5)
-    norms: list[float] = []
-
-    def watch() -> None:
-        gradients = [w.grad for w in model.parameters() if w.grad is not None]
-        norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
-
+    watch = lambda: norms.append(float(torch.nn.utils.get_total_norm([w.grad for w in model.parameters()])))  # noqa: E731
     learner._optimizer.step = watch
     update = learner.update(make_batch(), 0)
     assert norms == pytest.approx([0.5], rel=1e-3) and update.metrics["optim/grad_norm"] > 1.0
 
 
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_weights_that_are_not_finite_after_an_update_are_said_with_what_did_it(bad: float) -> None:
+def test_weights_that_are_not_finite_after_an_update_are_said_with_what_did_it() -> None:
     """One update with a weight decay that was infinite made every weight NaN, and the engine was blamed for it."""
     model = small_model()
     learner = make_learner(model, weight_decay=0.5)
-    learner._optimizer.step = lambda: model.lm_head.weight.data[3, 1:2].fill_(bad)
+    learner._optimizer.step = lambda: model.lm_head.weight.data[3, 1:2].fill_(-math.inf)
     with pytest.raises(UserError, match=r"step 8: .* not finite \(optim\.lr=0\.25, .*weight_decay=0\.5"):
         learner.update(make_batch(), 7)
 
@@ -79,15 +78,33 @@ def test_no_gradient_is_left_over_for_the_next_update() -> None:
     assert first == second
 
 
-def test_the_model_trains_in_training_mode_and_samples_in_evaluation_mode() -> None:
-    model, modes = small_model(), list[bool]()
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_dropout_of_adapters_and_recomputation_are_of_updates_alone(checkpointing: str) -> None:
+    pytest.importorskip("peft")
+    words = replace(made.model(), lora=made.lora(rank=2, dropout=0.5), gradient_checkpointing=checkpointing)
+    model = load_model(words, torch.device("cpu"))
+    for weight in model.parameters():
+        weight.data += 0.1 * torch.randn_like(weight) * weight.requires_grad
+    ids, calls = torch.arange(2, 12)[None], list[bool]()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+        assert not torch.equal(model.train()(input_ids=ids).logits, model(input_ids=ids).logits)
+    model.get_base_model().model.layers[0].mlp.register_forward_pre_hook(lambda layer, _: calls.append(layer.training))
+    make_learner(model.eval()).update(make_batch(), 0)
+    assert calls == [True] * (1 + (checkpointing == "full")) and not model.training
 
-    def watched(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
-        modes.append(model.training)
-        return steep(logprobs, batch, totals)
 
-    make_learner(model, watched).update(make_batch(), 0)
-    assert modes == [True] and not model.training
+@pytest.mark.parametrize("dropout", [0, 0.5])
+def test_dropout_costs_a_pass_of_its_own_and_is_no_mismatch_and_clips_nothing(dropout: float, tmp_path: Path) -> None:
+    """The old policy of an update whose learner has not moved yet is the learner itself, dropout included."""
+    words = ("model.lora.rank=2", f"model.lora.dropout={dropout}", "optim.lr=0.01", "optim.warmup_steps=0")
+    trainer(tmp_path, words).fit()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "reward/mean" in row]
+    assert ["time/policy_logprobs" in row for row in steps] == [dropout > 0] * 2
+    for row in steps if dropout else ():
+        assert row["mismatch/ratio_min"] == pytest.approx(1.0, abs=1e-3)
+        assert (row["loss/clip_fraction"], row["loss/policy_ratio_mean"]) == (0.0, 1.0)
 
 
 def same_state(one: Any, other: Any) -> bool:
@@ -148,3 +165,38 @@ def test_averages_come_back_and_the_settings_of_a_resumed_run_are_those_that_are
     words = [(group["betas"], group["eps"], group["weight_decay"]) for group in second.state_dict()["param_groups"]]
     assert words == [((0.0, 0.5), 1e9, 0.4), ((0.0, 0.5), 1e9, 0.0)]
     assert all(float(one["step"]) == 2.0 for one in second.state_dict()["state"].values())
+
+
+def test_a_run_whose_state_is_parked_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    words = {"lr": 1e-2, "warmup_steps": 0, "weight_decay": 0.1}
+    plain, parked = (
+        records_of(replace(settings_for(tmp_path / str(park), steps=4), optim=made.optim(**words, park=park)))
+        for park in (False, True)
+    )
+    assert [timeless(record) for record in plain] == [timeless(record) for record in parked]
+
+
+def test_parked_state_goes_from_a_gpu_to_the_host_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors: devices and shapes. What is pinned is requested, and a fake GPU has none to pin."""
+    plain, pinned = torch.empty_like, list[bool]()
+    with FakeTensorMode():
+        weights = [torch.zeros(*size, device="cuda", requires_grad=True) for size in ((8, 8), (8,))]
+        optimizer = make_optimizer(weights, made.optim())
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+
+        def state() -> set[tuple[str, Any]]:
+            return {(value.device.type, value.shape) for one in optimizer.state.values() for value in one.values()}
+
+        def empty_like(value: torch.Tensor, *, device: str, pin_memory: bool) -> torch.Tensor:
+            pinned.append(pin_memory)
+            return plain(value, device=device)
+
+        before = state()
+        monkeypatch.setattr(torch, "empty_like", empty_like)
+        for _ in range(2):  # what is there stays there
+            move_state(optimizer, to_host=True)
+            assert state() == {("cpu", shape) for _, shape in before} and pinned == [True] * 6
+        move_state(optimizer, to_host=False)
+        assert state() == before and {place for place, _ in before} == {"cuda"}

@@ -122,7 +122,7 @@ def test_without_policy_logprobs_the_learner_is_the_old_policy(name):
     given_ones = run(name, logprobs, replace(batch, policy_logprobs=logprobs.clone()), totals)
     assert implied[0] == given_ones[0] and torch.equal(implied[1], given_ones[1])
     # the policy-gradient estimate: -A w per token, whatever the variant
-    shares = batch.loss_mask / batch.spread(batch.sums(batch.loss_mask)).clamp(min=1) / totals.sequences
+    shares = batch.loss_mask / batch.per_token(batch.sums(batch.loss_mask)).clamp(min=1) / totals.sequences
     torch.testing.assert_close(implied[1], -shares * batch.weights * batch.advantages)
 
 

@@ -12,31 +12,12 @@ from typing import Any
 import made
 import pytest
 import torch
-from httpx import Request, Response
-from huggingface_hub.errors import GatedRepoError
 from small import small_model
 from tiny_hf import make_folder
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Qwen2Config,
-)
+from transformers import MistralConfig, Qwen2Config
 
 from grpo_cli.model.checks import ARCHITECTURES, check_config, check_vocabulary
-from grpo_cli.model.load import (
-    eos_token_ids,
-    load_model,
-    load_tokenizer,
-    model_config,
-    pad_token_id,
-    save_pretrained,
-)
-from grpo_cli.model.packed import causal
+from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, model_config, pad_token_id
 from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
 
@@ -58,7 +39,7 @@ def settings(path: Path | str = "tiny", **changes: object) -> ModelSettings:
 
 
 @pytest.fixture(scope="module")
-def tiny() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def tiny() -> tuple[Any, Any]:
     return load_model(settings(), CPU), load_tokenizer(settings())
 
 
@@ -76,22 +57,16 @@ def test_every_supported_family_loads_from_its_folder_with_the_same_weights_and_
         assert torch.equal(loaded.train()(input_ids=ids).logits, said)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
-def test_weights_that_are_not_finite_are_named(bad: float, tmp_path: Path) -> None:
-    """An evaluation of such a model gave an accuracy of 0."""
+def test_weights_that_are_not_finite_and_a_tokenizer_with_too_many_tokens_are_refused(tiny, tmp_path: Path) -> None:
+    """An evaluation of such weights gave an accuracy of 0."""
     broken = small_model("qwen3")
-    broken.get_parameter("model.layers.1.mlp.up_proj.weight").data[4, 2:5] = bad
+    broken.get_parameter("model.layers.1.mlp.up_proj.weight").data[4, 2:5] = -torch.inf
     broken.save_pretrained(tmp_path)
-    wanted = rf"model.path={tmp_path}: 3 of the 2048 numbers of model\.layers\.1\.mlp\.up_proj\.weight are not finite"
-    with pytest.raises(UserError, match=wanted):
+    with pytest.raises(UserError, match=rf"model.path={tmp_path}: model\.layers\.1\.mlp\.up_proj\.weight"):
         load_model(settings(tmp_path), CPU)
-
-
-def test_a_vocabulary_smaller_than_the_tokenizer_s_is_said_with_both_numbers(tiny) -> None:
-    model, tokenizer = tiny
-    check_vocabulary(model, tokenizer, "tiny")
+    check_vocabulary(*tiny, "tiny")
     with pytest.raises(UserError, match=r"model\.path=x: .* token ids up to \d\d+, .* only 24 embeddings"):
-        check_vocabulary(small_model("llama"), tokenizer, "x")
+        check_vocabulary(small_model("llama"), tiny[1], "x")
 
 
 def test_dtype_and_random_init_are_obeyed_and_weights_are_drawn_where_they_will_be(tmp_path: Path) -> None:
@@ -105,40 +80,30 @@ def test_dtype_and_random_init_are_obeyed_and_weights_are_drawn_where_they_will_
     assert not torch.equal(first.get_input_embeddings().weight, second.get_input_embeddings().weight)
 
 
-def test_what_is_saved_loads_with_plain_transformers(tiny: Any, tmp_path: Path) -> None:
-    model, tokenizer = tiny
-    save_pretrained(model, tokenizer, tmp_path)
-    assert (tmp_path / "model.safetensors").is_file() and not list(tmp_path.glob("*.bin"))
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    ids = AutoTokenizer.from_pretrained(tmp_path)("12+7=", return_tensors="pt").input_ids
-    with torch.no_grad():
-        assert torch.equal(again(ids).logits, model(ids).logits)
-    assert again.generation_config.eos_token_id == tokenizer.eos_token_id
-
-
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a folder here: give a folder .* a hub id such as"):
+    with pytest.raises(UserError, match="nowhere is not a folder here"):
         load_model(settings(tmp_path / "nowhere"), CPU)
-    with pytest.raises(UserError, match=f"model folder {tmp_path} has no config.json"):
+    with pytest.raises(UserError, match=f"{tmp_path} has no config.json"):
         load_model(settings(tmp_path), CPU)
     small_model("qwen2").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"model folder {tmp_path} has no tokenizer .*tokenizer.save_pretrained"):
+    with pytest.raises(UserError, match=f"{tmp_path} has no tokenizer"):
         load_tokenizer(settings(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("file", "what", "content"),
+    ("file", "content"),
     [
-        *(("tokenizer.json", "tokenizer", text) for text in ("{", "null", '{"model": {"type": "BPE"}}', "\0")),
-        *(("config.json", "config.json", text) for text in ("{", "[]", '{"model_type": "qwen2", "hidden_size": "x"}')),
-        *(("model.safetensors", "safetensors weights", text) for text in ("", "half", None)),
+        *(("tokenizer.json", text) for text in ("{", "null", '{"model": {"type": "BPE"}}')),
+        *(("config.json", text) for text in ("[]", '{"model_type": "qwen2", "hidden_size": "x"}')),
+        *(("model.safetensors", text) for text in ("half", None)),
     ],
 )
-def test_a_broken_file_is_named_whatever_is_broken(file: str, what: str, content: str | None, tmp_path: Path) -> None:
+def test_a_broken_file_is_named_whatever_is_broken(file: str, content: str | None, tmp_path: Path) -> None:
     """Pickled weights beside it are never read."""
     folder = Path(shutil.copytree(TINY_FOLDER, tmp_path / "model"))
     torch.save({}, folder / "pytorch_model.bin")
     (folder / file).unlink() if content is None else (folder / file).write_text(content)
+    what = {"tokenizer.json": "tokenizer", "model.safetensors": "safetensors weights"}.get(file, file)
     with pytest.raises(UserError, match=f"model folder {folder}: its {what} cannot be read"):
         load_tokenizer(settings(folder)) if what == "tokenizer" else load_model(settings(folder), CPU)
 
@@ -149,15 +114,11 @@ LONGROPE = dict(rope_type="longrope", rope_theta=1e4, factor=2.0, short_factor=[
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; .*Qwen3For"),
-        ({"model_type": "brand_new"}, "brand_new is not supported; .*LlamaFor"),
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"model_type": "brand_new"}, "brand_new"),
         ({"model_type": "mistral", "sliding_window": 16}, "sliding window of 16 tokens"),
-        (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-            "sliding window of 16 tokens",
-        ),
         # Beyond 32 of 64 positions the policy rotates all keys by the long factors, and the cache holds short ones.
-        ({"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 32}}, "longrope, .* beyond 32 of its 64"),
+        ({"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 32}}, "longrope"),
     ],
 )
 def test_what_cannot_be_driven_is_refused_from_the_config_alone(config: dict, said: str, tmp_path: Path) -> None:
@@ -170,15 +131,8 @@ def test_what_cannot_be_driven_is_refused_from_the_config_alone(config: dict, sa
         model_config(settings("org/name", architecture=whole))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        MistralConfig(**SMALL, sliding_window=64),
-        Qwen2Config(**SMALL, sliding_window=16),
-        LlamaConfig(**SMALL, rope_parameters={**LONGROPE, "original_max_position_embeddings": 64}),
-    ],
-)
-def test_a_window_or_a_frequency_that_never_changes_anything_is_fine(config: Any) -> None:
+@pytest.mark.parametrize("config", [MistralConfig(**SMALL, sliding_window=64), Qwen2Config(**SMALL, sliding_window=16)])
+def test_a_window_that_never_changes_anything_is_fine(config: Any) -> None:
     check_config(config)
 
 
@@ -190,33 +144,13 @@ def test_weights_that_lack_a_layer_are_refused_instead_of_made_up(tmp_path: Path
         load_model(settings(tmp_path), CPU)
 
 
-@pytest.mark.parametrize(
-    ("stored", "named"),
-    [
-        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
-        ({"quantization": {"group_size": 64, "bits": 4}}, "quantised: name"),
-    ],
-)
-def test_weights_that_are_stored_quantised_are_refused_by_name(stored: Any, named: str, tmp_path: Path) -> None:
+def test_weights_that_are_stored_quantised_are_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | stored))
-    with pytest.raises(UserError, match=f"stored quantised.*{named}|{named}.*made from"):
-        model_config(settings(folder))
-
-
-def test_a_gated_model_says_whose_terms_to_accept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: str, **words: object) -> None:
-        """As `transformers` does: the hub's error is the cause of one of another kind."""
-        response = Response(403, request=Request("GET", "https://huggingface.co"))
-        raise OSError("a gated repo") from GatedRepoError("403 Client Error", response=response)
-
-    monkeypatch.setattr("grpo_cli.model.load.try_to_load_from_cache", lambda *_: "config.json")
-    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", refuse)
-    with pytest.raises(UserError, match="someone/gated is gated: .* https://huggingface.co/someone/gated"):
-        load_model(settings("someone/gated"), CPU)
+    for key, stored in (("quantization_config", {"quant_method": "gptq"}), ("quantization", {"bits": 4})):
+        (folder / "config.json").write_text(json.dumps(config | {key: stored}))
+        with pytest.raises(UserError, match="stored quantised"):
+            model_config(settings(folder))
 
 
 def test_all_ends_of_a_reply_are_found_and_padding_falls_back_to_the_end() -> None:
@@ -232,28 +166,10 @@ def test_all_ends_of_a_reply_are_found_and_padding_falls_back_to_the_end() -> No
         eos_token_ids(model, tokenizer)
 
 
-def test_the_shipped_tokenizer_has_a_token_for_every_character() -> None:
-    tokenizer = load_tokenizer(settings())
-    text = "0123456789+-*/()=,:"
+def test_the_shipped_tokenizer_has_a_token_for_every_character(tiny) -> None:
+    text, tokenizer = "0123456789+-*/()=,:", tiny[1]
     ids = tokenizer.encode(text)
     assert len(ids) == len(set(ids)) == len(text)
-    assert tokenizer.decode(ids) == text
     assert tokenizer.decode([*ids, tokenizer.eos_token_id, tokenizer.pad_token_id], skip_special_tokens=True) == text
     for other in ("4 4", " 44\n", "é", "What is 2 + 2?\n\nIt's 4.", "١"):
         assert tokenizer.decode(tokenizer.encode(other)) == other
-
-
-def test_in_float32_a_gpu_is_given_a_key_head_for_each_query_head(monkeypatch: pytest.MonkeyPatch):
-    """It has no fused kernel for fewer, and would keep scores of tokens x tokens."""
-    asked: list[tuple[tuple[int, ...], bool]] = []
-
-    def attention(query: Any, key: Any, value: Any, is_causal: bool, scale: float, enable_gqa: bool) -> Any:
-        asked.append((tuple(key.shape), enable_gqa))
-        return query
-
-    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", attention)
-    for device, dtype in (("cuda", torch.float32), ("cuda", torch.bfloat16), ("cpu", torch.float32)):
-        with FakeTensorMode():
-            query, key = (torch.empty(2, heads, 5, 16, device=device, dtype=dtype) for heads in (6, 3))
-            causal(query, key, key, 0.25)
-    assert asked == [((2, 6, 5, 16), False), ((2, 3, 5, 16), True), ((2, 3, 5, 16), True)]

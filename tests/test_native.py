@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from small import make_engine, require_c, small_model, some_requests
 from test_attention import CLOSE, Case
 from test_learner import make_batch
-from test_tree_attention import UNEVEN, by_hand, in_c, runs_of
 from torch import Tensor
 
 from grpo_cli.learner.learner import Learner
@@ -47,8 +46,8 @@ def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
     return bool((found.double() - wanted.double()).abs().max() <= CLOSE[dtype] * max(1.0, wanted.abs().max().item()))
 
 
-@pytest.mark.parametrize("width", [8, 96, 100, 576])
-@pytest.mark.parametrize(("dtypes", "scale"), [("ffff", 1e-3), ("bbbb", 1.0), ("fbfb", 1.0), ("ffff, first", 1e-3)])
+@pytest.mark.parametrize("width", [8, 100, 576])
+@pytest.mark.parametrize(("dtypes", "scale"), [("bbbb", 1.0), ("fbfb", 1.0), ("ffff, first", 1e-3)])
 def test_norms_add_what_came_and_round_as_the_modules_do(width: int, dtypes: str, scale: float) -> None:
     of = {"f": torch.float32, "b": torch.bfloat16}
     hidden, delta, weight, out = (of[letter] for letter in dtypes[:4])
@@ -61,17 +60,7 @@ def test_norms_add_what_came_and_round_as_the_modules_do(width: int, dtypes: str
     assert close(found, scaled.to(hidden).double() * by.double(), out)
 
 
-def test_a_norm_of_bfloat16_is_rounded_twice_as_in_the_modules() -> None:
-    """So nearly all of its bits are theirs; rounded once, every fourth number would be another."""
-    x, more, weight = (numbers(50, 576, seed=i, dtype=torch.bfloat16) for i in (0, 1, 2))
-    added = x + more
-    root = added.float().square().mean(-1, keepdim=True).add(1e-5).rsqrt()
-    wanted = (added.float() * root).bfloat16() * weight[0]
-    assert (norm(x, more, weight[0], 1e-5, torch.bfloat16) == wanted).float().mean() > 0.99
-
-
-@pytest.mark.parametrize("dim", [2, 24, 64, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "dtype"), [(2, torch.float32), (24, torch.bfloat16), (128, torch.float32)])
 def test_rotation_is_that_of_complex_numbers_over_rows_that_lie_apart(dim: int, dtype: torch.dtype) -> None:
     all_heads = numbers(5, 7, dim, dtype=dtype)
     x, angle, before = all_heads[:, 1:4], numbers(5, dim // 2, seed=1), all_heads.clone()
@@ -178,85 +167,42 @@ def learner_says(warned: list[str], **train: Any) -> Any:
     return learner.native
 
 
-@pytest.mark.usefixtures("anew")
-def test_the_oldest_instructions_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    if torch.cpu.get_capabilities()["architecture"] != "x86_64":
-        pytest.skip("this processor is not x86-64")
-    monkeypatch.setattr(loader, "FLAGS", ("-O0", "-march=x86-64", *loader.FLAGS[2:]))
-    for dtype in (torch.float32, torch.bfloat16):
-        for dim, group in ((24, 2), (64, 3)):
-            Case([5, 31, 16, 90, 0], [20, 48, 1], (2, group, dim), dtype, dim + group).is_right("c")
-        x, by = numbers(3, 100, dtype=dtype), 1 + numbers(100, seed=2, dtype=dtype) / 4
-        scaled = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-        assert close(norm(x, None, by, 1e-5, dtype), scaled.to(dtype).double() * by.double(), dtype)
-        for group, dim in ((2, 24), (3, 64), (1, 80)):
-            runs = runs_of(UNEVEN, 2, group, dim, dtype)
-            pairs = zip(in_c(UNEVEN, runs, 0.125), by_hand(UNEVEN, runs, 0.125), strict=True)
-            assert all(close(found, wanted, dtype) for found, wanted in pairs)
-    logits = numbers(9, 1000) * 3
-    tokens, logprobs = draw(logits, torch.rand(9, dtype=torch.float64), torch.ones(9))
-    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=0)
-
-
 REFUSE = 'for word; do test "$word" = -fopenmp && echo "error: unsupported option" >&2 && exit 1; done'
 
 
-@pytest.mark.parametrize("fault", ["no OpenMP", "another OpenMP"])
-def test_threads_other_than_pytorchs_are_not_used(fault: str, anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine with two threads uses what was made, which starts none of its own."""
-    assert learner_says([], native=False) is False and learner_says([]) is True
-    if fault == "no OpenMP":
-        compiler(f'{REFUSE}\nPATH="{os.environ["PATH"]}" exec {shutil.which("cc")} "$@"', anew, monkeypatch)
-    else:
-        change("decode", "#define CHUNK", "int omp_get_max_threads(void) { return 7; }\n#define CHUNK")
+def test_without_openmp_one_thread_is_used(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(f'{REFUSE}\nPATH="{os.environ["PATH"]}" exec {shutil.which("cc")} "$@"', anew, monkeypatch)
     warned: list[str] = []
     with computing_with(2):
         assert engine_says(warned) is True and not warned
     assert b"GOMP_parallel" not in Path(library("decode")._name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("length", "mode", "kept"),
-    [
-        (None, 0o700, True),  # as it was made
-        (None, 0o722, False),  # others could have written it
-        (9000, 0o700, False),  # a bus error if it is loaded
-    ],
-)
-def test_a_library_that_is_not_as_it_was_made_is_made_again(
-    small: Path, length: int | None, mode: int, kept: bool
-) -> None:
+@pytest.mark.parametrize("mode", [0o700, 0o722])
+def test_a_library_that_others_could_have_written_is_made_again(mode: int, small: Path) -> None:
     library("small")
     (made,) = (small / "cache" / "grpo-cli").iterdir()
-    whole, number = made.read_bytes(), made.stat().st_ino
-    if not kept:
-        made.unlink()  # what is loaded stays what it is
-        made.write_bytes(whole[:length])
-        made.chmod(mode)
+    number = made.stat().st_ino
+    made.chmod(mode)
     library.cache_clear()
     library("small")
-    assert made.read_bytes() == whole and stat.S_IMODE(made.stat().st_mode) == 0o700
-    assert (made.stat().st_ino == number) == kept
+    (again,) = (small / "cache" / "grpo-cli").iterdir()
+    assert (again.stat().st_ino == number) == (mode == 0o700) and stat.S_IMODE(again.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("place", ["relative", "another user's", "a file", "read-only"])
 def test_where_no_library_can_be_kept_one_is_made_each_time(
     place: str, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not in the current folder, and not below another user's."""
     monkeypatch.chdir(small)
-    cache = small / "cache"
     if place == "relative":
         monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     elif place == "another user's":
         monkeypatch.setattr(loader.os, "getuid", lambda: os.stat(small).st_uid + 1)
     elif place == "a file":
-        cache.write_text("not a folder")
+        (small / "cache").write_text("not a folder")
     else:
-        access = os.access
-        monkeypatch.setattr(
-            loader.os, "access", lambda path, mode: cache not in Path(path).parents and access(path, mode)
-        )
+        monkeypatch.setattr(loader.os, "access", lambda path, mode: mode != os.W_OK)
     library("small")
     assert not list(small.rglob("*.so"))
 
@@ -298,13 +244,7 @@ def test_a_compiler_that_fails_is_said_once(
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("sums(parts[g]) * scale", "sums(parts[g])"),
-        ("1.0f / sqrtf", "1.1f / sqrtf"),
-        ("log(total)", "total"),
-        ("(*grad - common)", "(*grad + common)"),
-    ],
+    ("right", "wrong"), [("sums(parts[g]) * scale", "sums(parts[g])"), ("(*grad - common)", "(*grad + common)")]
 )
 @pytest.mark.usefixtures("anew")
 def test_functions_that_compute_something_else_are_not_used(right: str, wrong: str) -> None:

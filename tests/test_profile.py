@@ -11,9 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
-from grpo_cli.memory.gpus import MEMORY
-from grpo_cli.memory.measure import PhasePeaks
-from grpo_cli.report.side_by_side import profile_row, profile_table
+from grpo_cli.memory.profile import GPUS
 from grpo_cli.runs.files import read_object
 from grpo_cli.settings import GpuWord
 from grpo_cli.support.formatting import gib
@@ -81,34 +79,13 @@ def test_a_plan_for_a_gpu_has_its_memory_its_precision_and_its_allocators_ways(m
     assert held["decode"]["activations"] > 0 and held["backward"]["activations"] > 0
     found, _ = profile(*LAYER, "profile.for_gpu=t4", out="old")
     assert found["device"] == "t4 of 14.90 GiB" and found["fit"]["room_bytes"] == 16 * 10**9
-    assert found["settings"]["model"]["autocast"] == "none" and set(MEMORY) == set(get_args(GpuWord))
+    assert found["settings"]["model"]["autocast"] == "none" and set(GPUS) == set(get_args(GpuWord))
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["profile.lengths=long", "profile.steps=0"], ["profile.lengths=long", "profile.steps=0"]),
-        (["fit=much", "profile.steps=0"], ["fit=much", "profile.steps=0"]),
-        (["profile.fit=2GB"], ["profile.fit"]),
-        (["profile.for_gpu=true"], ["profile.for_gpu=true", "profile.plan_only=true"]),
-        (["profile.for_gpu=rtx4091"], ["profile.for_gpu=rtx4091", "did you mean rtx4090?"]),
-    ],
-    ids=" ".join,
-)
-def test_what_cannot_be_profiled_is_refused_all_at_once(words: list[str], parts: list[str]):
+@pytest.mark.parametrize("words", [["profile.lengths=long", "profile.steps=0"], ["profile.for_gpu=true"]], ids=" ".join)
+def test_what_cannot_be_profiled_is_refused_all_at_once(words: list[str]):
     result = grpo("profile", *SMALL, *words)
-    assert result.exit_code == 2 and all(part in result.stderr for part in parts)
-
-
-def test_a_sweep_ends_in_one_table_with_ratios_to_its_first_row():
-    line = {"phases": {"step": {"seconds_median": 2.0}, "decode": {"tokens_per_second": 50.0}}}
-    engine = {"engine/decode_steps": 10.0, "engine/slot_utilisation": 0.5, "engine/kv_peak_bytes": 4 * 2**20}
-    peak = {"phase": "decode", "bytes": 2**30}
-    first = {"measured": {**line, "engine": engine, "peak": peak}, "predicted": {}}
-    second = json.loads(json.dumps(first))
-    second["measured"]["engine"]["engine/kv_peak_bytes"] = 2**20
-    table = profile_table([profile_row("sampler=full", first), profile_row("sampler=micro", second)])
-    assert [row[table.columns.index("KV")] for row in table.rows] == ["4.0 MiB (1.00)", "1.0 MiB (0.25)"]
+    assert result.exit_code == 2 and all(word in result.stderr for word in words)
 
 
 @pytest.mark.process
@@ -116,7 +93,6 @@ def test_a_sweep_of_profiles_is_run_as_any_other_and_compared_at_its_end():
     words = [*SMALL[:1], *SMALL[2:], "eval.every=0", "n=4,5", "m=5", "profile.plan_only=true", "hydra.sweep.dir=s"]
     done = grpo("profile", "-m", *words)
     assert done.exit_code == 2, "a combination that cannot be profiled is missing in the table"
-    assert "job 0  n=4: skipped  m=5 must not be more than n=4" in done.stdout
     assert "2 jobs: 1 done, 1 skipped" in done.stdout
     peak = json.loads(Path("s/1/summary.json").read_text())["peak_bytes"]
     assert f"{gib(peak)} (1.00)" in done.stdout.partition("their ratio")[2]
@@ -133,16 +109,14 @@ def test_a_run_out_of_memory_names_phase_breakdown_and_keys(monkeypatch: pytest.
 
     monkeypatch.setattr("grpo_cli.learner.forward.packed_hidden", failing)
     result = grpo("train", *SMALL, "train.steps=1", "hydra.run.dir=out", "eval.every=0")
-    assert result.exit_code == 2
+    assert result.exit_code == 2 and "Traceback" not in result.stderr
     assert "out of memory in forward (CUDA out of memory. Tried to allocate 20.00 GiB)" in result.stderr
     assert "train.micro_batch_tokens" in result.stderr and "optimizer" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
-# As PyTorch 2.13 and CUDA say it: an allocation, a graph's instantiation, a kernel's stack, a handle, a convolution.
+# As PyTorch 2.13 and CUDA say it: an allocation, a graph's instantiation, a handle, a convolution, the host.
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 1.00 GiB",
-    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
     "CUDA driver error: out of memory",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
@@ -159,14 +133,6 @@ def test_an_allocation_that_failed_is_known_by_its_kind_its_text_or_what_came_be
         error.__context__ = before[1]
         before.append(error)
     assert all(map(is_out_of_memory, lacking)) and not any(map(is_out_of_memory, [*others, RuntimeError(RECORDING)]))
-
-
-def test_a_phase_has_the_peak_of_its_own_time():
-    peaks = iter([1, 5, 50, 7, 90, 3])
-    watch = PhasePeaks(lambda: next(peaks))
-    for names in [("step",), ("step", "a"), ("step",), ("step", "a"), ("step",), ()]:
-        watch(names)
-    assert watch.take() == {"step": 90, "a": 90} and watch.take() == {}
 
 
 @pytest.mark.gpu

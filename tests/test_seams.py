@@ -58,7 +58,7 @@ def said_by(model: Any, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
     """Log-probabilities of a batch's responses, from the model's logits as they are."""
     with torch.no_grad():
         logs = (model(input_ids=padded(batch)).logits / temperature).log_softmax(-1)
-    return logs[batch.spread(torch.arange(len(batch))), batch.positions - 1, batch.token_ids] * batch.response_mask
+    return logs[batch.per_token(torch.arange(len(batch))), batch.positions - 1, batch.token_ids] * batch.response_mask
 
 
 def close(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
@@ -210,7 +210,7 @@ def test_each_problem_has_the_same_share_of_the_loss_whatever_its_number_of_roll
     make_trainer(quiet(tmp_path, count_by=count_by), loss=spy, collector=two_four_and_six).fit()
     (seen,) = spy.batches
     of_rows = seen.sums(seen.weights) / seen.sums(seen.response_mask)
-    torch.testing.assert_close(seen.weights, seen.spread(of_rows) * seen.response_mask)  # a reply's tokens weigh alike
+    torch.testing.assert_close(seen.weights, seen.per_token(of_rows) * seen.response_mask)
     found = [of_rows[seen.group == group].tolist() for group in range(3)]
     for weights, row, size in zip(sorted(found, key=len), rows, (2, 4, 6), strict=True):
         assert weights == pytest.approx([row] * size)

@@ -5,15 +5,13 @@ The folder is models/smollm2, or where $SMOLLM2 says.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from conftest import SMOLLM2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_cli.collect.requests import requests_for
-from grpo_cli.config.compose import model_of, settings_of
+from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
 from grpo_cli.experiment import set_up
 from grpo_cli.settings import Sampling
@@ -21,15 +19,6 @@ from grpo_cli.types import Prompt
 
 pytestmark = pytest.mark.smollm2
 QUESTIONS = ("What is the capital of France?", "Tom has 3 apples and buys 4 more. How many has he?", "Say hello.")
-
-
-def test_the_preset_is_the_shape_of_the_folder() -> None:
-    told = json.loads((SMOLLM2 / "config.json").read_text())
-    shape = model_of("smollm2_135m").architecture
-    assert shape is not None
-    numbers = {key: value for key, value in shape.items() if key != "rope_parameters"}
-    assert numbers == pytest.approx({key: told[key] for key in numbers})
-    assert shape["rope_parameters"] == told["rope_parameters"]
 
 
 def test_greedy_rollouts_are_those_of_transformers() -> None:

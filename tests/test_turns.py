@@ -176,15 +176,15 @@ def test_what_the_environment_says_is_read_and_is_no_response():
     batch = collate([two_turns(float("nan"))])
     assert batch.token_ids.tolist() == [7, 8, EOS, 9, 10, EOS, 7, EOS]
     assert batch.response_mask.int().tolist() == [1, 1, 1, 0, 0, 1, 1, 1]
-    assert batch.lags is None and batch.lengths.tolist() == [6, 2]
-    older = collate([two_turns(float("nan"), version=3)], version=5).lags
+    assert batch.token_ages is None and batch.lengths.tolist() == [6, 2]
+    older = collate([two_turns(float("nan"), version=3)], version=5).token_ages
     assert older is not None and older[:6].tolist() == [2, 2, 2, 0, 0, 2]
 
 
 def test_no_number_at_a_place_of_the_environment_moves_the_loss_or_the_gradient(model):
     def gradient(logprob: float) -> tuple[float, list[torch.Tensor]]:
         batch = collate([two_turns(logprob)])
-        batch = replace(batch, advantages=batch.spread(torch.tensor([1.0, -1.0])))
+        batch = replace(batch, advantages=batch.per_token(torch.tensor([1.0, -1.0])))
         verdict = verdict_on(correction("tis"), batch, torch.zeros(len(batch.token_ids)))
         batch = corrected(batch, verdict)
         model.zero_grad()

@@ -51,31 +51,18 @@ def test_all_replies_of_a_conversation_are_learnt_and_nothing_else(tmp_path: Pat
     assert whole == expected[: len(whole)] and tokenizer.decode(expected[len(whole) :]) == "\n"
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ([1], "must have messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "must have messages"),
-        ({"messages": TALK[:2]}, "needs a reply"),
-        ({"messages": []}, "needs a reply"),
-    ],
-)
-def test_what_is_no_conversation_is_refused_with_its_line(row: Any, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", [[1], {"messages": TALK[:2]}, {"messages": []}])
+def test_what_is_no_conversation_is_refused_with_its_line(row: Any, tmp_path: Path) -> None:
     tokenizer = make_tokenizer(chat_template=True)
-    with pytest.raises(UserError, match=f"talks.jsonl, line 2 {said}"):
+    with pytest.raises(UserError, match="talks.jsonl, line 2"):
         conversations(written(tmp_path, {"messages": TALK}, row), tokenizer, {}, 3)
 
 
 def test_a_template_that_changes_replies_is_refused(tmp_path: Path) -> None:
     changing = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }};{% endfor %}"
-    tokenizer = make_tokenizer(chat_template=changing)
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
     with pytest.raises(UserError, match="line 1: the chat template changes a reply"):
-        conversations(written(tmp_path, {"messages": talk}), tokenizer, {}, 3)
-    with pytest.raises(UserError, match="train.warmup_path needs a chat template"):
-        conversations(written(tmp_path, {"messages": talk}), make_tokenizer(), {}, 3)
-    with pytest.raises(UserError, match="train.warmup_path=.* is empty"):
-        conversations(written(tmp_path), tokenizer, {}, 3)
+        conversations(written(tmp_path, {"messages": talk}), make_tokenizer(chat_template=changing), {}, 3)
 
 
 def test_the_loss_is_the_mean_negative_log_likelihood_of_replies() -> None:
@@ -150,14 +137,8 @@ def test_a_run_warms_up_and_then_learns_from_rewards_and_resumes_inside(tmp_path
     assert "eval/accuracy" in rows[3]
     stopped = run_of(tmp_path / "cut", "train.warmup_lr=3e-3")
     own = stopped._step.run
-
-    def failing(step: int, progress: Any) -> Any:
-        if step == 2:
-            raise UserError("the power is gone")
-        return own(step, progress)
-
-    stopped._step.run = failing  # type: ignore[method-assign]
-    with pytest.raises(UserError, match="the power is gone"):
+    stopped._step.run = lambda step, progress: own(step, progress) if step < 2 else 1 / 0
+    with pytest.raises(ZeroDivisionError):
         stopped.fit()
     run_of(tmp_path / "cut", "train.warmup_lr=3e-3", f"resume={tmp_path / 'cut'}").fit()
     one, other = (load_file(tmp_path / run / "checkpoints/step_000006/model.safetensors") for run in ("alone", "cut"))

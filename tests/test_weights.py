@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grpo_cli.engine import layers
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.determinism import without_company
-from grpo_cli.engine.layers import Each, Product, Weights, can_pack, norm_of
-from grpo_cli.memory.allocations import ACTIVATIONS, Allocations
-from grpo_cli.support.memory import storages, tensors_of
-
-ADAPTED = pytest.mark.parametrize("adapted", [False, True])
+from grpo_cli.engine.layers import Each, Product, Weights, can_pack
 
 
 @pytest.fixture
@@ -46,7 +40,7 @@ class Casts(TorchDispatchMode):
         return out
 
 
-@ADAPTED
+@pytest.mark.parametrize("adapted", [False, True])
 def test_rollouts_cast_each_weight_once_and_say_what_autocast_says(
     adapted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,7 +49,6 @@ def test_rollouts_cast_each_weight_once_and_say_what_autocast_says(
         engine = make_engine(model, eos_token_ids=(10**6,))
         with torch.autocast("cpu", torch.bfloat16), Casts(model) as casts:
             rollouts = list(engine.generate(some_requests(prompts=1, n=2, tokens=tokens)))
-        assert [len(rollout.token_ids) for rollout in rollouts] == [tokens, tokens]
         counts.append(casts.count)
     assert counts[0] == counts[1] > 0, "however many steps there are"
     once = contents(rollouts)
@@ -63,19 +56,6 @@ def test_rollouts_cast_each_weight_once_and_say_what_autocast_says(
     monkeypatch.setattr(Weights, "together", lambda self, *layers: Each(layers))
     with torch.autocast("cpu", torch.bfloat16):
         assert contents(engine.generate(some_requests(prompts=1, n=2, tokens=12))) == once
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_multiplied_as_they_are_are_not_copied(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = small_model().to(dtype)
-    of_model, decoder = storages(model.parameters()), Decoder.of(model)
-    for packed_from, found in ((layers.PACKED_FROM, {True, False}), (0, {True})):
-        monkeypatch.setattr(layers, "PACKED_FROM", packed_from)
-        # queries, keys and values of one product, gates with their activations of another; all else is referred to
-        held = tensors_of(decoder.prepared().blocks)
-        assert {tensor.untyped_storage()._cdata in of_model for tensor in held} == found
 
 
 @pytest.mark.usefixtures("packed")
@@ -86,11 +66,8 @@ def test_packed_copies_with_adapters_say_what_the_modules_say(precision: str) ->
     for name, weight in model.named_parameters() if precision == "bfloat16" else ():
         weight.data = weight.data if "lora_" in name else weight.data.bfloat16()
     engines = [make_engine(model, packed_weights=packed) for packed in (True, False)]
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
         ours, theirs = (contents(engine.generate(requests)) for engine in engines)
-        with model.disable_adapter():
-            assert contents(engines[0].generate(requests)) != ours, "adapters count"
     assert [engine.facts()["packed_weights"] for engine in engines] == [True, False]
     same = [name for name in ours if ours[name][0] == theirs[name][0]]
     assert len(same) == len(ours) or (precision != "float32" and len(same) > 2)
@@ -106,29 +83,12 @@ def test_weights_are_not_packed_where_only_without_bits_hold(monkeypatch: pytest
         product = multiply(self, weight, bias)
         return lambda x: product(x) * (1.0 + 1e-6 * (x.shape[0] % 7))
 
-    model = small_model(vocab_size=25)  # what was found is remembered by shape
     require_bits(small_model())
-    assert without_company(replace(Decoder.of(model), may_pack=True))[0].packs
     monkeypatch.setattr(Weights, "_multiply", uneven)
-    other = small_model(vocab_size=26)
+    other = small_model(vocab_size=26)  # what was found is remembered by shape
     decoder, holds = without_company(replace(Decoder.of(other), may_pack=True))
     assert holds and not decoder.packs
     same_in_short(other, some_requests(prompts=2, n=8, tokens=14))
-
-
-@pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("packs", [False, True])
-def test_copies_are_predicted_and_go_with_their_generation(packs: bool) -> None:
-    model, requests = small_model("llama"), some_requests(prompts=1, n=2)
-    engine = make_engine(model, packed_weights=packs)
-    list(engine.generate(requests))  # bits are tried
-    with Allocations(model) as allocations:
-        list(engine.generate(requests))
-        seen = allocations.take_peak()[ACTIVATIONS]
-        gc.collect()
-        left = (allocations.take_peak(), allocations.take_peak())[1].get(ACTIVATIONS, 0)
-    linear = sum(4 * layer.weight.numel() for layer in model.modules() if isinstance(layer, nn.Linear))
-    assert left < linear < (seen if packs else 4 * linear)
 
 
 @pytest.mark.usefixtures("packed")
@@ -140,14 +100,3 @@ def test_adapters_on_a_quantised_base_are_kept_apart() -> None:
             module.base_layer.__class__ = type("Quantised", (nn.Linear,), {})
     found = contents(make_engine(model).generate(some_requests()))
     assert {name: words[0] for name, words in found.items()} == {name: words[0] for name, words in plain.items()}
-
-
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16])
-def test_a_norm_rounds_where_its_module_does(weights: torch.dtype, inputs: torch.dtype) -> None:
-    """Under autocast Qwen3's norms of queries and keys see bfloat16 by float32 weights."""
-    module = small_model("qwen3").model.layers[0].self_attn.q_norm.to(weights)
-    x = torch.randn(40, 4, 8, generator=torch.Generator().manual_seed(0)).to(inputs)
-    ours, theirs = norm_of(module)(x), module(x)
-    assert ours.dtype == theirs.dtype
-    torch.testing.assert_close(ours, theirs, atol=0, rtol=5e-7 if ours.dtype == torch.float32 else 0)

@@ -48,26 +48,21 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(
-    *, characters: str | None = None, chat_template: bool | str = False, add_bos: bool = False
-) -> PreTrainedTokenizerFast:
-    """One token per byte of UTF-8 or, given `characters`, per byte of those characters alone (others are dropped).
+def make_tokenizer(*, chat_template: bool | str = False, add_bos: bool = False) -> PreTrainedTokenizerFast:
+    """One token per byte of UTF-8, as `AutoTokenizer` gives every Qwen2 folder, whatever the folder says.
 
-    Byte-level in both cases: `AutoTokenizer` gives every Qwen2 folder a byte-level tokenizer, whatever the folder says.
     The ids begin with pad 0, end of text 1, turn start 2, turn end 3, begin of text 4. A reply ends with the end of
     text, or with the turn end when there is a chat template (a string is a template of one's own). `add_bos` puts the
     begin of text before every plainly encoded text, as Llama's tokenizer does.
     """
     special = [PAD, END, TURN_START, TURN_END, BEGIN]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    symbols = byte_level.alphabet() if characters is None else set(byte_level.pre_tokenize_str(characters)[0][0])
-    vocabulary = {token: i for i, token in enumerate([*special, *sorted(symbols)])}
+    vocabulary = {token: i for i, token in enumerate([*special, *sorted(byte_level.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = byte_level
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, decoders.ByteLevel()
     if add_bos:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{BEGIN} $A", pair=f"{BEGIN} $A {BEGIN} $B", special_tokens=[(BEGIN, special.index(BEGIN))]
+            single=f"{BEGIN} $A", special_tokens=[(BEGIN, special.index(BEGIN))]
         )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -82,51 +77,31 @@ def make_tokenizer(
 
 
 def make_folder(
-    path: str | Path,
-    family: str = "qwen2",
-    *,
-    tokenizer: bool = True,
-    characters: str | None = None,
-    chat_template: bool | str = False,
-    add_bos: bool = False,
-    max_position_embeddings: int = 256,
-    seed: int = 0,
-    tie: bool = True,
-    layers: int = 2,
-    hidden: int = 32,
-    heads: int = 4,
-    kv_heads: int = 2,
-    **config: Any,
+    path: Path, family: str = "qwen2", *, chat_template: bool = False, tie: bool = True, hidden: int = 32, **config: Any
 ) -> Path:
-    """Write model and tokenizer to `path` and return it.
-
-    `config` goes to the family's config as it is, for instance `attention_bias=True`, `mlp_bias=True` (Llama) or
-    `rope_parameters={...}`. Without `tokenizer` the folder holds the model alone.
-    """
-    tokens = make_tokenizer(characters=characters, chat_template=chat_template, add_bos=add_bos)
-    config_class, model_class = FAMILIES[family]
+    """Write model and tokenizer to `path` and return it. `config` goes to the family's config as it is."""
+    tokens, (config_class, model_class) = make_tokenizer(chat_template=chat_template), FAMILIES[family]
     settings = dict(
         vocab_size=len(tokens),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=max_position_embeddings,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=256,
         tie_word_embeddings=tie,
         pad_token_id=tokens.pad_token_id,
         eos_token_id=tokens.eos_token_id,
         bos_token_id=tokens.bos_token_id,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = model_class(config_class(**(settings | config)))
         _randomise(model)
     model.save_pretrained(path)
-    if tokenizer:
-        tokens.save_pretrained(path)
-    return Path(path)
+    tokens.save_pretrained(path)
+    return path
 
 
 def _randomise(model: nn.Module) -> None:

@@ -20,9 +20,8 @@ from grpo_cli.config.instantiate import Factories
 from grpo_cli.config.overrides import key_of
 from grpo_cli.config.prepare import Prepared, prepare
 from grpo_cli.config.recorded import Command
-from grpo_cli.memory import command as profiling
 from grpo_cli.memory import explain, fit
-from grpo_cli.memory.gpus import fast_when_planned
+from grpo_cli.memory import profile as profiling
 from grpo_cli.runs.find import completed_steps
 from grpo_cli.runs.layout import PROFILE, SAMPLES
 from grpo_cli.runs.record import write_summary
@@ -81,7 +80,7 @@ def _print_table(metrics: Mapping[str, float]) -> None:
 
 def profile(command: Command, settings: ProfileRunSettings) -> Any:
     """Profile, print what was found, and return the peak memory."""
-    run = prepare(settings, to_stderr, fast_when_planned(settings.profile.for_gpu))
+    run = prepare(settings, to_stderr, profiling.fast_when_planned(settings.profile.for_gpu))
     with started(command, run.settings):
         peak = profiling.profile(run, command.typed, to_stderr, experiment.say_to_stderr, console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")

@@ -40,7 +40,7 @@ def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
     batch = rows_of(collate([group]), torch.tensor(kept))
     if "advantage" in tried:
         found = advantages(rules.advantage, group, kept)
-        batch = replace(batch, advantages=batch.spread(found.new_zeros(len(kept)) if found.dim() > 1 else found))
+        batch = replace(batch, advantages=batch.per_token(found.new_zeros(len(kept)) if found.dim() > 1 else found))
     if "correction" in tried:
         with own_code_unless_ours(f"correction {name_of(rules.correction)}", rules.correction):
             verdict: Any = verdict_on(rules.correction, batch, batch.sampler_logprobs)

@@ -51,7 +51,7 @@ class GroupStore(HoldsGroups):
         new = {group.prompt.id for group in groups}
         others = [group for group in stored if group.prompt.id not in new]
         places = step.rng.permutation(len(others))[: max(step.prompts - len(groups), 0)]
-        self._held = tuple([*others, *(group for group in groups if group.mixed)][-self._capacity :])
+        self._held = tuple([*others, *(group for group in groups if group.rewards_differ)][-self._capacity :])
         return [*groups, *(others[place] for place in sorted(places))]
 
 

@@ -123,14 +123,14 @@ def _ends(part: Batch, last: int, width: int) -> Bool[Tensor, "2 B T"]:
     """Return the last tokens of each prompt, and of each response."""
     starts, places = part.prompt_lengths[:, None], torch.arange(width)
     before = part.running(part.response_mask) - part.response_mask.int()
-    left = part.spread(part.sums(part.response_mask)) - before  # of the response, from this token on
+    left = part.per_token(part.sums(part.response_mask)) - before  # of the response, from this token on
     of_response = torch.zeros(len(part), width, dtype=torch.bool)
     of_response[_rows(part), part.positions] = part.response_mask & (left <= last)
     return torch.stack([(places < starts) & (places >= starts - last), of_response])
 
 
 def _rows(part: Batch) -> Int[Tensor, "N"]:
-    return part.spread(torch.arange(len(part)))
+    return part.per_token(torch.arange(len(part)))
 
 
 def _of_tokens(

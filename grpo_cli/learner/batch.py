@@ -29,7 +29,7 @@ def collate(groups: Sequence[Group | ScoredGroup], version: int = 0) -> Batch:
         [not theirs for rollout in rollouts for theirs, tokens in rollout.parts for _ in tokens], dtype=torch.bool
     )
     logprobs = torch.tensor([value for rollout in rollouts for value in rollout.sampler_logprobs], dtype=torch.float32)
-    lags = _lags(rollouts, version)
+    ages = _token_ages(rollouts, version)
     return Batch(
         prompts=tuple(prompts),
         group=torch.tensor(group, dtype=torch.long),
@@ -38,25 +38,25 @@ def collate(groups: Sequence[Group | ScoredGroup], version: int = 0) -> Batch:
         response_mask=response,
         loss_mask=response,
         weights=response.float(),
-        sampler_logprobs=logprobs.masked_fill(~response if lags is None else ~response | (lags == GIVEN), 0.0),
+        sampler_logprobs=logprobs.masked_fill(~response if ages is None else ~response | (ages == GIVEN), 0.0),
         policy_logprobs=None,
         ref_logprobs=None,
         advantages=torch.zeros(len(response)),
-        lags=lags,
+        token_ages=ages,
     )
 
 
-def _lags(rollouts: Sequence[Rollout], version: int) -> Int[Tensor, "N"] | None:
+def _token_ages(rollouts: Sequence[Rollout], version: int) -> Int[Tensor, "N"] | None:
     """Return by how many updates each token is older than `version`, or why there is no such number; None: all are
     current."""
     if all(span.version in (version, ENVIRONMENT) for rollout in rollouts for span in rollout.spans):
         return None
-    lags = list[int]()
+    ages = list[int]()
     for rollout in rollouts:
         for span in rollout.spans:
-            lags += [{ENVIRONMENT: 0, GIVEN: GIVEN}.get(span.version, version - span.version)] * span.count
-        lags += [0] * (0 if rollout.spans else len(rollout))
-    return torch.tensor(lags, dtype=torch.long)
+            ages += [{ENVIRONMENT: 0, GIVEN: GIVEN}.get(span.version, version - span.version)] * span.count
+        ages += [0] * (0 if rollout.spans else len(rollout))
+    return torch.tensor(ages, dtype=torch.long)
 
 
 def totals(batch: Batch, max_new_tokens: int) -> Totals:
@@ -81,8 +81,8 @@ def verdict_on(correction: Correction, batch: Batch, old_logprobs: Float[Tensor,
     left = batch.any(verdict.mask) | only_given
     return replace(
         verdict,
-        weights=torch.where(given, batch.spread(trained.float()), verdict.weights),
-        mask=verdict.mask | (given & batch.spread(left)),
+        weights=torch.where(given, batch.per_token(trained.float()), verdict.weights),
+        mask=verdict.mask | (given & batch.per_token(left)),
         reasons=reasons,
     )
 
@@ -95,7 +95,7 @@ def corrected(batch: Batch, verdict: Verdict) -> Batch:
 
 def without_rows(batch: Batch, rows: Sequence[bool]) -> Batch:
     """Return the batch with nothing to train on in these rows, which stay in it."""
-    left = ~batch.spread(torch.tensor(rows))
+    left = ~batch.per_token(torch.tensor(rows))
     return replace(batch, weights=batch.weights * left, loss_mask=batch.loss_mask & left)
 
 

@@ -98,7 +98,7 @@ class Padded(Forward):
         return padded_parts((batch.prompt_lengths + batch.lengths).tolist(), self.tokens)
 
     def states(self, model: Any, part: Batch) -> Float[Tensor, "M H"]:
-        rows = part.spread(torch.arange(len(part)))[part.response_mask]
+        rows = part.per_token(torch.arange(len(part)))[part.response_mask]
         tables = padded(part), rows, part.positions[part.response_mask] - 1
         ids, rows, columns = send(device_of(model), *(table.numpy() for table in tables))
         return last_states(model, input_ids=ids)[rows, columns]

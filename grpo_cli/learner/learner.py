@@ -20,7 +20,7 @@ from grpo_cli.learner.forward import make_forward
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights, state_by_name
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.model.anatomy import has_dropout
-from grpo_cli.model.transfer import send, to_host
+from grpo_cli.model.transfer import send
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.meter import Meter
@@ -70,16 +70,16 @@ class Learner:
         self.native = self._forward.native
         self._span = meter.span
         self._autocast_word = model_settings.autocast
-        self.drops = has_dropout(model)  # then the passes of `update` differ from those of `logprobs`
+        self.has_dropout = has_dropout(model)  # then the passes of `update` differ from those of `logprobs`
         self.threads = threads_for(train.threads, model, most=2)
         self.updates = 0
-        self.before_moving: Callable[[], None] = lambda: None  # asked before weights or optimizer state change
+        self.before_change: Callable[[], None] = lambda: None  # called before weights or optimizer state change
         self._optimizer = make_optimizer(self._parameters, optim)
 
     def park(self) -> None:
         """Move the optimizer's state to the host before rollouts, if that is asked for, until it is needed."""
         if self._optim.park:
-            self.before_moving()
+            self.before_change()
             move_state(self._optimizer, to_host=True)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -96,7 +96,7 @@ class Learner:
         off = nullcontext() if adapters else model.disable_adapter()
         with self.autocast(), computing_with(self.threads), off:
             values = [self._forward.logprobs(model, rows_of(batch, rows)) for rows in parts]
-        return _in_order(batch, parts, to_host(values))
+        return _in_order(batch, parts, values)
 
     def update(self, batch: Batch, step: int, loss: LossFn | None = None, rate: float | None = None) -> Update:
         """Compute the gradients of the whole batch, then make one optimizer step, unless they are not finite or all
@@ -116,10 +116,9 @@ class Learner:
             with self._span("optimizer"):
                 sums["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, optim.max_grad_norm)
                 numbers = [number.detach().to(self._device).double() for number in sums.values()]
-                *logprobs, found = to_host([*logprobs, torch.stack(numbers)])
-                metrics = dict(zip(sums, found.tolist(), strict=True))
+                metrics = dict(zip(sums, torch.stack(numbers).cpu().tolist(), strict=True))
                 own = _in_order(batch, [rows for rows, _ in parts], logprobs)
-                if optim.ess != "none" or batch.lags is not None:
+                if optim.ess != "none" or batch.token_ages is not None:
                     metrics["off/ess"] = effective_share(batch, own)
                 rate = learning_rate(optim, step, self._train.steps) if rate is None else rate
                 fault, moved = self._move(metrics, rate, step)
@@ -177,7 +176,7 @@ class Learner:
             return None, False
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        self.before_moving()
+        self.before_change()
         if self._optim.park:
             move_state(self._optimizer, to_host=False)
         self.updates += 1  # first: an interrupted step may have moved some of the weights
@@ -200,8 +199,8 @@ class Learner:
 
 
 def _in_order(batch: Batch, parts: Sequence[Tensor], values: Sequence[Tensor]) -> Float[Tensor, "N"]:
-    """Return the results of all parts, in the original order of the rows."""
-    return torch.cat(list(values))[torch.cat([tokens_of(batch, rows) for rows in parts]).argsort()]
+    """Return the results of all parts on the CPU, in the original order of the rows."""
+    return torch.cat(list(values)).cpu()[torch.cat([tokens_of(batch, rows) for rows in parts]).argsort()]
 
 
 def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:

@@ -88,7 +88,7 @@ class SamplerPolicy(OldPolicy):
         return True
 
     def logprobs(self, batch: Batch) -> Float[Tensor, "N"]:
-        given = 0 if batch.lags is None else int((batch.lags == GIVEN).sum())
+        given = 0 if batch.token_ages is None else int((batch.token_ages == GIVEN).sum())
         if given:
             raise UserError(
                 f"correction.prox=drawn takes the sampler for the old policy, but {given} tokens of the step were "

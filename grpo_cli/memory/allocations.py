@@ -29,9 +29,9 @@ class Allocations(TorchDispatchMode):
         self._vocabulary = int(model.config.vocab_size)
         self._live, self._peak = Counter[str](), Counter[str]()
         self._watchers: dict[int, weakref.ref[Any]] = {}  # by storage
-        gradients = [one.grad for one in model.parameters() if one.grad is not None]
-        for tensor in [*model.parameters(), *model.buffers(), *gradients]:
-            self._watch(tensor, None)
+        for tensor in [*model.parameters(), *model.buffers(), *(weight.grad for weight in model.parameters())]:
+            if tensor is not None:
+                self._watch(tensor, None)
 
     def take_peak(self) -> Mapping[str, int]:
         """Return bytes by kind at the peak since the last call."""
@@ -43,7 +43,7 @@ class Allocations(TorchDispatchMode):
             return args[0].fake_device
         result = function(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor) and _storage(tensor)[0] not in self._watchers:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._watchers:
                 self._watch(tensor, LOGITS if tensor.shape[-1:] == (self._vocabulary,) else ACTIVATIONS)
         if self._live.total() > self._peak.total():
             self._peak = self._live.copy()
@@ -51,7 +51,8 @@ class Allocations(TorchDispatchMode):
 
     def _watch(self, tensor: Tensor, kind: str | None) -> None:
         """Count a new storage under this kind (None: not at all) until it is freed."""
-        key, size, storage = _storage(tensor)
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
 
         def gone(_: Any) -> None:
             del self._watchers[key]
@@ -61,12 +62,3 @@ class Allocations(TorchDispatchMode):
         self._watchers[key] = weakref.ref(storage, gone)
         if kind is not None:
             self._live[kind] += size
-
-
-def _storage(tensor: Tensor) -> tuple[int, int, Any]:
-    """Return its identity, its bytes, and the object that lives as long: for oneDNN's packed weights the tensor
-    itself."""
-    if tensor.is_mkldnn:
-        return id(tensor), tensor.numel() * tensor.element_size(), tensor
-    storage = tensor.untyped_storage()
-    return storage._cdata, storage.nbytes(), storage

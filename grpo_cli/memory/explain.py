@@ -10,15 +10,13 @@ from typing import Any
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS
 from grpo_cli.memory.plan import GRADIENTS, KV, OPTIMIZER, REFERENCE, WEIGHTS, WORKSPACE, MemoryPlan
+from grpo_cli.memory.planner import Planner
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib
 from grpo_cli.support.memory import held_by_others, is_out_of_memory
 from grpo_cli.support.meter import spans_around
 
-# Where not even one sequence fits.
-NOTHING_FITS = (
-    "sampling.max_new_tokens=<fewer>, or adapters, which need next to no gradients and optimizer: model.lora.rank=16"
-)
+NOTHING_FITS = "sampling.max_new_tokens=<fewer>, or adapters, model.lora.rank=16, which need next to no gradients"
 _ROLLOUTS = "sampler=infinite with fewer sampler.slots, or lower n, train.prompts or sampling.max_new_tokens"
 _KEYS = {
     WEIGHTS: "a smaller model, or model.dtype=bfloat16",
@@ -30,15 +28,14 @@ _KEYS = {
     ACTIVATIONS: "lower train.micro_batch_tokens, or model.gradient_checkpointing=full",
     WORKSPACE: "no setting: the program and what its allocator keeps",
 }
-_IN_ROLLOUTS = {LOGITS: _ROLLOUTS, ACTIVATIONS: _ROLLOUTS}
 
 
 def breakdown(plan: MemoryPlan, phase: str) -> list[str]:
     """Return a line for each kind that a phase is expected to hold, largest first, with the settings that lower it."""
-    keys = _KEYS | (_IN_ROLLOUTS if phase in ("prefill", "decode", "eval") else {})
+    keys = _KEYS | ({LOGITS: _ROLLOUTS, ACTIVATIONS: _ROLLOUTS} if phase in ("prefill", "decode", "eval") else {})
     parts = sorted(((size, kind) for kind, size in plan.phases[phase].items() if size), reverse=True)
-    lines = [f"with every rollout at full length {phase} takes {gib(plan.bytes_of(phase))}:"]
-    return lines + [f"  {kind} {gib(size)}: {keys[kind]}" for size, kind in parts]
+    whole = f"with every rollout at full length {phase} takes {gib(plan.bytes_of(phase))}:"
+    return [whole, *(f"  {kind} {gib(size)}: {keys[kind]}" for size, kind in parts)]
 
 
 @contextmanager
@@ -55,17 +52,10 @@ def memory_explained(run: Prepared[Any]) -> Iterator[None]:
         if run.device.type == "cuda":
             others, free, whole = held_by_others(run.device)
             lines.append(f"other processes hold {gib(others)} of the GPU's {gib(whole)}; {gib(free)} are free")
-        raise UserError("\n".join([*lines, *_expected(run, phase)])) from error
-
-
-def _expected(run: Prepared[Any], phase: str) -> list[str]:
-    from grpo_cli.memory.planner import Planner  # which loads the engine
-
-    try:
-        plan = Planner.of(run, run.device).plan()
-    except (UserError, MemoryError, RuntimeError) as error:
-        return [f"its memory could not be planned: {error}"]
-    lines = breakdown(plan, phase if phase in plan.phases else plan.fullest)
-    if run.settings.fit == "none":
-        lines.append("fit=auto chooses settings that fit what is free when the run starts")
-    return [*lines, "what fits: grpo profile profile.plan_only=true fit=<memory> ..."]
+        try:
+            plan = Planner.of(run, run.device).plan()
+            lines += breakdown(plan, phase if phase in plan.phases else plan.fullest)
+        except (UserError, MemoryError, RuntimeError) as fault:
+            lines.append(f"its memory could not be planned: {fault}")
+        lines.append("fit=auto chooses settings that fit; grpo profile profile.plan_only=true fit=<memory> shows them")
+        raise UserError("\n".join(lines)) from error

@@ -8,6 +8,7 @@ slot fewer costs decode steps. Nothing is chosen where there is room.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,8 +27,7 @@ from grpo_cli.support.memory import free_bytes, resident_bytes, total_bytes
 
 # What updates may do, the cheapest first; the micro-batch is the largest with which each of them fits.
 _FEWER_LOGITS, _RECOMPUTED, _OFFLOADED = {CHUNK: 128}, {RECOMPUTE: "full"}, {RECOMPUTE: "full", OFFLOAD: True}
-_WAYS: tuple[Values, ...] = ({}, _FEWER_LOGITS, _RECOMPUTED, {**_RECOMPUTED, **_FEWER_LOGITS})
-_WAYS += _OFFLOADED, {**_OFFLOADED, **_FEWER_LOGITS}
+_WAYS: tuple[Values, ...] = tuple(way | few for way in ({}, _RECOMPUTED, _OFFLOADED) for few in ({}, _FEWER_LOGITS))
 SHARE = 0.9  # of free memory: plans are meant to be within a tenth of what a run takes
 # Of the given memory, and on a CPU at least so many bytes, by which runs of the same settings differ.
 MARGIN, BESIDE = 0.95, 32 * 2**20
@@ -46,7 +46,7 @@ _COSTS = {
 class Fitted:
     """The chosen settings, the plan with all of them, and the peak with none; every rollout at full length."""
 
-    values: dict[str, Any]
+    values: Values
     plan: MemoryPlan
     before: int
 
@@ -59,29 +59,6 @@ class Fitted:
         yield f"  without these choices it would be {gib(self.before)}:"
         for key, value in self.values.items():
             yield f"  {f'{key}={shown(value)}':42}  costs {_COSTS[key]}"
-
-
-def room_of(settings: RunSettings, device: torch.device, workspace: int, warn: Callable[[str], None]) -> int:
-    """Return the bytes that the run may hold, the program's `workspace` among them. UserError for more than the machine
-    has; if less is free than was typed, what is free."""
-    held = resident_bytes() if device.type == "cpu" else workspace
-    free = free_bytes(device)
-    given, free = settings.fit_bytes, free + held
-    if given is None:
-        return int(SHARE * (free - held)) + held
-    whole = total_bytes(device)
-    if given > whole:
-        raise UserError(
-            f"fit={settings.fit}: the machine has {gib(whole)}; fit=auto takes what is free of it ({gib(free)})"
-        )
-    if given > free:
-        warn(f"fit={settings.fit}: only {gib(free)} are free here, which is planned for; end what holds the rest")
-    return within(min(given, free), device)
-
-
-def within(given: int, device: torch.device) -> int:
-    """Return the bytes of `given` that a plan may reach."""
-    return max(0, min(int(MARGIN * given), given - (BESIDE if device.type == "cpu" else 0)))
 
 
 def choose(run: Prepared[Any], typed: Set[str], say: Callable[[str], None]) -> tuple[str, ...]:
@@ -103,57 +80,83 @@ def choose(run: Prepared[Any], typed: Set[str], say: Callable[[str], None]) -> t
     return (*infinite, *(f"{key}={shown(value)}" for key, value in fitted.values.items()))
 
 
+def room_of(settings: RunSettings, device: torch.device, workspace: int, warn: Callable[[str], None]) -> int:
+    """Return the bytes that the run may hold, the program's `workspace` among them. UserError for more than the machine
+    has; if less is free than was typed, what is free."""
+    held = resident_bytes() if device.type == "cpu" else workspace
+    given, free, whole = settings.fit_bytes, free_bytes(device) + held, total_bytes(device)
+    if given is None:
+        return int(SHARE * (free - held)) + held
+    if given > whole:
+        raise UserError(
+            f"fit={settings.fit}: the machine has {gib(whole)}; fit=auto takes what is free of it ({gib(free)})"
+        )
+    if given > free:
+        warn(f"fit={settings.fit}: only {gib(free)} are free here, which is planned for; end what holds the rest")
+    return within(min(given, free), device)
+
+
+def within(given: int, device: torch.device) -> int:
+    """Return the bytes of `given` that a plan may reach."""
+    return max(0, min(int(MARGIN * given), given - (BESIDE if device.type == "cpu" else 0)))
+
+
 def choosable(planner: Planner, typed: Set[str]) -> frozenset[str]:
     """Return the keys that may be chosen beside these typed ones."""
     may = {TOKENS, CHUNK, RECOMPUTE, SLOTS} | ({OFFLOAD, PARK} if planner.device.type == "cuda" else set())
     sampler = planner.step.sampler
     if sampler is None or "sampler.kv_budget" in typed or ("sampler" in typed and sampler.all_at_once):
         may.remove(SLOTS)
-    return frozenset(may - typed)
+    if planner.step.chunk <= _FEWER_LOGITS[CHUNK]:
+        may.remove(CHUNK)
+    auto = planner.run.settings.train.micro_batch_tokens == AUTO
+    return frozenset(may - typed | ({TOKENS} if auto else set()))
 
 
 def chosen(planner: Planner, room: int, may: Set[str], name: str) -> Fitted:
-    """Choose for `room` bytes among the keys that `may` be chosen: for updates, then for rollouts; and drop what other
-    choices have made unnecessary. UserError with the least that would do if none suffices."""
+    """Choose for `room` bytes among the keys that `may` be chosen. UserError with the least that would do if none
+    suffices.
 
-    def fits(values: Values) -> bool:
-        return planner.plan(values).peak <= room
+    First the cheapest way in which updates fit with passes that are not small, then the most tokens of a pass and the
+    most slots, and last parking."""
 
-    auto = planner.run.settings.train.micro_batch_tokens == AUTO
-    updates = planner.of_updates
-    values = {} if not auto and updates.plan().peak <= room else _of_updates(updates, room, may)
+    def fits(values: Values, of: Planner = planner) -> bool:
+        return of.plan(values).peak <= room
+
+    auto, updates = planner.run.settings.train.micro_batch_tokens == AUTO, planner.of_updates
+    ways, small = [way for way in _WAYS if way.keys() <= may], {TOKENS: FEW_TOKENS} if TOKENS in may else {}
+    way = next((way for way in ways if fits(way, updates) or fits({**way, **small}, updates)), ways[-1])
     for more in ({}, {PARK: True}) if PARK in may else ({},):
-        tried = {**values, **more}
-        slots = planner.most(SLOTS, room, tried) if SLOTS in may and not fits(tried) else None
-        tried |= {} if slots is None else {SLOTS: slots}
-        if fits(tried):
+        values: dict[str, Any] = {**way, **more}
+        for key, of in ((TOKENS, updates), (SLOTS, planner)):
+            if key in may and ((auto and key == TOKENS) or not fits(values, of)):
+                values[key] = max(1, most(of, key, room, values))
+        if fits(values):
             break
     else:
-        raise _refused(planner, room, may, name)
-    for key in [key for key in tried if not (auto and key == TOKENS)]:
-        less = {other: value for other, value in tried.items() if other != key}
-        tried = less if fits(less) else tried
-    return Fitted(tried, planner.plan(tried), planner.plan().peak)
+        least = planner.plan({**ways[-1], **more, **dict.fromkeys(may & {TOKENS, SLOTS}, 1)})
+        enough = math.ceil(max(least.peak / MARGIN, least.peak + BESIDE) / 2**20)
+        table = "\n".join(breakdown(least, least.fullest))
+        raise UserError(
+            f"{name}: at most {gib(room)} may be held, and the least that would do with what is typed is "
+            f"{gib(least.peak)}: give fit={enough}MiB, leave out typed settings, or take {NOTHING_FITS}\n{table}"
+        )
+    return Fitted(values, planner.plan(values), planner.plan().peak)
 
 
-def _of_updates(planner: Planner, room: int, may: Set[str]) -> dict[str, Any]:
-    """Return the first way in which updates fit with passes that are not small, else the leanest; and the most tokens
-    of a pass."""
-    step = planner.step
-    ways = [{**way, CHUNK: min(128, step.chunk)} if CHUNK in way else way for way in _WAYS if way.keys() <= may]
-    few = {TOKENS: min(FEW_TOKENS, step.tokens)} if TOKENS in may else {}
-    way = next((way for way in ways if planner.plan({**way, **few}).peak <= room), ways[-1])
-    return {**way, **({TOKENS: min(planner.most(TOKENS, room, way) or 1, step.tokens)} if few else {})}
+def most(planner: Planner, key: str, room: int, values: Values) -> int:
+    """Return the largest micro-batch or number of slots with which a step fits; 0 if not even one does."""
+    rollouts = planner.step.rollouts
+    every = rollouts.rollouts if key == SLOTS else rollouts.tokens(planner.step.m, planner.step.share)
+    return largest(every, lambda number: planner.plan({**values, key: number}).peak <= room)
 
 
-def _refused(planner: Planner, room: int, may: Set[str], name: str) -> UserError:
-    """Build the error with everything that may be chosen at its smallest."""
-    leanest = [way for way in _WAYS if way.keys() <= may][-1]
-    least = planner.plan({**leanest, **{key: 1 for key in (TOKENS, SLOTS) if key in may}})
-    beside = BESIDE if planner.device.type == "cpu" else 0
-    enough = math.ceil(max(least.peak / MARGIN, least.peak + beside) / 2**20)
-    return UserError(
-        f"{name}: at most {gib(room)} may be held, and the least that would do with what is typed is "
-        f"{gib(least.peak)}: give fit={enough}MiB, leave out typed settings, or take {NOTHING_FITS}\n"
-        + "\n".join(breakdown(least, least.fullest))
-    )
+def largest(most: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to `most` that fits, if each below it does too; 0 if not even 1 does.
+
+    >>> largest(10, lambda number: number < 7), largest(10, lambda number: True), largest(10, lambda number: False)
+    (6, 10, 0)
+    """
+    if fits(most):  # a single pass, which has no gradients of an earlier one, may fit where two smaller ones do not
+        return most
+    return bisect(range(1, most), False, key=lambda number: not fits(number))

@@ -32,18 +32,12 @@ NEVER = -1  # the end-of-sequence token of rollouts of full length: a token that
 
 
 def _phase(seconds: Sequence[float], tokens: int | None, peak: int) -> dict[str, Any]:
-    """Return the measurements of a phase: seconds, tokens of one (None where they mean nothing), peak bytes (0: not
-    read)."""
-    middle = float(median(seconds))
-    return {
-        "times": len(seconds),
-        "seconds_median": middle,
-        "seconds_least": min(seconds),
-        "seconds_most": max(seconds),
-        "tokens": tokens,
-        "tokens_per_second": None if tokens is None or not middle else tokens / middle,
-        "peak_bytes": peak,
-    }
+    """Return the measurements of a phase: seconds of each step, tokens of the last (None where they mean nothing), peak
+    bytes (0: not read)."""
+    middle = median(seconds)
+    speed = tokens / middle if tokens is not None and middle else None
+    timed = {"seconds": seconds, "seconds_median": middle, "tokens_per_second": speed}
+    return {**timed, "tokens": tokens, "peak_bytes": peak}
 
 
 class PhasePeaks:
@@ -51,14 +45,11 @@ class PhasePeaks:
 
     def __init__(self, read: Callable[[], int]) -> None:
         """`read` returns the peak since it was last called, in bytes."""
-        self._read = read
-        self._open: tuple[str, ...] = ()
-        self._peaks: dict[str, int] = {}
+        self._read, self._open, self._peaks = read, tuple[str, ...](), dict[str, int]()
 
     def __call__(self, names: tuple[str, ...]) -> None:
         peak = self._read()
-        for name in self._open:
-            self._peaks[name] = max(self._peaks.get(name, 0), peak)
+        self._peaks |= {name: max(self._peaks.get(name, 0), peak) for name in self._open}
         self._open = names
 
     def take(self) -> dict[str, int]:
@@ -99,12 +90,10 @@ def measure(
         seconds["eval"], highest["eval"] = [meter.take()["time/eval"]], peaks.take()["eval"]
         tokens["eval"] = runtime.engine.stats().generated_tokens
     if wanted.trace:
-        path = Path(settings.run_dir) / "trace.json.gz"
-        path.parent.mkdir(parents=True, exist_ok=True)
         with torch.profiler.profile() as profiler:
             step.run(0, progress)
-        profiler.export_chrome_trace(str(path))
-        say(f"wrote {path}")
+        Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(f"{settings.run_dir}/trace.json.gz")
     names = [name for name in (*PHASES[:-1], "rest", "step", "eval") if name in seconds]
     phases = {name: _phase(seconds[name], tokens.get(name), highest.get(name, 0)) for name in names}
     fullest = max((name for name in names if name in PHASES), key=lambda name: highest.get(name, 0))

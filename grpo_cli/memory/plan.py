@@ -43,10 +43,6 @@ class Workload:
     def rollouts(self) -> int:
         return self.n * len(self.prompts)
 
-    @property
-    def longest_row(self) -> int:
-        return max(self.prompts) + self.longest
-
     @cached_property
     def requests(self) -> list[Request]:
         sampling = Sampling.plain(self.longest)
@@ -54,12 +50,7 @@ class Workload:
         return [Request(prompt, 0, 0, sampling) for prompt in prompts] * self.n
 
     def tokens(self, take: int, share: bool) -> int:
-        """Return the tokens of a pass over `take` rollouts of each prompt; with `share` a prompt counts once.
-
-        >>> work = Workload((10, 20), 2, 6)
-        >>> work.tokens(2, share=True), work.tokens(2, share=False), work.tokens(1, share=True)
-        (54, 84, 42)
-        """
+        """Return the tokens of a pass over `take` rollouts of each prompt; with `share` a prompt counts once."""
         return sum(prompt * (1 if share else take) + take * self.longest for prompt in self.prompts)
 
 
@@ -96,8 +87,8 @@ class StepShape:
         return -(-self.rollouts.tokens(self.m, self.share) // self.minibatches)
 
     def in_a_pass(self, of: int) -> int:
-        """Tokens of the largest pass over `of` tokens."""
-        return min(of, max(self.tokens, self.rollouts.longest_row))
+        """Return the tokens of the largest pass over `of` tokens."""
+        return min(of, max(self.tokens, max(self.rollouts.prompts) + self.rollouts.longest))
 
 
 @dataclass(frozen=True)
@@ -168,11 +159,8 @@ def _update(model: ShapeModel, step: StepShape) -> dict[str, Sizes]:
     if every <= tokens:
         early = model.gradients - model.embedding_gradient
         found = [*moments(model.layers, 0)[:4], moments(1, early)[3], *moments(model.layers, early)[4:]]
-    return {
-        "forward": _fullest(*found[:2]),
-        "backward": _fullest(*found[2:]),
-        "optimizer": {GRADIENTS: model.gradients},
-    }
+    forward, backward = _fullest(*found[:2]), _fullest(*found[2:])
+    return {"forward": forward, "backward": backward, "optimizer": {GRADIENTS: model.gradients}}
 
 
 def _no_gradients(model: ShapeModel, step: StepShape, take: int) -> Sizes:
@@ -199,10 +187,8 @@ def _rollouts(model: ShapeModel, step: StepShape, sampler: Sampler, work: Worklo
     drawn = min(rows, rows_at_once(model.vocabulary)) if model.on_cpu else rows
     # with probabilities and their sums in float32
     logits = model.logits_bytes(rows) + 3 * 4 * drawn * model.vocabulary
-    prefill, decode = (
-        model.copied(step.packed) + model.line_without_gradients(model.layers, tokens)[ACTIVATIONS]
-        for tokens in (passed, rows)
-    )
+    layers = model.line_without_gradients
+    prefill, decode = (model.copied(step.packed) + layers(model.layers, n)[ACTIVATIONS] for n in (passed, rows))
     return {
         "prefill": {KV: begun, LOGITS: logits, ACTIVATIONS: prefill + token * passed},
         "decode": {KV: kv, LOGITS: logits, ACTIVATIONS: decode},

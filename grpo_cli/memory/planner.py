@@ -50,16 +50,15 @@ class Planner:
     def of(cls, run: Prepared[Any], device: torch.device, workspace: int = 0) -> Planner:
         """Build it for a process that holds `workspace` bytes without the run."""
         settings, (rollouts, evaluation) = run.settings, _workloads(run)
-        model, tokens = settings.model, settings.train.micro_batch_tokens
+        model, train, correction = settings.model, settings.train, run.rules.correction
 
         @cache
         def shapes(recompute: str, offload: bool) -> ShapeModel:
             return ShapeModel(replace(model, gradient_checkpointing=recompute, offload_activations=offload), device)
 
         built = run.parts.engine_parts({"seed": settings.seed})
-        correction, several = run.rules.correction, settings.train.epochs * settings.train.minibatches > 1
         m = settings.m if settings.m < settings.n else rollouts.n
-        before = correction.needs_policy_logprobs or several or model.lora.dropout > 0
+        before = correction.needs_policy_logprobs or train.epochs * train.minibatches > 1 or model.lora.dropout > 0
         over_all = correction.rejects and pass_before(correction.prox, True)
         step = StepShape(
             rollouts=rollouts,
@@ -67,12 +66,12 @@ class Planner:
             sampler=built["sampler"] if is_ours(settings) else None,
             sparsity=built["sparsity"],
             evaluation=evaluation,
-            tokens=ALL_AT_ONCE if tokens == AUTO else tokens,
-            chunk=settings.train.logprob_chunk,
+            tokens=ALL_AT_ONCE if train.micro_batch_tokens == AUTO else train.micro_batch_tokens,
+            chunk=train.logprob_chunk,
             share=packs_rows(model, device, window_of(model_config(model, any_family=True)) is None),
             prefix=built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0,
             packed=bool(settings.parts["engine"].get("packed_weights")),
-            minibatches=settings.train.minibatches,
+            minibatches=train.minibatches,
             logprobs_of=rollouts.n if over_all else m if pass_before(correction.prox, before) else 0,
             reference=run.rules.loss.needs_reference,
             second_model=not model.adapted or model.adapter is not None,
@@ -90,34 +89,12 @@ class Planner:
     def plan(self, values: Values = AS_IT_IS) -> MemoryPlan:
         """Compute the plan with these settings in place of the run's."""
         step, model = self.step, self.run.settings.model
-        tokens, chunk = values.get(TOKENS, step.tokens), values.get(CHUNK, step.chunk)
-        step = replace(step, tokens=tokens, chunk=chunk, parks=values.get(PARK, step.parks))
+        fields = {"tokens": TOKENS, "chunk": CHUNK, "parks": PARK}
+        step = replace(step, **{field: values[key] for field, key in fields.items() if key in values})
         if SLOTS in values and step.sampler is not None:
             step = replace(step, sampler=step.sampler.with_slots(values[SLOTS]))
         recompute = values.get(RECOMPUTE, model.gradient_checkpointing)
-        offload = values.get(OFFLOAD, model.offload_activations)
-        return plan(self.shapes(recompute, offload), step)
-
-    def most(self, key: str, room: int, values: Values = AS_IT_IS) -> int | None:
-        """Return the largest micro-batch or number of slots with which a step fits; None if not even one does."""
-        rollouts = self.step.rollouts
-        most = rollouts.rollouts if key == SLOTS else rollouts.tokens(self.step.m, self.step.share)
-        return largest(most, lambda number: self.plan({**values, key: number}).peak <= room)
-
-
-def largest(most: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the largest number up to `most` that fits, if each below it does too; None if not even 1 does.
-
-    >>> largest(10, lambda number: number < 7), largest(10, lambda number: True), largest(10, lambda number: False)
-    (6, 10, None)
-    """
-    if fits(most):  # a single pass, which has no gradients of an earlier one, may fit where two smaller ones do not
-        return most
-    low, high = 0, most - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low or None
+        return plan(self.shapes(recompute, values.get(OFFLOAD, model.offload_activations)), step)
 
 
 def _optimizer_bytes(settings: Any, shapes: ShapeModel) -> int:
@@ -147,7 +124,6 @@ def process_alone(device: torch.device) -> int:
     optimizer.step()
     if device.type == "cpu":
         return resident_bytes()
-    optimizer.zero_grad()
     del model, optimizer, ids
     gc.collect()
     return int(torch.cuda.memory_allocated(device))
@@ -155,14 +131,13 @@ def process_alone(device: torch.device) -> int:
 
 def not_planned(run: Prepared[Any]) -> tuple[str, ...]:
     """Return what of a run's memory cannot be computed from shapes."""
-    notes = list[str]()
-    if not is_ours(run.settings):
-        notes.append("rollouts of another engine: prefill, decode and eval are missing, and what fits is of updates")
-    if fact(run.rules.collector, "resumes"):
-        notes.append("rollouts that are left partial: all are taken to end in their step")
-    elif getattr(run.rules.collector, "func", None) is not equal:
-        notes.append("several rounds of rollouts: the most that the collector requests at a time count")
-    return tuple(notes)
+    resumes, several = fact(run.rules.collector, "resumes"), getattr(run.rules.collector, "func", None) is not equal
+    notes = {
+        "rollouts of another engine: prefill, decode and eval are missing": not is_ours(run.settings),
+        "rollouts that are left partial: all are taken to end in their step": resumes,
+        "several rounds of rollouts: the most that the collector requests at a time count": several and not resumes,
+    }
+    return tuple(note for note, applies in notes.items() if applies)
 
 
 def _workloads(run: Prepared[Any]) -> tuple[Workload, Workload | None]:

@@ -7,7 +7,6 @@ of one layer and of two, each with two numbers of tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -24,7 +23,7 @@ from grpo_cli.engine.layers import PACKED_FROM, linear_layers
 from grpo_cli.learner.logprobs import _AT_ONCE, ByRow, chosen_logprobs
 from grpo_cli.memory.allocations import Allocations
 from grpo_cli.model.anatomy import backbone
-from grpo_cli.model.checkpointing import last_states, recompute_layers, sparing
+from grpo_cli.model.checkpointing import keep_little, last_states, recompute_layers
 from grpo_cli.model.checks import ARCHITECTURES
 from grpo_cli.model.load import load_model, model_config
 from grpo_cli.settings import ModelSettings
@@ -117,7 +116,7 @@ class ShapeModel:
     @property
     def embedding_gradient(self) -> int:
         weight = self._models[0].get_input_embeddings().weight
-        return int(weight.nbytes) if weight.requires_grad else 0
+        return int(weight.nbytes * weight.requires_grad)
 
     def logits_bytes(self, rows: int) -> int:
         return rows * self.vocabulary * self.dtype.itemsize
@@ -131,14 +130,13 @@ class ShapeModel:
         (large models), or joined (small ones)."""
         if self._bits is not None:
             return 0
-        is_small = self.of_all_layers(lambda model: sum(x.weight.numel() for x in linear_layers(model))) < PACKED_FROM
-        every = self.on_cpu and (packed or is_small)
 
-        def copies(model: Any) -> int:
+        def numbers(model: Any, every: bool = True) -> int:
             weights = [layer.weight for layer in linear_layers(model)]
             return sum(weight.numel() for weight in weights if every or weight.dtype != self.dtype)
 
-        return self.dtype.itemsize * self.of_all_layers(copies)
+        every = self.on_cpu and (packed or self.of_all_layers(numbers) < PACKED_FROM)
+        return self.dtype.itemsize * self.of_all_layers(lambda model: numbers(model, every))
 
     @cached_property
     def weights(self) -> int:
@@ -146,17 +144,14 @@ class ShapeModel:
 
         def held(model: Any) -> int | float:
             whole = storage_bytes([*model.parameters(), *model.buffers()])
-            bits = self._bits
-            return whole - (0 if bits is None else sum(w.nbytes - w.numel() * bits / 8 for w in _quantised(model)))
+            return whole - sum(w.nbytes - w.numel() * self._bits / 8 for w in _quantised(model) if self._bits)
 
         return self.of_all_layers(held)
 
     @property
     def dequantised(self) -> int:
         """Bytes of the largest quantised weight, which is made whole while it is used."""
-        if self._bits is None:
-            return 0
-        return self.dtype.itemsize * max(weight.numel() for weight in _quantised(self._models[0]))
+        return self.dtype.itemsize * max(w.numel() for w in _quantised(self._models[0])) if self._bits else 0
 
     @cached_property
     def line_without_gradients(self) -> Affine:
@@ -174,17 +169,13 @@ class ShapeModel:
 
     def _pass(self, model: Any, tokens: int, chunk: int | None, spares: bool) -> list[Sizes]:
         """Return the peaks of the parts of a pass, that of the layers alone without a `chunk` of tokens to train on."""
-        peaks: list[Sizes] = []
-        with ExitStack() as stack:
-            stack.enter_context(self._fake)
-            if chunk is not None:
-                for parameter in trained(model):
-                    parameter.grad = torch.zeros_like(parameter)
-            allocations = stack.enter_context(Allocations(model))
-            stack.enter_context(sparing(spares))
-            stack.enter_context(torch.set_grad_enabled(chunk is not None))
-            stack.enter_context(torch.autocast("cpu", self.dtype, enabled=self.settings.autocast != "none"))
-            model.train(chunk is not None)
+        peaks, trains = list[Sizes](), chunk is not None
+        keep_little(model.train(trains), spares)
+        with self._fake:
+            for parameter in trained(model) if trains else ():
+                parameter.grad = torch.zeros_like(parameter)
+        precision = torch.autocast("cpu", self.dtype, enabled=self.settings.autocast != "none")
+        with self._fake, Allocations(model) as allocations, torch.set_grad_enabled(trains), precision:
 
             def note(*_: Any) -> None:
                 peaks.append(allocations.take_peak())

@@ -23,5 +23,5 @@ class Gspo(Clipped):
     def terms(self, logprobs: Float[Tensor, "N"], batch: Batch) -> Terms:
         log_ratio = log_policy_ratio(logprobs, batch)
         of_rows = batch.sums(log_ratio.detach()) / batch.sums(batch.loss_mask).clamp(min=1)
-        ratio = bounded_ratio(batch.spread(of_rows) + (log_ratio - log_ratio.detach()))
+        ratio = bounded_ratio(batch.per_token(of_rows) + (log_ratio - log_ratio.detach()))
         return self.pessimistic(ratio, batch)

@@ -61,8 +61,7 @@ def with_adapters(model: Any, settings: ModelSettings) -> Any:
     for target in lora.targets:
         if target not in linear:
             raise UserError(
-                f"model.lora.targets: {type(model).__name__} has no linear layer {target}{closest(target, linear)}; "
-                f"it has {', '.join(sorted(linear))}"
+                f"model.lora.targets: {type(model).__name__} has no linear layer {target}{closest(target, linear)}"
             )
     with _quiet() as peft:
         shape = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
@@ -75,18 +74,11 @@ def _with_saved(model: Any, place: str, lora: LoraSettings) -> Any:
     if not has_adapters(folder) or not (folder / WEIGHTS).is_file():
         raise UserError(f"model.adapter={place} holds no adapters: it lacks {CONFIG} or {WEIGHTS}")
     saved = read_config(folder)
-    odd = [key for key in _IMPORTS if saved.get(key)]
-    if saved.get("peft_type", "LORA") != "LORA" or odd:
-        what = f"its {CONFIG} says {', '.join(odd)}" if odd else f"their type is {saved['peft_type']}"
-        raise UserError(f"model.adapter={place} holds unsupported adapters ({what}): only LoRA is supported")
-    if lora.rank and saved.get("r") != lora.rank:
-        raise UserError(
-            f"model.adapter={place} has rank {saved.get('r')}, but model.lora.rank={lora.rank}; leave it at 0 to take "
-            "the adapter as it is"
-        )
-    for kind in ("dora", "rslora"):
-        if getattr(lora, kind) and not saved.get(f"use_{kind}"):
-            raise UserError(f"model.adapter={place} was made without model.lora.{kind}=true: leave it out")
+    if saved.get("peft_type", "LORA") != "LORA" or any(map(saved.get, _IMPORTS)):
+        raise UserError(f"model.adapter={place}: only LoRA is supported, without {' and '.join(_IMPORTS)} in {CONFIG}")
+    for name, key in (("rank", "r"), ("dora", "use_dora"), ("rslora", "use_rslora")):
+        if (wanted := getattr(lora, name)) and saved.get(key) != wanted:
+            raise UserError(f"model.adapter={place} was saved with {key}={saved.get(key)}: leave model.lora.{name} out")
     try:
         with _quiet() as peft:
             return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from grpo_cli.support.errors import UserError
 
 PACKING = "grpo_packed"  # the name that transformers has for the attention of `model.packed`
 _NO_MASK = torch.empty(0, 0, 0, 0)
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def unwrapped(model: Any) -> Any:
@@ -53,18 +53,20 @@ def backbone(model: Any) -> Any:
 def head(model: Any) -> Any:
     """Hidden states to logits."""
     inner = unwrapped(model)
-    return inner.lm_head if is_llama_shaped(model) else _WholeAsHead(inner)
+    return inner.lm_head if is_llama_shaped(model) else partial(_after_backbone, inner)
 
 
-class _States(tuple[Tensor]):
-    """The output of a backbone: its states, by name and as the first of what it gives, and nothing else."""
-
-    @property
-    def last_hidden_state(self) -> Tensor:
-        return self[0]
-
-    def __getattr__(self, name: str) -> None:
-        return None
+def _after_backbone(model: Any, states: Tensor) -> Tensor:
+    """Compute the [N, V] logits of [N, H] states by all that a model does after its backbone; it is changed for no
+    longer than this call."""
+    modules, name = model._modules, model.base_model_prefix
+    body, modules[name] = modules[name], _Given(states[None])
+    try:  # there are no tokens to read
+        nothing = torch.zeros(1, 0, dtype=torch.long, device=states.device)
+        logits: Tensor = model(input_ids=nothing, use_cache=False).logits
+    finally:
+        modules[name] = body
+    return logits[0]
 
 
 @dataclass(frozen=True)
@@ -80,22 +82,11 @@ class _Given:
         return self
 
 
-@dataclass(frozen=True)
-class _WholeAsHead:
-    """A model as a function of its backbone's states; nothing of it is changed for longer than a call."""
+class _States(tuple[Tensor]):
+    """The output of a backbone: its states, by name and as the first of what it gives, and nothing else."""
 
-    whole: Any
-
-    def __call__(self, states: Tensor) -> Tensor:
-        """Compute the [N, V] logits of [N, H] states."""
-        modules, name = self.whole._modules, self.whole.base_model_prefix
-        body, modules[name] = modules[name], _Given(states[None])
-        try:  # there are no tokens to read: all that is left to do is what comes after the backbone
-            nothing = torch.zeros(1, 0, dtype=torch.long, device=states.device)
-            logits: Tensor = self.whole(input_ids=nothing, use_cache=False).logits
-        finally:
-            modules[name] = body
-        return logits[0]
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
 
 
 def device_of(model: Any) -> torch.device:
@@ -106,7 +97,7 @@ def device_of(model: Any) -> torch.device:
 
 def has_dropout(model: Any) -> bool:
     """Return whether it has active dropout, so that train mode differs from eval mode."""
-    return any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules())
+    return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
 
 
 def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -117,15 +108,12 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     (quantised): they cannot be merged.
     """
     inner = unwrapped(model)
-    adapted = {path for path, module in inner.named_modules() if hasattr(module, "get_delta_weight")}
-    for path, module in inner.named_modules():
-        if path in adapted:
-            for name, parameter in module.base_layer.named_parameters(recurse=False):
-                weight = parameter.detach()
-                yield f"{path}.{name}", _with_adapters(weight, module, path) if name == "weight" else weight
-        elif not any(path.startswith(f"{layer}.") for layer in adapted):
-            for name, parameter in module.named_parameters(recurse=False):
-                yield f"{path}.{name}" if path else name, parameter.detach()
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
+        path, adapted, rest = name.partition(".base_layer")
+        if adapted and rest == ".weight":
+            yield path + rest, _with_adapters(parameter.detach(), inner.get_submodule(path), path)
+        elif ".lora_" not in name:
+            yield path + rest, parameter.detach()
 
 
 @torch.no_grad()

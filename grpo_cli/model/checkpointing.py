@@ -6,9 +6,8 @@ activations, rotations and casts; on a CPU with memory to spare a small pass kee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,19 +31,6 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
 
-# Set while a plan is made, on fake tensors of the CPU: whether passes keep little.
-_SPARES: ContextVar[bool | None] = ContextVar("_SPARES", default=None)
-
-
-@contextmanager
-def sparing(spares: bool) -> Iterator[None]:
-    """Make passes keep little, or everything, whatever their size."""
-    token = _SPARES.set(spares)
-    try:
-        yield
-    finally:
-        _SPARES.reset(token)
-
 
 def last_states(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
     """Compute the backbone's last hidden states. Autocast's weight cache is off: each weight is used once here."""
@@ -58,17 +44,22 @@ def last_states(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
 
 def recompute_layers(model: Any, what: str, hooks: Hooks = nullcontext) -> None:
     """Recompute in train mode, which the learner turns on for its updates. `hooks` apply to a layer's kept input."""
-    body = backbone(model)
+    body, elementwise = backbone(model), what == "elementwise"
     contexts = partial(create_selective_checkpoint_contexts, partial(_policy, body.config))
-    elementwise = {"context_fn": contexts} if what == "elementwise" else {}
     # the second is its name in older releases of transformers
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False} | elementwise)
-    if not elementwise and hooks is nullcontext:
-        return  # nothing is left to add to the checkpoints of transformers
-    checkpoint = _Checkpoint(body.layers[0]._gradient_checkpointing_func, body.config, bool(elementwise), hooks)
-    for layer in body.layers:
-        layer._gradient_checkpointing_func = checkpoint
+    enable({"use_reentrant": False} | ({"context_fn": contexts} if elementwise else {}))
+    if elementwise or hooks is not nullcontext:  # else the checkpoints of transformers do
+        checkpoint = _Checkpoint(body.layers[0]._gradient_checkpointing_func, body.config, elementwise, hooks)
+        for layer in body.layers:
+            layer._gradient_checkpointing_func = checkpoint
+
+
+def keep_little(model: Any, little: bool) -> None:
+    """Make elementwise passes keep little, or everything, whatever their size: for plans, on fake tensors of a CPU."""
+    checkpoint = getattr(backbone(model).layers[0], "_gradient_checkpointing_func", None)
+    if isinstance(checkpoint, _Checkpoint):
+        checkpoint.keeps_little = little
 
 
 @dataclass
@@ -84,13 +75,13 @@ class _Checkpoint:
     config: Any
     elementwise: bool
     hooks: Hooks
+    keeps_little: bool | None = None  # None: unless a pass is small
     freed: int = 0  # bytes, roughly, since memory last went back
 
     def __call__(self, layer: Callable[..., Tensor], hidden: Tensor, *args: Any) -> Tensor:
-        stored, spares = stored_bytes(self.config, hidden.numel() // self.config.hidden_size), _SPARES.get()
-        keeps_all = is_little(stored * self.config.num_hidden_layers) if spares is None else not spares
+        stored, little = stored_bytes(self.config, hidden.numel() // self.config.hidden_size), self.keeps_little
         on_cpu = self.elementwise and hidden.device.type == "cpu"
-        if on_cpu and keeps_all:
+        if on_cpu and (is_little(stored * self.config.num_hidden_layers) if little is None else not little):
             return layer(hidden, *args)
         with self.hooks():  # the checkpoint's own hooks are inside these
             out = self.run(layer, hidden, *args)

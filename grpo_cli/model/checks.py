@@ -30,7 +30,7 @@ def architecture_of(config: Mapping[str, Any], any_family: bool = False) -> str:
     model_type = str(config.get("model_type", "without a name"))
     causal = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if any_family else ARCHITECTURES).get(model_type, model_type)
     name = str((config.get("architectures") or [causal])[0])
-    if name not in ARCHITECTURES.values() and not any_family:
+    if not any_family and name not in ARCHITECTURES.values():
         raise UserError(
             f"the architecture {name} is not supported; supported are {', '.join(ARCHITECTURES.values())}; for other "
             "causal models use engine=generate, which is slow"
@@ -43,11 +43,11 @@ def architecture_of(config: Mapping[str, Any], any_family: bool = False) -> str:
 def check_stored(config: Mapping[str, Any], source: Path | str) -> None:
     """Refuse a config.json of quantised weights, which are neither trained nor merged into."""
     names = ("quantization_config", "compression_config", "quantization")  # of transformers, older ones, MLX
-    for stored in filter(None, map(config.get, names)):
-        kind = stored.get("quant_method", "") if isinstance(stored, Mapping) else ""
+    if stored := next(filter(None, map(config.get, names)), None):
+        kind = stored.get("quant_method", "MLX") if isinstance(stored, Mapping) else stored
         raise UserError(
-            f"{source} is stored quantised{f' ({kind})' if kind else ''}: name the model that it was made from "
-            "(model.path=..., or --base of grpo export); model.quantize=4bit quantises that as it is loaded"
+            f"{source} is stored quantised ({kind}): name the model that it was made from (model.path, or --base of an "
+            "export); model.quantize=4bit quantises that as it is loaded"
         )
 
 
@@ -88,15 +88,10 @@ def check_config(config: PreTrainedConfig, any_family: bool = False) -> None:
 def check_weights(model: Any, settings: ModelSettings) -> None:
     """Refuse weights that are not finite. Quantised ones are not read."""
     weights = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
-    if math.isfinite(torch.nn.utils.get_total_norm(weights.values())):
-        return
-    for name, weight in weights.items():
-        if bad := int((~torch.isfinite(weight)).sum()):
+    if not math.isfinite(torch.nn.utils.get_total_norm(weights.values())):
+        for name in (name for name, weight in weights.items() if not weight.isfinite().all()):
             where = f"model.adapter={settings.adapter}" if ".lora_" in name else f"model.path={settings.path}"
-            raise UserError(
-                f"{where}: {bad} of the {weight.numel()} numbers of {name} are not finite; the model is "
-                "damaged, or comes from a run that diverged: use an earlier checkpoint, or a copy"
-            )
+            raise UserError(f"{where}: {name} has numbers that are not finite: use an earlier checkpoint, or a copy")
 
 
 def vocabulary_of(model: Any) -> int:
@@ -106,8 +101,7 @@ def vocabulary_of(model: Any) -> int:
 
 def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Refuse a tokenizer with tokens that the model has no embedding for."""
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    size = vocabulary_of(model)
+    largest, size = max(tokenizer.get_vocab().values(), default=-1), vocabulary_of(model)
     if largest >= size:
         raise UserError(
             f"model.path={path}: the tokenizer has token ids up to {largest}, but the model has only {size} embeddings "
@@ -119,8 +113,7 @@ def check_device(settings: ModelSettings, device: torch.device) -> None:
     """Refuse quantised weights where bitsandbytes has no kernels, and offloading activations from a CPU."""
     if settings.offload_activations and device.type == "cpu":
         raise UserError("model.offload_activations=true needs a GPU, and the device is cpu; use false")
-    if settings.quantize == "none":
-        return
-    if device.type != "cuda":
+    if settings.quantize != "none" and device.type != "cuda":
         raise UserError(f"model.quantize={settings.quantize} needs a CUDA GPU, not {device.type}; use none")
-    require("bitsandbytes", f"model.quantize={settings.quantize}")
+    if settings.quantize != "none":
+        require("bitsandbytes", f"model.quantize={settings.quantize}")

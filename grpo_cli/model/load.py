@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, StrictDataclassError
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, StrictDataclassError
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from transformers import (
@@ -63,15 +63,18 @@ def load_model(
     dtype = DTYPES[settings.dtype]
     source = None if settings.random_init else source_of(settings.path)
     config = _read_config(source, settings, any_family) if source else model_config(settings, any_family)
-    _without_dropout(config)
-    if source is None:
+    config.attention_dropout = 0.0
+    for name, value in vars(config).items():  # each family has words of its own: resid_pdrop, layerdrop
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    if source is not None:
+        model: Any = _read_weights(source, config, dtype, settings, device)
+    else:
         if layers is not None:
             config.num_hidden_layers, kinds = layers, getattr(config, "layer_types", None)
             config.layer_types = kinds and (kinds * layers)[:layers]
         with device:  # drawing billions of numbers is fast on a GPU only
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
-    else:
-        model = _read_weights(source, config, dtype, settings, device)
     if device.type == "cuda" and is_llama_shaped(model):
         allow_packing(model)  # selects our attention, which differs there in float32
     if settings.quantize == "none" and model.device != device:  # quantised weights are loaded in place
@@ -81,14 +84,6 @@ def load_model(
     if not settings.random_init:
         check_weights(model, settings)
     return model
-
-
-def _without_dropout(config: PreTrainedConfig) -> None:
-    """Set dropout to 0; each family has words of its own for it: attention_dropout, resid_pdrop, layerdrop."""
-    config.attention_dropout = 0.0
-    for name, value in vars(config).items():
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.0)
 
 
 def _recompute(model: PreTrainedModel, settings: ModelSettings) -> None:
@@ -127,16 +122,12 @@ def model_config(settings: ModelSettings, any_family: bool = False) -> PreTraine
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     """Return the tokenizer saved with the adapters, else with the weights; for random weights of a preset's shape that
     of the embedded model (a token per byte). A chat template beside adapters counts. UserError if there is none."""
-    adapters = None if settings.adapter is None else Path(settings.adapter).expanduser()
-    if adapters is not None and _has_tokenizer(adapters):
-        source: Path | str = adapters
-    else:
-        source = source_of(TINY if settings.without_files else settings.path)
-    if isinstance(source, Path) and not _has_tokenizer(source):
-        raise UserError(
-            f"model folder {source} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
-            "save one there with tokenizer.save_pretrained(folder)"
-        )
+    adapters = Path(settings.adapter).expanduser() if settings.adapter is not None else None
+    own = adapters if adapters is not None and _has_tokenizer(adapters) else None
+    source = own or source_of(TINY if settings.without_files else settings.path)
+    if isinstance(source, Path) and not _has_tokenizer(source):  # of which transformers would make an empty one
+        files = ", ".join(_TOKENIZER_FILES)
+        raise UserError(f"model folder {source} has no tokenizer (none of {files}); save the model's own there")
     with _reading(source, "tokenizer"):
         found = AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
         if adapters is not None and (template := adapters / "chat_template.jinja").is_file():
@@ -156,23 +147,22 @@ def eos_token_ids(
     tokenizer does not have, and if there is none at all."""
     if tokens:
         vocabulary = tokenizer.get_vocab()
-        unknown = [token for token in tokens if token not in vocabulary]
-        if unknown:
+        if unknown := [token for token in tokens if token not in vocabulary]:
             raise UserError(
-                f"model.eos_tokens: the tokenizer has no token {', '.join(unknown)}; its own is "
-                f"{tokenizer.eos_token}. Name tokens that it has, or model.eos_tokens=[] for the model's own"
+                f"model.eos_tokens: the tokenizer has no token {', '.join(unknown)}; its own is {tokenizer.eos_token}. "
+                "Name tokens that it has, or model.eos_tokens=[] for the model's own"
             )
-        return tuple(dict.fromkeys(vocabulary[token] for token in tokens))
-    generation = model.generation_config.eos_token_id if model.generation_config is not None else None
-    listed = generation if isinstance(generation, list) else [generation]
-    listed = [*listed, tokenizer.eos_token_id, turn_end]
-    ids = tuple(dict.fromkeys(int(i) for i in listed if i is not None))
-    if not ids:
+        found = [vocabulary[token] for token in tokens]
+    else:
+        generation = getattr(model.generation_config, "eos_token_id", None)
+        listed = generation if isinstance(generation, list) else [generation]
+        found = [int(one) for one in (*listed, tokenizer.eos_token_id, turn_end) if one is not None]
+    if not found:
         raise UserError(
             "the model has no end-of-sequence token: neither its generation_config.json nor its tokenizer names one; "
             "name it with model.eos_tokens=[...]"
         )
-    return ids
+    return tuple(dict.fromkeys(found))
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...]) -> int:
@@ -200,13 +190,10 @@ def save_pretrained(
     tokenizer.save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):  # these are written for their owner alone
         shutil.copymode(folder / "tokenizer_config.json", weights)
-    if adapted and with_base:  # under its names without adapters
-        base = unwrapped(model)
-        state = {
-            name.replace(".base_layer.", "."): weight
-            for name, weight in base.state_dict().items()
-            if ".lora_" not in name
-        }
+    if adapted and with_base:
+        base = unwrapped(model)  # under its names without adapters
+        state = {name.replace(".base_layer.", "."): weight for name, weight in base.state_dict().items()}
+        state = {name: weight for name, weight in state.items() if ".lora_" not in name}
         save_pretrained(base, tokenizer, folder / BASE, state_dict=state)
 
 
@@ -220,16 +207,11 @@ def source_of(path: str) -> Path | str:
         return Path(str(files("grpo_cli.model") / "tiny"))
     folder = Path(path).expanduser()
     if folder.is_dir():
-        if has_adapters(folder) and not (folder / "config.json").is_file():
-            raise UserError(
-                f"model.path={path} holds adapters without their base model; set model.adapter={path}, and model.path "
-                f"to what they were trained on: {base_of(folder)}"
-            )
-        if not (folder / "config.json").is_file():
-            raise UserError(
-                f"model folder {folder} has no config.json; model.path needs a folder saved by transformers"
-            )
-        return folder
+        if (folder / "config.json").is_file():
+            return folder
+        if has_adapters(folder):
+            raise UserError(f"model.path={path} holds adapters: set model.adapter={path} model.path={base_of(folder)}")
+        raise UserError(f"model folder {folder} has no config.json; model.path needs a folder saved by transformers")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists() or not path
     if looks_local or path in MADE_BY:
         way_out = f"{MADE_BY[path]} makes it" if path in MADE_BY else "give a folder saved by transformers"
@@ -261,37 +243,21 @@ def _read_config(source: Path | str, settings: ModelSettings, any_family: bool) 
 def _read_weights(
     source: Path | str, config: PreTrainedConfig, dtype: torch.dtype, settings: ModelSettings, device: torch.device
 ) -> PreTrainedModel:
+    """Return the model with its weights: 4-bit ones are NF4 with quantised scales (arXiv 2305.14314)."""
+    words: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": settings.trust_remote_code}
+    if settings.quantize != "none":
+        kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, f"load_in_{settings.quantize}": True}
+        computed_in = torch.bfloat16 if settings.autocast == "bfloat16" else dtype
+        words["quantization_config"] = BitsAndBytesConfig(**kind, bnb_4bit_compute_dtype=computed_in)
+        words["device_map"] = {"": device}
     with _reading(source, "safetensors weights"):
         # with `output_loading_info` the result is a pair, unlike its annotation
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            trust_remote_code=settings.trust_remote_code,
-            **_quantised(settings, dtype, device),
-        )
+        words |= {"use_safetensors": True, "output_loading_info": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, **words)
     model, info = loaded
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
+    if missing := sorted(info["missing_keys"]):
         raise UserError(f"model {source} lacks {len(missing)} weights of its architecture, such as {missing[0]}")
     return model
-
-
-def _quantised(settings: ModelSettings, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Return arguments for 4-bit (NF4 with quantised scales, arXiv 2305.14314) or 8-bit weights."""
-    if settings.quantize == "none":
-        return {}
-    computed_in = torch.bfloat16 if settings.autocast == "bfloat16" else dtype
-    config = BitsAndBytesConfig(
-        load_in_4bit=settings.quantize == "4bit",
-        load_in_8bit=settings.quantize == "8bit",
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=computed_in,
-    )
-    return {"quantization_config": config, "device_map": {"": device}}
 
 
 @contextmanager
@@ -306,11 +272,6 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400] or 'no reason given'}"
         if isinstance(source, Path):
             raise UserError(f"model folder {source}: its {what} cannot be read ({reason})") from error
-        if any(isinstance(one, GatedRepoError) for one in (error, error.__cause__)):  # `transformers` wraps it
-            raise UserError(
-                f"model.path={source} is gated: accept its terms on https://huggingface.co/{source} and log in with "
-                "`hf auth login` (or set HF_TOKEN); or give the path of a folder that has it"
-            ) from error
         raise UserError(
             f"model.path={source} is not a folder here, and its {what} could not be fetched from the hub ({reason}); "
             "without network, download the model elsewhere and give the path of its folder (to grpo export: --base)"

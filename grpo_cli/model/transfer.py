@@ -5,8 +5,6 @@ Sending does not wait, reading does. On a CPU both are views of the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -37,12 +35,3 @@ def read(*columns: Tensor) -> list[np.ndarray]:
         (rows if column.dtype == torch.float32 else rows.view(np.int32)).T.reshape(column.shape)
         for rows, column in zip(np.split(packed, ends[:-1]), columns, strict=True)
     ]
-
-
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return floating-point tensors of one device on the host, moved together, with one wait."""
-    if tensors[0].device.type == "cpu":
-        return list(tensors)
-    together = torch.cat([tensor.double().reshape(-1) for tensor in tensors]).cpu()
-    parts = together.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,6 +1,6 @@
 """Compile a C file with the machine's own compiler when it is first needed, which takes seconds.
 
-The library is kept in the user's cache under a name made from source, compiler, processor and its own checksum.
+The library is kept in the user's cache under a name made from source, compiler and processor.
 """
 
 from __future__ import annotations
@@ -67,19 +67,16 @@ def _compiled(compiler: str, threads: bool, source: Path) -> ctypes.CDLL:
     # What the compiler predefines says which compiler it is, and which instructions this processor has.
     defined = _run(compiler, *FLAGS[:2], "-dM", "-E", "-x", "c", os.devnull)
     made_from = hashlib.sha256("\0".join([*texts, *flags, defined]).encode()).hexdigest()
-    name, folder = f"{source.stem}-{made_from[:32]}", _cache()
+    folder, name = _cache(), f"{source.stem}-{made_from[:32]}.so"
     try:
-        if folder is not None and (kept := _kept(folder, name)) is not None:
-            made = ctypes.CDLL(str(kept))
-        else:
-            keeps = folder is not None and os.access(folder, os.W_OK)
-            with tempfile.TemporaryDirectory(dir=folder if keeps else None) as place:
-                new = Path(place) / f"{name}.so"
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            path = (folder or Path(place)) / name
+            if not _is_ours(path):
+                new = Path(place) / "new.so"
                 _run(compiler, *flags, "-I", str(SOURCES), "-o", str(new), str(source), "-lm")
-                if folder is not None and keeps:  # written whole or not at all
-                    new.chmod(0o700)
-                    new = new.replace(folder / _with_checksum(new.read_bytes(), name))
-                made = ctypes.CDLL(str(new))
+                new.chmod(0o700)
+                new.replace(path)  # written whole or not at all
+            made = ctypes.CDLL(str(path))
     except OSError as error:  # also of a folder from which nothing may be executed
         raise NoNative(f"the library made by {compiler} cannot be loaded: {error}") from error
     if threads and not _has_our_threads(made):
@@ -102,26 +99,15 @@ def _has_our_threads(made: ctypes.CDLL) -> bool:
 
 
 def _cache() -> Path | None:
-    """Return the folder of libraries; None unless it lies below a folder of the user's and nobody else can write it."""
+    """Return the folder of libraries, of the user's and writable by nobody else; None if there can be none."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "grpo-cli"
-    there = next((path for path in folder.parents if path.exists()), folder)
-    if not folder.is_absolute() or there.stat().st_uid != os.getuid():  # a relative one belongs to another program
+    if not folder.is_absolute():  # it belongs to another program
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:
         return None
-    return folder if _is_ours(folder) else None
-
-
-def _kept(folder: Path, name: str) -> Path | None:
-    """Return a library made before whose bytes have the checksum in its name."""
-    found = [path for path in folder.glob(f"{name}-*.so") if _is_ours(path)]
-    return next((path for path in found if path.name == _with_checksum(path.read_bytes(), name)), None)
-
-
-def _with_checksum(content: bytes, name: str) -> str:
-    return f"{name}-{hashlib.sha256(content).hexdigest()[:32]}.so"
+    return folder if _is_ours(folder) and os.access(folder, os.W_OK) else None
 
 
 def _is_ours(path: Path) -> bool:
@@ -136,8 +122,7 @@ def _is_ours(path: Path) -> bool:
 def _run(*command: str) -> str:
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=120).stdout
-    except subprocess.CalledProcessError as error:
-        reason = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip())
+    except (OSError, subprocess.SubprocessError) as error:
+        lines = str(getattr(error, "stderr", None) or error).splitlines()
+        reason = next((line for line in lines if "error" in line), lines[0])
         raise NoNative(f"{command[0]} cannot compile it: {reason}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoNative(f"{command[0]} cannot compile it: {error}") from error

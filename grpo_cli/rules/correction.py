@@ -82,7 +82,7 @@ class Correct:
         """
         log_ratio, mask = log_sparsity_ratio(batch, policy_logprobs), batch.drawn_mask
         vetoed = self._vetoed(batch, log_ratio)
-        kept = mask & ~batch.spread(vetoed) & self._in_band(log_ratio)
+        kept = mask & ~batch.per_token(vetoed) & self._in_band(log_ratio)
         weights = self._weights(batch, log_ratio).masked_fill(~kept, 0.0)
         flags = torch.stack([batch.any(mask), vetoed, batch.any(kept), batch.any(weights > 0)], dim=1)
         reasons = self._reasons(batch, log_ratio, flags)
@@ -133,7 +133,7 @@ class Correct:
             weights = weights.masked_fill((weights < low) | (weights > high), 0.0)
         if self.batch_normalise:
             weights = weights / masked_mean(weights, counted).clamp(min=torch.finfo(weights.dtype).tiny)
-        return weights if self.importance == "token" else batch.spread(weights)
+        return weights if self.importance == "token" else batch.per_token(weights)
 
 
 def log_sparsity_ratio(batch: Batch, policy_logprobs: Float[Tensor, "N"]) -> Float[Tensor, "N"]:

@@ -19,13 +19,9 @@ import torch
 from torch import Tensor
 
 
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of the tensors' storages, shared ones once, by identity."""
-    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-
-
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(storages(tensors).values())
+    """Return the bytes of the tensors' storages, shared ones once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 # Freed memory that a process may keep, of all that it may use. What was returned to the system is handed out again
@@ -47,9 +43,8 @@ def _host_bytes() -> int:
 
 def keep_freed(room: int | None) -> None:
     """Have glibc keep a little freed memory at the end of its heap, in which it allocates blocks of up to 32 MiB (the
-    most that it chooses by itself); other C libraries have no such call. With a `room` of the user's it keeps little of
-    that, and of blocks only those of up to 16 MiB: smaller limits save more, and cost a fifth of a step in pages that
-    are handed out again."""
+    most that it chooses by itself). With a `room` of the user's it keeps little of that, and of blocks only those of up
+    to 16 MiB: smaller limits save more, and cost a fifth of a step in pages that are handed out again."""
     global _room
     _room = room
     if (set_option := _of_glibc("mallopt")) is not None:
@@ -60,15 +55,12 @@ def keep_freed(room: int | None) -> None:
 
 def give_back_freed(all_of_it: bool = True) -> None:
     """Return freed memory to the operating system, by default also if it is little. glibc's heap keeps freed blocks of
-    less than 32 MiB, so a process would stay at its largest size; other C libraries have no such call."""
+    less than 32 MiB, so a process would stay at its largest size."""
     trim, info = _of_glibc("malloc_trim"), _of_glibc("mallinfo2")
-    if trim is None:
-        return
-    if not all_of_it and info is not None:
+    if info is not None and not all_of_it:
         info.restype = _MallInfo
-        if is_little(info().free):
-            return
-    trim(0)
+    if trim is not None and (all_of_it or info is None or not is_little(info().free)):
+        trim(0)
 
 
 class _MallInfo(ctypes.Structure):
@@ -79,6 +71,7 @@ class _MallInfo(ctypes.Structure):
 
 @cache
 def _of_glibc(name: str) -> Any:
+    """Return a function of glibc; None on other systems, whose C libraries may have no such call."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
@@ -148,27 +141,24 @@ def start_peak(device: torch.device) -> None:
 
 
 def reserved_bytes(device: torch.device) -> dict[str, int]:
-    """Peak bytes reserved by a GPU's allocator, by the metric's name; empty for a CPU."""
+    """Return the peak bytes reserved by a GPU's allocator, by the metric's name; nothing for a CPU."""
     return {"memory/reserved_peak_bytes": torch.cuda.max_memory_reserved(device)} if device.type == "cuda" else {}
 
 
 # CUDA's own memory of each process, which PyTorch does not count: context, kernels, libraries. An allowance: it is 0.3
 # to 0.6 GB by card and driver, and cannot be queried without NVIDIA's management library.
 CONTEXT = 512 * 2**20
-
-
-# In the environment of a sweep's job: its share of a GPU.
-SHARE = "GRPO_GPU_SHARE"
+SHARE = "GRPO_GPU_SHARE"  # in the environment of a sweep's job: its share of a GPU
 
 
 def held_by_others(device: torch.device) -> tuple[int, int, int]:
-    """Bytes of a GPU held by other processes, free, and in total."""
+    """Return the bytes of a GPU held by other processes, free, and in total."""
     free, total = torch.cuda.mem_get_info(device)
     return max(0, total - free - torch.cuda.memory_reserved(device) - CONTEXT), free, total
 
 
 def part_of_gpu(share: float, total: int) -> float:
-    """The fraction of a GPU's memory that PyTorch may allocate in one of 1 / `share` processes on it."""
+    """Return the fraction of a GPU's memory that PyTorch may allocate in one of 1 / `share` processes on it."""
     return share if share == 1 else max(0.0, share - CONTEXT / total)
 
 
@@ -180,11 +170,9 @@ def expand_segments(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def asked_of_allocator(environment: Mapping[str, str], sign: str = "") -> str:
-    """The environment's settings of PyTorch's allocator, as NAME=value, if `sign` is part of them."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if (value := environment.get(name, "")) and sign in value:
-            return f"{name}={value}"
-    return ""
+    """Return the environment's settings of PyTorch's allocator, as NAME=value, if `sign` is part of them."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return next((f"{name}={environment[name]}" for name in names if sign in (environment.get(name) or "\0")), "")
 
 
 def give_back_cached(device: torch.device) -> None:
@@ -195,7 +183,7 @@ def give_back_cached(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an allocation failed: on a GPU, on the host in PyTorch, or in Python.
+    """Return whether an allocation failed: on a GPU, on the host in PyTorch, or in Python.
 
     During the capture of a CUDA graph, PyTorch raises another error when the capture ends, with this one as context.
     """
@@ -213,9 +201,8 @@ _OUT_OF_MEMORY = "out of memory|MemoryAllocation|OUT_OF_MEMORY|ALLOC_FAILED|ALLO
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors in nested dataclasses, tuples and lists, but not in modules."""
+    """Return all tensors in nested dataclasses, tuples and lists, but not in modules."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for part in value for tensor in tensors_of(part)]
-    return tensors_of([getattr(value, field.name) for field in fields(value)]) if is_dataclass(value) else []
+    parts = [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else value
+    return [tensor for part in parts for tensor in tensors_of(part)] if isinstance(parts, tuple | list) else []

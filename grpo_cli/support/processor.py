@@ -18,15 +18,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from grpo_cli.support.errors import UserError
 
 # MKL's AVX-512 branch is for processors with these extensions (Intel's Skylake servers and later).
 _AVX512 = frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})
-# Variables that cut MKL or PyTorch down to AVX2, as a processor without AVX-512 would.
-_CUTS = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "AVX2"}
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -47,8 +45,7 @@ def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         environment.setdefault(cache, "64")
-    branch = strict_branch(environment)
-    if branch is not None:
+    if (branch := strict_branch()) is not None:
         environment.setdefault("MKL_CBWR", branch)
 
 
@@ -64,8 +61,8 @@ def flush_denormals() -> None:
 
 
 def fast_in_bfloat16(device: str) -> bool:
-    """True if `device` (auto, cpu or cuda) multiplies faster in bfloat16 than in float32: a GPU with native support, an
-    x86 processor with AMX or AVX512_BF16. Elsewhere, Arm included, it was not measured."""
+    """Return whether `device` (auto, cpu or cuda) multiplies faster in bfloat16 than in float32: a GPU with native
+    support, an x86 processor with AMX or AVX512_BF16. Elsewhere, Arm included, it was not measured."""
     import torch  # here: help and completion do without it
 
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
@@ -75,7 +72,7 @@ def fast_in_bfloat16(device: str) -> bool:
 
 
 def why_no_gpu() -> str:
-    """PyTorch's reason for finding no usable GPU."""
+    """Return PyTorch's reason for finding no usable GPU."""
     import torch  # here: help and completion do without it
 
     try:
@@ -85,17 +82,14 @@ def why_no_gpu() -> str:
     return "no reason given"
 
 
-def strict_branch(environment: Mapping[str, str]) -> str | None:
-    """The value of MKL_CBWR that is documented to fix bits on this processor, None if there is none."""
+def strict_branch() -> str | None:
+    """Return the value of MKL_CBWR that is documented to fix bits on this processor, None if there is none."""
     try:
         text = CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None  # not Linux: other builds of PyTorch do not use MKL
-    if re.search(r"^vendor_id\s*:\s*GenuineIntel$", text, re.MULTILINE) is None:
-        return None
     flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
-    extensions = set(flags[1].split()) if flags else set()
-    cut = any(environment.get(name, "").upper() == value for name, value in _CUTS.items())
-    if extensions >= _AVX512 and not cut:
+    extensions = set(flags[1].split()) if flags and re.search(r"^vendor_id\s*:\s*GenuineIntel$", text, re.M) else set()
+    if extensions >= _AVX512:
         return "AVX512,STRICT"
     return "AVX2,STRICT" if "avx2" in extensions else None

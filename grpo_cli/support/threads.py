@@ -13,7 +13,7 @@ SMALL = 5_000_000  # weights
 
 @contextmanager
 def computing_with(threads: int | None) -> Iterator[None]:
-    """PyTorch's number of threads, for as long as this lasts; None: as it is."""
+    """Set PyTorch's number of threads, for as long as this lasts; None: as it is."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

@@ -58,12 +58,12 @@ def test_a_sampler_hides_padding_and_what_is_outside_of_a_window(
         [(False, "bfloat16", False, 28), (True, "float32", True, 28), (True, "autocast", True, 7)],
     ),
 )
-def test_an_update_mixes_no_devices_and_waits_twice_whatever_it_is_cut_into(
+def test_an_update_mixes_no_devices_and_waits_thrice_whatever_it_is_cut_into(
     packs: bool, precision: str, adapters: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rollouts of three tokens of each of two prompts of four, in four micro-batches and one. The host waits for
-    all that was found, the gradient's norm with it, and for whether the weights are finite; what other passes find is
-    waited for once."""
+    the metrics, the gradient's norm among them, for log-probabilities, and for whether the weights are finite; for what
+    other passes find it waits once."""
     batch = collate([scored(0, 0, prompt=(place,) * 4, replies=[(1, 2, 3)] * 2) for place in range(2)])
     batch = replace(batch, advantages=torch.ones(len(batch.token_ids)))
     # Waits, but not where tensors are fake.
@@ -88,7 +88,7 @@ def test_an_update_mixes_no_devices_and_waits_twice_whatever_it_is_cut_into(
         assert learner.logprobs(model, batch).shape == (12,) and watched.waits == ["_to_copy"]
         for _ in range(2):
             watched.waits.clear()
-            assert learner.update(batch, 0).moved and watched.waits == ["_to_copy", "_local_scalar_dense"]
+            assert learner.update(batch, 0).moved and watched.waits == ["_to_copy", "_to_copy", "_local_scalar_dense"]
 
 
 @pytest.mark.parametrize("trees", [((6, 9, 5), (10,)), ((6, 14, 10),)], ids=["two", "one"])

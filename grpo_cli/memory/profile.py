@@ -1,0 +1,128 @@
+"""`grpo profile`: a run set up as for training, measured for a few steps, and planned from shapes; a table and JSON."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from grpo_cli import experiment
+from grpo_cli.config.auto import AUTO
+from grpo_cli.config.overrides import key_of
+from grpo_cli.config.prepare import Prepared
+from grpo_cli.memory import fit
+from grpo_cli.memory.explain import breakdown, memory_explained
+from grpo_cli.memory.measure import measure
+from grpo_cli.memory.plan import KINDS, MemoryPlan
+from grpo_cli.memory.planner import TOKENS, Planner, not_planned, process_alone
+from grpo_cli.report.tables import Table, print_table
+from grpo_cli.runs.files import write_object
+from grpo_cli.runs.layout import PROFILE
+from grpo_cli.runs.record import code_version
+from grpo_cli.settings import ProfileRunSettings
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import gib
+from grpo_cli.support.memory import total_bytes
+
+Say = Callable[[str], None]
+# Bytes, as published, of the GPUs that can be planned for by name (`profile.for_gpu`).
+GPUS = {"h200": 141e9, "h100": 80e9, "a100_80gb": 80e9, "a100_40gb": 40e9, "l40s": 48e9}
+GPUS |= {"l4": 24e9, "a10": 24e9, "t4": 16e9, "rtx4090": 24e9, "rtx3090": 24e9}
+MOST = 1024  # rollouts per prompt: the search for the largest group that fits stops here
+_COLUMNS = ("phase", "seconds", "", "share", "tokens/s", "peak", "predicted", "ratio")
+_SLOTS = "rollouts: {decode_steps:.0f} decode steps in {slots:.0f} slots, {slot_utilisation:.0%} of them busy"
+
+
+def fast_when_planned(word: bool | str) -> bool | None:
+    """Return whether the GPU of `profile.for_gpu` computes bfloat16 faster than float32; None without one."""
+    return word != "t4" if isinstance(word, str) else word or None
+
+
+def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, warn: Say, console: Console) -> int:
+    """Measure (unless `profile.plan_only`), plan, write `profile.json` and show it; return the peak memory. What `fit`
+    would choose is reported, and not used."""
+    settings, wanted = run.settings, run.settings.profile
+    if wanted.lengths != "natural" and not experiment.is_ours(settings):
+        raise UserError(f"profile.lengths={wanted.lengths} forces lengths, which only engine=torch can do")
+    device = torch.device("cuda") if wanted.for_gpu else run.device
+    gpu = wanted.for_gpu if isinstance(wanted.for_gpu, str) else "a GPU"
+    room = settings.fit_bytes or int(GPUS.get(gpu, 0)) or total_bytes(device)
+    planner, within = Planner.of(run, device, process_alone(device)), fit.within(room, device)
+    if settings.train.micro_batch_tokens == AUTO:
+        tokens = fit.chosen(planner.of_updates, within, {TOKENS}, f"{TOKENS}=auto").values[TOKENS]
+        settings = replace(settings, train=replace(settings.train, micro_batch_tokens=tokens))
+        run = replace(run, settings=settings)
+        planner = replace(planner, run=run, step=replace(planner.step, tokens=tokens))
+    measured = None
+    if not wanted.plan_only:
+        with memory_explained(run):
+            measured = measure(run, say, warn)
+    named = torch.cuda.get_device_name(device) if run.device.type == "cuda" else f"cpu ({platform.machine()})"
+    plan = planner.plan()
+    phases = {
+        name: {"bytes": plan.bytes_of(name), "held_by": {kind: sizes.get(kind, 0) for kind in KINDS}}
+        for name, sizes in plan.phases.items()
+    }
+    largest_n = fit.largest(MOST, lambda n: replace(planner, step=planner.step.with_n(n)).plan().peak <= room)
+    found = {
+        "command": ["grpo", "profile", *typed],
+        "device": f"{gpu} of {gib(room)}" if wanted.for_gpu else named,
+        "threads": torch.get_num_threads(),
+        "versions": code_version(),
+        "settings": asdict(settings),
+        "measured": measured,
+        # for rollouts of full length
+        "predicted": {"phases": phases, "peak": {"phase": plan.fullest, "bytes": plan.peak}},
+        "not_predicted": not_planned(run),
+        "fit": {"room_bytes": room, "fits": plan.peak <= room, "largest_n": largest_n},
+    }
+    write_object(Path(settings.run_dir, PROFILE), found)
+    _show(console, found, plan)
+    if settings.fit_bytes is not None:
+        name, may = f"fit={settings.fit}", fit.choosable(planner, {key_of(word) for word in typed})
+        try:
+            for line in fit.chosen(planner, within, may, name).lines(name, within):
+                say(line)
+        except UserError as error:
+            say(str(error))
+    return plan.peak if measured is None else int(measured["peak"]["bytes"])
+
+
+def _show(console: Console, found: Mapping[str, Any], plan: MemoryPlan) -> None:
+    """Print the measured phases, what holds memory, and what fits."""
+    lines, fits = [f"Not planned: {note}." for note in found["not_predicted"]], found["fit"]
+    if (measured := found["measured"]) is not None:
+        print_table(console, _phases(measured["phases"], plan))
+        figures = {name.removeprefix("engine/"): value for name, value in measured["engine"].items()}
+        lines.append(f"{_SLOTS.format(**figures)}; KV cache {gib(figures['kv_peak_bytes'])}")
+    verdict, largest = "fits in" if fits["fits"] else "does not fit in", fits["largest_n"]
+    more = " or more" if largest == MOST else ""
+    lines += breakdown(plan, plan.fullest)
+    lines.append(f"{gib(plan.peak)} {verdict} {gib(fits['room_bytes'])}; the largest n that fits: {largest}{more}.")
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+
+def _phases(measured: Mapping[str, Any], plan: MemoryPlan) -> Table:
+    step, rows = measured["step"]["seconds_median"], list[tuple[str, ...]]()
+    for name, phase in measured.items():
+        seconds, middle, peak = phase["seconds"], phase["seconds_median"], phase["peak_bytes"]
+        expected = plan.bytes_of(name) if name in plan.phases else 0
+        row = (
+            name,
+            f"{middle:.3f}",
+            f"± {(max(seconds) - min(seconds)) / 2:.3f}" if len(seconds) > 1 else "",
+            "" if name == "eval" else f"{middle / step:.0%}",
+            f"{phase['tokens_per_second']:,.0f}" if phase["tokens_per_second"] else "",
+            gib(peak) if peak else "",
+            gib(expected) if expected else "",
+            f"{expected / peak:.2f}" if expected and peak else "",
+        )
+        rows.append(row)
+    title = "a step, phase by phase (median and half the range of the measured steps)"
+    return Table(_COLUMNS, tuple(rows), frozenset(_COLUMNS[1:]), list(measured).index("step"), title)

@@ -59,9 +59,10 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     checkpoint = checkpoint_to_resume(settings, console.warn)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     runtime = set_up(prepared, weights, console.warn)
-    everything = sum(p.numel() for p in runtime.model.parameters())
-    trained = sum(p.numel() for p in runtime.model.parameters() if p.requires_grad)
-    for line in introduction(replace(settings, model=weights), everything, trained, runtime.device, runtime.tokenizer):
+    if is_ours(settings):  # compiles C and tries the model's bits before the clock of training starts
+        with torch.autocast(runtime.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
+            list(runtime.engine.generate([]))
+    for line in introduction(replace(settings, model=weights), runtime):
         console.say(line)
     for line in doubts(settings):
         console.warn(line)

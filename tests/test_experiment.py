@@ -12,6 +12,7 @@ import made
 import numpy as np
 import pytest
 import torch
+from bank import Scripted
 from small import advantages_of
 
 from grpo_cli.config.choices import read_command
@@ -20,6 +21,7 @@ from grpo_cli.config.instantiate import PROTOCOLS, Factories, make
 from grpo_cli.config.prepare import check, pick_device, prepare
 from grpo_cli.config.trial import try_rules
 from grpo_cli.experiment import set_up
+from grpo_cli.interfaces import Runtime
 from grpo_cli.support.errors import UserError
 from grpo_cli.tracking.introduction import introduction
 
@@ -182,7 +184,8 @@ def test_cuda_without_a_gpu_is_refused_with_the_reason(monkeypatch):
     with pytest.raises(UserError, match=r"device=cuda was asked for, but PyTorch finds no GPU here .*too old \(found"):
         pick_device("cuda")
     settings = settings_of("run_dir=outputs/x")
-    assert any("device=auto is cpu" in line for line in introduction(settings, 1, 1, torch.device("cpu")))
+    runtime = Runtime(torch.device("cpu"), torch.nn.Linear(1, 1), None, 0, Scripted(), Scripted())
+    assert any("device=auto is cpu" in line for line in introduction(settings, runtime))
 
 
 def test_jobs_that_share_a_gpu_leave_room_for_what_cuda_takes_of_each(monkeypatch):

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from grpo_cli.support.terminal import to_stderr
+
 SOURCES = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
@@ -72,6 +74,7 @@ def _compiled(compiler: str, threads: bool, source: Path) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(dir=folder) as place:
             path = (folder or Path(place)) / name
             if not _is_ours(path):
+                to_stderr(f"compiling {source.name} for this processor, once: some seconds")
                 new = Path(place) / "new.so"
                 _run(compiler, *flags, "-I", str(SOURCES), "-o", str(new), str(source), "-lm")
                 new.chmod(0o700)

@@ -65,6 +65,8 @@ class Sweep:
         text = f"{len(self.states)} jobs: {', '.join(f'{count} {state}' for state, count in sorted(counts.items()))}"
         if counts["failed"] or counts["waiting"]:
             text += f"\ngo on with: grpo {self.command} -m {RESUME} hydra.sweep.dir={shlex.quote(str(self.folder))}"
+        if self.command == "train" and counts["done"]:
+            text += f"\ncompare them: grpo report {shlex.quote(str(self.folder))}"
         return text
 
 

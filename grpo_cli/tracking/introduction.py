@@ -7,21 +7,21 @@ from typing import Any
 
 import torch
 
-from grpo_cli.interfaces import Task
+from grpo_cli.interfaces import Runtime, Task
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.formatting import shown
 from grpo_cli.support.processor import why_no_gpu
-from grpo_cli.tasks.prompting import TODAY, Tokenizer, model_defaults, reads_clock, turn_end
+from grpo_cli.tasks.prompting import TODAY, model_defaults, reads_clock, turn_end
 
 MOST_LR = 5e-5  # for full fine-tuning of a pretrained model: more than in any recipe cited in conf/model
 # What PyTorch says if nothing is wrong: a build without CUDA, no driver, no GPU or no visible one.
 _NO_GPU = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
 
 
-def introduction(
-    settings: RunSettings, parameters: int, trained: int, device: torch.device, tokenizer: Tokenizer | None = None
-) -> Iterator[str]:
+def introduction(settings: RunSettings, runtime: Runtime) -> Iterator[str]:
     """Return lines about the model, a step's rollouts, and what no setting shows."""
+    weights, device, tokenizer = list(runtime.model.parameters()), runtime.device, runtime.tokenizer
+    parameters, trained = sum(p.numel() for p in weights), sum(p.numel() for p in weights if p.requires_grad)
     prompts, n, m = settings.train.prompts, settings.n, settings.m
     kept = "all trained on" if m == n else f"{m} of each {n} trained on"
     threads = torch.get_num_threads()
@@ -35,8 +35,7 @@ def introduction(
     )
     if device.type == "cpu" and settings.device == "auto" and not any(sign in why_no_gpu() for sign in _NO_GPU):
         yield f"device=auto is cpu: there is a GPU driver, but PyTorch finds no GPU that it can use ({why_no_gpu()})"
-    given = settings.model.chat_template_kwargs if tokenizer else None
-    for word, value in model_defaults(tokenizer, settings.parts["task"], given).items():
+    for word, value in model_defaults(tokenizer, settings.parts["task"], settings.model.chat_template_kwargs).items():
         yield (
             f"the chat template gets {word}={shown(value)}, the default of the model's preset; "
             f"'+task.chat_template_kwargs={{{word}:...}}' changes it"

@@ -137,8 +137,7 @@ class Factories:
             yield f"{orders}, which {self.named('predictor')} has not: use predictor=prefix or mean"
         for engine in self.engines():
             refuses: Any = getattr(engine.code, "refuses", None)
-            words = inspect.signature(refuses).parameters if callable(refuses) else {"none": None}
-            if words.keys() <= built.keys():
+            if callable(refuses) and (words := inspect.signature(refuses).parameters).keys() <= built.keys():
                 with own_code_unless_ours(f"engine._target_={engine.target}: refuses", refuses):
                     found = [*refuses(**{word: built[word] for word in words})]
                 yield from found

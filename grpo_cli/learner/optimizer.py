@@ -71,7 +71,7 @@ def _order(optimizer: Any, names: Sequence[str], weights: Sequence[Tensor]) -> l
 
 def load_state(optimizer: Any, state: Mapping[str, Any], names: Sequence[str], weights: Sequence[Tensor]) -> None:
     """Restore a checkpoint's state, by the names of weights. Rate, betas, eps and decay stay those that `optimizer` was
-    made with: PyTorch would bring back the saved ones. UserError for an optimizer of other weights."""
+    made with. UserError for an optimizer of other weights."""
     numbers = {name: number for number, name in enumerate(_order(optimizer, names, weights))}
     saved = {name for group in state["param_groups"] for name in group["params"]}
     sides = ((saved - numbers.keys(), "has", "does not train"), (numbers.keys() - saved, "lacks", "trains"))
@@ -86,10 +86,7 @@ def load_state(optimizer: Any, state: Mapping[str, Any], names: Sequence[str], w
     found: dict[str, Any] = optimizer.state_dict()
     found["state"] = {numbers[name]: averages for name, averages in state["state"].items()}
     _check_moments(optimizer, found["state"])
-    given = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(found)
-    for group, kept in zip(optimizer.param_groups, given, strict=True):
-        group.update(kept)
 
 
 def _check_moments(optimizer: Any, state: Mapping[int, Mapping[str, Any]]) -> None:

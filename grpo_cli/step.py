@@ -14,7 +14,7 @@ import torch
 from grpo_cli.collect import rule_state
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.requests import seed_of
-from grpo_cli.interfaces import LossFn, Parts, SetUp, Warmup
+from grpo_cli.interfaces import Parts, SetUp, Warmup
 from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on, without_rows
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
@@ -75,7 +75,7 @@ class Step:
         start = time.perf_counter()
         with self._span("step"), self._span("update"):
             batch = collate(warmup.groups(step), self.learner.updates)
-            updates = self._update(batch, step, progress, loss=warmup.loss, rate=warmup.rate)
+            updates = self._update(batch, step, progress, warmup)
         progress.train_seconds += time.perf_counter() - start
         return Record(step, warmup_metrics(progress, updates, batch))
 
@@ -168,12 +168,11 @@ class Step:
             batch = replace(batch, weights=batch.weights * batch.per_token(row_weights(selected)))
         return batch
 
-    def _update(
-        self, batch: Batch, step: int, progress: Progress, loss: LossFn | None = None, rate: float | None = None
-    ) -> tuple[Update, ...]:
+    def _update(self, batch: Batch, step: int, progress: Progress, warmup: Warmup | None = None) -> tuple[Update, ...]:
         """Update with every epoch's minibatches in turn. A faulty one changes nothing and is counted; one without
         gradient changes nothing; one without a token left to train on, and so without divisors, is skipped."""
         settings, begun, updates = self._settings, self.learner.updates, list[Update]()
+        own = (warmup.loss, warmup.rate) if warmup else ()
         for epoch in range(settings.train.epochs):
             rng = np.random.default_rng(seed_of(settings.seed, step, epoch, "minibatches"))
             for part in minibatches(batch, settings.train.minibatches, rng):
@@ -183,7 +182,7 @@ class Step:
                     # Until the first optimizer step the learner is the old policy: another pass would differ by
                     # rounding and dropout, which the loss would take for a policy that has moved, and clip.
                     part = replace(part, policy_logprobs=None)
-                update = self.learner.update(part, step, loss, rate)
+                update = self.learner.update(part, step, *own)
                 updates.append(update)
                 if update.moved:
                     self.old_policy.after_update()
@@ -196,8 +195,7 @@ class Step:
         return tuple(updates)
 
     def _end_old_policy(self, updates: Sequence[Update], mismatch: Mapping[str, float]) -> Mapping[str, float]:
-        """Pass the old policy the share of tokens neither masked nor clipped, if weights moved. A loss without a clip
-        metric clips nothing."""
+        """Pass the old policy the share of tokens that were neither masked nor clipped, if weights moved."""
         clipped = [update.metrics.get("loss/clip_fraction", 0.0) for update in updates if update.moved]
         left = 1.0 - mismatch.get("mismatch/masked_tokens", 0.0)
         return self.old_policy.end_step(left * (1.0 - sum(clipped) / len(clipped))) if clipped else {}

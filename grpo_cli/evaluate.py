@@ -46,15 +46,15 @@ def evaluate(
     """
     certain = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
     greedy = requests_for(prompts, 1, certain, seed, "eval-greedy", held_out=True)
-    drawn: list[Request] = [] if k < 1 else requests_for(prompts, k, sampling, seed, "eval", held_out=True)
-    rollouts, requests = list[Rollout](), [begun(request) for request in (*greedy, *drawn)]
+    sampled: list[Request] = [] if k < 1 else requests_for(prompts, k, sampling, seed, "eval", held_out=True)
+    rollouts, requests = list[Rollout](), [begun(request) for request in (*greedy, *sampled)]
     for rollout in play(engine, task, requests):
         rollouts.append(rollout)
         count(len(rollouts), len(requests))
     greedy_groups = _scored(task, prompts, [r for r in rollouts if r.request.sampling.temperature == 0.0])
     metrics = _greedy_metrics(greedy_groups)
     examples = _examples(task, greedy_groups, "greedy")
-    if drawn:
+    if sampled:
         groups = _scored(task, prompts, [r for r in rollouts if r.request.sampling.temperature != 0.0])
         metrics |= _sampled_metrics(groups, k)
         examples += _examples(task, groups, "sampled")
@@ -71,8 +71,8 @@ def evaluate_with(
 ) -> EvalResult:
     """Evaluate as `settings` says: its problems (-1: the whole split), sampled at its temperature. UserError if the
     whole split would be too many."""
-    drawn = sampling.at(settings.temperature)
-    return evaluate(runtime.engine, runtime.task, _asked(runtime.task, settings, split), drawn, settings.k, seed, count)
+    prompts, at = _prompts_of(runtime.task, settings, split), sampling.at(settings.temperature)
+    return evaluate(runtime.engine, runtime.task, prompts, at, settings.k, seed, count)
 
 
 def search_with(
@@ -80,7 +80,7 @@ def search_with(
 ) -> EvalResult:
     """Return the accuracy of what `search` answers to the same problems, sampled at the same temperature; nothing if it
     does not search."""
-    prompts = _asked(runtime.task, settings, settings.split)
+    prompts = _prompts_of(runtime.task, settings, settings.split)
     found = search(runtime, prompts, sampling.at(settings.temperature), seed)
     if found is None:
         return EvalResult({}, ())
@@ -96,8 +96,8 @@ def no_search(runtime: Runtime, prompts: Sequence[Prompt], sampling: Sampling, s
     """Search nothing: the plain answers are all that is evaluated."""
 
 
-def _asked(task: Task, settings: ExamSettings, split: str) -> list[Prompt]:
-    """The problems that an evaluation asks."""
+def _prompts_of(task: Task, settings: ExamSettings, split: str) -> list[Prompt]:
+    """Return the problems of an evaluation."""
     prompts = task.prompts(split)
     count = len(prompts) if settings.problems == -1 else min(settings.problems, len(prompts))
     return [prompts[i] for i in range(count)]

@@ -247,11 +247,11 @@ class Correction(Protocol):
     """Sampler/policy mismatch: importance weights and the tokens left to train on, from xi = policy / sampler.
 
     Called once in a step: on all rollouts if it `rejects`, with advantages of 0, as none is known yet; else on those
-    that are trained on. The mismatch is measured whatever is applied, of the tokens of `batch.drawn_mask`.
+    that are trained on. The mismatch is measured whatever is applied, of the tokens of `batch.sampled_mask`.
     """
 
     @property
-    def needs_policy_logprobs(self) -> bool:
+    def needs_old_logprobs(self) -> bool:
         """True if weights or mask depend on xi; if not, it can be called after the learner's own forward pass."""
 
     @property
@@ -264,13 +264,13 @@ class Correction(Protocol):
 
     @property
     def prox(self) -> str:
-        """now, drawn or ewma: whose log-probabilities are the policy's, and the clip's (`learner.old_policy`)."""
+        """Which policy is the old one: step_start, sampler, or ewma, an average of weights (`learner.old_policy`)."""
 
     @property
     def prox_window(self) -> float | int:
         """The window of ewma's average, in updates."""
 
-    def __call__(self, batch: Batch, policy_logprobs: Float[Tensor, "N"]) -> Verdict: ...
+    def __call__(self, batch: Batch, old_logprobs: Float[Tensor, "N"]) -> Verdict: ...
 
 
 @runtime_checkable

@@ -37,7 +37,7 @@ METRICS: Mapping[str, str] = {
     "the last turn at sampling.max_turn_tokens.",
     "turns/errors": "Answers of environments since the last step that name an error: of a tool call that could not be "
     "read, or of the user's code.",
-    "tokens/environment": "Tokens of the step that environments answered: read, not drawn, and not trained on.",
+    "tokens/environment": "Tokens of the step that environments answered: read, not sampled, and not trained on.",
     "prompts/distinct": "Different problems that rollouts were made of since the run began.",
     "collect/rounds": "Rounds in which the collector requested the step's rollouts.",
     "collect/problems": "Problems that rollouts were made of in the step.",
@@ -75,7 +75,7 @@ METRICS: Mapping[str, str] = {
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the step's updates.",
     "optim/skipped_updates": "Updates skipped since the run began because the loss or the gradient was not finite.",
     "optim/empty_steps": "Steps without an update since the run began: nothing was left to train on, or no gradient.",
-    "mismatch/ratio_mean": "Mean over all drawn tokens of old policy (no dropout) / sampler probability; 1 if equal.",
+    "mismatch/ratio_mean": "Mean over all sampled tokens of old policy (no dropout) / sampler probability; 1 if equal.",
     "mismatch/ratio_min": "Smallest of those ratios in the step.",
     "mismatch/log_ratio_q001": "0.1 % quantile of the logarithm of that ratio.",
     "mismatch/log_ratio_q01": "1 % quantile of the logarithm of that ratio.",
@@ -85,10 +85,10 @@ METRICS: Mapping[str, str] = {
     "mismatch/weight_mean": "Mean importance weight over the response tokens left in the loss.",
     "mismatch_trained/<figure>": "mismatch/* over the trained rollouts alone, in its place where those are fewer "
     "than all and the correction rejects none: then no forward pass is made for the others.",
-    "off/token_share": "Share of the trained tokens that weights of earlier updates have drawn.",
-    "off/lag_mean": "By how many updates the run's weights that drew a trained token are older, on average.",
+    "off/token_share": "Share of the trained tokens that weights of earlier updates have sampled.",
+    "off/lag_mean": "By how many updates the weights that sampled a trained token are older, on average.",
     "off/lag_max": "The largest of those numbers.",
-    "off/given_share": "Share of the trained tokens that nobody drew: they were given.",
+    "off/given_share": "Share of the trained tokens that no policy sampled: they come from demonstrations.",
     "off/ess": "Effective sample size of an update's rollouts by their importance weights, as a share of their number.",
     "off/active": "Share of tokens neither masked nor clipped; below 0.9 correction.prox=ewma averages again.",
     "off/prox_resets": "How often that average has begun again since the run began.",
@@ -112,7 +112,7 @@ METRICS: Mapping[str, str] = {
     "time/reward": "Seconds of this step spent judging.",
     "time/logprobs": "Seconds of this step spent on log-probabilities that need no gradient.",
     "time/update": "Seconds of this step spent on forward, backward and optimizer.",
-    "time/policy_logprobs": "Of time/logprobs, what the policy's own took.",
+    "time/old_logprobs": "Of time/logprobs, what the policy's own took.",
     "time/ref_logprobs": "Of time/logprobs, what the reference's took.",
     "time/forward": "Of time/update, what the passes forward took.",
     "time/backward": "Of time/update, what the passes backward took.",
@@ -136,8 +136,8 @@ METRICS: Mapping[str, str] = {
     "search/accuracy": "Share of problems solved by the answer that search= chose, beside greedy eval/accuracy.",
     "search/accuracy_low": "Lower end of the 95 % interval of search/accuracy.",
     "search/accuracy_high": "Upper end of the 95 % interval of search/accuracy.",
-    "search/tokens": "Tokens that the search drew for a problem, in all its replies, mean: compare at equal ones.",
-    "search/sequential": "Those of them that had to be drawn one after the other, mean over problems.",
+    "search/tokens": "Tokens that the search sampled for a problem, in all its replies, mean: compare at equal ones.",
+    "search/sequential": "Those of them that had to be sampled one after the other, mean over problems.",
     "eval/length_mean": "Mean number of tokens of the answers generated in evaluation.",
 }
 
@@ -173,7 +173,7 @@ def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "turns/mean": sum(turns) / len(turns),
         "turns/max": float(max(turns)),
         "turns/limit": sum(episode.finish is Finish.LENGTH for episode in episodes) / len(episodes),
-        "tokens/environment": float(sum(len(episode) - episode.num_drawn for episode in episodes)),
+        "tokens/environment": float(sum(len(episode) - episode.num_sampled for episode in episodes)),
     }
 
 
@@ -186,7 +186,7 @@ def kept_metrics(chosen: Sequence[ScoredGroup], trained: Sequence[ScoredGroup]) 
 
 
 def reuse_metrics(batch: Batch) -> dict[str, float]:
-    """Measure how much of what is trained on is old or was given. Lags are in updates, over drawn tokens. Empty if
+    """Measure how much of what is trained on is old or was given. Lags are in updates, over sampled tokens. Empty if
     everything in the step is new."""
     if batch.token_ages is None:
         return {}

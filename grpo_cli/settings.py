@@ -57,7 +57,7 @@ class SampleSettings(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(SampleSettings):
-    """Everything that determines how a completion is drawn. `temperature=0` is greedy."""
+    """Everything that determines how a completion is sampled. `temperature=0` is greedy."""
 
     temperature: Annotated[float, Temperature]
 
@@ -241,7 +241,7 @@ class ProfileRunSettings(RunSettings):
 
 @dataclass(frozen=True)
 class EvalRunSettings(Strict):
-    """A whole `grpo eval`: its samples are drawn at the temperature of `eval`. `parts` as in `RunSettings`, without
+    """A whole `grpo eval`: it samples at the temperature of `eval`. `parts` as in `RunSettings`, without
     what only training needs."""
 
     checkpoint: str | None

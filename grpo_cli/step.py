@@ -46,7 +46,7 @@ class Step:
         # With one update per step, and without dropout, the learner's own forward pass gives the old policy's
         # log-probabilities, so that measuring the mismatch can wait for it.
         several = train.epochs * train.minibatches > 1
-        self._old_policy_first = correction.needs_policy_logprobs or several or self.learner.has_dropout
+        self._old_policy_first = correction.needs_old_logprobs or several or self.learner.has_dropout
 
     def run(self, step: int, progress: Progress) -> Record:
         """Run step number `step`, from 0; add what was done to `progress`."""
@@ -144,10 +144,10 @@ class Step:
 
     def _corrected(self, batch: Batch) -> tuple[Batch, Verdict]:
         """Return the batch with the old policy's log-probabilities and the correction applied, and its verdict."""
-        with self._span("policy_logprobs"):
+        with self._span("old_logprobs"):
             policy = self.old_policy.logprobs(batch)
         verdict = verdict_on(self._parts.rules.correction, batch, policy)
-        return corrected(replace(batch, policy_logprobs=policy), verdict), verdict
+        return corrected(replace(batch, old_logprobs=policy), verdict), verdict
 
     def _select(self, groups: Sequence[ScoredGroup], reasons: Sequence[str], step: int) -> list[Selection]:
         """Choose rollouts of each group, of which `reasons` leave some out, and compute their advantages."""
@@ -181,7 +181,7 @@ class Step:
                 if self.learner.updates == begun and not self.old_policy.differs:
                     # Until the first optimizer step the learner is the old policy: another pass would differ by
                     # rounding and dropout, which the loss would take for a policy that has moved, and clip.
-                    part = replace(part, policy_logprobs=None)
+                    part = replace(part, old_logprobs=None)
                 update = self.learner.update(part, step, *own)
                 updates.append(update)
                 if update.moved:

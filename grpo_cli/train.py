@@ -41,7 +41,7 @@ class Trainer:
         self._saver = Saver(settings.train.checkpoint == "lazy", parts.meter.span)
         self._learner.before_change = self._saver.wait_until_copied
         correction = parts.rules.correction
-        is_corrected = correction.needs_policy_logprobs or correction.prox == "drawn" or settings.optim.ess != "none"
+        is_corrected = correction.needs_old_logprobs or correction.prox == "sampler" or settings.optim.ess != "none"
         self._health = HealthCheck(reuse_is_answered=is_corrected)
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, RecordFiles)]
         self._stop = Stop(parts.say)

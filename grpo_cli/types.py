@@ -133,7 +133,7 @@ class Rollout:
         return len(parts[-1][1]) if parts and not parts[-1][0] else 0
 
     @property
-    def num_drawn(self) -> int:
+    def num_sampled(self) -> int:
         """Tokens without the environment's."""
         return sum(map(len, self.turns))
 
@@ -228,7 +228,7 @@ class Batch:
     Every field of N speaks of the completions' tokens (the log-probability of a token was predicted from the one
     before), row after row. Outside `response_mask` are an environment's answers: they are read, and are no response.
     There fields are zero, and `sampler_logprobs` also where a token was given. `loss_mask` is the part of the response
-    that is trained on (a correction may take tokens away) and `weights` multiplies each token's loss. `policy_logprobs
+    that is trained on (a correction may take tokens away) and `weights` multiplies each token's loss. `old_logprobs
     is None` means that the learner has not moved since the step began: its own detached log-probabilities are the old
     policy's. Advantages are 0 until the rows that are trained on are chosen. `token_ages` are the numbers of updates by
     which tokens are older than the step, `GIVEN` of one that nobody sampled; None: all are of the current weights.
@@ -242,7 +242,7 @@ class Batch:
     loss_mask: Bool[Tensor, "N"]
     weights: Float[Tensor, "N"]
     sampler_logprobs: Float[Tensor, "N"]
-    policy_logprobs: Float[Tensor, "N"] | None
+    old_logprobs: Float[Tensor, "N"] | None
     ref_logprobs: Float[Tensor, "N"] | None
     advantages: Float[Tensor, "N"]
     token_ages: Int[Tensor, "N"] | None = None
@@ -256,7 +256,7 @@ class Batch:
         return self.loss_mask & (self.weights != 0)
 
     @property
-    def drawn_mask(self) -> Bool[Tensor, "N"]:
+    def sampled_mask(self) -> Bool[Tensor, "N"]:
         """The response tokens that were sampled: the only ones with a mismatch."""
         return self.response_mask if self.token_ages is None else self.response_mask & (self.token_ages != GIVEN)
 

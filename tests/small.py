@@ -180,7 +180,7 @@ def plain_batch(mask: Any, input_ids: torch.Tensor | None = None, **fields: Any)
     prompts = [tuple(row[:start].tolist()) for row, start in zip(ids, starts, strict=True)]
     known, zeros = list(dict.fromkeys(prompts)), torch.zeros(response.shape)
     given = {"response_mask": response, "loss_mask": response, "weights": response.float(), "token_ids": ids}
-    given |= {"sampler_logprobs": zeros, "policy_logprobs": None, "ref_logprobs": None, "advantages": zeros + 1.0}
+    given |= {"sampler_logprobs": zeros, "old_logprobs": None, "ref_logprobs": None, "advantages": zeros + 1.0}
     for name, value in fields.items():
         given[name] = value[:, None].expand(response.shape) if value is not None and value.dim() == 1 else value
     rows = {"group": torch.tensor([known.index(one) for one in prompts], dtype=torch.long), "lengths": own.sum(1)}

@@ -31,7 +31,7 @@ def test_each_prompt_is_there_once_and_each_number_stands_at_its_token() -> None
     assert batch.sampler_logprobs.tolist() == [-3.5, -0.5, -4, -4.5, -0.5, -0.5]
     assert batch.positions.tolist() == [2, 3, 2, 3, 4, 1]
     assert padded(batch).tolist() == [[5, 6, 7, 1, 0], [5, 6, 8, 9, 1], [4, 1, 0, 0, 0]]
-    assert batch.policy_logprobs is None and batch.ref_logprobs is None
+    assert batch.old_logprobs is None and batch.ref_logprobs is None
 
 
 def test_sums_are_of_rows_also_of_empty_ones() -> None:

@@ -69,7 +69,7 @@ def test_nothing_is_corrected_by_default_and_everything_is_measured():
     assert metrics["mismatch/kl"] == close(sum(x - 1 - math.log(x) for x in xi) / 5)
     assert metrics["mismatch/rejected"] == 0 and metrics["mismatch/masked_tokens"] == 0
     assert metrics["mismatch/weight_mean"] == 1
-    assert not made.correction().needs_policy_logprobs
+    assert not made.correction().needs_old_logprobs
 
 
 def test_sequence_weights_are_the_product_of_the_ratios():
@@ -127,7 +127,7 @@ def test_without_a_mismatch_no_preset_changes_anything(name):
         "mismatch/masked_tokens": 0,
         "mismatch/weight_mean": 1,
     }
-    assert part.needs_policy_logprobs == (name not in WEIGHTLESS) and isinstance(part, Correction)
+    assert part.needs_old_logprobs == (name not in WEIGHTLESS) and isinstance(part, Correction)
 
 
 @settings(max_examples=10)

@@ -105,7 +105,7 @@ def test_the_papers_whole_recipe_worked_by_hand() -> None:
     lengths, ratios = [6, 8, 10, 10], [1.27, 0.9, 1.5, 0.7]
     mask = torch.tensor([[place < length for place in range(10)] for length in lengths])
     logprobs = torch.tensor(ratios).log()[:, None].expand(4, 10)
-    batch = plain_batch(mask, advantages=advantages, policy_logprobs=torch.zeros(4, 10))
+    batch = plain_batch(mask, advantages=advantages, old_logprobs=torch.zeros(4, 10))
     output = made.loss("dapo")(logprobs[mask], batch, Totals(4, 34, 10))
     assert float(output.loss) == pytest.approx(-half * (6 * 1.27 - 8 * 0.9 + 10 * 1.28 - 10 * 0.8) / 34, abs=1e-3)
 

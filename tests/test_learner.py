@@ -101,7 +101,7 @@ def test_dropout_costs_a_pass_of_its_own_and_is_no_mismatch_and_clips_nothing(dr
     trainer(tmp_path, words).fit()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "reward/mean" in row]
-    assert ["time/policy_logprobs" in row for row in steps] == [dropout > 0] * 2
+    assert ["time/old_logprobs" in row for row in steps] == [dropout > 0] * 2
     for row in steps if dropout else ():
         assert row["mismatch/ratio_min"] == pytest.approx(1.0, abs=1e-3)
         assert (row["loss/clip_fraction"], row["loss/policy_ratio_mean"]) == (0.0, 1.0)

@@ -31,7 +31,7 @@ def random_batch(seed: int, rows: int = 5, width: int = 6, spread: float = 0.4) 
         mask,
         advantages=torch.randn(rows, generator=g),
         weights=torch.rand(rows, width, generator=g) * 1.5,
-        policy_logprobs=logprobs + spread * torch.randn(rows, width, generator=g),
+        old_logprobs=logprobs + spread * torch.randn(rows, width, generator=g),
         ref_logprobs=logprobs + spread * torch.randn(rows, width, generator=g),
     )
     return logprobs[completions(mask)], batch, Totals(rows, int(mask.sum()), 9)
@@ -53,10 +53,10 @@ def oracle(variant, logprobs, batch, totals, clip_low, clip_high, kl_coef, aggre
         tokens = [t for t in tokens_of(batch, torch.tensor([row])).tolist() if batch.loss_mask[t]]
         counted = {"sequence": len(tokens) * totals.sequences, "token": totals.tokens}
         share = 1 / counted.get(aggregation, totals.sequences * totals.max_new_tokens) if tokens else 0.0
-        differences = {t: float(logprobs[t] - batch.policy_logprobs[t]) for t in tokens}
+        differences = {t: float(logprobs[t] - batch.old_logprobs[t]) for t in tokens}
         low, high = clip_low, clip_high
         if variant == "echo" and tokens:
-            certain = sum(math.exp(float(batch.policy_logprobs[t])) for t in tokens) / len(tokens)  # fewer than 16
+            certain = sum(math.exp(float(batch.old_logprobs[t])) for t in tokens) / len(tokens)  # fewer than 16
             low = high = clip_low + (clip_high - clip_low) / (1 + math.exp(-4 * (1 - certain)))
             metrics["loss/clip_mean"] = metrics.get("loss/clip_mean", 0.0) + low * len(tokens) / totals.tokens
         far = [t for t in tokens if variant == "mu_grpo" and abs(differences[t]) > math.log(2.0)]
@@ -101,7 +101,7 @@ def test_loss_gradient_and_metrics_are_those_of_a_plain_loop(variant, aggregatio
 def test_grpo_by_hand():
     """Two sequences: ratios 1.5 (clipped to 1.2, advantage 1) and 0.5, then 0.5 (clipped to 0.8, advantage -2)."""
     half, more = math.log(0.5), math.log(1.5)
-    batch = plain_batch([[1, 1], [1, 0]], advantages=torch.tensor([1.0, -2.0]), policy_logprobs=torch.zeros(2, 2))
+    batch = plain_batch([[1, 1], [1, 0]], advantages=torch.tensor([1.0, -2.0]), old_logprobs=torch.zeros(2, 2))
     logprobs = torch.tensor([more, half, half])
     value, gradient, metrics = run("grpo", logprobs, batch, Totals(2, 3, 4), clip_high=0.2)
     # sequence 1: -(1.2 + 0.5) / 2 = -0.85; sequence 2: -min(0.5 * -2, 0.8 * -2) = 1.6; mean 0.375
@@ -118,8 +118,8 @@ def test_grpo_by_hand():
 def test_without_policy_logprobs_the_learner_is_the_old_policy(name):
     logprobs, batch, totals = random_batch(0)
     batch = replace(batch, ref_logprobs=None)
-    implied = run(name, logprobs, replace(batch, policy_logprobs=None), totals)
-    given_ones = run(name, logprobs, replace(batch, policy_logprobs=logprobs.clone()), totals)
+    implied = run(name, logprobs, replace(batch, old_logprobs=None), totals)
+    given_ones = run(name, logprobs, replace(batch, old_logprobs=logprobs.clone()), totals)
     assert implied[0] == given_ones[0] and torch.equal(implied[1], given_ones[1])
     # the policy-gradient estimate: -A w per token, whatever the variant
     shares = batch.loss_mask / batch.per_token(batch.sums(batch.loss_mask)).clamp(min=1) / totals.sequences
@@ -156,7 +156,7 @@ def test_nothing_leaks_from_outside_the_mask_and_an_empty_batch_is_zero(name, ag
     outside = ~batch.loss_mask
     assert outside.any()
     rubbish = {key: getattr(batch, key).masked_fill(outside, bad) for key, bad in
-               (("policy_logprobs", math.nan), ("ref_logprobs", -math.inf))}  # fmt: skip
+               (("old_logprobs", math.nan), ("ref_logprobs", -math.inf))}  # fmt: skip
     found = run(name, logprobs.masked_fill(outside, math.inf), replace(batch, **rubbish), totals, **words)
     assert found[0] == expected[0] and found[2] == expected[2] and torch.equal(found[1], expected[1])
     nothing = replace(batch, loss_mask=torch.zeros_like(outside))
@@ -169,7 +169,7 @@ def test_nothing_leaks_from_outside_the_mask_and_an_empty_batch_is_zero(name, ag
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
 def test_a_policy_far_away_still_has_a_finite_loss_and_gradient(name, jump, advantage):
     """exp(200) overflows float32, and a zero advantage times infinity is no number."""
-    batch = plain_batch([[1, 1]], advantages=torch.tensor([advantage]), policy_logprobs=torch.full((1, 2), -300.0))
+    batch = plain_batch([[1, 1]], advantages=torch.tensor([advantage]), old_logprobs=torch.full((1, 2), -300.0))
     batch = replace(batch, ref_logprobs=torch.full((2,), -300.0 - jump))
     value, gradient, metrics = run(name, torch.full((2,), -300.0 + jump), batch, Totals(1, 2, 2), kl_coef=0.1)
     assert math.isfinite(value) and gradient.isfinite().all() and all(map(math.isfinite, metrics.values()))

@@ -49,7 +49,7 @@ def test_the_nan_of_a_given_token_does_not_enter_the_batch_and_that_of_a_drawn_o
     broken = replace(rollout(1, (5, 2)), sampler_logprobs=(-1.0, math.nan))
     batch = batch_of(rollout(0, (GIVEN, 1), (4, 1)), broken)
     assert batch.sampler_logprobs[:3].tolist() == [0.0, -1.0, -1.0] and batch.sampler_logprobs[3].isnan()
-    assert batch.drawn_mask.tolist() == [False, True, True, True]
+    assert batch.sampled_mask.tolist() == [False, True, True, True]
     with pytest.raises(UserError, match="no finite sampler log-probability for 1 of 3"):
         verdict_on(made.correction(), batch, batch.sampler_logprobs)
 
@@ -264,7 +264,7 @@ def test_without_optim_ess_it_is_measured_where_anything_is_old_and_changes_noth
 
 @pytest.mark.parametrize(
     ("choice", "prox", "ess", "warned"),
-    [("none", "now", "none", True), ("tis", "now", "none", False), ("none", "drawn", "sqrt", False)],
+    [("none", "step_start", "none", True), ("tis", "step_start", "none", False), ("none", "sampler", "sqrt", False)],
 )
 def test_a_run_on_old_tokens_is_warned_of_if_nothing_answers_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, prox: str, ess: str, warned: bool

@@ -88,7 +88,7 @@ def test_what_rounds_away_in_bfloat16_is_kept_in_the_average():
     assert average.dtype == torch.float32 and 1.0 < float(average) < 1.0078125
     assert seen(policy) in (1.0, 1.0078125), "in its pass the model is of bfloat16"
     assert model.trained.dtype == torch.bfloat16 and float(model.trained.detach()) == 1.0078125
-    assert average_bytes([torch.zeros(3, 5)], "ewma") == 60 and average_bytes([torch.zeros(3, 5)], "now") == 0
+    assert average_bytes([torch.zeros(3, 5)], "ewma") == 60 and average_bytes([torch.zeros(3, 5)], "step_start") == 0
 
 
 # In whole steps.
@@ -109,13 +109,13 @@ def test_drawn_measures_from_where_each_token_was_drawn_and_makes_no_pass(
     aged(monkeypatch, older)
     spy, recorder = Spy(), Recorder()
     settings = quiet(tmp_path, **MANY)
-    trainer = make_trainer(settings, loss=spy, correction=made.correction("mis", prox="drawn"), trackers=(recorder,))
+    trainer = make_trainer(settings, loss=spy, correction=made.correction("mis", prox="sampler"), trackers=(recorder,))
     trainer._learner.updates = 10
     trainer._learner.logprobs = pytest.fail
     trainer.fit()
     assert len(spy.batches) == 4
     for batch in spy.batches:
-        assert batch.policy_logprobs is not None and torch.equal(batch.policy_logprobs, batch.sampler_logprobs)
+        assert batch.old_logprobs is not None and torch.equal(batch.old_logprobs, batch.sampler_logprobs)
         assert torch.equal(batch.weights, batch.response_mask.float())
     first = recorder.records[1].metrics
     assert first["mismatch/ratio_mean"] == 1.0
@@ -125,9 +125,9 @@ def test_drawn_measures_from_where_each_token_was_drawn_and_makes_no_pass(
 
 def test_drawn_is_refused_where_tokens_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     aged(monkeypatch, given_then_old)
-    trainer = make_trainer(quiet(tmp_path), correction=made.correction(prox="drawn"))
+    trainer = make_trainer(quiet(tmp_path), correction=made.correction(prox="sampler"))
     trainer._learner.updates = 10
-    with pytest.raises(UserError, match="prox=drawn .* 12 tokens"):
+    with pytest.raises(UserError, match="prox=sampler .* 12 tokens"):
         trainer.fit()
 
 
@@ -137,15 +137,15 @@ def test_the_average_is_what_the_clip_measures_from(tmp_path: Path) -> None:
     recorder = Recorder(lambda record: weights.append(copy.deepcopy(model)))
     correction = made.correction("tis", prox="ewma", prox_window=2)
     make_trainer(quiet(tmp_path, steps=3), model=model, loss=spy, correction=correction, trackers=(recorder,)).fit()
-    assert [batch.policy_logprobs is None for batch in spy.batches] == [True, False, False]
+    assert [batch.old_logprobs is None for batch in spy.batches] == [True, False, False]
     _, once, twice, _ = weights
     average = copy.deepcopy(twice)
     for mean, a, b in zip(average.parameters(), once.parameters(), twice.parameters(), strict=True):
         mean.data = (0.5 * a.data + b.data) / 1.5
     second, third = spy.batches[1:]
-    assert close(second.policy_logprobs, said_by(once, second, 1.0))
-    assert close(third.policy_logprobs, said_by(average, third, 1.0))
-    assert not close(third.policy_logprobs, said_by(twice, third, 1.0))
+    assert close(second.old_logprobs, said_by(once, second, 1.0))
+    assert close(third.old_logprobs, said_by(average, third, 1.0))
+    assert not close(third.old_logprobs, said_by(twice, third, 1.0))
 
 
 @pytest.mark.parametrize("high", [None, 1.0])
@@ -175,4 +175,4 @@ def test_a_run_does_not_go_on_from_another_old_policy(tmp_path: Path) -> None:
     make_trainer(settings, correction=made.correction(prox="ewma")).fit()
     checkpoint = find_checkpoint(tmp_path).path
     with pytest.raises(UserError, match="prox=ewma"):
-        make_trainer(settings, correction=made.correction(prox="drawn"), checkpoint=checkpoint)
+        make_trainer(settings, correction=made.correction(prox="sampler"), checkpoint=checkpoint)

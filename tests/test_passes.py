@@ -111,7 +111,7 @@ def test_an_update_is_the_same_packed_or_padded_and_with_groups_without_an_advan
     """Of four groups two have none; in the third, which has, one row has none. Metrics are of all tokens."""
     batch = make_batch(UNEVEN)
     rows = torch.tensor([0.0] * 4 + [1.0] + [1.5, 0.0, -2.0] + [0.0] * 2)
-    batch = replace(batch, advantages=batch.per_token(rows), policy_logprobs=torch.full(batch.weights.shape, -3.0))
+    batch = replace(batch, advantages=batch.per_token(rows), old_logprobs=torch.full(batch.weights.shape, -3.0))
     found = list[Any]()
     for packs, skips in product((True, False), repeat=2):
         monkeypatch.setattr(forward, "packs_rows", lambda *_, packs=packs: packs)

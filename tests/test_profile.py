@@ -61,7 +61,7 @@ def test_a_plan_reads_no_weights_and_runs_nothing(monkeypatch: pytest.MonkeyPatc
     assert found["measured"] is None
     # Embedding, queries and output, keys and values, the MLP; the rest are vectors.
     numbers = (151_936 + 2 * 2048 + 2 * 256 + 3 * 11_008) * 2048
-    assert "policy_logprobs" in found["predicted"]["phases"], "dropout needs another pass"
+    assert "old_logprobs" in found["predicted"]["phases"], "dropout needs another pass"
     assert found["predicted"]["phases"]["decode"]["held_by"]["weights"] == pytest.approx(4 * numbers, rel=0.002)
     assert found["fit"] == {"room_bytes": 2 * 10**9, "fits": False, "largest_n": found["fit"]["largest_n"]}
 

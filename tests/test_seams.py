@@ -86,18 +86,18 @@ def test_the_old_policy_is_the_learner_until_it_moves_and_then_what_it_was(
     rule = pods.maxvar if m == 2 else downsample.all_rollouts
     parts: dict[str, Any] = dict(correction=correction, downsample=rule, reference=reference)
     make_trainer(settings, model=model, loss=spy, **parts).fit()
-    assert [batch.policy_logprobs is None for batch in spy.batches] == [True, False, False, False]
+    assert [batch.old_logprobs is None for batch in spy.batches] == [True, False, False, False]
     assert close(spy.logprobs[0], said_by(before, spy.batches[0], 0.6))
     for batch, learner in zip(spy.batches[1:], spy.logprobs[1:], strict=True):
-        assert close(batch.policy_logprobs, said_by(before, batch, 0.6))
+        assert close(batch.old_logprobs, said_by(before, batch, 0.6))
         assert close(batch.ref_logprobs, said_by(reference, batch, 0.6))
-        assert not close(batch.policy_logprobs, learner), "and it has moved"
+        assert not close(batch.old_logprobs, learner), "and it has moved"
 
 
 def test_an_update_that_was_skipped_has_not_moved_the_learner_and_is_in_no_mean(tmp_path: Path) -> None:
     spy = Spy(change=infinite_at(lambda call: call == 0))
     make_trainer(quiet(tmp_path / "first", minibatches=3), loss=spy).fit()
-    assert [batch.policy_logprobs is None for batch in spy.batches] == [True, True, False]
+    assert [batch.old_logprobs is None for batch in spy.batches] == [True, True, False]
     recorder, spy = Recorder(), Spy(change=infinite_at(lambda call: call % 2 == 1))  # two in a row would stop the run
     summary = make_trainer(quiet(tmp_path / "then", steps=6), loss=spy, trackers=(recorder,)).fit()
     assert (summary["status"], summary["skipped_updates"], summary["updates"]) == ("completed", 3, 3)
@@ -157,12 +157,12 @@ class Counted:
 
     def __init__(self, inner: Correct) -> None:
         self._inner, self.asked = inner, list[int]()
-        for name in ("needs_policy_logprobs", "rejects", "count_rejected", "prox", "prox_window"):
+        for name in ("needs_old_logprobs", "rejects", "count_rejected", "prox", "prox_window"):
             setattr(self, name, getattr(inner, name))
 
-    def __call__(self, batch: Batch, policy_logprobs: torch.Tensor) -> Verdict:
+    def __call__(self, batch: Batch, old_logprobs: torch.Tensor) -> Verdict:
         self.asked.append(len(batch))
-        return self._inner(batch, policy_logprobs)
+        return self._inner(batch, old_logprobs)
 
 
 @pytest.mark.parametrize(

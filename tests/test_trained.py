@@ -200,5 +200,5 @@ def test_a_minibatch_of_equal_rewards_is_passed_over_and_the_next_one_is_still_o
     summary = make_trainer(settings, loss=spy, advantage=halves).fit()
     assert (summary["updates"], summary["empty_steps"], len(spy.batches)) == (1, 0, 4)
     moved = [float(batch.advantages[0]) for batch in spy.batches].index(1.0)
-    old = [batch.policy_logprobs is None for batch in spy.batches]
+    old = [batch.old_logprobs is None for batch in spy.batches]
     assert old == [place <= moved for place in range(4)]

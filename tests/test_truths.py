@@ -41,7 +41,7 @@ def a_batch() -> Batch:
     made = batch.collate([a_group()])
     made = replace(made, advantages=made.per_token(torch.tensor([1.0, -1.0, 0.5, 0.0])))
     old = made.sampler_logprobs - 0.1 * made.response_mask
-    return dataclasses.replace(made, policy_logprobs=old, ref_logprobs=old.clone())
+    return dataclasses.replace(made, old_logprobs=old, ref_logprobs=old.clone())
 
 
 def contents(value: Any) -> Any:

@@ -80,7 +80,7 @@ def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
 
 
 def _sampling(record: RunRecord | None) -> dict[str, Any]:
-    """Return the settings that the run's rollouts were drawn with, by the names of `transformers` and vLLM."""
+    """Return the settings that the run's rollouts were sampled with, by the names of `transformers` and vLLM."""
     found = {} if record is None else leaves("", dict(record.config))
     names = ("temperature", "top_p", "top_k", "max_new_tokens")
     numbers = {name: one for name in names if isinstance(one := found.get(f"sampling.{name}"), int | float)}

@@ -179,7 +179,7 @@ def _model(model: ModelSettings) -> Iterator[str]:
 
 def _drawn(parts: Factories) -> Iterator[str]:
     """Yield why the sampler cannot stand in for the old policy."""
-    if parts["correction"].settings.get("prox") != "drawn":
+    if parts["correction"].settings.get("prox") != "sampler":
         return
     inner = parts["engine"].settings.get(INNER)
     others = [f"engine.{INNER}={inner}" if inner else parts.named("engine")] * (
@@ -189,9 +189,9 @@ def _drawn(parts: Factories) -> Iterator[str]:
     if parts.fact("collector", "resumes") and not parts.fact("collector", "stops"):
         others.append(parts.named("collector"))
     for other in others:
-        yield f"correction.prox=drawn takes {other} for the old policy, which it is not: use correction.prox=now"
-    if parts["correction"].make().needs_policy_logprobs:
-        yield f"{parts.named('correction')} compares what correction.prox=drawn makes one: use correction.prox=now"
+        yield f"correction.prox=sampler takes {other} for the old policy, which it is not: use prox=step_start"
+    if parts["correction"].make().needs_old_logprobs:
+        yield f"{parts.named('correction')} compares what correction.prox=sampler makes one: use prox=step_start"
 
 
 def _stopping(parts: Factories) -> Iterator[str]:

@@ -297,7 +297,7 @@ class Generation:
         self._unfinished[name] -= 1
         if not self._unfinished[name] and name in self._cache.prompts:
             self._cache.drop_prompt(name)
-        self._tally.generated += rollout.num_drawn
+        self._tally.generated += rollout.num_sampled
         if self._memory is not None:
             self._memory.finish(len(rollout))
         return rollout

@@ -23,5 +23,5 @@ from grpo_cli.types import ScoredGroup
 
 def shortest(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
     """Return the rollouts with the fewest sampled tokens; of equal length the likeliest per token; then any of them."""
-    by = [(rollout.num_drawn, -mean_logprob(rollout) if rollout.num_drawn else 0.0) for rollout in group.rollouts]
+    by = [(rollout.num_sampled, -mean_logprob(rollout) if rollout.num_sampled else 0.0) for rollout in group.rollouts]
     return sorted(rng.permutation(len(by)).tolist(), key=by.__getitem__)[:keep]

@@ -49,7 +49,7 @@ class Echo(Clipped):
         mask = batch.response_mask
         before = batch.running(mask) - mask.int()
         tail = mask & (batch.per_token(batch.sums(mask)) - before <= self.tail)  # the response from this token on
-        old = masked_float(logprobs if batch.policy_logprobs is None else batch.policy_logprobs, mask).detach()
+        old = masked_float(logprobs if batch.old_logprobs is None else batch.old_logprobs, mask).detach()
         certain = batch.sums(old.exp() * tail) / batch.sums(tail).clamp(min=1)
         away = self.clip_low + (self.clip_high - self.clip_low) * torch.sigmoid(self.slope * (1 - certain))
         return batch.per_token(away)

@@ -57,5 +57,5 @@ class Tail(HoldsGroups):
             self._held = (*aside, *(Group(g.prompt, tuple(begun(r.request) for r in g.rollouts)) for g in late))
         step.note("long_step", is_long)
         step.note("set_aside", len(self._held))
-        step.note("tokens_dropped", sum(rollout.num_drawn for group in late for rollout in group.rollouts))
+        step.note("tokens_dropped", sum(rollout.num_sampled for group in late for rollout in group.rollouts))
         return step.score(group for group in groups if group.whole)

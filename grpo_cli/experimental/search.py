@@ -55,7 +55,7 @@ class Searching:
         assert made.keys() == partial.keys(), "each comes back once"
         longest = Counter[str]()
         for key, one in made.items():
-            more, problem = one.num_drawn - partial[key].num_drawn, self._problems[key[0]].id
+            more, problem = one.num_sampled - partial[key].num_sampled, self._problems[key[0]].id
             self.tokens += more
             longest[problem] = max(longest[problem], more)
             made[key] = one if tokens is None else unlimited(one, partial[key])

@@ -20,7 +20,7 @@ def collate(groups: Sequence[Group | ScoredGroup], version: int = 0) -> Batch:
     step.
 
     Every response token is trained on with weight 1 until a correction says otherwise. The NaN of tokens that were not
-    drawn is removed here; that of a drawn token stays, for the correction to refuse.
+    sampled is removed here; that of a sampled token stays, for the correction to refuse.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     prompts: dict[tuple[int, ...], int] = {}
@@ -39,7 +39,7 @@ def collate(groups: Sequence[Group | ScoredGroup], version: int = 0) -> Batch:
         loss_mask=response,
         weights=response.float(),
         sampler_logprobs=logprobs.masked_fill(~response if ages is None else ~response | (ages == GIVEN), 0.0),
-        policy_logprobs=None,
+        old_logprobs=None,
         ref_logprobs=None,
         advantages=torch.zeros(len(response)),
         token_ages=ages,
@@ -65,17 +65,17 @@ def totals(batch: Batch, max_new_tokens: int) -> Totals:
 
 
 def verdict_on(correction: Correction, batch: Batch, old_logprobs: Float[Tensor, "N"]) -> Verdict:
-    """Return a correction's verdict on the drawn tokens of a batch, given the old policy's log-probabilities.
+    """Return a correction's verdict on the sampled tokens of a batch, given the old policy's log-probabilities.
 
     Given tokens get weight 1 where their row is trained on, and stay if any token of the row is left. A row without a
-    drawn token is not subject to the correction.
+    sampled token is not subject to the correction.
     """
     verdict = correction(batch, old_logprobs)
-    drawn = batch.drawn_mask
-    given = batch.response_mask & ~drawn
+    sampled = batch.sampled_mask
+    given = batch.response_mask & ~sampled
     if not given.any():
         return verdict
-    only_given = batch.any(given) & ~batch.any(drawn)
+    only_given = batch.any(given) & ~batch.any(sampled)
     reasons = tuple("" if one else why for why, one in zip(verdict.reasons, only_given.tolist(), strict=True))
     trained = torch.tensor([not why for why in reasons])
     left = batch.any(verdict.mask) | only_given
@@ -126,7 +126,7 @@ def _with(batch: Batch, change: Callable[[str, Tensor], Tensor]) -> Batch:
 
 
 def minibatches(batch: Batch, count: int, rng: np.random.Generator) -> list[Batch]:
-    """Return `count` parts of equal size (to one row), rows drawn at random; fewer parts when there are fewer rows."""
+    """Return `count` parts of equal size (to one row), shuffled; fewer parts when there are fewer rows."""
     if count == 1:
         return [batch]
     order = torch.from_numpy(rng.permutation(len(batch)))

@@ -1,8 +1,8 @@
 """The old policy, from which the clip measures how far the learner has moved: three kinds (`correction.prox`).
 
 The ratio of the learner to the sampler is a product: old policy / sampler, which the correction handles, and learner /
-old policy, which the loss clips. `now` puts the border at the start of the step, `drawn` at the sampler, and
-`ewma` at an average of the weights so far (PPO-EWMA, arXiv 2110.00641). They differ for old rollouts (arXiv
+old policy, which the loss clips. `step_start` puts the border at the start of the step, `sampler` at the sampler,
+and `ewma` at an average of the weights so far (PPO-EWMA, arXiv 2110.00641). They differ for old rollouts (arXiv
 2605.12070)."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GROUP = "correction.prox"
 class OldPolicy:
     """The learner as of the start of the step, of which nothing is kept from step to step."""
 
-    kind: ClassVar[str] = "now"
+    kind: ClassVar[str] = "step_start"
 
     def __init__(self, model: Any, learner: Learner) -> None:
         self._model, self._learner = model, learner
@@ -63,13 +63,13 @@ def old_policy(prox: str, window: float | int, model: Any, learner: Learner) -> 
     """Return the old policy of `correction.prox` and `correction.prox_window`."""
     if prox == "ewma":
         return AveragedPolicy(model, learner, window)
-    return (SamplerPolicy if prox == "drawn" else OldPolicy)(model, learner)
+    return (SamplerPolicy if prox == "sampler" else OldPolicy)(model, learner)
 
 
 def pass_before(prox: str, needed: bool) -> bool:
     """Return whether a step makes a forward pass for the old policy before its updates; `needed`: it does with
-    `now`."""
-    return {"now": needed, "drawn": False, "ewma": True}[prox]
+    `step_start`."""
+    return {"step_start": needed, "sampler": False, "ewma": True}[prox]
 
 
 def average_bytes(weights: Sequence[Tensor], prox: str | None) -> int:
@@ -78,10 +78,10 @@ def average_bytes(weights: Sequence[Tensor], prox: str | None) -> int:
 
 
 class SamplerPolicy(OldPolicy):
-    """The sampler itself, if it is the policy as of when it drew: there is no extra pass, and the clip measures from
-    the policy that drew each token. The ratio that a correction sees is then 1 everywhere."""
+    """The sampler itself, if it is the policy as of when it sampled: there is no extra pass, and the clip measures from
+    the policy that sampled each token. The ratio that a correction sees is then 1 everywhere."""
 
-    kind = "drawn"
+    kind = "sampler"
 
     @property
     def differs(self) -> bool:
@@ -91,8 +91,8 @@ class SamplerPolicy(OldPolicy):
         given = 0 if batch.token_ages is None else int((batch.token_ages == GIVEN).sum())
         if given:
             raise UserError(
-                f"correction.prox=drawn takes the sampler for the old policy, but {given} tokens of the step were "
-                "given and not drawn; use correction.prox=now"
+                f"correction.prox=sampler takes the sampler for the old policy, but {given} tokens of the step were "
+                "given and not sampled; use correction.prox=step_start"
             )
         return batch.sampler_logprobs
 

@@ -1,4 +1,4 @@
-"""The effective number of rollouts in an update when another policy drew them, and the step size it allows."""
+"""The effective number of rollouts in an update when another policy sampled them, and the step size it allows."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def effective_share(batch: Batch, logprobs: Float[Tensor, "N"]) -> float:
     """Return the effective sample size of a whole update as a share of its rollouts, from 1 / B to 1 (VCPO, arXiv
     2602.17616).
 
-    (sum w)^2 / (B * sum w^2), with w the learner's over the sampler's probability of all the drawn tokens of a rollout,
-    not truncated, since this measures the mismatch itself and not what a correction leaves of it. Only rollouts with a
-    drawn token that counts are used; without any it is 1. NaN where a log-probability is NaN.
+    (sum w)^2 / (B * sum w^2), with w the learner's over the sampler's probability of all the sampled tokens of a
+    rollout, not truncated, since this measures the mismatch itself and not what a correction leaves of it. Only
+    rollouts with a sampled token that counts are used; without any it is 1. NaN where a log-probability is NaN.
     """
-    drawn = batch.drawn_mask
-    rows = batch.any(drawn & (batch.weights != 0))
+    sampled = batch.sampled_mask
+    rows = batch.any(sampled & (batch.weights != 0))
     if not rows.any():
         return 1.0
     log_ratio = logprobs.double() - batch.sampler_logprobs.double()
-    of_rows = batch.sums(log_ratio.masked_fill(~drawn, 0.0))[rows]
+    of_rows = batch.sums(log_ratio.masked_fill(~sampled, 0.0))[rows]
     weights = (of_rows - of_rows.max()).exp()  # scaling the weights does not change the share
     share = float(weights.sum() ** 2 / (len(weights) * weights.square().sum()))
     return min(share, 1.0)  # in this order a NaN stays one, for the learner's guard against bad steps

@@ -25,7 +25,7 @@ from grpo_cli.types import ScoredGroup
 
 # The phases of a step in order, none nested in another; `eval` is outside the step. The first two are engine=ray's.
 PHASES = (
-    *("weights", "dealing", "prefill", "decode", "reward", "policy_logprobs", "ref_logprobs"),
+    *("weights", "dealing", "prefill", "decode", "reward", "old_logprobs", "ref_logprobs"),
     *("forward", "backward", "optimizer", "eval"),
 )
 NEVER = -1  # the end-of-sequence token of rollouts of full length: a token that no model produces
@@ -82,7 +82,7 @@ def measure(
         for name, taken in {**times, "time/rest": rest}.items() if number >= 0 else ():
             seconds[name.removeprefix("time/")].append(taken)
     trained = progress.trained_tokens - before.trained_tokens
-    tokens = dict.fromkeys(("policy_logprobs", "ref_logprobs", "forward", "backward"), trained)
+    tokens = dict.fromkeys(("old_logprobs", "ref_logprobs", "forward", "backward"), trained)
     tokens["decode"], highest = progress.generated_tokens - before.generated_tokens, peaks.take()
     if wanted.eval and settings.eval.every > 0:
         with meter.span("eval"), step.learner.autocast():

@@ -116,7 +116,7 @@ def plan(model: ShapeModel, step: StepShape) -> MemoryPlan:
     if step.sampler is not None:
         phases |= _rollouts(model, step, step.sampler, step.rollouts)
     if step.logprobs_of:
-        phases["policy_logprobs"] = _no_gradients(model, step, step.logprobs_of)
+        phases["old_logprobs"] = _no_gradients(model, step, step.logprobs_of)
     if step.reference:
         phases["ref_logprobs"] = _no_gradients(model, step, step.m)
     phases |= _update(model, step)

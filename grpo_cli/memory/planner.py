@@ -58,7 +58,7 @@ class Planner:
 
         built = run.parts.engine_parts({"seed": settings.seed})
         m = settings.m if settings.m < settings.n else rollouts.n
-        before = correction.needs_policy_logprobs or train.epochs * train.minibatches > 1 or model.lora.dropout > 0
+        before = correction.needs_old_logprobs or train.epochs * train.minibatches > 1 or model.lora.dropout > 0
         over_all = correction.rejects and pass_before(correction.prox, True)
         step = StepShape(
             rollouts=rollouts,

@@ -25,7 +25,7 @@ from grpo_cli.support.ranges import OneOf
 from grpo_cli.types import Batch, Verdict
 
 Bound = Annotated[float | int | None, Field(ge=0)]
-Prox = Annotated[str, OneOf(("now", "drawn", "ewma"))]
+Prox = Annotated[str, OneOf(("step_start", "sampler", "ewma"))]
 Window = Annotated[float | int, Field(ge=0)]
 
 
@@ -62,7 +62,7 @@ class Correct:
         )
 
     @property
-    def needs_policy_logprobs(self) -> bool:
+    def needs_old_logprobs(self) -> bool:
         """True if weights or mask depend on xi; if not, measuring it can wait for the learner's own forward pass."""
         return self.importance != "none" or self.rejection != "none" or self._has_band
 
@@ -75,12 +75,12 @@ class Correct:
     def _has_band(self) -> bool:
         return self.mask_low is not None or self.mask_high is not None
 
-    def __call__(self, batch: Batch, policy_logprobs: Float[Tensor, "N"]) -> Verdict:
+    def __call__(self, batch: Batch, old_logprobs: Float[Tensor, "N"]) -> Verdict:
         """Judge all rows at once: batch normalisation and quantiles are over all of them.
 
         A row adds to the policy loss if and only if one of its weights is positive.
         """
-        log_ratio, mask = log_sparsity_ratio(batch, policy_logprobs), batch.drawn_mask
+        log_ratio, mask = log_mismatch_ratio(batch, old_logprobs), batch.sampled_mask
         vetoed = self._vetoed(batch, log_ratio)
         kept = mask & ~batch.per_token(vetoed) & self._in_band(log_ratio)
         weights = self._weights(batch, log_ratio).masked_fill(~kept, 0.0)
@@ -122,9 +122,9 @@ class Correct:
         if self.importance == "none":
             return torch.ones_like(log_ratio)
         if self.importance == "token":
-            weights, counted = bounded_ratio(log_ratio), batch.drawn_mask
+            weights, counted = bounded_ratio(log_ratio), batch.sampled_mask
         else:
-            weights, counted = bounded_ratio(batch.sums(log_ratio)), batch.any(batch.drawn_mask)
+            weights, counted = bounded_ratio(batch.sums(log_ratio)), batch.any(batch.sampled_mask)
         low = -math.inf if self.is_threshold_low is None else self.is_threshold_low
         high = math.inf if self.is_threshold is None else self.is_threshold
         if self.is_mode == "truncate":
@@ -136,10 +136,10 @@ class Correct:
         return weights if self.importance == "token" else batch.per_token(weights)
 
 
-def log_sparsity_ratio(batch: Batch, policy_logprobs: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Return log xi = log(dense old policy / sampler) of each drawn token, float32, 0 elsewhere, without gradient.
-    UserError for a drawn token whose probability is not known."""
-    sampler, mask = batch.sampler_logprobs.detach().float(), batch.drawn_mask
+def log_mismatch_ratio(batch: Batch, old_logprobs: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Return log xi = log(dense old policy / sampler) of each sampled token, float32, 0 elsewhere, without gradient.
+    UserError for a sampled token whose probability is not known."""
+    sampler, mask = batch.sampler_logprobs.detach().float(), batch.sampled_mask
     missing = int((~sampler.isfinite() & mask).sum())
     if missing:
         raise UserError(
@@ -147,7 +147,7 @@ def log_sparsity_ratio(batch: Batch, policy_logprobs: Float[Tensor, "N"]) -> Flo
             "the mismatch cannot be known (recomputed ones would make every xi 1 and hide it): use an engine that "
             "reports the log-probability of each token it samples, such as engine=torch"
         )
-    return (policy_logprobs.detach().float() - sampler).masked_fill(~mask, 0.0)
+    return (old_logprobs.detach().float() - sampler).masked_fill(~mask, 0.0)
 
 
 def mismatch_metrics(
@@ -160,7 +160,7 @@ def mismatch_metrics(
     tokens, that add nothing to the policy loss, whatever took them out. `weight_mean` is over tokens left in the mask.
     One transfer from the device for all of them. With no response token at all there is no mismatch.
     """
-    mask, trained = batch.drawn_mask, weights > 0
+    mask, trained = batch.sampled_mask, weights > 0
     token_log_ratios = log_ratio[mask]
     if not len(token_log_ratios):
         token_log_ratios = log_ratio.new_zeros(1)

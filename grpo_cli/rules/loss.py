@@ -126,9 +126,9 @@ def aggregate(values: Float[Tensor, "N"], batch: Batch, totals: Totals, aggregat
 def log_policy_ratio(logprobs: Float[Tensor, "N"], batch: Batch) -> Float[Tensor, "N"]:
     """log(learner / old policy), 0 outside the loss mask; the learner itself is the old policy until it has moved."""
     learner = masked_float(logprobs, batch.loss_mask)
-    if batch.policy_logprobs is None:
+    if batch.old_logprobs is None:
         return learner - learner.detach()
-    return learner - masked_float(batch.policy_logprobs, batch.loss_mask).detach()
+    return learner - masked_float(batch.old_logprobs, batch.loss_mask).detach()
 
 
 def k3(logprobs: Float[Tensor, "N"], ref_logprobs: Float[Tensor, "N"], mask: Bool[Tensor, "N"]) -> Float[Tensor, "N"]:

@@ -118,7 +118,7 @@ class Jsonl(DialogueTask):
             turns=[self.text(turn) for turn in rollout.turns],
             answer=prompt.answer,
             finished=rollout.finish.complete,
-            length=rollout.num_drawn,
+            length=rollout.num_sampled,
             problem=self._problem(prompt),
         )
 

@@ -207,8 +207,8 @@ class Prompting(Reading):
             text = "".join("\n\n" + self._filled(message) for message in messages)
             return tuple(encode_behind(self.tokenizer, text, turn))
         *_, text = self._around(_TURN, role, len(messages))
-        lead, drawn, rest = text.partition(self.raw_text(turn[-1:])) if turn else ("", "", text)
-        text = rest if drawn and not lead.strip() else text  # the turn has its end already
+        lead, sampled, rest = text.partition(self.raw_text(turn[-1:])) if turn else ("", "", text)
+        text = rest if sampled and not lead.strip() else text  # the turn has its end already
         ids, plain = list(turn), ""
         for i, message in enumerate(messages):
             before, _, text = text.partition(_SAID.format(i))
@@ -232,11 +232,11 @@ class Prompting(Reading):
         if self.tools and self.rendered(asked) == replace(self, tools=()).rendered(asked):
             raise UserError("the chat template does not render tools: use a task.environment with respond(turn)")
         for turn in (_TURN, f"<think>\n{_TURN}\n</think>\n\n{_TURN}"):
-            drawn, kept, _ = self._around(turn, role, 1)
-            if kept != drawn + turn and not keep_reasoning:
+            sampled, kept, _ = self._around(turn, role, 1)
+            if kept != sampled + turn and not keep_reasoning:
                 raise UserError(
-                    f"the chat template rewrites an answered turn of the model: {(drawn + turn)[-90:]!r} becomes "
-                    f"{kept[-90:]!r}. Train on turns as they were drawn: task.keep_reasoning=true"
+                    f"the chat template rewrites an earlier turn of the model: {(sampled + turn)[-90:]!r} becomes "
+                    f"{kept[-90:]!r}. Train on turns as they were sampled: task.keep_reasoning=true"
                 )
 
     def _around(self, turn: str, role: str, count: int) -> tuple[str, str, str]:

@@ -66,7 +66,7 @@ def test_a_reply_whose_end_is_certain_has_a_narrower_clip() -> None:
     """Of the last two tokens: probabilities 1 and 1 give 0.05 + 0.15 sigmoid(0) = 0.125, and 0.5 and 0 give
     0.05 + 0.15 sigmoid(4 * 0.75)."""
     old = torch.tensor([[-3.0, 0.0, 0.0], [-3.0, math.log(0.5), -100.0]])
-    batch = plain_batch([[1, 1, 1]] * 2, policy_logprobs=old)
+    batch = plain_batch([[1, 1, 1]] * 2, old_logprobs=old)
     moved = old + torch.tensor([[0.5, 0.0, 0.0]] * 2)
     output = made.loss("echo", tail=2)(moved.flatten(), batch, Totals(2, 6, 3))
     clips = [0.05 + 0.15 / (1 + math.exp(-x)) for x in (0.0, 3.0)]
@@ -80,7 +80,7 @@ def test_mu_grpo_by_hand():
     does; with A = 1 all do. The third reply begins with 1/3, which is below 1 / 2.9."""
     ratios = torch.tensor([1.0, 3.0, 1.0, 1 / 3])
     logprobs = torch.stack([ratios, ratios, ratios.flip(0)]).log()
-    batch = plain_batch(torch.ones(3, 4), advantages=torch.tensor([-2.0, 1.0, -1.0]), policy_logprobs=torch.zeros(3, 4))
+    batch = plain_batch(torch.ones(3, 4), advantages=torch.tensor([-2.0, 1.0, -1.0]), old_logprobs=torch.zeros(3, 4))
     leaf = logprobs.flatten().requires_grad_()
     output = made.loss("mu_grpo", clip_low=1.0, clip_high=9.0, veto=2.9)(leaf, batch, Totals(3, 12, 4))
     output.loss.backward()

@@ -10,7 +10,7 @@ import numpy as np
 
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import group_rollouts, requests_for, score_all
-from grpo_cli.collect.resuming import begun
+from grpo_cli.collect.resuming import unstarted
 from grpo_cli.interfaces import Engine, Runtime, Search, Task
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import SAMPLES
@@ -47,7 +47,7 @@ def evaluate(
     certain = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
     greedy = requests_for(prompts, 1, certain, seed, "eval-greedy", held_out=True)
     sampled: list[Request] = [] if k < 1 else requests_for(prompts, k, sampling, seed, "eval", held_out=True)
-    rollouts, requests = list[Rollout](), [begun(request) for request in (*greedy, *sampled)]
+    rollouts, requests = list[Rollout](), [unstarted(request) for request in (*greedy, *sampled)]
     for rollout in play(engine, task, requests):
         rollouts.append(rollout)
         count(len(rollouts), len(requests))

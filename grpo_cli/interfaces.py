@@ -67,10 +67,10 @@ class BatchTask(Task, Protocol):
 
 @runtime_checkable
 class KnowsSolutions(Task, Protocol):
-    """A task that knows whole replies which are right, to imitate."""
+    """A task that knows right completions, to imitate."""
 
     def solution(self, prompt: Prompt) -> Sequence[int]:
-        """Return one of them, without an end."""
+        """Return the tokens of a right completion, without the end of its turn."""
 
 
 @runtime_checkable
@@ -91,19 +91,19 @@ class Dialogue(Task, Protocol):
 
     @property
     def turns(self) -> int:
-        """Most turns of the model; with 1 the task is one like any other."""
+        """Return the most turns of the model; with 1 there is no dialogue."""
 
     @property
     def turn_ends(self) -> Sequence[str]:
-        """Strings that end a turn besides `sampling.stop`."""
+        """Return strings that end a turn besides `sampling.stop`."""
 
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
         """Return the environment's messages after these turns, None if the episode is over. Each turn is token ids as
-        they were sampled, with the token or stop string that ended it. The future has an end, be it an error."""
+        they were sampled, with the token or stop string that ended it. The future always completes, if with an error."""
 
     def between(self, turns: Sequence[Sequence[int]], messages: Sequence[str]) -> Sequence[int]:
         """Return the tokens of these messages, from the end of the last turn to the beginning of the next: at least
-        one, and none that was there before."""
+        one."""
 
 
 @runtime_checkable
@@ -129,7 +129,7 @@ class Engine(Protocol):
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
     ) -> Iterator[Rollout]:
         """Yield one rollout per request. `enough` is called once with each that ends, until it returns True: then the
-        others come back with `Finish.PARTIAL` and the tokens that they have."""
+        others come back with `Finish.PARTIAL` and their tokens so far."""
 
     def stats(self) -> EngineStats:
         """Return the cost of the last `generate`; complete once its iterator is exhausted."""
@@ -206,13 +206,13 @@ class StepRollouts(Protocol):
         self, requests: Iterable[tuple[Prompt, int] | Group], *, enough: int | None = None, limit: int | None = None
     ) -> Sequence[Group]:
         """Return the requested groups, with all that the step has of them: so many more rollouts of a problem, or the
-        rest of a group's partial ones. Once `enough` groups are whole, or at `limit` tokens, rollouts stay partial."""
+        rest of a group's partial ones. Rollouts stay partial once `enough` groups are whole, or at `limit` tokens each."""
 
     def score(self, groups: Iterable[Group]) -> list[ScoredGroup]:
         """Return the groups' finished rollouts with their rewards; each is judged once."""
 
     def differs(self, group: ScoredGroup) -> bool:
-        """True if the answers that `train.truncated` leaves to train on are not all as good, whatever format adds."""
+        """True if correctness, without parts for format, differs among the rollouts that `train.truncated` keeps."""
 
     def note(self, figure: str, value: int | float) -> None:
         """Record a number as `collect/<figure>`."""

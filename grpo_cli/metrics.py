@@ -13,9 +13,9 @@ from grpo_cli.types import GIVEN, Batch, Finish, Group, ScoredGroup
 
 # A name in angle brackets stands for one word, or for a number where the name is `k`.
 METRICS: Mapping[str, str] = {
-    "reward/mean": "Mean total reward over all n rollouts of every prompt, before any selection. As all of reward/*, "
-    "group/* and response/* but the figures of what was kept, it is of rollouts made in the step: what was held says "
-    "nothing of the policy as it is, so a step that trains on held groups alone has no such means.",
+    "reward/mean": "Mean total reward over all n rollouts of every prompt, before any selection. Like all of reward/*, "
+    "group/* and response/* without kept, it counts rollouts generated in this step only: a step that trains on stored "
+    "groups alone has none.",
     "reward/std": "Standard deviation of the total reward over all rollouts of the step; exactly 0 if all are equal.",
     "reward/kept_mean": "Mean total reward over the rollouts that were trained on (as rollouts/trained counts them); "
     "selection biases it.",

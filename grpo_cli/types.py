@@ -1,8 +1,8 @@
 """The values that pass through a run; nothing here acts on them.
 
 Each is frozen, and its type says which stage it has reached:
-prompt -> request -> rollout (-> request, for the rest of a partial one) -> group -> scored group (->
-kept scored group) -> batch -> loss -> record.
+prompt -> request -> rollout (-> request, for the rest of a partial one) -> group -> scored group ->
+selection (`select.py`), batch -> update (`learner/learner.py`) -> record.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Request:
     """One rollout to be made. Its tokens are a function of the weights and of this value alone.
 
     `held_out` marks one made to measure: nothing may be learned from it, not even how long such rollouts are.
-    `resumed_tokens` is how many tokens at the prompt's end are the rollout's own, made before: how many more it takes
-    says little of how long rollouts are. The last `turn_tokens` of them belong to a turn that has not ended, and a stop
-    string may have begun there.
+    The last `resumed_tokens` of the prompt are the rollout's own, sampled before, so a length predictor learns nothing
+    from the rest. The last `turn_tokens` of them belong to a turn that has not ended, where a stop string may have
+    begun.
     """
 
     prompt: Prompt
@@ -68,8 +68,8 @@ class Request:
         return not (self.held_out or self.resumed_tokens)
 
 
-# In place of a version, and of the number of updates by which a token is older: nobody sampled it; or it is what the
-# environment answered, and is read but never trained on.
+# In place of a version, and of the number of updates by which a token is older. GIVEN: copied from a demonstration or a
+# prefix, so no policy sampled it. ENVIRONMENT: an observation, which is read but never trained on.
 GIVEN, ENVIRONMENT = -1, -2
 
 
@@ -87,9 +87,9 @@ class Rollout:
     `EOS`.
 
     `sampler_logprobs` has one entry per token: the log-probability under the distribution the token was really sampled
-    from (temperature, truncation and evicted KV entries included), and NaN for a token that was given. `spans` has the
-    weights that sampled each token, and marks those of the environment; an engine marks no more than the latter, with
-    version 0 for what it sampled, and leaves it empty where all is sampled. The step that asked knows the version.
+    from (temperature, truncation and evicted KV entries included), and NaN for a token that no policy sampled. `spans`
+    has the version of the weights that sampled each token, or GIVEN or ENVIRONMENT. An engine marks the environment's
+    tokens only, with version 0 for its own (empty: all are); `collect.resuming` sets the versions.
     """
 
     request: Request
@@ -204,7 +204,7 @@ class ScoredGroup:
 
     @cached_property
     def totals(self) -> np.ndarray:
-        """The total rewards, float64, one per rollout."""
+        """Return the total rewards, float64, one per rollout."""
         totals = np.array([reward.total for reward in self.rewards], dtype=np.float64)
         totals.setflags(write=False)
         return totals
@@ -225,13 +225,13 @@ class ScoredGroup:
 class Batch:
     """Rollouts as prefix trees: each prompt once, and the tokens of all completions one after the other.
 
-    Every field of N speaks of the completions' tokens (the log-probability of a token was predicted from the one
-    before), row after row. Outside `response_mask` are an environment's answers: they are read, and are no response.
-    There fields are zero, and `sampler_logprobs` also where a token was given. `loss_mask` is the part of the response
-    that is trained on (a correction may take tokens away) and `weights` multiplies each token's loss. `old_logprobs
-    is None` means that the learner has not moved since the step began: its own detached log-probabilities are the old
-    policy's. Advantages are 0 until the rows that are trained on are chosen. `token_ages` are the numbers of updates by
-    which tokens are older than the step, `GIVEN` of one that nobody sampled; None: all are of the current weights.
+    Every field of N has a number for each token of the completions (a log-probability is predicted from the token
+    before), row after row. Outside `response_mask`, at an environment's tokens, it is 0; `sampler_logprobs` is also 0
+    at tokens that no policy sampled. `loss_mask` is the part of the response that is trained on (a correction may take
+    tokens away) and `weights` multiplies each token's loss. `old_logprobs is None` means that the learner has not moved
+    since the step began: its own detached log-probabilities are the old policy's. Advantages are 0 until the rows that
+    are trained on are chosen. `token_ages` are the numbers of updates by which tokens are older than the step, `GIVEN`
+    of one that nobody sampled; None: all are of the current weights.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -291,7 +291,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A correction's answer about the rollouts of a batch.
+    """The result of a correction of a batch.
 
     `weights` have no gradient and are 0 where nothing is trained, `mask` holds the tokens left to train on, and
     `reasons` says why a row adds nothing to the policy loss; it is empty for a row that does.

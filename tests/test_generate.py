@@ -29,7 +29,7 @@ from test_turns import played, said
 from torch import Tensor
 from transformers import GenerationConfig
 
-from grpo_cli.collect.resuming import begun, joined, rest_of
+from grpo_cli.collect.resuming import joined, remaining_request, unstarted
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import check
 from grpo_cli.engine.transformers_engine import GenerateEngine
@@ -163,10 +163,10 @@ def test_a_cache_is_counted_as_large_as_it_is_and_slowness_is_said_once() -> Non
 def test_what_is_stopped_goes_on_where_it_was() -> None:
     model, requests = foreign_model("phi"), some_requests(2, 4, tokens=24)
     engine = generating(model, sampler=micro(slots=5))
-    done, left = list[Rollout](), [begun(request) for request in requests]
+    done, left = list[Rollout](), [unstarted(request) for request in requests]
     while left:
         wanted = iter([False] * (len(left) // 3) + [True])
-        asked = [rest_of(one) for one in left]
+        asked = [remaining_request(one) for one in left]
         rests = list(engine.generate(asked, lambda _, wanted=wanted: next(wanted)))
         of = {(request.prompt.id, request.sample): one for request, one in zip(asked, left, strict=True)}
         parts = [joined(of[rest.request.prompt.id, rest.request.sample], rest, 0) for rest in rests]

@@ -21,7 +21,7 @@ from test_stop import engine as reading_engine
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
-from grpo_cli.collect.resuming import GOLDEN, begun, joined, rest_of
+from grpo_cli.collect.resuming import GOLDEN, joined, remaining_request, unstarted
 from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.engine.sampling import uniforms
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
@@ -100,11 +100,11 @@ def engine_of(sampler: str, plan: str) -> TorchEngine:
 def test_a_stopped_rollout_goes_on_as_if_it_had_not_been_stopped(sampler: str, plan: str) -> None:
     engine, requests = engine_of(sampler, plan), some_requests(n=6)
     whole = by_key(list(make_engine(MODEL).generate(requests)))
-    begun_before = {key(begun(r)): begun(r) for r in requests}
+    begun_before = {key(unstarted(r)): unstarted(r) for r in requests}
     rounds = 0
     while left := [rollout for rollout in begun_before.values() if rollout.finish is Finish.PARTIAL]:
         rounds += 1
-        asked = [rest_of(rollout) for rollout in left]
+        asked = [remaining_request(rollout) for rollout in left]
         of = {(r.prompt.id, r.sample): rollout for r, rollout in zip(asked, left, strict=True)}
         made = list(engine.generate(asked, after(min(3, len(asked)))))
         assert {key(rollout) for rollout in made} == of.keys() and len(made) == len(of)
@@ -136,7 +136,7 @@ def test_a_stop_string_that_began_before_the_border_is_found(stop: tuple[str, ..
         made = max(0, length - before)
         whole[key(rollout)] = replace(rollout, token_ids=rollout.token_ids[:length], finish=Finish(finish))
         parts.append(Rollout(request, rollout.token_ids[:made], rollout.sampler_logprobs[:made], Finish.PARTIAL))
-    asked = [rest_of(part) for part in parts]
+    asked = [remaining_request(part) for part in parts]
     of = {(rest.prompt.id, rest.sample): part for rest, part in zip(asked, parts, strict=True)}
     assert sum(rollout.finish is Finish.STOP for rollout in whole.values()) > 1
     for rest in reading_engine().generate(asked):
@@ -150,15 +150,16 @@ def test_a_stop_string_that_began_before_the_border_is_found(stop: tuple[str, ..
 def test_the_rest_is_asked_for_as_a_longer_prompt_with_its_stream_moved_on() -> None:
     request = Request(Prompt("p", (3, 4), "x"), 2, 2**64 - 1, Sampling.plain(10))
     partial = Rollout(request, (7, 8, 9), (-1.0, -2.0, -3.0), Finish.PARTIAL, (Span(4, 3),))
-    rest = rest_of(partial)
+    rest = remaining_request(partial)
     assert rest.prompt.token_ids == (3, 4, 7, 8, 9) and rest.prompt.answer == "x"
     assert (rest.sample, rest.sampling.max_new_tokens, rest.resumed_tokens) == (2, 7, 3)
     assert (uniforms([request.seed], 9)[0, 3:] == uniforms([rest.seed], 6)[0]).all()
     assert first_seed(rest) == request.seed
-    other = rest_of(replace(partial, token_ids=(7, 89), sampler_logprobs=(-1.0, -1.0)))
+    other = remaining_request(replace(partial, token_ids=(7, 89), sampler_logprobs=(-1.0, -1.0)))
     assert rest.prompt.id.startswith("p+") and other.prompt.id != rest.prompt.id
-    assert rest_of(replace(partial, request=replace(request, sample=3))).prompt == rest.prompt, "one text is read once"
-    assert rest_of(begun(request)) is request
+    other = remaining_request(replace(partial, request=replace(request, sample=3)))
+    assert other.prompt == rest.prompt, "one text is read once"
+    assert remaining_request(unstarted(request)) is request
 
 
 def test_a_group_comes_back_from_plain_values_as_it_was() -> None:
@@ -166,7 +167,7 @@ def test_a_group_comes_back_from_plain_values_as_it_was() -> None:
     request = Request(Prompt("p", (3, 4), "x"), 2, 2**64 - 1, sampling)
     turns = (Span(4, 1), Span(ENVIRONMENT, 2), Span(5, 1))
     partial = Rollout(request, (7, 8, 9, 7), (-0.1, 0.0, 0.0, -0.3), Finish.PARTIAL, turns)
-    group = Group(request.prompt, (partial, begun(replace(request, sample=5))))
+    group = Group(request.prompt, (partial, unstarted(replace(request, sample=5))))
     assert from_plain(to_plain(group)) == group and not group.whole
 
 

@@ -17,7 +17,7 @@ from test_resume import cut_off_and_resumed, rows
 
 from grpo_cli.collect import episodes
 from grpo_cli.collect.episodes import play
-from grpo_cli.collect.resuming import begun
+from grpo_cli.collect.resuming import unstarted
 from grpo_cli.config.instantiate import ready
 from grpo_cli.learner.batch import collate, corrected, totals, verdict_on
 from grpo_cli.learner.forward import Padded
@@ -46,7 +46,7 @@ def model() -> Any:
 
 
 def played(engine: Any, talk: Any = None, requests: Any = None, **words: Any) -> dict[Any, Rollout]:
-    found = play(engine, talk or Talk(), [begun(one) for one in requests or some_requests(**REQUESTS)], **words)
+    found = play(engine, talk or Talk(), [unstarted(one) for one in requests or some_requests(**REQUESTS)], **words)
     return {(one.request.prompt.id, one.request.sample): one for one in found}
 
 
@@ -117,7 +117,7 @@ def test_an_episode_that_is_cut_off_goes_on_as_if_it_had_not_been(model, expecte
     for first in range(1, 11, 3):
         engine = make_engine(model, sampler=infinite(slots=5))
         engine = engine if in_place else InRounds(engine)
-        left = [begun(one) for one in some_requests(**REQUESTS)]
+        left = [unstarted(one) for one in some_requests(**REQUESTS)]
         whole = {}
         while left:
             ends = iter(range(1, 99))

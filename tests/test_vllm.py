@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 import grpo_cli.engine.vllm_engine as engine_module
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import requests_for
-from grpo_cli.collect.resuming import begun, joined, rest_of
+from grpo_cli.collect.resuming import joined, remaining_request, unstarted
 from grpo_cli.engine.vllm_engine import VllmEngine
 from grpo_cli.model.load import load_model, load_tokenizer
 from grpo_cli.settings import Sampling
@@ -118,9 +118,9 @@ def test_a_shared_prompt_is_run_once(engine: VllmEngine, model: PreTrainedModel)
 
 def stopped_and_resumed(engine: VllmEngine, requests: Sequence[Request]) -> list[Rollout]:
     """Each to its end, in rounds that stop when a third of what is left has ended."""
-    done, left = list[Rollout](), [begun(request) for request in requests]
+    done, left = list[Rollout](), [unstarted(request) for request in requests]
     while left:
-        asked = [rest_of(rollout) for rollout in left]
+        asked = [remaining_request(rollout) for rollout in left]
         of = {(r.prompt.id, r.sample): rollout for r, rollout in zip(asked, left, strict=True)}
         ended = list[Rollout]()
 

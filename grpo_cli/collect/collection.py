@@ -14,7 +14,7 @@ import numpy as np
 
 from grpo_cli.collect.episodes import Spent, has_turns, play
 from grpo_cli.collect.requests import Goal, check_rewards, check_sampling, score_all, seed_of, with_rewards
-from grpo_cli.collect.resuming import begun, limited, unlimited
+from grpo_cli.collect.resuming import unstarted, with_limit, without_limit
 from grpo_cli.engine.common import together
 from grpo_cli.history import History
 from grpo_cli.interfaces import Collector, Curriculum, Engine, HasMetrics, Task
@@ -126,11 +126,11 @@ class StepCollection:
     def _new(self, prompt: Prompt, first: int, count: int) -> list[Rollout]:
         """Return rollouts without a token yet."""
         seeds = {sample: seed_of(self.seed, self.step, prompt.id, sample) for sample in range(first, first + count)}
-        return [begun(Request(prompt, sample, seed, self.sampling)) for sample, seed in seeds.items()]
+        return [unstarted(Request(prompt, sample, seed, self.sampling)) for sample, seed in seeds.items()]
 
     def _make(self, partial: Sequence[Rollout], goal: Goal | None, limit: int | None) -> None:
         if limit is not None:
-            self._limited, partial = True, [limited(one, limit) for one in partial if len(one) < limit]
+            self._limited, partial = True, [with_limit(one, limit) for one in partial if len(one) < limit]
         if not partial:
             return
         start, tokens = time.perf_counter(), 0
@@ -139,7 +139,7 @@ class StepCollection:
             for done, rollout in enumerate(ended, 1):
                 own, sample = self._rollouts[rollout.request.prompt.id], rollout.request.sample
                 tokens += len(rollout) - len(own[sample])
-                own[sample] = rollout if limit is None else unlimited(rollout, own[sample])
+                own[sample] = rollout if limit is None else without_limit(rollout, own[sample])
                 count(done, len(partial), tokens)
         self.rollout_seconds += time.perf_counter() - start
         self._rounds += 1

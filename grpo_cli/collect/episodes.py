@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from grpo_cli.collect.resuming import answered, joined, rest_of
+from grpo_cli.collect.resuming import joined, remaining_request, with_observation
 from grpo_cli.interfaces import Dialogue, Engine, Task
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
@@ -42,17 +42,17 @@ def play(
     enough: Enough | None = None,
     spent: Spent | None = None,
 ) -> Iterator[Episode]:
-    """Bring partial rollouts (`resuming.begun`: of requests) to their end, in order of finishing. `enough` is asked
-    about each finished one until it returns True; the others then come back partial."""
+    """Yield partial rollouts (`resuming.unstarted`: of requests) once they have ended, in order of finishing. `enough`
+    is called with each until it returns True; the others then come back partial."""
     spent = Spent() if spent is None else spent
     if not has_turns(task):
-        yield from _generated(engine, partial, [rest_of(one) for one in partial], version, enough, spent)
+        yield from _generated(engine, partial, [remaining_request(one) for one in partial], version, enough, spent)
         return
     assert isinstance(task, Dialogue), "it has turns"
     if getattr(engine, "answers_in_place", False):
-        of = {_key(rest_of(one)): one for one in partial}
+        of = {_key(remaining_request(one)): one for one in partial}
         conversation = Conversation(task, lambda rest: joined(of[_key(rest.request)], rest, version), spent)
-        requests = [_ending(rest_of(one), task) for one in partial]
+        requests = [_ending(remaining_request(one), task) for one in partial]
         yield from _generated(engine, partial, requests, version, enough, spent, answers=conversation)
     else:
         yield from _in_rounds(engine, task, partial, version, enough, spent)
@@ -140,7 +140,7 @@ def _in_rounds(
             stopped = reply_to(episode) is None and enough(episode)
             return stopped
 
-        requests = [_one_turn_of(_ending(rest_of(one), task)) for one in left]
+        requests = [_one_turn_of(_ending(remaining_request(one), task)) for one in left]
         turned = []
         for episode in _generated(engine, left, requests, version, enough and stops, spent):
             if episode.finish is Finish.PARTIAL:
@@ -154,7 +154,7 @@ def _in_rounds(
             if reply is None:
                 yield episode
             elif fits(episode, reply):
-                left.append(answered(episode, reply))
+                left.append(with_observation(episode, reply))
             else:
                 yield replace(episode, finish=Finish.LENGTH)
     yield from left

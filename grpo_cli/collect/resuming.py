@@ -18,12 +18,12 @@ from grpo_cli.types import ENVIRONMENT, Finish, Request, Rollout, Span
 GOLDEN = 0x9E3779B97F4A7C15
 
 
-def begun(request: Request) -> Rollout:
+def unstarted(request: Request) -> Rollout:
     """Return a rollout without any tokens yet."""
     return Rollout(request, (), (), Finish.PARTIAL)
 
 
-def rest_of(partial: Rollout) -> Request:
+def remaining_request(partial: Rollout) -> Request:
     """Return the request for the tokens that a partial rollout still lacks.
 
     The longer prompt's id depends on its tokens, since engines compute prompts of the same id once.
@@ -44,14 +44,14 @@ def rest_of(partial: Rollout) -> Request:
     )
 
 
-def limited(partial: Rollout, limit: int) -> Rollout:
+def with_limit(partial: Rollout, limit: int) -> Rollout:
     """Return a partial rollout whose request ends at `limit` tokens; nothing may be learned from its length."""
     sampling = partial.request.sampling
     cut = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, limit))
     return replace(partial, request=replace(partial.request, sampling=cut, held_out=True))
 
 
-def unlimited(made: Rollout, before: Rollout) -> Rollout:
+def without_limit(made: Rollout, before: Rollout) -> Rollout:
     """Return what was made of a limited rollout, under the request that it had before; partial if it met the limit."""
     cut = made.finish is Finish.LENGTH and len(made) < before.request.sampling.max_new_tokens
     return replace(made, request=before.request, finish=Finish.PARTIAL if cut else made.finish)
@@ -69,7 +69,7 @@ def joined(partial: Rollout, rest: Rollout, version: int) -> Rollout:
     )
 
 
-def answered(episode: Rollout, reply: Sequence[int]) -> Rollout:
+def with_observation(episode: Rollout, reply: Sequence[int]) -> Rollout:
     """Return an episode whose turn is over, with its observation: partial, since it continues."""
     return replace(
         episode,

@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from grpo_cli.collect.requests import with_surplus
-from grpo_cli.collect.resuming import begun
+from grpo_cli.collect.resuming import unstarted
 from grpo_cli.collect.stored import HoldsGroups
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.support.errors import UserError
@@ -54,7 +54,7 @@ class Tail(HoldsGroups):
             groups = step.generate(((prompt, step.n) for prompt in picked), enough=step.prompts)
             late = [group for group in groups if not group.whole]
             # From their first token on: the random streams are those that they had.
-            self._held = (*aside, *(Group(g.prompt, tuple(begun(r.request) for r in g.rollouts)) for g in late))
+            self._held = (*aside, *(Group(g.prompt, tuple(unstarted(r.request) for r in g.rollouts)) for g in late))
         step.note("long_step", is_long)
         step.note("set_aside", len(self._held))
         step.note("tokens_dropped", sum(rollout.num_sampled for group in late for rollout in group.rollouts))

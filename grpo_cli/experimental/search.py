@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import requests_for, seed_of
-from grpo_cli.collect.resuming import begun, limited, unlimited
+from grpo_cli.collect.resuming import unstarted, with_limit, without_limit
 from grpo_cli.experimental.reading import last_layer, read
 from grpo_cli.interfaces import Runtime
 from grpo_cli.model.checks import context_of
@@ -39,7 +39,7 @@ class Searching:
         """Return `count` completions to each prompt, without any tokens yet: those that pass@k samples from number
         `first` on. With `contexts` they read these instead, one for each prompt."""
         requests = requests_for(self.prompts, first + count, self._sampling, self._seed, "eval", held_out=True)
-        rows = [begun(request) for request in requests if request.sample >= first]
+        rows = [unstarted(request) for request in requests if request.sample >= first]
         if contexts is not None:
             read = [context for context in contexts for _ in range(count)]
             rows = [replace(row, request=replace(row.request, prompt=p)) for row, p in zip(rows, read, strict=True)]
@@ -50,7 +50,7 @@ class Searching:
         unfinished = [one for row in replies for one in row if one.finish is Finish.PARTIAL]
         partial = {_key(one): one for one in unfinished}
         assert len(partial) == len(unfinished), "a copy has the request, and so the random stream, of its own place"
-        short = [one if tokens is None else limited(one, len(one) + tokens) for one in partial.values()]
+        short = [one if tokens is None else with_limit(one, len(one) + tokens) for one in partial.values()]
         made = {_key(one): one for one in play(self._runtime.engine, self._runtime.task, short)} if short else {}
         assert made.keys() == partial.keys(), "each comes back once"
         longest = Counter[str]()
@@ -58,7 +58,7 @@ class Searching:
             more, problem = one.num_sampled - partial[key].num_sampled, self._problems[key[0]].id
             self.tokens += more
             longest[problem] = max(longest[problem], more)
-            made[key] = one if tokens is None else unlimited(one, partial[key])
+            made[key] = one if tokens is None else without_limit(one, partial[key])
         self.sequential += longest
         return [[made.get(_key(one), one) for one in row] for row in replies]
 

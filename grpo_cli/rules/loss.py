@@ -8,7 +8,7 @@ share of the loss and of each metric, and shares add up. All is computed in floa
 `aggregation` is how tokens are averaged:
   sequence   mean over the tokens of a sequence, then over sequences (GRPO as published; TRL's `grpo`);
   token      mean over all tokens (DAPO): long completions count more;
-  constant   sum over sequences * max_new_tokens (Dr. GRPO, arXiv 2503.20783): no division by the length at all.
+  constant   sum / (sequences x max_new_tokens) (Dr. GRPO, arXiv 2503.20783): no division by the length at all.
 A sequence without a token left to train on adds nothing; the divisors of `sequence` and `constant` still count it.
 """
 

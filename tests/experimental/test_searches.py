@@ -18,7 +18,7 @@ from words import rollout_of
 
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import requests_for
-from grpo_cli.collect.resuming import begun
+from grpo_cli.collect.resuming import unstarted
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.prepare import check
 from grpo_cli.evaluate import search_with
@@ -123,7 +123,7 @@ def test_the_part_of_a_tree_that_goes_on_is_the_best_of_all_choices() -> None:
 def test_one_particle_is_plain_sampling_to_the_bit() -> None:
     engine, prompts = make_engine(small_model()), problems(3)
     asked = requests_for(prompts, 1, Sampling.plain(12), 0, "eval", held_out=True)  # as pass@k asks
-    plain = {one.request.prompt.id: one for one in play(engine, ARITHMETIC, [begun(request) for request in asked])}
+    plain = {one.request.prompt.id: one for one in play(engine, ARITHMETIC, [unstarted(request) for request in asked])}
     found = answers(search("particle", particles=1, every=3), engine, prompts)
     assert found == [plain[prompt.id] for prompt in prompts]
 

@@ -99,7 +99,7 @@ class Dialogue(Task, Protocol):
 
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
         """Return the environment's messages after these turns, None if the episode is over. Each turn is token ids as
-        they were sampled, with the token or stop string that ended it. The future always completes, if with an error."""
+        they were sampled, with the token or stop string that ended it. The future always ends."""
 
     def between(self, turns: Sequence[Sequence[int]], messages: Sequence[str]) -> Sequence[int]:
         """Return the tokens of these messages, from the end of the last turn to the beginning of the next: at least
@@ -206,7 +206,7 @@ class StepRollouts(Protocol):
         self, requests: Iterable[tuple[Prompt, int] | Group], *, enough: int | None = None, limit: int | None = None
     ) -> Sequence[Group]:
         """Return the requested groups, with all that the step has of them: so many more rollouts of a problem, or the
-        rest of a group's partial ones. Rollouts stay partial once `enough` groups are whole, or at `limit` tokens each."""
+        rest of a group's partial ones. They stay partial once `enough` groups are whole, or at `limit` tokens each."""
 
     def score(self, groups: Iterable[Group]) -> list[ScoredGroup]:
         """Return the groups' finished rollouts with their rewards; each is judged once."""

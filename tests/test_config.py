@@ -150,7 +150,7 @@ REFUSED = {
     "train.warmup=sft train.steps=20": "train.warmup_steps=20",
     "collector=partial sparsity=snapkv": "sparsity=snapkv",
     "collector=partial engine=ray": "engine=ray",
-    "correction=tis correction.prox=sampler": "correction.prox=step_start",
+    "correction=tis correction.prox=sampler": "prox=step_start",
     "correction.prox=sampler sparsity=snapkv": "sparsity=snapkv",
     "correction.prox=sampler engine=vllm": "engine=vllm",
     "sampling.top_k=50": "sampling.top_k=50",

@@ -116,7 +116,7 @@ def test_a_run_records_and_keeps_what_it_does_without(tmp_path: Path, monkeypatc
     for now, lazy in zip(ran[0][1:], ran[1][1:], strict=True):
         assert now.keys() == lazy.keys() and all(torch.equal(now[key], lazy[key]) for key in now)
     found = [json.loads(line) for line in (tmp_path / "lazy" / "metrics.jsonl").read_text().splitlines()]
-    assert "time/checkpoint_write" in found[2], "the first was joined when the second was saved"
+    assert any("time/checkpoint_write" in row for row in found), "the first was written before the last row"
 
 
 def test_kill_9_while_one_is_written_leaves_the_one_before(tmp_path: Path) -> None:

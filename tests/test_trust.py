@@ -123,5 +123,5 @@ def test_adapters_of_a_stranger_import_nothing(here: Path, odd: dict[str, Any]) 
     (here / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, **odd}))
     (here / "adapter_model.safetensors").touch()
     settings = model_of("tiny", adapter=".")
-    with pytest.raises(UserError, match=r"model\.adapter=\. holds unsupported adapters"):
+    with pytest.raises(UserError, match=r"model\.adapter=\.: only LoRA is supported"):
         with_adapters(None, settings)

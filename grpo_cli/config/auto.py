@@ -50,7 +50,7 @@ def _recipe(part: Any) -> Mapping[str, Any]:
 
 
 def decided(settings: Settings, say: Callable[[str], None], fast: bool | None = None) -> Settings:
-    """Return the settings with precisions decided; `say` gets what `auto` became.
+    """Return the settings with precisions decided; `say` gets what `auto` became, and a warning of a slow choice.
 
     `fast`: True if the device is faster in bfloat16 than in float32; None: find out."""
     from grpo_cli.support.processor import fast_in_bfloat16  # loads torch
@@ -61,6 +61,8 @@ def decided(settings: Settings, say: Callable[[str], None], fast: bool | None = 
     if names:
         chosen = ", ".join(f"model.{name}=auto is {getattr(model, name)}" for name in names)
         say(f"{chosen}: bfloat16 is {'faster' if fast else 'slower'} than float32 here")
+    elif not fast and "bfloat16" in (model.dtype, model.autocast):
+        say("bfloat16 is slower than float32 here: model.dtype=float32 model.autocast=none is faster")
     return replace(settings, model=model)
 
 

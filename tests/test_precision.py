@@ -76,6 +76,6 @@ def test_a_run_goes_on_as_it_began_on_a_machine_that_would_choose_otherwise(
     on(True, "train", "resume=run", "train.steps=2")
     record = read_record(Path("run"))
     assert record is not None and (record.config["model"]["dtype"], record.config["model"]["autocast"]) == FLOAT32
-    assert record.about["changed"] == ["train.steps=1 is 2"]
+    assert record.about["changed"] == ["train.steps=2 (was 1)"]
     assert "auto" not in on(True, "eval", "checkpoint=run", "eval.problems=1", "hydra.run.dir=seen")
     assert json.loads(Path("seen/run.json").read_text())["config"]["model"]["autocast"] == "none"

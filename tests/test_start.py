@@ -64,19 +64,19 @@ def test_what_a_resumed_run_is_asked_anew_is_said_and_recorded(run: Path) -> Non
     assert begun is not None and begun.config["train"]["steps"] == 2
     result = grpo("train", "resume=R", "train.steps=3")
     assert result.exit_code == 0, result.output
-    assert "changed since this run was started: train.steps=2 is 3\n" in result.stderr
+    assert "changed since the run began: train.steps=3 (was 2)\n" in result.stderr
     for words in (("resume=R",), (*begun.overrides, "hydra.run.dir=R", "resume=here")):
         assert grpo("train", *words).stdout.endswith("has done its 3 steps; train.steps=... asks for more\n")
     later = record.read_record(run)
     assert later is not None and later.config["train"]["steps"] == 3
-    assert later.about["changed"] == ["train.steps=2 is 3"]
+    assert later.about["changed"] == ["train.steps=3 (was 2)"]
 
 
 def test_the_choice_of_another_part_is_named_and_so_is_one_of_ones_own(run: Path) -> None:
     Path("mine.py").write_text("from grpo_cli.methods.pods import *\n")
     result = grpo("train", "resume=R", "loss=dapo", "downsample._target_=mine.maxvar")
     assert result.exit_code == 0, result.output
-    assert "changed since this run was started: loss=grpo is dapo\n" in result.stderr
+    assert "changed since the run began: loss=dapo (was grpo)\n" in result.stderr
     assert "downsample._target_=grpo_cli.methods.pods.maxvar is mine.maxvar\n" in result.stderr
     assert "loss._target_" not in result.stderr
 

@@ -112,13 +112,13 @@ def _taken(folder: Path, before: RunRecord | None) -> UserError:
 
 
 def _go_on(folder: Path, before: RunRecord, record: RunRecord) -> None:
-    """Record the settings of a resumed run if they have changed, and print those that exist in both and differ."""
+    """Record the settings of a resumed run if they have changed, and print those that are in both and differ."""
     if dict(before.config) == record.config:
         return
     then, now = ({**one.choices, **leaves("", one.config)} for one in (before, record))
     changed = list(before.about.get("changed", ()))
     for key in [key for key in then if key in now and then[key] != now[key]]:
         if not (key.endswith("_target_") and is_ours(then[key]) and is_ours(now[key])):
-            changed.append(f"{key}={plain(shown(then[key]))} is {plain(shown(now[key]))}")
-            to_stderr(f"changed since this run was started: {changed[-1]}")
+            changed.append(f"{key}={plain(shown(now[key]))} (was {plain(shown(then[key]))})")
+            to_stderr(f"changed since the run began: {changed[-1]}")
     write_record(folder, replace(record, about={**record.about, "changed": changed}))

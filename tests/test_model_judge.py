@@ -113,6 +113,7 @@ def test_a_fence_and_a_thought_around_it_are_no_harm(server: Server) -> None:
     for content in (
         ' ```\r\n\n{"score":\n 0.5}\n\n \t``` \n',
         '<think>\n{"score": 1}\n</think>\n\n{"score": 0.5}',
+        '<think>It wrote </think>{"score": 1}, so</think>{"score": 0.5}',
         '```json\n{"score": 0.5}' + "\n \n" * 50_000 + "```",
     ):
         server.answer = lambda question, content=content: content
@@ -174,12 +175,13 @@ def test_a_key_goes_to_the_server_and_nowhere_else(
     monkeypatch.setenv("JUDGE_KEY", "very-secret-word")
     lines = list[str]()
     judge = judge_of(server, tmp_path, lines, key="JUDGE_KEY")
-    server.answer = lambda question: (400, "the key very-secret-word is wrong")
-    judge(completions("a"))
-    assert [found["Authorization"] for found in server.headers] == ["Bearer very-secret-word"] * 2
+    for answer in ((400, "the key very-secret-word is wrong"), "I was called with very-secret-word"):
+        server.answer = lambda question, answer=answer: answer
+        judge(completions("a"))
+        assert "secret" not in lines[-1] and "<hidden>" in lines[-1]
+    assert [found["Authorization"] for found in server.headers] == ["Bearer very-secret-word"] * 3
     server.answer = by_length
     judge(completions("a"))
-    assert "secret" not in lines[0] and "<hidden>" in lines[0]
     assert all("secret" not in file.read_text() for file in tmp_path.iterdir())
 
 

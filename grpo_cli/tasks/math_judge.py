@@ -15,6 +15,7 @@ from grpo_cli.tasks.judges import Completion, Judge
 from grpo_cli.tasks.workers import Workers
 
 _REMEMBERED = 50_000  # comparisons, before all are forgotten: completions repeat within a step and between steps
+_DIFFERENT = "different"  # the one verdict that is no part
 _Pair = tuple[str, str]  # a gold answer and an expression
 
 
@@ -41,19 +42,15 @@ class MathJudge(Judge):
         found = [final_expression(completion.reply) for completion in completions]
         pairs = [(one.answer, it.expression) if it else None for one, it in zip(completions, found, strict=True)]
         self._compare([pair for pair in dict.fromkeys(pairs) if pair])
-        verdicts = ["" if pair is None else self._known[pair] for pair in pairs]
-        return [
-            {
-                "correct": float(verdict == "equal"),
-                "correct_strict": float(verdict == "equal" and it is not None and it.marked),
-                "over_limit": float(verdict == "limit"),
-                "incomparable": float(verdict == "incomparable"),
-            }
-            for verdict, it in zip(verdicts, found, strict=True)
-        ]
+        judged = []
+        for pair, it in zip(pairs, found, strict=True):
+            verdict = self._known[pair] if pair else _DIFFERENT
+            parts = {part: float(verdict == part) for part in ("correct", "over_limit", "incomparable")}
+            judged.append(parts | {"correct_strict": parts["correct"] if it and it.marked else 0.0})
+        return judged
 
     def _compare(self, pairs: Sequence[_Pair]) -> None:
-        """Note whether each pair is equal, different, over a limit or incomparable."""
+        """Note which part each pair counts for."""
         if len(self._known) > _REMEMBERED:
             self._known.clear()
         left: dict[_Pair, dict[str, str]] = {}
@@ -61,12 +58,14 @@ class MathJudge(Judge):
             if pair not in self._known:
                 verdict = compare_written(*pair)
                 if isinstance(verdict, bool):
-                    self._known[pair] = "equal" if verdict else "different"
+                    self._known[pair] = "correct" if verdict else _DIFFERENT
                 else:
                     left[pair] = {"gold": verdict[0], "answer": verdict[1]}
         for pair, reply in zip(left, self._workers.ask([*left.values()]), strict=True):
-            equal = {True: "equal", False: "different", None: "incomparable"}[reply.get("equal")]
-            self._known[pair] = "limit" if "limit" in reply else equal
+            if "equal" in reply:
+                self._known[pair] = "correct" if reply["equal"] else _DIFFERENT
+            else:
+                self._known[pair] = "over_limit" if "limit" in reply else "incomparable"
 
     def close(self) -> None:
         """End the workers; they end by themselves with this object."""

@@ -199,4 +199,4 @@ class ReasoningGym(DialogueTask):
             listed = ", ".join(sorted(names))
             raise UserError(f"reasoning-gym has no task.name={task}{closest(task, names)}; it has {listed}")
         if reply:
-            raise UserError(f"{task} does not accept task.config: {reply.get('refused', reply)}")
+            raise UserError(f"{task} does not accept task.config: {reply.get('incomparable', reply)}")

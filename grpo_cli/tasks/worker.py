@@ -2,9 +2,9 @@
 and scores answers to them.
 
 It runs as a script, so that it can be killed, and imports nothing of this package. Messages on its pipe are JSON
-objects; a reply may have `limit` (out of memory or depth), or `incomparable` or `died` with the reason. Only the LaTeX
-grammar is used: math-verify's other reader hands text to a parser that evaluates it. What math-verify calls equal has
-to have equal values too: it rounds, drops the left side of an equation, and takes (1,2) for {1,2}.
+objects; a reply may have `limit` (out of memory or depth), or `incomparable` with the reason. Only the LaTeX grammar is
+used: math-verify's other reader hands text to a parser that evaluates it. What math-verify calls equal has to have
+equal values too: it rounds, drops the left side of an equation, and takes (1,2) for {1,2}.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import resource
 import sys
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from random import Random
@@ -22,45 +23,34 @@ from typing import Any
 
 BLOCK = 500  # problems of one data set of reasoning-gym, which makes all of some at once
 MEMORY = 4 * 2**30  # bytes of address space
+Handler = Callable[[Any], dict[str, Any]]
 LIBRARIES = ("latex2sympy2_extended", "math_verify", "mpmath", "sympy")
 
 
-def serve(prepare: Callable[[], Callable[[Any], dict[str, Any]]], seconds: float, pipe: Connection) -> None:
-    """Answer with what `prepare` makes until the pipe is closed. `seconds` is what one question may take by the asker's
+def serve(prepare: Callable[[], Handler], seconds: float, pipe: Connection) -> None:
+    """Reply with what `prepare` makes until the pipe is closed. `seconds` is what one question may take by the asker's
     clock."""
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, MEMORY)
     try:
-        answer, reply = prepare(), {"ready": True}
+        answer = prepare()
+    except Exception as error:
+        pipe.send_bytes(json.dumps({"died": f"{type(error).__name__}: {error}"[:300]}).encode())
+        raise
+    reply: dict[str, Any] = {"ready": True}
+    with suppress(EOFError, ConnectionError):
         while True:
             pipe.send_bytes(json.dumps(reply).encode())
             question = json.loads(pipe.recv_bytes())
             # the system ends us where the asker is gone and cannot
             used = resource.getrusage(resource.RUSAGE_SELF)
             _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + seconds) + 3)
-            reply = answer(question)
-    except (EOFError, ConnectionError):
-        return
-    except Exception as error:
-        pipe.send_bytes(json.dumps({"died": f"{type(error).__name__}: {error}"[:300]}).encode())
-        raise
-
-
-def comparisons() -> Callable[[Any], dict[str, Any]]:
-    """Return what answers whether `gold` and `answer` are `equal`."""
-    _compared("x+1", "1+x")  # the first comparison loads a grammar: not on a question's time
-    # The libraries' caches would keep huge numbers until a small question has no memory left; sympy's own
-    # `clear_cache` does not know all of them.
-    found = (it for it in gc.get_objects() if isinstance(it, type(_gold)))
-    caches = [cache for cache in found if cache.__module__.partition(".")[0] in LIBRARIES]
-
-    def answer(question: Any) -> dict[str, Any]:
-        reply = _compared(question["gold"], question["answer"])
-        for cache in caches:
-            cache.cache_clear()
-        return reply
-
-    return answer
+            try:
+                reply = answer(question)
+            except (MemoryError, RecursionError) as error:
+                reply = {"limit": type(error).__name__}
+            except Exception as error:  # libraries raise many kinds, at text that a model wrote and at a wrong config
+                reply = {"incomparable": f"{type(error).__name__}: {error}"[:300]}
 
 
 def _limit(what: int, most: int) -> None:
@@ -68,24 +58,30 @@ def _limit(what: int, most: int) -> None:
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def _compared(gold: str, answer: str) -> dict[str, Any]:
+def comparisons() -> Handler:
+    """Return what answers whether `gold` and `answer` are `equal`."""
     from math_verify import verify
 
-    try:
+    def equal(gold: str, answer: str) -> bool:
         one, other = _gold(gold), _parsed(answer)
-        read = one is not None and other is not None
-        equal = read and verify(one, other, timeout_seconds=None, raise_on_error=True)
-        equal = equal and _alike(one, other)
-    except (MemoryError, RecursionError) as error:
-        return {"limit": type(error).__name__}
-    except Exception as error:  # arithmetic on things that do not go together raises many kinds
-        return {"incomparable": f"{type(error).__name__}: {error}"[:200]}
-    return {"equal": bool(equal)}
+        if one is None or other is None or not verify(one, other, timeout_seconds=None, raise_on_error=True):
+            return False
+        return _alike(one, other)
 
+    equal("x+1", "1+x")  # the first comparison loads a grammar: not on a question's time
+    # The libraries' caches would keep huge numbers until a small question has no memory left; sympy's own
+    # `clear_cache` does not know all of them.
+    found = (it for it in gc.get_objects() if isinstance(it, type(_gold)))
+    caches = [cache for cache in found if cache.__module__.partition(".")[0] in LIBRARIES]
 
-@lru_cache(maxsize=16)  # the replies to one question come one after the other
-def _gold(text: str) -> Any:
-    return _parsed(text)
+    def answer(question: Any) -> dict[str, Any]:
+        try:
+            return {"equal": equal(question["gold"], question["answer"])}
+        finally:
+            for cache in caches:
+                cache.cache_clear()
+
+    return answer
 
 
 def _parsed(text: str) -> Any:
@@ -108,6 +104,9 @@ def _parsed(text: str) -> Any:
         raise
     except Exception:  # the grammar raises just this, and what it stumbles over, for text that is no expression
         return None
+
+
+_gold = lru_cache(maxsize=16)(_parsed)  # the replies to one question come one after the other
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -161,7 +160,7 @@ def _at(expression: Any, place: int) -> Any:
     return expression.doit().evalf(40, subs=values)
 
 
-def problems() -> Callable[[Any], dict[str, Any]]:
+def problems() -> Handler:
     """Return what answers with reasoning-gym: `check` tests a task's config, `index` makes a problem, and with `reply`
     (null: none) scores it. Only scorers that do not execute a reply get one (`REFUSED`)."""
     import reasoning_gym
@@ -176,30 +175,20 @@ def problems() -> Callable[[Any], dict[str, Any]]:
     def entry(task: str, config: str, seed: str, place: int) -> Any:
         return dataset(task, config, seed)[place]
 
-    def checked(task: str, config: dict[str, Any]) -> dict[str, Any]:
-        if task not in DATASETS:
-            return {"names": sorted(DATASETS)}
-        try:
-            dataset(task, json.dumps(config), "tried")
-        except Exception as error:  # a library's: assertions, and what wrong names and types end in
-            return {"refused": f"{type(error).__name__}: {error}"[:300]}
-        return {}
-
     def answer(asked: Any) -> dict[str, Any]:
+        config = json.dumps(asked["config"])
         if "check" in asked:
-            return checked(asked["check"], asked["config"])
+            if asked["check"] not in DATASETS:
+                return {"names": sorted(DATASETS)}
+            dataset(asked["check"], config, "tried")
+            return {}
         block, place = divmod(asked["index"], BLOCK)
-        which = (asked["task"], json.dumps(asked["config"]), f"{asked['seed']}/{block}")
+        which = (asked["task"], config, f"{asked['seed']}/{block}")
         found = entry(*which, place)
-        if "reply" not in asked:
-            oracle = found["answer"]
-            return {"question": str(found["question"]), "answer": "" if oracle is None else str(oracle)}
-        try:
+        if "reply" in asked:
             return {"score": float(dataset(*which).score_answer(asked["reply"], found))}
-        except (MemoryError, RecursionError) as error:
-            return {"limit": type(error).__name__}
-        except Exception as error:  # no scorer is meant to raise, and many do
-            return {"incomparable": f"{type(error).__name__}: {error}"[:200]}
+        oracle = found["answer"]
+        return {"question": str(found["question"]), "answer": "" if oracle is None else str(oracle)}
 
     return answer
 

@@ -13,10 +13,8 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -34,24 +32,19 @@ Reply = dict[str, Any]
 
 
 class Worker:
-    """One process, which is started by the first question."""
+    """A process, which a question starts if it is not there."""
 
-    def __init__(self, command: Sequence[str], seconds: float) -> None:
-        self._command, self._seconds = command, seconds
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection
 
-    def ask(self, question: Question) -> Reply:
+    def ask(self, question: Question, seconds: float) -> Reply:
         """Return its reply; `limit` if its time ran out, `died` with the reason if it ended. Raise UserError if it
         does not start."""
         if self._process is None or self._process.poll() is not None:
             self._start()
-        with suppress(ConnectionError):  # it has ended, and so will its replies
-            self._pipe.send_bytes(json.dumps(question).encode())
-        reply = self._reply(self._seconds)
-        if reply == LATE or "died" in reply:
-            self.end()
-        return reply
+        return self._reply(seconds, question)
 
     def kill(self) -> None:
         if self._process is not None:
@@ -80,17 +73,20 @@ class Worker:
                 env={**os.environ, **_ENVIRONMENT},
             )
         reply = self._reply(START_SECONDS)
-        if not reply.get("ready"):
-            self.end()
+        if "ready" not in reply:
             raise UserError(f"the task's worker process did not start: {reply.get('died', 'it took too long')}")
 
-    def _reply(self, seconds: float) -> Reply:
+    def _reply(self, seconds: float, question: Question | None = None) -> Reply:
         assert self._process is not None
         try:
-            return json.loads(self._pipe.recv_bytes()) if self._pipe.poll(seconds) else LATE
+            if question is not None:
+                self._pipe.send_bytes(json.dumps(question).encode())
+            reply = json.loads(self._pipe.recv_bytes()) if self._pipe.poll(seconds) else LATE
         except (EOFError, ConnectionError):
-            code = self._process.wait(timeout=10)
-            return {"died": f"signal {-code}" if code < 0 else f"exit code {code}"}
+            reply = {"died": f"exit code {self._process.wait(timeout=10)}"}
+        if reply == LATE or "died" in reply:
+            self.end()
+        return reply
 
 
 class Workers:
@@ -99,30 +95,26 @@ class Workers:
     def __init__(self, kind: str, count: int, seconds: float) -> None:
         # -P: nothing is imported from the folder of the script
         command = [sys.executable, "-P", str(SCRIPT), kind, str(seconds)]
-        self._workers = [Worker(command, seconds) for _ in range(count)]
+        self._workers, self._seconds = [Worker(command) for _ in range(count)], seconds
+        self._free = [*self._workers]  # the last one that replied is the next to ask, so no more start than are needed
         weakref.finalize(self, _end_own, self._workers, os.getpid())
 
     def ask(self, questions: Sequence[Question]) -> list[Reply]:
         """Return the reply to each question; see `Worker.ask`."""
-        asked = self._workers[: len(questions)]
-        free: SimpleQueue[Worker] = SimpleQueue()
-        for worker in asked:
-            free.put(worker)
-
-        def reply(question: Question) -> Reply:
-            worker = free.get()
+        with ThreadPoolExecutor(len(self._workers)) as threads:
             try:
-                return worker.ask(question)
-            finally:
-                free.put(worker)
-
-        with ThreadPoolExecutor(max(1, len(asked))) as threads:
-            try:
-                return list(threads.map(reply, questions))
+                return list(threads.map(self._reply, questions))
             except BaseException:
-                for worker in asked:
+                for worker in self._workers:
                     worker.kill()  # the threads are waited for
                 raise
+
+    def _reply(self, question: Question) -> Reply:
+        worker = self._free.pop()
+        try:
+            return worker.ask(question, self._seconds)
+        finally:
+            self._free.append(worker)
 
     def close(self) -> None:
         """End all workers; the next question starts new ones."""

@@ -161,13 +161,8 @@ def parts_of(
 ) -> Parts:
     """Build the parts of a trainer."""
     settings, rules, train = run.settings, run.rules, run.settings.train
-    offered = {
-        "prompts": runtime.task.prompts("train"),
-        "per_step": train.prompts,
-        "steps": train.steps,
-        "n": settings.n,
-    }
-    offered |= {"seed": settings.seed, "history": runtime.history}
+    offered = {"prompts": runtime.task.prompts("train"), "per_step": train.prompts, "steps": train.steps}
+    offered |= {"n": settings.n, "seed": settings.seed, "history": runtime.history}
     curriculum = run.parts["curriculum"].make(offered)
     reference: Any = None
     warmup: Warmup | None = None
@@ -215,8 +210,7 @@ def evaluate_model(run: Prepared[EvalRunSettings]) -> EvalResult:
         summary = {"status": "completed", "checkpoint": settings.checkpoint, "model": settings.model.path}
         summary |= {"k": settings.eval.k, "split": settings.eval.split, "seconds": seconds, **result.metrics}
         summary["problems"] = len({example.prompt_id for example in result.examples})
-        summary["engine/kv_peak_bytes"] = float(stats.kv_peak_bytes)
-        summary |= {name: value for name, value in stats.details.items() if name.startswith("engine/kv_saving")}
+        summary |= {"engine/kv_peak_bytes": float(stats.kv_peak_bytes), **stats.details}
         summary |= {"engine": runtime.engine.facts(), "code": code_version()}
         write_summary(Path(settings.run_dir), summary)
     finally:

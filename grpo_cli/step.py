@@ -23,7 +23,7 @@ from grpo_cli.runs import layout
 from grpo_cli.select import CUT_OFF, Selection, batch_advantages, batch_rows, cut_off, finalised, row_weights, select
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.memory import peak_bytes, reserved_bytes
+from grpo_cli.support.memory import peak_metrics
 from grpo_cli.tracking.examples import examples
 from grpo_cli.tracking.progress import Progress, TrainedStep, step_metrics, warmup_metrics
 from grpo_cli.types import Batch, Record, ScoredGroup, Verdict
@@ -63,9 +63,7 @@ class Step:
         progress.train_seconds += time.perf_counter() - start
         stats, record = rollouts.stats, self._settings.record
         metrics = step_metrics(progress, finished, stats, trained) | rollouts.metrics() | observed
-        metrics["prompts/distinct"] = float(len(self._runtime.history))
-        metrics["memory/peak_bytes"] = float(peak_bytes(self._runtime.device))
-        metrics |= reserved_bytes(self._runtime.device)
+        metrics |= {"prompts/distinct": float(len(self._runtime.history)), **peak_metrics(self._runtime.device)}
         if stats.generated_tokens:
             metrics["speed/tokens_per_second"] = stats.generated_tokens / rollouts.rollout_seconds
         rows = examples(self._runtime.task, finished, trained.selected, record.rollouts, record.tokens)
@@ -162,8 +160,7 @@ class Step:
 
     def _batch_of(self, selected: Sequence[Selection], everything: Batch) -> Batch:
         """Return the selected rows, with advantages and each token's weight before a correction."""
-        batch = rows_of(everything, batch_rows(selected))
-        batch = replace(batch, advantages=batch_advantages(selected))
+        batch = replace(rows_of(everything, batch_rows(selected)), advantages=batch_advantages(selected))
         if self._settings.train.count_by == "prompt":
             batch = replace(batch, weights=batch.weights * batch.per_token(row_weights(selected)))
         return batch
@@ -204,9 +201,9 @@ class Step:
         """Report a faulty update and keep its batch; UserError after too many of them in a row."""
         progress.skipped_updates += 1
         progress.bad_in_a_row += 1
-        folder, name = Path(self._settings.run_dir) / layout.BAD_BATCHES, layout.step_folder(step + 1)
+        folder = Path(self._settings.run_dir) / layout.BAD_BATCHES
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{name}_{progress.skipped_updates}.pt"
+        path = folder / f"{layout.step_folder(step + 1)}_{progress.skipped_updates}.pt"
         torch.save({name: value for name, value in vars(batch).items() if value is not None}, path)
         self._parts.warn(f"step {step + 1}: {fault}; the update was skipped and its batch is in {path}")
         if progress.bad_in_a_row >= self._settings.train.max_bad_updates:

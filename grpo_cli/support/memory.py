@@ -140,9 +140,11 @@ def start_peak(device: torch.device) -> None:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def reserved_bytes(device: torch.device) -> dict[str, int]:
-    """Return the peak bytes reserved by a GPU's allocator, by the metric's name; nothing for a CPU."""
-    return {"memory/reserved_peak_bytes": torch.cuda.max_memory_reserved(device)} if device.type == "cuda" else {}
+def peak_metrics(device: torch.device) -> dict[str, float]:
+    """Return the peak bytes so far, and of a GPU those that its allocator reserved, as metrics."""
+    peaks = {"memory/peak_bytes": float(peak_bytes(device))}
+    reserved = device.type == "cuda" and torch.cuda.max_memory_reserved(device)
+    return peaks | ({"memory/reserved_peak_bytes": float(reserved)} if reserved else {})
 
 
 # CUDA's own memory of each process, which PyTorch does not count: context, kernels, libraries. An allowance: it is 0.3

@@ -81,42 +81,42 @@ def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
 
 def _sampling(record: RunRecord | None) -> dict[str, Any]:
     """Return the settings that the run's rollouts were sampled with, by the names of `transformers` and vLLM."""
-    found = {} if record is None else leaves("", dict(record.config))
+    given = None if record is None else record.config.get("sampling")
     names = ("temperature", "top_p", "top_k", "max_new_tokens")
-    numbers = {name: one for name in names if isinstance(one := found.get(f"sampling.{name}"), int | float)}
-    return {"do_sample": True, **numbers} if numbers else {}
+    if not isinstance(given, Mapping):
+        return {}
+    return {"do_sample": True} | {name: given[name] for name in names if isinstance(given.get(name), int | float)}
 
 
 def _measured(record: RunRecord, checkpoint: Path) -> dict[str, str]:
     """Return what the run's records state until the exported step."""
     folder, step = checkpoint.parent.parent, step_of(checkpoint.name)
-    rows = [row for row in read_rows(folder / METRICS)[0] if GREEDY in row and (step is None or row["step"] <= step)]
-    accuracy = {
-        row["step"]: f"{row[GREEDY]:.3f} at step {row['step']:.0f} (95 % interval {certainty(row)} problems)"
-        for row in rows
-    }
-    before, after = accuracy.pop(0, "not measured"), [*accuracy.values()] or ["not measured"]
+    facts = {"steps": str(step), "accuracy before": "not measured", "accuracy after": "not measured"}
+    for row in read_rows(folder / METRICS)[0]:
+        if GREEDY in row and (step is None or row["step"] <= step):
+            accuracy = f"{row[GREEDY]:.3f} at step {row['step']:.0f} (95 % interval {certainty(row)} problems)"
+            facts["accuracy after" if row["step"] else "accuracy before"] = accuracy
     code = record.about.get("code")
     versions = ", ".join(f"{name} {value}" for name, value in code.items()) if isinstance(code, Mapping) else "unknown"
-    facts = {"steps": str(step), "accuracy before": before, "accuracy after": after[-1]}
     return facts | {"seed": shown(record.config.get("seed")), "versions": versions}
 
 
 def _card(name: str, facts: Mapping[str, str], record: RunRecord | None) -> str:
     """Return the card in Markdown: a table of facts, and the recipe as it is typed."""
     rows = [f"| {key} | {plain(value).replace('|', '&#124;')} |" for key, value in facts.items()]
-    lines = [f"# {plain(name)}", "", "Trained with GRPO by grpo-cli.", "", "| | |", "|---|---|", *rows]
-    recipe = [] if record is None else [f"    {word}" for word in _recipe(record)]
-    return "\n".join([*lines, "", "## Recipe", "", "What was typed, and what `auto` came to:", "", *recipe, ""])
+    lines = [f"# {plain(name)}", "", "Trained with GRPO by grpo-cli.", "", "| | |", "|---|---|", *rows, ""]
+    if record is not None:
+        lines += ["## Recipe", "", "What was typed, and what `auto` came to:", "", *_recipe(record), ""]
+    return "\n".join(lines)
 
 
 def _recipe(record: RunRecord) -> Iterator[str]:
-    """Yield a run's settings as typed, without secrets; of a place on this machine only the name."""
+    """Yield a run's settings as typed, in lines of code without secrets; of a place on this machine only the name."""
     words = [word for word in record.overrides if not key_of(word).startswith(_OF_THE_MACHINE)]
     if value_of("optim.lr", words) is None:
         words.append(f"optim.lr={leaves('', dict(record.config)).get('optim.lr')}")
     for key, _, value in (word.partition("=") for word in arguments_without_secrets(words)):
-        yield plain(f"{key}={value.rpartition('/')[2] if value.startswith(('/', '~')) else value}")
+        yield "    " + plain(f"{key}={value.rpartition('/')[2] if value.startswith(('/', '~')) else value}")
 
 
 def _name_of(path: str) -> str:

@@ -13,7 +13,7 @@ from grpo_cli.config.overrides import key_of, leaves, value_of
 from grpo_cli.config.recorded import weights_in
 from grpo_cli.model.adapters import base_of, has_adapters
 from grpo_cli.model.export import check_repository, is_export, licence_of, upload, write_card, write_model
-from grpo_cli.model.load import DTYPES, TINY, at_checkpoint
+from grpo_cli.model.load import DTYPES, at_checkpoint
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.read import read_rows
 from grpo_cli.runs.files import folder_written_atomically
@@ -55,7 +55,9 @@ def export(
         with folder_written_atomically(home) as written:
             write_model(at, checkpoint, written, merge, _sampling(record), lambda tokenizer: turn_end(tokenizer)[1])
             licence = None if settings.random_init else licence_of(settings.path)
-            facts = {"base": _name_of(settings.path), "its licence": licence or "unknown: its files do not tell"}
+            near = Path(settings.path).expanduser()
+            name = near.resolve().name if near.is_dir() else settings.path  # without the folders of this machine
+            facts = {"base": name, "its licence": licence or "unknown: its files do not tell"}
             facts |= {"weights": settings.dtype + (", adapters merged" if merge else "")}
             facts |= {} if record is None else _measured(record, checkpoint)
             write_card(written, settings.path, licence, _card(repo or folder.name, facts, record))
@@ -117,10 +119,3 @@ def _recipe(record: RunRecord) -> Iterator[str]:
         words.append(f"optim.lr={leaves('', dict(record.config)).get('optim.lr')}")
     for key, _, value in (word.partition("=") for word in arguments_without_secrets(words)):
         yield "    " + plain(f"{key}={value.rpartition('/')[2] if value.startswith(('/', '~')) else value}")
-
-
-def _name_of(path: str) -> str:
-    """Return the base as others may know it, without the folders of this machine."""
-    if path == TINY:
-        return "tiny, the model embedded in grpo-cli"
-    return plain(Path(path).expanduser().resolve().name if Path(path).expanduser().is_dir() else path)

@@ -97,7 +97,7 @@ def merge_adapters(model: Any) -> Any:
             if hasattr(shared, "get_base_layer"):  # it has adapters
                 layer = shared.get_base_layer()
                 layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
-        with explained(f"these adapters cannot be merged into {name}", ": leave --merge out"):
+        with explained(f"these adapters cannot be merged into {name}", "; leave --merge out"):
             found = model.merge_and_unload()
         head, embeddings = found.get_output_embeddings(), found.get_input_embeddings()
         if head is not None and not torch.equal(head.weight, embeddings.weight):

@@ -77,7 +77,7 @@ def explained(what: str, instead: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(text_of(error).split())[:400] or 'no reason given'}"
-        raise UserError(f"{what} ({reason}){instead}") from error
+        raise UserError(f"{what}: {reason}{instead}") from error
 
 
 def text_of(error: BaseException) -> str:

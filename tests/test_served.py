@@ -24,13 +24,14 @@ from grpo_cli.types import Finish, Request
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
-def test_weights_are_those_of_a_saved_folder_with_adapters_added_to_what_they_adapt():
+@pytest.mark.parametrize("dora", [False, True])
+def test_weights_are_those_of_a_saved_folder_with_adapters_added_to_what_they_adapt(dora: bool):
     model = small_model()
     found, saved = dict(merged_weights(model)), model.state_dict()
     assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
     assert not any(weight.requires_grad for weight in found.values())
     peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, use_dora=dora, target_modules=["q_proj", "down_proj"]))
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter)

@@ -13,7 +13,7 @@ from grpo_cli.config.overrides import key_of, leaves, value_of
 from grpo_cli.config.recorded import weights_in
 from grpo_cli.model.adapters import base_of, has_adapters
 from grpo_cli.model.export import check_repository, is_export, licence_of, upload, write_card, write_model
-from grpo_cli.model.load import DTYPES, TINY, at_checkpoint
+from grpo_cli.model.load import DTYPES, at_checkpoint
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.read import read_rows
 from grpo_cli.runs.files import folder_written_atomically
@@ -55,7 +55,9 @@ def export(
         with folder_written_atomically(home) as written:
             write_model(at, checkpoint, written, merge, _sampling(record), lambda tokenizer: turn_end(tokenizer)[1])
             licence = None if settings.random_init else licence_of(settings.path)
-            facts = {"base": _name_of(settings.path), "its licence": licence or "unknown: its files do not tell"}
+            near = Path(settings.path).expanduser()
+            name = near.resolve().name if near.is_dir() else settings.path  # without the folders of this machine
+            facts = {"base": name, "its licence": licence or "unknown: its files do not tell"}
             facts |= {"weights": settings.dtype + (", adapters merged" if merge else "")}
             facts |= {} if record is None else _measured(record, checkpoint)
             write_card(written, settings.path, licence, _card(repo or folder.name, facts, record))
@@ -81,46 +83,39 @@ def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
 
 def _sampling(record: RunRecord | None) -> dict[str, Any]:
     """Return the settings that the run's rollouts were sampled with, by the names of `transformers` and vLLM."""
-    found = {} if record is None else leaves("", dict(record.config))
+    given = None if record is None else record.config.get("sampling")
     names = ("temperature", "top_p", "top_k", "max_new_tokens")
-    numbers = {name: one for name in names if isinstance(one := found.get(f"sampling.{name}"), int | float)}
-    return {"do_sample": True, **numbers} if numbers else {}
+    if not isinstance(given, Mapping):
+        return {}
+    return {"do_sample": True} | {name: given[name] for name in names if isinstance(given.get(name), int | float)}
 
 
 def _measured(record: RunRecord, checkpoint: Path) -> dict[str, str]:
     """Return what the run's records state until the exported step."""
     folder, step = checkpoint.parent.parent, step_of(checkpoint.name)
-    rows = [row for row in read_rows(folder / METRICS)[0] if GREEDY in row and (step is None or row["step"] <= step)]
-    accuracy = {
-        row["step"]: f"{row[GREEDY]:.3f} at step {row['step']:.0f} (95 % interval {certainty(row)} problems)"
-        for row in rows
-    }
-    before, after = accuracy.pop(0, "not measured"), [*accuracy.values()] or ["not measured"]
+    facts = {"steps": str(step), "accuracy before": "not measured", "accuracy after": "not measured"}
+    for row in read_rows(folder / METRICS)[0]:
+        if GREEDY in row and (step is None or row["step"] <= step):
+            accuracy = f"{row[GREEDY]:.3f} at step {row['step']:.0f} (95 % interval {certainty(row)} problems)"
+            facts["accuracy after" if row["step"] else "accuracy before"] = accuracy
     code = record.about.get("code")
     versions = ", ".join(f"{name} {value}" for name, value in code.items()) if isinstance(code, Mapping) else "unknown"
-    facts = {"steps": str(step), "accuracy before": before, "accuracy after": after[-1]}
     return facts | {"seed": shown(record.config.get("seed")), "versions": versions}
 
 
 def _card(name: str, facts: Mapping[str, str], record: RunRecord | None) -> str:
     """Return the card in Markdown: a table of facts, and the recipe as it is typed."""
     rows = [f"| {key} | {plain(value).replace('|', '&#124;')} |" for key, value in facts.items()]
-    lines = [f"# {plain(name)}", "", "Trained with GRPO by grpo-cli.", "", "| | |", "|---|---|", *rows]
-    recipe = [] if record is None else [f"    {word}" for word in _recipe(record)]
-    return "\n".join([*lines, "", "## Recipe", "", "What was typed, and what `auto` came to:", "", *recipe, ""])
+    lines = [f"# {plain(name)}", "", "Trained with GRPO by grpo-cli.", "", "| | |", "|---|---|", *rows, ""]
+    if record is not None:
+        lines += ["## Recipe", "", "What was typed, and what `auto` came to:", "", *_recipe(record), ""]
+    return "\n".join(lines)
 
 
 def _recipe(record: RunRecord) -> Iterator[str]:
-    """Yield a run's settings as typed, without secrets; of a place on this machine only the name."""
+    """Yield a run's settings as typed, in lines of code without secrets; of a place on this machine only the name."""
     words = [word for word in record.overrides if not key_of(word).startswith(_OF_THE_MACHINE)]
     if value_of("optim.lr", words) is None:
         words.append(f"optim.lr={leaves('', dict(record.config)).get('optim.lr')}")
     for key, _, value in (word.partition("=") for word in arguments_without_secrets(words)):
-        yield plain(f"{key}={value.rpartition('/')[2] if value.startswith(('/', '~')) else value}")
-
-
-def _name_of(path: str) -> str:
-    """Return the base as others may know it, without the folders of this machine."""
-    if path == TINY:
-        return "tiny, the model embedded in grpo-cli"
-    return plain(Path(path).expanduser().resolve().name if Path(path).expanduser().is_dir() else path)
+        yield "    " + plain(f"{key}={value.rpartition('/')[2] if value.startswith(('/', '~')) else value}")

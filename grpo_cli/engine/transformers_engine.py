@@ -26,8 +26,8 @@ from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.serving import Serving, ServingEngine
 from grpo_cli.interfaces import facts
-from grpo_cli.model.anatomy import backbone, can_pack, device_of, head, unwrapped
-from grpo_cli.model.checks import context_of, vocabulary_of
+from grpo_cli.model.anatomy import backbone, can_pack, head, unwrapped
+from grpo_cli.model.checks import context_of
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Request
 
@@ -76,7 +76,7 @@ class GenerateEngine(ServingEngine):
     def _round(self, serving: Serving, sequences: Seq[Sequence]) -> None:
         """Call the model's `generate` once. A row that has ended is computed on until all have, and its further tokens
         are dropped."""
-        settings, device = [sequence.request.sampling for sequence in sequences], device_of(self._parts.model)
+        settings, device = [sequence.request.sampling for sequence in sequences], self._parts.model.device
         most, by = max(sequence.limit for sequence in sequences), drawing_of(settings, device)
         uniform = torch.from_numpy(uniforms([sequence.request.seed for sequence in sequences], most)).to(device)
         steps = iter(range(most))
@@ -112,7 +112,7 @@ def generate(
 ) -> int:
     """Have the model read the prompts, padded on the left, and continue them by what `sample` makes of logits
     [rows, vocabulary], until it is `over` or has made `most` tokens. Returns the bytes of its cache."""
-    width, device, inner = max(map(len, prompts)), device_of(model), unwrapped(model)
+    width, device, inner = max(map(len, prompts)), model.device, unwrapped(model)
     ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
 
@@ -165,8 +165,8 @@ def may_be_padded(model: Any, pad: int) -> bool:
     """Try a model of an unknown family on a few tokens, since no list of families is ever complete: True if prompts may
     be padded on the left. UserError for a model whose rollouts or updates would be those of another one."""
     name, rounding = type(unwrapped(model)).__name__, _ROUNDING[unwrapped(model).dtype]
-    tokens = [(pad + 1 + i) % vocabulary_of(model) for i in range(_LONG + _MADE)]
-    ids, seen = torch.tensor([tokens], device=device_of(model)), list[Tensor]()
+    tokens = [(pad + 1 + i) % model.config.get_text_config().vocab_size for i in range(_LONG + _MADE)]
+    ids, seen = torch.tensor([tokens], device=model.device), list[Tensor]()
 
     def given(logits: Tensor) -> Tensor:
         seen.append(logits.clone())

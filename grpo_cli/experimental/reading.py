@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from grpo_cli.interfaces import Runtime
 from grpo_cli.learner.batch import collate, rows_of
 from grpo_cli.learner.forward import padded, padded_parts
-from grpo_cli.model.anatomy import backbone, device_of, head, unwrapped
+from grpo_cli.model.anatomy import backbone, head, unwrapped
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch, Group, Rollout
 
@@ -91,7 +91,7 @@ def read(
 
 def _pass(model: Any, part: Batch, layer: int | None, last: int) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "B F"]]:
     """Return the last hidden states, and the features."""
-    device, ids = device_of(model), padded(part)
+    device, ids = model.device, padded(part)
     with _pooled(model, layer, _ends(part, last, ids.shape[1]).to(device)) as found:
         states = backbone(model)(input_ids=ids.to(device), use_cache=False).last_hidden_state
     return states, found[0]

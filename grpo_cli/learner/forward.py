@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_cli.learner.logprobs import chosen_logprobs
-from grpo_cli.model.anatomy import backbone, can_pack, device_of
+from grpo_cli.model.anatomy import backbone, can_pack
 from grpo_cli.model.checkpointing import last_states
 from grpo_cli.model.packed import packed_hidden
 from grpo_cli.model.transfer import send
@@ -57,7 +57,7 @@ class Forward(ABC):
     def logprobs(self, model: Any, part: Batch, entropies: Float[Tensor, "M"] | None = None) -> Float[Tensor, "N"]:
         """Compute log p(token | tokens before) of a part that is on the host, 0 outside the response, on the model's
         device. `chosen_logprobs` writes to `entropies` those of the response's tokens."""
-        device, (places,) = device_of(model), part.response_mask.nonzero(as_tuple=True)
+        device, (places,) = model.device, part.response_mask.nonzero(as_tuple=True)
         states = self.states(model, part)
         labels, at = send(device, part.token_ids[places].numpy(), places.numpy())
         chosen = chosen_logprobs(model, states, labels, self.temperature, self.chunk, entropies=entropies)
@@ -72,7 +72,7 @@ def make_forward(
         raise UserError(
             "train.micro_batch_tokens=auto is decided by the command line, before anything is built: give a number"
         )
-    words, device = (train.micro_batch_tokens, train.logprob_chunk, temperature), device_of(model)
+    words, device = (train.micro_batch_tokens, train.logprob_chunk, temperature), model.device
     if not packs_rows(settings, device, can_pack(model)):
         return Padded(*words)
     if not train.native or device.type != "cpu":
@@ -100,7 +100,7 @@ class Padded(Forward):
     def states(self, model: Any, part: Batch) -> Float[Tensor, "M H"]:
         rows = part.per_token(torch.arange(len(part)))[part.response_mask]
         tables = padded(part), rows, part.positions[part.response_mask] - 1
-        ids, rows, columns = send(device_of(model), *(table.numpy() for table in tables))
+        ids, rows, columns = send(model.device, *(table.numpy() for table in tables))
         return last_states(model, input_ids=ids)[rows, columns]
 
 
@@ -165,7 +165,7 @@ class PackedTrees(Forward):
     def states(self, model: Any, part: Batch) -> Float[Tensor, "M H"]:
         ids, trees, predicting = pack(part)
         tables = ids, predicting[part.response_mask]
-        run, at = send(device_of(model), *(table.numpy() for table in tables))
+        run, at = send(model.device, *(table.numpy() for table in tables))
         # A prompt's last state predicts several tokens, whose gradients are added up; with several threads the backward
         # pass of plain indexing does so in an order that differs from run to run.
         return packed_hidden(model, run, trees, self.native is True).index_select(0, at)

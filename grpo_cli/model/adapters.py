@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.settings import LoraSettings, ModelSettings
-from grpo_cli.support.errors import UserError, closest
+from grpo_cli.support.errors import UserError, closest, explained
 from grpo_cli.support.extras import require
 
 CONFIG = "adapter_config.json"
@@ -40,8 +40,9 @@ def checkpoint_settings(folder: Path, without_files: bool, on_its_base: bool = F
     found: dict[str, Any] = {"adapter" if has_adapters(folder) else "path": str(folder), "random_init": False}
     if has_adapters(folder) and (on_its_base or (folder / BASE).is_dir()):
         found["path"] = base_of(folder)
-    ends = {"eos_tokens": ()} if without_files else {}  # others would be of a tokenizer that was not loaded
-    return found | ends
+    if without_files:
+        found["eos_tokens"] = ()  # others would be of a tokenizer that was not loaded
+    return found
 
 
 def with_adapters(model: Any, settings: ModelSettings) -> Any:
@@ -79,12 +80,8 @@ def _with_saved(model: Any, place: str, lora: LoraSettings) -> Any:
     for name, key in (("rank", "r"), ("dora", "use_dora"), ("rslora", "use_rslora")):
         if (wanted := getattr(lora, name)) and saved.get(key) != wanted:
             raise UserError(f"model.adapter={place} was saved with {key}={saved.get(key)}: leave model.lora.{name} out")
-    try:
-        with _quiet() as peft:
-            return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
-    except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
-        reason = f"{type(error).__name__}: {' '.join(line.strip() for line in str(error).splitlines()[:2])}"
-        raise UserError(f"model.adapter={place} cannot be loaded onto {type(model).__name__} ({reason})") from error
+    with _quiet() as peft, explained(f"model.adapter={place} cannot be loaded onto {type(model).__name__}"):
+        return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
 
 
 def merge_adapters(model: Any) -> Any:
@@ -93,19 +90,15 @@ def merge_adapters(model: Any) -> Any:
     import torch
 
     base, name = model.get_base_model(), type(model.get_base_model()).__name__
-    # No special tokens, and fewer than any vocabulary has.
     ids = torch.arange(3, 3 + min(12, base.config.get_text_config().vocab_size - 3))[None]
     with torch.no_grad(), _quiet():
         expected = model(input_ids=ids).logits.float()
-        held = [weight for module in base.modules() for weight in module.parameters(recurse=False)]
-        for layer in [module.get_base_layer() for module in base.modules() if hasattr(module, "get_base_layer")]:
-            for key, weight in list(layer.named_parameters(recurse=False)):
-                if sum(weight is other for other in held) > 1:
-                    setattr(layer, key, torch.nn.Parameter(weight.detach().clone(), requires_grad=False))
-        try:
+        for shared in (base.get_input_embeddings(), base.get_output_embeddings()):
+            if hasattr(shared, "get_base_layer"):  # it has adapters
+                layer = shared.get_base_layer()
+                layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+        with explained(f"these adapters cannot be merged into {name}", "; leave --merge out"):
             found = model.merge_and_unload()
-        except (ValueError, TypeError, NotImplementedError, RuntimeError, AttributeError) as error:
-            raise UserError(f"these adapters cannot be merged into {name} ({error}): leave --merge out") from error
         head, embeddings = found.get_output_embeddings(), found.get_input_embeddings()
         if head is not None and not torch.equal(head.weight, embeddings.weight):
             for config in (found.config, found.config.get_text_config()):
@@ -117,10 +110,8 @@ def merge_adapters(model: Any) -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    try:
+    with explained(f"{folder / CONFIG} cannot be read"):
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / CONFIG} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise UserError(f"{folder / CONFIG} is not an adapter's config")
     return found

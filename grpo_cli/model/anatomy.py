@@ -7,6 +7,7 @@ itself, asked for what it makes of states that its backbone has given.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,12 +90,6 @@ class _States(tuple[Tensor]):
         return self[0] if name == "last_hidden_state" else None
 
 
-def device_of(model: Any) -> torch.device:
-    """Return the device that it computes on."""
-    place: torch.device = next(model.parameters()).device
-    return place
-
-
 def has_dropout(model: Any) -> bool:
     """Return whether it has active dropout, so that train mode differs from eval mode."""
     return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
@@ -104,27 +99,16 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight, without gradient and with adapters merged, by its name in the model's saved folder.
 
     Weights without adapters are the model's own tensors, not copies; a merged one exists only while it is the current
-    one. Tied weights are yielded under each of their names. UserError for an adapted layer whose weights are packed
-    (quantised): they cannot be merged.
+    one. Tied weights are yielded under each of their names. UserError for adapters on quantised weights.
     """
     inner = unwrapped(model)
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         path, adapted, rest = name.partition(".base_layer")
+        if adapted and not parameter.is_floating_point():
+            raise UserError(f"engine=vllm cannot merge adapters into quantised weights: load {path} unquantised")
         if adapted and rest == ".weight":
-            yield path + rest, _with_adapters(parameter.detach(), inner.get_submodule(path), path)
+            layer = deepcopy(inner.get_submodule(path))
+            layer.merge()
+            yield path + rest, layer.get_base_layer().weight.detach()
         elif ".lora_" not in name:
             yield path + rest, parameter.detach()
-
-
-@torch.no_grad()
-def _with_adapters(weight: Tensor, layer: Any, path: str) -> Tensor:
-    if not weight.is_floating_point():
-        raise UserError(
-            f"the weights of {path} are quantised, and its adapters cannot be merged into them for engine=vllm: load "
-            "the model unquantised, or use engine=torch"
-        )
-    total = weight
-    for adapter in layer.active_adapters:
-        delta = layer.get_delta_weight(adapter)
-        total = total.to(torch.promote_types(total.dtype, delta.dtype)) + delta
-    return total.to(weight.dtype)

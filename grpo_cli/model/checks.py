@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.extras import require
 
 # The causal models that the torch engine can run, by model type.
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+ARCHITECTURES = {kind: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind in ("llama", "mistral", "qwen2", "qwen3")}
 
 
 def architecture_of(config: Mapping[str, Any], any_family: bool = False) -> str:
@@ -32,8 +26,8 @@ def architecture_of(config: Mapping[str, Any], any_family: bool = False) -> str:
     name = str((config.get("architectures") or [causal])[0])
     if not any_family and name not in ARCHITECTURES.values():
         raise UserError(
-            f"the architecture {name} is not supported; supported are {', '.join(ARCHITECTURES.values())}; for other "
-            "causal models use engine=generate, which is slow"
+            f"the architecture {name} is not supported, only {', '.join(ARCHITECTURES.values())}; for other causal "
+            "models use engine=generate, which is slow"
         )
     if any_family and causal == model_type and "auto_map" not in config:
         raise UserError(f"the architecture {name} ({model_type}) is no causal language model that transformers knows")
@@ -42,13 +36,10 @@ def architecture_of(config: Mapping[str, Any], any_family: bool = False) -> str:
 
 def check_stored(config: Mapping[str, Any], source: Path | str) -> None:
     """Refuse a config.json of quantised weights, which are neither trained nor merged into."""
-    names = ("quantization_config", "compression_config", "quantization")  # of transformers, older ones, MLX
-    if stored := next(filter(None, map(config.get, names)), None):
-        kind = stored.get("quant_method", "MLX") if isinstance(stored, Mapping) else stored
-        raise UserError(
-            f"{source} is stored quantised ({kind}): name the model that it was made from (model.path, or --base of an "
-            "export); model.quantize=4bit quantises that as it is loaded"
-        )
+    for key in ("quantization_config", "compression_config", "quantization"):  # of transformers, older ones, MLX
+        if config.get(key):
+            made_from = "name the model that it was made from (model.path, or --base of an export)"
+            raise UserError(f"{source} is stored quantised ({key} in its config.json): {made_from}")
 
 
 def context_of(config: PreTrainedConfig) -> int:
@@ -87,21 +78,15 @@ def check_config(config: PreTrainedConfig, any_family: bool = False) -> None:
 @torch.no_grad()
 def check_weights(model: Any, settings: ModelSettings) -> None:
     """Refuse weights that are not finite. Quantised ones are not read."""
-    weights = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
-    if not math.isfinite(torch.nn.utils.get_total_norm(weights.values())):
-        for name in (name for name, weight in weights.items() if not weight.isfinite().all()):
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and not weight.norm().isfinite():
             where = f"model.adapter={settings.adapter}" if ".lora_" in name else f"model.path={settings.path}"
             raise UserError(f"{where}: {name} has numbers that are not finite: use an earlier checkpoint, or a copy")
 
 
-def vocabulary_of(model: Any) -> int:
-    """Return the number of tokens that the model has embeddings for."""
-    return int(model.config.get_text_config().vocab_size)
-
-
 def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Refuse a tokenizer with tokens that the model has no embedding for."""
-    largest, size = max(tokenizer.get_vocab().values(), default=-1), vocabulary_of(model)
+    largest, size = max(tokenizer.get_vocab().values(), default=-1), model.config.get_text_config().vocab_size
     if largest >= size:
         raise UserError(
             f"model.path={path}: the tokenizer has token ids up to {largest}, but the model has only {size} embeddings "

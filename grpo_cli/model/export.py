@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.utils import validate_repo_id
 from transformers import GenerationConfig
 
-from grpo_cli.model.adapters import BASE, has_adapters, merge_adapters, read_config
+from grpo_cli.model.adapters import BASE, has_adapters, merge_adapters
 from grpo_cli.model.load import (
     DTYPES,
-    HUB_SECONDS,
     TINY,
     eos_token_ids,
     load_model,
@@ -26,10 +25,11 @@ from grpo_cli.model.load import (
     source_of,
 )
 from grpo_cli.settings import ModelSettings
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.errors import UserError, explained
 from grpo_cli.support.formatting import plain
 
 CARD, TAG = "README.md", "grpo-cli"  # an export is known by this tag of its card
+_SECONDS = 10.0  # to wait for the hub
 
 
 def write_model(
@@ -69,10 +69,11 @@ def licence_of(path: str) -> str | None:
     """Return the licence that the card of a base (a folder or a hub id) names, if any."""
     try:
         source = source_of(path)
-        card = HfApi().model_info(source, timeout=HUB_SECONDS).card_data if isinstance(source, str) else _card(source)
+        card = HfApi().model_info(source, timeout=_SECONDS).card_data if isinstance(source, str) else _card(source)
+        licence = card.get("license") if card is not None else None
     except Exception:  # a base that is gone, a file, or the hub's client, which raises those of httpx or of httpx2
         return None
-    return None if card is None or card.get("license") is None else plain(card.get("license"))
+    return None if licence is None else plain(licence)
 
 
 def _card(folder: Path) -> ModelCardData:
@@ -80,34 +81,15 @@ def _card(folder: Path) -> ModelCardData:
 
 
 def write_card(folder: Path, base: str, licence: str | None, text: str) -> None:
-    """Write the model card, with how the model is served and evaluated."""
-    hub_id = None if base == TINY or Path(base).expanduser().is_dir() else base  # the hub takes no folders
-    use = _used(folder, hub_id or "<folder of the base>")
+    """Write the model card; from its `library_name` the hub shows how to use the model."""
     data = ModelCardData(
-        base_model=hub_id,
+        base_model=None if base == TINY or Path(base).expanduser().is_dir() else base,  # the hub takes no folders
         license=licence,
         library_name="peft" if has_adapters(folder) else "transformers",
         pipeline_tag="text-generation",
         tags=["grpo", TAG],
     )
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n## Use\n\n{use}").save(folder / CARD)
-
-
-def _used(folder: Path, base: str) -> str:
-    """Return the commands that serve and evaluate a model, or adapters on their base."""
-    here, lora = "<this folder>", "--enable-lora --max-lora-rank"
-    if not has_adapters(folder):
-        return f"    vllm serve {here}\n    lm_eval --model hf --model_args pretrained={here}\n"
-    evaluated = f"    lm_eval --model hf --model_args pretrained={base},peft={here},tokenizer={here}\n"
-    adapters = read_config(folder)
-    if adapters.get("use_dora") or adapters.get("modules_to_save") or adapters.get("bias", "none") != "none":
-        return f"{evaluated}\nFor vLLM export the run with --merge.\n"
-    rank = max([adapters["r"], *adapters.get("rank_pattern", {}).values()])
-    most = next((size for size in (16, 32, 64, 128, 256, 320, 512) if rank <= size), rank)  # those that it takes
-    return (
-        f"    vllm serve {base} {lora} {most} --lora-modules adapters={here} --tokenizer {here}\n"
-        f"{evaluated}\nRequests name the model `adapters`.\n"
-    )
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / CARD)
 
 
 def is_export(folder: Path) -> bool:
@@ -120,15 +102,14 @@ def is_export(folder: Path) -> bool:
 
 def check_repository(repo: str, overwrite: bool) -> None:
     """Refuse a name that is none, to go without a token, and a repository that exists, unless it is overwritten."""
-    try:
+    with explained(f"hub:{repo} names no repository", "; write hub:<you>/<model>"):
         validate_repo_id(repo)
-    except ValueError as error:
-        raise UserError(f"hub:{repo} names no repository ({error}); write hub:<you>/<model>") from error
     if get_token() is None:
         raise UserError(f"hub:{repo} needs your token: log in with `hf auth login`, or set HF_TOKEN")
     with _uploading(repo):
-        if not overwrite and HfApi().repo_exists(repo):
-            raise UserError(f"hub:{repo} exists; name a new one, or add --overwrite")
+        exists = HfApi().repo_exists(repo)
+    if exists and not overwrite:
+        raise UserError(f"hub:{repo} exists; name a new one, or add --overwrite")
 
 
 def upload(repo: str, folder: Path) -> str:
@@ -139,11 +120,5 @@ def upload(repo: str, folder: Path) -> str:
     return str(address)
 
 
-@contextmanager
-def _uploading(repo: str) -> Iterator[None]:
-    """Turn what the hub or the network says into a UserError; its client raises errors of httpx or of httpx2."""
-    try:
-        yield
-    except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"hub:{repo} could not be written ({reason}); `hf upload` a folder instead") from error
+def _uploading(repo: str) -> AbstractContextManager[None]:
+    return explained(f"hub:{repo} could not be written", "; `hf upload` a folder instead")

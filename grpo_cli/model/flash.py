@@ -9,9 +9,9 @@ gives the gradients of its own keys (as in ring attention, arXiv 2310.01889).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,35 +21,27 @@ from grpo_cli.model.transfer import send
 from grpo_cli.native.ops import tree_attention, tree_attention_backward, unflat
 
 
-@dataclass(frozen=True)
-class Spans:
-    """Consecutive sequences of queries and of the keys that each sees: their starts and the last end (int32), and the
-    longest lengths. `causal`: each token sees only itself and those before it."""
+class Spans(NamedTuple):
+    """Consecutive sequences of queries and of the keys that each sees, as the kernels take them: their starts and the
+    last end (int32), and the longest lengths. `causal`: each token sees only itself and those before it."""
 
     queries: Tensor
     keys: Tensor
     most_queries: int
     most_keys: int
+    dropout: float
     causal: bool
 
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], causal: bool, device: torch.device) -> Spans:
         q, k = send(device, *(np.array([0, *accumulate(sizes)]) for sizes in (queries, keys)))
-        return cls(q.int(), k.int(), max(queries), max(keys), causal)
-
-
-@dataclass(frozen=True)
-class Trunks:
-    """The places of all branches' tokens in the run and of the trunks that they see, and which sees which."""
-
-    branches: Tensor
-    trunks: Tensor
-    spans: Spans
+        return cls(q.int(), k.int(), max(queries), max(keys), 0.0, causal)
 
 
 @lru_cache(maxsize=1)  # every layer of a pass has the same
-def layout(numbers: tuple[int, ...], device: torch.device) -> tuple[Spans, Trunks | None]:
-    """Return the spans that attend to themselves, and the trunks that branches attend to; None without branches."""
+def layout(numbers: tuple[int, ...], device: torch.device) -> tuple[Spans, tuple[Tensor, Tensor, Spans] | None]:
+    """Return the spans that attend to themselves; and, if there are branches, the places of their tokens, those of
+    their trunks, and which sees which."""
     trees = unflat(numbers)
     sizes = [size for tree in trees for size in tree]
     own = Spans.of(sizes, sizes, True, device)
@@ -60,8 +52,8 @@ def layout(numbers: tuple[int, ...], device: torch.device) -> tuple[Spans, Trunk
     branches = np.concatenate([np.arange(start + tree[0], start + sum(tree)) for tree, start in split])
     trunks = np.concatenate([np.arange(start, start + tree[0]) for tree, start in split])
     spans = Spans.of([sum(tree[1:]) for tree, _ in split], [tree[0] for tree, _ in split], False, device)
-    branch_tokens, trunk_tokens = send(device, branches, trunks)
-    return own, Trunks(branch_tokens, trunk_tokens, spans)
+    at, seen = send(device, branches, trunks)
+    return own, (at, seen, spans)
 
 
 def serves(q: Tensor) -> bool:
@@ -75,8 +67,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, trees: list[int], scale: float) -> 
     own, above = layout(tuple(trees), q.device)
     out, lse = _forward(q, k, v, own, scale)
     if above is not None:
-        at, seen = above.branches, above.trunks
-        out_above, lse_above = _forward(q[at], k[seen], v[seen], above.spans, scale)
+        at, seen, spans = above
+        out_above, lse_above = _forward(q[at], k[seen], v[seen], spans, scale)
         lse_own = lse[:, at]
         share = torch.sigmoid(lse_above - lse_own).t().unsqueeze(-1)
         out[at] = out[at].float().lerp_(out_above.float(), share).to(out.dtype)
@@ -91,25 +83,23 @@ def backward(
     own, above = layout(tuple(trees), q.device)
     grads = _backward(grad, q, k, v, out, logs, own, scale)
     if above is not None:
-        at, seen = above.branches, above.trunks
+        at, seen, spans = above
         # The kernels read log-sum-exps as if they were contiguous, which those of a slice are not.
         some = grad[at], q[at], k[seen], v[seen], out[at], logs[:, at].contiguous()
-        for whole, place, one in zip(grads, (at, seen, seen), _backward(*some, above.spans, scale), strict=True):
+        for whole, place, one in zip(grads, (at, seen, seen), _backward(*some, spans, scale), strict=True):
             whole[place] += one
     return grads
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, at: Spans, scale: float) -> tuple[Tensor, Tensor]:
-    sees = at.queries, at.keys, at.most_queries, at.most_keys, 0.0, at.causal
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *sees, False, scale=scale)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *at, False, scale=scale)
     return out, lse
 
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Spans, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sees = at.queries, at.keys, at.most_queries, at.most_keys, 0.0, at.causal
     # What the forward kernel returns beside: a random state, which is for dropout alone, and nothing.
     unread = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(grad, q, k, v, out, lse, *sees, *unread, scale=scale)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(grad, q, k, v, out, lse, *at, *unread, scale=scale)
     return dq, dk, dv

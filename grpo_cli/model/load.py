@@ -6,8 +6,8 @@ A folder's config is checked before any weights are read. Weights are safetensor
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, StrictDataclassError
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from transformers import (
@@ -36,13 +35,11 @@ from grpo_cli.model.checkpointing import recompute_layers
 from grpo_cli.model.checks import architecture_of, check_config, check_device, check_stored, check_weights
 from grpo_cli.model.packed import allow_packing
 from grpo_cli.settings import ModelSettings
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.errors import UserError, explained
 
 transformers_logging.disable_progress_bar()  # of files and weights: they would break the live view
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = "tiny"
-HUB_SECONDS = 10.0
-
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -54,16 +51,12 @@ def load_model(
 
     With `random_init` only the config is read, of which `layers` may replace the number of layers, and the weights come
     from torch's global generator. With `lora` or `adapter` the model is in PEFT's wrapper, with only the adapters
-    trained; theirs is the only dropout.
-
-    UserError for a missing or incomplete folder, an unreachable hub id, an unsupported architecture, and for settings
-    that `device` does not support.
+    trained; theirs is the only dropout. UserError for what is missing, broken, or not supported here or by `device`.
     """
     check_device(settings, device)
     dtype = DTYPES[settings.dtype]
     source = None if settings.random_init else source_of(settings.path)
-    config = _read_config(source, settings, any_family) if source else model_config(settings, any_family)
-    config.attention_dropout = 0.0
+    config = model_config(settings, any_family) if source is None else _read_config(source, settings, any_family)
     for name, value in vars(config).items():  # each family has words of its own: resid_pdrop, layerdrop
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
@@ -109,10 +102,8 @@ def model_config(settings: ModelSettings, any_family: bool = False) -> PreTraine
         return _read_config(source_of(settings.path), settings, any_family)
     kwargs = dict(settings.architecture)
     named = architecture_of(kwargs, any_family)
-    try:
+    with explained(f"model.architecture does not describe a {named}"):
         config = AutoConfig.for_model(**kwargs)
-    except (TypeError, ValueError, KeyError, ArithmeticError, StrictDataclassError) as error:
-        raise UserError(f"model.architecture does not describe a {named}: {error}") from error
     config.architectures = [named]
     config.eos_token_id = None  # some configs default to an id that this tokenizer never emits
     check_config(config, any_family)
@@ -123,11 +114,10 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     """Return the tokenizer saved with the adapters, else with the weights; for random weights of a preset's shape that
     of the embedded model (a token per byte). A chat template beside adapters counts. UserError if there is none."""
     adapters = Path(settings.adapter).expanduser() if settings.adapter is not None else None
-    own = adapters if adapters is not None and _has_tokenizer(adapters) else None
-    source = own or source_of(TINY if settings.without_files else settings.path)
+    of_the_model = TINY if settings.without_files else settings.path
+    source = adapters if adapters is not None and _has_tokenizer(adapters) else source_of(of_the_model)
     if isinstance(source, Path) and not _has_tokenizer(source):  # of which transformers would make an empty one
-        files = ", ".join(_TOKENIZER_FILES)
-        raise UserError(f"model folder {source} has no tokenizer (none of {files}); save the model's own there")
+        raise UserError(f"model folder {source} has no tokenizer: save the model's own there ({_TOKENIZER_FILES[0]})")
     with _reading(source, "tokenizer"):
         found = AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
         if adapters is not None and (template := adapters / "chat_template.jinja").is_file():
@@ -144,25 +134,18 @@ def eos_token_ids(
 ) -> tuple[int, ...]:
     """Return every token that ends a completion: `tokens` if given, else those of the generation config (Llama 3 has
     several), the tokenizer's and `turn_end`, by which its chat template ends a turn. UserError for a token that the
-    tokenizer does not have, and if there is none at all."""
-    if tokens:
-        vocabulary = tokenizer.get_vocab()
-        if unknown := [token for token in tokens if token not in vocabulary]:
-            raise UserError(
-                f"model.eos_tokens: the tokenizer has no token {', '.join(unknown)}; its own is {tokenizer.eos_token}. "
-                "Name tokens that it has, or model.eos_tokens=[] for the model's own"
-            )
-        found = [vocabulary[token] for token in tokens]
-    else:
-        generation = getattr(model.generation_config, "eos_token_id", None)
-        listed = generation if isinstance(generation, list) else [generation]
-        found = [int(one) for one in (*listed, tokenizer.eos_token_id, turn_end) if one is not None]
+    tokenizer does not have, and if no token is found."""
+    vocabulary = tokenizer.get_vocab()
+    if unknown := [token for token in tokens if token not in vocabulary]:
+        own = f"name tokens that it has, such as {tokenizer.eos_token}, or [] for the model's own"
+        raise UserError(f"model.eos_tokens: the tokenizer has no token {', '.join(unknown)}; {own}")
+    generation = getattr(model.generation_config, "eos_token_id", None)
+    listed = generation if isinstance(generation, list) else [generation]
+    known = [int(one) for one in (*listed, tokenizer.eos_token_id, turn_end) if one is not None]
+    found = tuple(dict.fromkeys([vocabulary[token] for token in tokens] or known))
     if not found:
-        raise UserError(
-            "the model has no end-of-sequence token: neither its generation_config.json nor its tokenizer names one; "
-            "name it with model.eos_tokens=[...]"
-        )
-    return tuple(dict.fromkeys(found))
+        raise UserError("the model has no end-of-sequence token of its own: name one with model.eos_tokens=[...]")
+    return found
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...]) -> int:
@@ -183,8 +166,7 @@ def save_pretrained(
     stored nowhere else. `state_dict`: a copy of the model's, which is saved in its place.
     """
     given: dict[str, Any] = {} if state_dict is None else {"state_dict": dict(state_dict)}
-    adapted = hasattr(model, "peft_config")
-    if adapted:
+    if adapted := hasattr(model, "peft_config"):
         given["save_embedding_layers"] = False  # else PEFT asks the hub whether the base's vocabulary has changed
     model.save_pretrained(folder, **given)
     tokenizer.save_pretrained(folder)
@@ -192,13 +174,9 @@ def save_pretrained(
         shutil.copymode(folder / "tokenizer_config.json", weights)
     if adapted and with_base:
         base = unwrapped(model)  # under its names without adapters
-        state = {name.replace(".base_layer.", "."): weight for name, weight in base.state_dict().items()}
-        state = {name: weight for name, weight in state.items() if ".lora_" not in name}
+        state = {name: weight for name, weight in base.state_dict().items() if ".lora_" not in name}
+        state = {name.replace(".base_layer.", "."): weight for name, weight in state.items()}
         save_pretrained(base, tokenizer, folder / BASE, state_dict=state)
-
-
-# Folders named by presets that are not hub ids, and what creates them.
-MADE_BY = {"models/smollm2": "scripts/get_smollm2.sh"}
 
 
 def source_of(path: str) -> Path | str:
@@ -212,20 +190,9 @@ def source_of(path: str) -> Path | str:
         if has_adapters(folder):
             raise UserError(f"model.path={path} holds adapters: set model.adapter={path} model.path={base_of(folder)}")
         raise UserError(f"model folder {folder} has no config.json; model.path needs a folder saved by transformers")
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists() or not path
-    if looks_local or path in MADE_BY:
-        way_out = f"{MADE_BY[path]} makes it" if path in MADE_BY else "give a folder saved by transformers"
-        raise UserError(
-            f"model.path={path} is not a folder here: {way_out}, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct, "
-            f"or {TINY}"
-        )
-    if try_to_load_from_cache(path, "config.json") is None:
-        with _reading(path, "config.json"):  # at once: `transformers` tries again for most of a minute
-            try:
-                HfApi().model_info(path, timeout=HUB_SECONDS)
-            except HfHubHTTPError as error:  # some mirrors have files alone
-                if isinstance(error, RepositoryNotFoundError):
-                    raise
+    with _reading(path, "config.json"):  # at once: `transformers` tries again for most of a minute
+        if try_to_load_from_cache(path, "config.json") is None:
+            get_hf_file_metadata(hf_hub_url(path, "config.json"))
     return path
 
 
@@ -251,28 +218,17 @@ def _read_weights(
         words["quantization_config"] = BitsAndBytesConfig(**kind, bnb_4bit_compute_dtype=computed_in)
         words["device_map"] = {"": device}
     with _reading(source, "safetensors weights"):
-        # with `output_loading_info` the result is a pair, unlike its annotation
-        words |= {"use_safetensors": True, "output_loading_info": True}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, **words)
-    model, info = loaded
+        load: Any = AutoModelForCausalLM.from_pretrained  # its annotation lacks the pair that it returns here
+        model, info = load(source, use_safetensors=True, output_loading_info=True, **words)
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"model {source} lacks {len(missing)} weights of its architecture, such as {missing[0]}")
     return model
 
 
-@contextmanager
-def _reading(source: Path | str, what: str) -> Iterator[None]:
-    """Turn any error while reading an untrusted file into a UserError: a malformed tokenizer.json alone gives KeyError,
-    TypeError or AttributeError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400] or 'no reason given'}"
-        if isinstance(source, Path):
-            raise UserError(f"model folder {source}: its {what} cannot be read ({reason})") from error
-        raise UserError(
-            f"model.path={source} is not a folder here, and its {what} could not be fetched from the hub ({reason}); "
-            "without network, download the model elsewhere and give the path of its folder (to grpo export: --base)"
-        ) from error
+def _reading(source: Path | str, what: str) -> AbstractContextManager[None]:
+    if isinstance(source, Path):
+        return explained(f"model folder {source}: its {what} cannot be read")
+    unread = f"model.path={source} is not a folder here, and its {what} could not be fetched from the hub"
+    return explained(
+        unread, "; give a folder (scripts/get_smollm2.sh makes one) or another id (to grpo export: --base)"
+    )

@@ -6,7 +6,8 @@ exactly what it would see in a row of its own. A prompt's gradients add up over 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,24 +27,18 @@ from grpo_cli.model.transfer import send
 from grpo_cli.native.ops import PRECISIONS, Trees, flat, reference, tree_attention
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The trees of a run. `natively`: on a CPU their attention is computed in C."""
-
-    trees: Trees
-    natively: bool
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Compute the attention of [N, heads, D] queries, keys and values by C, a flash kernel or the reference."""
-        natively = self.natively or isinstance(q, FakeTensor)  # a plan, of the operator's results alone
-        if flash.serves(q) or (natively and q.device.type == "cpu" and q.dtype == k.dtype == v.dtype in PRECISIONS):
-            q, k, v = (x.contiguous() for x in (q, k, v))
-            return tree_attention(q, k, v, flat(self.trees), scale)[0]
-        return reference(q, k, v, self.trees, scale).contiguous()
+def _of_trees(trees: Trees, natively: bool, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Compute the attention of [N, heads, D] queries, keys and values by a flash kernel, by C on a CPU if `natively`,
+    or by the reference."""
+    natively = natively or isinstance(q, FakeTensor)  # a plan, of the operator's results alone
+    if flash.serves(q) or (natively and q.device.type == "cpu" and q.dtype == k.dtype == v.dtype in PRECISIONS):
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        return tree_attention(q, k, v, flat(trees), scale)[0]
+    return reference(q, k, v, trees, scale).contiguous()
 
 
 def allow_packing(model: Any) -> None:
-    """Make the model's attention accept a `Layout`. Without one it is PyTorch's, with the masks that transformers
+    """Make the model's attention accept that of trees. Without it, it is PyTorch's, with the masks that transformers
     builds for it."""
     backbone(model).config._attn_implementation = PACKING
 
@@ -56,8 +51,8 @@ def packed_hidden(
     assert sum(map(sum, trees)) == len(input_ids), "the trees cover the run"
     spans = [np.arange(size) + (tree[0] if place else 0) for tree in trees for place, size in enumerate(tree)]
     (positions,) = send(input_ids.device, np.concatenate(spans))
-    layout = Layout(trees, natively)
-    return last_states(model, input_ids=input_ids[None], position_ids=positions[None], packed_layout=layout)[0]
+    attend = partial(_of_trees, trees, natively)
+    return last_states(model, input_ids=input_ids[None], position_ids=positions[None], of_trees=attend)[0]
 
 
 def causal(
@@ -81,16 +76,16 @@ def _attention(
     key: Float[Tensor, "B H K D"],
     value: Float[Tensor, "B H K D"],
     attention_mask: Tensor | None,
-    packed_layout: Layout | None = None,
+    of_trees: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute a layer's attention; transformers calls this."""
-    if packed_layout is not None:
+    if of_trees is not None:
         if torch.is_autocast_enabled(query.device.type):  # as PyTorch's own attention would
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (x.to(dtype) for x in (query, key, value))
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return packed_layout.attention(q, k, v, kwargs["scaling"])[None], None
+        return of_trees(q, k, v, kwargs["scaling"])[None], None
     if attention_mask is not None and attention_mask.numel() == 0:  # that of `without_mask`
         attention_mask = None
     alike = query.shape[2] == key.shape[2]  # unlike a step with a cache, whose token sees every key

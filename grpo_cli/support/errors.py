@@ -67,6 +67,19 @@ def raised(error: BaseException) -> str:
     return f"raised {type(error).__name__}{reason}{place}"
 
 
+@contextmanager
+def explained(what: str, instead: str = "") -> Iterator[None]:
+    """Turn any error of a library into a UserError: what cannot be done, why, and what to do instead. A malformed file
+    alone gives KeyError, TypeError or AttributeError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(text_of(error).split())[:400] or 'no reason given'}"
+        raise UserError(f"{what}: {reason}{instead}") from error
+
+
 def text_of(error: BaseException) -> str:
     """Return the text of an error; empty if even that fails."""
     try:

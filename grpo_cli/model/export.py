@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.utils import validate_repo_id
 from transformers import GenerationConfig
 
-from grpo_cli.model.adapters import BASE, has_adapters, merge_adapters
+from grpo_cli.model.adapters import BASE, has_adapters, merge_adapters, read_config
 from grpo_cli.model.load import (
     DTYPES,
     TINY,
@@ -81,15 +81,34 @@ def _card(folder: Path) -> ModelCardData:
 
 
 def write_card(folder: Path, base: str, licence: str | None, text: str) -> None:
-    """Write the model card; from its `library_name` the hub shows how to use the model."""
+    """Write the model card, with how the model is served and evaluated."""
+    hub_id = None if base == TINY or Path(base).expanduser().is_dir() else base  # the hub takes no folders
+    use = _used(folder, hub_id or "<folder of the base>")
     data = ModelCardData(
-        base_model=None if base == TINY or Path(base).expanduser().is_dir() else base,  # the hub takes no folders
+        base_model=hub_id,
         license=licence,
         library_name="peft" if has_adapters(folder) else "transformers",
         pipeline_tag="text-generation",
         tags=["grpo", TAG],
     )
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / CARD)
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n## Use\n\n{use}").save(folder / CARD)
+
+
+def _used(folder: Path, base: str) -> str:
+    """Return the commands that serve and evaluate a model, or adapters on their base."""
+    here, lora = "<this folder>", "--enable-lora --max-lora-rank"
+    if not has_adapters(folder):
+        return f"    vllm serve {here}\n    lm_eval --model hf --model_args pretrained={here}\n"
+    evaluated = f"    lm_eval --model hf --model_args pretrained={base},peft={here},tokenizer={here}\n"
+    adapters = read_config(folder)
+    if adapters.get("use_dora") or adapters.get("modules_to_save") or adapters.get("bias", "none") != "none":
+        return f"{evaluated}\nFor vLLM export the run with --merge.\n"
+    rank = max([adapters["r"], *adapters.get("rank_pattern", {}).values()])
+    most = next((size for size in (16, 32, 64, 128, 256, 320, 512) if rank <= size), rank)  # those that it takes
+    return (
+        f"    vllm serve {base} {lora} {most} --lora-modules adapters={here} --tokenizer {here}\n"
+        f"{evaluated}\nRequests name the model `adapters`.\n"
+    )
 
 
 def is_export(folder: Path) -> bool:

@@ -190,6 +190,9 @@ def source_of(path: str) -> Path | str:
         if has_adapters(folder):
             raise UserError(f"model.path={path} holds adapters: set model.adapter={path} model.path={base_of(folder)}")
         raise UserError(f"model folder {folder} has no config.json; model.path needs a folder saved by transformers")
+    if path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists() or not path:
+        way_out = "give a folder saved by transformers, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+        raise UserError(f"model.path={path} is not a folder here: {way_out}")
     with _reading(path, "config.json"):  # at once: `transformers` tries again for most of a minute
         if try_to_load_from_cache(path, "config.json") is None:
             get_hf_file_metadata(hf_hub_url(path, "config.json"))

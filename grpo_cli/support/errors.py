@@ -67,6 +67,12 @@ def raised(error: BaseException) -> str:
     return f"raised {type(error).__name__}{reason}{place}"
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the kind of a library's error, and its first sentence: some have paragraphs."""
+    first = next(iter(text_of(error).strip().splitlines()), "").partition(". ")[0].rstrip(".")
+    return f"{type(error).__name__}: {first or 'no reason given'}"
+
+
 def text_of(error: BaseException) -> str:
     """Return the text of an error; empty if even that fails."""
     try:

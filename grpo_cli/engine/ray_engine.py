@@ -81,8 +81,8 @@ class RayEngine(SequenceEngine):
 
         environment = {name: os.environ[name] for name in (*_HANDED_ON, "PYTHONPATH") if name in os.environ}
         environment["OMP_NUM_THREADS"] = str(cpus)
-        needs = {"num_cpus": cpus, "num_gpus": gpus, "runtime_env": {"env_vars": environment}}
-        actor: Any = ray.remote(**needs, max_restarts=-1)(RolloutWorker)
+        process = {"env_vars": environment}
+        actor: Any = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1, runtime_env=process)(RolloutWorker)
         self._actors = [actor.remote("cuda" if gpus else "cpu") for _ in range(workers)]
         self._places: dict[int, Mapping[str, Any]] = {}  # of the workers that run, by their numbers
         self._deaths = Counter[int]()  # of each worker since its last answer

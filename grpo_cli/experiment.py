@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from grpo_cli.tracking.console import ConsoleTracker
 from grpo_cli.tracking.introduction import doubts, doubts_of_prompts, introduction, smaller
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.train import Trainer
-from grpo_cli.types import Record, Request
+from grpo_cli.types import Record
 
 
 def is_ours(settings: RunSettings | EvalRunSettings) -> bool:
@@ -138,17 +138,12 @@ def worker_engine(
     pad: int,
     decode: Callable[..., Any],
     model: Any,
-    lengths_are_given: bool,
-    given: Mapping[Request, float],
     **more: Any,
 ) -> Engine:
-    """Build the engine of a worker of `engine=ray`. `given` holds the lengths if the trainer predicts them."""
-    plain = {name: settings.parts[name] for name in ENGINE_PARTS}
-    if lengths_are_given:
-        plain["predictor"] = {"_target_": "grpo_cli.engine.length_predictor.GivenLengths"}
-    parts = Factories.of(plain)
+    """Build the engine of a worker of `engine=ray`."""
+    parts = Factories.of({name: settings.parts[name] for name in ENGINE_PARTS})
     parts = Factories({**parts.by_group, "engine": parts.engines()[-1]})
-    return make_engine(settings, parts, model, eos, pad, decode=decode, given=given, **more)
+    return make_engine(settings, parts, model, eos, pad, decode=decode, **more)
 
 
 def parts_of(

@@ -16,12 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import fptas, full, infinite, mean_length, micro, prefix_head
-from orders import AnyOrder, Backwards, Forgetful, PromptsFirst
+from orders import AnyOrder, Backwards, Forgetful, GivenLengths, PromptsFirst
 from small import VOCABULARY, contents, make_engine, small_model, some_requests
 
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, round_up
-from grpo_cli.engine.length_predictor import GivenLengths, NoPredictor
+from grpo_cli.engine.length_predictor import NoPredictor
 from grpo_cli.engine.samplers import KvPlan
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
 from grpo_cli.methods.rkv import Rkv

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import fptas, infinite, micro
+from orders import GivenLengths
 from small import make_engine, small_model, some_requests
 
-from grpo_cli.engine.length_predictor import GivenLengths
 from grpo_cli.engine.scheduling import (
     Fifo,
     Lpt,

@@ -78,7 +78,7 @@ def test_half_precision_on_a_cpu_needs_heads_that_fill_registers(dim: int, dtype
 
 @pytest.fixture(autouse=True)
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "require_vllm", lambda: None)
+    monkeypatch.setattr(engine_module, "require", lambda *words: None)
     monkeypatch.setattr(engine_module, "head_sizes", lambda device: None)
 
 
@@ -223,10 +223,13 @@ def test_the_policy_gives_back_what_it_keeps_before_vllm_wakes(monkeypatch: pyte
 
 def test_a_guest_leaves_the_random_states_of_gpus_as_they_were(monkeypatch: pytest.MonkeyPatch):
     """Dropout of adapters draws from them: with vLLM it would be another after its start than without."""
-    states, kept = [torch.tensor([1, 2])], list[Any]()
+    states = [torch.tensor([1, 2]), torch.tensor([3, 4])]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [state.clone() for state in states])
-    monkeypatch.setattr(torch.cuda, "set_rng_state_all", kept.extend)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states[device].copy_(state))
+    here = torch.get_rng_state()
     with guest():
-        states[0] += 7
-    assert [state.tolist() for state in kept] == [[1, 2]]
+        states[1] += 7
+        torch.rand(1)
+    assert [state.tolist() for state in states] == [[1, 2], [3, 4]] and torch.equal(torch.get_rng_state(), here)

@@ -92,7 +92,7 @@ def test_greedy_replies_and_episodes_are_those_of_torch(engine: VllmEngine, mode
     turns = requests_of(game, 8, 1, temperature=0.0, max_new_tokens=64, max_turn_tokens=4)
 
     def played(by: Any) -> dict[str, Any]:
-        return {one.request.prompt.id: (one.parts, one.finish) for one in play(by, game, [*map(begun, turns)])}
+        return {one.request.prompt.id: (one.parts, one.finish) for one in play(by, game, [*map(unstarted, turns)])}
 
     found = played(engine)
     assert found == played(make_engine(model)) and any(len(parts) > 2 for parts, _ in found.values())

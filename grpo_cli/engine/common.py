@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from grpo_cli.engine.eviction import Budget, Dense
@@ -77,8 +77,6 @@ class SequenceEngine:
 
     def _learn(self, served: Seq[tuple[Sequence, Rollout]]) -> Mapping[str, float]:
         """Pass finished rollouts to the predictor; return metrics of what it had predicted of them."""
-        if not served:
-            return {}
         taught = [(s, r) for s, r in served if r.request.teaches_length and r.finish is not Finish.PARTIAL]
         self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
         known = [(s.predicted, len(r) - self._predictor.prefix_tokens) for s, r in taught if s.predicted is not None]
@@ -127,23 +125,23 @@ def together(parts: Seq[EngineStats]) -> EngineStats:
     if len(parts) == 1:
         return parts[0]
     capacity = [part.decode_steps * part.slots for part in parts]
-    busy = sum(part.slot_utilisation * steps for part, steps in zip(parts, capacity, strict=True))
+    busy = [part.slot_utilisation for part in parts]
     details = dict[str, float]()
     for name in dict.fromkeys(name for part in parts for name in part.details):
         having = [part for part in parts if name in part.details]
-        values, steps = [part.details[name] for part in having], [max(1, part.decode_steps) for part in having]
+        values = [part.details[name] for part in having]
         if name in _SUMMED or name.endswith("_seconds"):
             details[name] = sum(values)
         elif name.endswith("_bytes"):
             details[name] = max(values)
         else:
-            details[name] = sum(map(operator.mul, values, steps)) / sum(steps)
+            details[name] = float(np.average(values, weights=[max(1, part.decode_steps) for part in having]))
     return EngineStats(
         decode_steps=sum(part.decode_steps for part in parts),
         generated_tokens=sum(part.generated_tokens for part in parts),
         prefill_tokens=sum(part.prefill_tokens for part in parts),
         slots=max(part.slots for part in parts),
-        slot_utilisation=busy / sum(capacity) if sum(capacity) else 1.0,
+        slot_utilisation=float(np.average(busy, weights=capacity)) if sum(capacity) else 1.0,
         kv_peak_bytes=max(part.kv_peak_bytes for part in parts),
         details=details,
     )

@@ -78,16 +78,6 @@ class NoPredictor:
         of_kind(state, "predictor", "none")
 
 
-class GivenLengths(NoPredictor):
-    """Given lengths: in a worker of `engine=ray`, those of the trainer's predictor."""
-
-    def __init__(self, given: Mapping[Request, float]) -> None:
-        self._given = given
-
-    def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
-        return _if_all([self._given.get(request) for request in requests])
-
-
 class MeanLength:
     """The mean length so far: of the prompt if it was seen before, else of all prompts; nothing before the first.
 
@@ -102,16 +92,18 @@ class MeanLength:
         self._prompts: dict[str, tuple[float, float]] = {}  # id: (weight, weighted sum)
         self._all = (0.0, 0.0)
 
-    def mean(self, prompt_id: str) -> float | None:
+    def mean(self, prompt_id: str) -> float:
+        """Return the mean length; 0 before the first rollout."""
         weight, total = self._prompts.get(prompt_id, self._all)
-        return total / weight if weight else None
+        return total / weight if weight else 0.0
 
     def seen(self, prompt_id: str) -> bool:
         return prompt_id in self._prompts
 
     def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
-        means = [(self.mean(request.prompt.id), float(request.sampling.max_new_tokens)) for request in requests]
-        return _if_all([None if mean is None else min(mean, limit) for mean, limit in means])
+        if not self._all[0]:
+            return None
+        return [min(self.mean(one.prompt.id), float(one.sampling.max_new_tokens)) for one in requests]
 
     def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> None:
         by_prompt: dict[str, list[int]] = {}
@@ -181,8 +173,8 @@ class PrefixHead:
         if hidden is not None and longer:
             seen = self._describe([finished[i].request for i in longer], hidden[longer])
             remaining = np.array([len(finished[i]) - self.prefix_tokens for i in longer], dtype=np.float64)
-            kept = np.concatenate([self._features, seen]) if len(self._targets) else seen
-            self._features = kept[-self._replay :]
+            before = self._features.reshape(-1, seen.shape[1])
+            self._features = np.concatenate([before, seen])[-self._replay :]
             self._targets = np.concatenate([self._targets, np.log1p(remaining)])[-self._replay :]
             self._fit()
         self._means.learn(finished, None)
@@ -193,7 +185,7 @@ class PrefixHead:
         plain = [
             (
                 np.log1p(len(request.prompt.token_ids)),
-                np.log1p(self._means.mean(request.prompt.id) or 0.0),
+                np.log1p(self._means.mean(request.prompt.id)),
                 float(self._means.seen(request.prompt.id)),
                 request.sampling.temperature,
             )
@@ -220,9 +212,3 @@ class PrefixHead:
         self._means.load_state(state["means"])
         self._features, self._targets = state["features"].numpy().copy(), state["targets"].numpy().copy()
         self._fit()
-
-
-def _if_all(lengths: Sequence[float | None]) -> list[float] | None:
-    """Return the lengths if all are known."""
-    known = [length for length in lengths if length is not None]
-    return known if len(known) == len(lengths) else None

@@ -41,7 +41,6 @@ class RolloutWorker:
     def __init__(self, device: str) -> None:
         self._device, self._version = torch.device(device), ""
         self._engine: Engine | None = None
-        self._given: dict[Request, float] = {}
         self._warnings: list[str] = []
 
     def place(self) -> Mapping[str, Any]:
@@ -52,27 +51,25 @@ class RolloutWorker:
         self,
         references: Sequence[Any],
         requests: Sequence[Request],
-        lengths: Sequence[float | None],
+        learned: Mapping[str, Any] | None,
         autocast: torch.dtype | None,
     ) -> Delivery:
         """`references` into Ray's store: to the model without numbers, its frozen numbers and `build`, which makes the
-        engine; and to the trained numbers. `lengths` are predictions, if there are any."""
+        engine; and to the trained numbers. `learned`: the state of the trainer's engine, if it predicts lengths."""
         import ray
 
         frozen, weights = references
         flush_denormals()
         if self._engine is None:
             self._model, untrained, build = ray.get(frozen)
-            fill(self._model, untrained, self._device)
-        if self._version != weights.hex():
+            fill(self._model, untrained | ray.get(weights), self._device)
+            self._engine = build(self._model, warn=self._warnings.append)
+        elif self._version != weights.hex():
             fill(self._model, ray.get(weights), self._device)
-            self._version = weights.hex()
-            if self._engine is not None:
-                self._engine.update_weights()
-        if self._engine is None:  # it may read the weights
-            self._engine = build(self._model, given=self._given, warn=self._warnings.append)
-        self._given.clear()
-        self._given |= {one: length for one, length in zip(requests, lengths, strict=True) if length is not None}
+            self._engine.update_weights()
+        self._version = weights.hex()
+        if learned is not None:
+            self._engine.load_state_dict(learned)
         with torch.autocast(self._device.type, autocast) if autocast else nullcontext():
             made = {id(rollout.request): rollout for rollout in self._engine.generate(requests)}
         warned, self._warnings[:] = tuple(self._warnings), []

@@ -18,6 +18,7 @@ import heapq
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from itertools import chain
 from typing import Annotated, Protocol, runtime_checkable
 
 import numpy as np
@@ -64,40 +65,37 @@ def planned_steps(waiting: Seq[Sequence]) -> dict[Sequence, int]:
     }
 
 
+def ordered(steps: Mapping[Sequence, int], sign: int) -> list[Sequence]:
+    """Return sequences in the order of their planned steps times `sign`; ties stay as they are."""
+    return sorted(steps, key=lambda sequence: sign * steps[sequence])
+
+
 class Fifo:
     """First come, first served, by the requests' order; the base of all fixed orders."""
 
     needs_lengths = False
     details: Mapping[str, float] = {}
+    sign = 0
 
     def start(self, waiting: Seq[Sequence], slots: int, refills: bool) -> None:
-        steps = planned_steps(waiting)
-        self._queue = deque(sorted(steps, key=lambda sequence: self.rank(steps[sequence])))
+        self._queue = deque(ordered(planned_steps(waiting), self.sign))
 
     def next(self, running: Seq[Sequence]) -> Sequence:
         return self._queue.popleft()
-
-    def rank(self, steps: int) -> int:
-        """Return the sort key, given the planned steps: the smallest goes first, ties by index."""
-        return 0
 
 
 class Sjf(Fifo):
     """Shortest predicted job first, Infinite Sampling's refill rule: the best mean waiting time, a poor makespan."""
 
     needs_lengths = True
-
-    def rank(self, steps: int) -> int:
-        return steps
+    sign = 1
 
 
 class Lpt(Fifo):
     """Longest predicted job first: makespan at most 4/3 - 1/(3 slots) of the optimum when the predictions are true."""
 
     needs_lengths = True
-
-    def rank(self, steps: int) -> int:
-        return -steps
+    sign = -1
 
 
 class Fptas:
@@ -123,33 +121,25 @@ class Fptas:
 
     def start(self, waiting: Seq[Sequence], slots: int, refills: bool) -> None:
         steps = planned_steps(waiting)
-        self._waiting, self._lists, self.details = set(steps), list[deque[Sequence]](), {}
+        self._lists, self.details = list[list[Sequence]](), {}
         if refills and any(sequence.predicted is not None for sequence in waiting):
             jobs, lengths = [*steps], [*steps.values()]
             lists = assign(lengths, slots, self._epsilon, self._max_states)
-            self._lists = [deque(jobs[place] for place in places) for places in lists]
+            self._lists = [[jobs[place] for place in places] for places in lists]
             self.details = {"engine/plan_makespan": float(makespan(lists, lengths))}
         self._latest: list[Sequence | None] = [None] * len(self._lists)  # that each list has sent out
         sign = 1 if self._lists and self._refill == "sjf" else -1
-        self._others = deque(sorted(steps, key=lambda sequence: sign * steps[sequence]))
+        self._waiting = dict.fromkeys(ordered(steps, sign))
 
     def next(self, running: Seq[Sequence]) -> Sequence:
         busy = set[Sequence | None](running)
         place = next((place for place, latest in enumerate(self._latest) if latest not in busy), None)
-        found = self._first_of(self._others) if place is None else self._first_of(self._lists[place], self._others)
+        own = [] if place is None else self._lists[place]
+        found = next(sequence for sequence in chain(own, self._waiting) if sequence in self._waiting)
+        del self._waiting[found]
         if place is not None:
             self._latest[place] = found
         return found
-
-    def _first_of(self, *queues: deque[Sequence]) -> Sequence:
-        """Take the first waiting sequence of the first queue that has one."""
-        for queue in queues:
-            while queue:
-                sequence = queue.popleft()
-                if sequence in self._waiting:
-                    self._waiting.remove(sequence)
-                    return sequence
-        raise AssertionError("no more sequences begin than wait")
 
 
 # The division of jobs of known lengths among slots so that the last slot ends as early as possible (P || C_max).

@@ -28,7 +28,7 @@ from grpo_cli.engine.serving import Serving, ServingEngine
 from grpo_cli.interfaces import facts
 from grpo_cli.model.anatomy import backbone, can_pack, head, unwrapped
 from grpo_cli.model.checks import context_of
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.errors import UserError, reason_of
 from grpo_cli.types import Request
 
 _LONG, _SHORT, _MADE = 9, 4, 3  # tokens of two trial prompts, and of their completions
@@ -183,8 +183,7 @@ def may_be_padded(model: Any, pad: int) -> bool:
     except UserError:
         raise
     except Exception as error:  # of code that may be anybody's
-        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
-        raise UserError(f"engine=generate cannot run {name} ({reason}); choose another model") from error
+        raise UserError(f"engine=generate cannot run {name} ({reason_of(error)}); choose another model") from error
     made = torch.stack(seen)
     faults = {
         "is not a causal model: its logits depend on later tokens": same(early, whole[:_SHORT]),

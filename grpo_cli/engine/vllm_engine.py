@@ -23,11 +23,12 @@ from pydantic import Field
 from grpo_cli.engine.common import EngineParts, Tally, check_context
 from grpo_cli.engine.sequence import Sequence, Status
 from grpo_cli.engine.serving import Serving, ServingEngine
-from grpo_cli.engine.vllm_process import check_options, guest, head_sizes, only, require_vllm
+from grpo_cli.engine.vllm_process import check_options, guest, head_sizes, only
 from grpo_cli.engine.vllm_served import Served
 from grpo_cli.interfaces import facts
 from grpo_cli.model.anatomy import merged_weights, unwrapped
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.errors import UserError, reason_of
+from grpo_cli.support.extras import require
 from grpo_cli.support.formatting import gib
 from grpo_cli.support.memory import give_back_cached, held_by_others
 from grpo_cli.types import Request
@@ -62,7 +63,8 @@ class VllmEngine(ServingEngine):
         self._eager = not on_gpu if eager is None else eager
         self._sleeps = on_gpu if sleep is None else sleep
         self._options = dict(options or {})
-        require_vllm()
+        own = "with a CUDA GPU, in an environment of its own"
+        require("vllm", "engine=vllm", f"{own}. In a checkout: scripts/install_vllm.sh, then .venv-vllm/bin/grpo")
         check_options(self._options)
         self._served = Served.of(parts.model, head_sizes(self._device))
 
@@ -159,9 +161,8 @@ class VllmEngine(ServingEngine):
         except UserError:
             raise
         except Exception as error:
-            reason = next(iter(str(error).splitlines()), "") or "no reason given"
             self._dead = (
-                f"vLLM {what}: {type(error).__name__}: {reason}; the last finished step is kept, go on from it with "
+                f"vLLM {what}: {reason_of(error)}; the last finished step is kept, go on from it with "
                 "grpo train resume=auto, with less memory taken (engine.memory, sampler.slots) or with engine=torch"
             )
             raise UserError(self._dead) from error

@@ -1,5 +1,5 @@
-"""vLLM inside this process: whether it is installed, the environment it is imported with, and the process-wide state
-that is restored after its start."""
+"""vLLM inside this process: the environment it is imported with, and the process-wide state that is restored after its
+start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.extras import require
 
 # Set before vLLM is imported, unless the user has.
 _ENVIRONMENT = {
@@ -25,21 +24,16 @@ _ENVIRONMENT = {
 }
 
 
-def require_vllm() -> None:
-    own = "with a CUDA GPU, in an environment of its own"
-    require("vllm", "engine=vllm", f"{own}. In a checkout: scripts/install_vllm.sh, then .venv-vllm/bin/grpo")
-
-
 @contextmanager
 def guest() -> Iterator[None]:
     """Wraps vLLM's import and start: sets its environment, and restores the process-wide state that it changes: random
     states, threads and `set_num_threads`."""
     os.environ |= _ENVIRONMENT | os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are passed as tensors
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    states = random.getstate(), np.random.get_state()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # dropout of adapters draws there
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     try:
-        with warnings.catch_warnings():
+        with torch.random.fork_rng(gpus, device_type="cuda"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # from its imports
             yield
     finally:
@@ -48,9 +42,6 @@ def guest() -> Iterator[None]:
             set_threads(threads)
         random.setstate(states[0])
         np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if of_gpus:  # dropout of adapters draws from them
-            torch.cuda.set_rng_state_all(of_gpus)
 
 
 # Options with which the sampler, or its log-probabilities, would not be the policy's distribution.
@@ -77,12 +68,11 @@ def head_sizes(device: torch.device) -> list[int] | None:
         return list(CPUAttentionBackend.get_supported_head_sizes())
 
 
-_holder: list[weakref.ref[Any]] = []
+_holder = weakref.WeakSet[Any]()
 
 
 def only(engine: Any) -> None:
     """Close the engine that uses vLLM now, if any: vLLM's state is per process."""
-    for other in _holder:
-        if (holder := other()) is not None:
-            holder.close()
-    _holder[:] = [weakref.ref(engine)]
+    while _holder:
+        _holder.pop().close()
+    _holder.add(engine)

@@ -76,8 +76,13 @@ def explained(what: str, instead: str = "") -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(text_of(error).split())[:400] or 'no reason given'}"
-        raise UserError(f"{what}: {reason}{instead}") from error
+        raise UserError(f"{what}: {reason_of(error)}{instead}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the kind of a library's error, and its first sentence: some have paragraphs."""
+    first = next(iter(text_of(error).strip().splitlines()), "").partition(". ")[0].rstrip(".")
+    return f"{type(error).__name__}: {first[:400] or 'no reason given'}"
 
 
 def text_of(error: BaseException) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ import made
 from small import make_engine
 
 from grpo_cli.config.instantiate import ready
-from grpo_cli.engine.length_predictor import GivenLengths, NoPredictor
+from grpo_cli.engine.length_predictor import NoPredictor
 from grpo_cli.support.errors import UserError
 
 
@@ -28,13 +27,11 @@ def slowed(seconds: float, name: str) -> AbstractContextManager[None]:
 def build(
     model: Any,
     *,
-    lengths_are_given: bool,
-    given: Mapping[Any, float],
     warn: Any,
     slots: int,
     seconds: float = 0.0,
     scheduler: str = "fifo",
-    prefix: bool = False,
+    predicts: str = "nothing",
     fails: str = "",
     dies: str = "",
 ) -> Any:
@@ -44,12 +41,16 @@ def build(
         raise UserError("lower sampling.max_new_tokens")
     if fails:
         raise RuntimeError(fails)
-    learning = made.prefix_head({"seed": 0}, prefix_tokens=2) if prefix else NoPredictor()
+    predictors = {
+        "nothing": NoPredictor,
+        "means": made.mean_length,
+        "prefix": partial(made.prefix_head, {"seed": 0}, prefix_tokens=2),
+    }
     engine = make_engine(
         model,
         sampler=made.infinite(slots=slots),
         scheduler=ready("scheduler", scheduler),
-        predictor=GivenLengths(given) if lengths_are_given and not prefix else learning,
+        predictor=predictors[predicts](),
         span=partial(slowed, seconds),
         warn=warn,
     )

@@ -72,8 +72,8 @@ def ray_engine(model: Any) -> Iterator[Any]:
         return engine
 
     yield make
-    for worker in (worker for engine in made_here for worker in engine._workers):
-        ray.kill(worker.actor)  # the next test's find room at once
+    for actor in (actor for engine in made_here for actor in engine._actors):
+        ray.kill(actor)  # the next test's find room at once
 
 
 def here(model: Any) -> Any:
@@ -84,7 +84,7 @@ def all_there(engine: RayEngine) -> RayEngine:
     """The engine once all its workers are ready; until then the others do the work."""
     for _ in range(1000):
         list(engine.generate(REQUESTS))
-        if engine.stats().details["engine/workers"] == len(engine._workers):
+        if engine.stats().details["engine/workers"] == len(engine._actors):
             return engine
         time.sleep(0.2)  # those who load their libraries need the processor more
     raise AssertionError("a worker does not come up")
@@ -108,9 +108,9 @@ def test_rollouts_are_those_of_this_process_whoever_dies_and_whoever_stops_askin
 
     coming = engine.generate(REQUESTS)
     rollouts = [next(coming)]  # one portion of four has come
-    for worker in engine._workers:
-        if worker.portion:
-            os.kill(pid_of(engine, worker.number), signal.SIGKILL)
+    for number, portion in engine._calls.values():
+        if portion:
+            os.kill(pid_of(engine, number), signal.SIGKILL)
     rollouts += coming
     assert contents(rollouts) == here(model)
     assert engine.stats().details["engine/requests_again"] > 0
@@ -154,13 +154,13 @@ def test_each_version_of_the_weights_is_sent_once_and_of_adapters_only_they(ray_
 @pytest.mark.cluster
 def test_lengths_are_predicted_where_what_they_are_predicted_from_is(model, ray_engine):
     require_bits(model)
-    engine = ray_engine(1, built={"scheduler": "lpt"}, predictor=MeanLength(decay=0.5))
+    engine = ray_engine(1, built={"scheduler": "lpt", "predicts": "means"}, predictor=MeanLength(decay=0.5))
     list(engine.generate(REQUESTS))
     assert contents(engine.generate(REQUESTS)) == here(model)
     assert engine.stats().details["predictor/mean_absolute_error"] > 0
     assert engine.state_dict()["predictor"]["kind"] == "mean"
     head = made.prefix_head({"seed": 0}, prefix_tokens=2)
-    engine = ray_engine(1, predictor=head, built={"scheduler": "lpt", "prefix": True})
+    engine = ray_engine(1, predictor=head, built={"scheduler": "lpt", "predicts": "prefix"})
     assert contents(engine.generate(REQUESTS)) == here(model)
     assert engine.stats().details["engine/probe_steps"] > 0
 

@@ -15,7 +15,7 @@ from small import engine_of, small_model, some_requests
 
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.instantiate import Factories
-from grpo_cli.engine.ray_engine import RayEngine, _Worker, connect, portions, refuse_public
+from grpo_cli.engine.ray_engine import RayEngine, connect, portions, refuse_public
 from grpo_cli.engine.ray_worker import hollow, place
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.support.errors import UserError
@@ -68,8 +68,8 @@ def met(**other: Any) -> list[str]:
     engine, said = object.__new__(RayEngine), list[str]()
     engine._parts, engine._warned, engine._device = SimpleNamespace(warn=said.append), set(), torch.device("cpu")
     engine._place = place()
-    for number in range(2):
-        engine._check_place(_Worker(number, None), engine._place | other)
+    for _ in range(2):
+        engine._check_place(engine._place | other)
     return said
 
 

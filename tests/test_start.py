@@ -77,7 +77,7 @@ def test_the_choice_of_another_part_is_named_and_so_is_one_of_ones_own(run: Path
     result = grpo("train", "resume=R", "loss=dapo", "downsample._target_=mine.maxvar")
     assert result.exit_code == 0, result.output
     assert "changed since the run began: loss=dapo (was grpo)\n" in result.stderr
-    assert "downsample._target_=grpo_cli.methods.pods.maxvar is mine.maxvar\n" in result.stderr
+    assert "downsample._target_=mine.maxvar (was grpo_cli.methods.pods.maxvar)\n" in result.stderr
     assert "loss._target_" not in result.stderr
 
 

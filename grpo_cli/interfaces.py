@@ -264,7 +264,7 @@ class Correction(Protocol):
 
     @property
     def prox(self) -> str:
-        """Which policy is the old one: step_start, sampler, or ewma, an average of weights (`learner.old_policy`)."""
+        """Return the kind of old policy: step_start, sampler, or ewma, an average of weights (`learner.old_policy`)."""
 
     @property
     def prox_window(self) -> float | int:

@@ -118,12 +118,12 @@ UNKNOWN = {
     "samplr=full": "did you mean sampler?",
     "optim.lrr=3": "did you mean optim.lr?",
     "task.weights.format=1": "task=",
-    "zzz=3": "no setting",
+    "zzz=3": "not a setting",
     "lr=1e-5": "did you mean optim.lr?",
     "num_generations=8": "did you mean n?",
     "actor_rollout_ref.rollout.n=8": "did you mean n?",
     "beta=0.04": "did you mean loss.kl_coef?",
-    ".zzz=3": "no setting",
+    ".zzz=3": "not a setting",
     "loss=grop": "did you mean grpo?",
 }
 
@@ -228,7 +228,7 @@ def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
         (["train", "-m", "resume=sweep", "hydra.sweep.dir=empty"], "empty holds no sweep"),
         (["eval", "checkpoint=nowhere"], "checkpoint=nowhere is not a folder"),
         (["eval", "checkpoint=empty"], "checkpoint=empty holds no complete checkpoint"),
-        (["eval", "loss=grpo"], "loss is no setting"),
+        (["eval", "loss=grpo"], "loss is not a setting"),
     ],
 )
 def test_a_folder_that_is_no_run_is_refused(elsewhere, arguments, message):

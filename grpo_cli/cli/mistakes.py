@@ -47,7 +47,7 @@ def unusable(command: str, words: Sequence[str], is_sweep: bool) -> Iterator[str
 
 
 def as_text(word: str) -> str:
-    """Return how a word whose value is text is typed; empty if it is no setting."""
+    """Return how to type a setting whose value is text; empty for a word that sets nothing."""
     key, equals, value = word.partition("=")
     text = quoted(value, '"').replace("\\${", "${")
     known = equals and re.fullmatch(r"[+]{0,2}[\w.@/-]+", key) and len(word) <= 500
@@ -97,11 +97,11 @@ def no_setting(key: str, known: Mapping[str, str]) -> str:
     group, _, word = key.partition(".")
     having = [f"{group}={one}" for one in choices(group) if group and word in read_choice(group, one).settings]
     if having:
-        return f"{key} is no setting of this {group}; it is one of {', '.join(having)}"
+        return f"{key} is not a setting of this {group}, but of {', '.join(having)}"
     if known.get(key.rpartition(".")[0]) == "{}":  # it takes any key
         return f"{key} is new to {group}: type +{key}=..."
     ours, near = meant_by(key), [one for one in known if "." not in key or "." in one]
-    return f"{key} is no setting{f'; did you mean {ours}?' if ours else closest(key, near)}"
+    return f"{key} is not a setting{f'; did you mean {ours}?' if ours else closest(key, near)}"
 
 
 def known_keys(command: str, words: Sequence[str]) -> dict[str, str]:

@@ -77,7 +77,7 @@ def _line(key: str, errors: Sequence[ErrorDetails], known: Sequence[str]) -> str
     """Return one sentence about a wrong value, whatever number of types it could have."""
     value, types = errors[0]["input"], [error["type"] for error in errors]
     if "unexpected_keyword_argument" in types:
-        return f"{key} is no setting{closest(key, known)}"
+        return f"{key} is not a setting{closest(key, known)}"
     if "missing" in types:
         return f"{key} is missing from the configuration"
     if value == "???":

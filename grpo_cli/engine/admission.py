@@ -1,4 +1,4 @@
-"""Admission of sequences: at most so many at a time, in the scheduler's order, and no more than memory has room for."""
+"""Admission of sequences, in the scheduler's order, as long as there is a free slot and enough memory."""
 
 from __future__ import annotations
 

@@ -52,8 +52,9 @@ _NUMBER = (
 )
 # Anywhere in a text: not inside a word (`H2O`) or a power, and a minus between two things (`10-5`) is no sign.
 _ANYWHERE = re.compile(rf"(?P<sign>(?<![0-9A-Za-z_)\]}}%$.])-)?(?<![0-9A-Za-z_^√±])(?<!\^[{{-])(?<!sqrt{{){_NUMBER}")
+# The first group is not possessive: Python 3.11.2 loses what such a group has tried (CPython issue 106052).
 _LEADING = re.compile(
-    r"(?:[\s*_`\"'(\[{:=~≈]|\$(?!\s?[.0-9+-]))*+(?:(?:USD|EUR|GBP|INR|Rs\.?) |[A-Z]{1,3}(?=\$))?"
+    r"(?:[\s*_`\"'(\[{:=~≈]|\$(?!\s?[.0-9+-]))*(?:(?:USD|EUR|GBP|INR|Rs\.?) |[A-Z]{1,3}(?=\$))?"
     rf"(?P<sign>[-+]\s?)?{_NUMBER}"
 )
 # What makes a number the beginning of an expression, a time, a range or a list instead of an answer.

@@ -1,7 +1,7 @@
-"""Final answers that are LaTeX expressions: found in a text, brought to one way of writing, compared as that.
+"""Answers that are LaTeX expressions, brought to one way of writing and compared as that.
 
 Most comparisons end here, exactly and at once; only what is left needs a library that knows algebra. Every
-pattern takes linear time, nothing is evaluated, and what is longer than `MAX_EXPRESSION` characters is no answer.
+pattern takes linear time and nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -10,69 +10,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from grpo_cli.tasks.answers import braced, extract_answer, in_ascii, last_match, measured
-
-MAX_EXPRESSION = 512
-_TAIL = 2048  # characters from the end in which an answer that is not marked is looked for
-
-_BOX = re.compile(r"\\(?:boxed|fbox)\s?(?=[{0-9A-Za-z])")
-_STATED = re.compile(r"\banswer[*_]{0,2}\s?(?:(?:is|equals|=)\s?:?|:)[*_]{0,2}\s?", re.IGNORECASE)
-# Dollars around a formula touch it, and no number follows; those of "$3 and $4" are money.
-_INLINE = re.compile(
-    r"\$\$?(?!\s)([^$]+)(?<![\s=+*/(-])\$(?![0-9])|\\\(((?:[^\\]|\\[^)])+)\\\)|\\\[((?:[^\\]|\\[^\]])+)\\\]"
-)
-
-
-@dataclass(frozen=True)
-class Found:
-    """The final answer of a text, as it was written; `marked` if it was given in a form that prompts ask for."""
-
-    expression: str
-    marked: bool
-
-
-def final_expression(text: str) -> Found | None:
-    """Return the last `\\boxed{x}` or `<answer>x</answer>` (whichever is later), else the last line `#### x` (all
-    marked); else what follows the last "answer is", else the last formula between dollars, else the last number.
-
-    >>> final_expression(r"so $x=2$ and \\boxed{\\frac{1}{2}}.")
-    Found(expression='\\\\frac{1}{2}', marked=True)
-    """
-    hashes = text.rfind("####")
-    line = text[hashes + 4 :].partition("\n")[0].strip() if hashes >= 0 else ""
-    if marked := _boxed(text) or (line if _is_answer(line) else ""):
-        return Found(marked, True)
-    tail = text[-_TAIL:]
-    stated = _stated(tail) or extract_answer(tail).text
-    return Found(stated, False) if _is_answer(stated) else None
-
-
-def _boxed(text: str) -> str:
-    """Return what is in the last box or answer tag of a text, if that is an answer."""
-    box = last_match(_BOX, text)
-    window = text[box.end() :][: MAX_EXPRESSION + 2] if box else ""
-    found = braced(window) if window.startswith("{") else window[:1]
-    opened = text.rfind("<answer>")
-    if opened >= 0 and not (box and found and box.start() > opened):
-        inside = text[opened + len("<answer>") :].partition("</answer>")[0].strip()
-        found = inside.removeprefix("$").removesuffix("$") if _is_answer(inside) else found
-    return found.strip() if _is_answer(found) else ""
-
-
-def _is_answer(text: str) -> bool:
-    return 0 < len(text.strip()) <= MAX_EXPRESSION
-
-
-def _stated(tail: str) -> str:
-    """Return what follows the last "answer is", to the end of its sentence, or the formula that it begins with; else
-    the last formula."""
-    last = last_match(_STATED, tail)
-    rest = tail[last.end() :] if last else ""
-    formula = _INLINE.match(rest)
-    text = "" if formula else re.split(r"\n|\.(?![0-9])", rest, maxsplit=1)[0].strip(" *_")
-    formula = formula if formula or text else last_match(_INLINE, tail)
-    return (formula[1] or formula[2] or formula[3]).strip() if formula else text
-
+from grpo_cli.tasks.answers import FORMULA, in_ascii, inside, quantity
 
 _TEXT = r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf)|operatorname|mbox)\s?\{([^{}]*)\}"
 _WORDS = re.compile(_TEXT)
@@ -147,8 +85,8 @@ def unit(words: str) -> Unit | None:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """An answer in its parts: whose value it is (`x =`), an expression, its number if it is one, and its unit."""
+class Parts:
+    """The parts of an answer: whose value it is (`x =`), an expression, its number if it is one, and its unit."""
 
     name: str
     body: str
@@ -156,26 +94,25 @@ class Answer:
     unit: Unit
 
 
-def read(expression: str) -> Answer:
+def read(expression: str) -> Parts:
     """Return the parts of an answer, in one way of writing for what differs in layout alone.
 
     >>> read(r"x = \\dfrac 12").body, read(r"5\\text{ cm}").value, read("$1{,}000.$").body, read(r"\\pi r^ 2 ").body
     ('\\\\frac{1}{2}', Fraction(5, 1), '\\\\frac{1000}{1}', '\\\\pi r^2')
     """
     text = in_ascii(expression).replace("~", " ").strip().rstrip(".").strip()
-    for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
-        if text.startswith(left) and text.endswith(right) and len(text) > len(left + right):
-            text = text[len(left) : -len(right)].strip()
+    if formula := FORMULA.fullmatch(text):
+        text = inside(formula)
     text = _DEGREES.sub(r"\\text{ degrees }", text)
     named = _NAMED.fullmatch(_WORDS.sub(r" \1 ", text))
     if named:
         text = text[text.index("=") + 1 :].strip()
     name = named[1] if named else ""
-    if (found := measured(text)) and (of := unit(found[1])):
-        return Answer(name, rf"\frac{{{found[0].numerator}}}{{{found[0].denominator}}}", found[0], of)
+    if (found := quantity(f" {text}")) and (of := unit(found[1])):
+        return Parts(name, rf"\frac{{{found[0].numerator}}}{{{found[0].denominator}}}", found[0], of)
     behind = _UNIT.search(text)
     of = unit("".join(it or "" for it in behind.groups())) if behind else None
-    return Answer(name, _body(text[: behind.start()] if behind and of else text), None, of or (Fraction(1), ()))
+    return Parts(name, _body(text[: behind.start()] if behind and of else text), None, of or (Fraction(1), ()))
 
 
 def _body(text: str) -> str:

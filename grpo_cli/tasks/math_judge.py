@@ -10,62 +10,55 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_cli.support.extras import require
-from grpo_cli.tasks.expressions import MAX_EXPRESSION, compare_written, final_expression
+from grpo_cli.tasks.answers import MAX_ANSWER, final_answer
+from grpo_cli.tasks.expressions import compare_written
 from grpo_cli.tasks.judges import Completion, Judge
 from grpo_cli.tasks.workers import Workers
 
 _REMEMBERED = 50_000  # comparisons, before all are forgotten: completions repeat within a step and between steps
-_DIFFERENT = "different"  # the one verdict that is no part
-_Pair = tuple[str, str]  # a gold answer and an expression
 
 
 class MathJudge(Judge):
     """A judge with the parts `correct`, `correct_strict` (in the form asked for), `over_limit` and `incomparable`, each
     1 or 0. A comparison gets at most `seconds`."""
 
-    advice = f"put it into \\boxed{{}}, or let it be an expression of at most {MAX_EXPRESSION} characters"
+    advice = f"put it into \\boxed{{}}, or let it be an expression of at most {MAX_ANSWER} characters"
 
     def __init__(self, main: str, seconds: float, workers: int) -> None:
         require("math_verify", "task.reward=math", "answers that are plain numbers need none: task.reward=numbers")
         self.main = main
         self._workers = Workers("math", workers, seconds)
-        self._known: dict[_Pair, str] = {}
+        self._known: dict[tuple[str, str], str] = {}
 
     def gold(self, text: str) -> str | None:
         """Return the last box of a worked solution, what follows its `####`, or the whole of a short text."""
         if "####" in text or "\\boxed" in text or "\\fbox" in text:
-            found = final_expression(text)
-            return found.expression if found and found.marked else None
-        return text.strip() if len(text.strip()) <= MAX_EXPRESSION else None
+            found = final_answer(text)
+            return found.text if found and found.mark else None
+        return text.strip() if len(text.strip()) <= MAX_ANSWER else None
 
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
-        found = [final_expression(completion.reply) for completion in completions]
-        pairs = [(one.answer, it.expression) if it else None for one, it in zip(completions, found, strict=True)]
-        self._compare([pair for pair in dict.fromkeys(pairs) if pair])
+        found = [final_answer(completion.reply) for completion in completions]
+        pairs = [(one.answer, it.text) if it else None for one, it in zip(completions, found, strict=True)]
+        self._compare({pair for pair in pairs if pair})
         judged = []
         for pair, it in zip(pairs, found, strict=True):
-            verdict = self._known[pair] if pair else _DIFFERENT
+            verdict = self._known[pair] if pair else ""
             parts = {part: float(verdict == part) for part in ("correct", "over_limit", "incomparable")}
-            judged.append(parts | {"correct_strict": parts["correct"] if it and it.marked else 0.0})
+            judged.append(parts | {"correct_strict": parts["correct"] if it and it.mark else 0.0})
         return judged
 
-    def _compare(self, pairs: Sequence[_Pair]) -> None:
-        """Note which part each pair counts for."""
+    def _compare(self, pairs: set[tuple[str, str]]) -> None:
+        """Note which part each pair of a gold answer and an answer counts for, if any."""
         if len(self._known) > _REMEMBERED:
             self._known.clear()
-        left: dict[_Pair, dict[str, str]] = {}
-        for pair in pairs:
-            if pair not in self._known:
-                verdict = compare_written(*pair)
-                if isinstance(verdict, bool):
-                    self._known[pair] = "correct" if verdict else _DIFFERENT
-                else:
-                    left[pair] = {"gold": verdict[0], "answer": verdict[1]}
-        for pair, reply in zip(left, self._workers.ask([*left.values()]), strict=True):
-            if "equal" in reply:
-                self._known[pair] = "correct" if reply["equal"] else _DIFFERENT
-            else:
-                self._known[pair] = "over_limit" if "limit" in reply else "incomparable"
+        written = {pair: compare_written(*pair) for pair in pairs - self._known.keys()}
+        left = {pair: {"gold": it[0], "answer": it[1]} for pair, it in written.items() if not isinstance(it, bool)}
+        replies = dict(zip(left, self._workers.ask([*left.values()]), strict=True))
+        for pair, verdict in written.items():
+            reply = replies.get(pair, {"equal": verdict})
+            failed = "over_limit" if "limit" in reply else "incomparable"
+            self._known[pair] = ("correct" if reply["equal"] else "") if "equal" in reply else failed
 
     def close(self) -> None:
         """End the workers; they end by themselves with this object."""

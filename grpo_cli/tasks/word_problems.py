@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from random import Random
 from typing import Annotated, Any, Unpack
 
 from pydantic import Field
 
-from grpo_cli.tasks.answers import equal, extract_answer
+from grpo_cli.tasks.answers import final_number
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.prompting import Tokenizer
 from grpo_cli.tasks.turns import DialogueTask, TurnSettings
@@ -141,7 +140,7 @@ class WordProblems(DialogueTask, GeneratedTask[Story]):
         return problem.in_words(rng)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        correct = float(equal(extract_answer(self.text(rollout.turns[-1])).value, Fraction(prompt.answer)))
+        correct = float(final_number(self.text(rollout.turns[-1]))[0] == int(prompt.answer))
         parts = {"correct": correct, "ended": float(rollout.finish.complete)}
         return Reward(correct, parts, weights={"correct": 1.0})
 

@@ -48,8 +48,8 @@ def asks(path: Path, *questions: Any, **more: Any) -> str:
     return write(path, *({"question": question, "answer": "1", **more} for question in questions))
 
 
-def made(path: str, template: str | bool = THINKS, defaults: Any = None, **settings: Any) -> Jsonl:
-    return task_of("jsonl", make_tokenizer(chat_template=template), path=path, chat_defaults=defaults, **settings)
+def made(path: str, template: str | bool = THINKS, words: Any = None, **settings: Any) -> Jsonl:
+    return task_of("jsonl", make_tokenizer(chat_template=template), path=path, chat_template_kwargs=words, **settings)
 
 
 def prompts(task: Jsonl) -> list[str]:
@@ -77,7 +77,7 @@ def published(name: str) -> str:
 def test_tokens_are_those_of_transformers_own_call(tmp_path: Path, template: str | bool, words: dict[str, Any]) -> None:
     questions = ["What is 1?", [*CHAT[1:2]], CHAT, CHAT[:2]]
     template = published(template[3:]) if str(template).startswith("of ") else template
-    task = made(asks(tmp_path / "p.jsonl", *questions), template, chat_template_kwargs=words)
+    task = made(asks(tmp_path / "p.jsonl", *questions), template, words)
     for prompt in (*task.prompts("train"), *task.prompts("eval")):
         question = questions[int(prompt.id.split("-")[1]) - 1]
         chat = question if isinstance(question, list) else [{"role": "user", "content": question}]
@@ -85,36 +85,33 @@ def test_tokens_are_those_of_transformers_own_call(tmp_path: Path, template: str
         assert list(prompt.token_ids) == theirs(chat, add_generation_prompt=True, return_dict=False, **words)
 
 
-def test_the_models_word_counts_where_the_template_reads_it_and_the_task_says_nothing(tmp_path: Path) -> None:
-    path, of_model = asks(tmp_path / "p.jsonl", "a", "b"), {"enable_thinking": False}
-    assert all(text.endswith(EMPTY) for text in prompts(made(path, defaults=of_model)))
-    told = {"enable_thinking": True}
-    assert not any(EMPTY in text for text in prompts(made(path, defaults=of_model, chat_template_kwargs=told)))
-    for settings in ({"template": True}, {"use_chat_template": False}):  # reads no such word; is not used
-        assert not any(EMPTY in text for text in prompts(made(path, defaults=of_model, **settings)))
+def test_a_word_of_the_template_reaches_it_where_it_is_used(tmp_path: Path) -> None:
+    path, words = asks(tmp_path / "p.jsonl", "a", "b"), {"enable_thinking": False}
+    assert all(text.endswith(EMPTY) for text in prompts(made(path, words=words)))
+    assert not any(EMPTY in text for text in prompts(made(path, words=words, use_chat_template=False)))
 
 
 @pytest.mark.parametrize(
     ("template", "word", "named"),
     [
         (THINKS, "enable_thinkin", "did you mean"),
-        (True, "enable_thinking", "is read by no"),
-        (False, "x", "leave it out"),
+        (True, "enable_thinking", "is not read by"),
     ],
 )
 def test_a_word_that_the_template_does_not_read_is_refused(
     tmp_path: Path, template: str | bool, word: str, named: str
 ) -> None:
-    with pytest.raises(UserError, match=f"task.chat_template_kwargs.*{named}"):
-        made(asks(tmp_path / "p.jsonl", "a", "b"), template, chat_template_kwargs={word: False})
+    with pytest.raises(UserError, match=f"model.chat_template_kwargs.*{named}"):
+        made(asks(tmp_path / "p.jsonl", "a", "b"), template, {word: False})
 
 
 def test_the_empty_place_for_reasoning_that_a_template_drops_is_named_and_kept_by_the_setting(tmp_path: Path) -> None:
     """With enable_thinking=false a turn is drawn behind an empty block, and earlier turns have none."""
     path, words = asks(tmp_path / "p.jsonl", "a", "b"), {"turns": 2, "environment": "environments:Responding"}
+    words["words"] = {"enable_thinking": False}
     with pytest.raises(UserError, match="task.keep_reasoning=true"):
-        made(path, chat_template_kwargs={"enable_thinking": False}, **words)
-    task = made(path, chat_template_kwargs={"enable_thinking": False}, keep_reasoning=True, **words)
+        made(path, **words)
+    task = made(path, keep_reasoning=True, **words)
     prompt, turn = task.prompts("train")[0], task._prompting.tokenizer.encode("2<|im_end|>", add_special_tokens=False)
     read = [*prompt.token_ids, *turn, *task.between([turn], ["No."])]
     begun = f"<|im_start|>assistant\n{EMPTY}"

@@ -145,30 +145,17 @@ def test_both_gradings_are_reported_and_one_is_the_total(
         assert (reward.total, reward.parts) == (total, {"correct": lenient, "correct_strict": strict})
 
 
-# Prompts that do not fit
-
-
-def test_a_prompt_that_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
-    rows = problems(20)
-    rows[7]["question"] = "word " * 30
-    path = write(tmp_path / "p.jsonl", *rows)
-    needed = len(TOKENIZER(f"Question: {rows[7]['question']}\nAnswer:")["input_ids"])
-    make(path, max_prompt_tokens=needed)
-    message = message_of(lambda: make(path, max_prompt_tokens=needed - 1))
-    assert f"p.jsonl, line 8: the prompt has {needed} tokens, but at most {needed - 1} fit" in message
-    assert "sampling.max_new_tokens" in message
-    assert "(and 18 more like it)" in message_of(lambda: make(path, max_prompt_tokens=30, eval_fraction=0.05))
-
-
 def test_prompts_that_do_not_fit_are_left_out_with_a_warning(tmp_path: Path) -> None:
     rows = problems(20)
     rows[7]["question"] = rows[9]["question"] = "word " * 30
     path, said = write(tmp_path / "p.jsonl", *rows), []
-    words = {"long_prompts": "leave_out", "warn": said.append}
-    left = all_of(make(path, max_prompt_tokens=len(TOKENIZER("word " * 30)["input_ids"]), **words))
+    needed = len(TOKENIZER(f"Question: {rows[7]['question']}\nAnswer:")["input_ids"])
+    make(path, max_prompt_tokens=needed)
+    left = all_of(make(path, max_prompt_tokens=needed - 1, warn=said.append))
     assert len(left) == 18 and not {p.id[-2:] for p in left} & {"08", "10"}
-    assert len(said) == 1 and "2 of the " in said[0] and "p.jsonl, line 8" in said[0]
-    assert "no prompt to train on is left" in message_of(lambda: make(path, max_prompt_tokens=3, **words))
+    assert len(said) == 1 and "2 of the " in said[0]
+    assert f"line 8: the prompt has {needed} tokens, but at most {needed - 1} fit" in said[0]
+    assert "no prompt to train on is left" in message_of(lambda: make(path, max_prompt_tokens=3, warn=said.append))
 
 
 # Mistakes

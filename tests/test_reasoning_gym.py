@@ -108,13 +108,13 @@ def test_no_question_is_in_both_splits_and_eval_is_the_same_for_every_seed():
 
 
 def test_a_prompts_id_says_all_that_its_problem_is_made_of():
-    first, again = task(few_shot=1), task(few_shot=1)
+    first, again = task(), task()
     prompt = first.prompts("train")[3]
     assert prompt.id.startswith("train-") and again.prompts("train")[3] == prompt
     assert again.prompts("train").by_id(prompt.id) == prompt and again.prompts("train").by_id("eval-3") is None
     row = again.row_of(prompt)
     assert row["question"] in first.text(prompt.token_ids) and row["answer"] == prompt.answer
-    assert task(seed=1, few_shot=1).row_of(prompt) != row
+    assert task(seed=1).row_of(prompt) != row
 
 
 def test_a_reward_has_the_library_s_score_and_what_went_wrong():
@@ -151,7 +151,6 @@ def test_a_reward_has_the_library_s_score_and_what_went_wrong():
         *(({"name": name}, f"task.name={name}") for name in gym.REFUSED),
         ({"name": "chain_sums"}, "did you mean chain_sum"),
         ({"config": {"min_term": 2}}, "task.config: .*min_term'"),
-        ({"name": "boxnet", "few_shot": 1}, "lower it"),
         ({"weights": {"correct": 1.0, "score": 0.0, "formt": 1.0}}, "task.weights.form"),
     ],
 )

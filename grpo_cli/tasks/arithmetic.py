@@ -20,9 +20,9 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.formats import OverlongTokens, overlong
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.judges import Weighing, Weights
-from grpo_cli.tasks.prompting import Tokenizer, Verbatim, encode_behind
-from grpo_cli.tasks.turns import answer
-from grpo_cli.types import Prompt, Reward, Rollout
+from grpo_cli.tasks.prompting import Tokenizer, encode_behind, verbatim
+from grpo_cli.tasks.turns import at_once
+from grpo_cli.types import Finish, Prompt, Reward, Rollout
 
 _LINE = re.compile(r"(0|[1-9][0-9]{0,3})([+-][1-9][0-9]{0,3})*")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,3}")
@@ -101,7 +101,6 @@ class Arithmetic(GeneratedTask[Sum]):
     parts that look at its form or its length (`judges.py`)."""
 
     name, sizes_are = "arithmetic", "terms"
-    _prompting: Verbatim
 
     def __init__(
         self,
@@ -116,7 +115,7 @@ class Arithmetic(GeneratedTask[Sum]):
         if value < 2 * operand:
             raise UserError(f"task.max_value={value} must be at least 2 * task.max_operand={2 * operand}")
         self._weighing, self._overlong_tokens = Weighing(weights or {}, "all", "correct"), overlong_tokens
-        self._prompting = Verbatim(tokenizer)
+        self._prompting = verbatim(tokenizer)
         self._generate(seed, sums["min_terms"], sums["max_terms"], sums["train_problems"], sums["eval_problems"])
 
     def draw(self, rng: Random, size: int) -> Sum:
@@ -129,7 +128,8 @@ class Arithmetic(GeneratedTask[Sum]):
         return encode_behind(self._prompting.tokenizer, worked_solution(self._problem(prompt)[0]), prompt.token_ids)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        completion = self._prompting.completion(rollout)
+        # the last token alone is dropped: another special token inside an answer must spoil it
+        completion = self.raw_text(rollout.token_ids[:-1]) if rollout.finish is Finish.EOS else None
         correct = float(completion is not None and final_answer(completion) == prompt.answer)
         parts = {"correct": correct, "well_formed": float(completion is not None and is_well_formed(completion))}
         return self._weighing.reward(parts, completion or "", overlong(rollout, self._overlong_tokens))
@@ -160,9 +160,6 @@ class Calculator(Arithmetic):
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
         text = self.text(turns[-1])
         if not text.endswith("="):
-            return answer(None)
+            return at_once(None)
         sum_of = text[:-1].rpartition("=")[2]
-        return answer([str(sum(map(int, re.findall(r"[+-]?[0-9]+", sum_of)))) if is_sum(sum_of) else "?"])
-
-    def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
-        return encode_behind(self._prompting.tokenizer, "".join(said), turns[-1])
+        return at_once([str(sum(map(int, re.findall(r"[+-]?[0-9]+", sum_of)))) if is_sum(sum_of) else "?"])

@@ -23,7 +23,6 @@ from grpo_cli.tasks.prompting import MadePrompts, Message, Prompting
 from grpo_cli.types import Prompt
 
 HUB, PARQUET, CSV = "hub:", ".parquet", ".csv"
-LONG_PROMPTS = ("refuse", "leave_out")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -215,10 +214,10 @@ def _wrong_chat(messages: list[Any]) -> str:
 class LazyPrompts(MadePrompts):
     """Problems as prompts, tokenised one at a time on demand: a large file costs little at start-up.
 
-    Only those that might be too long, judging by their bytes, are tokenised at once, so that a prompt that does not fit
-    is found before any step is taken: it is refused, or left out with a warning. So is the first chat of each order of
-    roles, for a template that refuses it. (A prompt that is too long for another reason, a tokenizer that makes more
-    tokens than bytes or what an environment `opens` an episode with, is refused when it is made.)
+    Only those that might be too long, judging by their bytes, are tokenised at once, to leave out what does not fit. So
+    is the first chat of each order of roles, for a template that refuses it. (A prompt that is too long for another
+    reason, a tokenizer that makes more tokens than bytes or what an environment `opens` an episode with, is refused
+    when it is made.)
     """
 
     def __init__(
@@ -227,7 +226,6 @@ class LazyPrompts(MadePrompts):
         problems: Sequence[Problem],
         prompting: Prompting,
         max_tokens: int | None,
-        long_prompts: str,
         warn: Callable[[str], None],
         opens: Callable[[Mapping[str, Any], str], str] = lambda row, place: "",
     ) -> None:
@@ -237,12 +235,10 @@ class LazyPrompts(MadePrompts):
         self.problems = [problem for problem in problems if problem.line not in lengths]
         if lengths:
             first = next(problem for problem in problems if problem.line in lengths)
-            error = self._too_long(first, lengths[first.line], len(lengths))
-            if long_prompts == "refuse":
-                raise error
+            error = self._too_long(first, lengths[first.line])
             warn(f"{error}; {len(lengths)} of the {len(problems)} prompts of {split} are left out")
         if not self.problems:
-            raise UserError(f"no prompt to {split} on is left; see task.long_prompts and task.few_shot")
+            raise UserError(f"no prompt to {split} on is left; lower sampling.max_new_tokens or task.few_shot")
         super().__init__(lambda place: self._prompt(self.problems[place]), len(self.problems))
 
     @cached_property
@@ -268,7 +264,7 @@ class LazyPrompts(MadePrompts):
             messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + opening})
         token_ids = self._prompting.encode(problem.question + opening, messages)
         if self._max_tokens is not None and len(token_ids) > self._max_tokens:
-            raise self._too_long(problem, len(token_ids), 1)
+            raise self._too_long(problem, len(token_ids))
         return Prompt(self._id(problem), token_ids, problem.answer)
 
     def _lengths(self, problems: Sequence[Problem]) -> dict[int, int]:
@@ -286,11 +282,10 @@ class LazyPrompts(MadePrompts):
                     raise UserError(f"{problem.place}: {error}") from error
         return {line: length for line, length in lengths.items() if length > most}
 
-    def _too_long(self, problem: Problem, length: int, count: int) -> UserError:
-        others = f" (and {count - 1} more like it)" if count > 1 else ""
+    def _too_long(self, problem: Problem, length: int) -> UserError:
         return UserError(
-            f"{problem.place}: the prompt has {length} tokens{others}, but at most {self._max_tokens} fit; lower "
-            "sampling.max_new_tokens, or set task.long_prompts=leave_out"
+            f"{problem.place}: the prompt has {length} tokens, but at most {self._max_tokens} fit; lower "
+            "sampling.max_new_tokens"
         )
 
 

@@ -1,4 +1,4 @@
-"""The replies to a model in an episode of several turns: by a class of one's own, or by functions as tools.
+"""The observations of a model in an episode of several turns: by a class of one's own, or by functions as tools.
 
 Each is a pure function of a row and of what the model has written so far, as text. A class has a state: it is made
 again and hears the earlier turns again wherever that is needed, so none has to be stored. Calls of tools are data: a
@@ -45,8 +45,8 @@ class TurnSettings(PromptSettings):
 
 
 @dataclass(frozen=True)
-class Reply:
-    """The messages that answer a turn, None at the end of the episode. `failed` counts those that say what is wrong;
+class Observation:
+    """What the model reads after a turn: messages, None at the end of the episode. `failed` counts those that say what is wrong;
     `faults` describe the errors of the user's code."""
 
     messages: Sequence[str] | None
@@ -125,7 +125,7 @@ def _plain(text: str) -> str:
     return text[:MOST_CHARACTERS].encode("utf-8", "replace").decode()
 
 
-def _reply(function: str, call: Callable[[], Any], seconds: float, who: str, ends: bool = False) -> Reply:
+def _reply(function: str, call: Callable[[], Any], seconds: float, who: str, ends: bool = False) -> Observation:
     """Return the text of a call's value, cut, or of its error: a model may have caused any. With `ends`, None is the
     end of the episode."""
     fault = ""
@@ -138,11 +138,11 @@ def _reply(function: str, call: Callable[[], Any], seconds: float, who: str, end
     except BaseException as error:
         text, fault = _ADDRESS.sub("", f"error: {type(error).__name__}: {text_of(error)}"), raised(error)
     if text is None:
-        return Reply(None)
+        return Observation(None)
     failed, message = int(bool(fault)), _plain(text)
     if message != text:
         fault = fault or f"returned more than {MOST_CHARACTERS} characters, or some that UTF-8 cannot hold: it was cut"
-    return Reply([message], failed, (f"{function} {fault}",) if fault else ())
+    return Observation([message], failed, (f"{function} {fault}",) if fault else ())
 
 
 def _text(value: Any, ends: bool) -> str | None:
@@ -161,7 +161,7 @@ class Environment:
         self.name, self._seconds, self._thinks, self._functions = name, seconds, thinks, functions
         self.tools = _schemas(functions, name)
 
-    def reply(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Reply:
+    def reply(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Observation:
         """Answer the last of the turns; `who` names the request in errors."""
         return self._called(self._functions, turns[-1], who)
 
@@ -169,15 +169,15 @@ class Environment:
         """Return the text behind the question of a row."""
         return ""
 
-    def _called(self, functions: Functions, turn: str, who: str) -> Reply:
+    def _called(self, functions: Functions, turn: str, who: str) -> Observation:
         """Return the results of a turn's calls, one message each; no messages for a turn without a call."""
         replies = [
-            Reply([f"error: {call}"], failed=1) if isinstance(call, str) else _reply(*call, self._seconds, who)
+            Observation([f"error: {call}"], failed=1) if isinstance(call, str) else _reply(*call, self._seconds, who)
             for call in calls_of(functions, turn, self._thinks)
         ]
         messages = [message for reply in replies for message in reply.messages or ()]
         faults = tuple(fault for reply in replies for fault in reply.faults)
-        return Reply(messages or None, sum(reply.failed for reply in replies), faults)
+        return Observation(messages or None, sum(reply.failed for reply in replies), faults)
 
 
 class Episodes(Environment):
@@ -201,7 +201,7 @@ class Episodes(Environment):
         self._waiting: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._lock, self._checked = threading.Lock(), threading.Event()
 
-    def reply(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Reply:
+    def reply(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Observation:
         with self._lock:
             instance = self._waiting.pop((prompt.id, tuple(turns[:-1])), None)
         if instance is None:
@@ -243,13 +243,13 @@ class Episodes(Environment):
 
         return _limited(begin, self._seconds, who)
 
-    def _answered(self, instance: Any, turn: str, who: str) -> Reply:
+    def _answered(self, instance: Any, turn: str, who: str) -> Observation:
         if not self._responds:
             return self._called({word: getattr(instance, word) for word in self._methods}, turn, who)
         return _reply("respond", lambda: instance.respond(turn), self._seconds, who, ends=True)
 
-    def _replayed(self, row: Mapping[str, Any], turns: Sequence[str], who: str) -> tuple[Any, Reply]:
-        instance, reply = self._reset(row, who)[0], Reply(None)
+    def _replayed(self, row: Mapping[str, Any], turns: Sequence[str], who: str) -> tuple[Any, Observation]:
+        instance, reply = self._reset(row, who)[0], Observation(None)
         for turn in turns:
             reply = self._answered(instance, turn, who)
         return instance, reply
@@ -267,11 +267,11 @@ class DialogueTask(TextTask, ABC):
         self,
         tokenizer: Tokenizer,
         settings: TurnSettings,
-        chat_defaults: Mapping[str, Any] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
         warn: Callable[[str], None],
     ) -> None:
         """Set how questions are put, and what answers the model. Raise UserError for a template that cannot do so."""
-        prompting = Prompting.of(tokenizer, settings, chat_defaults)
+        prompting = Prompting.of(tokenizer, settings, chat_template_kwargs)
         self._environment = environment = environment_of(settings, prompting)
         self._prompting, self._warn, self._failed = prompting, warn, 0
         if environment is not None:
@@ -309,7 +309,7 @@ class DialogueTask(TextTask, ABC):
             failed, self._failed = self._failed, 0
         return {"turns/errors": float(failed)}
 
-    def _note(self, reply: Reply) -> None:
+    def _note(self, reply: Observation) -> None:
         assert self._environment is not None
         with self._lock:
             self._failed += reply.failed
@@ -319,8 +319,8 @@ class DialogueTask(TextTask, ABC):
                     self._warn(f"{self._environment.name}: {fault}; turns/errors counts such answers")
 
 
-def answer(messages: Sequence[str] | None) -> Future[Sequence[str] | None]:
-    """Return an answer that is there at once."""
+def at_once(messages: Sequence[str] | None) -> Future[Sequence[str] | None]:
+    """Return an observation that is there already."""
     done: Future[Sequence[str] | None] = Future()
     done.set_result(messages)
     return done

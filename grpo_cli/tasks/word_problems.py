@@ -122,12 +122,12 @@ class WordProblems(DialogueTask, GeneratedTask[Story]):
         max_change: Annotated[int, Field(ge=2, le=9999)],
         train_problems: TrainProblems,
         eval_problems: EvalProblems,
-        chat_defaults: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         warn: Callable[[str], None],
         **turns: Unpack[TurnSettings],
     ) -> None:
         self._level = max_start, max_change
-        self._set_up(tokenizer, turns, chat_defaults, warn)
+        self._set_up(tokenizer, turns, chat_template_kwargs, warn)
         self._generate(seed, min_steps, max_steps, train_problems, eval_problems)
 
     def draw(self, rng: Random, size: int) -> Story:

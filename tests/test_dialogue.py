@@ -108,7 +108,7 @@ def test_an_object_is_kept_from_turn_to_turn_and_the_oldest_makes_room(rows, mon
 
     def answered(*said: str) -> tuple[Any, int]:
         before = Responding.resets
-        reply = task._environment.reply(prompt, {"answer": "1", "hint": "!"}, said, "who")
+        reply = task._environment.observe(prompt, {"answer": "1", "hint": "!"}, said, "who")
         return reply.messages, Responding.resets - before
 
     assert answered("a") == (["1: not a !"], 2), "the first answer of a run is made twice"
@@ -226,7 +226,7 @@ def test_no_tool_call_that_a_model_writes_ends_a_run(rows):
         text = "".join(rng.choice([call, call, lambda: cut(call()), lambda: rng.choice(marks)])() for _ in range(3))
         for task, turn in ((tools, text), (plain, str(value()) if rng.random() < 0.7 else text)):
             turn = turn.encode("utf-8", "replace").decode()  # what tokens can say
-            reply = task._environment.reply(prompt, {"answer": "1"}, [turn], "who")
+            reply = task._environment.observe(prompt, {"answer": "1"}, [turn], "who")
             task._note(reply)
             for message in reply.messages or ():
                 message.encode()

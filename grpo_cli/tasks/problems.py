@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_cli.runs.files import regular
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.errors import UserError, explained
 from grpo_cli.support.extras import require
 from grpo_cli.support.formatting import plain
 from grpo_cli.tasks.prompting import MadePrompts, Message, Prompting
@@ -132,10 +132,8 @@ def _hub_table(source: str, key: str) -> Any:
     require("datasets", f"{key}={source}", advice)
     import datasets
 
-    try:
+    with explained(f"{source} could not be read from the hub", f"; {advice}"):
         return datasets.load_dataset(name, *config, split=split)
-    except (OSError, ValueError) as error:  # no network, no such data set; no such configuration or split
-        raise UserError(f"{source} could not be read from the hub: {error}; {advice}") from error
 
 
 def where(source: str, number: int) -> str:

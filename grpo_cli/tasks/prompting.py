@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, TypedDict
 from unittest.mock import patch
 
-from grpo_cli.support.errors import UserError, closest
+from grpo_cli.support.errors import UserError, closest, explained
 from grpo_cli.support.isolation import limited
 from grpo_cli.types import Prompt
 
@@ -252,21 +252,17 @@ class Prompting:
         """Return the template's text, at the same moment for every run. Raise UserError for a template that fails, or
         takes too long."""
         words = {**self.chat_template_kwargs, "tools": list(self.tools) or None}
-        try:
-            # a template's clock is this module's: there is no other way to set it
-            with limited(MOST_SECONDS, MOST_BYTES), patch("transformers.utils.chat_template_utils.datetime", _Stopped):
+        roles = " and a ".join(dict.fromkeys(message["role"] for message in messages))
+        advice = "; try task.system_prompt=null, or task.use_chat_template=false for the plain task.template"
+        # a template's clock is this module's: there is no other way to set it
+        clock = patch("transformers.utils.chat_template_utils.datetime", _Stopped)
+        with explained(f"the tokenizer's chat template refused a {roles} message", advice):
+            with limited(MOST_SECONDS, MOST_BYTES), clock:
                 text: str = self.tokenizer.apply_chat_template(
                     list(messages), add_generation_prompt=opened, tokenize=False, **words
                 )
-                if len(text.encode()) > MOST_TEXT:
-                    raise MemoryError
-        except Exception as error:  # a template raises what its expressions raise
-            roles = " and a ".join(dict.fromkeys(message["role"] for message in messages))
-            why = str(error) or "it makes too much text"
-            raise UserError(
-                f"the tokenizer's chat template refused a {roles} message: {why} ({type(error).__name__}); "
-                "try task.system_prompt=null, or task.use_chat_template=false for the plain task.template"
-            ) from error
+            if len(text.encode()) > MOST_TEXT:
+                raise MemoryError("it makes too much text")
         return text
 
 

@@ -8,9 +8,9 @@ would execute it are refused, as are two that accept wrong answers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count, islice
+from itertools import count
 from math import isfinite
 from typing import Annotated, Any, Unpack
 
@@ -125,28 +125,24 @@ class ReasoningGym(DialogueTask):
         )
 
     def _held_out(self, wanted: int) -> list[Prompt]:
-        """Return the eval split."""
-        found = [*islice(self._different(), wanted)]
+        """Return the eval split: the first different prompts, until no new one has come for long."""
+        found, in_vain, size = dict[tuple[int, ...], Prompt](), 0, 8
+        for start in count(0, size):
+            if len(found) >= wanted or in_vain >= _IN_VAIN:
+                break
+            numbers = range(start, start + size)
+            made = self._made([self._where("eval", number) for number in numbers])
+            for number, entry in zip(numbers, made, strict=True):
+                prompt = self._prompt("eval", number, entry)
+                in_vain = 0 if prompt and prompt.token_ids not in found else in_vain + 1
+                if prompt:
+                    found.setdefault(prompt.token_ids, prompt)
         if not found:
             fit = "" if self._most_tokens is None else f" of at most {self._most_tokens} tokens"
             raise UserError(f"{self._name}: found no problem{fit} to evaluate on; see task.config")
         if len(found) < wanted:
             self._warn(f"task.eval_problems={wanted}, but only {len(found)} different held-out problems were found")
-        return found
-
-    def _different(self) -> Iterator[Prompt]:
-        seen, in_vain, size = set[tuple[int, ...]](), 0, 8
-        for start in count(0, size):
-            numbers = range(start, start + size)
-            made = self._made([self._where("eval", number) for number in numbers])
-            for number, entry in zip(numbers, made, strict=True):
-                prompt = self._prompt("eval", number, entry)
-                if prompt and prompt.token_ids not in seen:
-                    seen.add(prompt.token_ids)
-                    in_vain = 0
-                    yield prompt
-                elif (in_vain := in_vain + 1) == _IN_VAIN:
-                    return
+        return [*found.values()][:wanted]
 
     def _prompt(self, split: str, number: int, made: Reply) -> Prompt | None:
         """Build a prompt; None if the problem belongs to the other split or is too long."""

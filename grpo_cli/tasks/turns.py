@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from grpo_cli.support.errors import UserError, own_code, raised, text_of
+from grpo_cli.support.errors import UserError, explained, own_code, raised, text_of
 from grpo_cli.support.ranges import Count
 from grpo_cli.tasks.own_reward import own
 from grpo_cli.tasks.prompting import Prompting, PromptSettings, TextTask, Tokenizer
@@ -46,8 +46,8 @@ class TurnSettings(PromptSettings):
 
 @dataclass(frozen=True)
 class Observation:
-    """What the model reads after a turn: messages, None at the end of the episode. `failed` counts those that say what is wrong;
-    `faults` describe the errors of the user's code."""
+    """What the model reads after a turn: messages, None at the end of the episode. `failed` counts those that say what
+    is wrong; `faults` describe the errors of the user's code."""
 
     messages: Sequence[str] | None
     failed: int = 0
@@ -71,18 +71,6 @@ def environment_of(settings: TurnSettings, prompting: Prompting) -> Environment 
     module, _, names = value.partition(":")
     functions = [own(f"{module}:{word.strip()}", "task.tools") for word in names.split(",")]
     return Environment({getattr(function, "__name__", str(function)): function for function in functions}, *words)
-
-
-def _schemas(functions: Functions, name: str) -> tuple[Any, ...]:
-    from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
-
-    try:
-        return tuple(map(get_json_schema, functions.values()))
-    except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{name} cannot be described to the model: {error}; give each argument a type and a line under Args:"
-        ) from error
 
 
 class _Late(UserError):
@@ -125,7 +113,7 @@ def _plain(text: str) -> str:
     return text[:MOST_CHARACTERS].encode("utf-8", "replace").decode()
 
 
-def _reply(function: str, call: Callable[[], Any], seconds: float, who: str, ends: bool = False) -> Observation:
+def _observed(function: str, call: Callable[[], Any], seconds: float, who: str, ends: bool = False) -> Observation:
     """Return the text of a call's value, cut, or of its error: a model may have caused any. With `ends`, None is the
     end of the episode."""
     fault = ""
@@ -158,10 +146,15 @@ class Environment:
     role, scores = "tool", False
 
     def __init__(self, functions: Functions, name: str, seconds: float, thinks: bool) -> None:
-        self.name, self._seconds, self._thinks, self._functions = name, seconds, thinks, functions
-        self.tools = _schemas(functions, name)
+        from transformers.utils import get_json_schema
 
-    def reply(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Observation:
+        self.name, self._seconds, self._thinks, self._functions = name, seconds, thinks, functions
+        with explained(
+            f"{name} cannot be described to the model", "; give each argument a type and a line under Args:"
+        ):
+            self.tools = tuple(map(get_json_schema, functions.values()))
+
+    def observe(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Observation:
         """Answer the last of the turns; `who` names the request in errors."""
         return self._called(self._functions, turns[-1], who)
 
@@ -171,13 +164,13 @@ class Environment:
 
     def _called(self, functions: Functions, turn: str, who: str) -> Observation:
         """Return the results of a turn's calls, one message each; no messages for a turn without a call."""
-        replies = [
-            Observation([f"error: {call}"], failed=1) if isinstance(call, str) else _reply(*call, self._seconds, who)
+        found = [
+            Observation([f"error: {call}"], failed=1) if isinstance(call, str) else _observed(*call, self._seconds, who)
             for call in calls_of(functions, turn, self._thinks)
         ]
-        messages = [message for reply in replies for message in reply.messages or ()]
-        faults = tuple(fault for reply in replies for fault in reply.faults)
-        return Observation(messages or None, sum(reply.failed for reply in replies), faults)
+        messages = [message for one in found for message in one.messages or ()]
+        faults = tuple(fault for one in found for fault in one.faults)
+        return Observation(messages or None, sum(one.failed for one in found), faults)
 
 
 class Episodes(Environment):
@@ -188,9 +181,9 @@ class Episodes(Environment):
         if not isinstance(made, type) or not callable(getattr(made, "reset", None)):
             raise UserError(f"{name} must be a class with reset(**row), as TRL takes one; functions are task.tools")
         self._made, self._responds = made, callable(getattr(made, "respond", None))
-        kept = {"reset", "get_reward", "close"}
         found = [word for word, _ in inspect.getmembers(made, callable) if not word.startswith("_")]
-        self._methods = [word for word in found if word not in kept and not self._responds]
+        no_tools = found if self._responds else ("reset", "get_reward", "close")
+        self._methods = [word for word in found if word not in no_tools]
         if not self._responds and not self._methods:
             raise UserError(f"{name} has no method that answers: add typed methods as tools, or respond")
         with own_code(who := f"{name}, made without arguments,"):
@@ -199,18 +192,19 @@ class Episodes(Environment):
         self.role, self.scores = "tool" if self._methods else "user", hasattr(made, "get_reward")
         # Objects that wait for a next turn, by the turns that they have heard: the newest.
         self._waiting: dict[tuple[str, tuple[str, ...]], Any] = {}
-        self._lock, self._checked = threading.Lock(), threading.Event()
+        self._lock, self._checked = threading.Lock(), False
 
-    def reply(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Observation:
+    def observe(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Observation:
         with self._lock:
             instance = self._waiting.pop((prompt.id, tuple(turns[:-1])), None)
         if instance is None:
-            instance, found = self._replayed(row, turns, who)
-        else:
-            found = self._answered(instance, turns[-1], who)
-        if not self._checked.is_set() and self._replayed(row, turns, who)[1].messages != found.messages:
-            raise UserError(f"{self.name} answered the same turns in two ways: let all randomness follow from the row")
-        self._checked.set()
+            instance = self._replayed(row, turns[:-1], who)
+        found = self._answered(instance, turns[-1], who)
+        if not self._checked:
+            again = self._answered(self._replayed(row, turns[:-1], who), turns[-1], who)
+            if again.messages != found.messages:
+                raise UserError(f"{self.name} answered the same turns in two ways: let randomness follow from the row")
+            self._checked = True
         if found.messages is not None:
             with self._lock:
                 self._waiting[prompt.id, tuple(turns)] = instance
@@ -222,7 +216,7 @@ class Episodes(Environment):
         """Return the reward of a whole episode. As in TRL the calls of its last turn are not made: the model reads no
         result of them."""
         who = f"{self.name}, get_reward for the row {str(row)[:80]},"
-        instance = self._replayed(row, turns[:-1] if self._methods else turns, who)[0]
+        instance = self._replayed(row, turns[:-1] if self._methods else turns, who)
         return _limited(lambda: _awaited(instance.get_reward()), self._seconds, who)
 
     def opens(self, row: Mapping[str, Any], place: str) -> str:
@@ -244,15 +238,16 @@ class Episodes(Environment):
         return _limited(begin, self._seconds, who)
 
     def _answered(self, instance: Any, turn: str, who: str) -> Observation:
-        if not self._responds:
-            return self._called({word: getattr(instance, word) for word in self._methods}, turn, who)
-        return _reply("respond", lambda: instance.respond(turn), self._seconds, who, ends=True)
+        if self._responds:
+            return _observed("respond", lambda: instance.respond(turn), self._seconds, who, ends=True)
+        return self._called({word: getattr(instance, word) for word in self._methods}, turn, who)
 
-    def _replayed(self, row: Mapping[str, Any], turns: Sequence[str], who: str) -> tuple[Any, Observation]:
-        instance, reply = self._reset(row, who)[0], Observation(None)
+    def _replayed(self, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Any:
+        """Return a new object that has heard these turns."""
+        instance = self._reset(row, who)[0]
         for turn in turns:
-            reply = self._answered(instance, turn, who)
-        return instance, reply
+            self._answered(instance, turn, who)
+        return instance
 
 
 class DialogueTask(TextTask, ABC):
@@ -293,13 +288,13 @@ class DialogueTask(TextTask, ABC):
         assert environment is not None
         who = f"{environment.name}, asked after turn {len(turns)} of prompt {prompt.id},"
 
-        def reply() -> Sequence[str] | None:
+        def observed() -> Sequence[str] | None:
             with self._room, own_code(who):
-                found = environment.reply(prompt, row, heard, who)
+                found = environment.observe(prompt, row, heard, who)
                 self._note(found)
             return found.messages
 
-        return _begun(reply)
+        return _begun(observed)
 
     def take_metrics(self) -> Mapping[str, float]:
         """Return the metrics of environments since the last call."""

@@ -54,35 +54,19 @@ def draw_sum(rng: Random, num_terms: int, max_operand: int, max_value: int) -> S
     return Sum(tuple(terms))
 
 
-def worked_solution(problem: Sum, operations: Sequence[int] | None = None) -> str:
-    """Return the completion that does `operations[i]` operations in line i; by default one at a time, the longest.
+def worked_solution(problem: Sum) -> str:
+    """Return the completion that does one operation in each line, the longest.
 
-    >>> worked_solution(Sum((12, 7, -5, 30))), worked_solution(Sum((12, 7, -5, 30)), (2, 1))
-    ('19-5+30=14+30=44', '14+30=44')
+    >>> worked_solution(Sum((12, 7, -5, 30)))
+    '19-5+30=14+30=44'
     """
-    lines = []
-    for count in operations if operations is not None else (1,) * (len(problem.terms) - 1):
-        problem = problem.after(count)
-        lines.append(str(problem))
-    if len(problem.terms) != 1:
-        raise ValueError(f"the operations leave {problem} undone")
-    return "=".join(lines)
+    return "=".join(str(problem.after(count)) for count in range(1, len(problem.terms)))
 
 
-def final_answer(completion: str) -> str | None:
+def last_number(completion: str) -> str | None:
     """Return the number after the last `=` (or all there is), None when it is no plain number."""
     last = completion.rsplit("=", 1)[-1]
     return last if _NUMBER.fullmatch(last) else None
-
-
-def is_sum(line: str) -> bool:
-    """Return whether it is a sum of whole numbers of up to four digits, or one of them."""
-    return _LINE.fullmatch(line) is not None
-
-
-def is_well_formed(completion: str) -> bool:
-    """Return whether the completion is lines of sums joined by `=`, the last of them a plain number."""
-    return final_answer(completion) is not None and all(map(is_sum, completion.split("=")))
 
 
 class SumSettings(TypedDict):
@@ -130,9 +114,8 @@ class Arithmetic(GeneratedTask[Sum]):
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         # the last token alone is dropped: another special token inside an answer must spoil it
         completion = self.raw_text(rollout.token_ids[:-1]) if rollout.finish is Finish.EOS else None
-        correct = float(completion is not None and final_answer(completion) == prompt.answer)
-        parts = {"correct": correct, "well_formed": float(completion is not None and is_well_formed(completion))}
-        return self._weighing.reward(parts, completion or "", overlong(rollout, self._overlong_tokens))
+        correct = float(completion is not None and last_number(completion) == prompt.answer)
+        return self._weighing.reward({"correct": correct}, completion or "", overlong(rollout, self._overlong_tokens))
 
 
 class Calculator(Arithmetic):
@@ -162,4 +145,4 @@ class Calculator(Arithmetic):
         if not text.endswith("="):
             return at_once(None)
         sum_of = text[:-1].rpartition("=")[2]
-        return at_once([str(sum(map(int, re.findall(r"[+-]?[0-9]+", sum_of)))) if is_sum(sum_of) else "?"])
+        return at_once([str(sum(map(int, re.findall(r"[+-]?[0-9]+", sum_of)))) if _LINE.fullmatch(sum_of) else "?"])

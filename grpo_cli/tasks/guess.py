@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from grpo_cli.tasks.arithmetic import final_answer
+from grpo_cli.tasks.arithmetic import last_number
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.prompting import Tokenizer, verbatim
 from grpo_cli.tasks.turns import at_once
@@ -90,7 +90,7 @@ class Guess(GeneratedTask[Hidden]):
         number, low, high = map(int, prompt.answer.split(":"))
         left = Hidden(low, high, number)
         for turn in turns:
-            guess = final_answer(self.text(turn))
+            guess = last_number(self.text(turn))
             if guess == str(number):
                 return left, True
             left = left.after(None if guess is None else int(guess))

@@ -20,7 +20,7 @@ _NO_GPU = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
 
 def introduction(settings: RunSettings, runtime: Runtime) -> Iterator[str]:
     """Return lines about the model, a step's rollouts, and what no setting shows."""
-    weights, device, tokenizer = list(runtime.model.parameters()), runtime.device, runtime.tokenizer
+    weights, device = list(runtime.model.parameters()), runtime.device
     parameters, trained = sum(p.numel() for p in weights), sum(p.numel() for p in weights if p.requires_grad)
     prompts, n, m = settings.train.prompts, settings.n, settings.m
     kept = "all trained on" if m == n else f"{m} of each {n} trained on"

@@ -11,7 +11,6 @@ from tiny_hf import make_tokenizer
 from words import rollout_of, task_of
 
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks import math_judge, workers
 from grpo_cli.tasks.judges import Completion
 from grpo_cli.tasks.math_judge import MathJudge
 from grpo_cli.tasks.problems import Problem
@@ -60,28 +59,13 @@ def test_what_only_looks_like_code_is_not_run(judge: MathJudge, tmp_path: Path) 
     assert not proof.exists()
 
 
-DYING = """
-import json, os, sys
-from multiprocessing.connection import Connection
-pipe = Connection(int(sys.argv[-1]))
-reply = {"ready": True}
-while reply != {"died": "sympy is broken"}:
-    pipe.send_bytes(json.dumps(reply).encode())
-    reply = {"died": "sympy is broken"} if "z" in json.loads(pipe.recv_bytes())["answer"] else {"equal": True}
-"""
-
-
-def test_a_judge_that_crashes_counts_a_zero_and_the_others_are_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_comparison_that_fails_counts_a_zero_and_the_others_are_judged(
+    judge: MathJudge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "worker.py").write_text(DYING)
-    monkeypatch.setattr(workers, "SCRIPT", tmp_path / "worker.py")
-    monkeypatch.setattr(math_judge, "require", lambda *words: None)
-    judge = MathJudge("correct", 10.0, 1)
-    parts = judged(judge, *(("a", text) for text in ("y", "z", "w", "zz")))
-    assert [p["correct"] for p in parts] == [1.0, 0.0, 1.0, 0.0]
-    assert [p["incomparable"] for p in parts] == [0.0, 1.0, 0.0, 1.0]
-    judge.close()
+    found = {"y": {"equal": True}, "z": {"died": "exit code 3"}, "w": {"incomparable": "KeyError"}}
+    monkeypatch.setattr(judge._workers, "ask", lambda questions: [found[one["answer"]] for one in questions])
+    parts = judged(judge, *(("a", text) for text in found))
+    assert [(p["correct"], p["incomparable"]) for p in parts] == [(1.0, 0.0), (0.0, 1.0), (0.0, 1.0)]
 
 
 def test_answers_are_the_last_boxes_of_solutions_or_short_texts(tmp_path: Path) -> None:

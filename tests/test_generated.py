@@ -1,4 +1,4 @@
-"""Generated tasks: problems of seed and index, splits that share nothing, sizes in turn; stories, sums, their judges."""
+"""Generated tasks: problems of seed and index, splits that share nothing, sizes in turn; stories, sums, judges."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MARKED = [
     ("He pays 3 * 6 = 18.\n#### 18", "18"),
     ("#### 12 (that is, 3 * 4)", "12"),
     ("#### 3 * 4 = 12 dollars", "12"),
-    ("#### 5\n\nI hope this helps. There are 7 days in a week.", "5"),
+    ("#### 5\n\n#### Explanation\nThere are 7 days in a week.", "5"),
     ("\\boxed{4}, that is:\n#### 5", "5"),
     ("<answer>4</answer> or \\boxed{5}.", "5"),
     ("<answer>\n8 + 4 = 12\n</answer> 7", "12"),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,13 +40,3 @@ def test_one_of_several_processes_is_refused() -> None:
     for rank in ("RANK", "LOCAL_RANK"):
         with pytest.raises(UserError, match="WORLD_SIZE=4"):
             processor.set_variables({"WORLD_SIZE": "4", rank: "3"})
-
-
-@pytest.mark.parametrize("threads", ["0", "two", ""])
-def test_a_number_of_threads_that_is_none_is_refused_before_anything_is_loaded(threads: str) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": threads}
-    ended = subprocess.run(
-        [sys.executable, "-m", "grpo_cli", "train"], env=environment, capture_output=True, text=True, check=False
-    )
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.startswith(f"error: OMP_NUM_THREADS={threads}") and ended.stderr.count("\n") == 1

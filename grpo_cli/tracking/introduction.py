@@ -10,12 +10,9 @@ import torch
 from grpo_cli.interfaces import Runtime, Task
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.formatting import shown
-from grpo_cli.support.processor import why_no_gpu
 from grpo_cli.tasks.prompting import TODAY, reads_clock, turn_end
 
 MOST_LR = 5e-5  # for full fine-tuning of a pretrained model: more than in any recipe cited in conf/model
-# What PyTorch says if nothing is wrong: a build without CUDA, no driver, no GPU or no visible one.
-_NO_GPU = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
 
 
 def introduction(settings: RunSettings, runtime: Runtime) -> Iterator[str]:
@@ -33,8 +30,6 @@ def introduction(settings: RunSettings, runtime: Runtime) -> Iterator[str]:
         f"rollouts = {prompts * n}, {kept}; learning rate {settings.optim.lr:g}, replies of up to "
         f"{settings.sampling.max_new_tokens} tokens"
     )
-    if device.type == "cpu" and settings.device == "auto" and not any(sign in why_no_gpu() for sign in _NO_GPU):
-        yield f"device=auto is cpu: there is a GPU driver, but PyTorch finds no GPU that it can use ({why_no_gpu()})"
     for word, value in (settings.model.chat_template_kwargs or {}).items():
         yield f"the chat template gets {word}={shown(value)} from model.chat_template_kwargs"
 

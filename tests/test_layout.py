@@ -28,11 +28,10 @@ def test_no_other_module_says_a_name_of_a_run_s_folder():
     assert said == []
 
 
-def test_a_step_s_folder_tells_its_step_also_while_it_is_written_or_replaced():
+def test_a_step_s_folder_tells_its_step_also_while_it_is_written():
     for step in (0, 100, 999_999, 1_000_000):
         name = layout.step_folder(step)
-        for whole in (name, f".{name}{layout.UNFINISHED}", f".{name}{layout.REPLACED}"):
-            assert layout.step_of(whole) == step
+        assert layout.step_of(name) == layout.step_of(f".{name}{layout.UNFINISHED}") == step
     assert {layout.step_of(name) for name in ("best", "step_", "step_1.bak", "a_step_1", "step_1 ")} == {None}
 
 

@@ -120,7 +120,7 @@ def test_lines_that_are_no_records_or_were_written_anew_are_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(lines_of(*rows) + "\n".join(odd))
     found, notes = read_rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["x"]) for row in found] == [(0, 0.0), (1, 0.0), (2, -math.inf), (3, 1.0)]
-    assert notes == ["metrics.jsonl: lines 9, 10, 11, 12, 13, 14 (half written) cannot be read and were left out"]
+    assert notes == ["metrics.jsonl: left out 6 lines that cannot be read, the first is line 9"]
 
 
 NOBODY = "no summary.json, and no process is at it"
@@ -216,18 +216,13 @@ def test_runs_that_differ_only_in_their_seed_are_one_arm(tmp_path):
         leave(tmp_path / str(seed), (0.5, accuracy), settings={"seed": seed})
     (arm,) = compared(tmp_path).arms
     final = arm.final_accuracy
+    for file in tmp_path.glob("[12]/metrics.jsonl"):  # seeds that agree are not certainty: an evaluation's interval
+        file.write_text((tmp_path / "0/metrics.jsonl").read_text())
+    found = compared(tmp_path).arms[0].final_accuracy
+    assert (found.mean, found.low, found.high) == (pytest.approx(0.8), 0.1, 0.9) and found.over == "problems"
     # Student's quantile with two degrees of freedom is 4.3027: 4.3027 * 0.1 / sqrt(3) = 0.2484
     assert (final.mean, final.low, final.over) == (pytest.approx(0.9), pytest.approx(0.6516, abs=1e-4), "seeds")
     assert (final.high, arm.label) == (1.0, "all runs"), "an accuracy is at most 1"
-
-
-@pytest.mark.parametrize("seeds", [1, 2])
-def test_one_seed_and_seeds_that_agree_have_the_interval_of_an_evaluation(tmp_path, seeds):
-    """Two seeds of equal accuracy are not certainty."""
-    for seed in range(seeds):
-        leave(tmp_path / str(seed), settings={"seed": seed})
-    found = compared(tmp_path).arms[0].final_accuracy
-    assert (found.mean, found.low, found.high, found.over) == (0.75, 0.1, 0.9, "problems")
 
 
 def test_arms_are_compared_seed_by_seed_with_the_one_that_is_named(tmp_path):
@@ -362,19 +357,13 @@ def test_more_arms_than_colours_and_runs_without_numbers_can_be_drawn(tmp_path, 
     assert (tmp_path / "out" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nowhere"], "nowhere is not a folder"),
-        (["run", "--target", "95"], "--target=95 must be an accuracy above 0 and at most 1"),
-        (["run", "--out", "file"], "cannot be written"),
-    ],
-)
-def test_the_command_refuses_what_it_cannot_do(arguments, said, tmp_path, monkeypatch, without_matplotlib):
+def test_the_command_refuses_what_it_cannot_do(tmp_path, monkeypatch, without_matplotlib):
     monkeypatch.chdir(tmp_path)
     leave(tmp_path / "run")
     (tmp_path / "file").write_text("in the way")
-    assert said in refused("report", *arguments) and not (tmp_path / "outputs").exists()
+    assert "nowhere is not a folder" in refused("report", "nowhere")
+    assert "--target=95 must be an accuracy above 0" in refused("report", "run", "--target", "95")
+    assert "cannot be written" in refused("report", "run", "--out", "file") and not (tmp_path / "outputs").exists()
 
 
 def test_the_command_reports_real_runs_as_their_summaries_do(tmp_path, monkeypatch):

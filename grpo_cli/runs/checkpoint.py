@@ -22,7 +22,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from grpo_cli.runs.files import folder_written_atomically, must_be_writable, sha256, write_object
-from grpo_cli.runs.find import candidates
+from grpo_cli.runs.find import candidates, damage_of
 from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, TRAINER_STATE, UNFINISHED, step_folder, step_of
 from grpo_cli.support.errors import UserError
 
@@ -68,9 +68,10 @@ def clear_leftovers(run_dir: Path) -> None:
     missing."""
     for path in run_dir.glob(f".*{UNFINISHED}"):
         path.unlink()
-    for path in sorted((run_dir / CHECKPOINTS).glob(".step_*"), reverse=True):  # a successor before what it replaces
+    for path in (run_dir / CHECKPOINTS).glob(".step_*"):
         folder = path.with_name(step_folder(step_of(path.name) or 0))
-        if (path / COMPLETE).exists() and not folder.exists():
+        if (path / COMPLETE).exists() and damage_of(folder):
+            shutil.rmtree(folder, ignore_errors=True)
             os.replace(path, folder)
         else:
             shutil.rmtree(path)

@@ -57,7 +57,7 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     """Return a training run that is ready to start: its model is loaded, and its checkpoint, if it resumes from one."""
     prepared = run if isinstance(run, Prepared) else prepare(run)
     settings = prepared.settings
-    console = ConsoleTracker(settings.train.steps, folder=Path(settings.run_dir), smaller=smaller(settings))
+    console = ConsoleTracker(settings.train.steps, Path(settings.run_dir), smaller(settings))
     checkpoint = checkpoint_to_resume(settings, console.warn)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     runtime = set_up(prepared, weights, console.warn)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_cli.runs import layout
 from grpo_cli.runs.checkpoint import clear_leftovers, damaged, load_state, rng_state, save_checkpoint, set_rng_state
 from grpo_cli.runs.find import completed_steps, find_checkpoint, resolve_run
 from grpo_cli.support.errors import UserError
@@ -60,26 +61,22 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
 
 
-def alter(path: Path) -> None:
-    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-
-
 @pytest.mark.parametrize(
-    ("damage", "reason"),
+    ("name", "damage", "reason"),
     [
-        (lambda folder: truncate(folder / "trainer_state.pt"), "trainer_state.pt has changed"),
-        (lambda folder: alter(folder / "tokenizer" / "vocab.txt"), "tokenizer/vocab.txt has changed"),
-        (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
-        (lambda folder: (folder / "COMPLETE").unlink(), "the save was interrupted"),
-        (lambda folder: truncate(folder / "COMPLETE"), "COMPLETE is damaged"),
-        (lambda folder: (folder / "COMPLETE").write_text('{"files": {}}'), "COMPLETE does not list trainer_state.pt"),
+        ("trainer_state.pt", truncate, "trainer_state.pt has changed"),
+        ("tokenizer/vocab.txt", lambda path: path.write_text("a b d"), "tokenizer/vocab.txt has changed"),
+        ("config.json", Path.unlink, "config.json is missing"),
+        ("COMPLETE", Path.unlink, "the save was interrupted"),
+        ("COMPLETE", truncate, "COMPLETE is damaged"),
+        ("COMPLETE", lambda path: path.write_text('{"files": {}}'), "COMPLETE does not list trainer_state.pt"),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over_by_name_and_reason(tmp_path, damage, reason):
-    save(root := tmp_path / "checkpoints", 1)
-    damage(save(root, 2))
-    found = find_checkpoint(root)
-    assert found.path == root / "step_000001"
+def test_a_damaged_checkpoint_is_passed_over_by_name_and_reason(tmp_path, name, damage, reason):
+    save(tmp_path, 1)
+    damage(save(tmp_path, 2) / name)
+    found = find_checkpoint(tmp_path)
+    assert found.path == tmp_path / "step_000001"
     assert len(found.skipped) == 1 and found.skipped[0].startswith(f"step_000002: {reason}")
 
 
@@ -190,6 +187,22 @@ def test_auto_is_the_run_that_saved_last_and_has_something_good(tmp_path, monkey
     for run in ("sweep/0", "2026-01-01", "2026-01-02"):
         assert resolve_run("auto") == train / run
         shutil.rmtree(train / run)
+
+
+def test_a_step_s_folder_tells_its_step_also_while_it_is_written():
+    for step in (0, 100, 999_999, 1_000_000):
+        name = layout.step_folder(step)
+        assert layout.step_of(name) == layout.step_of(f".{name}{layout.UNFINISHED}") == step
+    assert {layout.step_of(name) for name in ("best", "step_", "step_1.bak", "a_step_1", "step_1 ")} == {None}
+
+
+def test_names_and_what_is_looked_for_by_them_load_no_torch():
+    """The process that starts a sweep's jobs would need seconds and memory."""
+    wanted = "grpo_cli.runs.find, grpo_cli.model.adapters, grpo_cli.config.overrides, hydra_plugins.grpo_processes"
+    program = f"import sys, {wanted}; print({{'torch', 'wandb'}} & {{*sys.modules}})"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert shown.stdout == "set()\n"
 
 
 def test_random_states_continue_where_they_were(tmp_path):

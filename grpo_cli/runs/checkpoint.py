@@ -9,7 +9,6 @@ altered later, are both detected before anything is read.
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -84,16 +83,14 @@ def load_state(folder: Path) -> dict[str, Any]:
         return state
 
 
-# What reading a damaged file, or taking what it lacks, comes to; not a refusal of a rule.
-_UNFIT = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, MemoryError)
-
-
 @contextmanager
 def damaged(folder: Path) -> Iterator[None]:
-    """Turn the errors of reading a checkpoint's state, or of taking values from it, into a UserError."""
+    """Turn any error of reading a checkpoint's state, or of taking values from it, into a UserError."""
     try:
         yield
-    except (OSError, EOFError, pickle.UnpicklingError, ArithmeticError, *_UNFIT) as error:
+    except UserError:  # a refusal of a rule
+        raise
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
         raise UserError(f"{folder / TRAINER_STATE} is damaged ({reason}); choose another checkpoint") from error
 

@@ -57,10 +57,10 @@ class ConsoleTracker:
     def __init__(
         self,
         total_steps: int,
+        folder: Path,
+        smaller: str = "",
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
-        folder: Path | None = None,
-        smaller: str = "",
     ) -> None:
         """Set up; the run's `folder` is named at the end, `smaller` settings when it is foreseen to be long."""
         self._total, self._folder, self._clock, self._smaller = total_steps, folder, clock, smaller
@@ -141,9 +141,7 @@ class ConsoleTracker:
         self._phases = {}
         if self._live is not None:
             self._live.stop()
-        accuracy = self._metrics.get("eval/accuracy")
-        known = "" if accuracy is None or accuracy != summary.get("final_accuracy") else certainty(self._metrics)
-        for line in ending(summary, self._total, self._folder, known):
+        for line in ending(summary, self._total, self._folder, self._metrics):
             self.say(line)
 
     def seconds_left(self) -> float | None:
@@ -206,33 +204,22 @@ def step_line(record: Record, total: int, left: float | None) -> str:
 
 
 def _accuracy(seen: Mapping[str, float]) -> str:
-    known = certainty(seen)
-    return f"{seen['eval/accuracy']:.3f}" + (f" ({known})" if known else "")
+    """Return the accuracy with its interval and the number of problems solved."""
+    found, low, high, count = (
+        seen[f"eval/{name}"] for name in ("accuracy", "accuracy_low", "accuracy_high", "problems")
+    )
+    return f"{found:.3f} ({low:.3f} to {high:.3f}, {found * count:.0f} of {count:.0f})"
 
 
-def certainty(seen: Mapping[str, float]) -> str:
-    """Return the accuracy's interval and the number of problems solved, as far as known."""
-    parts = []
-    if "eval/accuracy_low" in seen and "eval/accuracy_high" in seen:
-        parts.append(f"{seen['eval/accuracy_low']:.3f} to {seen['eval/accuracy_high']:.3f}")
-    if (count := seen.get("eval/problems")) is not None:
-        parts.append(f"{seen['eval/accuracy'] * count:.0f} of {count:.0f}")
-    return ", ".join(parts)
-
-
-def ending(summary: Mapping[str, Any], total: int, folder: Path | None = None, interval: str = "") -> Iterator[str]:
-    """Return how a run ended, and what to type next. The rest is in its `summary.json`."""
-    status, step, accuracy = summary.get("status", "ended"), summary.get("step"), summary.get("final_accuracy")
-    by = f" ({summary['stopped_by']})" if summary.get("stopped_by") else ""
-    parts = [(str(status) if step is None else f"{status} at step {step} of {total}") + by]
+def ending(summary: Mapping[str, Any], total: int, folder: Path, seen: Mapping[str, float]) -> Iterator[str]:
+    """Yield how a run ended, and what to type next. The rest is in its `summary.json`."""
+    status, step, accuracy = summary["status"], summary["step"], summary["final_accuracy"]
+    by = f" ({summary['stopped_by']})" if summary["stopped_by"] else ""
+    reached = ""
     if accuracy is not None:
-        first = summary.get("first_accuracy")
-        before = "" if first is None or not summary.get("final_accuracy_step") else f"{first:.3f} -> "
-        parts.append(f"accuracy {before}{accuracy:.3f}" + (f" ({interval})" if interval else ""))
-    seconds = summary.get("train_seconds")
-    yield ", ".join(parts) + ("" if seconds is None else f"; {duration(seconds)} of training")
-    if folder is None:
-        return
+        before = f"{summary['first_accuracy']:.3f} -> " if summary["final_accuracy_step"] else ""
+        reached = f", accuracy {before}{_accuracy(seen) if 'eval/accuracy' in seen else f'{accuracy:.3f}'}"
+    yield f"{status} at step {step} of {total}{by}{reached}; {duration(summary['train_seconds'])} of training"
     here = Path.cwd()
     place = shlex.quote(plain(folder.relative_to(here) if folder.is_relative_to(here) else folder))
     if step:

@@ -166,22 +166,3 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_older_export(
         patched.setattr("grpo_cli.cli.export.write_card", full)
         assert "No space left on device" in unexported(whole, tmp_path / "out", "--overwrite")
         assert content(tmp_path / "out") == before and os.listdir(tmp_path) == ["out"]
-    replace, renamed = os.replace, list[Path]()
-
-    def once(source: Path, target: Path) -> None:
-        """The older folder is set aside, and then the disk fails."""
-        renamed.append(target)
-        full() if len(renamed) == 2 else replace(source, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr("grpo_cli.runs.files.os.replace", once)
-        assert "No space left on device" in unexported(whole, tmp_path / "out", "--overwrite")
-    assert len(renamed) == 3 and content(tmp_path / "out") == before and os.listdir(tmp_path) == ["out"]
-
-
-def test_what_a_kill_has_left_is_cleared_and_what_it_set_aside_comes_back(run: Path, whole: Path, tmp_path: Path):
-    done("export", run, tmp_path / "out")
-    (tmp_path / "out").rename(tmp_path / ".out.replaced")
-    (tmp_path / ".out.tmp").mkdir()
-    assert "holds no adapters but an ordinary model" in unexported(whole, tmp_path / "out", "--merge")
-    assert os.listdir(tmp_path) == ["out"] and (tmp_path / "out" / "adapter_config.json").exists()

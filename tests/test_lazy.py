@@ -78,7 +78,7 @@ def test_one_is_in_flight_and_its_error_is_raised_by_the_next_save_or_join() -> 
     one.join()  # it is raised once
     one.save([torch.ones(1)], lambda given: order.append("second"))
     one.join()
-    assert order == ["first", "second"] and one.take()["time/checkpoint_write"] >= 0 and not one.take()
+    assert order == ["first", "second"]
 
 
 def copied_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +115,6 @@ def test_a_run_records_and_keeps_what_it_does_without(tmp_path: Path, monkeypatc
     assert ran[0][0] is ran[1][0] is None, "before the first update there is no state"
     for now, lazy in zip(ran[0][1:], ran[1][1:], strict=True):
         assert now.keys() == lazy.keys() and all(torch.equal(now[key], lazy[key]) for key in now)
-    found = [json.loads(line) for line in (tmp_path / "lazy" / "metrics.jsonl").read_text().splitlines()]
-    assert any("time/checkpoint_write" in row for row in found), "the first was written before the last row"
 
 
 def test_kill_9_while_one_is_written_leaves_the_one_before(tmp_path: Path) -> None:

@@ -73,11 +73,10 @@ def test_a_run_writes_its_numbers_down_and_goes_on_with_them_whatever_a_recipe_s
         ("model=qwen2_5_0_5b task=gsm8k optim.lr=5.1e-5", ["optim.lr=5.1e-05"]),
         ("model=qwen2_5_0_5b task=gsm8k optim.lr=1e-3 model.lora.rank=8", []),
         ("model=qwen2_5_0_5b task=gsm8k optim.lr=1e-3 model.random_init=true", []),
-        ("model=qwen2_5_0_5b task=gsm8k sampling.max_new_tokens=511", ["sampling.max_new_tokens=511"]),
-        ("sampling.max_new_tokens=96 optim.lr=1e-2", ["sampling.max_new_tokens=96"]),
+        ("optim.lr=1e-2", []),
     ],
 )
-def test_a_rate_that_ruins_a_model_and_replies_that_are_cut_off_are_doubted(words, keys):
+def test_a_rate_that_ruins_a_model_is_doubted(words, keys):
     told = list(doubts(settings_of(*words.split())))
     assert len(told) == len(keys) and all(text.startswith(key) for text, key in zip(told, keys, strict=True))
 

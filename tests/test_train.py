@@ -357,7 +357,7 @@ def test_a_run_that_is_stopped_before_it_begins_leaves_nothing_but_its_summary_a
 
 
 def test_a_second_ctrl_c_interrupts_at_once(tmp_path):
-    """Two SIGTERM at a time are one: a scheduler sends them to a run and to its launcher."""
+    """Two SIGTERM are one: a scheduler sends them to a run and to its launcher."""
     with pytest.raises(KeyboardInterrupt):
         recorder = pressing(1, "SIGTERM", "SIGTERM", "SIGINT")
         make_trainer(settings_for(tmp_path), trackers=(recorder,)).fit()

@@ -23,7 +23,6 @@ from grpo_cli.support.formatting import duration, gib, short, shown, sparkline
 
 NOTHING = "–"
 SPARK_WIDTH = 16
-STATE_STYLES = {"completed": "green", "failed": "red", "running": "cyan", "waiting": "dim", "repeated": "dim"}
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,7 @@ def print_table(console: Console, table: Table) -> None:
         else:
             made.add_column(Text(name), overflow="fold")
     for number, row in enumerate(table.rows):
-        styles = [
-            STATE_STYLES.get(text, "yellow") if name == "state" else ""
-            for name, text in zip(table.columns, row, strict=True)
-        ]
-        made.add_row(*map(Text, row, styles), style="bold" if number == table.marked else None)
+        made.add_row(*map(Text, row), style="bold" if number == table.marked else None)
     width = Measurement.get(console, console.options.update(max_width=10_000), made).maximum
     if not console.is_terminal and width > console.width:
         console = terminal.console(console.file, width=width, force_terminal=False)

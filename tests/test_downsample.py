@@ -66,14 +66,6 @@ def test_maxvar_on_groups_worked_out_by_hand(rewards, keep, expected):
     assert sorted(kept.totals) == expected
 
 
-def test_maxvar_survives_a_large_offset():
-    """Sums of squares of rewards near 1e9 lose everything below 1e2: the differences here are 1."""
-    small = np.array([0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 4.0])
-    for keep in range(2, 8):
-        kept = small[pods.max_variance_indices(small + 1e9, keep, stream())]
-        assert np.var(kept) == pytest.approx(best_variance(small.tolist(), keep))
-
-
 @pytest.mark.parametrize(
     ("size", "keep", "expected"),
     [

@@ -4,7 +4,6 @@ and stays with a resumed run."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from typer.testing import CliRunner
 from grpo_cli.cli import main as cli
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
-from grpo_cli.experiment import build
 from grpo_cli.memory import fit
 from grpo_cli.memory.planner import Planner
 from grpo_cli.support import memory
@@ -95,12 +93,6 @@ def test_a_micro_batch_is_all_of_a_step_or_the_most_that_fits() -> None:
     assert few < tokens_chosen(LITTLE, "model.gradient_checkpointing=full")
 
 
-@pytest.mark.parametrize("typed", ["0", "much", "-4GB", "9999999PB", "[1GB]"])
-def test_what_is_no_size_is_refused(typed: str) -> None:
-    with pytest.raises(UserError, match="^fit="):
-        settings_of(*RUN, f"fit={typed}")
-
-
 def test_more_than_there_is_is_refused_and_what_is_free_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "free_bytes", lambda device: 100 * MIB)
     monkeypatch.setattr(fit, "resident_bytes", lambda: 300 * MIB)
@@ -150,17 +142,3 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(word: str, monkeypatch: pyte
     sampler = ["sampler=infinite"] if fit.SLOTS in values else []
     grpo(*RUN, "train.steps=4", *sampler, *typed, "hydra.run.dir=whole")
     assert rows(Path("fitted")) == rows(Path("whole"))
-
-
-def test_a_profile_reports_what_the_fit_of_its_run_would_choose(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = [*RUN, "fit=700MiB", "profile.plan_only=true", "eval.every=0", "hydra.run.dir=out"]
-    assert f"{int(0.95 * 700)}.0 MiB" in grpo(*words, command="profile").stderr  # less than 700 - 32
-    assert json.loads(Path("out/profile.json").read_text())["fit"]["room_bytes"] == 700 * MIB
-
-
-def test_what_is_built_without_the_command_line_wants_a_number(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="train.micro_batch_tokens=auto"):
-        build(replace(settings_of(*RUN, AUTO), run_dir=str(tmp_path)))

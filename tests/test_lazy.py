@@ -55,32 +55,6 @@ def test_a_change_after_the_snapshot_does_not_reach_what_is_written() -> None:
     assert found["view"].data_ptr() == found["a"].data_ptr() + 8, "what shared memory still does"
 
 
-def test_frozen_weights_are_not_copied() -> None:
-    kept = list[Any]()
-    one, weight, frozen = saver(), torch.ones(4), torch.ones(2)
-    one.save({"w": weight, "f": frozen.view(2, 1)}, kept.append, [frozen])
-    one.join()
-    assert kept[0]["w"].data_ptr() != weight.data_ptr() and kept[0]["f"].data_ptr() == frozen.data_ptr()
-
-
-def test_one_is_in_flight_and_its_error_is_raised_by_the_next_save_or_join() -> None:
-    one, gate, order = saver(), threading.Event(), list[str]()
-
-    def fails(given: Any) -> None:
-        gate.wait()
-        order.append("first")
-        raise UserError("no room")
-
-    one.save([torch.ones(1)], fails)
-    gate.set()
-    with pytest.raises(UserError, match="no room"):
-        one.save([torch.ones(1)], lambda given: order.append("never"))
-    one.join()  # it is raised once
-    one.save([torch.ones(1)], lambda given: order.append("second"))
-    one.join()
-    assert order == ["first", "second"] and one.take()["time/checkpoint_write"] >= 0 and not one.take()
-
-
 def copied_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy is made when an update asks for it, or the end: as late as it may be."""
     asked = threading.Event()

@@ -80,16 +80,6 @@ def test_dtype_and_random_init_are_obeyed_and_weights_are_drawn_where_they_will_
     assert not torch.equal(first.get_input_embeddings().weight, second.get_input_embeddings().weight)
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere is not a folder here"):
-        load_model(settings(tmp_path / "nowhere"), CPU)
-    with pytest.raises(UserError, match=f"{tmp_path} has no config.json"):
-        load_model(settings(tmp_path), CPU)
-    small_model("qwen2").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"{tmp_path} has no tokenizer"):
-        load_tokenizer(settings(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("file", "content"),
     [

@@ -22,7 +22,6 @@ from grpo_cli.config.prepare import check
 from grpo_cli.config.recorded import of_the_weights
 from grpo_cli.experiment import build
 from grpo_cli.settings import RunSettings
-from grpo_cli.support.errors import UserError
 
 # With this seed the rewards of every step differ, so that there is something to learn in each.
 COMMON = ("n=8", "seed=1", "train.prompts=2", "train.checkpoint_every=1", "train.keep_checkpoints=9")
@@ -97,27 +96,6 @@ def test_the_reference_takes_no_memory_unless_adapters_were_there_before(tmp_pat
         expected = first._parts.runtime.model(ids).logits
         assert torch.equal(further._parts.runtime.model(ids).logits, expected)
         assert torch.equal(reference(ids).logits, expected)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("optim.name=adamw8bit",), "adamw8bit needs a CUDA GPU"),
-        (("optim.name=adamw8bit", "optim.offload=true"), "optim.offload"),
-        (("model.quantize=4bit",), "model.quantize=4bit"),
-        (("model.dtype=bfloat16",), "model.dtype=bfloat16"),
-        (("model.quantize=4bit", *LORA), "model.quantize=4bit needs a CUDA GPU"),
-        ((*LORA, "model.lora.targets=[]"), "leaves no layer to adapt"),
-        (("model.adapter=nowhere",), "model.adapter=nowhere holds no adapters"),
-        (("model.eos_tokens=['<|eot_id|>']",), "the tokenizer has no token <|eot_id|>"),
-    ],
-    ids=str,
-)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is refused here is what a GPU can do")
-def test_what_cannot_work_is_refused(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as refused:
-        trainer(tmp_path, words)
-    assert message in str(refused.value)
 
 
 QUANTISED = ("model.autocast=bfloat16", *LORA)

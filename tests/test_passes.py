@@ -90,15 +90,6 @@ def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, to
         assert (len(ids) <= tokens or len(rows) == 1) and sum(map(sum, trees)) == len(ids)
 
 
-def test_a_pass_is_filled_to_its_last_token() -> None:
-    """Rows of 2 + 3 and 2 + 5 tokens: 10 with their prompt in common."""
-    rows = make_batch([(2, [3, 5])])
-    assert PackedTrees(10, 64, 0.7).cut(rows) == [[0, 1]]
-    assert PackedTrees(9, 64, 0.7).cut(rows) == [[0], [1]]
-    assert sorted(map(sorted, Padded(14, 64, 0.7).cut(rows))) == [[0, 1]]
-    assert sorted(map(sorted, Padded(13, 64, 0.7).cut(rows))) == [[0], [1]]
-
-
 def make_learner(model: Any) -> Learner:
     settings = made.model(""), Sampling.plain(9), made.train(micro_batch_tokens=10_000, logprob_chunk=64), made.optim()
     return Learner(model, made.loss(), *settings, Meter())

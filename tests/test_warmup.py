@@ -58,13 +58,6 @@ def test_what_is_no_conversation_is_refused_with_its_line(row: Any, tmp_path: Pa
         conversations(written(tmp_path, {"messages": TALK}, row), tokenizer, {}, 3)
 
 
-def test_a_template_that_changes_replies_is_refused(tmp_path: Path) -> None:
-    changing = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }};{% endfor %}"
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
-    with pytest.raises(UserError, match="line 1: the chat template changes a reply"):
-        conversations(written(tmp_path, {"messages": talk}), make_tokenizer(chat_template=changing), {}, 3)
-
-
 def test_the_loss_is_the_mean_negative_log_likelihood_of_replies() -> None:
     """Of two turns with what is said in between, against cross-entropy by hand."""
     model = small_model()

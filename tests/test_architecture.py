@@ -111,28 +111,6 @@ def test_published_methods_are_named_by_their_yaml_alone():
     assert {module for module in users if not module.startswith(("methods/", "experimental/"))} == set()
 
 
-# Where a choice is made or a run is put together; words there that mean something else than the choice of that name.
-KNOWS_NO_CHOICE = ("config/", "step", "train", "experiment", "evaluate", "select")
-OTHER_MEANING = {
-    # values of model.quantize, optim.ess, profile.lengths, fit; keys, one of them of adapters
-    "config/prepare": {"none", "sqrt", "full", "epochs", "dora"},
-    "config/compose": {"profile"},  # the command
-    "config/instantiate": {"none"},  # no argument
-    "config/auto": {"hf", "none"},  # none: a value of model.autocast
-    "train": {"none"},  # a value of optim.ess
-}
-
-
-def test_parts_are_asked_and_not_known_by_the_names_of_their_choices():
-    names = {file.stem for file in PACKAGE.parent.glob("conf/*/[!_]*.yaml")}
-    wrong = []
-    for module, node in definitions(ast.Constant):
-        if module.startswith(KNOWS_NO_CHOICE) and not module.startswith("experimental/"):
-            if node.value in names - OTHER_MEANING.get(module, set()):
-                wrong.append(f"{module}, line {node.lineno}: {node.value!r}")
-    assert wrong == []
-
-
 def definitions(kind: type[ast.AST]) -> Iterator[tuple[str, Any]]:
     for module, tree in TREES.items():
         yield from ((module, node) for node in ast.walk(tree) if isinstance(node, kind))

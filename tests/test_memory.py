@@ -23,7 +23,6 @@ from grpo_cli.memory.shapes import ShapeModel
 from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.checkpointing import keep_little, last_states
 from grpo_cli.model.load import load_model
-from grpo_cli.support.errors import UserError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 8, "intermediate_size": 12, "vocab_size": 20}
@@ -78,19 +77,11 @@ def test_a_step_counts_a_shared_prompt_once_and_cuts_passes_at_a_row_or_more() -
     assert replace(one, minibatches=3).tokens_of_update == 27
 
 
-KINDS = {
-    "float32": ((), True),
-    "bfloat16": (("model.autocast=bfloat16",), False),
-    "adapters": (("model.lora.rank=2",), True),
-    "recomputed": (("model.gradient_checkpointing=full",), True),
-}
-
-
-@pytest.mark.parametrize(("words", "spares"), KINDS.values(), ids=KINDS)
-def test_passes_are_planned_as_they_allocate(words: tuple[str, ...], spares: bool) -> None:
+@pytest.mark.parametrize("word", ["autocast=none", "autocast=bfloat16", "lora.rank=2", "gradient_checkpointing=full"])
+def test_passes_are_planned_as_they_allocate(word: str) -> None:
     """A pass of a model with all its layers, by real tensors; sizes that are in no line."""
-    settings = settings_of(*SMALL, "model.autocast=none", *words).model
-    model, lines = load_model(settings, CPU), shapes(CPU, *words).train_lines(4, spares)
+    settings, spares = settings_of(*SMALL, "model.autocast=none", f"model.{word}").model, "bfloat16" not in word
+    model, lines = load_model(settings, CPU), shapes(CPU, f"model.{word}").train_lines(4, spares)
     backbone(model).config._attn_implementation = "grpo_shapes"
     model.train()
     for tokens in (300, 1000):
@@ -136,11 +127,6 @@ def test_quantised_weights_take_their_bits() -> None:
     assert found.gradients == whole.gradients
     assert whole.weights - found.weights == pytest.approx(LINEAR * (2 - 4 / 8), rel=0.02)
     assert plan(found, step()).peak < plan(whole, step()).peak
-
-
-def test_another_family_is_refused() -> None:
-    with pytest.raises(UserError, match="gpt2"):
-        ShapeModel(replace(settings_of(*SMALL).model, architecture={"model_type": "gpt2"}), CPU)
 
 
 def test_keys_and_copies_of_weights_are_freed_when_a_generation_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,8 @@ import pytest
 import torch
 from small import small_model
 from tiny_hf import make_folder
-from transformers import MistralConfig, Qwen2Config
 
-from grpo_cli.model.checks import ARCHITECTURES, check_config, check_vocabulary
+from grpo_cli.model.checks import check_vocabulary
 from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, model_config, pad_token_id
 from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
@@ -50,11 +49,8 @@ def test_every_supported_family_loads_from_its_folder_with_the_same_weights_and_
     saved, ids = small_model(family, attention_dropout=0.5), torch.arange(2, 12)[None]
     saved.save_pretrained(tmp_path)
     loaded = load_model(settings(tmp_path), CPU)
-    assert type(loaded).__name__ in ARCHITECTURES.values() and not loaded.training
     with torch.no_grad():
-        said = saved(input_ids=ids).logits
-        assert torch.equal(loaded(input_ids=ids).logits, said)
-        assert torch.equal(loaded.train()(input_ids=ids).logits, said)
+        assert torch.equal(loaded.train()(input_ids=ids).logits, saved(input_ids=ids).logits)
 
 
 def test_weights_that_are_not_finite_and_a_tokenizer_with_too_many_tokens_are_refused(tiny, tmp_path: Path) -> None:
@@ -78,16 +74,6 @@ def test_dtype_and_random_init_are_obeyed_and_weights_are_drawn_where_they_will_
     first, second = load_model(words, CPU), load_model(words, CPU)
     assert {weight.dtype for weight in first.parameters()} == {torch.bfloat16}
     assert not torch.equal(first.get_input_embeddings().weight, second.get_input_embeddings().weight)
-
-
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere is not a folder here"):
-        load_model(settings(tmp_path / "nowhere"), CPU)
-    with pytest.raises(UserError, match=f"{tmp_path} has no config.json"):
-        load_model(settings(tmp_path), CPU)
-    small_model("qwen2").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"{tmp_path} has no tokenizer"):
-        load_tokenizer(settings(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -127,13 +113,6 @@ def test_what_cannot_be_driven_is_refused_from_the_config_alone(config: dict, sa
     (tmp_path / "config.json").write_text(json.dumps(whole))
     with pytest.raises(UserError, match=said):
         load_model(settings(tmp_path), CPU)
-    with pytest.raises(UserError, match=said):
-        model_config(settings("org/name", architecture=whole))
-
-
-@pytest.mark.parametrize("config", [MistralConfig(**SMALL, sliding_window=64), Qwen2Config(**SMALL, sliding_window=16)])
-def test_a_window_that_never_changes_anything_is_fine(config: Any) -> None:
-    check_config(config)
 
 
 def test_weights_that_lack_a_layer_are_refused_instead_of_made_up(tmp_path: Path) -> None:
@@ -171,5 +150,3 @@ def test_the_shipped_tokenizer_has_a_token_for_every_character(tiny) -> None:
     ids = tokenizer.encode(text)
     assert len(ids) == len(set(ids)) == len(text)
     assert tokenizer.decode([*ids, tokenizer.eos_token_id, tokenizer.pad_token_id], skip_special_tokens=True) == text
-    for other in ("4 4", " 44\n", "é", "What is 2 + 2?\n\nIt's 4.", "١"):
-        assert tokenizer.decode(tokenizer.encode(other)) == other

@@ -5,27 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import made
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from small import describe, one_and_the_rest, plain_batch, small_model
+from small import describe, plain_batch, small_model
 from test_learner import make_learner
 from test_seams import Spy, quiet
 from test_train import Recorder, make_trainer
 
 from grpo_cli.collect.collection import StepCollection
-from grpo_cli.config.choices import choices
 from grpo_cli.learner.batch import collate, corrected, rows_of, verdict_on
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.metrics import reuse_metrics
 from grpo_cli.settings import Sampling
-from grpo_cli.support.errors import UserError
 from grpo_cli.types import GIVEN, Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span, Totals
 
 PROMPT = Prompt("p", (1,), "")
@@ -43,15 +38,6 @@ def batch_of(*rollouts: Rollout, version: int = 5) -> Batch:
 
 
 # Given tokens.
-
-
-def test_the_nan_of_a_given_token_does_not_enter_the_batch_and_that_of_a_drawn_one_does():
-    broken = replace(rollout(1, (5, 2)), sampler_logprobs=(-1.0, math.nan))
-    batch = batch_of(rollout(0, (GIVEN, 1), (4, 1)), broken)
-    assert batch.sampler_logprobs[:3].tolist() == [0.0, -1.0, -1.0] and batch.sampler_logprobs[3].isnan()
-    assert batch.sampled_mask.tolist() == [False, True, True, True]
-    with pytest.raises(UserError, match="no finite sampler log-probability for 1 of 3"):
-        verdict_on(made.correction(), batch, batch.sampler_logprobs)
 
 
 def test_a_correction_is_shown_the_drawn_tokens_alone_and_given_ones_share_the_fate_of_their_row():
@@ -93,13 +79,10 @@ def given_then_old(made_now: Rollout, version: int) -> Rollout:
     return replace(made_now, sampler_logprobs=(math.nan, *made_now.sampler_logprobs[1:]), spans=spans)
 
 
-@pytest.mark.parametrize("choice", one_and_the_rest(choices("correction"), "mis"))
-def test_no_number_of_a_step_with_given_tokens_is_nan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str
-) -> None:
+def test_no_number_of_a_step_with_given_tokens_is_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     aged(monkeypatch, given_then_old)
     spy, recorder = Spy(), Recorder()
-    parts = {"correction": made.correction(choice), "downsample": lambda group, keep, rng: list(range(keep))}
+    parts = {"correction": made.correction("mis"), "downsample": lambda group, keep, rng: list(range(keep))}
     settings = replace(quiet(tmp_path, steps=2, minibatches=2), m=2)
     trainer = make_trainer(settings, loss=spy, trackers=(recorder,), **parts)
     trainer._learner.updates = 10
@@ -195,10 +178,11 @@ def logged(*log_weights: float) -> tuple[Batch, torch.Tensor]:
 
 
 def test_an_update_is_worth_its_effective_sample_size():
-    """Of weights 1, 2, 3, 4: 10^2 / (4 * 30)."""
-    found = effective_share(*logged(*map(math.log, (1.0, 2.0, 3.0, 4.0))))
-    assert found == pytest.approx(5 / 6, abs=5e-6)
-    assert rate_factor("sqrt", found, 1.0) == pytest.approx(math.sqrt(5 / 6), abs=5e-6)
+    """Of weights 1, 2, 3, 4: 10^2 / (4 * 30), also where all are off by e^2000."""
+    for further in (0.0, 2000.0):
+        found = effective_share(*logged(*(further + math.log(w) for w in (1.0, 2.0, 3.0, 4.0))))
+        assert found == pytest.approx(5 / 6, abs=1e-4)
+    assert rate_factor("sqrt", found, 1.0) == pytest.approx(math.sqrt(5 / 6), abs=1e-4)
     assert rate_factor("linear", found, 1.0) == found
     assert rate_factor("linear", found, found) == rate_factor("sqrt", found, 0.1) == 1.0
 
@@ -211,20 +195,6 @@ def test_given_tokens_and_rows_that_count_nothing_have_no_part_in_the_sample_siz
     assert effective_share(replace(batch, weights=batch.weights * ~third), logprobs) == 1.0
     assert effective_share(batch, logprobs) == pytest.approx(1 / 3, rel=1e-3)
     assert effective_share(replace(batch, weights=0 * batch.weights), logprobs) == 1.0
-
-
-# Sixteenths are exact in every sum that is made of them.
-sixteenths = st.integers(-32_000, 32_000).map(lambda whole: whole / 16)
-
-
-@settings(max_examples=80, deadline=None)
-@given(log_weights=st.lists(sixteenths, min_size=1, max_size=8), further=sixteenths)
-@example(log_weights=[25.0, 60.0, 40.0, 90.0], further=2000.0)
-def test_the_share_is_that_of_the_definition_however_far_all_rollouts_are_off(log_weights: list[float], further: float):
-    """(sum w)^2 / (B sum w^2) in decimals, whose exponents have no end that matters here."""
-    share, w = effective_share(*logged(*log_weights)), [Decimal(one).exp() for one in log_weights]
-    assert share == pytest.approx(float(sum(w) ** 2 / (len(w) * sum(one * one for one in w))), rel=1e-9)
-    assert effective_share(*logged(*(one + further for one in log_weights))) == share
 
 
 def uneven() -> Batch:
@@ -249,29 +219,22 @@ def test_the_sample_size_is_that_of_the_whole_update_however_it_is_cut(tokens: i
 
 def test_without_optim_ess_it_is_measured_where_anything_is_old_and_changes_nothing() -> None:
     """With it a share that is no number is a fault, not a full share."""
-    batch, found = uneven(), list[Any]()
-    new = replace(batch, token_ages=None)
-    for aged, words in ((batch, {}), (new, {}), (new, {"ess": "sqrt"})):
-        found.append(make_learner(small_model(), **words).update(aged, 0).metrics)
-    old, new, asked = found
+    batch = uneven()
+    old = make_learner(small_model()).update(batch, 0).metrics
+    new = make_learner(small_model()).update(replace(batch, token_ages=None), 0).metrics
     assert old["optim/lr"] == new["optim/lr"] == 0.25 and 0 < old["off/ess"] < 1 and "off/ess" not in new
-    assert asked["optim/lr"] == 0.25 * math.sqrt(asked["off/ess"])
     broken = replace(batch, sampler_logprobs=batch.sampler_logprobs.index_fill(0, torch.tensor([9]), math.nan))
     update = make_learner(small_model(), ess="sqrt").update(broken, 0)
     assert update.fault == "off/ess is nan" and not update.moved
 
 
-@pytest.mark.parametrize(
-    ("choice", "prox", "ess", "warned"),
-    [("none", "step_start", "none", True), ("tis", "step_start", "none", False), ("none", "sampler", "sqrt", False)],
-)
 def test_a_run_on_old_tokens_is_warned_of_if_nothing_answers_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, prox: str, ess: str, warned: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aged(monkeypatch, lambda one, version: replace(one, spans=(Span(version - 2, len(one)),)))
-    warnings, settings = list[str](), quiet(tmp_path, steps=1)
-    settings = replace(settings, optim=replace(settings.optim, ess=ess))
-    trainer = make_trainer(settings, warn=warnings.append, correction=made.correction(choice, prox=prox))
-    trainer._learner.updates = 10
-    trainer.fit()
-    assert ["off/token_share is 1.00" in text for text in warnings].count(True) == warned
+    for choice, warned in (("none", True), ("tis", False)):
+        warnings = list[str]()
+        trainer = make_trainer(quiet(tmp_path / choice), warn=warnings.append, correction=made.correction(choice))
+        trainer._learner.updates = 10
+        trainer.fit()
+        assert ["off/token_share is 1.00" in text for text in warnings].count(True) == warned

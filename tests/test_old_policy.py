@@ -11,85 +11,15 @@ from typing import Any
 import made
 import pytest
 import torch
-from small import plain_batch, small_model
+from small import small_model
 from test_off_policy import aged, given_then_old
 from test_seams import Spy, close, quiet, said_by
 from test_train import Recorder, lasting, make_trainer
 
-from grpo_cli.learner.learner import Learner
-from grpo_cli.learner.old_policy import AveragedPolicy, average_bytes
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import Batch, Span
-
-
-class Weights(torch.nn.Module):
-    """One trained weight, and a frozen one."""
-
-    def __init__(self, value: float = 0.0, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.trained = torch.nn.Parameter(torch.tensor([value], dtype=dtype))
-        self.frozen = torch.nn.Parameter(torch.tensor([7.0]), requires_grad=False)
-
-
-class Sees(Learner):
-    """As much of a learner as makes a pass: what it says of a batch is the weight that it finds."""
-
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
-
-    def logprobs(self, model: Any, batch: Batch, adapters: bool = True) -> torch.Tensor:
-        if self.fails:
-            raise RuntimeError("no memory")
-        return model.trained.detach().clone()
-
-
-def seen(policy: AveragedPolicy) -> float:
-    return float(policy.logprobs(plain_batch([[True]])))
-
-
-def moved(policy: AveragedPolicy, model: Weights, *values: float) -> None:
-    for value in values:
-        model.trained.data.fill_(value)
-        policy.after_update()
-
-
-@pytest.mark.parametrize(("window", "beta"), [(0, 0.0), (4, 2 / 3)], ids=str)
-def test_the_average_is_decayed_by_its_window_and_has_no_bias_of_its_beginning(window: int, beta: float):
-    """It is of the trained weight alone, which comes back where it was: a recorded graph reads it by its address."""
-    model, learner = Weights(5.0), Sees()
-    policy, address = AveragedPolicy(model, learner, window), model.trained.data_ptr()
-    assert seen(policy) == 5.0 and not policy.differs, "before the first update it is the learner"
-    moved(policy, model, 3.0)
-    assert seen(policy) == 3.0 and policy.differs, "after one update it is the learner, too"
-    moved(policy, model, 1.0, 10.0)
-    plain = beta * (beta * (1 - beta) * 3.0 + (1 - beta) * 1.0) + (1 - beta) * 10.0
-    assert seen(policy) == pytest.approx(plain / (1 - beta**3), rel=1e-6)
-    assert policy.end_step(0.9) == {"off/active": 0.9, "off/prox_resets": 0.0} and policy.differs
-    assert policy.end_step(0.89) == {"off/active": 0.89, "off/prox_resets": 1.0} and not policy.differs
-    moved(policy, model, 4.0)
-    assert seen(policy) == 4.0, "it begins anew where fewer than nine tenths of the tokens have a gradient"
-    learner.fails = True
-    with pytest.raises(RuntimeError, match="no memory"):
-        seen(policy)
-    assert (model.trained.data_ptr(), float(model.trained.detach())) == (address, 4.0)
-    assert [average.shape for average in policy.state_dict()["average"]] == [(1,)]
-    with pytest.raises(UserError, match="of other weights"):
-        policy.load_state_dict({"kind": "ewma", "count": 1, "resets": 0, "average": [torch.zeros(2)]})
-
-
-def test_what_rounds_away_in_bfloat16_is_kept_in_the_average():
-    """From 1 to 1 + 2^-7 and back: the mean of bfloat16's two neighbours is none of its numbers."""
-    model = Weights(1.0, torch.bfloat16)
-    policy = AveragedPolicy(model, Sees(), 16)
-    moved(policy, model, *[1.0, 1.0078125] * 8)
-    (average,) = policy.state_dict()["average"]
-    assert average.dtype == torch.float32 and 1.0 < float(average) < 1.0078125
-    assert seen(policy) in (1.0, 1.0078125), "in its pass the model is of bfloat16"
-    assert model.trained.dtype == torch.bfloat16 and float(model.trained.detach()) == 1.0078125
-    assert average_bytes([torch.zeros(3, 5)], "ewma") == 60 and average_bytes([torch.zeros(3, 5)], "step_start") == 0
-
+from grpo_cli.types import Span
 
 # In whole steps.
 

@@ -10,18 +10,16 @@ import made
 import numpy as np
 import pytest
 import torch
-from small import VOCABULARY, small_model
-from typer.testing import CliRunner, Result
+from made import composed
+from small import VOCABULARY, scored, small_model
+from typed import done, refused
 
-from grpo_cli.cli import main as cli
-from grpo_cli.config.choices import choices, config_dir
-from grpo_cli.config.compose import read_settings
+from grpo_cli.config.choices import choices
 from grpo_cli.config.prepare import check
 from grpo_cli.learner.batch import collate, rows_of, totals
 from grpo_cli.learner.forward import Padded
 from grpo_cli.select import Selection, batch_advantages, select
-from grpo_cli.settings import RunSettings, Sampling
-from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
+from grpo_cli.types import ScoredGroup
 
 EXPERIMENTS = [name for name in choices("experiment") if name != "none"]
 RULES = [name for name in choices("downsample") if name not in ("all", "median", "aero")]  # any m of n
@@ -32,17 +30,13 @@ RULES = [name for name in choices("downsample") if name not in ("all", "median",
 
 def scored_groups() -> list[ScoredGroup]:
     """Three groups of six rollouts of different lengths; every reward a different one but for two ties."""
-    rng = np.random.default_rng(5)
-    groups = []
-    for name, rewards in enumerate(
-        ((0.0, 1.0, 1.0, 0.2, 0.9, 0.4), (1.0, 0.0, 0.0, 0.0, 0.0, 0.0), (3, 1, 4, 1, 5, 9))
-    ):
-        prompt = Prompt(f"p{name}", tuple(rng.integers(2, VOCABULARY, 3 + 4 * name).tolist()), "")
-        rollouts = []
-        for sample, length in enumerate(rng.permutation(np.arange(2, 14, 2)).tolist()):
-            ids = tuple(rng.integers(2, VOCABULARY, length).tolist())
-            rollouts.append(Rollout(Request(prompt, sample, 0, Sampling.plain(128)), ids, (-1.0,) * length, Finish.EOS))
-        groups.append(ScoredGroup(prompt, tuple(rollouts), tuple(Reward(float(r)) for r in rewards)))
+    rng, groups = np.random.default_rng(5), list[ScoredGroup]()
+    for rewards in ((0.0, 1.0, 1.0, 0.2, 0.9, 0.4), (1.0, 0.0, 0.0, 0.0, 0.0, 0.0), (3, 1, 4, 1, 5, 9)):
+        prompt, *replies = (
+            tuple(rng.integers(2, VOCABULARY, length).tolist())
+            for length in (3 + 4 * len(groups), *rng.permutation(np.arange(2, 14, 2)))
+        )
+        groups.append(scored(*rewards, name=f"p{len(groups)}", prompt=prompt, replies=replies))
     return groups
 
 
@@ -111,26 +105,13 @@ def test_loss_and_gradient_are_those_of_the_kept_rollouts_alone(rule, keep, stat
 # Named runs
 
 
-def composed(*overrides: str) -> RunSettings:
-    import hydra
-
-    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return read_settings(hydra.compose("train", [*overrides, "run_dir=outputs/x"]), RunSettings)
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_can_be_run_as_it_stands(name):
-    check(composed(f"experiment={name}"))
-
-
-def test_pods_trains_on_a_quarter_chosen_by_variance_and_the_command_line_has_the_last_word():
-    for name in (name for name in EXPERIMENTS if name.startswith("pods_")):
-        run = composed(f"experiment={name}")
-        assert (run.n, run.m) == (64, 16)
+def test_every_experiment_can_be_run_as_it_stands_and_pods_trains_on_a_quarter_chosen_by_variance(name):
+    run = composed(f"experiment={name}")
+    check(run)
+    if name.startswith("pods_"):
+        assert (run.n, run.m) == (64, 16) and run.parts["advantage"]["stats_over"] == "kept"
         assert run.parts["downsample"]["_target_"] == "grpo_cli.methods.pods.maxvar"
-        assert run.parts["advantage"]["stats_over"] == "kept"
-    changed = composed("experiment=pods_arithmetic", "downsample=random", "train.prompts=3")
-    assert (changed.parts["downsample"]["_target_"], changed.train.prompts) == ("grpo_cli.methods.pods.random", 3)
 
 
 # A rule of one's own, in a real run
@@ -150,19 +131,11 @@ def twice(group, keep, rng):
 def test_a_rule_of_one_s_own_decides_what_is_trained_on_and_stops_the_run_if_it_answers_wrongly(tmp_path, monkeypatch):
     (tmp_path / "rules_of_a_pods_user.py").write_text(USER_RULES)
     monkeypatch.chdir(tmp_path)
-
-    def run(rule: str, *words: str) -> Result:
-        words = (*SMALL, f"downsample._target_=rules_of_a_pods_user.{rule}", *words)
-        return CliRunner().invoke(cli.app, ["train", *words], prog_name="grpo")
-
-    result = run("ends", "+downsample.first=1", "record.rollouts=-1", "hydra.run.dir=run")
-    assert result.exit_code == 0, result.output
+    words = (*SMALL, "downsample._target_=rules_of_a_pods_user.ends", "+downsample.first=1", "record.rollouts=-1")
+    done("train", *words, "hydra.run.dir=run")
     (record,) = (json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()[1:])
     assert (record["rollouts/generated"], record["rollouts/trained"]) == (8, 4)
     rows = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
     assert [row["sample"] for row in rows if row["kept"]] == [1, 3, 1, 3]
-    result = run("twice", "hydra.run.dir=wrong")
-    assert result.exit_code == 2 and "Traceback" not in result.stderr
-    message = result.stderr.splitlines()[-1]
-    assert message.startswith("error: downsample rules_of_a_pods_user.twice returned [3, 3] for prompt train-")
-    assert message.endswith("return 2 different indices from 0 to 3")
+    said = refused("train", *SMALL, "downsample._target_=rules_of_a_pods_user.twice", "hydra.run.dir=wrong")
+    assert "rules_of_a_pods_user.twice returned [3, 3] for prompt train-" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +13,6 @@ from grpo_cli.cli import main as cli
 from grpo_cli.memory.profile import GPUS
 from grpo_cli.runs.files import read_object
 from grpo_cli.settings import GpuWord
-from grpo_cli.support.formatting import gib
 from grpo_cli.support.memory import is_out_of_memory
 
 SMALL = ["train.prompts=1", "n=4", "sampling.max_new_tokens=8", "eval.problems=2", "eval.k=1", "logger=jsonl"]
@@ -80,27 +78,6 @@ def test_a_plan_for_a_gpu_has_its_memory_its_precision_and_its_allocators_ways(m
     found, _ = profile(*LAYER, "profile.for_gpu=t4", out="old")
     assert found["device"] == "t4 of 14.90 GiB" and found["fit"]["room_bytes"] == 16 * 10**9
     assert found["settings"]["model"]["autocast"] == "none" and set(GPUS) == set(get_args(GpuWord))
-
-
-@pytest.mark.parametrize("words", [["profile.lengths=long", "profile.steps=0"], ["profile.for_gpu=true"]], ids=" ".join)
-def test_what_cannot_be_profiled_is_refused_all_at_once(words: list[str]):
-    result = grpo("profile", *SMALL, *words)
-    assert result.exit_code == 2 and all(word in result.stderr for word in words)
-
-
-@pytest.mark.process
-def test_a_sweep_of_profiles_is_run_as_any_other_and_compared_at_its_end():
-    words = [*SMALL[:1], *SMALL[2:], "eval.every=0", "n=4,5", "m=5", "profile.plan_only=true", "hydra.sweep.dir=s"]
-    done = grpo("profile", "-m", *words)
-    assert done.exit_code == 2, "a combination that cannot be profiled is missing in the table"
-    assert "2 jobs: 1 done, 1 skipped" in done.stdout
-    peak = json.loads(Path("s/1/summary.json").read_text())["peak_bytes"]
-    assert gib(peak) in done.stdout.partition("peak in")[2]
-
-
-def test_what_is_not_planned_is_reported():
-    found, shown = profile("profile.plan_only=true", "engine=vllm")
-    assert len(found["not_predicted"]) == 1 and "Not planned" in shown and "decode" not in found["predicted"]["phases"]
 
 
 def test_a_run_out_of_memory_names_phase_breakdown_and_keys(monkeypatch: pytest.MonkeyPatch):

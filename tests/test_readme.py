@@ -20,8 +20,6 @@ from grpo_cli.config.choices import (
     config_dir,
     groups_of,
     is_experimental,
-    parts_of,
-    read_choice,
     read_command,
 )
 from grpo_cli.config.compose import read_settings
@@ -30,7 +28,7 @@ from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 
 ROOT = Path(__file__).parent.parent
-FRONT, DOCS = ROOT / "README.md", ROOT / "grpo_cli" / "docs"
+DOCS = ROOT / "grpo_cli" / "docs"
 PAGES = [*ROOT.glob("*.md"), *(page for of in ("grpo_cli", "conf", "scripts") for page in (ROOT / of).rglob("*.md"))]
 KINDS = {"train": RunSettings, "eval": EvalRunSettings, "profile": ProfileRunSettings}
 # Where they stand they need a file or a folder that is not here.
@@ -130,20 +128,6 @@ def test_the_words_of_trl_and_verl_stand_in_their_page() -> None:
     ]
     table = "\n".join(["| TRL | verl | here |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)])
     assert docs("coming_from").endswith(f"\n\n{table}\n")
-
-
-def test_what_the_words_of_trl_and_verl_come_to_is_there() -> None:
-    keys = {key for group in ("model", *parts_of("train")) for one in choices(group) for key in keys_of(group, one)}
-    keys |= {*read_command("train").settings, "hydra.run.dir"}
-    for row in listed("elsewhere"):
-        group, _, choice = row["ours"].partition("=")
-        assert choice in choices(group) if choice else row["ours"] in keys, row
-    theirs = [word for row in listed("elsewhere") for word in {*row["trl"], *row["verl"]}]
-    assert len(theirs) == len(set(theirs)), "each word is of one row"
-
-
-def keys_of(group: str, choice: str) -> list[str]:
-    return [f"{group}.{key}" for key in read_choice(group, choice).settings]
 
 
 def test_the_lines_for_a_notebook_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

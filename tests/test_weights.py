@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from small import adapted_model, contents, make_engine, require_bits, small_model, some_requests
-from test_same_rollouts import same_in_short
-from torch import nn
+from small import adapted_model, contents, make_engine, small_model, some_requests
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_cli.engine import layers
-from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.determinism import without_company
-from grpo_cli.engine.layers import Each, Product, Weights, can_pack
+from grpo_cli.engine.layers import Each, Weights, can_pack
 
 
 @pytest.fixture
@@ -73,30 +68,3 @@ def test_packed_copies_with_adapters_say_what_the_modules_say(precision: str) ->
     assert len(same) == len(ours) or (precision != "float32" and len(same) > 2)
     for name in same:
         assert ours[name][1] == pytest.approx(theirs[name][1], abs=1e-4 if precision == "float32" else 0.15)
-
-
-@pytest.mark.usefixtures("packed")
-def test_weights_are_not_packed_where_only_without_bits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    multiply = Weights._multiply
-
-    def uneven(self: Weights, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
-        product = multiply(self, weight, bias)
-        return lambda x: product(x) * (1.0 + 1e-6 * (x.shape[0] % 7))
-
-    require_bits(small_model())
-    monkeypatch.setattr(Weights, "_multiply", uneven)
-    other = small_model(vocab_size=26)  # what was found is remembered by shape
-    decoder, holds = without_company(replace(Decoder.of(other), may_pack=True))
-    assert holds and not decoder.packs
-    same_in_short(other, some_requests(prompts=2, n=8, tokens=14))
-
-
-@pytest.mark.usefixtures("packed")
-def test_adapters_on_a_quantised_base_are_kept_apart() -> None:
-    model = adapted_model()
-    plain = contents(make_engine(model, packed_weights=False).generate(some_requests()))
-    for module in model.modules():
-        if hasattr(module, "base_layer"):
-            module.base_layer.__class__ = type("Quantised", (nn.Linear,), {})
-    found = contents(make_engine(model).generate(some_requests()))
-    assert {name: words[0] for name, words in found.items()} == {name: words[0] for name, words in plain.items()}

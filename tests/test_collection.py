@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +20,14 @@ from grpo_cli.cli.main import app
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
-from grpo_cli.collect.requests import requests_for
+from grpo_cli.collect.requests import group_rollouts, requests_for, seed_of
 from grpo_cli.config.instantiate import Factories
 from grpo_cli.config.trial import try_rules
 from grpo_cli.engine.common import together
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import EngineStats, Prompt, Reward, ScoredGroup
+from grpo_cli.types import EngineStats, Prompt, Reward, Rollout, ScoredGroup
 
 PROBLEMS = [Prompt(f"q{i}", (i, 1), "") for i in range(10)]
 
@@ -113,6 +114,23 @@ def test_what_cannot_be_collected_is_found_on_a_made_up_step(words: str, monkeyp
     with pytest.raises(UserError, match=words) as refused:
         try_rules(rules, n=4, m=4, prompts=3)
     assert "collector" in str(refused.value) and (len(str(refused.value).split()) <= 25 or "line" in words)
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, -9.1e15])
+def test_a_reward_that_is_no_number_stops_the_run_by_name(bad: float) -> None:
+    class Bad(Scripted):
+        def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+            return Reward(bad if rollout.request.sample == 1 else 2.0**53)
+
+    with pytest.raises(UserError, match=r"sample 1 of prompt q\d: let it return finite numbers"):
+        step_of(Bad()).run(equal)
+
+
+def test_seeds_keep_names_apart_and_groups_are_whole_whatever_ends_first() -> None:
+    assert len({seed_of(*names) for names in [(1, 12), (11, 2), (1, 1, 2), (0, 1, "a"), (0, "a", 1)]}) == 5
+    requests = requests_for(PROBLEMS[:2], 3, Sampling.plain(8), seed=0, step=0)
+    groups = group_rollouts(PROBLEMS[:2], Scripted().generate(requests))
+    assert [rollout.request for group in groups for rollout in group.rollouts] == requests
 
 
 def test_costs_of_rounds_are_put_together() -> None:

@@ -20,18 +20,14 @@ from grpo_cli.engine.scheduling import Lpt
 from grpo_cli.support.errors import UserError
 
 
-def captured(sampler: Any, requests: Any) -> int:
-    engine, capture = make_engine(small_model(), sampler=sampler), Again()
-    engine._capture = lambda: capture
-    list(engine.generate(requests))
-    return capture.captured
-
-
 def test_few_shapes_occur_and_those_that_come_back_are_captured() -> None:
-    # 16 samples of one prompt in 8 slots, at most 64 keys: tables of 1, 2 and 4 blocks.
-    assert 1 <= captured(infinite(slots=8), some_requests(prompts=1, n=16, tokens=64)) <= 3
-    # None comes back: the first token of a rollout comes without a step.
-    assert captured(full(), some_requests(prompts=1, n=2, tokens=WORTH_CAPTURING)) == 0
+    """16 samples of one prompt in 8 slots, at most 64 keys: tables of 1, 2 and 4 blocks. And two samples of which no
+    shape comes back: the first token of a rollout comes without a step."""
+    for sampler, n, tokens, captured in ((infinite(slots=8), 16, 64, (1, 2, 3)), (full(), 2, WORTH_CAPTURING, (0,))):
+        engine, capture = make_engine(small_model(), sampler=sampler), Again()
+        engine._capture = lambda capture=capture: capture
+        list(engine.generate(some_requests(prompts=1, n=n, tokens=tokens)))
+        assert capture.captured in captured
 
 
 @pytest.mark.parametrize("words", [{}, {"is_loaded_in_8bit": True}, {"rope_type": "dynamic"}])

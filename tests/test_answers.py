@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_cli.tasks.answers import MAX_ANSWER, MAX_DIGITS, final_answer, final_number, gold_number
-from grpo_cli.tasks.expressions import compare_written
+from grpo_cli.tasks.math_judge import compare_written
 
 # The ways to write a number are in judge_pairs.txt; these are about where it is looked for.
 MARKED = [

@@ -103,7 +103,7 @@ class Jsonl(DialogueTask):
         ]
 
     def take_metrics(self) -> Mapping[str, float]:
-        return {**super().take_metrics(), **(self._judge.take_metrics() if isinstance(self._judge, ModelJudge) else {})}
+        return {**super().take_metrics(), **self._judge.take_metrics()}
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
         return cast(Mapping[str, Any], of_json(self._problem(prompt).row))

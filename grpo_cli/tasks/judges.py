@@ -65,6 +65,10 @@ class Judge(ABC):
         """Return the answer in a data set's answer field, or None if there is none."""
         return text
 
+    def take_metrics(self) -> Mapping[str, float]:
+        """Return the judge's own metrics since the last call."""
+        return {}
+
     @abstractmethod
     def __call__(self, completions: Sequence[Completion]) -> Sequence[Mapping[str, float]]: ...
 

@@ -176,7 +176,7 @@ def _field(row: Any, name: str, word: str, place: str) -> Any:
     try:
         value = value_of(row, name)
     except KeyError as error:
-        found = ", ".join(map(plain, _names(row))) or "none"
+        found = ", ".join(map(plain, row)) or "none"
         raise UserError(f"{place} has no field {name!r} (task.{word}_field); the fields are: {found}") from error
     text, wrong = str(value), ""
     if isinstance(value, list) and word == "question":
@@ -189,14 +189,6 @@ def _field(row: Any, name: str, word: str, place: str) -> Any:
     if wrong:
         raise UserError(f"{place}: field {name!r} {wrong}")
     return value
-
-
-def _names(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of a row's fields, nested ones with dots."""
-    for name, value in row.items():
-        yield name
-        if isinstance(value, Mapping):
-            yield from (f"{name}.{below}" for below in _names(value))
 
 
 def _wrong_chat(messages: list[Any]) -> str:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -24,13 +26,17 @@ from grpo_cli.support.errors import UserError, explained, own_code, raised, text
 from grpo_cli.support.ranges import Count
 from grpo_cli.tasks.own_reward import own
 from grpo_cli.tasks.prompting import Prompting, PromptSettings, TextTask, Tokenizer
-from grpo_cli.tasks.tool_calls import Functions, calls_of
 from grpo_cli.types import Prompt
 
 MOST_CHARACTERS = 100_000  # of one message: a model's context is no longer
 MOST_WAITING = 4096
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of an error, which has to be the same twice
 _OBJECT = re.compile(r"<.* at 0x[0-9a-fA-F]+>")
+_TAG = re.compile(r"</?think>|</?tool_call>")
+_BEGIN, _CLOSE = re.compile(r"\s*"), re.compile(r"\s*</tool_call>")
+
+Functions = Mapping[str, Callable[..., Any]]
+Call = tuple[str, Callable[[], Any]]  # a name, and its function with the arguments
 
 
 class TurnSettings(PromptSettings):
@@ -138,6 +144,57 @@ def _text(value: Any, ends: bool) -> str | None:
     if _OBJECT.fullmatch(text):  # a generator, say: it has no text, and is not the same twice
         raise TypeError(f"returned a {type(value).__name__}, which is no text")
     return None if ends and value is None else text
+
+
+def calls_of(functions: Functions, turn: str, in_thought: bool) -> list[Call | str]:
+    """Return the calls of a turn outside thoughts, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or what
+    is wrong with each. JSON is read whole, whatever tags are in it. `in_thought`: the template has opened a thought."""
+    found: list[Call | str] = []
+    place = _behind(turn, "</think>", 0) if in_thought else 0
+    while tag := _TAG.search(turn, place):
+        place = tag.end()
+        if tag[0] == "<think>":
+            place = _behind(turn, "</think>", place)
+        elif tag[0] == "</think>":  # all before it was a thought
+            found.clear()
+        elif tag[0] == "</tool_call>":
+            found.append("the tool call has no beginning: open it with <tool_call>")
+        else:
+            call, place = _call(functions, turn, place)
+            found.append(call)
+    return found
+
+
+def _behind(text: str, mark: str, start: int) -> int:
+    place = text.find(mark, start)
+    return len(text) if place < 0 else place + len(mark)
+
+
+def _call(functions: Functions, turn: str, start: int) -> tuple[Call | str, int]:
+    """Return the call that begins at a place, or what is wrong with it, and where it ends."""
+    close = None
+    try:
+        begin = _BEGIN.match(turn, start)
+        read, end = json.JSONDecoder().raw_decode(turn, begin.end() if begin else start)
+        close = _CLOSE.match(turn, end)
+    except (ValueError, RecursionError):
+        pass
+    if close is None:
+        another = turn.find("<tool_call>", start)
+        end = turn.rfind("</tool_call>", start, len(turn) if another < 0 else another)
+        if end < 0:
+            return "the tool call has no end: close it with </tool_call>", start
+        return "the tool call is no JSON", end + len("</tool_call>")
+    name, arguments = (read.get("name"), read.get("arguments", {})) if isinstance(read, dict) else (None, None)
+    if not isinstance(name, str) or name not in functions:
+        return f"the tool call names none of {', '.join(functions)}", close.end()
+    if not isinstance(arguments, dict):
+        return "the arguments of a tool call are an object", close.end()
+    try:
+        inspect.signature(functions[name]).bind(**arguments)
+    except TypeError as error:
+        return f"TypeError: {error}", close.end()
+    return (name, partial(functions[name], **arguments)), close.end()
 
 
 class Environment:

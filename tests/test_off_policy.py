@@ -259,19 +259,3 @@ def test_without_optim_ess_it_is_measured_where_anything_is_old_and_changes_noth
     broken = replace(batch, sampler_logprobs=batch.sampler_logprobs.index_fill(0, torch.tensor([9]), math.nan))
     update = make_learner(small_model(), ess="sqrt").update(broken, 0)
     assert update.fault == "off/ess is nan" and not update.moved
-
-
-@pytest.mark.parametrize(
-    ("choice", "prox", "ess", "warned"),
-    [("none", "step_start", "none", True), ("tis", "step_start", "none", False), ("none", "sampler", "sqrt", False)],
-)
-def test_a_run_on_old_tokens_is_warned_of_if_nothing_answers_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, prox: str, ess: str, warned: bool
-) -> None:
-    aged(monkeypatch, lambda one, version: replace(one, spans=(Span(version - 2, len(one)),)))
-    warnings, settings = list[str](), quiet(tmp_path, steps=1)
-    settings = replace(settings, optim=replace(settings.optim, ess=ess))
-    trainer = make_trainer(settings, warn=warnings.append, correction=made.correction(choice, prox=prox))
-    trainer._learner.updates = 10
-    trainer.fit()
-    assert ["off/token_share is 1.00" in text for text in warnings].count(True) == warned

@@ -204,11 +204,15 @@ def step_line(record: Record, total: int, left: float | None) -> str:
 
 
 def _accuracy(seen: Mapping[str, float]) -> str:
-    """Return the accuracy with its interval and the number of problems solved."""
+    return f"{seen['eval/accuracy']:.3f} ({certainty(seen)})"
+
+
+def certainty(seen: Mapping[str, float]) -> str:
+    """Return the 95 % interval of an accuracy, and the number of problems solved."""
     found, low, high, count = (
         seen[f"eval/{name}"] for name in ("accuracy", "accuracy_low", "accuracy_high", "problems")
     )
-    return f"{found:.3f} ({low:.3f} to {high:.3f}, {found * count:.0f} of {count:.0f})"
+    return f"{low:.3f} to {high:.3f}, {found * count:.0f} of {count:.0f}"
 
 
 def ending(summary: Mapping[str, Any], total: int, folder: Path, seen: Mapping[str, float]) -> Iterator[str]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +14,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from grpo_cli.support.formatting import sparkline
+from grpo_cli.support import terminal
+from grpo_cli.support.formatting import legible, sparkline
 from grpo_cli.tracking import console
 from grpo_cli.tracking.console import ConsoleTracker, ending, step_line
 from grpo_cli.types import Example, Record
@@ -125,5 +129,46 @@ def test_a_long_first_step_foresees_the_run_once_and_says_where_it_is_every_minu
 
 
 def test_a_sparkline_spans_its_own_range():
-    bars = {(0.0, 0.5, 1.0): "▁▅█", (2.0, 2.0): "▄▄", (0.0, float("nan"), 1.0): "▁ █", (float("nan"),): ""}
+    bars = {(0.0, 0.5, 1.0): "▁▅█", (2.0, 2.0): "▄▄", (0.0, float("nan"), 1.0): "▁ █", (float("nan"),): " "}
     assert {values: sparkline(values) for values in bars} == bars
+
+
+WRITES = """
+import sys
+from grpo_cli.support import terminal
+console = terminal.console()
+for line in range(20_000):
+    console.print(line)
+print("went on", file=sys.stderr)
+"""
+
+
+def test_a_program_goes_on_and_ends_well_without_a_reader() -> None:
+    command = f"{sys.executable} -c {shlex.quote(WRITES)} | true; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "went on\n")
+
+
+def test_a_screen_that_is_closed_from_the_start_costs_nothing(tmp_path: Path) -> None:
+    """What is opened next would be printed into, and what is printed was a traceback."""
+    program = "from grpo_cli.support.terminal import outlive_the_reader as o; o()"
+    written = (
+        f"file = open({str(tmp_path / 'next')!r}, 'w'); print(1); print(2, file=sys.stderr); assert file.fileno() > 2"
+    )
+    command = f'{sys.executable} -c "import sys; {program}; {written}" <&- >&- 2>&-'
+    assert subprocess.run(command, shell=True).returncode == 0
+    assert (tmp_path / "next").read_text() == ""
+
+
+HOSTILE = "a\x1b[31mred\x1b[0m \x1b]0;title\x07b\x1b[2Jc\x9bd\u202ee\rf\x00"
+
+
+def test_no_text_tells_the_terminal_what_to_do() -> None:
+    """A reply that a message quotes, a setting's name, a field of a file and a library's report may hold such texts."""
+    assert legible(HOSTILE + "\n\t") == "ared bc\ufffdd\ufffde\ufffdf\ufffd\n\t"
+    printed, shown = io.StringIO(), io.StringIO()
+    print(HOSTILE, file=terminal.Screen(printed))
+    assert printed.getvalue() == "ared bc\ufffdd\ufffde\rf\ufffd\n"  # progress bars return to the line's beginning
+    terminal.console(shown, force_terminal=True, width=60).print(f"[bold]{HOSTILE}", highlight=False)
+    # rich itself takes the bell and the return out of a text, before it comes to us
+    assert shown.getvalue() == "\x1b[1mared \ufffd]0;titlebc\ufffdd\ufffdef\ufffd\x1b[0m\n"

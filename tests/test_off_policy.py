@@ -226,15 +226,3 @@ def test_without_optim_ess_it_is_measured_where_anything_is_old_and_changes_noth
     broken = replace(batch, sampler_logprobs=batch.sampler_logprobs.index_fill(0, torch.tensor([9]), math.nan))
     update = make_learner(small_model(), ess="sqrt").update(broken, 0)
     assert update.fault == "off/ess is nan" and not update.moved
-
-
-def test_a_run_on_old_tokens_is_warned_of_if_nothing_answers_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    aged(monkeypatch, lambda one, version: replace(one, spans=(Span(version - 2, len(one)),)))
-    for choice, warned in (("none", True), ("tis", False)):
-        warnings = list[str]()
-        trainer = make_trainer(quiet(tmp_path / choice), warn=warnings.append, correction=made.correction(choice))
-        trainer._learner.updates = 10
-        trainer.fit()
-        assert ["off/token_share is 1.00" in text for text in warnings].count(True) == warned

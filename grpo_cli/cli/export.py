@@ -21,7 +21,7 @@ from grpo_cli.runs.record import RunRecord
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain, shown
 from grpo_cli.tasks.prompting import turn_end
-from grpo_cli.tracking.console import accuracy_of
+from grpo_cli.tracking.console import certainty
 from grpo_cli.tracking.redact import arguments_without_secrets
 
 _OF_THE_MODEL = ("path", "dtype", "eos_tokens", "random_init", "architecture")
@@ -88,7 +88,7 @@ def _measured(record: RunRecord, checkpoint: Path) -> dict[str, str]:
     facts = {"steps": str(step), "accuracy before": "not measured", "accuracy after": "not measured"}
     for row in read_rows(folder / METRICS)[0]:
         if GREEDY in row and (step is None or row["step"] <= step):
-            accuracy = f"{accuracy_of(row)} at step {row['step']:.0f}"
+            accuracy = f"{row[GREEDY]:.3f} at step {row['step']:.0f} (95 % interval {certainty(row)} problems)"
             facts["accuracy after" if row["step"] else "accuracy before"] = accuracy
     code = record.about.get("code")
     versions = ", ".join(f"{name} {value}" for name, value in code.items()) if isinstance(code, Mapping) else "unknown"

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,9 +77,8 @@ def failure(code: int, folder: Path) -> str | None:
     if code < 0:
         hint = ": often because the machine ran out of memory" if -code == signal.SIGKILL else ""
         return f"killed by signal {-code} ({signal.strsignal(-code)}){hint}"
-    with open(folder / LOG, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        lines = [line.strip() for line in file.read().decode("utf-8", "replace").split("\n") if line.strip()]
+    text = (folder / LOG).read_bytes()[-TAIL_BYTES:].decode("utf-8", "replace")
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
     start = next((i for i in reversed(range(len(lines))) if lines[i].startswith("error: ")), len(lines) - 1)
     message = " ".join(lines[start:]).removeprefix("error: ")
     return message or f"exit code {code}, and nothing in the log"

@@ -182,7 +182,7 @@ class ConsoleTracker:
             spark = "  " + sparkline([float(part.mean()) for part in parts])
             rows["reward"] = f"{self._rewards[-1]:.3f}" + spark * bars
         if "eval/accuracy" in seen:
-            rows["eval accuracy"] = accuracy_of(seen)
+            rows["eval accuracy"] = _accuracy(seen)
         for label, name, text in FACTS:
             if name in seen:
                 rows[label] = f"{rows[label]}  {text(seen[name])}" if label in rows else text(seen[name])
@@ -197,18 +197,22 @@ def step_line(record: Record, total: int, left: float | None) -> str:
     seen = record.metrics
     parts = [f"step {record.step:>{len(str(total))}}/{total}"]
     parts += [f"reward {seen['reward/mean']:.3f}"] if "reward/mean" in seen else []
-    parts += [f"eval {accuracy_of(seen)}"] if "eval/accuracy" in seen else []
+    parts += [f"eval {_accuracy(seen)}"] if "eval/accuracy" in seen else []
     parts += [text(seen[name]) for _, name, text in FACTS if name in seen]
     parts += [f"{duration(left)} left"] if left is not None and record.step < total else []
     return "  ".join(parts)
 
 
-def accuracy_of(seen: Mapping[str, float]) -> str:
-    """Return the accuracy with its interval and the number of problems solved."""
+def _accuracy(seen: Mapping[str, float]) -> str:
+    return f"{seen['eval/accuracy']:.3f} ({certainty(seen)})"
+
+
+def certainty(seen: Mapping[str, float]) -> str:
+    """Return the 95 % interval of an accuracy, and the number of problems solved."""
     found, low, high, count = (
         seen[f"eval/{name}"] for name in ("accuracy", "accuracy_low", "accuracy_high", "problems")
     )
-    return f"{found:.3f} ({low:.3f} to {high:.3f}, {found * count:.0f} of {count:.0f})"
+    return f"{low:.3f} to {high:.3f}, {found * count:.0f} of {count:.0f}"
 
 
 def ending(summary: Mapping[str, Any], total: int, folder: Path, seen: Mapping[str, float]) -> Iterator[str]:
@@ -218,7 +222,7 @@ def ending(summary: Mapping[str, Any], total: int, folder: Path, seen: Mapping[s
     reached = ""
     if accuracy is not None:
         before = f"{summary['first_accuracy']:.3f} -> " if summary["final_accuracy_step"] else ""
-        reached = f", accuracy {before}{accuracy_of(seen) if 'eval/accuracy' in seen else f'{accuracy:.3f}'}"
+        reached = f", accuracy {before}{_accuracy(seen) if 'eval/accuracy' in seen else f'{accuracy:.3f}'}"
     yield f"{status} at step {step} of {total}{by}{reached}; {duration(summary['train_seconds'])} of training"
     here = Path.cwd()
     place = shlex.quote(plain(folder.relative_to(here) if folder.is_relative_to(here) else folder))

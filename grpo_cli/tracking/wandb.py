@@ -139,16 +139,14 @@ class WandbTracker:
 
     @contextmanager
     def _calls(self) -> Iterator[None]:
-        """Answer a failure of the library or its connection: a UserError at the start, a warning afterwards. Our own
-        errors propagate. Trackio prints lines of its own."""
+        """Answer a failure of the library or its connection: a UserError at the start, a warning afterwards. Trackio
+        prints lines of its own."""
         try:
             with redirect_stdout(StringIO()) if self._module == "trackio" else nullcontext():
                 yield
-        except Exception as error:
-            # W&B's errors have no common base class.
-            theirs = type(error).__module__.partition(".")[0] == self._module
-            if not (theirs or isinstance(error, OSError | ValueError | RuntimeError)):
-                raise
+        except UserError:
+            raise
+        except Exception as error:  # W&B's errors have no common base class
             if self._module == "wandb":
                 with suppress(Exception):  # exit would wait for its process, which may be dead
                     importlib.import_module("wandb").teardown(1)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,6 @@ from typed import grpo
 
 from grpo_cli.support.extras import EXTRAS
 
-ROOT = Path(__file__).parent.parent
-DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 ASKED = {
     "datasets": "task=gsm8k",
     "hydra_plugins.hydra_joblib_launcher": "-m hydra/launcher=joblib",
@@ -45,12 +41,3 @@ def test_the_command_stands_in_one_sentence(module: str, tmp_path: Path, monkeyp
     done, key = grpo("train", *ASKED[module].split()), ASKED[module].split()[-1].partition("=")[0].removesuffix(".rank")
     said = done.stderr
     assert done.exit_code == 2 and said.count("\n") == 1 and sentence(module) in said and key in said, said
-
-
-def test_every_library_is_tried_and_stands_in_its_extra() -> None:
-    """Under its own name, but for `pyarrow`, which `datasets` brings."""
-    assert set(ASKED) | {"bitsandbytes", "matplotlib"} == set(EXTRAS)
-    for module, extra in EXTRAS.items():
-        named = re.findall(r"^[\w-]+", "\n".join(DECLARED[extra]), re.MULTILINE)
-        named = [name.replace("-", "_") for name in named]
-        assert {"pyarrow": "datasets"}.get(module, module.removeprefix("hydra_plugins.")) in named

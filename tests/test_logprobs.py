@@ -85,14 +85,10 @@ def test_two_tokens_have_the_entropy_worked_out_by_hand() -> None:
 
 
 def test_logits_in_half_precision_are_summed_in_float32() -> None:
-    """In bfloat16 a sum of 50,000 numbers would be off by parts of a nat, and log 1/1000 be -6.90625."""
+    """In bfloat16 a sum of 50,000 numbers would be off by parts of a nat."""
     logits = (3 * torch.randn(4, 50_000, generator=torch.Generator().manual_seed(0))).bfloat16()
     p = (logits.double() / 0.7).softmax(-1)
     assert entropies_of(logits, 0.7) == pytest.approx((-(p * p.log()).sum(-1)).tolist(), abs=2e-5)
-    model, batch = small_model(vocab_size=1000, tie_word_embeddings=False).bfloat16(), some_batch()
-    model.lm_head.weight.data.zero_()
-    values = Padded(10_000, 7, 1.0).logprobs(model, batch).tolist()
-    assert values == pytest.approx([-6.907755] * len(values), abs=1e-6)
 
 
 class LargestLogits(TorchDispatchMode):

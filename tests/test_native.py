@@ -28,8 +28,6 @@ from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import Meter
 from grpo_cli.support.threads import computing_with
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(autouse=True)
 def compiled() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +13,12 @@ from typing import Any
 import made
 import pytest
 import torch
-from typer.testing import CliRunner
+from typed import done
 
-from grpo_cli.cli.main import app
 from grpo_cli.config.auto import decided
 from grpo_cli.runs.record import read_record
+from grpo_cli.support import processor
+from grpo_cli.support.errors import UserError
 from grpo_cli.support.processor import fast_in_bfloat16
 
 LORA, NONE = {"lora": made.lora(rank=4)}, {"lora": made.lora(rank=0)}
@@ -44,20 +48,12 @@ def test_what_auto_comes_to_is_reported_in_a_line_and_so_is_a_slow_choice(
         assert len(lines) == ("auto" in (dtype, autocast) or (not fast and "bfloat16" in expected))
 
 
-def test_a_processor_is_asked_for_its_extensions_and_a_gpu_for_kernels_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Turing computes bfloat16 too, many times as slowly: emulation does not count."""
-    has = {"architecture": "x86_64", "avx512_f": True, "amx_bf16": False, "avx512_bf16": False}
-    for more, fast in (({}, False), ({"amx_bf16": True}, True), ({"architecture": "arm64", "bf16": True}, False)):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda more=more: has | more)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        assert fast_in_bfloat16("cpu") == fast_in_bfloat16("auto") == fast
+@pytest.mark.parametrize("own", [True, False])
+def test_a_gpu_that_emulates_bfloat16_is_not_fast_in_it(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turing computes it, too, many times as slowly."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for own in (True, False):
-        supported = lambda including_emulation, own=own: own or including_emulation  # noqa: E731
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-        assert fast_in_bfloat16("cuda") == fast_in_bfloat16("auto") == own
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: own or including_emulation)
+    assert fast_in_bfloat16("cuda") == fast_in_bfloat16("auto") == own
 
 
 def test_a_run_goes_on_as_it_began_on_a_machine_that_would_choose_otherwise(
@@ -67,15 +63,57 @@ def test_a_run_goes_on_as_it_began_on_a_machine_that_would_choose_otherwise(
 
     def on(fast: bool, *words: str) -> str:
         monkeypatch.setattr("grpo_cli.support.processor.fast_in_bfloat16", lambda device: fast)
-        result = CliRunner().invoke(app, words)
-        assert result.exit_code == 0, result.output
-        return result.output
+        return done(*words)
 
     train = ("train", *SHORT, "sampling.max_new_tokens=4", "model.lora.rank=1", "hydra.run.dir=run")
-    assert "float32, on cpu" in on(False, *train, "train.steps=1")
+    on(False, *train, "train.steps=1")
     on(True, "train", "resume=run", "train.steps=2")
     record = read_record(Path("run"))
     assert record is not None and (record.config["model"]["dtype"], record.config["model"]["autocast"]) == FLOAT32
-    assert record.about["changed"] == ["train.steps=2 (was 1)"]
-    assert "auto" not in on(True, "eval", "checkpoint=run", "eval.problems=1", "hydra.run.dir=seen")
+    on(True, "eval", "checkpoint=run", "eval.problems=1", "hydra.run.dir=seen")
     assert json.loads(Path("seen/run.json").read_text())["config"]["model"]["autocast"] == "none"
+
+
+# The settings of libraries that a process makes: what is documented for the processor, and never against the user.
+
+
+SKYLAKE = "fpu sse4_2 avx avx2 avx512f avx512dq avx512cd avx512bw avx512vl"
+USERS = {"OMP_WAIT_POLICY": "ACTIVE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "7", "LRU_CACHE_CAPACITY": "7"}
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "given", "branch"),
+    [
+        ("GenuineIntel", SKYLAKE, {}, "AVX512,STRICT"),
+        ("GenuineIntel", "fpu avx avx2 avx512f", {}, "AVX2,STRICT"),  # some of AVX-512 is not MKL's branch
+        ("AuthenticAMD", SKYLAKE, {}, None),  # MKL takes these values for AUTO there
+        ("GenuineIntel", SKYLAKE, {"MKL_CBWR": "COMPATIBLE"}, "COMPATIBLE"),
+    ],
+)
+def test_what_is_documented_for_a_processor_is_set_unless_the_user_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vendor: str, flags: str, given: dict[str, str], branch: str | None
+) -> None:
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel\t: 207\nflags\t: {flags}\n")
+    environment, users = dict(given), {**given, **USERS}
+    processor.set_variables(environment)
+    processor.set_variables(users)
+    assert environment.get("MKL_CBWR") == users.get("MKL_CBWR") == branch
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE" and USERS.items() <= users.items()
+
+
+def test_one_of_several_processes_is_refused() -> None:
+    processor.set_variables({"WORLD_SIZE": "1", "RANK": "0"})
+    processor.set_variables({"WORLD_SIZE": "4"})  # of a cluster, without a launcher
+    for rank in ("RANK", "LOCAL_RANK"):
+        with pytest.raises(UserError, match="WORLD_SIZE=4"):
+            processor.set_variables({"WORLD_SIZE": "4", rank: "3"})
+
+
+def test_a_number_of_threads_that_is_none_is_refused_before_anything_is_loaded() -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "two"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "grpo_cli", "train"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("error: OMP_NUM_THREADS=two") and ended.stderr.count("\n") == 1

@@ -7,9 +7,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from typed import done, refused
 
-from grpo_cli.cli import main as cli
 from grpo_cli.memory.profile import GPUS
 from grpo_cli.runs.files import read_object
 from grpo_cli.settings import GpuWord
@@ -19,19 +18,12 @@ SMALL = ["train.prompts=1", "n=4", "sampling.max_new_tokens=8", "eval.problems=2
 LAYER = ["model=smollm2_135m", "model.architecture.num_hidden_layers=1", "eval.every=0", "profile.plan_only=true"]
 
 
-def grpo(*words: str) -> Any:
-    return CliRunner().invoke(cli.app, list(words), prog_name="grpo")
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def profile(*words: str, out: str = "out") -> tuple[dict[str, Any], str]:
-    result = grpo("profile", *SMALL, f"hydra.run.dir={out}", *words)
-    assert result.exit_code == 0, result.output
-    return read_object(Path(out, "profile.json")), result.stdout
+    shown = done("profile", *SMALL, f"hydra.run.dir={out}", *words)
+    return read_object(Path(out, "profile.json")), shown
 
 
 def test_a_profile_measures_every_phase_and_predicts_what_training_takes():
@@ -71,10 +63,8 @@ def test_a_plan_for_a_gpu_has_its_memory_its_precision_and_its_allocators_ways(m
     words += ["model.gradient_checkpointing=full", "model.offload_activations=true"]
     found, _ = profile("profile.for_gpu=true", *LAYER, *words)
     assert (found["settings"]["model"]["dtype"], found["settings"]["model"]["autocast"]) == ("bfloat16", "bfloat16")
-    held = {name: phase["held_by"] for name, phase in found["predicted"]["phases"].items()}
-    assert {sizes["workspace"] for sizes in held.values()} == {0} and found["device"] == "a GPU of 1.86 GiB"
-    assert held["optimizer"]["activations"] == 0
-    assert held["decode"]["activations"] > 0 and held["backward"]["activations"] > 0
+    held = [phase["held_by"] for phase in found["predicted"]["phases"].values()]
+    assert {sizes["workspace"] for sizes in held} == {0} and found["device"] == "a GPU of 1.86 GiB"
     found, _ = profile(*LAYER, "profile.for_gpu=t4", out="old")
     assert found["device"] == "t4 of 14.90 GiB" and found["fit"]["room_bytes"] == 16 * 10**9
     assert found["settings"]["model"]["autocast"] == "none" and set(GPUS) == set(get_args(GpuWord))
@@ -85,31 +75,25 @@ def test_a_run_out_of_memory_names_phase_breakdown_and_keys(monkeypatch: pytest.
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     monkeypatch.setattr("grpo_cli.learner.forward.packed_hidden", failing)
-    result = grpo("train", *SMALL, "train.steps=1", "hydra.run.dir=out", "eval.every=0")
-    assert result.exit_code == 2 and "Traceback" not in result.stderr
-    assert "out of memory in forward (CUDA out of memory. Tried to allocate 20.00 GiB)" in result.stderr
-    assert "train.micro_batch_tokens" in result.stderr and "optimizer" in result.stderr
+    said = refused("train", *SMALL, "train.steps=1", "hydra.run.dir=out", "eval.every=0")
+    assert "out of memory in forward (CUDA out of memory. Tried to allocate 20.00 GiB)" in said
+    assert "train.micro_batch_tokens" in said and "optimizer" in said
 
 
-# As PyTorch 2.13 and CUDA say it: an allocation, a graph's instantiation, a handle, a convolution, the host.
+# As PyTorch 2.13 and CUDA say it: a graph's instantiation, a handle, a convolution, the host.
 OUT_OF_MEMORY = (
-    "CUDA out of memory. Tried to allocate 1.00 GiB",
     "CUDA driver error: out of memory",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory",
 )
-RECORDING = "CUDA error: operation failed due to a previous error during capture"
 
 
 def test_an_allocation_that_failed_is_known_by_its_kind_its_text_or_what_came_before():
-    lacking = [MemoryError(), torch.OutOfMemoryError("x"), *map(RuntimeError, OUT_OF_MEMORY)]
-    others = [RuntimeError("shapes do not match"), ValueError("CUDA"), *map(ValueError, OUT_OF_MEMORY)]
-    for before in (lacking, others):  # while a graph is recorded
-        error = RuntimeError(RECORDING)
-        error.__context__ = before[1]
-        before.append(error)
-    assert all(map(is_out_of_memory, lacking)) and not any(map(is_out_of_memory, [*others, RuntimeError(RECORDING)]))
+    after = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    assert not any(map(is_out_of_memory, [after, RuntimeError("no"), *map(ValueError, OUT_OF_MEMORY)]))
+    after.__context__ = torch.OutOfMemoryError("x")
+    assert all(map(is_out_of_memory, [after, MemoryError(), after.__context__, *map(RuntimeError, OUT_OF_MEMORY)]))
 
 
 @pytest.mark.gpu

@@ -25,31 +25,20 @@ CARD = 24e9
 ONE_AND_THE_REST = some_and_the_rest(REAL, REAL[2:])  # of which the first takes longest
 
 
-def numbers(*words: str) -> tuple[float, ...]:
-    run = settings_of(*words)
-    assert isinstance(run.optim.lr, float) and isinstance(run.eval.every, int)
-    optim = (run.optim.lr, run.optim.weight_decay, run.optim.max_grad_norm)
-    return (*optim, run.sampling.max_new_tokens, run.eval.problems, run.eval.every)
-
-
 @pytest.mark.parametrize(
     ("words", "lr", "reply"),
     [
         ("", 5e-4, 128),
         ("model=hf model.path=x task=gsm8k", 1e-6, 512),
-        ("model=hf model.path=x task=gsm8k model.lora.rank=8", 2e-5, 512),
         ("model=hf model.path=x task=math model.adapter=y", 2e-5, 1024),
         ("model=qwen2_5_3b task=gsm8k model.lora.rank=64", 5e-6, 512),
-        ("model=smollm2_135m task=word_problems", 2e-5, 40),
         ("model=qwen3_4b task=gsm8k optim.lr=3e-6 sampling.max_new_tokens=64", 3e-6, 64),
-        ("model=tiny task=jsonl task.path=x", 5e-4, 128),
-        ("experiment=pods_gsm8k", 5e-6, 512),
         ("experiment=pods_gsm8k optim.lr=1e-5 model.lora.rank=64", 1e-5, 512),
     ],
 )
 def test_the_rate_is_the_models_and_the_reply_length_the_tasks_unless_something_says_otherwise(words, lr, reply):
-    found = numbers(*words.split())
-    assert (found[0], found[3]) == (lr, reply)
+    run = settings_of(*words.split())
+    assert (run.optim.lr, run.sampling.max_new_tokens) == (lr, reply)
 
 
 SMALL = ("logger=jsonl", "n=2", "train.prompts=2", "train.steps=1", "eval.problems=2", "eval.k=1", "eval.every=1")
@@ -67,19 +56,16 @@ def test_a_run_writes_its_numbers_down_and_goes_on_with_them_whatever_a_recipe_s
 
 
 @pytest.mark.parametrize(
-    ("words", "keys"),
+    ("words", "key"),
     [
-        ("model=qwen2_5_0_5b task=gsm8k", []),
-        ("model=qwen2_5_0_5b task=gsm8k optim.lr=5.1e-5", ["optim.lr=5.1e-05"]),
-        ("model=qwen2_5_0_5b task=gsm8k optim.lr=1e-3 model.lora.rank=8", []),
-        ("model=qwen2_5_0_5b task=gsm8k optim.lr=1e-3 model.random_init=true", []),
-        ("model=qwen2_5_0_5b task=gsm8k sampling.max_new_tokens=511", ["sampling.max_new_tokens=511"]),
-        ("sampling.max_new_tokens=96 optim.lr=1e-2", ["sampling.max_new_tokens=96"]),
+        ("optim.lr=5.1e-5", "optim.lr=5.1e-05"),
+        ("optim.lr=1e-3 model.lora.rank=8", ""),
+        ("sampling.max_new_tokens=511", "sampling.max_new_tokens=511"),
     ],
 )
-def test_a_rate_that_ruins_a_model_and_replies_that_are_cut_off_are_doubted(words, keys):
-    told = list(doubts(settings_of(*words.split())))
-    assert len(told) == len(keys) and all(text.startswith(key) for text, key in zip(told, keys, strict=True))
+def test_a_rate_that_ruins_a_model_and_replies_that_are_cut_off_are_doubted(words, key):
+    told = list(doubts(settings_of("model=qwen2_5_0_5b", "task=gsm8k", *words.split())))
+    assert len(told) == bool(key) and all(text.startswith(key) for text in told)
 
 
 # As long as the problems of GSM8K are on average, in characters; a plan counts a token for each, three times too many.
@@ -89,23 +75,15 @@ QUESTION = (
 )
 
 
-def peak_on_a_gpu(folder: Path, *words: str) -> float:
-    """Bytes at the fullest moment of a step, every rollout as long as may be."""
-    file = folder / "problems.jsonl"
-    rows = ({"question": f"{QUESTION} ({i})", "answer": "#### 3"} for i in range(400))
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = prepare(settings_of(*words, f"task.path={file}", "model.autocast=bfloat16"))
-    return Planner.of(run, torch.device("cuda")).plan().peak
-
-
-def planned_words(line: str) -> list[str]:
-    """A line of the front page with a file that is here, and the shape of half a billion for a folder of one's own."""
-    line = line.replace("model=hf model.path=<folder or hub id>", "model=qwen2_5_0_5b")
-    return [word for word in line.split() if not word.startswith(("task.path=", "task.reward="))]
-
-
 @pytest.mark.parametrize(("line", "size"), ONE_AND_THE_REST, ids=lambda value: value)
 def test_every_line_with_a_real_model_fits_one_card_of_24_gb_as_the_cookbook_says(line, size, tmp_path):
-    peak = peak_on_a_gpu(tmp_path, *planned_words(line))
+    """Every rollout as long as may be; of a folder of one's own the shape of half a billion weights."""
+    file = tmp_path / "problems.jsonl"
+    rows = ({"question": f"{QUESTION} ({i})", "answer": "#### 3"} for i in range(400))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = line.replace("model=hf model.path=<folder or hub id>", "model=qwen2_5_0_5b")
+    words = [word for word in line.split() if not word.startswith(("task.path=", "task.reward="))]
+    run = prepare(settings_of(*words, f"task.path={file}", "model.autocast=bfloat16"))
+    peak = Planner.of(run, torch.device("cuda")).plan().peak
     assert peak < CARD
     assert float(size) == pytest.approx(peak / 1e9, abs=0.6)

@@ -354,18 +354,3 @@ def test_a_step_in_which_all_are_rejected_moves_nothing(tmp_path, correction):
     assert (summary["updates"], summary["empty_steps"], summary["skipped_updates"]) == (0, 1, 0)
     assert (summary["trained_rollouts"], summary["trained_tokens"]) == (0, 0)
     assert same(before, model.state_dict()) and any("every rollout was rejected" in text for text in warnings)
-
-
-def test_a_minibatch_of_equal_rewards_is_passed_over_and_the_next_one_is_still_on_policy(tmp_path):
-    """One prompt, two minibatches of two: the pairs are equal within the first alone when the advantages are given."""
-    spy = Spy()
-
-    def halves(group: Any, kept: Any) -> torch.Tensor:
-        return torch.tensor([0.0, 1.0, 0.0, 0.0])
-
-    settings = quiet(tmp_path, prompts=1, minibatches=4)
-    summary = make_trainer(settings, loss=spy, advantage=halves).fit()
-    assert (summary["updates"], summary["empty_steps"], len(spy.batches)) == (1, 0, 4)
-    moved = [float(batch.advantages[0]) for batch in spy.batches].index(1.0)
-    old = [batch.old_logprobs is None for batch in spy.batches]
-    assert old == [place <= moved for place in range(4)]

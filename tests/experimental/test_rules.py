@@ -15,8 +15,8 @@ import made
 import numpy as np
 import pytest
 import torch
+from bank import InOrder, Scripted, collection_of
 from small import advantages_of, kept_by, plain_batch, scored
-from test_collectors import collector, one_step
 from test_predict import request, rollout
 
 from grpo_cli.config.instantiate import make
@@ -24,7 +24,7 @@ from grpo_cli.experimental import lightning_rl, mc_grpo
 from grpo_cli.experimental.oracle import Oracle
 from grpo_cli.select import select
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import Reward, Totals
+from grpo_cli.types import Prompt, Reward, Totals
 
 
 def test_the_release_divides_by_the_median_distance_and_leaves_the_middle_rollout_out():
@@ -107,9 +107,11 @@ def close(values: list[float]) -> Any:
 def test_rollouts_are_made_two_at_a_time_until_the_first_success_or_the_bound() -> None:
     """Of n = 4, at most 9: p0 is solved at once, p1 by its 6th, p2 by its 9th and last, p3 never."""
     solves = {"p0": 0, "p1": 5, "p2": 8, "p3": 99}
-    rule = collector("aero", most=9)
-    sizes, bank, metrics = one_step(rule, lambda r: r.sample == solves[r.prompt.id], n=4, prompts=4)
-    assert sizes == {"p0": 4, "p1": 6, "p2": 9, "p3": 9}
+    bank = Scripted(lambda r: r.sample == solves[r.prompt.id])
+    collection = collection_of(bank, InOrder([Prompt(name, (0,), "") for name in solves]), n=4, prompts=4)
+    groups = collection.run(make("collector", made.part("collector", "aero", most=9)))
+    metrics = collection.metrics()
+    assert [len(group.rollouts) for group in groups] == [4, 6, 9, 9]
     asked = [Counter(request.prompt.id for request in requests) for requests in bank.rounds]
     assert asked[1:] == [{"p1": 2, "p2": 2, "p3": 2}, {"p2": 2, "p3": 2}, {"p2": 1, "p3": 1}]
     assert len(bank.judged) == 28 and len({request.seed for request in bank.judged}) == 28, "each is judged once"

@@ -1,12 +1,10 @@
-"""Who imports whom: a room imports only from rows above its own, and each library comes in by its own doors."""
+"""Who imports whom: a room imports only from rows above its own, and nothing in circles."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import grpo_cli
 
@@ -33,16 +31,6 @@ memory/
 cli/
 __main__
 """
-DOORS = {
-    "hydra": {"cli/", "config/", "experiment", "sweep/", "memory/"},
-    "omegaconf": {"cli/", "config/", "sweep/"},
-    "transformers": {"model/", "tasks/", "engine/", "memory/"},
-    "rich": {"cli/", "sweep/", "support/", "tracking/", "memory/", "report/"},
-    **dict.fromkeys(("peft", "safetensors", "huggingface_hub"), {"model/"}),
-    **dict.fromkeys(("datasets", "httpx", "math_verify", "jinja2"), {"tasks/"}),
-    **dict.fromkeys(("wandb", "trackio"), {"tracking/"}),
-    **{"vllm": {"engine/"}, "bitsandbytes": {"learner/"}, "typer": {"cli/"}, "matplotlib": {"report/"}},
-}
 FILES = {
     file.relative_to(PACKAGE).with_suffix("").as_posix(): file
     for file in PACKAGE.rglob("*.py")
@@ -89,15 +77,6 @@ def test_modules_do_not_import_in_circles():
     assert sorted(left) == []
 
 
-def test_libraries_come_in_by_their_doors_only():
-    wrong = []
-    for module in FILES:
-        for library in {name.partition(".")[0] for name in imports(module)} & DOORS.keys():
-            if not module.startswith(tuple(DOORS[library])):
-                wrong.append(f"{module} imports {library}")
-    assert wrong == []
-
-
 def test_the_trainer_knows_no_concrete_part():
     concrete = ("tasks/", "engine/", "model/", "tracking/", "collect/", "methods/", "rules/")
     allowed = {"tracking/examples", "tracking/health", "tracking/progress"}
@@ -109,15 +88,3 @@ def test_the_trainer_knows_no_concrete_part():
 def test_published_methods_are_named_by_their_yaml_alone():
     users = {module for module in FILES for other in own_imports(module) if other.startswith("methods/")}
     assert {module for module in users if not module.startswith(("methods/", "experimental/"))} == set()
-
-
-def definitions(kind: type[ast.AST]) -> Iterator[tuple[str, Any]]:
-    for module, tree in TREES.items():
-        yield from ((module, node) for node in ast.walk(tree) if isinstance(node, kind))
-
-
-def test_a_class_s_name_means_one_thing_and_functions_are_short():
-    names = [node.name for _, node in definitions(ast.ClassDef)]
-    assert {name for name in names if names.count(name) > 1} == set()
-    lengths = {f"{module}.{f.name}": f.end_lineno - f.lineno + 1 for module, f in definitions(ast.FunctionDef)}
-    assert median(lengths.values()) <= 8 and {name: lines for name, lines in lengths.items() if lines > 60} == {}

@@ -95,28 +95,10 @@ def test_a_gradient_of_zero_is_no_update_and_one_whose_norm_is_too_small_for_a_n
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)) != moved
 
 
-OFFLOAD = pytest.mark.parametrize("offload", [False, True])
-
-
-@OFFLOAD
-def test_matrices_decay_and_norms_and_biases_do_not(offload: bool) -> None:
-    """A step of rate 0.1 with decay 0.5 and no gradient multiplies a weight by 1 - 0.1 * 0.5, or leaves it alone."""
-    model = small_model()
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    optimizer = make_optimizer(list(model.parameters()), made.optim(lr=0.1, weight_decay=0.5, offload=offload))
-    for weight in model.parameters():
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    stays = {name for name in before if name.endswith(("bias", "norm.weight"))}
-    assert len(stays) == 2 * 5 + 1
-    for name, weight in model.named_parameters():
-        wanted = before[name] * (1.0 if name in stays else 0.95)
-        torch.testing.assert_close(weight.detach(), wanted, atol=0, rtol=0 if name in stays else 1e-6)
-
-
-@OFFLOAD
+@pytest.mark.parametrize("offload", [False, True])
 def test_averages_come_back_and_the_settings_of_a_resumed_run_are_those_that_are_given(offload: bool) -> None:
-    """Without an average of gradients (betas 0) and with no gradient to speak of beside eps, all that acts is decay."""
+    """Without an average of gradients (betas 0) and with no gradient to speak of beside eps, all that acts is decay, of
+    matrices alone: 1 - 0.25 * 0.4."""
     model = small_model()
     first = make_learner(model, offload=offload)
     first.update(make_batch(), 0)
@@ -124,12 +106,11 @@ def test_averages_come_back_and_the_settings_of_a_resumed_run_are_those_that_are
     second = make_learner(again, weight_decay=0.4, betas=(0.0, 0.5), eps=1e9, offload=offload)
     second.load_state_dict(state)
     assert state["state"] and same_state(second.state_dict(), state)
-    matrix = again.model.layers[0].mlp.up_proj.weight
-    before = matrix.detach().clone()
+    before = {name: weight.detach().clone() for name, weight in again.named_parameters()}
     second.update(make_batch(), 0)
-    torch.testing.assert_close(matrix.detach(), 0.9 * before, atol=1e-6, rtol=0)  # 1 - 0.25 * 0.4
-    words = [(group["betas"], group["eps"], group["weight_decay"]) for group in second.state_dict()["param_groups"]]
-    assert words == [((0.0, 0.5), 1e9, 0.4), ((0.0, 0.5), 1e9, 0.0)]
+    for name, weight in again.named_parameters():
+        stays = 1.0 if name.endswith(("bias", "norm.weight")) else 0.9
+        torch.testing.assert_close(weight.detach(), stays * before[name], atol=1e-6, rtol=0)
     assert all(float(one["step"]) == 2.0 for one in second.state_dict()["state"].values())
 
 
@@ -152,17 +133,16 @@ def test_parked_state_goes_from_a_gpu_to_the_host_and_comes_back(monkeypatch: py
             weight.grad = torch.ones_like(weight)
         optimizer.step()
 
-        def state() -> set[tuple[str, Any]]:
-            return {(value.device.type, value.shape) for one in optimizer.state.values() for value in one.values()}
+        def places() -> list[str]:
+            return [value.device.type for one in optimizer.state.values() for value in one.values()]
 
         def empty_like(value: torch.Tensor, *, device: str, pin_memory: bool) -> torch.Tensor:
             pinned.append(pin_memory)
             return plain(value, device=device)
 
-        before = state()
         monkeypatch.setattr(torch, "empty_like", empty_like)
         for _ in range(2):  # what is there stays there
             move_state(optimizer, to_host=True)
-            assert state() == {("cpu", shape) for _, shape in before} and pinned == [True] * 6
+            assert places() == ["cpu"] * 6 and pinned == [True] * 6
         move_state(optimizer, to_host=False)
-        assert state() == before and {place for place, _ in before} == {"cuda"}
+        assert places() == ["cuda"] * 6

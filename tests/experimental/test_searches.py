@@ -23,11 +23,10 @@ from grpo_cli.config.instantiate import make
 from grpo_cli.evaluate import search_with
 from grpo_cli.experimental.dora import cosines, rebase, shared_out
 from grpo_cli.experimental.ets import chosen, clusters
-from grpo_cli.experimental.search import Searching
 from grpo_cli.interfaces import Runtime
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Finish, Prompt, Request, Rollout
+from grpo_cli.types import Prompt, Request, Rollout
 
 TOKENIZER = load_tokenizer(made.model())
 ARITHMETIC = made.task("arithmetic", TOKENIZER)
@@ -124,19 +123,6 @@ def test_one_particle_is_plain_sampling_to_the_bit() -> None:
     plain = {one.request.prompt.id: one for one in play(engine, ARITHMETIC, [unstarted(request) for request in asked])}
     found = answers(search("particle", particles=1, every=3), engine, prompts)
     assert found == [plain[prompt.id] for prompt in prompts]
-
-
-def test_replies_in_parts_have_the_tokens_of_whole_ones_and_cost_as_many() -> None:
-    engine, prompts = make_engine(small_model()), problems(3)
-    whole, parts = (Searching(runtime(engine), prompts, Sampling.plain(12), 0) for _ in range(2))
-    expected, replies = whole.go_on(whole.begin(4)), parts.begin(4)
-    while any(one.finish is Finish.PARTIAL for row in replies for one in row):
-        replies = parts.go_on(replies, 5)
-    tokens_of = [[(one.token_ids, one.finish, one.request) for one in row] for row in replies]
-    assert tokens_of == [[(one.token_ids, one.finish, one.request) for one in row] for row in expected]
-    assert parts.tokens == whole.tokens == sum(len(one) for row in expected for one in row)
-    longest = {prompt.id: max(map(len, row)) for prompt, row in zip(prompts, expected, strict=True)}
-    assert parts.sequential == whole.sequential == longest
 
 
 def test_accuracy_is_of_the_searched_answer_and_tokens_are_those_of_all_replies() -> None:

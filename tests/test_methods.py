@@ -7,20 +7,29 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import made
+import numpy as np
 import pytest
 import torch
 from bank import InOrder, Scripted, collection_of
-from small import plain_batch, scored
+from made import composed
+from small import VOCABULARY, plain_batch, scored, small_model
 from test_resume import records, rows, trained
+from typed import done, refused
 
+from grpo_cli.config.choices import choices
+from grpo_cli.config.prepare import check
+from grpo_cli.learner.batch import collate, rows_of, totals
+from grpo_cli.learner.forward import Padded
+from grpo_cli.methods import pods
 from grpo_cli.methods.dapo import Dynamic
-from grpo_cli.select import CUT_OFF
+from grpo_cli.select import CUT_OFF, Selection, batch_advantages, select
 from grpo_cli.settings import Sampling
 from grpo_cli.tasks.formats import overlong
 from grpo_cli.tracking.examples import NOT_TAKEN
-from grpo_cli.types import ENVIRONMENT, Finish, Prompt, Request, Reward, Rollout, Span, Totals
+from grpo_cli.types import ENVIRONMENT, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span, Totals
 
 
 def dynamic(*, surplus: float = 0.0, most_rounds: int = 10) -> Dynamic:
@@ -108,16 +117,14 @@ def test_the_papers_whole_recipe_worked_by_hand() -> None:
         (17, 20, 4, -0.25),
         (20, 20, 4, -1.0),  # cut off, or just in time
         (18432, 20480, None, -0.5),  # as published: 16,384 are expected, and 4,096 are the cache
-        (1, 3, 3, -1 / 3),
         (3, 3, None, -1.0),  # a fifth of 3 is one token, and no division by none
     ],
 )
 def test_long_replies_are_punished_in_a_straight_line(tokens: int, longest: int, within: int | None, part: float):
-    request = Request(Prompt("p", (1,), ""), 0, 0, Sampling.plain(longest))
-    rollout = Rollout(request, (2,) * tokens, (-1.0,) * tokens, Finish.EOS)
+    """What an environment wrote counts, as in the limit."""
+    request, spans = Request(Prompt("p", (1,), ""), 0, 0, Sampling.plain(longest)), (Span(0, 1), Span(ENVIRONMENT, 1))
+    rollout = Rollout(request, (2,) * tokens, (-1.0,) * tokens, Finish.EOS, (*spans, Span(0, tokens - 2)))
     assert overlong(rollout, within) == pytest.approx(part)
-    episode = replace(rollout, spans=(Span(0, tokens - 1), Span(ENVIRONMENT, 1))) if tokens else rollout
-    assert overlong(episode, within) == pytest.approx(part), "what the environment said counts, as in the limit"
 
 
 # Rounds
@@ -170,3 +177,99 @@ def test_an_episode_is_cut_off_where_a_limit_of_tokens_ends_it_and_not_its_last_
     found = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert all((row["finish"] == "length") == (row["reason"] == CUT_OFF) for row in found if not row["kept"])
     assert not any(row["kept"] for row in found if row["finish"] == "length")
+
+
+# PODS end to end: what choosing does to the loss, the named runs, and a user's own rule.
+
+
+# What reaches the update
+
+
+def scored_groups() -> list[ScoredGroup]:
+    """Three groups of six rollouts of different lengths; every reward a different one but for two ties."""
+    rng, groups = np.random.default_rng(5), list[ScoredGroup]()
+    for rewards in ((0.0, 1.0, 1.0, 0.2, 0.9, 0.4), (1.0, 0.0, 0.0, 0.0, 0.0, 0.0), (3, 1, 4, 1, 5, 9)):
+        prompt, *replies = (
+            tuple(rng.integers(2, VOCABULARY, length).tolist())
+            for length in (3 + 4 * len(groups), *rng.permutation(np.arange(2, 14, 2)))
+        )
+        groups.append(scored(*rewards, name=f"p{len(groups)}", prompt=prompt, replies=replies))
+    return groups
+
+
+def ours(groups: list[ScoredGroup], keep: int, stats_over: str) -> tuple[list[Selection], torch.Tensor, Any]:
+    """What is selected, and loss and gradients as the learner makes them, in several micro-batches."""
+    rule, model, rng = made.advantage("grpo", stats_over=stats_over), small_model(), np.random.default_rng(1)
+    selected = [select(group, [""] * 6, keep, pods.maxvar, rule, rng, True) for group in groups]
+    batch = replace(collate([s.chosen for s in selected]), advantages=batch_advantages(selected))
+    way, total = Padded(40, 16, 1.0), torch.zeros(())
+    for places in map(torch.tensor, way.cut(batch)):
+        part = rows_of(batch, places)
+        total = total + made.loss()(way.logprobs(model, part), part, totals(batch, 16)).loss
+    return selected, total, torch.autograd.grad(total, list(model.parameters()))
+
+
+def by_hand(selected: list[Selection], stats_over: str) -> tuple[torch.Tensor, Any]:
+    """GRPO's loss of these rollouts alone, each by itself through `transformers`: no batch, no padding, no others."""
+    model, total, count = small_model(), torch.zeros(()), sum(len(s.indices) for s in selected)
+    for group, indices in ((s.group, s.indices) for s in selected):
+        rewards = group.totals
+        compared = rewards[[*indices]] if stats_over == "kept" else rewards
+        mean, deviation = np.mean(compared), np.std(compared, ddof=1)
+        for index in indices:
+            prompt, reply = group.prompt.token_ids, group.rollouts[index].token_ids
+            logits = model(torch.tensor([[*prompt, *reply]])).logits[0, len(prompt) - 1 : -1]
+            logprobs = logits.log_softmax(-1)[torch.arange(len(reply)), torch.tensor(reply)]
+            ratio = (logprobs - logprobs.detach()).exp()
+            total = total - float(rewards[index] - mean) / float(deviation + 1e-4) * ratio.mean() / count
+    return total, torch.autograd.grad(total, list(model.parameters()))
+
+
+@pytest.mark.parametrize(("keep", "stats_over"), [(3, "kept"), (3, "group"), (6, "kept")])
+def test_loss_and_gradient_are_those_of_the_kept_rollouts_alone(keep, stats_over):
+    """With m equal to n they are plain GRPO's."""
+    selected, loss, gradients = ours(scored_groups(), keep, stats_over)
+    assert [len(s.indices) for s in selected] == [keep] * 3
+    expected, theirs = by_hand(selected, stats_over)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
+    for one, other in zip(gradients, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+# Named runs
+
+
+@pytest.mark.parametrize("name", [name for name in choices("experiment") if name != "none"])
+def test_every_experiment_can_be_run_as_it_stands_and_pods_trains_on_a_quarter_chosen_by_variance(name):
+    run = composed(f"experiment={name}")
+    check(run)
+    if name.startswith("pods_"):
+        assert (run.n, run.m) == (64, 16) and run.parts["advantage"]["stats_over"] == "kept"
+        assert run.parts["downsample"]["_target_"] == "grpo_cli.methods.pods.maxvar"
+
+
+# A rule of one's own, in a real run
+
+SMALL = ["n=4", "m=2", "train.steps=1", "train.prompts=2", "sampling.max_new_tokens=6", "eval.every=0", "logger=jsonl"]
+
+USER_RULES = """
+def ends(group, keep, rng, first=0):
+    return [first, len(group.rollouts) - 1]
+
+def twice(group, keep, rng):
+    # right on the group that a rule is tried on before the run, wrong in the run
+    return [0, 1] if group.prompt.id.startswith("synthetic") else [3, 3]
+"""
+
+
+def test_a_rule_of_one_s_own_decides_what_is_trained_on_and_stops_the_run_if_it_answers_wrongly(tmp_path, monkeypatch):
+    (tmp_path / "rules_of_a_pods_user.py").write_text(USER_RULES)
+    monkeypatch.chdir(tmp_path)
+    words = (*SMALL, "downsample._target_=rules_of_a_pods_user.ends", "+downsample.first=1", "record.rollouts=-1")
+    done("train", *words, "hydra.run.dir=run")
+    (record,) = (json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()[1:])
+    assert (record["rollouts/generated"], record["rollouts/trained"]) == (8, 4)
+    rows = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
+    assert [row["sample"] for row in rows if row["kept"]] == [1, 3, 1, 3]
+    said = refused("train", *SMALL, "downsample._target_=rules_of_a_pods_user.twice", "hydra.run.dir=wrong")
+    assert "rules_of_a_pods_user.twice returned [3, 3] for prompt train-" in said

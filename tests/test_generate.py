@@ -164,37 +164,30 @@ def at_the_start(own: Any, self: Any, input_ids: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "other", "said"),
+    ("method", "other", "said"),
     [
-        ("bert", "", None, "BertLMHeadModel is not a causal model"),
-        ("phi", "forward", doubled, "updates would be of another model"),  # which is more than its halves
-        ("phi", "prepare_inputs_for_generation", at_the_start, "another distribution"),  # whose cache forgets
+        ("forward", doubled, "updates would be of another model"),  # which is more than its halves
+        ("prepare_inputs_for_generation", at_the_start, "another distribution"),  # whose cache forgets
     ],
 )
 def test_a_model_that_is_not_served_rightly_is_refused(
-    family: str, method: str, other: Any, said: str, monkeypatch: pytest.MonkeyPatch
+    method: str, other: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = foreign_model(family)
-    if method:
-        own = getattr(type(model), method)
-        patched = functools.wraps(own)(lambda self, *given, **words: other(own, self, *given, **words))
-        monkeypatch.setattr(type(model), method, patched)
+    with pytest.raises(UserError, match="BertLMHeadModel is not a causal model"):
+        generating(foreign_model("bert"))
+    model = foreign_model("phi")
+    own = getattr(type(model), method)
+    patched = functools.wraps(own)(lambda self, *given, **words: other(own, self, *given, **words))
+    monkeypatch.setattr(type(model), method, patched)
     with pytest.raises(UserError, match=said):
         generating(model)
 
 
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["sparsity=snapkv", "correction=sparse_rl"], "sparsity=snapkv"),
-        (["sampler=infinite"], "sampler=infinite"),
-        (["sampler=micro", "sampler.kv_budget=1GB"], "sampler.kv_budget"),
-        (["scheduler=lpt"], "predictor=mean"),
-    ],
-)
-def test_what_it_cannot_do_is_refused_before_a_model_is_read(words: list[str], key: str) -> None:
-    with pytest.raises(UserError, match=key):
+def test_what_it_cannot_do_is_refused_before_a_model_is_read() -> None:
+    words = ["sampler=infinite", "sparsity=snapkv", "correction=sparse_rl", "scheduler=lpt"]
+    with pytest.raises(UserError) as refused:
         check(settings_of("engine=generate", "logger=jsonl", "run_dir=x", *words))
+    assert all(word in str(refused.value) for word in ("sampler=infinite", "sparsity=snapkv", "predictor=mean"))
 
 
 def run_of(folder: Path, model: Path, *words: str) -> Any:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
-import jaxtyping
 import made
 import pytest
 import torch
@@ -31,7 +30,6 @@ from grpo_cli.methods.h2o import H2o
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.snapkv import SnapKv
 from grpo_cli.methods.streaming_llm import Streaming
-from grpo_cli.model import compiling
 from grpo_cli.model.load import load_model
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Request, Rollout
@@ -47,11 +45,6 @@ class Policy:
     packed: bool = False  # whether weights as small as these are multiplied by packed copies
 
 
-def sized(hidden: int, inner: int, heads: int, kv_heads: int, dim: int) -> Callable[[], Any]:
-    shape = dict(hidden_size=hidden, intermediate_size=inner, head_dim=dim)
-    return functools.partial(small_model, "llama", num_attention_heads=heads, num_key_value_heads=kv_heads, **shape)
-
-
 def embedded() -> Any:
     return load_model(made.model(), torch.device("cpu"))
 
@@ -62,13 +55,11 @@ def smollm2() -> Any:
 
 def some_of_each() -> list[Request]:
     """Of several lengths and temperatures, with stop strings and without, of 1 token and of 60."""
-    words = [dict(max_new_tokens=m) for m in (1, 4, 17, 60, 2, 9)]
-    requests = some_requests(prompts=4, n=6)
-    return [
-        replace(r, sampling=replace(r.sampling, **words[i % 6], temperature=(0.0, 0.5, 1.0)[i % 3], stop=stop))
-        for i, r in enumerate(requests)
-        for stop in [(("ab", "d") if i % 2 else ())]
-    ]
+    requests = []
+    for i, one in enumerate(some_requests(prompts=4, n=6)):
+        words = dict(max_new_tokens=(1, 4, 17, 60, 2, 9)[i % 6], temperature=(0.0, 0.5, 1.0)[i % 3])
+        requests.append(replace(one, sampling=replace(one.sampling, **words, stop=("ab", "d")[: 2 * (i % 2)])))
+    return requests
 
 
 def evicting(policy: Any, protect: bool, **words: Any) -> Policy:
@@ -77,6 +68,7 @@ def evicting(policy: Any, protect: bool, **words: Any) -> Policy:
     return Policy(model, functools.partial(some_requests, tokens=40), policy(**budget, **words))
 
 
+WIDE = dict(hidden_size=576, intermediate_size=1536, head_dim=64, num_attention_heads=9, num_key_value_heads=3)
 SHORT = functools.partial(some_requests, prompts=3, n=6, tokens=14)
 RKV: dict[str, Any] = dict(kernel=3, importance=0.3, threshold=0.5)
 # 240 rollouts at a time: so many rows that threads share the elements of a layer among them.
@@ -87,7 +79,7 @@ POLICIES = {
     "mistral": Policy(functools.partial(small_model, "mistral", tie_word_embeddings=False)),
     "one key head": Policy(functools.partial(small_model, num_key_value_heads=1)),
     "a key head each": Policy(functools.partial(small_model, num_key_value_heads=4)),
-    "576 wide": Policy(sized(576, 1536, 9, 3, 64), SHORT),  # as SmolLM2-135M
+    "576 wide": Policy(functools.partial(small_model, "llama", **WIDE), SHORT),  # as SmolLM2-135M
     "embedded": Policy(embedded, functools.partial(some_requests, prompts=12, n=20, tokens=16)),
     "packed": Policy(packed=True),
     "adapted, packed": Policy(adapted_model, packed=True),
@@ -113,10 +105,6 @@ def by(**parts: Callable[[], Any]) -> Way:
 def each_alone(make: Make, requests: Sequence[Request]) -> Iterator[Rollout]:
     for request in requests:
         yield from make().generate([request])
-
-
-def asked_whether_that_is_enough(make: Make, requests: Sequence[Request]) -> Iterable[Rollout]:
-    return make(sampler=infinite(slots=5)).generate(requests, lambda rollout: False)
 
 
 def with_prompts_read_in_parts(make: Make, requests: Sequence[Request]) -> Iterable[Rollout]:
@@ -150,13 +138,6 @@ def by_steps_of_fixed_shape(**parts: Callable[[], Any]) -> Way:
     return way
 
 
-def compiled(make: Make, requests: Sequence[Request]) -> Iterator[Rollout]:
-    """By a compiler that gives back what it is given. Annotations would be compiled too, so they are not checked."""
-    torch._dynamo.reset()
-    with patch.object(jaxtyping.config, "jaxtyping_disable", True), patch.object(compiling, "BACKEND", "eager"):
-        yield from make(sampler=infinite(slots=12), compile=True).generate(requests)
-
-
 PREFIX: dict[str, Callable[[], Any]] = dict(
     sampler=lambda: infinite(slots=4), scheduler=Lpt, predictor=lambda: prefix_head(prefix_tokens=8, min_rollouts=2)
 )
@@ -170,18 +151,15 @@ WAYS: dict[str, Way] = {
     "the longest first, in rounds": by(**FORGETFUL | {"sampler": lambda: micro(slots=3), "scheduler": Lpt}),
     "by a plan": by(**FORGETFUL | {"scheduler": fptas}),
     "by lengths told from a prefix": by(**PREFIX),
-    "asked whether that is enough": asked_whether_that_is_enough,
     "prompts read in parts": with_prompts_read_in_parts,
     "little memory, in rounds": in_little_memory(micro),
     "little memory": in_little_memory(infinite),
-    "captured": by_steps_of_fixed_shape(),
     "captured, continuous": by_steps_of_fixed_shape(sampler=lambda: infinite(slots=5)),
     "no copies of weights": by(packed_weights=lambda: False),
     "in PyTorch's operations": by(native=lambda: False),
-    "compiled": compiled,
 }
 # Products in another order, with rounding of its own.
-ROUNDED = {"no copies of weights", "in PyTorch's operations", "compiled"}
+ROUNDED = {"no copies of weights", "in PyTorch's operations"}
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from contextlib import suppress
 from math import nan
 from typing import Any
 
-from grpo_cli.support.errors import UserError, hidden, own_code
+from grpo_cli.support.errors import UserError, own_code
 from grpo_cli.tasks.judges import Completion, Judge
 from grpo_cli.types import LARGEST_REWARD
 
@@ -81,8 +81,6 @@ def own(name: str, key: str) -> Any:
         raise UserError(f"{key}={name} must be {others}something of your own, written as module:name")
     with own_code(f"{key}={name}: the module {module_name}"):
         module = importlib.import_module(module_name)
-    if reason := hidden(module_name):
-        raise UserError(f"{key}={name}: {reason}")
     function = getattr(module, function_name, None)
     if not callable(function):
         file = getattr(module, "__file__", None) or "built in"

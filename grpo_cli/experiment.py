@@ -92,7 +92,7 @@ def set_up(
     pad = pad_token_id(tokenizer, eos)
     room = context_of(model.config) - settings.sampling.max_new_tokens
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room, "warn": warn}
-    offered |= {"chat_defaults": weights.chat_template_kwargs, "run_dir": Path(settings.run_dir)}
+    offered |= {"chat_template_kwargs": weights.chat_template_kwargs, "run_dir": Path(settings.run_dir)}
     task = run.parts["task"].make(offered)
     for doubt in doubts_of_prompts(task, tokenizer, eos, settings):
         warn(doubt)

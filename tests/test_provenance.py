@@ -15,24 +15,20 @@ from grpo_cli.runs.record import commit_of
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout of one commit, made with nobody's own settings."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "checkout"
     folder.mkdir()
     (folder / "code.py").write_text("one")
-    me = ("-c", "user.name=a", "-c", "user.email=a@b")
-    for words in (["init", "-q"], ["add", "code.py"], [*me, "commit", "-qm", "one"], [*me, "tag", "-am", "v", "v1-2"]):
-        git(folder, *words)
+    for words in ("init -q", "add code.py", "-c user.name=a -c user.email=a@b commit -qm one"):
+        subprocess.run(["git", *words.split()], cwd=folder, check=True)
     return folder
 
 
-def git(folder: Path, *words: str) -> str:
-    if shutil.which("git") is None:
-        pytest.skip("git is not installed")
-    return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def test_a_checkout_is_its_commit_and_whether_a_tracked_file_differs(repository):
-    commit = git(repository, "rev-parse", "HEAD")
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True, check=True)
+    commit = head.stdout.strip()
     (repository / "untracked.py").write_text("not part of it")
     assert commit_of(repository) == commit
     (repository / "code.py").write_text("two")

@@ -9,16 +9,13 @@ import torch
 
 from grpo_cli.interfaces import Runtime, Task
 from grpo_cli.settings import EvalRunSettings, RunSettings
-from grpo_cli.support.processor import why_no_gpu
 from grpo_cli.tasks.prompting import TODAY, reads_clock, turn_end
 
 MOST_LR = 5e-5  # for full fine-tuning of a pretrained model: more than in any recipe cited in conf/model
-# What PyTorch says if nothing is wrong: a build without CUDA, no driver, no GPU or no visible one.
-_NO_GPU = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
 
 
 def introduction(settings: RunSettings, runtime: Runtime) -> Iterator[str]:
-    """Yield lines about the model, a step's rollouts, and a GPU that is not used."""
+    """Yield lines about the model and a step's rollouts."""
     weights, device = list(runtime.model.parameters()), runtime.device
     parameters, trained = sum(p.numel() for p in weights), sum(p.numel() for p in weights if p.requires_grad)
     prompts, n, m = settings.train.prompts, settings.n, settings.m
@@ -32,8 +29,6 @@ def introduction(settings: RunSettings, runtime: Runtime) -> Iterator[str]:
         f"rollouts = {prompts * n}, {kept}; learning rate {settings.optim.lr:g}, replies of up to "
         f"{settings.sampling.max_new_tokens} tokens"
     )
-    if device.type == "cpu" and settings.device == "auto" and not any(sign in why_no_gpu() for sign in _NO_GPU):
-        yield f"device=auto is cpu: there is a GPU driver, but PyTorch finds no GPU that it can use ({why_no_gpu()})"
 
 
 def doubts(settings: RunSettings) -> Iterator[str]:

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from grpo_cli.support import terminal
-from grpo_cli.support.formatting import legible, sparkline
+from grpo_cli.support.formatting import legible
 from grpo_cli.tracking import console
 from grpo_cli.tracking.console import ConsoleTracker, ending, step_line
 from grpo_cli.types import Example, Record
@@ -126,11 +126,6 @@ def test_a_long_first_step_foresees_the_run_once_and_says_where_it_is_every_minu
         time.sleep(0.001)
     tracker.close(ENDED)
     assert screen.lines()[1] == "step 1/80  rollout 14/256 1m04s, 18m26s left"
-
-
-def test_a_sparkline_spans_its_own_range():
-    bars = {(0.0, 0.5, 1.0): "▁▅█", (2.0, 2.0): "▄▄", (0.0, float("nan"), 1.0): "▁ █", (float("nan"),): " "}
-    assert {values: sparkline(values) for values in bars} == bars
 
 
 WRITES = """

@@ -98,7 +98,7 @@ def test_damaged_lines_are_named_and_the_rest_is_shown(tmp_path):
     whole = {name: value for name, value in row(reply="whole").items() if name in bare}
     odd = ["{\n", "[1]\n", "\n", row(sample="1"), row(reply=None)]
     said = shown(run(tmp_path / "r", row(), *odd, whole, json.dumps(row())[:50]))
-    assert "note: rollouts.jsonl: lines 2, 3, 5, 6, 8 (half written) cannot be read" in said
+    assert "note: rollouts.jsonl: left out 5 lines that cannot be read, the first is line 2" in said
     assert "    whole" in said and "2 of 2 recorded" in said
 
 

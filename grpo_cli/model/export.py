@@ -26,7 +26,7 @@ from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
 
-CARD, TAG = "README.md", "grpo-cli"  # an export is known by this tag of its card
+CARD = "README.md"
 _SECONDS = 10.0  # to wait for the hub
 
 
@@ -87,7 +87,7 @@ def write_card(folder: Path, base: str, licence: str | None, text: str) -> None:
         license=licence,
         library_name="peft" if has_adapters(folder) else "transformers",
         pipeline_tag="text-generation",
-        tags=["grpo", TAG],
+        tags=["grpo", "grpo-cli"],
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n## Use\n\n{use}").save(folder / CARD)
 
@@ -98,11 +98,3 @@ def _used(folder: Path, base: str) -> str:
         evaluated = f"lm_eval --model hf --model_args pretrained={base},peft=<this folder>,tokenizer=<this folder>"
         return f"    {evaluated}\n\nFor vLLM export the run with --merge.\n"
     return "    vllm serve <this folder>\n    lm_eval --model hf --model_args pretrained=<this folder>\n"
-
-
-def is_export(folder: Path) -> bool:
-    """True if the folder holds a model that was written here, and may be replaced."""
-    try:
-        return TAG in (_card(folder).tags or ())
-    except (OSError, ValueError, TypeError):
-        return False

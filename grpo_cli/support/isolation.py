@@ -1,4 +1,4 @@
-"""Keeps code that is not ours from changing the run: what it leaves of shared state, its children, its time and memory.
+"""Keeps code that is not ours from changing the run: what it leaves of shared state, and its children.
 
 Children that it forks inherit neither the signal handlers nor the locks of the run, nor its end.
 """
@@ -6,7 +6,6 @@ Children that it forks inherit neither the signal handlers nor the locks of the 
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import sys
 import threading
@@ -14,10 +13,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-_SIZE = Path("/proc/self/statm")  # of this process, in pages
 _undone: list[Callable[[], None]] = []
 _masks = threading.local()
 
@@ -54,32 +51,6 @@ def _states() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
         for name in ("default_dtype", "default_device", "num_threads"):
             states[f"torch.set_{name}"] = getattr(torch, f"get_{name}"), getattr(torch, f"set_{name}")
     return states
-
-
-@contextmanager
-def limited(seconds: float, memory: int) -> Iterator[None]:
-    """Raise TimeoutError after so many seconds, and MemoryError for so many bytes more.
-
-    On the main thread alone, which is the one that signals interrupt; other threads meet the limit on memory too.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"it takes more than {seconds:g} s")
-
-    handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    try:
-        if _SIZE.exists():
-            most = int(_SIZE.read_text().split()[0]) * resource.getpagesize() + memory
-            resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(soft, most), hard))
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @contextmanager

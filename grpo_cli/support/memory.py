@@ -137,13 +137,6 @@ def start_peak(device: torch.device) -> None:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak_metrics(device: torch.device) -> dict[str, float]:
-    """Return the peak bytes so far, and of a GPU those that its allocator reserved, as metrics."""
-    peaks = {"memory/peak_bytes": float(peak_bytes(device))}
-    reserved = device.type == "cuda" and torch.cuda.max_memory_reserved(device)
-    return peaks | ({"memory/reserved_peak_bytes": float(reserved)} if reserved else {})
-
-
 # CUDA's own memory of each process, which PyTorch does not count: context, kernels, libraries. An allowance: it is 0.3
 # to 0.6 GB by card and driver, and cannot be queried without NVIDIA's management library.
 CONTEXT = 512 * 2**20

@@ -21,7 +21,7 @@ class Clock:
         return self.now
 
 
-def test_spans_of_one_name_add_up_and_contain_those_inside_and_open_ones_count_up_to_now() -> None:
+def test_spans_of_one_name_add_up_and_contain_those_inside_and_count_once_they_end() -> None:
     clock, told = Clock(), list[tuple[str, ...]]()
     meter = Meter(on_phase=told.append, clock=clock)
     for seconds in (1.0, 2.5):
@@ -33,12 +33,11 @@ def test_spans_of_one_name_add_up_and_contain_those_inside_and_open_ones_count_u
     with meter.span("step"):
         clock.now += 1.0
         with meter.span("reward"):
-            clock.now += 2.0
-            assert meter.take() == {"time/step": 3.0, "time/reward": 2.0}
-            clock.now += 4.0
+            clock.now += 6.0
         with meter.span("step"):  # is not counted twice
             clock.now += 8.0
-    assert meter.take() == {"time/step": 12.0, "time/reward": 4.0}
+        assert meter.take() == {"time/reward": 6.0}
+    assert meter.take() == {"time/step": 15.0}
     assert told == [("step",), ("step", "reward"), ("step",), ("step", "step"), ("step",), ()]
 
 

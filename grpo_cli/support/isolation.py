@@ -11,46 +11,27 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from contextlib import ExitStack, chdir, contextmanager, redirect_stderr, redirect_stdout
 
 _undone: list[Callable[[], None]] = []
 _masks = threading.local()
 
 
 @contextmanager
-def left_unchanged() -> Iterator[list[str]]:
-    """Put back what the body has changed, and list it at the end. Only in the main thread: others run side by side."""
-    changed: list[str] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield changed
-        return
-    before = [(name, read(), read, put_back) for name, (read, put_back) in _states().items()]
-    try:
-        yield changed
-    finally:
-        for name, value, read, put_back in before:
-            if read() != value:
-                put_back(value)
-                changed.append(name)
-
-
-def _states() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Return how each state is read, and how it is put back."""
-    states: dict[str, Any] = {"os.chdir": (os.getcwd, os.chdir)}
-    for name in ("stdout", "stderr"):
-        states[f"sys.{name}"] = partial(getattr, sys, name), partial(setattr, sys, name)
-    for stop in (signal.SIGTERM, signal.SIGINT):
-        states[f"the handler of {stop.name}"] = partial(signal.getsignal, stop), partial(signal.signal, stop)
-    if torch := sys.modules.get("torch"):
-        for kind in ("cpu", "cuda"):
-            pair = partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)
-            states[f"torch.autocast({kind})"] = pair
-        states["torch.set_grad_enabled"] = torch.is_grad_enabled, torch.set_grad_enabled
-        for name in ("default_dtype", "default_device", "num_threads"):
-            states[f"torch.set_{name}"] = getattr(torch, f"get_{name}"), getattr(torch, f"set_{name}")
-    return states
+def left_unchanged() -> Iterator[None]:
+    """Put back what the body changes of the current folder, the streams and PyTorch's modes. Only in the main thread:
+    others run side by side."""
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            stack.enter_context(chdir("."))
+            stack.enter_context(redirect_stdout(sys.stdout))
+            stack.enter_context(redirect_stderr(sys.stderr))
+            if torch := sys.modules.get("torch"):
+                stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                for kind in ("cpu", "cuda"):
+                    stack.callback(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind))
+        yield
 
 
 @contextmanager

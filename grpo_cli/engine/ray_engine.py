@@ -88,8 +88,9 @@ class RayEngine(SequenceEngine):
             self._processes = connect(address, workers * cpus)
             import ray
 
-            lasting = {"max_restarts": -1, "max_task_retries": TRIES - 1}
-            actor: Any = ray.remote(num_cpus=cpus, num_gpus=gpus, runtime_env=process, **lasting)(RolloutWorker)
+            words: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus, "runtime_env": process}
+            words |= {"max_restarts": -1, "max_task_retries": TRIES - 1}
+            actor: Any = ray.remote(**words)(RolloutWorker)
             self._actors = [actor.remote("cuda" if gpus else "cpu") for _ in range(workers)]
             self._places = ray.get([one.place.remote() for one in self._actors], timeout=START)
         for there in self._places:

@@ -67,15 +67,14 @@ def licence_of(path: str) -> str | None:
     """Return the licence that the card of a base (a folder or a hub id) names, if any."""
     try:
         source = source_of(path)
-        card = HfApi().model_info(source, timeout=_SECONDS).card_data if isinstance(source, str) else _card(source)
+        if isinstance(source, str):
+            card = HfApi().model_info(source, timeout=_SECONDS).card_data
+        else:
+            card = ModelCard.load(source / CARD, ignore_metadata_errors=True).data
         licence = card.get("license") if card is not None else None
     except Exception:  # a base that is gone, a file, or the hub's client, which raises those of httpx or of httpx2
         return None
     return None if licence is None else plain(licence)
-
-
-def _card(folder: Path) -> ModelCardData:
-    return ModelCard.load(folder / CARD, ignore_metadata_errors=True).data
 
 
 def write_card(folder: Path, base: str, licence: str | None, text: str) -> None:

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -185,8 +185,7 @@ _OUT_OF_MEMORY = "out of memory|MemoryAllocation|OUT_OF_MEMORY|ALLOC_FAILED|ALLO
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return all tensors in nested dataclasses, tuples and lists, but not in modules."""
-    if isinstance(value, Tensor):
-        return [value]
-    parts = [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else value
-    return [tensor for part in parts for tensor in tensors_of(part)] if isinstance(parts, tuple | list) else []
+    """Return all tensors in nested dataclasses."""
+    if is_dataclass(value):
+        return [tensor for part in vars(value).values() for tensor in tensors_of(part)]
+    return [value] if isinstance(value, Tensor) else []

@@ -93,8 +93,9 @@ class RayEngine(SequenceEngine):
             actor: Any = ray.remote(**words)(RolloutWorker)
             self._actors = [actor.remote("cuda" if gpus else "cpu") for _ in range(workers)]
             self._places = ray.get([one.place.remote() for one in self._actors], timeout=START)
+        ours = place()["software"]
         for there in self._places:
-            if there["software"] != (ours := place()["software"]):
+            if there["software"] != ours:
                 raise UserError(f"{there['host']} has {there['software']}, not {ours}: install the same everywhere")
         self._frozen = ray.put((hollow(model), numbers(model, trained=False), build))
         self._weights: Any = None  # a reference too

@@ -137,32 +137,18 @@ def test_what_cannot_be_exported_is_refused(run: Path, whole: Path, tmp_path: Pa
     assert "run.json is damaged" in unexported(newest, out) and not out.exists()
 
 
-def test_nothing_but_an_export_is_written_over(run: Path, whole: Path, tmp_path: Path):
+def test_nothing_is_written_over_and_a_disk_that_is_full_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     theirs = Path(shutil.copytree(TINY, tmp_path / "theirs"))
-    (theirs / "README.md").write_text("---\ntags: [grpo]\n---\n")
     (tmp_path / "mine.txt").write_text("mine")
     before = content(tmp_path)
     for place in (theirs, tmp_path / "mine.txt"):
         assert "exists and is not an empty folder; name a new one" in unexported(run, place)
-        assert "is something else; name a new folder" in unexported(run, place, "--overwrite")
-    assert content(tmp_path) == before
-    done("export", run, tmp_path / "out")
-    (tmp_path / "out" / "left.txt").touch()
-    done("export", whole, tmp_path / "out", "--overwrite")
-    left = set(os.listdir(tmp_path / "out"))
-    assert {"README.md", "model.safetensors"} <= left and not {"left.txt", "adapter_config.json"} & left
-
-
-def test_a_disk_that_is_full_at_the_end_leaves_the_older_export(
-    whole: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    done("export", run, tmp_path / "out")
-    before = content(tmp_path / "out")
 
     def full(*given: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patched:
-        patched.setattr("grpo_cli.cli.export.write_card", full)
-        assert "No space left on device" in unexported(whole, tmp_path / "out", "--overwrite")
-        assert content(tmp_path / "out") == before and os.listdir(tmp_path) == ["out"]
+    monkeypatch.setattr("grpo_cli.cli.export.write_card", full)
+    assert "No space left on device" in unexported(run, tmp_path / "out")
+    assert content(tmp_path) == before

@@ -59,7 +59,7 @@ def test_larger_heads_are_zero_where_the_models_have_nothing():
             Served.of(other, sizes)
     # vLLM's rotary kernel for CPUs ends the process for these (found with 0.32.0).
     Served({}, 24, 24).check_dtype(torch.bfloat16, torch.device("cuda"))
-    with pytest.raises(UserError, match="heads of 24 numbers in bfloat16, only"):
+    with pytest.raises(UserError, match="heads of 24 numbers, no multiple of 16"):
         Served({}, 24, 24).check_dtype(torch.bfloat16, torch.device("cpu"))
 
 
@@ -191,11 +191,10 @@ def test_vllm_takes_what_is_free_on_a_gpu_where_the_policy_is_already(
         engine._device, engine._sleeps = torch.device("cuda"), True
         with nullcontext() if free else pytest.raises(UserError, match="engine=vllm cannot start"):
             engine._wake(requests)
-            cleared, *warned, kwargs, told = notes
+            cleared, kwargs, told = notes
             assert (cleared, told) == ("empty_cache", "reload_weights")
             assert kwargs["gpu_memory_utilization"] == pytest.approx(share)
             assert ("kv_cache_memory_bytes" in kwargs) == ("sampler" in words)
-            assert ["engine.memory=0.4" in text for text in warned] == [True] * (free == 30)
             notes.clear()
             engine._asleep = engine._stale = True
             engine._wake(requests)

@@ -11,7 +11,7 @@ from grpo_cli.config.compose import model_of
 from grpo_cli.config.overrides import key_of, leaves, value_of
 from grpo_cli.config.recorded import weights_in
 from grpo_cli.model.adapters import base_of, has_adapters
-from grpo_cli.model.export import is_export, licence_of, write_card, write_model
+from grpo_cli.model.export import licence_of, write_card, write_model
 from grpo_cli.model.load import DTYPES, at_checkpoint
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.read import read_rows
@@ -28,9 +28,7 @@ _OF_THE_MODEL = ("path", "dtype", "eos_tokens", "random_init", "architecture")
 _OF_THE_MACHINE = ("model.path", "device", "logger", "hydra", "record")  # not in a recipe
 
 
-def export(
-    place: Path, target: str, merge: bool, base: str | None = None, dtype: str | None = None, overwrite: bool = False
-) -> str:
+def export(place: Path, target: Path, merge: bool, base: str | None = None, dtype: str | None = None) -> Path:
     """Write a run's newest checkpoint, or the one that is named, to the folder `target`; return where it is. Weights
     keep their precision without a `dtype`, adapters their base without a `base`.
 
@@ -41,8 +39,9 @@ def export(
     checkpoint, record = weights_in(place.expanduser(), str(place))
     given = {key: value for key, value in (("path", base), ("dtype", dtype)) if value is not None}
     settings = model_of("hf", **_of_the_model(record, checkpoint) | given, autocast="none")
-    folder = Path(target).expanduser().resolve()
-    _check_folder(folder, overwrite)
+    folder = target.expanduser().resolve()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not an empty folder; name a new one")
     at = at_checkpoint(settings, checkpoint) if base is None else replace(settings, adapter=str(checkpoint))
     with folder_written_atomically(folder) as written:
         write_model(at, checkpoint, written, merge, _sampling(record), lambda tokenizer: turn_end(tokenizer)[1])
@@ -53,16 +52,7 @@ def export(
         facts |= {"weights": settings.dtype + (", adapters merged" if merge else "")}
         facts |= {} if record is None else _measured(record, checkpoint)
         write_card(written, settings.path, licence, _card(folder.name, facts, record))
-    return str(folder)
-
-
-def _check_folder(folder: Path, overwrite: bool) -> None:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not overwrite:
-        raise UserError(f"{folder} exists and is not an empty folder; name a new one, or add --overwrite")
-    if not is_export(folder):
-        raise UserError(f"--overwrite replaces exports alone, and {folder} is something else; name a new folder")
+    return folder
 
 
 def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:

@@ -202,12 +202,11 @@ def export(
     merge: Annotated[bool, typer.Option("--merge", help="Make adapters part of the weights of their base.")] = False,
     base: Annotated[str | None, typer.Option(help="The adapters' base: a folder or hub id. Else the run's.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16. Default: as trained.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
 ) -> None:
     """Write a run's model for other programs, with its card."""
     from grpo_cli.cli.export import export as export_run
 
-    place = export_run(run, str(out), merge, base, dtype, overwrite)
+    place = export_run(run, out, merge, base, dtype)
     typer.echo(f"{place} holds the model of {run}")
 
 

@@ -127,42 +127,23 @@ def test_no_order_of_rollouts_ever_holds_more_than_the_budget_or_changes_one(
     assert engine.stats().kv_peak_bytes == ledger.peak <= budget
 
 
-def plan_of(sampler: Any, requests: int, prompts: int, prefix: int = 0, sparsity: Any = DENSE) -> KvPlan:
-    """For prompts of one block and 64 keys, which are 4 blocks of 16 x 256 bytes."""
-    asked = [Prompt(str(i), (3,) * 16, "") for i in range(prompts)]
-    some = [Request(asked[i % prompts], i, i, Sampling.plain(65)) for i in range(requests)]
-    layout = KvLayout(2, 2, 8, torch.float32)
-    return KvPlan.of(layout, sampler, sparsity, some, None, prefix, pauses=False)
-
-
 def test_as_many_sequences_begin_as_have_a_block_beside_a_prompt() -> None:
+    """40 for 4 prompts of a block, with 64 keys each, which are 4 blocks of 16 x 256 bytes."""
+    prompts = [Prompt(str(i), (3,) * 16, "") for i in range(4)]
+    requests = [Request(prompts[i % 4], i, i, Sampling.plain(65)) for i in range(40)]
+
+    def plan_of(sampler: Any, sparsity: Any = DENSE) -> KvPlan:
+        return KvPlan.of(KvLayout(2, 2, 8, torch.float32), sampler, sparsity, requests, None, 0, pauses=False)
+
     for blocks, slots in ((5, 4), (6, 5), (40, 39), (41, 40), (999, 40)):
-        plan = plan_of(infinite(kv_budget=4096 * blocks + 4095), 40, 4)
+        plan = plan_of(infinite(kv_budget=4096 * blocks + 4095))
         assert (plan.slots, plan.blocks) == (slots, min(blocks, 4 + 160))
-    assert plan_of(infinite(kv_budget=4096 * 99, slots=3), 40, 4).slots == 3
-    plan = plan_of(infinite(slots=3), 40, 4, sparsity=Streaming(**WORDS, protect_prompt=True))
+    assert plan_of(infinite(kv_budget=4096 * 99, slots=3)).slots == 3
+    plan = plan_of(infinite(slots=3), Streaming(**WORDS, protect_prompt=True))
     assert (plan.blocks, plan.own_blocks, plan.saved) == (4 + 3, 1, 1 - 7 / 16)
-    assert plan_of(infinite(), 40, 4).slots == 16 and plan_of(full(), 40, 4).slots == 40
+    assert plan_of(infinite()).slots == 16 and plan_of(full()).slots == 40
     # An evaluation runs as many at a time as a step, or 128.
     assert [full().slots_for(300, per_step) for per_step in (None, 16, 200, 512)] == [128, 128, 200, 300]
-
-
-@pytest.mark.parametrize(
-    ("sampler", "parked", "lacks"),
-    [
-        # 6 prompts and 12 rollouts that wait with a block each take 18, and each slot 4. In 29 blocks that leaves 2 of
-        # the 5 slots that would fit with a prompt each, in 30 it leaves 3 of 6, and in 54 all 12 fit.
-        *(
-            (infinite(kv_budget=4096 * blocks), *plan)
-            for blocks, *plan in ((29, 0, True), (30, 1, False), (54, 0, False))
-        ),
-        (infinite(kv_budget=4096 * 21, slots=2), 0, True),
-        (infinite(slots=3), 1, False),
-    ],
-)
-def test_a_prefix_of_everybody_may_cost_half_of_the_slots(sampler: Any, parked: int, lacks: bool) -> None:
-    plan = plan_of(sampler, 12, 6, prefix=16)
-    assert (plan.parked_blocks, plan.lacks_room) == (parked, lacks)
 
 
 @pytest.mark.parametrize("scheduler", [Fifo, Lpt, fptas, AnyOrder])
@@ -204,16 +185,3 @@ def test_what_is_allocated_follows_what_is_held() -> None:
         stats = engine.stats()
         assert stats.kv_peak_bytes <= 1.4 * stats.details["engine/kv_held_bytes"], "blocks of 16 for a mean of 40"
     assert stats.kv_peak_bytes <= 2**17 and stats.slots >= 2 * (2**17 // sequence_bytes(requests, 256))
-
-
-def test_as_many_rollouts_run_as_there_is_room_for_what_eviction_leaves() -> None:
-    """However long they will be: 12 run at a time where 12 pages are, though 100 tokens of each would not fit."""
-    sparsity = Streaming(**WORDS, protect_prompt=True)
-    requests = some_requests(prompts=1, n=24, tokens=100)
-    page = TOKEN * round_up(sparsity.capacity(100, 200), BLOCK)
-    budget = sequence_bytes(requests, 1) + 12 * page
-    parts: dict[str, Any] = dict(sampler=infinite(kv_budget=budget), sparsity=sparsity, eos_token_ids=(VOCABULARY,))
-    _, engine, ledger = generate(requests, **parts)
-    stats = engine.stats()
-    assert ledger.peak == budget and stats.details["engine/rows_mean"] == 12.0
-    assert stats.decode_steps == 2 * 99 and stats.details.get("engine/restarts", 0.0) == 0.0

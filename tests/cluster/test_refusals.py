@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small import engine_of, small_model, some_requests
+from small import adapted_model, engine_of, small_model, some_requests
 
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.instantiate import Factories
 from grpo_cli.engine.ray_engine import RayEngine, connect, portions, refuse_public
-from grpo_cli.engine.ray_worker import hollow, place
+from grpo_cli.engine.ray_worker import hollow, numbers, place
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.support.errors import UserError
 
@@ -65,6 +65,8 @@ def test_a_hollow_model_has_no_numbers_and_ties_stay_ties():
     copy = hollow(model)
     assert len(pickle.dumps(copy)) < sum(p.numel() for p in model.parameters())
     assert copy.lm_head.weight is copy.model.embed_tokens.weight and not copy.training
+    adapted = adapted_model()
+    assert len(numbers(adapted, trained=True)) == 2 * 3 * 2, "two layers, three modules, A and B: only they are sent"
     assert [name for name, _ in copy.named_buffers()] == [name for name, _ in model.named_buffers()]
 
 

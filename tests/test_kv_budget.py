@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from math import exp
@@ -19,11 +20,13 @@ from made import fptas, full, infinite, mean_length, micro, prefix_head
 from orders import AnyOrder, Forgetful
 from small import VOCABULARY, contents, make_engine, small_model, some_requests
 
+from grpo_cli.engine.admission import Admission
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, round_up
 from grpo_cli.engine.length_predictor import NoPredictor
 from grpo_cli.engine.samplers import KvPlan
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
+from grpo_cli.engine.sequence import Sequence
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.settings import Sampling
@@ -62,7 +65,7 @@ class Ledger:
         assert not owned, "all blocks come back"
 
 
-def generate(requests: Sequence[Request], **parts: Any) -> tuple[Any, Any, Ledger]:
+def generate(requests: Seq[Request], **parts: Any) -> tuple[Any, Any, Ledger]:
     """What rollouts say, the engine, and what really lay there."""
     engine, ledger = make_engine(MODEL, **{"warn": lambda text: None} | parts), Ledger()
     with ledger.open():
@@ -70,20 +73,20 @@ def generate(requests: Sequence[Request], **parts: Any) -> tuple[Any, Any, Ledge
     return made, engine, ledger
 
 
-def least_budget(requests: Sequence[Request], sparsity: Any = DENSE) -> int:
+def least_budget(requests: Seq[Request], sparsity: Any = DENSE) -> int:
     """What one sequence takes, as the engine says when it is given a byte."""
     with pytest.raises(UserError) as refused:
         generate(requests, sampler=infinite(kv_budget=1), sparsity=sparsity)
     return int(str(refused.value).partition("would do is ")[2].partition(" bytes")[0])
 
 
-def sequence_bytes(requests: Sequence[Request], tokens: int) -> int:
+def sequence_bytes(requests: Seq[Request], tokens: int) -> int:
     """Of the longest prompt and of so many tokens, of which the last is never fed, in whole blocks."""
     longest = max(len(request.prompt.token_ids) for request in requests)
     return TOKEN * (round_up(longest, BLOCK) + round_up(tokens - 1, BLOCK))
 
 
-def ending_at(requests: Sequence[Request], limits: Sequence[int]) -> list[Request]:
+def ending_at(requests: Seq[Request], limits: Seq[int]) -> list[Request]:
     """The same with limits of their own, where nothing else ends them."""
     words = [replace(r.sampling, max_new_tokens=limit) for r, limit in zip(requests, limits, strict=True)]
     return [replace(r, sampling=word) for r, word in zip(requests, words, strict=True)]
@@ -127,21 +130,32 @@ def test_no_order_of_rollouts_ever_holds_more_than_the_budget_or_changes_one(
     assert engine.stats().kv_peak_bytes == ledger.peak <= budget
 
 
+def test_one_that_was_preempted_begins_before_all_others_and_one_that_paused_whatever_waits() -> None:
+    waiting = [Sequence(index, request) for index, request in enumerate(some_requests(1, 4))]
+    admission = Admission(2, False)
+    admission.start(Fifo(), waiting)
+    running = admission.admit([])
+    admission.put_first(running.pop())
+    assert admission.admit(running) == [], "a round goes on"
+    assert admission.admit([]) == waiting[1:3]
+    admission.return_soon(waiting[0])
+    assert admission.admit([waiting[1]]) == [waiting[0]]
+
+
 def test_as_many_sequences_begin_as_have_a_block_beside_a_prompt() -> None:
     """40 for 4 prompts of a block, with 64 keys each, which are 4 blocks of 16 x 256 bytes."""
     prompts = [Prompt(str(i), (3,) * 16, "") for i in range(4)]
     requests = [Request(prompts[i % 4], i, i, Sampling.plain(65)) for i in range(40)]
+    layout, evicting = KvLayout(2, 2, 8, torch.float32), Streaming(**WORDS, protect_prompt=True)
 
     def plan_of(sampler: Any, sparsity: Any = DENSE) -> KvPlan:
-        return KvPlan.of(KvLayout(2, 2, 8, torch.float32), sampler, sparsity, requests, None, 0, pauses=False)
+        return KvPlan.of(layout, sampler, sparsity, requests, None, 0, pauses=False)
 
     for blocks, slots in ((5, 4), (6, 5), (40, 39), (41, 40), (999, 40)):
         plan = plan_of(infinite(kv_budget=4096 * blocks + 4095))
         assert (plan.slots, plan.blocks) == (slots, min(blocks, 4 + 160))
-    assert plan_of(infinite(kv_budget=4096 * 99, slots=3)).slots == 3
-    plan = plan_of(infinite(slots=3), Streaming(**WORDS, protect_prompt=True))
+    plan = plan_of(infinite(slots=3), evicting)
     assert (plan.blocks, plan.own_blocks, plan.saved) == (4 + 3, 1, 1 - 7 / 16)
-    assert plan_of(infinite()).slots == 16 and plan_of(full()).slots == 40
     # An evaluation runs as many at a time as a step, or 128.
     assert [full().slots_for(300, per_step) for per_step in (None, 16, 200, 512)] == [128, 128, 200, 300]
 

@@ -136,6 +136,14 @@ def make_generation(decoder: Decoder, requests: Sequence[Request], **parts: Any)
     return Generation(decoder, EngineParts(**(defaults | parts)), requests, **own)
 
 
+@torch.no_grad()
+def policy_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
+    """What plain `transformers` says of a rollout's tokens, without a cache, at its temperature."""
+    prompt, made = list(rollout.request.prompt.token_ids), torch.tensor(rollout.token_ids)
+    logits = model(torch.tensor([prompt + made.tolist()])).logits[0, len(prompt) - 1 : -1]
+    return (logits / rollout.request.sampling.temperature).log_softmax(-1).gather(1, made[:, None])[:, 0]
+
+
 def finished_in_rounds(engine: Any, requests: Sequence[Request]) -> list[Rollout]:
     """Rollouts to their ends, in rounds that stop once a third of what is left has ended; a round is a version."""
     done, left, rounds = list[Rollout](), [unstarted(request) for request in requests], 0

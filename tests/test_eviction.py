@@ -24,7 +24,7 @@ from grpo_cli.engine.eviction import Budget, Candidates, Dense, Evictor
 from grpo_cli.engine.scheduling import Lpt
 from grpo_cli.methods import rkv as r_kv
 from grpo_cli.methods.h2o import H2o
-from grpo_cli.methods.rkv import Rkv, redundancy
+from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.snapkv import AttentionOfWindow, SnapKv
 from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.support.errors import UserError
@@ -121,16 +121,6 @@ def test_scores_are_what_a_loop_over_heads_finds(
         for place in itertools.product(range(LAYERS), range(ROWS), range(HEADS)):
             slow = slow_scores(made, these.keys[place], these.queries[place], SCALE, [])
             torch.testing.assert_close(scores[place], torch.tensor(slow), atol=2e-6, rtol=1e-5)
-
-
-def test_of_three_copies_the_older_are_more_redundant() -> None:
-    """Copies at 2, 5 and 7 of ten keys at right angles: the first two let off the third, which lets off the second. So
-    the columns' sums are 2, 1 and 0, and the means that go into the softmax those tenths. Lengths do not matter."""
-    keys = torch.diag(torch.arange(1.0, 11))
-    keys[5], keys[7] = 3 * keys[2], 0.5 * keys[2]
-    (found,) = redundancy(keys[None], 0.5)
-    assert found[2] / found[7] == pytest.approx(math.exp(0.2)) and found[5] / found[7] == pytest.approx(math.exp(0.1))
-    assert found[7] == pytest.approx(float(found[9])), "the newest copy is as good as a key of its own kind"
 
 
 class Given(Budget):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from made import infinite
 from small import engine_of, small_model, some_requests
 
 import grpo_cli.engine.vllm_engine as engine_module
-from grpo_cli.engine.vllm_engine import VllmEngine
 from grpo_cli.engine.vllm_served import Served
 from grpo_cli.model.anatomy import merged_weights
 from grpo_cli.support.errors import UserError
@@ -65,58 +62,22 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "head_sizes", lambda device: None)
 
 
-# Memory and precision
-
-
-def starting(monkeypatch: pytest.MonkeyPatch, notes: list[Any], **words: Any) -> VllmEngine:
-    """An engine that notes what vLLM is started with and told to do, which it never is under autocast."""
+def test_vllm_runs_outside_the_learners_autocast_in_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under it adapters would be merged, and kernels recorded, in bfloat16 twice."""
+    notes, engine = list[Any](), engine_of("vllm", small_model(head_dim=32))
 
     def note(what: Any) -> None:
         notes.append(what)
         assert not torch.is_autocast_enabled("cpu")
 
     def started(folder: Any, kwargs: Any) -> Any:
-        note(kwargs)
+        note(kwargs["dtype"])
         config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=7))
         core = SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace(shutdown=lambda: None))
-        calls = dict(wake_up=lambda tags: note(tags), collective_rpc=lambda name, kwargs: note(name))
-        return SimpleNamespace(llm_engine=core, reset_prefix_cache=lambda: True, **calls)
+        calls = dict(collective_rpc=lambda name, kwargs: note(name), reset_prefix_cache=lambda: True)
+        return SimpleNamespace(llm_engine=core, **calls)
 
-    engine: VllmEngine = engine_of("vllm", small_model(head_dim=32), warn=notes.append, **words)
     monkeypatch.setattr(engine, "_started", started)
-    return engine
-
-
-def test_vllm_runs_outside_the_learners_autocast_in_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    notes: list[Any] = []
     with torch.autocast("cpu", torch.bfloat16):
-        starting(monkeypatch, notes)._wake(some_requests(1, 2))
-    assert notes[0]["dtype"] == "bfloat16" and notes[1:] == ["reload_weights"]
-
-
-@pytest.mark.parametrize("words", [{}, {"sampler": infinite(kv_budget="1GiB")}], ids=["", "budget"])
-@pytest.mark.filterwarnings("ignore:User provided device_type")
-def test_vllm_takes_what_is_free_on_a_gpu_where_the_policy_is_already(
-    monkeypatch: pytest.MonkeyPatch, words: dict[str, Any]
-) -> None:
-    """Of 100 GiB. It does not start where its share of the whole card is not free; and the policy gives back what it
-    keeps before vLLM wakes."""
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * 2**30)
-    requests = some_requests(1, 2)
-    for free, share in ((80, 0.4), (30, 0.295), (0, 0.0)):  # half a GiB is left
-        notes: list[Any] = []
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * 2**30, 100 * 2**30))
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda notes=notes: notes.append("empty_cache"))
-        engine = starting(monkeypatch, notes, memory=0.4, **words)
-        engine._device, engine._sleeps = torch.device("cuda"), True
-        with nullcontext() if free else pytest.raises(UserError, match="engine=vllm cannot start"):
-            engine._wake(requests)
-            cleared, *warned, kwargs, told = notes
-            assert (cleared, told) == ("empty_cache", "reload_weights")
-            assert kwargs["gpu_memory_utilization"] == pytest.approx(share)
-            assert ("kv_cache_memory_bytes" in kwargs) == ("sampler" in words)
-            assert ["engine.memory=0.4" in text for text in warned] == [True] * (free == 30)
-            notes.clear()
-            engine._asleep = engine._stale = True
-            engine._wake(requests)
-            assert notes == ["empty_cache", ["weights"], "reload_weights", ["kv_cache"]]
+        engine._wake(some_requests(1, 2))
+    assert notes == ["bfloat16", "reload_weights"]

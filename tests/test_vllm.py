@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from made import infinite, micro
-from small import contents, engine_of, finished_in_rounds, make_engine
+from small import contents, engine_of, finished_in_rounds, make_engine, policy_logprobs
 from transformers import PreTrainedModel
 
 from grpo_cli.collect.episodes import play
@@ -63,16 +63,11 @@ def requests_of(task: Arithmetic, prompts: int, n: int, **words: Any) -> list[Re
     return requests_for([task.prompts("train")[i] for i in range(prompts)], n, sampling, 0, 0)
 
 
-@torch.no_grad()
 def worst(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> float:
     """The largest difference to what `transformers` says, at the temperature that was sampled at."""
-    most = 0.0
-    for rollout in rollouts:
-        prompt, made = list(rollout.request.prompt.token_ids), torch.tensor(rollout.token_ids)
-        logits = model(torch.tensor([prompt + made.tolist()])).logits[0, len(prompt) - 1 : -1]
-        policy = (logits / rollout.request.sampling.temperature).log_softmax(-1).gather(1, made[:, None])[:, 0]
-        most = max(most, float((policy - torch.tensor(rollout.sampler_logprobs)).abs().max()))
-    return most
+    return max(
+        float((policy_logprobs(model, one) - torch.tensor(one.sampler_logprobs)).abs().max()) for one in rollouts
+    )
 
 
 def test_sampler_logprobs_are_those_of_the_distribution_drawn_from_and_a_seed_draws_again(

@@ -1,21 +1,18 @@
-"""What is refused before Ray is started or joined, which requests are dealt together, and what a worker is sent."""
+"""What is refused before Ray is started or joined, which requests are dealt together."""
 
 from __future__ import annotations
 
-import pickle
 from types import SimpleNamespace
 
 import made
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from small import adapted_model, engine_of, small_model, some_requests
+from small import engine_of, small_model, some_requests
 
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.instantiate import Factories
 from grpo_cli.engine.ray_engine import RayEngine, connect, portions, refuse_public
-from grpo_cli.engine.ray_worker import hollow, numbers, place
+from grpo_cli.engine.ray_worker import place
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.support.errors import UserError
 
@@ -60,16 +57,6 @@ def test_what_a_ray_engine_refuses_of_its_model_settings_and_workers():
         engine_of("ray", model, build=build)
 
 
-def test_a_hollow_model_has_no_numbers_and_ties_stay_ties():
-    model = small_model(hidden_size=64, tie_word_embeddings=True)
-    copy = hollow(model)
-    assert len(pickle.dumps(copy)) < sum(p.numel() for p in model.parameters())
-    assert copy.lm_head.weight is copy.model.embed_tokens.weight and not copy.training
-    adapted = adapted_model()
-    assert len(numbers(adapted, trained=True)) == 2 * 3 * 2, "two layers, three modules, A and B: only they are sent"
-    assert [name for name, _ in copy.named_buffers()] == [name for name, _ in model.named_buffers()]
-
-
 def dealt(lengths: list[float], workers: int, at_once: bool) -> list[list[int]]:
     one, *_ = some_requests(1, 1)
     sequences = [Sequence(index, one, predicted=length) for index, length in enumerate(lengths)]
@@ -83,9 +70,3 @@ def test_portions_by_hand():
     assert dealt([7.0] * 3, 1, False) == [[0, 1, 2]]
     # The longest go first, and portions are equally long.
     assert dealt([10.0, 40.0, 20.0, 30.0], 2, True) == [[1], [3, 2, 0]]
-
-
-@given(lengths=st.lists(st.floats(0, 99), min_size=1, max_size=60), workers=st.integers(1, 6), at_once=st.booleans())
-def test_every_request_is_dealt_once(lengths: list[float], workers: int, at_once: bool):
-    found = dealt(lengths, workers, at_once)
-    assert all(found) and sorted(index for portion in found for index in portion) == list(range(len(lengths)))

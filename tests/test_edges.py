@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,27 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_cli.runs.find import completed_steps
 from grpo_cli.runs.lock import sole_use
-from grpo_cli.runs.stop import TOGETHER_SECONDS, Stop
 from grpo_cli.support.errors import UserError, own_code
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.types import Record
-
-
-def test_a_run_is_done_where_its_last_checkpoint_is_whatever_its_summary_says(tmp_path: Path) -> None:
-    def finished(step: object, *saved: int) -> int | None:
-        run = tmp_path / str(len(list(tmp_path.iterdir())))
-        for number in saved:
-            (run / "checkpoints" / f"step_{number:06d}").mkdir(parents=True)
-            (run / "checkpoints" / f"step_{number:06d}" / "COMPLETE").touch()
-        run.mkdir(exist_ok=True)
-        (run / "summary.json").write_text(json.dumps({"status": "completed", "step": step}))
-        return completed_steps(str(run))
-
-    assert (finished(3, 2, 3), finished(80, 2, 3), finished(3)) == (3, None, None)
-    assert [finished(odd, 1) for odd in (None, "1", 1.5, True, [1])] == [None] * 5
-
 
 WRITES: dict[str, Callable[[Path], Any]] = {
     ".lock": lambda run: contextlib.ExitStack().enter_context(sole_use(run, print)),
@@ -55,18 +36,6 @@ def test_no_link_in_a_run_folder_is_written_through(tmp_path: Path, name: str) -
         with contextlib.suppress(UserError):
             WRITES[name](tmp_path / "R")
     assert (tmp_path / "precious").read_text() == "not\nto be\ncut" and not (tmp_path / "absent").exists()
-
-
-def test_a_second_sigterm_that_comes_later_ends_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("grpo_cli.runs.stop.time.monotonic", lambda: now)
-    with Stop(lambda line: None) as stop:
-        for _ in range(3):  # to a run and to who has started it
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.stopped_by == "SIGTERM"
-        now += TOGETHER_SECONDS + 0.5
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_own_code_that_changes_what_the_run_shares_is_named_and_undone() -> None:

@@ -27,9 +27,7 @@ from grpo_cli.engine.length_predictor import NoPredictor
 from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.interfaces import Downsample
-from grpo_cli.learner.logprobs import chosen_logprobs
 from grpo_cli.metrics import METRICS
-from grpo_cli.model.checkpointing import last_states
 from grpo_cli.native.library import NoNative, library
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import Sampling
@@ -213,15 +211,6 @@ def plain_batch(mask: Any, input_ids: torch.Tensor | None = None, **fields: Any)
     return Batch(
         tuple(known), **rows, **{name: value if value is None else value[own] for name, value in given.items()}
     )
-
-
-def token_logprobs(
-    model: Any, ids: torch.Tensor, mask: torch.Tensor, temperature: float, chunk: int, **inputs: Any
-) -> torch.Tensor:
-    """The log-probabilities [B, T] of the tokens in the mask, by padded rows; 0 elsewhere."""
-    states = last_states(model, input_ids=ids, **inputs)[:, :-1][mask[:, 1:]]
-    chosen = chosen_logprobs(model, states, ids[mask], temperature, chunk)
-    return torch.zeros(ids.shape).masked_scatter(mask, chosen)
 
 
 def advantages_of(rule: Any, rewards: Sequence[float | Reward], kept: Sequence[int] | None = None, **words: Any) -> Any:

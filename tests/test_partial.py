@@ -15,7 +15,7 @@ from small import VOCABULARY, contents, finished_in_rounds, make_engine, small_m
 
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.collect.resuming import GOLDEN, joined, remaining_request
+from grpo_cli.collect.resuming import GOLDEN, remaining_request
 from grpo_cli.collect.stored import from_plain
 from grpo_cli.engine.sampling import uniforms
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
@@ -37,15 +37,18 @@ PLANS: dict[str, dict[str, Callable[[], Any]]] = {
     "sjf": {"scheduler": Sjf, "predictor": lambda: mean_length()},
     "parked": {"scheduler": Lpt, "predictor": lambda: prefix_head(prefix_tokens=3, min_rollouts=2)},
 }
+PAIRS = tuple(first + second for first in "bd" for second in "bcdefghij")  # of tokens, as stop strings
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_stopped_rollout_goes_on_as_if_it_had_not_been_stopped(sampler: str, plan: str) -> None:
-    requests = some_requests(n=6)
-    parts = {name: make() for name, make in PLANS[plan].items()}
-    found = finished_in_rounds(make_engine(MODEL, sampler=SAMPLERS[sampler](), **parts), requests)
-    whole = contents(make_engine(MODEL).generate(requests))
+    plain, words = some_requests(n=6), {name: make() for name, make in PLANS[plan].items()}
+    words["decode"] = lambda ids: "".join(chr(95 + one) for one in ids)
+    requests = [replace(one, sampling=replace(one.sampling, stop=PAIRS)) for one in plain]
+    found = finished_in_rounds(make_engine(MODEL, sampler=SAMPLERS[sampler](), **words), requests)
+    whole = contents(make_engine(MODEL, decode=words["decode"]).generate(requests))
+    assert "stop" in {finish for *_, finish in whole.values()}, "also where a string begins before a round's end"
     assert {id(rollout.request) for rollout in found} == {id(request) for request in requests}
     assert max(len(rollout.spans) for rollout in found) > 2
     for rollout in found:
@@ -54,27 +57,6 @@ def test_a_stopped_rollout_goes_on_as_if_it_had_not_been_stopped(sampler: str, p
         np.testing.assert_allclose(rollout.sampler_logprobs, logprobs, atol=2e-5)
         versions = [span.version for span in rollout.spans]
         assert versions == sorted(set(versions)) and sum(span.count for span in rollout.spans) == len(rollout)
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("before", [1, 5])
-def test_a_stop_string_that_began_before_the_border_is_found(before: int) -> None:
-    """Rollouts that were stopped so many tokens before the one that completes a string."""
-    engine = make_engine(MODEL, decode=lambda ids: "".join("fg" if one == 7 else chr(95 + one) for one in ids))
-    plain = some_requests(n=12)
-    requests = [replace(one, sampling=replace(one.sampling, stop=("fgf", "cc", "e"))) for one in plain]
-    whole = {(one.request.prompt.id, one.request.sample): one for one in engine.generate(requests)}
-    assert sum(rollout.finish is Finish.STOP for rollout in whole.values()) > 1
-    parts = []
-    for one in whole.values():
-        left = max(0, len(one) - before)
-        parts.append(Rollout(one.request, one.token_ids[:left], one.sampler_logprobs[:left], Finish.PARTIAL))
-    asked = [remaining_request(part) for part in parts]
-    of = {(rest.prompt.id, rest.sample): part for rest, part in zip(asked, parts, strict=True)}
-    for rest in engine.generate(asked):
-        found = joined(of[rest.request.prompt.id, rest.request.sample], rest, 0)
-        expected = whole[found.request.prompt.id, found.request.sample]
-        assert (found.token_ids, found.finish) == (expected.token_ids, expected.finish)
 
 
 def test_the_rest_is_asked_for_as_a_longer_prompt_with_its_stream_moved_on() -> None:

@@ -151,19 +151,6 @@ def test_what_vllm_would_change_silently_is_refused(engine: VllmEngine, model: P
             list(engine_of("vllm", model, options=options).generate(requests_of(task, 1, 1)))
 
 
-def test_weights_follow_the_policy_when_told_and_not_before(task: Arithmetic):
-    model = tiny()
-    engine = engine_of("vllm", model)
-    requests = requests_of(task, 3, 4)
-    assert worst(model, list(engine.generate(requests))) < CLOSE
-    with torch.no_grad():
-        for parameter in model.parameters():  # the head and every projection, with their biases
-            parameter.add_(0.02 * torch.randn_like(parameter))
-    assert worst(model, list(engine.generate(requests))) > 0.01
-    engine.update_weights()
-    assert worst(model, list(engine.generate(requests))) < CLOSE
-
-
 def test_a_budget_bounds_the_cache(model: PreTrainedModel, task: Arithmetic):
     engine = engine_of("vllm", model, sampler=infinite(kv_budget="2MB"))
     assert len(list(engine.generate(requests_of(task, 2, 4, max_new_tokens=16)))) == 8

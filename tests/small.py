@@ -151,6 +151,7 @@ def finished_in_rounds(engine: Any, requests: Sequence[Request]) -> list[Rollout
         enough = iter([False] * (len(left) // 3) + [True])  # and an engine asks no more
         made = list(engine.generate(asked, lambda _, enough=enough: next(enough)))
         assert contents(made).keys() == of.keys(), "every request comes back once"
+        assert sum(one.finish is not Finish.PARTIAL for one in made) > len(left) // 3, "no round stops before"
         assert engine.stats().generated_tokens == sum(map(len, made)), "each token counts where it was drawn"
         parts = [joined(of[one.request.prompt.id, one.request.sample], one, rounds) for one in made]
         done += [one for one in parts if one.finish is not Finish.PARTIAL]

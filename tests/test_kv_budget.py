@@ -17,6 +17,7 @@ from made import fptas, full, infinite, mean_length, micro, prefix_head
 from orders import AnyOrder, Forgetful
 from small import VOCABULARY, contents, make_engine, small_model, some_requests
 
+from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.admission import Admission
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, round_up
@@ -24,8 +25,6 @@ from grpo_cli.engine.length_predictor import NoPredictor
 from grpo_cli.engine.samplers import KvPlan
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
 from grpo_cli.engine.sequence import Sequence
-from grpo_cli.methods.rkv import Rkv
-from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt, Request
@@ -92,18 +91,16 @@ def ending_at(requests: Seq[Request], limits: Seq[int]) -> list[Request]:
 SCHEDULERS = [Fifo, Sjf, Lpt, fptas, lambda: fptas(refill="lpt"), AnyOrder]
 PREDICTORS = [NoPredictor, mean_length, Forgetful, lambda: prefix_head(prefix_tokens=3, min_rollouts=2)]
 WORDS: dict[str, Any] = dict(budget=6, buffer=3, window=2, sinks=1, per_head=True)
-SPARSITIES = [
-    Dense(),
-    Streaming(**WORDS, protect_prompt=True),
-    Rkv(**WORDS, protect_prompt=False, kernel=3, importance=0.3, threshold=0.5),
-]
+STREAMING, RKV = (
+    ready("sparsity", name, **WORDS, protect_prompt=protect) for name, protect in (("streaming", True), ("rkv", False))
+)
 
 
 @pytest.mark.bits
 @settings(max_examples=20)
 @given(
     make=st.sampled_from([micro, infinite]),
-    chosen=st.tuples(*map(st.sampled_from, (SCHEDULERS, PREDICTORS, SPARSITIES))),
+    chosen=st.tuples(*map(st.sampled_from, (SCHEDULERS, PREDICTORS, [DENSE, STREAMING, RKV]))),
     slots=st.none() | st.integers(1, 6),
     shape=st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 60), st.integers(0, 99)),
     share=st.floats(0, 1.2),
@@ -143,7 +140,7 @@ def test_as_many_sequences_begin_as_have_a_block_beside_a_prompt() -> None:
     """40 for 4 prompts of a block, with 64 keys each, which are 4 blocks of 16 x 256 bytes."""
     prompts = [Prompt(str(i), (3,) * 16, "") for i in range(4)]
     requests = [Request(prompts[i % 4], i, i, Sampling.plain(65)) for i in range(40)]
-    layout, evicting = KvLayout(2, 2, 8, torch.float32), Streaming(**WORDS, protect_prompt=True)
+    layout = KvLayout(2, 2, 8, torch.float32)
 
     def plan_of(sampler: Any, sparsity: Any = DENSE) -> KvPlan:
         return KvPlan.of(layout, sampler, sparsity, requests, None, 0, pauses=False)
@@ -151,7 +148,7 @@ def test_as_many_sequences_begin_as_have_a_block_beside_a_prompt() -> None:
     for blocks, slots in ((5, 4), (6, 5), (40, 39), (41, 40), (999, 40)):
         plan = plan_of(infinite(kv_budget=4096 * blocks + 4095))
         assert (plan.slots, plan.blocks) == (slots, min(blocks, 4 + 160))
-    plan = plan_of(infinite(slots=3), evicting)
+    plan = plan_of(infinite(slots=3), STREAMING)
     assert (plan.blocks, plan.own_blocks, plan.saved) == (4 + 3, 1, 1 - 7 / 16)
     # An evaluation runs as many at a time as a step, or 128.
     assert [full().slots_for(300, per_step) for per_step in (None, 16, 200, 512)] == [128, 128, 200, 300]

@@ -22,14 +22,11 @@ from made import fptas, infinite, micro, prefix_head
 from orders import AnyOrder, Forgetful
 from small import adapted_model, contents, make_engine, require_bits, small_model, some_requests
 
+from grpo_cli.config.instantiate import ready
 from grpo_cli.engine import generation, layers
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.scheduling import Lpt
 from grpo_cli.engine.torch_engine import TorchEngine
-from grpo_cli.methods.h2o import H2o
-from grpo_cli.methods.rkv import Rkv
-from grpo_cli.methods.snapkv import SnapKv
-from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.model.load import load_model
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Request, Rollout
@@ -58,15 +55,14 @@ def some_of_each() -> list[Request]:
     return requests
 
 
-def evicting(policy: Any, protect: bool, **words: Any) -> Policy:
+def evicting(policy: str, protect: bool) -> Policy:
     budget: dict[str, Any] = dict(budget=10, buffer=4, window=3, sinks=1, protect_prompt=protect, per_head=protect)
     model = functools.partial(small_model, num_key_value_heads=4 if protect else 1)
-    return Policy(model, functools.partial(some_requests, tokens=40), policy(**budget, **words))
+    return Policy(model, functools.partial(some_requests, tokens=40), ready("sparsity", policy, **budget))
 
 
 WIDE = dict(hidden_size=576, intermediate_size=1536, head_dim=64, num_attention_heads=9, num_key_value_heads=3)
 SHORT = functools.partial(some_requests, prompts=3, n=6, tokens=14)
-RKV: dict[str, Any] = dict(kernel=3, importance=0.3, threshold=0.5)
 # 240 rollouts at a time: so many rows that threads share the elements of a layer among them.
 POLICIES = {
     "qwen2": Policy(),
@@ -80,12 +76,12 @@ POLICIES = {
     "packed": Policy(packed=True),
     "adapted, packed": Policy(adapted_model, packed=True),
     "all kinds of requests": Policy(requests=some_of_each),
-    "streaming": evicting(Streaming, True),
-    "h2o": evicting(H2o, True),
-    "h2o, prompt too": evicting(H2o, False),
-    "snapkv, prompt too": evicting(SnapKv, False, kernel=3),
-    "rkv": evicting(Rkv, True, **RKV),
-    "rkv, prompt too": evicting(Rkv, False, **RKV),
+    "streaming": evicting("streaming", True),
+    "h2o": evicting("h2o", True),
+    "h2o, prompt too": evicting("h2o", False),
+    "snapkv, prompt too": evicting("snapkv", False),
+    "rkv": evicting("rkv", True),
+    "rkv, prompt too": evicting("rkv", False),
 }
 
 Make = Callable[..., TorchEngine]

@@ -21,15 +21,11 @@ from small import make_generation, scored, some_requests
 from talk import Talk
 
 from grpo_cli.collect.episodes import Conversation, Spent
-from grpo_cli.engine.eviction import Budget
+from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.learner.batch import collate
 from grpo_cli.learner.learner import Learner
-from grpo_cli.methods.h2o import H2o
-from grpo_cli.methods.rkv import Rkv
-from grpo_cli.methods.snapkv import SnapKv
-from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.model import flash
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.packed import allow_packing
@@ -107,25 +103,14 @@ def test_rows_that_end_and_rows_that_enter_cost_one_wait_together(monkeypatch: p
     assert found.waits == [1, 2, 2, 2, 2, 1, 2, 1, 1, 1, 1]
 
 
-EVICTION: dict[str, Any] = dict(budget=4, buffer=2, window=2, sinks=1)
-POLICIES = {
-    Streaming: {},
-    H2o: {},
-    SnapKv: {"kernel": 3},
-    Rkv: {"kernel": 3, "importance": 0.3, "threshold": 0.5},
-}
-
-
 @pytest.mark.parametrize(
     ("policy", "protect", "fixed"),
-    [(Streaming, True, False), (H2o, False, True), (SnapKv, True, False), (Rkv, False, True)],
+    [("streaming", True, False), ("h2o", False, True), ("snapkv", True, False), ("rkv", False, True)],
 )
-def test_evictions_wait_for_nothing(
-    policy: type[Budget], protect: bool, fixed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evictions_wait_for_nothing(policy: str, protect: bool, fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many rows are cut down in a step: here all six, three at a time, in every other one."""
-    requests = some_requests(prompts=2, n=3, tokens=9)
-    sparsity = policy(**EVICTION, **POLICIES[policy], protect_prompt=protect, per_head=True)
+    words: dict[str, Any] = dict(budget=4, buffer=2, window=2, sinks=1, protect_prompt=protect, per_head=True)
+    requests, sparsity = some_requests(prompts=2, n=3, tokens=9), ready("sparsity", policy, **words)
     with gpu(monkeypatch) as watched:
         model = model_of(watched, **SMALL | {"num_hidden_layers": 2})
         found = trial(watched, model, requests, sparsity=sparsity, fixed=fixed)

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +18,9 @@ import torch
 from made import infinite, micro
 from small import contents, engine_of, finished_in_rounds, make_engine, policy_logprobs
 from transformers import PreTrainedModel
+from typer.testing import CliRunner
 
+from grpo_cli.cli.main import app
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.collect.resuming import unstarted
@@ -161,35 +160,26 @@ def test_a_budget_bounds_the_cache(model: PreTrainedModel, task: Arithmetic):
     assert core() is None, "a closed engine lets vLLM go"
 
 
-# Trains through vLLM for nine steps, with an evaluation after the eighth; in the tenth, vLLM fails among the rollouts.
-RUN = """
-import grpo_cli.engine.vllm_engine as engine
-from grpo_cli.cli.main import main
+def test_the_policy_learns_and_a_failure_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """After nine steps, with an evaluation after the eighth: in the tenth, vLLM fails among the rollouts."""
+    updates, update, step = list[int](), VllmEngine._update, VllmEngine._step
 
-calls, update, step = [0], engine.VllmEngine._update, engine.VllmEngine._step
+    def counted(engine: VllmEngine) -> None:
+        updates.append(1)
+        update(engine)
 
-def counted(self):
-    calls[0] += 1
-    update(self)
+    def failing(engine: VllmEngine, *given: Any) -> Any:
+        if len(updates) == 10 and given[0].steps == 5:
+            engine._llm.llm_engine.step = lambda: 1 // 0
+        return step(engine, *given)
 
-def failing(self, tally, running):
-    if calls[0] == 10 and tally.steps == 5:
-        self._llm.llm_engine.step = lambda: 1 // 0
-    return step(self, tally, running)
-
-engine.VllmEngine._update, engine.VllmEngine._step = counted, failing
-main()
-"""
-
-
-def test_the_policy_learns_and_a_failure_leaves_the_last_checkpoint(tmp_path: Path):
+    monkeypatch.setattr(VllmEngine, "_update", counted)
+    monkeypatch.setattr(VllmEngine, "_step", failing)
     words = "train engine=vllm sampler=infinite sampler.slots=64 train.steps=20 train.checkpoint_every=8 "
     words += f"eval.every=8 eval.problems=100 eval.k=1 logger=jsonl hydra.run.dir={tmp_path}"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", RUN, *words.split()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert "error: vLLM failed after 5 steps with 64 rollouts under way: ZeroDivisionError" in done.stderr
+    done = CliRunner().invoke(app, words.split())
+    said = "vLLM failed after 5 steps with 64 rollouts under way: ZeroDivisionError"
+    assert done.exit_code == 2 and said in done.output and "Traceback" not in done.output, done.output
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     accuracy = {r["step"]: r["eval/accuracy"] for r in records if "eval/accuracy" in r}
     assert accuracy[0] < 0.6 and accuracy[8] > accuracy[0] + 0.15

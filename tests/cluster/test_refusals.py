@@ -1,4 +1,4 @@
-"""What is refused before Ray is started or joined, which requests are dealt together, and what a worker is sent."""
+"""What is refused before Ray is started or joined, which requests are dealt together."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 from made import composed
@@ -54,7 +53,7 @@ RECORDED = {"collector=folder": "collector.path=RUN", "predictor=oracle": "predi
 
 
 @pytest.mark.parametrize("choice", [one for one in CHOICES if not one.startswith("search=") and "a2po" not in one])
-def test_a_choice_takes_two_steps(choice: str, tmp_path: Path) -> None:
+def test_a_choice_takes_two_steps(choice, tmp_path):
     before, tmp_path = tmp_path / "before", tmp_path / "run"
     recorded = RECORDED.get(choice, "").replace("RUN", str(before))
     if recorded:
@@ -67,14 +66,14 @@ def test_a_choice_takes_two_steps(choice: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("choice", [one for one in CHOICES if one.startswith("search=")])
-def test_a_search_answers_every_problem(choice: str, tmp_path: Path) -> None:
+def test_a_search_answers_every_problem(choice, tmp_path):
     small = ["eval.problems=3", "eval.k=1", "sampling.max_new_tokens=16", "device=cpu", "logger=jsonl"]
     result = evaluate_model(prepare(composed(choice, *small, f"run_dir={tmp_path}", command="eval")))
     assert [one.reason for one in result.examples] == ["greedy"] * 3 + ["sampled"] * 3 + ["searched"] * 3
     assert 0 < result.metrics["search/sequential"] < result.metrics["search/tokens"]
 
 
-def test_answers_from_before_training_are_what_a2po_learns_by(tmp_path: Path) -> None:
+def test_answers_from_before_training_are_what_a2po_learns_by(tmp_path):
     small = ["task.train_problems=8", "sampling.max_new_tokens=16", "device=cpu", "logger=jsonl"]
     asked = ["eval.split=train", "eval.problems=-1", "eval.k=2", *small, f"run_dir={tmp_path / 'before'}"]
     (tmp_path / "before").mkdir()
@@ -83,17 +82,9 @@ def test_answers_from_before_training_are_what_a2po_learns_by(tmp_path: Path) ->
     assert build(settings_of(*SMALL, *words, f"run_dir={tmp_path / 'run'}")).fit()["step"] == 2
 
 
-# ---- the border
-
-
-def core() -> dict[str, Path]:
-    return {module: file for module, file in FILES.items() if not module.startswith("experimental/")}
-
-
-def test_the_core_imports_nothing_experimental() -> None:
-    assert [module for module in core() if "experimental" in str(own_imports(module))] == []
-
-
-def test_the_core_names_no_experimental_choice() -> None:
+def test_the_core_neither_imports_what_is_experimental_nor_names_its_choices():
+    core = {module: file for module, file in FILES.items() if not module.startswith("experimental/")}
     typed = re.compile(rf"\b({'|'.join(CHOICES)})\b")
-    assert {module: found for module, file in core().items() if (found := typed.findall(file.read_text("utf-8")))} == {}
+    for module, file in core.items():
+        assert "experimental" not in str(own_imports(module)), module
+        assert typed.findall(file.read_text("utf-8")) == [], module

@@ -273,7 +273,7 @@ def test_what_a_signal_cut_short_continues_as_if_there_had_been_none(tmp_path):
 
 
 def test_a_second_ctrl_c_interrupts_at_once(tmp_path):
-    """Two SIGTERM at a time are one: a scheduler sends them to a run and to its launcher."""
+    """Two SIGTERM are one: a scheduler sends them to a run and to its launcher."""
     with pytest.raises(KeyboardInterrupt):
         recorder = pressing(1, "SIGTERM", "SIGTERM", "SIGINT")
         make_trainer(settings_for(tmp_path), trackers=(recorder,)).fit()

@@ -17,37 +17,25 @@ from grpo_cli.experiment import build, evaluate_model
 from grpo_cli.runs.layout import METRICS
 
 CHOICES = sorted(f"{file.parent.name}={file.stem}" for file in EXPERIMENTAL.glob("*/[!_]*.yaml"))
-SMALL = (
-    "train.steps=2",
-    "train.prompts=4",
-    "task.train_problems=16",
-    "n=4",
-    "m=4",
-    "eval.every=0",
-    "eval.problems=2",
-    "sampling.max_new_tokens=24",
-)
+SMALL = "train.steps=2 train.prompts=4 task.train_problems=16 n=4 m=4 eval.every=0 eval.problems=2".split()
+SMALL += ["sampling.max_new_tokens=24"]
+ARROL = "collector=arrol collector.min_rollouts=4 collector.warmup=0"
 WITH = {
-    "advantage=beta": ["collector=aero", "downsample=aero"],
-    "advantage=probe": [
-        "advantage.min_rollouts=4",
-        "collector=arrol",
-        "collector.min_rollouts=4",
-        "collector.warmup=0",
-    ],
-    "collector=arrol": ["collector.min_rollouts=4", "collector.warmup=0"],
-    "collector=dars": ["advantage=dr_grpo"],
-    "collector=lookahead": ["collector.tau_abs=0.01", "collector.tau_rel=0.99", "collector.chunk=2"],
-    "advantage=median": ["n=5"],
-    "curriculum=dps": ["task.train_problems=4"],
-    "advantage=arms": ["collector=hint"],
-    "advantage=fresh": ["collector=partial"],
-    "collector=fifo": ["correction=decoupled", "task.train_problems=8"],
-    "downsample=aero": ["advantage=beta", "m=2"],
-    "downsample=median": ["advantage=median", "n=5"],
-    "downsample=shortest": ["m=2"],
-    "loss=echo": ["train.minibatches=2"],
-    "loss=mu_grpo": ["train.minibatches=2"],
+    "advantage=beta": "collector=aero downsample=aero",
+    "advantage=probe": f"advantage.min_rollouts=4 {ARROL}",
+    "collector=arrol": ARROL,
+    "collector=dars": "advantage=dr_grpo",
+    "collector=lookahead": "collector.tau_abs=0.01 collector.tau_rel=0.99 collector.chunk=2",
+    "advantage=median": "n=5",
+    "curriculum=dps": "task.train_problems=4",
+    "advantage=arms": "collector=hint",
+    "advantage=fresh": "collector=partial",
+    "collector=fifo": "correction=decoupled task.train_problems=8",
+    "downsample=aero": "advantage=beta m=2",
+    "downsample=median": "advantage=median n=5",
+    "downsample=shortest": "m=2",
+    "loss=echo": "train.minibatches=2",
+    "loss=mu_grpo": "train.minibatches=2",
 }
 RECORDED = {"collector=folder": "collector.path=RUN", "predictor=oracle": "predictor.lengths=RUN/rollouts.jsonl"}
 
@@ -59,7 +47,7 @@ def test_a_choice_takes_two_steps(choice, tmp_path):
     if recorded:
         words = "record.rollouts=-1", "record.tokens=true", f"run_dir={before}", "logger=jsonl", "device=cpu"
         build(settings_of(*SMALL, *words)).fit()
-    words = choice, *recorded.split(), *WITH.get(choice, []), "device=cpu", "logger=jsonl", f"run_dir={tmp_path}"
+    words = f"{choice} {recorded} {WITH.get(choice, '')} device=cpu logger=jsonl run_dir={tmp_path}".split()
     assert build(settings_of(*SMALL, *words)).fit()["step"] == 2
     rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert all(math.isfinite(value) for row in rows for value in row.values())

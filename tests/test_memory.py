@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-import typed
 from made import full, infinite
 from small import make_engine, small_model, some_requests
 from test_resume import WORDS, rows
@@ -176,12 +175,6 @@ def tokens_chosen(room: int, *words: str) -> int:
     return found
 
 
-def grpo(*words: str) -> Any:
-    result = typed.grpo("train", *words)
-    assert result.exit_code == 0, result.output
-    return result
-
-
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
 def test_what_is_chosen_fits_and_is_needed_and_nothing_is_where_there_is_room(device):
     whole = chosen(2**40, device)
@@ -247,17 +240,17 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(word, monkeypatch, tmp_path)
     values = {fit.TOKENS: tokens_chosen(room)} if word == AUTO else chosen(room).values
     monkeypatch.setattr(fit, "process_alone", lambda device: 0)
     monkeypatch.setattr(fit, "room_of", lambda *given: room)
-    begun = grpo(*RUN, "train.steps=2", word, "hydra.run.dir=fitted")
+    begun = done("train", *RUN, "train.steps=2", word, "hydra.run.dir=fitted")
     record = json.loads(Path("fitted/run.json").read_text())
     for key, value in values.items():
         group, name = key.split(".")
-        assert record["config"][group][name] == value and f"{key}={value} " in begun.stderr
+        assert record["config"][group][name] == value and f"{key}={value} " in begun
         assert f"{key}={value}" not in record["overrides"]
     monkeypatch.setattr(fit, "chosen", lambda *given: pytest.fail("a resumed run was planned again"))
-    grpo("resume=fitted", "train.steps=4", "fit=3GB")
+    done("train", "resume=fitted", "train.steps=4", "fit=3GB")
     typed = [f"{key}={str(value).lower()}" for key, value in values.items()]
     sampler = ["sampler=infinite"] if fit.SLOTS in values else []
-    grpo(*RUN, "train.steps=4", *sampler, *typed, "hydra.run.dir=whole")
+    done("train", *RUN, "train.steps=4", *sampler, *typed, "hydra.run.dir=whole")
     assert rows(Path("fitted")) == rows(Path("whole"))
 
 

@@ -83,11 +83,7 @@ def test_the_reference_takes_no_memory_unless_adapters_were_there_before(tmp_pat
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "words",
-    [
-        ("optim.offload=true",),
-        ("optim.name=adamw8bit",),
-        ("model.autocast=bfloat16", *LORA, "model.quantize=4bit"),
-    ],
+    [("optim.offload=true",), ("optim.name=adamw8bit",), ("model.autocast=bfloat16", *LORA, "model.quantize=4bit")],
     ids=" ".join,
 )
 def test_a_run_completes_and_goes_on_on_a_gpu(words, tmp_path):

@@ -134,13 +134,7 @@ def test_weights_mask_and_rejections_of_a_correction_reach_the_loss(tmp_path):
 
 @pytest.mark.parametrize(
     ("correction", "m", "passes", "lowest"),
-    [
-        (NONE, 4, [], -1.0),
-        (NONE, 2, [], -0.5),
-        (TIS, 4, [12], -1.0),
-        (TIS, 2, [6], -0.5),
-        (SPARSE_RL, 2, [12], -1.0),
-    ],
+    [(NONE, 4, [], -1.0), (NONE, 2, [], -0.5), (TIS, 4, [12], -1.0), (TIS, 2, [6], -0.5), (SPARSE_RL, 2, [12], -1.0)],
     ids=["none", "none, m=2", "tis", "tis, m=2", "sparse_rl, m=2"],
 )
 def test_the_mismatch_is_of_the_rollouts_that_a_pass_is_made_over(tmp_path, correction, m, passes, lowest):

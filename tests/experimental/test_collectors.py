@@ -66,10 +66,7 @@ def test_no_division_of_the_rollouts_expects_more_mixed_groups_than_the_one_that
 
 @pytest.mark.parametrize(
     ("n", "most", "weighting", "divided", "expected"),
-    [
-        (8, 32, "equal", False, [24, 11, 3, 1, 0, 0, 0, 0, 0]),
-        (8, 64, "hard", True, [23, 14, 6, 3, 0, 0, 0, 0, 0]),
-    ],
+    [(8, 32, "equal", False, [24, 11, 3, 1, 0, 0, 0, 0, 0]), (8, 64, "hard", True, [23, 14, 6, 3, 0, 0, 0, 0, 0])],
 )
 def test_dars_asks_for_what_the_paper_does(n, most, weighting, divided, expected):
     assert [missing(solved, n, most, weighting, divided) for solved in range(n + 1)] == expected

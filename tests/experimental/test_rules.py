@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import made
@@ -147,14 +146,10 @@ def test_the_baseline_is_the_posterior_mean():
     assert advantages_of(prior, rewards, kept) == close([0.75, -0.25, -0.25])
 
 
-def trace_file(folder: Path, rows: Sequence[tuple[int, str, int, int]]) -> Path:
-    path, names = folder / "rollouts.jsonl", ("step", "prompt_id", "sample", "length")
-    path.write_text("".join(json.dumps(dict(zip(names, row, strict=True)) | {"reply": "x"}) + "\n" for row in rows))
-    return path
-
-
 def test_a_prompt_gets_the_lengths_of_its_recorded_steps_in_turn_also_after_a_resume(tmp_path):
-    path = trace_file(tmp_path, [(4, "a", 0, 40), (1, "a", 1, 12), (1, "a", 0, 10), (4, "a", 1, 42), (1, "b", 0, 11)])
+    rows = [(4, "a", 0, 40), (1, "a", 1, 12), (1, "a", 0, 10), (4, "a", 1, 42), (1, "b", 0, 11)]
+    names, path = ("step", "prompt_id", "sample", "length"), tmp_path / "rollouts.jsonl"
+    path.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
     predictor, both = Oracle(path), [request("a"), request("a", 1)]
     assert predictor.predict([*both, request("b")], None) == [10.0, 12.0, 11.0]
     predictor.learn([rollout(one, 10) for one in both], None)

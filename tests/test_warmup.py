@@ -77,6 +77,13 @@ def test_the_loss_is_the_mean_negative_log_likelihood_of_replies():
     assert found.metrics["warmup/loss"] == found.loss
 
 
+def test_each_epoch_shows_all_once_in_an_order_of_its_own():
+    shown = tuple(demonstration(Prompt(str(i), (5,), ""), [(False, [i])]) for i in range(12))
+    warmup = sft(9, None, shown, per_step=4, seed=0)
+    names = [group.prompt.id for step in range(6) for group in warmup.groups(step)]
+    assert sorted(names[:12]) == sorted(names[12:]) and len({*names}) == 12 and names[:12] != names[12:]
+
+
 def run_of(folder: Path, *words: str) -> Any:
     rows = folder.parent / "rows.jsonl"
     lines = [{"question": f"{i}+1", "answer": str(i + 1), "solution": f"It is {i + 1}."} for i in range(40)]

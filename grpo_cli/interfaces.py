@@ -53,8 +53,7 @@ class Task(Protocol):
 class HasRawText(Task, Protocol):
     """A task whose prompts are recorded with their special tokens; those of others as `text`."""
 
-    def raw_text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens, special tokens included."""
+    def raw_text(self, token_ids: Sequence[int]) -> str: ...
 
 
 @runtime_checkable
@@ -89,13 +88,8 @@ class Dialogue(Task, Protocol):
     made twice, or resumed by another process comes out the same, and no environment is ever stored.
     """
 
-    @property
-    def turns(self) -> int:
-        """Return the most turns of the model; with 1 there is no dialogue."""
-
-    @property
-    def turn_ends(self) -> Sequence[str]:
-        """Return strings that end a turn besides `sampling.stop`."""
+    turns: int  # the most of the model; with 1 there is no dialogue
+    turn_ends: Sequence[str]  # strings that end a turn besides `sampling.stop`
 
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
         """Return the environment's messages after these turns, None if the episode is over. Each turn is token ids as
@@ -106,7 +100,6 @@ class Dialogue(Task, Protocol):
         one."""
 
 
-@runtime_checkable
 class EnvironmentAnswers(Protocol):
     """The environments' answers in one `generate`, for an engine whose rows wait in their slots (answers_in_place)."""
 
@@ -121,9 +114,7 @@ class EnvironmentAnswers(Protocol):
 class Engine(Protocol):
     """Makes rollouts. Each request comes back exactly once, in order of finishing."""
 
-    @property
-    def reads_stop_strings(self) -> bool:
-        """True if a rollout ends at one of `sampling.stop`; if not, stop strings are refused."""
+    reads_stop_strings: bool  # a rollout ends at one of `sampling.stop`; if not, stop strings are refused
 
     def generate(
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
@@ -143,8 +134,7 @@ class Engine(Protocol):
     def state_dict(self) -> Mapping[str, Any]:
         """Return what a checkpoint must keep so that a resumed run equals this one: plain values and tensors."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @runtime_checkable
@@ -178,7 +168,6 @@ class Observes(Protocol):
         """Restore what `state_dict` returned; None if the checkpoint has nothing. UserError if it cannot continue."""
 
 
-@runtime_checkable
 class StepRollouts(Protocol):
     """The means by which a collector makes one step's groups."""
 
@@ -218,7 +207,6 @@ class StepRollouts(Protocol):
         """Record a number as `collect/<figure>`."""
 
 
-@runtime_checkable
 class Collector(Protocol):
     """Returns the groups that a step trains on. One that requests more than n * prompts rollouts at a time has a method
     `at_once(n, prompts)` that returns the most."""
@@ -226,7 +214,6 @@ class Collector(Protocol):
     def __call__(self, step: StepRollouts) -> Sequence[ScoredGroup]: ...
 
 
-@runtime_checkable
 class Downsample(Protocol):
     """Returns `keep` distinct indices into a larger group: the rollouts that are trained on; fewer with `keeps_fewer`.
     `rng` is the group's own stream (seed, step, prompt)."""
@@ -234,7 +221,6 @@ class Downsample(Protocol):
     def __call__(self, group: ScoredGroup, keep: int, rng: np.random.Generator) -> Sequence[int]: ...
 
 
-@runtime_checkable
 class Advantage(Protocol):
     """Returns the advantages of a group's kept rollouts (indices into it): [K], or [K, T] to weigh tokens, with T the
     length of the longest of them. The group has the rollouts that count in its statistics."""
@@ -250,25 +236,11 @@ class Correction(Protocol):
     that are trained on. The mismatch is measured whatever is applied, of the tokens of `batch.sampled_mask`.
     """
 
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """True if weights or mask depend on xi; if not, it can be called after the learner's own forward pass."""
-
-    @property
-    def rejects(self) -> bool:
-        """True if it can take whole rollouts out, so that it must be called before rollouts are chosen."""
-
-    @property
-    def count_rejected(self) -> bool:
-        """True if rejected rollouts count in their group's reward statistics."""
-
-    @property
-    def prox(self) -> str:
-        """Return the kind of old policy: step_start, sampler, or ewma, an average of weights (`learner.old_policy`)."""
-
-    @property
-    def prox_window(self) -> float | int:
-        """The window of ewma's average, in updates."""
+    needs_old_logprobs: bool  # weights or mask depend on xi; if not, the learner's own forward pass may come first
+    rejects: bool  # it can take whole rollouts out, so that it must be called before rollouts are chosen
+    count_rejected: bool  # rejected rollouts count in their group's reward statistics
+    prox: str  # the old policy: step_start, sampler, or ewma, an average of weights (`learner.old_policy`)
+    prox_window: float | int  # of ewma's average, in updates
 
     def __call__(self, batch: Batch, old_logprobs: Float[Tensor, "N"]) -> Verdict: ...
 
@@ -281,9 +253,7 @@ class Loss(Protocol):
     true `needs_advantage`, groups whose advantages are all 0 have no backward pass.
     """
 
-    @property
-    def needs_reference(self) -> bool:
-        """True if it reads `batch.ref_logprobs`, for which the run keeps the model as it was at the start."""
+    needs_reference: bool  # it reads `batch.ref_logprobs`, for which the run keeps the model as it was at the start
 
     def __call__(self, logprobs: Float[Tensor, "N"], batch: Batch, totals: Totals) -> LossOutput: ...
 
@@ -312,7 +282,6 @@ class RecordFiles(Tracker, Protocol):
         """Cut off what was logged later. UserError if the files began with something else."""
 
 
-@runtime_checkable
 class Search(Protocol):
     """One answer to each problem of an evaluation, made of several replies, of which it sees no reward."""
 

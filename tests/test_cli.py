@@ -17,7 +17,7 @@ from typed import content, grpo, refused
 
 from grpo_cli import __version__
 from grpo_cli.cli import jobs
-from grpo_cli.cli.completion import offered as offers
+from grpo_cli.cli.main import offered as offers
 from grpo_cli.cli.hydra_run import with_checkpoint
 from grpo_cli.config.overrides import quoted, unquoted, value_of
 from grpo_cli.runs.record import read_record

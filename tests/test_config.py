@@ -22,7 +22,7 @@ from grpo_cli.config.choices import EXPERIMENTAL, choices, config_dir, groups_of
 from grpo_cli.config.compose import read_settings
 from grpo_cli.config.instantiate import RECIPE, without_inherited
 from grpo_cli.config.prepare import check
-from grpo_cli.config.recorded import RecordedRun, primary
+from grpo_cli.config.recorded import over
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
@@ -200,9 +200,9 @@ def recorded(tmp_path: Path, *changed: str) -> RunRecord:
 
 def merged(command: str, record: RunRecord, *typed: str, **decided: Any) -> Any:
     """Return what `grpo <command>` reads of a recorded run and what is typed."""
-    config, words = primary(command, RecordedRun(typed, record, {"run_dir": ".", **decided}), typed)
+    start = over(command, record, {"run_dir": ".", **decided}, typed)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = hydra.compose(config, words)
+        cfg = hydra.compose(start.config, start.words)
     return read_settings(cfg, RunSettings if command == "train" else EvalRunSettings, typed)
 
 

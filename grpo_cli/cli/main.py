@@ -10,16 +10,16 @@ import io
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from grpo_cli import __version__
-from grpo_cli.cli.completion import offered
-from grpo_cli.support.errors import UserError, closest, gathered
+from grpo_cli.support.errors import UserError, closest
 from grpo_cli.support.formatting import legible
 from grpo_cli.support.processor import set_variables
 from grpo_cli.support.terminal import outlive_the_reader
@@ -39,19 +39,14 @@ def folder(text: str | Path) -> Path:
 
 
 a_folder = partial(typer.Argument, parser=folder)
-UsageError = cast(type[Exception], typer.BadParameter.__bases__[0])
 
 
 class _Group(TyperGroup):
-    """The commands; what is typed wrongly is answered in one line, with an example."""
+    """The commands; a mistake ends in its message."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except UsageError as error:
-            wrong: Any = error
-            of, fault = wrong.ctx or ctx, wrong.format_message().rstrip(".")
-            fail(f"{of.command_path}: {fault[:1].lower()}{fault[1:300]}; {of.command.epilog}")
         except UserError as error:
             fail(error)
 
@@ -64,6 +59,24 @@ app = typer.Typer(
     rich_markup_mode=None,  # importing rich takes longer than all the rest of --help
     pretty_exceptions_enable=False,
 )
+
+
+def offered(command: str, words: Sequence[str], incomplete: str) -> list[str]:
+    """Return completions of the word being typed: `sam` to `sampler=full`, `sampler=in` to `sampler=infinite`.
+
+    Bash splits words at `=`: then `incomplete` is what follows it, and `words` ends with the group (and `=`, once
+    something follows). If only one group matches, its choices are offered, so that no shell ends the word at `=`.
+    """
+    from grpo_cli.config.choices import choices, groups_of
+
+    groups, before = groups_of(command), [word for word in words if word != "="]
+    if before and before[-1] in groups:
+        return [choice for choice in choices(before[-1]) if choice.startswith(incomplete)]
+    typed, equals, _ = incomplete.partition("=")
+    begun = [group for group in groups if (group == typed if equals else group.startswith(typed))]
+    if len(begun) == 1:
+        return [word for choice in choices(begun[0]) if (word := f"{begun[0]}={choice}").startswith(incomplete)]
+    return [f"{group}=" for group in begun]
 
 
 def _offer(ctx: Any, incomplete: str) -> list[str]:
@@ -86,7 +99,7 @@ def _add(name: str, about: str) -> None:
         helps: Annotated[bool, typer.Option("--help", "-h", help="List choices, settings and examples.")] = False,
     ) -> None:
         if helps:
-            from grpo_cli.cli.help import print_help
+            from grpo_cli.cli.explain import print_help
 
             print_help(name, [word for word in overrides or [] if "," not in word])
         else:
@@ -95,17 +108,12 @@ def _add(name: str, about: str) -> None:
             hand_over(name, overrides or [], many, cfg is not None, own)
 
     # A setting that is typed as an option is a word, which `mistakes` answers.
-    settings, epilog = {"ignore_unknown_options": True}, f"grpo {name} --help lists all settings"
-    app.command(name, help=about, add_help_option=False, epilog=epilog, context_settings=settings)(run)
+    app.command(name, help=about, add_help_option=False, context_settings={"ignore_unknown_options": True})(run)
 
 
-RUNS = {
-    "train": "Train a model with groups of rollouts.",
-    "eval": "Measure a checkpoint's accuracy and pass@k.",
-    "profile": "Measure and predict where memory and time go.",
-}
-for _name, _about in RUNS.items():
-    _add(_name, _about)
+_add("train", "Train a model with groups of rollouts.")
+_add("eval", "Measure a checkpoint's accuracy and pass@k.")
+_add("profile", "Measure and predict where memory and time go.")
 
 
 def main() -> None:
@@ -186,13 +194,9 @@ def explain(
     """Explain a choice, setting, metric or concept."""
     from grpo_cli.cli.explain import explain as explain_word
 
-    unknown = list[str]()
     for place, word in enumerate(words):
         typer.echo("\n" * (place > 0), nl=False)
-        with gathered(unknown):
-            explain_word(word)
-    if unknown:
-        fail("\n".join(unknown))
+        explain_word(word)
 
 
 @app.command(epilog="an example is: grpo export outputs/train/my_run my_model")

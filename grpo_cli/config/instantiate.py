@@ -39,7 +39,7 @@ INNER = "inner"  # the key by which an engine names its workers' engine
 
 
 class MissingArgument(UserError):
-    """A part that needs an argument that is neither among its settings nor offered."""
+    """An argument of a part that is neither among its settings nor offered."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,8 @@ class Factory:
             self._check_call(self.code, "cannot be made", **arguments)
             with own_code_unless_ours(f"{self.group}._target_={self.target}", self.code):
                 made = self.code(**arguments)
-        if lacking := [word for word in vars(protocol) if not word.startswith("_") and not hasattr(made, word)]:
+        has = {**vars(protocol), **getattr(protocol, "__annotations__", {})}
+        if lacking := [word for word in has if not word.startswith("_") and not hasattr(made, word)]:
             kind = f"{protocol.__module__}.{protocol.__name__}"
             raise UserError(f"{self.group}: {self.target} lacks {', '.join(lacking)} of {kind}")
         if call:
@@ -108,15 +109,14 @@ class Factories:
         """Return a fact of the part of a group (`support.facts`), None if it has none; of an engine of workers what
         theirs states where it states nothing."""
         having = self.engines() if group == "engine" else [self[group]] if group in self.by_group else []
-        found = [getattr(one.code, name, None) for one in having]
-        return next((one for one in found if one is not None), None)
+        return next((found for one in having if (found := getattr(one.code, name, None)) is not None), None)
 
     def engines(self) -> list[Factory]:
         """Return the engine and, where it has workers, that of its workers. UserError if that is unknown."""
         engine = self["engine"]
-        if INNER not in engine.settings:
+        if (inner := engine.settings.get(INNER)) is None:
             return [engine]
-        inner, known = engine.settings[INNER], [one for one in choices("engine") if INNER not in shipped("engine", one)]
+        known = [one for one in choices("engine") if INNER not in shipped("engine", one)]
         if inner not in known:
             raise UserError(f"engine.{INNER}={inner} must be one of {', '.join(known)}{closest(str(inner), known)}")
         return [engine, factory("engine", shipped("engine", inner) | dict(engine.settings.get("options") or {}))]
@@ -127,20 +127,17 @@ class Factories:
         `early`: before a model is loaded; parts that need an object that is not offered yet are left out.
         """
         built = _each(ENGINE_PARTS[1:], lambda group: self[group].make(offered), *[MissingArgument] * early)
-        refuse([*self._not_together(built)])
-        return built
-
-    def _not_together(self, built: Mapping[str, Any]) -> Iterator[str]:
-        """Yield conflicts among the parts that could be built."""
+        problems = list[str]()
         if isinstance(built.get("predictor"), NoPredictor) and getattr(built.get("scheduler"), "needs_lengths", False):
-            orders = f"{self.named('scheduler')} orders by predicted length"
-            yield f"{orders}, which {self.named('predictor')} has not: use predictor=prefix or mean"
+            orders, by = self.named("scheduler"), self.named("predictor")
+            problems.append(f"{orders} orders by predicted length, which {by} has not: use predictor=prefix")
         for engine in self.engines():
             refuses: Any = getattr(engine.code, "refuses", None)
             if callable(refuses) and (words := inspect.signature(refuses).parameters).keys() <= built.keys():
                 with own_code_unless_ours(f"engine._target_={engine.target}: refuses", refuses):
-                    found = [*refuses(**{word: built[word] for word in words})]
-                yield from found
+                    problems += refuses(**{word: built[word] for word in words})
+        refuse(problems)
+        return built
 
     def rules(self, offered: Mapping[str, Any] | None = None) -> Rules:
         """Build the rules of a run, untried. UserError lists all that cannot be built."""
@@ -149,11 +146,11 @@ class Factories:
 
 def factory(group: str, part: Mapping[str, Any]) -> Factory:
     """Return the factory of a part. UserError if its class or function takes other settings."""
-    code, problems = _code(group, str(part["_target_"])), list[str]()
+    code = _code(group, str(part["_target_"]))
     settings = {word: value for word, value in part.items() if word not in _NO_ARGUMENTS}
     takes = _takes(code)
-    for word in settings.keys() - (settings if takes is None else takes):
-        problems.append(f"{group}.{word}: {part['_target_']} takes no {word}{closest(word, takes or ())}")
+    others = settings.keys() - (settings if takes is None else takes)
+    problems = [f"{group}.{word}: {part['_target_']} takes no {word}{closest(word, takes or ())}" for word in others]
     hints = {word: hint for word, hint in (takes or {}).items() if word in settings and hint is not Any}
     kind = dataclasses.make_dataclass("PartSettings", hints.items(), bases=(Strict,), kw_only=True)
     with gathered(problems):
@@ -207,12 +204,12 @@ def _code(group: str, target: str) -> Any:
         try:
             code: Any = pkgutil.resolve_name(target)
             inspect.signature(code)
-            if reason := hidden(target):
-                raise ImportError(reason)
+            reason = hidden(target)
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             reason = hidden(target) or " ".join(str(error.__cause__ or error).splitlines()[:2])
+        if reason:
             way_out = "write it as module.name, with the module in the current folder or installed"
-            raise UserError(f"{group}._target_={target} cannot be imported: {reason}; {way_out}") from error
+            raise UserError(f"{group}._target_={target} cannot be imported: {reason}; {way_out}")
     return code
 
 

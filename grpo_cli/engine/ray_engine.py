@@ -30,7 +30,7 @@ from torch import nn
 from grpo_cli.engine.common import EngineParts, SequenceEngine, together
 from grpo_cli.engine.ray_worker import Delivery, RolloutWorker, hollow, numbers, place
 from grpo_cli.engine.sequence import Sequence
-from grpo_cli.interfaces import Engine, facts
+from grpo_cli.interfaces import Engine
 from grpo_cli.support.errors import UserError, reason_of
 from grpo_cli.support.extras import require
 from grpo_cli.support.ranges import Count
@@ -48,7 +48,6 @@ _JOINED = {"RAY_gcs_server_port_wait_time_s": "1"}
 _ON = "continue with grpo train resume=auto"
 
 
-@facts(stops_early=False)
 class RayEngine(SequenceEngine):
     """Rollouts by `workers` actors of Ray, whose engines `build` makes."""
 

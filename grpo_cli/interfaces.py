@@ -100,6 +100,7 @@ class Dialogue(Task, Protocol):
         one."""
 
 
+@runtime_checkable
 class EnvironmentAnswers(Protocol):
     """The environments' answers in one `generate`, for an engine whose rows wait in their slots (answers_in_place)."""
 
@@ -168,6 +169,7 @@ class Observes(Protocol):
         """Restore what `state_dict` returned; None if the checkpoint has nothing. UserError if it cannot continue."""
 
 
+@runtime_checkable
 class StepRollouts(Protocol):
     """The means by which a collector makes one step's groups."""
 
@@ -207,6 +209,7 @@ class StepRollouts(Protocol):
         """Record a number as `collect/<figure>`."""
 
 
+@runtime_checkable
 class Collector(Protocol):
     """Returns the groups that a step trains on. One that requests more than n * prompts rollouts at a time has a method
     `at_once(n, prompts)` that returns the most."""
@@ -214,6 +217,7 @@ class Collector(Protocol):
     def __call__(self, step: StepRollouts) -> Sequence[ScoredGroup]: ...
 
 
+@runtime_checkable
 class Downsample(Protocol):
     """Returns `keep` distinct indices into a larger group: the rollouts that are trained on; fewer with `keeps_fewer`.
     `rng` is the group's own stream (seed, step, prompt)."""
@@ -221,6 +225,7 @@ class Downsample(Protocol):
     def __call__(self, group: ScoredGroup, keep: int, rng: np.random.Generator) -> Sequence[int]: ...
 
 
+@runtime_checkable
 class Advantage(Protocol):
     """Returns the advantages of a group's kept rollouts (indices into it): [K], or [K, T] to weigh tokens, with T the
     length of the longest of them. The group has the rollouts that count in its statistics."""
@@ -282,6 +287,7 @@ class RecordFiles(Tracker, Protocol):
         """Cut off what was logged later. UserError if the files began with something else."""
 
 
+@runtime_checkable
 class Search(Protocol):
     """One answer to each problem of an evaluation, made of several replies, of which it sees no reward."""
 

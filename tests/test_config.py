@@ -18,6 +18,7 @@ import pytest
 from made import configuration as compose
 from omegaconf import OmegaConf
 
+from grpo_cli.cli.hydra_run import with_line_breaks
 from grpo_cli.config.choices import EXPERIMENTAL, choices, config_dir, groups_of, parts_of, shipped
 from grpo_cli.config.compose import read_settings
 from grpo_cli.config.instantiate import RECIPE, without_inherited
@@ -87,17 +88,11 @@ def test_what_is_read_of_a_choice_without_hydra_is_what_hydra_composes():
             assert shipped(group, choice) == OmegaConf.to_container(hydra.compose(f"{group}/{choice}"))[group]
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        (r"Q: {question}\nA:", "Q: {question}\nA:"),
-        (r"a \neq b, \boxed{question}\n\n", "a \\neq b, \\boxed{question}\n\n"),
-    ],
-)
-@pytest.mark.parametrize("word", ["template", "system_prompt"])
-def test_a_typed_line_break_is_one(word, typed, meant):
-    part = settings("task=jsonl", "task.path=x", f'task.{word}="{typed}"').parts["task"]
-    assert part[word] == meant
+@pytest.mark.parametrize("word", ["task.template=", "task.system_prompt=", "sampling.stop="])
+def test_a_typed_line_break_is_one_and_a_command_of_tex_stays(word: str) -> None:
+    typed = word + r'"a \neq b, \boxed{question}\n\nA:"'
+    assert with_line_breaks(typed) == word + '"a \\neq b, \\boxed{question}\n\nA:"'
+    assert with_line_breaks(typed.replace(word, "task.path=")) == typed.replace(word, "task.path=")
 
 
 def test_a_part_of_ones_own_inherits_only_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +144,6 @@ REFUSED = {
     "train.prompts=2 n=2 train.minibatches=5": "train.minibatches=5",
     "train.warmup=sft train.steps=20": "train.warmup_steps=20",
     "collector=partial sparsity=snapkv": "sparsity=snapkv",
-    "collector=partial engine=ray": "engine=ray",
     "correction=tis correction.prox=sampler": "prox=step_start",
     "correction.prox=sampler sparsity=snapkv": "sparsity=snapkv",
     "correction.prox=sampler engine=vllm": "engine=vllm",
@@ -158,7 +152,6 @@ REFUSED = {
     "optim.weight_decay=2000": "optim.weight_decay=2000.0",
     "optim.park=true optim.offload=true": "optim.park",
     "model.dtype=bfloat16": "model.dtype=bfloat16",
-    "model.lora.dora=true": "model.lora.dora",
     "engine=vllm sparsity=rkv": "sparsity=rkv",
 }
 
@@ -222,8 +215,6 @@ def test_a_resumed_run_has_its_recorded_settings_and_what_is_typed(tmp_path: Pat
     assert other.parts["task"] == {**same.parts["task"], "weights": weights}, "the choice is the recorded one"
     changed = continued(tmp_path, "loss=dapo", "task.template=a")
     assert changed.parts["loss"] == shipped("loss", "dapo") and changed.parts["task"]["template"] == "a"
-    with pytest.raises(UserError, match="experiment=dapo_arithmetic"):
-        continued(tmp_path, "experiment=dapo_arithmetic")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ from small import advantages_of
 from grpo_cli.config.choices import read_command
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import PROTOCOLS, Factories, make
-from grpo_cli.config.prepare import check, pick_device, prepare
-from grpo_cli.config.trial import try_rules
+from grpo_cli.config.prepare import check, pick_device, prepare, try_rules
 from grpo_cli.experiment import set_up
 from grpo_cli.interfaces import Runtime
 from grpo_cli.support.errors import UserError

@@ -78,8 +78,7 @@ def test_transformers_answers_50_of_50_problems_as_the_run_does(
     assert len(expected) == 50 and generated(tmp_path / "out", list(expected)) == expected
     assert generated(TINY, list(expected)) != expected  # so that it says something
     assert (tmp_path / "out" / "adapter_config.json").exists() == (kind == "run" and not flags)
-    files_of_a_run = {"trainer_state.pt", "COMPLETE"}
-    assert not files_of_a_run & set(os.listdir(tmp_path / "out"))
+    assert not {"trainer_state.pt", "COMPLETE"} & {*os.listdir(tmp_path / "out")}
 
 
 def test_the_card_says_the_recipe_and_weights_have_the_precision_that_is_asked_for(whole: Path, tmp_path: Path):
@@ -156,38 +155,27 @@ def test_nothing_but_an_export_is_written_over(run: Path, whole: Path, tmp_path:
     assert {"README.md", "model.safetensors"} <= left and not {"left.txt", "adapter_config.json"} & left
 
 
-def test_a_disk_that_is_full_at_the_end_leaves_the_older_export(
+def test_a_full_disk_and_a_kill_leave_the_older_export(
     whole: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     done("export", run, tmp_path / "out")
-    before = content(tmp_path / "out")
+    before, replace, renamed = content(tmp_path / "out"), os.replace, list[Path]()
 
-    def full(*given: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr("grpo_cli.cli.export.write_card", full)
-        assert "No space left on device" in unexported(whole, tmp_path / "out", "--overwrite")
-        assert content(tmp_path / "out") == before and os.listdir(tmp_path) == ["out"]
-    replace, renamed = os.replace, list[Path]()
-
-    def once(source: Path, target: Path) -> None:
+    def full(source: Path, target: Path) -> None:
         """The older folder is set aside, and then the disk fails."""
         renamed.append(target)
-        full() if len(renamed) == 2 else replace(source, target)
+        if len(renamed) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
 
     with monkeypatch.context() as patched:
-        patched.setattr("grpo_cli.runs.files.os.replace", once)
+        patched.setattr("grpo_cli.runs.files.os.replace", full)
         assert "No space left on device" in unexported(whole, tmp_path / "out", "--overwrite")
     assert len(renamed) == 3 and content(tmp_path / "out") == before and os.listdir(tmp_path) == ["out"]
-
-
-def test_what_a_kill_has_left_is_cleared_and_what_it_set_aside_comes_back(run: Path, whole: Path, tmp_path: Path):
-    done("export", run, tmp_path / "out")
-    (tmp_path / "out").rename(tmp_path / ".out.replaced")
+    (tmp_path / "out").rename(tmp_path / ".out.replaced")  # as a kill leaves it
     (tmp_path / ".out.tmp").mkdir()
     assert "holds no adapters but an ordinary model" in unexported(whole, tmp_path / "out", "--merge")
-    assert os.listdir(tmp_path) == ["out"] and (tmp_path / "out" / "adapter_config.json").exists()
+    assert os.listdir(tmp_path) == ["out"] and content(tmp_path / "out") == before
 
 
 @pytest.fixture

@@ -93,7 +93,6 @@ class Halfway(Fifo):
 """
 LATER = ("advantage._target_=held.advantage", HELD)
 DURING = ("scheduler._target_=held.Halfway", HALFWAY)
-LEARNING = "curriculum=dps collector=partial task.train_problems=12"
 PARTIAL = "collector=partial collector.max_lag=4 sampler=infinite sampler.slots=3 record.rollouts=-1 optim.lr=1e-3"
 
 
@@ -101,7 +100,6 @@ PARTIAL = "collector=partial collector.max_lag=4 sampler=infinite sampler.slots=
     ("words", "held"),
     [
         pytest.param("", LATER, id="plain"),
-        pytest.param(LEARNING, LATER, id="learning", marks=pytest.mark.process),
         pytest.param(PARTIAL, DURING, id="partial", marks=pytest.mark.process),
     ],
 )

@@ -13,16 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grpo_cli.cli.mistakes import listed, meant_by, no_choice, removed
-from grpo_cli.config.choices import (
-    Setting,
-    choices,
-    config_dir,
-    groups_of,
-    is_experimental,
-    marked,
-    read_choice,
-    read_command,
-)
+from grpo_cli.config.choices import Setting, choices, config_dir, groups_of, marked, read_choice, read_command
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError, closest, refuse
 
@@ -58,7 +49,7 @@ def explain(word: str) -> None:
             raise UserError(no_choice(name, choice))
         _say_where(name, choice)
         return
-    about = {name: text for text in [concepts.get(name)] if text and not choice}
+    about = {name: concepts[name]} if name in concepts and not choice else {}
     found = [row for key, rows in settings.items() if f".{name}." in f".{key}." for row in rows.items()]
     having, ours = [group for group in groups if name in choices(group)], meant_by(name)
     if name in groups:
@@ -128,11 +119,11 @@ def _say_group(group: str) -> None:
 def _say_where(group: str, choice: str) -> None:
     """Print a choice, its settings, and where they stand."""
     _say_choice(group, choice, "  ")
-    folder, builds = "conf", read_choice(group, choice).values.get("_target_")
-    if is_experimental(group, choice):
+    file = read_choice(group, choice)
+    if marked(group, choice) != choice:
         say("experimental: may change or go (grpo_cli/experimental/README.md)")
-        folder = "grpo_cli/experimental/conf"
-    say(f"It stands in {folder}/{group}/{choice}.yaml" + (f" and builds {builds}." if builds else "."))
+    builds = file.values.get("_target_")
+    say(f"It stands in {file.place}" + (f" and builds {builds}." if builds else "."))
 
 
 def _say_choice(group: str, choice: str, indent: str = "") -> None:

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from grpo_cli.config.compose import model_of
-from grpo_cli.config.overrides import key_of, leaves, value_of
+from grpo_cli.config.overrides import key_of
 from grpo_cli.config.recorded import weights_in
 from grpo_cli.model.adapters import base_of, has_adapters
 from grpo_cli.model.export import check_repository, is_export, licence_of, upload, write_card, write_model
@@ -45,10 +45,13 @@ def export(
     settings = model_of("hf", **_of_the_model(record, checkpoint) | given, autocast="none")
     repo = target.removeprefix(_HUB) if target.startswith(_HUB) else None
     folder = Path(target).expanduser().resolve()
-    if repo is None:
-        _check_folder(folder, overwrite)
-    else:
+    if repo is not None:
         check_repository(repo, overwrite)
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not overwrite:
+            raise UserError(f"{folder} exists and is not an empty folder; name a new one, or add --overwrite")
+        if not is_export(folder):
+            raise UserError(f"--overwrite replaces exports alone, and {folder} is something else; name a new folder")
     at = at_checkpoint(settings, checkpoint) if base is None else replace(settings, adapter=str(checkpoint))
     with TemporaryDirectory() as aside:
         home = folder if repo is None else Path(aside) / "model"
@@ -60,17 +63,11 @@ def export(
             facts = {"base": name, "its licence": licence or "unknown: its files do not tell"}
             facts |= {"weights": settings.dtype + (", adapters merged" if merge else "")}
             facts |= {} if record is None else _measured(record, checkpoint)
-            write_card(written, settings.path, licence, _card(repo or folder.name, facts, record))
+            rows = [f"| {key} | {plain(value).replace('|', '&#124;')} |" for key, value in facts.items()]
+            recipe = ["## Recipe", "", "What was typed:", "", *_recipe(record), ""] if record else []
+            lines = [f"# {plain(repo or folder.name)}", "", "Trained with GRPO by grpo-cli.", "", "| | |", "|---|---|"]
+            write_card(written, settings.path, licence, "\n".join([*lines, *rows, "", *recipe]))
         return str(folder) if repo is None else upload(repo, home)
-
-
-def _check_folder(folder: Path, overwrite: bool) -> None:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not overwrite:
-        raise UserError(f"{folder} exists and is not an empty folder; name a new one, or add --overwrite")
-    if not is_export(folder):
-        raise UserError(f"--overwrite replaces exports alone, and {folder} is something else; name a new folder")
 
 
 def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
@@ -103,19 +100,8 @@ def _measured(record: RunRecord, checkpoint: Path) -> dict[str, str]:
     return facts | {"seed": shown(record.config.get("seed")), "versions": versions}
 
 
-def _card(name: str, facts: Mapping[str, str], record: RunRecord | None) -> str:
-    """Return the card in Markdown: a table of facts, and the recipe as it is typed."""
-    rows = [f"| {key} | {plain(value).replace('|', '&#124;')} |" for key, value in facts.items()]
-    lines = [f"# {plain(name)}", "", "Trained with GRPO by grpo-cli.", "", "| | |", "|---|---|", *rows, ""]
-    if record is not None:
-        lines += ["## Recipe", "", "What was typed, and what `auto` came to:", "", *_recipe(record), ""]
-    return "\n".join(lines)
-
-
 def _recipe(record: RunRecord) -> Iterator[str]:
     """Yield a run's settings as typed, in lines of code without secrets; of a place on this machine only the name."""
     words = [word for word in record.overrides if not key_of(word).startswith(_OF_THE_MACHINE)]
-    if value_of("optim.lr", words) is None:
-        words.append(f"optim.lr={leaves('', dict(record.config)).get('optim.lr')}")
     for key, _, value in (word.partition("=") for word in arguments_without_secrets(words)):
         yield "    " + plain(f"{key}={value.rpartition('/')[2] if value.startswith(('/', '~')) else value}")

@@ -26,6 +26,7 @@ from grpo_cli.config.recorded import Command, start_of
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.sweep.resume import Sweep, sweep_of
 
+_TEX = "abla|atural|cong|earrow|e|eg|eq|ewcommand|ewline|exists|geq|gtr|i|leq|less|mid|ot|otin|u|warrow"
 MOST_FAILED = 100  # exit codes above 125 have other meanings to the shell
 
 
@@ -37,7 +38,7 @@ def hand_over(
     # Modules of the current folder can be imported; last, so that none hides an installed one.
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)
     try:
-        words = with_checkpoint(words) if command == "eval" else words
+        words = [*map(with_line_breaks, with_checkpoint(words) if command == "eval" else words)]
         if own is not None:
             if not own.is_dir():
                 raise UserError(f"--config-dir={own} is not a folder: name the one that holds your choices")
@@ -59,6 +60,13 @@ def with_checkpoint(words: Sequence[str]) -> list[str]:
     if re.match(r"[-+=]|~(?!/)|[^/]*=|hydra/|$", first):
         return list(words)
     return [f"checkpoint={quoted(first)}", *rest]
+
+
+def with_line_breaks(word: str) -> str:
+    """Return a word with line breaks where its text has backslash and n: Hydra has no other way to type them. Commands
+    of TeX, which prompts may hold, stay."""
+    is_text = key_of(word) in ("sampling.stop", "task.template", "task.system_prompt")
+    return re.sub(rf"(?<!\\)\\n(?!(?:{_TEX})\b)", "\n", word) if is_text else word
 
 
 @contextmanager
@@ -94,9 +102,9 @@ def _explanation(error: Any) -> str:
 def _run(command: Command) -> Any:
     """Read a command's settings, and then load PyTorch to do its work."""
     settings = settings_from(command)
-    from grpo_cli.cli.jobs import JOBS
+    from grpo_cli.cli.jobs import JOBS, fitted
 
-    return JOBS[command.name](command, settings)
+    return JOBS[command.name](command, fitted(command, settings) if command.name == "train" else settings)
 
 
 def _sweep(command: str, words: Sequence[str]) -> None:

@@ -10,7 +10,6 @@ import io
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -61,7 +60,7 @@ app = typer.Typer(
 )
 
 
-def offered(command: str, words: Sequence[str], incomplete: str) -> list[str]:
+def offered(ctx: Any, incomplete: str) -> list[str]:
     """Return completions of the word being typed: `sam` to `sampler=full`, `sampler=in` to `sampler=infinite`.
 
     Bash splits words at `=`: then `incomplete` is what follows it, and `words` ends with the group (and `=`, once
@@ -69,7 +68,8 @@ def offered(command: str, words: Sequence[str], incomplete: str) -> list[str]:
     """
     from grpo_cli.config.choices import choices, groups_of
 
-    groups, before = groups_of(command), [word for word in words if word != "="]
+    groups = groups_of(ctx.info_name)
+    before = [word for word in ctx.params.get("overrides") or () if word != "="]
     if before and before[-1] in groups:
         return [choice for choice in choices(before[-1]) if choice.startswith(incomplete)]
     typed, equals, _ = incomplete.partition("=")
@@ -79,20 +79,13 @@ def offered(command: str, words: Sequence[str], incomplete: str) -> list[str]:
     return [f"{group}=" for group in begun]
 
 
-def _offer(ctx: Any, incomplete: str) -> list[str]:
-    return offered(ctx.info_name or "", ctx.params.get("overrides") or (), incomplete)
-
-
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[group=choice ...] [key=value ...]", autocompletion=_offer)
-]
-
-
 def _add(name: str, about: str) -> None:
     """Add a command that composes settings: its words are Hydra's overrides."""
 
     def run(
-        overrides: Overrides = None,
+        overrides: Annotated[
+            list[str] | None, typer.Argument(metavar="[key=value ...]", autocompletion=offered)
+        ] = None,
         many: Annotated[bool, typer.Option("--multirun", "-m", help="A sweep.")] = False,
         cfg: Annotated[str | None, typer.Option("--cfg", "-c", help="job: print the settings.")] = None,
         own: Annotated[Path | None, typer.Option("--config-dir", help="A folder of your own choices.")] = None,
@@ -133,19 +126,11 @@ def main() -> None:
     app(prog_name="grpo")
 
 
-def _version(wanted: bool | None) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def grpo(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
         typer.echo(f"grpo {__version__}")
         raise typer.Exit()
-
-
-@app.callback()
-def grpo(
-    version: Annotated[
-        bool | None, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = None,
-) -> None:
-    pass
 
 
 @app.command(epilog="an example is: grpo report outputs/train")
@@ -167,14 +152,13 @@ def show(
     folder: Annotated[Path, a_folder(help="A run or evaluation folder.")],
     step: Annotated[int | None, typer.Option(help="Which step. Default: the last one.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Only the prompt with this id.")] = None,
-    kept: Annotated[bool | None, typer.Option("--kept/--dropped", help="Only those trained on, or the others.")] = None,
     best: Annotated[int, typer.Option(min=0, help="Only this many, of the highest rewards.", show_default=False)] = 0,
     worst: Annotated[int, typer.Option(min=0, help="Only this many, of the lowest rewards.", show_default=False)] = 0,
 ) -> None:
     """Show a step's completions, and why each was kept or dropped."""
     from grpo_cli.cli.show import show_rollouts
 
-    show_rollouts(folder, step, prompt, kept, best, worst)
+    show_rollouts(folder, step, prompt, best, worst)
 
 
 @app.command("ls", epilog="an example is: grpo ls outputs")
@@ -211,8 +195,7 @@ def export(
     """Write a run's model for other programs, with its card."""
     from grpo_cli.cli.export import export as export_run
 
-    place = export_run(run, str(out), merge, base, dtype, overwrite)
-    typer.echo(f"{place} holds the model of {run}")
+    typer.echo(f"{export_run(run, str(out), merge, base, dtype, overwrite)} holds the model of {run}")
 
 
 @app.command(epilog="an example is: grpo init my_experiment")
@@ -229,11 +212,7 @@ def docs(page: Annotated[str | None, typer.Argument(help="Which page. Default: a
     """List the pages about grpo-cli, or print one."""
     folder = Path(__file__).parents[1] / "docs"
     pages = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.md"))}
-    if page is None:
-        for name, text in pages.items():
-            typer.echo(f"{name:<17}{text.splitlines()[2].partition('. ')[0].rstrip('.')}")
-        typer.echo(f"\ngrpo docs <page> prints one; all are in {folder}")
-    elif page in pages:
-        typer.echo(pages[page], nl=False)
-    else:
-        fail(f"there is no page {page}{closest(page, pages)}; grpo docs lists them")
+    if page not in (None, *pages):
+        fail(f"there is no page {page}{closest(str(page), pages)}; grpo docs lists them")
+    listed = [f"{name:<17}{text.splitlines()[2].partition('. ')[0].rstrip('.')}" for name, text in pages.items()]
+    typer.echo(pages[page] if page else "\n".join([*listed, f"\ngrpo docs <page> prints one; all are in {folder}"]))

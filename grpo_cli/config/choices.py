@@ -37,6 +37,7 @@ class ConfFile:
     group, `settings` are in order by key (`lora.rank`)."""
 
     about: str
+    place: str
     values: Mapping[str, Any]
     choices: Mapping[str, str]
     settings: Mapping[str, Setting]
@@ -122,7 +123,7 @@ def read_conf(file: Path) -> ConfFile:
         comment = setting.comment or (settings[key].comment if key in settings else shared)
         above[group] = comment if setting.value else ""
         settings[key] = replace(setting, comment=comment)
-    return ConfFile(_comment_above(lines, head), _over(values, own), groups, settings)
+    return ConfFile(_comment_above(lines, head), place, _over(values, own), groups, settings)
 
 
 def flow(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -50,13 +49,11 @@ def of_hydra(name: str, cfg: Any, record: RunRecord | None, typed: Sequence[str]
     about, cfg.run_dir = HydraConfig.get(), str(cfg.run_dir)
     typed = about.overrides.task if typed is None else typed
     made = {str(group): str(choice) for group, choice in about.runtime.choices.items()}
-    keys, trained_on = {key_of(word) for word in typed}, None if record is None else record.config["task"].get("path")
-    # A file that is typed is evaluated whole, unless the run was trained on it.
-    whole = (
-        name == "eval" and "task.path" in keys and not keys & {"task.eval_path", "task.eval_fraction", "task._target_"}
-    )
-    if whole and "eval_fraction" in cfg.task and cfg.task.path not in (None, trained_on):
-        cfg.task.eval_path, cfg.task.eval_fraction = None, 1.0
+    keys = {key_of(word) for word in typed}
+    if name == "eval" and "task.path" in keys and not keys & {"task.eval_path", "task.eval_fraction", "task._target_"}:
+        # A file that is typed is evaluated whole, unless the run was trained on it.
+        if "eval_fraction" in cfg.task and (record is None or record.config["task"].get("path") != cfg.task.path):
+            cfg.task.eval_path, cfg.task.eval_fraction = None, 1.0
     return Command(name, cfg, tuple(typed), made if record is None else {**record.choices, **made})
 
 
@@ -94,8 +91,6 @@ def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = 
         parts[group] = part
         lacking = [key for key, value in leaves(group, part).items() if value == "???"]
         problems += [f"{key} has no value; give {key}=..." for key in lacking]
-    _break_lines(values.get("sampling"), "stop")
-    _break_lines(parts.get("task"), "template", "system_prompt")
     with gathered(problems):
         settings: Settings = read(kind, values | {"parts": parts}, cfg)
     if problems and (typed_parts := parts.keys() & {key.partition(".")[0] for key in keys}):
@@ -111,23 +106,9 @@ def settings_of(*overrides: str) -> RunSettings:
     """Return the settings of `grpo train` with these overrides, unchecked: for tests, scripts and notebooks."""
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = hydra.compose("train", ["run_dir=.", *overrides])
-    return decided(read_settings(cfg, RunSettings, overrides), lambda line: None)
+    return decided(read_settings(cfg, RunSettings, overrides))
 
 
 def model_of(choice: str, **changed: Any) -> ModelSettings:
     """Return the settings of `model=<choice>` with changes."""
     return decided_model(read(ModelSettings, shipped("model", choice) | changed), fast_in_bfloat16("auto"))
-
-
-# \n as it is typed, but not as commands of TeX begin, which prompts may hold.
-_TEX = "abla|atural|cong|earrow|e|eg|eq|ewcommand|ewline|exists|geq|gtr|i|leq|less|mid|ot|otin|u|warrow"
-_LINE_BREAK = re.compile(rf"(?<!\\)\\n(?!(?:{_TEX})\b)")
-
-
-def _break_lines(part: Any, *words: str) -> None:
-    """Put line breaks where backslash and n are typed: Hydra has no other way to type them."""
-    for word in words if isinstance(part, dict) else ():
-        if isinstance(part.get(word), str):
-            part[word] = _LINE_BREAK.sub("\n", part[word])
-        elif isinstance(part.get(word), list):
-            part[word] = [_LINE_BREAK.sub("\n", text) if isinstance(text, str) else text for text in part[word]]

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import pkgutil
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.interfaces import Rules
 from grpo_cli.settings import Strict
 from grpo_cli.support.errors import UserError, closest, gathered, hidden, own_code, own_code_unless_ours, refuse
+from grpo_cli.support.facts import name_of
 
 RULES: Mapping[str, Any] = typing.get_type_hints(Rules)
 PROTOCOLS: Mapping[str, Any] = {
@@ -59,21 +60,19 @@ class Factory:
         """Build the part; a function whose protocol is a call gets its settings bound. UserError if an argument is
         missing, or if the part lacks what its protocol has."""
         protocol = PROTOCOLS.get(self.group, object)
-        call = vars(protocol).get("__call__")
+        call, name = vars(protocol).get("__call__"), f"{self.group}._target_={self.target}"
         if call and not isinstance(self.code, type):
             made: Any = partial(self.code, **self.settings)
             made.needs_reference = bool(getattr(self.code, "needs_reference", False))  # of a loss
         else:
             takes = inspect.signature(self.code).parameters
-            given = {word: value for word, value in (offered or {}).items() if word in takes}
-            arguments = {**given, **self.settings}
+            arguments = {word: value for word, value in (offered or {}).items() if word in takes} | dict(self.settings)
             self._check_call(self.code, "cannot be made", **arguments)
-            with own_code_unless_ours(f"{self.group}._target_={self.target}", self.code):
+            with own_code_unless_ours(name, self.code):
                 made = self.code(**arguments)
-        has = {**vars(protocol), **getattr(protocol, "__annotations__", {})}
+        has = {**getattr(protocol, "__annotations__", {}), **vars(protocol)}
         if lacking := [word for word in has if not word.startswith("_") and not hasattr(made, word)]:
-            kind = f"{protocol.__module__}.{protocol.__name__}"
-            raise UserError(f"{self.group}: {self.target} lacks {', '.join(lacking)} of {kind}")
+            raise UserError(f"{self.group}: {self.target} lacks {', '.join(lacking)} of {name_of(protocol)}")
         if call:
             names = list(inspect.signature(call).parameters)[1:]
             self._check_call(made, f"cannot be called as {self.group}({', '.join(names)})", *names)
@@ -126,7 +125,8 @@ class Factories:
 
         `early`: before a model is loaded; parts that need an object that is not offered yet are left out.
         """
-        built = _each(ENGINE_PARTS[1:], lambda group: self[group].make(offered), *[MissingArgument] * early)
+        left_out = MissingArgument if early else ()
+        built = _each(ENGINE_PARTS[1:], lambda group: self[group].make(offered), left_out)
         problems = list[str]()
         if isinstance(built.get("predictor"), NoPredictor) and getattr(built.get("scheduler"), "needs_lengths", False):
             orders, by = self.named("scheduler"), self.named("predictor")
@@ -134,8 +134,7 @@ class Factories:
         for engine in self.engines():
             refuses: Any = getattr(engine.code, "refuses", None)
             if callable(refuses) and (words := inspect.signature(refuses).parameters).keys() <= built.keys():
-                with own_code_unless_ours(f"engine._target_={engine.target}: refuses", refuses):
-                    problems += refuses(**{word: built[word] for word in words})
+                problems += refuses(**{word: built[word] for word in words})
         refuse(problems)
         return built
 
@@ -182,13 +181,11 @@ def without_inherited(group: str, part: Mapping[str, Any], typed: Set[str]) -> d
 def _takes(code: Any) -> dict[str, Any] | None:
     """Return the settings that a class or function takes with their types, those of `**words: Unpack[...]` included;
     None where it takes any. Types of a user's code are not read."""
-    parameters = inspect.signature(code).parameters
-    hints: dict[str, Any] = {}
-    if is_ours(code.__module__):
-        constructor = isinstance(code, type) and not dataclasses.is_dataclass(code)
-        hints = typing.get_type_hints(code.__init__ if constructor else code, include_extras=True)
-    takes = {}
-    for name, parameter in parameters.items():
+    constructor = isinstance(code, type) and not dataclasses.is_dataclass(code)
+    typed = code.__init__ if constructor else code
+    hints = typing.get_type_hints(typed, include_extras=True) if is_ours(code.__module__) else {}
+    takes = dict[str, Any]()
+    for name, parameter in inspect.signature(code).parameters.items():
         if parameter.kind is not parameter.VAR_KEYWORD:
             takes[name] = hints.get(name, Any)
         elif typing.get_origin(hints.get(name)) is typing.Unpack:
@@ -213,11 +210,11 @@ def _code(group: str, target: str) -> Any:
     return code
 
 
-def _each(groups: Iterable[str], build: Callable[[str], Any], *left_out: type[UserError]) -> dict[str, Any]:
-    """Build each group's part, but for those that raise what may be left out. UserError lists all that is wrong."""
+def _each(groups: Iterable[str], build: Callable[[str], Any], left_out: Any = ()) -> dict[str, Any]:
+    """Build each group's part, but for those that raise what may be `left_out`. UserError lists all that is wrong."""
     built, problems = dict[str, Any](), list[str]()
     for group in groups:
-        with gathered(problems), suppress(*left_out):
+        with gathered(problems), suppress(left_out):
             built[group] = build(group)
     refuse(problems)
     return built

@@ -7,28 +7,36 @@ choices appear in messages only.
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 
-from grpo_cli.collect.collection import MOST_ROLLOUTS
-from grpo_cli.collect.equal import at_once
+from grpo_cli.collect.collection import MOST_ROLLOUTS, StepCollection
+from grpo_cli.collect.equal import at_once, equal
 from grpo_cli.config.auto import decided
 from grpo_cli.config.instantiate import INNER, Factories
-from grpo_cli.config.trial import try_rules
-from grpo_cli.interfaces import Rules
+from grpo_cli.history import History
+from grpo_cli.interfaces import Curriculum, Engine, Rules, SetUp, Task
+from grpo_cli.learner.batch import collate, corrected, rows_of, totals, verdict_on
 from grpo_cli.learner.optimizer import check_optimizer
-from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
-from grpo_cli.support.errors import UserError, gathered, refuse
+from grpo_cli.rules.advantage import advantages
+from grpo_cli.rules.downsample import choose
+from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings, Sampling
+from grpo_cli.support.errors import UserError, gathered, own_code_unless_ours, refuse
+from grpo_cli.support.facts import name_of
 from grpo_cli.support.formatting import shown
 from grpo_cli.support.memory import SHARE, keep_freed, part_of_gpu
 from grpo_cli.support.processor import flush_denormals, why_no_gpu
+from grpo_cli.types import EngineStats, Finish, LossOutput, Prompt, Request, Reward, Rollout, Verdict
 
 Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
+MOST_TRIED, ENOUGH = 4096, 1024  # rollouts of a group, and of a step of small groups: more take seconds
 
 
 @dataclass(frozen=True)
@@ -52,15 +60,14 @@ class Prepared(Generic[Settings]):
         return at_once(self.rules.collector, settings.n, settings.train.prompts)
 
 
-def prepare(settings: Settings, say: Callable[[str], None] = print, fast: bool | None = None) -> Prepared[Settings]:
-    """UserError with everything that can be refused before a model is read. `say` gets what `auto` became; `fast` as in
-    `config.auto`."""
+def prepare(settings: Settings, fast: bool | None = None) -> Prepared[Settings]:
+    """UserError with everything that can be refused before a model is read. `fast` as in `config.auto`."""
     parts, made = check(settings)
     device = pick_device(settings.device)
     if isinstance(settings, RunSettings):
         keep_freed(settings.fit_bytes)
         check_optimizer(settings.optim, device)
-    return Prepared(decided(settings, say, fast), parts, made, device)
+    return Prepared(decided(settings, fast), parts, made, device)
 
 
 def check(settings: RunSettings | EvalRunSettings) -> tuple[Factories, Any]:
@@ -88,7 +95,8 @@ def pick_device(word: str) -> torch.device:
     if word == "cpu" or (word == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UserError(f"device=cuda: PyTorch finds no GPU here ({why_no_gpu()}); use device=auto or device=cpu")
+        found = f"PyTorch finds no GPU here ({why_no_gpu()})"
+        raise UserError(f"device=cuda was asked for, but {found}; use device=auto or device=cpu")
     # Threads of autograd take up the context with their first product, and PyTorch warns of it.
     warnings.filterwarnings("ignore", "Attempting to run cuBLAS", UserWarning)
     total = torch.cuda.get_device_properties(0).total_memory
@@ -120,13 +128,10 @@ def conflicts(settings: RunSettings | EvalRunSettings, parts: Factories) -> Iter
 
 
 def _model(model: ModelSettings) -> Iterator[str]:
-    lora = [f"model.lora.{kind}=true" for kind in ("dora", "rslora") if getattr(model.lora, kind)]
-    for key in [*lora, *[f"model.quantize={model.quantize}"] * (model.quantize != "none")] * (not model.adapted):
-        yield f"{key} needs adapters to train: give model.lora.rank=16 or more"
+    if model.quantize != "none" and not model.adapted:
+        yield f"model.quantize={model.quantize} freezes all weights: give adapters to train, such as model.lora.rank=64"
     if model.lora.rank > 0 and not model.lora.targets:
         yield "model.lora.targets=[] leaves no layer to adapt; name some, such as [q_proj, v_proj]"
-    if model.offload_activations and model.gradient_checkpointing != "full":
-        yield "model.offload_activations=true moves what model.gradient_checkpointing=full keeps: give both"
 
 
 def _step(settings: RunSettings, parts: Factories) -> Iterator[str]:
@@ -175,3 +180,58 @@ def _sampler_as_old_policy(parts: Factories) -> Iterator[str]:
         yield f"correction.prox=sampler takes {other} for the old policy, which it is not: use prox=step_start"
     if parts["correction"].make().needs_old_logprobs:
         yield f"{parts.named('correction')} compares what correction.prox=sampler makes one: use prox=step_start"
+
+
+def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
+    """UserError for a rule that cannot be used. One that has `setup` waits for its run."""
+    rules, size = copy.deepcopy(rules), min(n, MOST_TRIED + n % 2)  # as odd as n, which rules may require
+    tried = {group for group, rule in vars(rules).items() if not isinstance(rule, SetUp)}
+    name = {group: f"{group} {name_of(rule)}" for group, rule in vars(rules).items()}
+    if "collector" in tried:
+        _step(size, max(1, min(prompts, ENOUGH // size))).run(rules.collector)
+    [group] = _step(size, 1).run(equal)
+    keep = size if m == n else min(m, size - 1)
+    kept = list(range(size - keep, size))
+    if "downsample" in tried:
+        kept = choose(rules.downsample, group, keep, np.random.default_rng(0))
+    batch = rows_of(collate([group]), torch.tensor(kept))
+    if "advantage" in tried:
+        found = advantages(rules.advantage, group, kept)
+        batch = replace(batch, advantages=batch.per_token(found.new_zeros(len(kept)) if found.dim() > 1 else found))
+    if "correction" in tried:
+        with own_code_unless_ours(name["correction"], rules.correction):
+            verdict: Any = verdict_on(rules.correction, batch, batch.sampler_logprobs)
+        if not isinstance(verdict, Verdict) or verdict.weights.shape != batch.weights.shape:
+            raise UserError(f"{name['correction']} returned {verdict!r:.60}: return a Verdict")
+        batch = corrected(batch, verdict)
+    if "loss" in tried:
+        reference = batch.sampler_logprobs if rules.loss.needs_reference else None
+        logprobs = batch.sampler_logprobs.clone().requires_grad_()
+        with own_code_unless_ours(name["loss"], getattr(rules.loss, "func", rules.loss)):
+            output: Any = rules.loss(logprobs, replace(batch, ref_logprobs=reference), totals(batch, 1))
+        is_scalar = isinstance(output, LossOutput) and not output.loss.dim()
+        if not is_scalar or not output.loss.isfinite() or not output.loss.requires_grad:
+            raise UserError(f"{name['loss']} returned {output!r:.60}: return a LossOutput, finite and with a gradient")
+
+
+def _step(n: int, prompts: int) -> StepCollection:
+    parts: dict[str, Any] = dict.fromkeys(("engine", "task", "curriculum"), _MadeUp())  # type: ignore[abstract]
+    return StepCollection(n=n, prompts=prompts, sampling=Sampling.plain(8), seed=0, step=0, history=History(), **parts)
+
+
+class _MadeUp(Engine, Task, Curriculum):
+    """Engine, task and curriculum of a synthetic step, whose every second answer is right."""
+
+    reads_stop_strings = False
+
+    def pick(self, step: int, count: int, without: Set[str]) -> Sequence[Prompt]:
+        return [Prompt(f"synthetic-{len(without) + place}", (0,), "0") for place in range(count)]
+
+    def generate(self, requests: Sequence[Request], enough: Any = None) -> Iterator[Rollout]:
+        return (Rollout(request, (0,), (-1.0,), Finish.EOS) for request in requests)
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        return Reward(float(rollout.request.sample % 2))
+
+    def stats(self) -> EngineStats:
+        return EngineStats()

@@ -90,9 +90,8 @@ def _kept(
     found = config.keys() - _OF_THIS_COMMAND - replaced
     if odd := sorted(has ^ found if command == "train" else has - found):
         raise UserError(f"{record.source} does not hold the settings of a run: {', '.join(odd)} missing or unknown")
-    refuse_foreign(
-        leaves("", {key: config[key] for key in has}), sorted({*map(key_of, words)} - groups), record.source.parent
-    )
+    settings = leaves("", {key: config[key] for key in has})
+    refuse_foreign([*settings.items()], sorted({*map(key_of, words)} - groups), record.source.parent)
     if command == "train":
         return {key: config[key] for key in has}
     # References are replaced by their values, since an evaluation has other settings to refer to.

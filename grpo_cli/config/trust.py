@@ -36,20 +36,25 @@ _CALLED = ("task.reward", "task.environment", "task.tools")  # module:function, 
 
 def taken(words: Sequence[str], typed: Sequence[str], folder: Path) -> list[str]:
     """Return a recorded sweep's overrides that may be composed. UserError for foreign ones that are not typed again."""
-    foreign = {word: key_of(word) for word in words if is_foreign(key_of(word), _value(word), folder)}
-    refuse_foreign({key: _value(word) for word, key in foreign.items()}, list(map(key_of, typed)), folder)
-    return [word for word in words if word not in foreign or word in typed]
+    settings = [(key_of(word), _value(word)) for word in words]
+    foreign = refuse_foreign(settings, list(map(key_of, typed)), folder)
+    return [word for word, one in zip(words, settings, strict=True) if one not in foreign or word in typed]
 
 
-def refuse_foreign(values: Mapping[str, Any], typed: Sequence[str], folder: Path) -> None:
-    """UserError for each recorded setting that is foreign, unless its key or a group above it is typed."""
+def refuse_foreign(
+    settings: Sequence[tuple[str, Any]], typed: Sequence[str], folder: Path
+) -> Sequence[tuple[str, Any]]:
+    """Return the recorded settings that are foreign. UserError for those of which neither the key nor a group above it
+    is typed."""
+    foreign = [(key, value) for key, value in settings if is_foreign(key, value, folder)]
     refuse(
         [
             f"{key}={plain(shown(value))} is not taken from {plain(folder)}; if you trust it, type it again"
-            for key, value in values.items()
-            if not any(f"{key}.".startswith(f"{word}.") for word in typed) and is_foreign(key, value, folder)
+            for key, value in foreign
+            if not any(f"{key}.".startswith(f"{word}.") for word in typed)
         ]
     )
+    return foreign
 
 
 def is_foreign(key: str, value: Any, folder: Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -215,21 +214,6 @@ def test_a_resumed_run_has_its_recorded_settings_and_what_is_typed(tmp_path: Pat
     assert other.parts["task"] == {**same.parts["task"], "weights": weights}, "the choice is the recorded one"
     changed = continued(tmp_path, "loss=dapo", "task.template=a")
     assert changed.parts["loss"] == shipped("loss", "dapo") and changed.parts["task"]["template"] == "a"
-
-
-@pytest.mark.parametrize(
-    ("changed", "key"),
-    [
-        ("loss._target_=no.such", "loss._target_"),
-        ("model.trust_remote_code=true", "model.trust_remote_code"),
-    ],
-)
-def test_a_recorded_setting_that_names_foreign_code_has_to_be_typed(tmp_path: Path, changed: str, key: str) -> None:
-    record = recorded(tmp_path, changed)
-    with pytest.raises(UserError, match=f"^{re.escape(key)}.* is not taken"):
-        merged("train", record, "n=4")
-    with pytest.raises(UserError, match="(?!.*is not taken)"):
-        check(merged("train", record, f"{key}=3"))
 
 
 def test_a_run_is_evaluated_with_its_own_settings_and_the_checkpoint_s_weights(tmp_path: Path) -> None:

@@ -20,10 +20,6 @@ WORDS = "logger=jsonl n=4 train.prompts=2 train.steps=6 train.checkpoint_every=2
 WORDS += ["sampling.max_new_tokens=12"]
 
 
-def start(folder: Path, *words: str) -> Forked:
-    return Forked("train", *words, cwd=folder)
-
-
 def wait_for(folder: Path, what: str, process: Forked) -> None:
     """Until a file or folder is there. The limit is a guard against hanging, not part of what is tested."""
     for _ in range(1200):
@@ -104,17 +100,17 @@ PARTIAL = "collector=partial collector.max_lag=4 sampler=infinite sampler.slots=
     ],
 )
 def test_kill_9_and_resume_equals_a_run_left_alone(tmp_path, words, held):
-    alone = start(tmp_path, *WORDS, *words.split(), "hydra.run.dir=alone")
+    alone = Forked("train", *WORDS, *words.split(), "hydra.run.dir=alone", cwd=tmp_path)
     (tmp_path / "held.py").write_text(held[1])
     (tmp_path / "hold").touch()
-    killed = start(tmp_path, *WORDS, *words.split(), "hydra.run.dir=outputs/train/killed", held[0])
+    killed = Forked("train", *WORDS, *words.split(), "hydra.run.dir=outputs/train/killed", held[0], cwd=tmp_path)
     wait_for(tmp_path, "waiting", killed)
     killed.kill()
     killed.communicate()
     (tmp_path / "hold").unlink()
     printed, _ = alone.communicate()
     assert alone.returncode == 0, printed
-    resumed = start(tmp_path, "resume=auto")
+    resumed = Forked("train", "resume=auto", cwd=tmp_path)
     printed, _ = resumed.communicate()
     assert resumed.returncode == 0 and "resumed at step 2 " in printed, printed
     folders = tmp_path / "alone", tmp_path / "outputs/train/killed"
@@ -128,7 +124,7 @@ def test_kill_9_and_resume_equals_a_run_left_alone(tmp_path, words, held):
 
 
 def test_sigterm_ends_a_run_well(tmp_path):
-    run = start(tmp_path, *WORDS, "train.steps=1000", "hydra.run.dir=run")
+    run = Forked("train", *WORDS, "train.steps=1000", "hydra.run.dir=run", cwd=tmp_path)
     wait_for(tmp_path, "run/checkpoints/step_000002/COMPLETE", run)
     run.send_signal(signal.SIGTERM)
     printed, _ = run.communicate()

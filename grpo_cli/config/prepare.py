@@ -114,7 +114,7 @@ def conflicts(settings: RunSettings | EvalRunSettings, parts: Factories) -> Iter
         if parts.fact(group, "resumes") and parts.fact("sparsity", "evicts"):
             yield f"{parts.named(group)} resumes what {parts.named('sparsity')} has dropped: use sparsity=dense"
     if isinstance(settings, RunSettings):
-        yield from _step(settings, parts)
+        yield from _of_a_step(settings, parts)
         yield from _updates(settings)
         yield from _sampler_as_old_policy(parts)
     if isinstance(settings, ProfileRunSettings):
@@ -134,7 +134,7 @@ def _model(model: ModelSettings) -> Iterator[str]:
         yield "model.lora.targets=[] leaves no layer to adapt; name some, such as [q_proj, v_proj]"
 
 
-def _step(settings: RunSettings, parts: Factories) -> Iterator[str]:
+def _of_a_step(settings: RunSettings, parts: Factories) -> Iterator[str]:
     n, m, train, task, sampling = settings.n, settings.m, settings.train, settings.parts["task"], settings.sampling
     if m > n:
         yield f"m={m} must not be more than n={n}: only {n} rollouts of a prompt are generated"

@@ -21,14 +21,11 @@ far: 1
 # Both ends.
 low: 0.1
 high: 0.9
-# Left as it is.
-kept: [a, b]
 """
 CHOICE = """# What the choice is:
 # in two lines.
 defaults:
   - _base
-  - _self_
   - other: mapping
 
 _target_: some.thing
@@ -41,7 +38,6 @@ parts:
   second: ~
   lines:
     - x
-    - y
 """
 
 
@@ -57,17 +53,14 @@ def test_a_file_s_comments_are_read_along_with_those_of_its_bases(tmp_path):
     found = read_conf(tmp_path / "choice.yaml")
     assert (found.about, found.values["_target_"]) == ("What the choice is: in two lines.", "some.thing")
     assert found.settings == {
-        "far": Setting("2", "Farther.", "choice.yaml:10"),
-        "low": Setting("0.001", "Both ends.", "choice.yaml:11"),
+        "far": Setting("2", "Farther.", "choice.yaml:9"),
+        "low": Setting("0.001", "Both ends.", "choice.yaml:10"),
         "high": Setting("0.9", "Both ends.", "_base.yaml:7"),
-        "kept": Setting("[a, b]", "Left as it is.", "_base.yaml:9"),
-        "parts": Setting("", "", "choice.yaml:12"),
-        "parts.first": Setting("'a: b'", "Of the whole.", "choice.yaml:14"),
-        "parts.second": Setting("null", "Of the whole.", "choice.yaml:15"),
-        "parts.lines": Setting("[x, y]", "Of the whole.", "choice.yaml:16"),
+        "parts": Setting("", "", "choice.yaml:11"),
+        "parts.first": Setting("'a: b'", "Of the whole.", "choice.yaml:13"),
+        "parts.second": Setting("null", "Of the whole.", "choice.yaml:14"),
+        "parts.lines": Setting("[x]", "Of the whole.", "choice.yaml:15"),
     }
-    base = read_conf(tmp_path / "_base.yaml")
-    assert (base.about, base.settings["far"].comment) == ("What the base is for.", "How far.")
 
 
 def test_every_command_and_choice_says_what_it_is_and_what_each_of_its_settings_is():

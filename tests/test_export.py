@@ -123,36 +123,32 @@ def test_adapters_go_into_a_base_that_has_moved_with_its_chat_template_and_ends_
     assert "accuracy before | not measured" in said
 
 
-def test_what_cannot_be_exported_is_refused(run: Path, whole: Path, tmp_path: Path):
-    out = tmp_path / "out"
+def test_what_cannot_be_exported_is_refused_and_nothing_but_an_export_is_written_over(
+    run: Path, whole: Path, tmp_path: Path
+):
+    out, theirs = tmp_path / "out", Path(shutil.copytree(TINY, tmp_path / "theirs"))
+    (theirs / "README.md").write_text("---\ntags: [grpo]\n---\n")
+    (tmp_path / "mine.txt").write_text("mine")
+    before = content(tmp_path)
     for words, message in (
         ((whole, out, "--merge"), "holds no adapters but an ordinary model; leave it out"),
         ((whole, out, "--dtype", "int3"), "--dtype=int3 must be one of float32, bfloat16"),
         ((tmp_path, out), "holds no complete checkpoint; name a run"),
+        *(((run, place), "is not an empty folder; name a new one") for place in (theirs, tmp_path / "mine.txt")),
+        *(((run, place, "--overwrite"), "is something else; name") for place in (theirs, tmp_path / "mine.txt")),
     ):
         assert message in unexported(*words)
+    assert content(tmp_path) == before
     newest = Path(shutil.copytree(whole, tmp_path / "newest"))
     (newest / CHECKPOINT / "model.safetensors").write_bytes(b"")
-    assert "passed over step_000002: model.safetensors has changed" in done("export", newest, tmp_path / "first")
-    assert "| steps | 0 |" in (tmp_path / "first" / "README.md").read_text()
+    assert "passed over step_000002: model.safetensors has changed" in done("export", newest, out)
+    assert "| steps | 0 |" in (out / "README.md").read_text()
     (newest / "run.json").write_text("{")
-    assert "run.json is damaged" in unexported(newest, out) and not out.exists()
-
-
-def test_nothing_but_an_export_is_written_over(run: Path, whole: Path, tmp_path: Path):
-    theirs = Path(shutil.copytree(TINY, tmp_path / "theirs"))
-    (theirs / "README.md").write_text("---\ntags: [grpo]\n---\n")
-    (tmp_path / "mine.txt").write_text("mine")
-    before = content(tmp_path)
-    for place in (theirs, tmp_path / "mine.txt"):
-        assert "exists and is not an empty folder; name a new one" in unexported(run, place)
-        assert "is something else; name a new folder" in unexported(run, place, "--overwrite")
-    assert content(tmp_path) == before
-    done("export", run, tmp_path / "out")
-    (tmp_path / "out" / "left.txt").touch()
-    done("export", whole, tmp_path / "out", "--overwrite")
-    left = set(os.listdir(tmp_path / "out"))
-    assert {"README.md", "model.safetensors"} <= left and not {"left.txt", "adapter_config.json"} & left
+    assert "run.json is damaged" in unexported(newest, tmp_path / "no") and not (tmp_path / "no").exists()
+    (out / "left.txt").touch()
+    done("export", run, out, "--overwrite")
+    left = {*os.listdir(out)}
+    assert {"README.md", "adapter_config.json"} <= left and not {"left.txt", "model.safetensors"} & left
 
 
 def test_a_full_disk_and_a_kill_leave_the_older_export(

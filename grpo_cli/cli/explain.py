@@ -73,8 +73,8 @@ def explain(word: str) -> None:
 def _metrics() -> Mapping[str, str]:
     """Return names and sentences of `metrics.METRICS`."""
     source = Path(__file__).parents[1].joinpath("metrics.py").read_text(encoding="utf-8")
-    values = (node for node in ast.parse(source).body if isinstance(node, ast.AnnAssign) and node.value)
-    return dict(next(ast.literal_eval(one.value) for one in values if ast.unparse(one.target) == "METRICS"))
+    named = [node.value for node in ast.parse(source).body if isinstance(node, ast.AnnAssign) and node.value]
+    return next(dict(ast.literal_eval(value)) for value in named if isinstance(value, ast.Dict))
 
 
 def _metrics_of(word: str) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -74,16 +74,14 @@ def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
     """Return the settings that name the checkpoint's weights."""
     if record is None:
         return {"path": base_of(checkpoint) if has_adapters(checkpoint) else str(checkpoint), "dtype": "float32"}
-    model = record.config.get("model")
-    return {key: model[key] for key in _OF_THE_MODEL if key in model} if isinstance(model, Mapping) else {}
+    return {key: value for key, value in record.config.get("model", {}).items() if key in _OF_THE_MODEL}
 
 
 def _sampling(record: RunRecord | None) -> dict[str, Any]:
     """Return the settings that the run's rollouts were sampled with, by the names of `transformers` and vLLM."""
-    given = None if record is None else record.config.get("sampling")
-    names = ("temperature", "top_p", "top_k", "max_new_tokens")
-    if not isinstance(given, Mapping):
+    if record is None:
         return {}
+    given, names = record.config.get("sampling", {}), ("temperature", "top_p", "top_k", "max_new_tokens")
     return {"do_sample": True} | {name: given[name] for name in names if isinstance(given.get(name), int | float)}
 
 
@@ -95,8 +93,7 @@ def _measured(record: RunRecord, checkpoint: Path) -> dict[str, str]:
         if GREEDY in row and (step is None or row["step"] <= step):
             accuracy = f"{row[GREEDY]:.3f} at step {row['step']:.0f} (95 % interval {certainty(row)} problems)"
             facts["accuracy after" if row["step"] else "accuracy before"] = accuracy
-    code = record.about.get("code")
-    versions = ", ".join(f"{name} {value}" for name, value in code.items()) if isinstance(code, Mapping) else "unknown"
+    versions = ", ".join(f"{name} {value}" for name, value in record.about.get("code", {}).items())
     return facts | {"seed": shown(record.config.get("seed")), "versions": versions}
 
 

@@ -156,11 +156,10 @@ def of_the_weights(weights: Path, record: RunRecord | None) -> dict[str, Any]:
     """Return the settings that name a checkpoint's weights."""
     from grpo_cli.model.adapters import checkpoint_settings
 
-    found = None if record is None else record.config.get("model")
-    model = found if isinstance(found, Mapping) else {}
-    made = model.get("random_init") and model.get("architecture")
-    made = made and not Path(str(model.get("path"))).expanduser().is_dir()
-    return {f"model.{key}": value for key, value in checkpoint_settings(weights, bool(made), record is None).items()}
+    model = {} if record is None else record.config.get("model", {})
+    is_folder = Path(str(model.get("path"))).expanduser().is_dir()
+    made = bool(model.get("random_init") and model.get("architecture")) and not is_folder
+    return {f"model.{key}": value for key, value in checkpoint_settings(weights, made, record is None).items()}
 
 
 def checkpoint_to_resume(settings: RunSettings, warn: Callable[[str], None]) -> Path | None:
@@ -172,11 +171,10 @@ def checkpoint_to_resume(settings: RunSettings, warn: Callable[[str], None]) -> 
     for reason in found.skipped:
         warn(f"checkpoint passed over: {reason}")
     if found.path is None:
+        none = f"resume={settings.resume} holds no complete checkpoint ({'; '.join(found.skipped) or 'they are gone'})"
         if not (settings.accept_damage or never_saved(folder)):
-            reasons = "; ".join(found.skipped) or "they are gone"
-            none = f"resume={settings.resume} holds no complete checkpoint ({reasons})"
             raise UserError(f"{none}; name another run, or begin it anew with accept_damage=true")
-        warn(f"{folder} holds no complete checkpoint: the run begins anew, as it was started")
+        warn(f"{none}: the run begins anew, as it was started")
         return None
     done, steps = step_of(found.path.name), settings.train.steps
     if done is not None and done > steps:

@@ -133,7 +133,7 @@ def _record(
     if resumed is not None:
         typed = [*resumed.overrides, *(word for word in typed if word not in resumed.overrides)]
     files = [*leaves("task", config["task"]).values(), config.get("train", {}).get("warmup_path")]
-    about = {"began": datetime.now(UTC).isoformat(timespec="seconds"), "host": platform.node()}
+    about: dict[str, Any] = {"began": datetime.now(UTC).isoformat(timespec="seconds"), "host": platform.node()}
     about |= {"code": records.code_version(), "data": records.digests(files)}
     choices = {group: choice for group, choice in command.choices.items() if not group.startswith("hydra/")}
     kept = {key: value for key, value in config.items() if key not in OF_A_RESUME}

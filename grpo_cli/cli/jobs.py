@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +26,7 @@ from grpo_cli.config.recorded import OF_A_RESUME, Command
 from grpo_cli.memory import explain, fit
 from grpo_cli.memory import profile as profiling
 from grpo_cli.runs import record as records
-from grpo_cli.runs.files import json_line, read_object
+from grpo_cli.runs.files import json_line, read_object, write_object
 from grpo_cli.runs.find import completed_steps
 from grpo_cli.runs.layout import CHECKPOINTS, METRICS, PROFILE, ROLLOUTS, RUN, SAMPLES, SUMMARY
 from grpo_cli.runs.lock import sole_use
@@ -53,7 +53,7 @@ def fitted(command: Command, settings: RunSettings) -> RunSettings:
 
 def train(command: Command, settings: RunSettings) -> Any:
     """Train, and return the value that a sweeper optimizes; None for a resumed run with nothing left to do."""
-    if completed_steps(settings.resume) == settings.train.steps:
+    if settings.resume is not None and completed_steps(Path(settings.resume)) == settings.train.steps:
         print(f"{settings.run_dir} has done its {settings.train.steps} steps; train.steps=... asks for more")
         return None
     run = prepare(settings)
@@ -85,7 +85,7 @@ def profile(command: Command, settings: ProfileRunSettings) -> Any:
     with started(command, run.settings):
         peak = profiling.profile(run, command.typed, to_stderr, experiment.say_to_stderr, console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")
-        records.write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})
+        write_object(Path(settings.run_dir) / SUMMARY, {"status": "completed", "peak_bytes": peak})
     return peak
 
 
@@ -94,7 +94,7 @@ JOBS: Mapping[str, Callable[[Command, Any], Any]] = {"train": train, "eval": eva
 
 @contextmanager
 def started(command: Command, settings: RunSettings | EvalRunSettings) -> Iterator[Callable[[], None]]:
-    """Lock the command's folder; a failure in the body is recorded in its `summary.json`, a refusal leaves none.
+    """Lock the command's folder, which a refusal in the body leaves as it was.
 
     `auto` is recorded as in `settings`. Yields a function to call when a resumed run is about to continue: it records
     and prints the settings that changed. UserError if another process or another run has the folder; then nothing in
@@ -114,7 +114,7 @@ def started(command: Command, settings: RunSettings | EvalRunSettings) -> Iterat
                 records.check_data(folder, before, record)
             elif before.overrides != record.overrides:
                 raise _taken(folder, before)
-            with records.failure_noted(folder, is_new=before is None):
+            with records.emptied_if_refused(folder) if before is None else nullcontext():
                 yield lambda: None if before is None else _go_on(folder, before, record)
     finally:
         for path in new:

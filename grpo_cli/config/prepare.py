@@ -28,11 +28,11 @@ from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.rules.advantage import advantages
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings, Sampling
-from grpo_cli.support.errors import UserError, gathered, own_code_unless_ours, refuse
+from grpo_cli.support.errors import UserError, explained, gathered, own_code_unless_ours, refuse
 from grpo_cli.support.facts import name_of
 from grpo_cli.support.formatting import shown
 from grpo_cli.support.memory import SHARE, keep_freed, part_of_gpu
-from grpo_cli.support.processor import flush_denormals, why_no_gpu
+from grpo_cli.support.processor import flush_denormals
 from grpo_cli.types import EngineStats, Finish, LossOutput, Prompt, Request, Reward, Rollout, Verdict
 
 Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
@@ -94,9 +94,8 @@ def pick_device(word: str) -> torch.device:
     flush_denormals()  # called before anything computes
     if word == "cpu" or (word == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        found = f"PyTorch finds no GPU here ({why_no_gpu()})"
-        raise UserError(f"device=cuda was asked for, but {found}; use device=auto or device=cpu")
+    with explained("device=cuda: PyTorch finds no GPU", "; use device=auto or device=cpu"):
+        torch.cuda.init()
     # Threads of autograd take up the context with their first product, and PyTorch warns of it.
     warnings.filterwarnings("ignore", "Attempting to run cuBLAS", UserWarning)
     total = torch.cuda.get_device_properties(0).total_memory

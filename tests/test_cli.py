@@ -202,7 +202,7 @@ def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
     assert before == content(run)
     resumed = grpo("train", "resume=auto", "train.steps=2")
     assert resumed.exit_code == 0 and "resumed at step 1" in resumed.stdout, resumed.output
-    assert resumed.stderr.splitlines()[0] == f"resume=auto continues {short}"
+    assert resumed.stderr.splitlines()[0] == f"resume=auto continues {run}"
     assert f"grpo export {short} " in resumed.stdout.splitlines()[-1]
     assert list((elsewhere / "outputs" / "train").iterdir()) == [run]
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -62,7 +62,7 @@ def test_refused_commands_leave_every_byte_of_a_run_folder_which_goes_on_with_it
 def test_what_differs_when_a_run_goes_on_is_printed_and_recorded_a_part_by_its_choice_or_its_code(run: Path) -> None:
     begun = record.read_record(run)
     assert begun is not None and begun.config["train"]["steps"] == 2
-    Path("mine.py").write_text("from grpo_cli.methods.pods import *\n")
+    Path("mine.py").write_text("def maxvar(group, keep, rng):\n    return range(keep)\n")
     result = grpo("train", "resume=R", "train.steps=3", "loss=dapo", "downsample._target_=mine.maxvar")
     assert result.exit_code == 0, result.output
     changed = ["loss=dapo (was grpo)", "train.steps=3 (was 2)"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from grpo_cli.config.compose import model_of
-from grpo_cli.config.overrides import key_of, leaves, value_of
+from grpo_cli.config.overrides import key_of
 from grpo_cli.config.recorded import weights_in
 from grpo_cli.model.adapters import base_of, has_adapters
 from grpo_cli.model.export import licence_of, write_card, write_model
@@ -51,7 +51,10 @@ def export(place: Path, target: Path, merge: bool, base: str | None = None, dtyp
         facts = {"base": name, "its licence": licence or "unknown: its files do not tell"}
         facts |= {"weights": settings.dtype + (", adapters merged" if merge else "")}
         facts |= {} if record is None else _measured(record, checkpoint)
-        write_card(written, settings.path, licence, _card(folder.name, facts, record))
+        rows = [f"| {key} | {plain(value).replace('|', '&#124;')} |" for key, value in facts.items()]
+        recipe = ["## Recipe", "", "What was typed:", "", *_recipe(record), ""] if record else []
+        lines = [f"# {plain(folder.name)}", "", "Trained with GRPO by grpo-cli.", "", "| | |", "|---|---|", *rows, ""]
+        write_card(written, settings.path, licence, "\n".join([*lines, *recipe]))
     return folder
 
 
@@ -59,16 +62,14 @@ def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
     """Return the settings that name the checkpoint's weights."""
     if record is None:
         return {"path": base_of(checkpoint) if has_adapters(checkpoint) else str(checkpoint), "dtype": "float32"}
-    model = record.config.get("model")
-    return {key: model[key] for key in _OF_THE_MODEL if key in model} if isinstance(model, Mapping) else {}
+    return {key: value for key, value in record.config.get("model", {}).items() if key in _OF_THE_MODEL}
 
 
 def _sampling(record: RunRecord | None) -> dict[str, Any]:
     """Return the settings that the run's rollouts were sampled with, by the names of `transformers` and vLLM."""
-    given = None if record is None else record.config.get("sampling")
-    names = ("temperature", "top_p", "top_k", "max_new_tokens")
-    if not isinstance(given, Mapping):
+    if record is None:
         return {}
+    given, names = record.config.get("sampling", {}), ("temperature", "top_p", "top_k", "max_new_tokens")
     return {"do_sample": True} | {name: given[name] for name in names if isinstance(given.get(name), int | float)}
 
 
@@ -80,24 +81,12 @@ def _measured(record: RunRecord, checkpoint: Path) -> dict[str, str]:
         if GREEDY in row and (step is None or row["step"] <= step):
             accuracy = f"{row[GREEDY]:.3f} at step {row['step']:.0f} (95 % interval {certainty(row)} problems)"
             facts["accuracy after" if row["step"] else "accuracy before"] = accuracy
-    code = record.about.get("code")
-    versions = ", ".join(f"{name} {value}" for name, value in code.items()) if isinstance(code, Mapping) else "unknown"
+    versions = ", ".join(f"{name} {value}" for name, value in record.about.get("code", {}).items())
     return facts | {"seed": shown(record.config.get("seed")), "versions": versions}
-
-
-def _card(name: str, facts: Mapping[str, str], record: RunRecord | None) -> str:
-    """Return the card in Markdown: a table of facts, and the recipe as it is typed."""
-    rows = [f"| {key} | {plain(value).replace('|', '&#124;')} |" for key, value in facts.items()]
-    lines = [f"# {plain(name)}", "", "Trained with GRPO by grpo-cli.", "", "| | |", "|---|---|", *rows, ""]
-    if record is not None:
-        lines += ["## Recipe", "", "What was typed, and what `auto` came to:", "", *_recipe(record), ""]
-    return "\n".join(lines)
 
 
 def _recipe(record: RunRecord) -> Iterator[str]:
     """Yield a run's settings as typed, in lines of code without secrets; of a place on this machine only the name."""
     words = [word for word in record.overrides if not key_of(word).startswith(_OF_THE_MACHINE)]
-    if value_of("optim.lr", words) is None:
-        words.append(f"optim.lr={leaves('', dict(record.config)).get('optim.lr')}")
     for key, _, value in (word.partition("=") for word in arguments_without_secrets(words)):
         yield "    " + plain(f"{key}={value.rpartition('/')[2] if value.startswith(('/', '~')) else value}")

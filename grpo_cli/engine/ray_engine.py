@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import grpo_cli
 from grpo_cli.engine.common import EngineParts, SequenceEngine, together
-from grpo_cli.interfaces import Engine, facts
+from grpo_cli.interfaces import Engine
 from grpo_cli.support.errors import UserError, explained, reason_of
 from grpo_cli.support.extras import require
 from grpo_cli.support.processor import flush_denormals
@@ -54,7 +54,6 @@ _JOINED = {"RAY_gcs_server_port_wait_time_s": "1"}
 _ON = "continue with grpo train resume=auto"
 
 
-@facts(stops_early=False)
 class RayEngine(SequenceEngine):
     """Rollouts by `workers` actors of Ray, whose engines `build` makes."""
 

@@ -111,11 +111,12 @@ def _sweep(command: str, words: Sequence[str]) -> None:
     """Let Hydra run the sweep, compare its jobs, and exit: with the number of failed ones, or 2 if a profile is missing
     or no job could be run."""
 
-    def check_job(cfg: DictConfig) -> None:
+    def check_job(cfg: DictConfig) -> str:
         settings = settings_from(of_hydra(command, cfg, start.record))
-        from grpo_cli.config.prepare import check
+        from grpo_cli.config.prepare import check, effective
 
         check(settings)
+        return repr(effective(settings))
 
     def job(cfg: DictConfig) -> Any:
         """Run a job here, for a launcher of Hydra's. Ours starts processes and needs only `job.sweep`."""

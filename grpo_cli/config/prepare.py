@@ -89,6 +89,13 @@ def check(settings: RunSettings | EvalRunSettings) -> tuple[Factories, Any]:
     return parts, made
 
 
+def effective(settings: Settings) -> Settings:
+    """Return the settings without those that change nothing of what is computed: two runs of equal ones repeat."""
+    without = {"logger", "downsample"} if isinstance(settings, RunSettings) and settings.m == settings.n else {"logger"}
+    parts = {group: part for group, part in settings.parts.items() if group not in without}
+    return replace(settings, run_dir="", parts=parts)
+
+
 def pick_device(word: str) -> torch.device:
     """`auto`, `cpu` or `cuda`. A sweep's job that shares a GPU is limited to its share of the memory."""
     flush_denormals()  # called before anything computes
@@ -131,6 +138,10 @@ def _model(model: ModelSettings) -> Iterator[str]:
         yield f"model.quantize={model.quantize} freezes all weights: give adapters to train, such as model.lora.rank=64"
     if model.lora.rank > 0 and not model.lora.targets:
         yield "model.lora.targets=[] leaves no layer to adapt; name some, such as [q_proj, v_proj]"
+    if (model.lora.dora or model.lora.rslora) and not model.adapted:
+        yield "model.lora.dora and model.lora.rslora need adapters: give model.lora.rank=16 or more"
+    if model.offload_activations and model.gradient_checkpointing != "full":
+        yield "model.offload_activations=true moves what model.gradient_checkpointing=full keeps: give both"
 
 
 def _of_a_step(settings: RunSettings, parts: Factories) -> Iterator[str]:

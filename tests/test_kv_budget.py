@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
-from math import exp
-from statistics import NormalDist
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,13 +17,14 @@ from made import fptas, full, infinite, mean_length, micro, prefix_head
 from orders import AnyOrder, Forgetful
 from small import VOCABULARY, contents, make_engine, small_model, some_requests
 
+from grpo_cli.config.instantiate import ready
+from grpo_cli.engine.admission import Admission
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, round_up
 from grpo_cli.engine.length_predictor import NoPredictor
 from grpo_cli.engine.samplers import KvPlan
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
-from grpo_cli.methods.rkv import Rkv
-from grpo_cli.methods.streaming_llm import Streaming
+from grpo_cli.engine.sequence import Sequence
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt, Request
@@ -62,7 +61,7 @@ class Ledger:
         assert not owned, "all blocks come back"
 
 
-def generate(requests: Sequence[Request], **parts: Any) -> tuple[Any, Any, Ledger]:
+def generate(requests: Seq[Request], **parts: Any) -> tuple[Any, Any, Ledger]:
     """What rollouts say, the engine, and what really lay there."""
     engine, ledger = make_engine(MODEL, **{"warn": lambda text: None} | parts), Ledger()
     with ledger.open():
@@ -70,20 +69,20 @@ def generate(requests: Sequence[Request], **parts: Any) -> tuple[Any, Any, Ledge
     return made, engine, ledger
 
 
-def least_budget(requests: Sequence[Request], sparsity: Any = DENSE) -> int:
+def least_budget(requests: Seq[Request], sparsity: Any = DENSE) -> int:
     """What one sequence takes, as the engine says when it is given a byte."""
     with pytest.raises(UserError) as refused:
         generate(requests, sampler=infinite(kv_budget=1), sparsity=sparsity)
     return int(str(refused.value).partition("would do is ")[2].partition(" bytes")[0])
 
 
-def sequence_bytes(requests: Sequence[Request], tokens: int) -> int:
+def sequence_bytes(requests: Seq[Request], tokens: int) -> int:
     """Of the longest prompt and of so many tokens, of which the last is never fed, in whole blocks."""
     longest = max(len(request.prompt.token_ids) for request in requests)
     return TOKEN * (round_up(longest, BLOCK) + round_up(tokens - 1, BLOCK))
 
 
-def ending_at(requests: Sequence[Request], limits: Sequence[int]) -> list[Request]:
+def ending_at(requests: Seq[Request], limits: Seq[int]) -> list[Request]:
     """The same with limits of their own, where nothing else ends them."""
     words = [replace(r.sampling, max_new_tokens=limit) for r, limit in zip(requests, limits, strict=True)]
     return [replace(r, sampling=word) for r, word in zip(requests, words, strict=True)]
@@ -92,18 +91,16 @@ def ending_at(requests: Sequence[Request], limits: Sequence[int]) -> list[Reques
 SCHEDULERS = [Fifo, Sjf, Lpt, fptas, lambda: fptas(refill="lpt"), AnyOrder]
 PREDICTORS = [NoPredictor, mean_length, Forgetful, lambda: prefix_head(prefix_tokens=3, min_rollouts=2)]
 WORDS: dict[str, Any] = dict(budget=6, buffer=3, window=2, sinks=1, per_head=True)
-SPARSITIES = [
-    Dense(),
-    Streaming(**WORDS, protect_prompt=True),
-    Rkv(**WORDS, protect_prompt=False, kernel=3, importance=0.3, threshold=0.5),
-]
+STREAMING, RKV = (
+    ready("sparsity", name, **WORDS, protect_prompt=protect) for name, protect in (("streaming", True), ("rkv", False))
+)
 
 
 @pytest.mark.bits
 @settings(max_examples=20)
 @given(
     make=st.sampled_from([micro, infinite]),
-    chosen=st.tuples(*map(st.sampled_from, (SCHEDULERS, PREDICTORS, SPARSITIES))),
+    chosen=st.tuples(*map(st.sampled_from, (SCHEDULERS, PREDICTORS, [DENSE, STREAMING, RKV]))),
     slots=st.none() | st.integers(1, 6),
     shape=st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 60), st.integers(0, 99)),
     share=st.floats(0, 1.2),
@@ -127,42 +124,34 @@ def test_no_order_of_rollouts_ever_holds_more_than_the_budget_or_changes_one(
     assert engine.stats().kv_peak_bytes == ledger.peak <= budget
 
 
-def plan_of(sampler: Any, requests: int, prompts: int, prefix: int = 0, sparsity: Any = DENSE) -> KvPlan:
-    """For prompts of one block and 64 keys, which are 4 blocks of 16 x 256 bytes."""
-    asked = [Prompt(str(i), (3,) * 16, "") for i in range(prompts)]
-    some = [Request(asked[i % prompts], i, i, Sampling.plain(65)) for i in range(requests)]
-    layout = KvLayout(2, 2, 8, torch.float32)
-    return KvPlan.of(layout, sampler, sparsity, some, None, prefix, pauses=False)
+def test_one_that_was_preempted_begins_before_all_others_and_one_that_paused_whatever_waits() -> None:
+    waiting = [Sequence(index, request) for index, request in enumerate(some_requests(1, 4))]
+    admission = Admission(2, False)
+    admission.start(Fifo(), waiting)
+    running = admission.admit([])
+    admission.put_first(running.pop())
+    assert admission.admit(running) == [], "a round goes on"
+    assert admission.admit([]) == waiting[1:3]
+    admission.return_soon(waiting[0])
+    assert admission.admit([waiting[1]]) == [waiting[0]]
 
 
 def test_as_many_sequences_begin_as_have_a_block_beside_a_prompt() -> None:
+    """40 for 4 prompts of a block, with 64 keys each, which are 4 blocks of 16 x 256 bytes."""
+    prompts = [Prompt(str(i), (3,) * 16, "") for i in range(4)]
+    requests = [Request(prompts[i % 4], i, i, Sampling.plain(65)) for i in range(40)]
+    layout = KvLayout(2, 2, 8, torch.float32)
+
+    def plan_of(sampler: Any, sparsity: Any = DENSE) -> KvPlan:
+        return KvPlan.of(layout, sampler, sparsity, requests, None, 0, pauses=False)
+
     for blocks, slots in ((5, 4), (6, 5), (40, 39), (41, 40), (999, 40)):
-        plan = plan_of(infinite(kv_budget=4096 * blocks + 4095), 40, 4)
+        plan = plan_of(infinite(kv_budget=4096 * blocks + 4095))
         assert (plan.slots, plan.blocks) == (slots, min(blocks, 4 + 160))
-    assert plan_of(infinite(kv_budget=4096 * 99, slots=3), 40, 4).slots == 3
-    plan = plan_of(infinite(slots=3), 40, 4, sparsity=Streaming(**WORDS, protect_prompt=True))
+    plan = plan_of(infinite(slots=3), STREAMING)
     assert (plan.blocks, plan.own_blocks, plan.saved) == (4 + 3, 1, 1 - 7 / 16)
-    assert plan_of(infinite(), 40, 4).slots == 16 and plan_of(full(), 40, 4).slots == 40
     # An evaluation runs as many at a time as a step, or 128.
     assert [full().slots_for(300, per_step) for per_step in (None, 16, 200, 512)] == [128, 128, 200, 300]
-
-
-@pytest.mark.parametrize(
-    ("sampler", "parked", "lacks"),
-    [
-        # 6 prompts and 12 rollouts that wait with a block each take 18, and each slot 4. In 29 blocks that leaves 2 of
-        # the 5 slots that would fit with a prompt each, in 30 it leaves 3 of 6, and in 54 all 12 fit.
-        *(
-            (infinite(kv_budget=4096 * blocks), *plan)
-            for blocks, *plan in ((29, 0, True), (30, 1, False), (54, 0, False))
-        ),
-        (infinite(kv_budget=4096 * 21, slots=2), 0, True),
-        (infinite(slots=3), 1, False),
-    ],
-)
-def test_a_prefix_of_everybody_may_cost_half_of_the_slots(sampler: Any, parked: int, lacks: bool) -> None:
-    plan = plan_of(sampler, 12, 6, prefix=16)
-    assert (plan.parked_blocks, plan.lacks_room) == (parked, lacks)
 
 
 @pytest.mark.parametrize("scheduler", [Fifo, Lpt, fptas, AnyOrder])
@@ -190,30 +179,3 @@ def test_who_is_put_off_makes_the_same_tokens_again_and_a_byte_less_than_one_seq
     assert made == wanted and ledger.peak <= 3 * least
     assert stats.details["engine/restarts"] > 0 and stats.details["engine/restarted_tokens"] > 0
     assert stats.generated_tokens == sum(limits), "what was made twice counts once"
-
-
-def test_what_is_allocated_follows_what_is_held() -> None:
-    """Of slots that reserved the limit, 32 rollouts of log-normal lengths would take 32 x 256 x 256 bytes = 2 MiB."""
-    model = small_model(max_position_embeddings=512)
-    quantiles = [exp(3.81 + 0.833 * NormalDist().inv_cdf((i + 0.5) / 32)) for i in range(32)]
-    limits = np.random.default_rng(0).permutation(np.clip(np.rint(quantiles), 1, 256)).astype(int).tolist()
-    requests = ending_at(some_requests(prompts=4, n=8, tokens=256), limits)
-    for sampler in (infinite(slots=32), infinite(kv_budget=2**17)):
-        engine = make_engine(model, sampler=sampler, eos_token_ids=(VOCABULARY,))
-        list(engine.generate(requests))
-        stats = engine.stats()
-        assert stats.kv_peak_bytes <= 1.4 * stats.details["engine/kv_held_bytes"], "blocks of 16 for a mean of 40"
-    assert stats.kv_peak_bytes <= 2**17 and stats.slots >= 2 * (2**17 // sequence_bytes(requests, 256))
-
-
-def test_as_many_rollouts_run_as_there_is_room_for_what_eviction_leaves() -> None:
-    """However long they will be: 12 run at a time where 12 pages are, though 100 tokens of each would not fit."""
-    sparsity = Streaming(**WORDS, protect_prompt=True)
-    requests = some_requests(prompts=1, n=24, tokens=100)
-    page = TOKEN * round_up(sparsity.capacity(100, 200), BLOCK)
-    budget = sequence_bytes(requests, 1) + 12 * page
-    parts: dict[str, Any] = dict(sampler=infinite(kv_budget=budget), sparsity=sparsity, eos_token_ids=(VOCABULARY,))
-    _, engine, ledger = generate(requests, **parts)
-    stats = engine.stats()
-    assert ledger.peak == budget and stats.details["engine/rows_mean"] == 12.0
-    assert stats.decode_steps == 2 * 99 and stats.details.get("engine/restarts", 0.0) == 0.0

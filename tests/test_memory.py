@@ -162,7 +162,7 @@ LITTLE = 13 * MIB  # takes the weights, the optimizer and a few rows
 
 @cache
 def planner(device: torch.device = CPU, *words: str) -> Planner:
-    return Planner.of(prepare(settings_of(*RUN, "fit=auto", *words), lambda line: None), device)
+    return Planner.of(prepare(settings_of(*RUN, "fit=auto", *words)), device)
 
 
 def chosen(room: int, device: torch.device = CPU, typed: frozenset[str] = frozenset()) -> fit.Fitted:

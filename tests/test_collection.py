@@ -22,7 +22,7 @@ from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
 from grpo_cli.collect.requests import group_rollouts, requests_for, seed_of
 from grpo_cli.config.instantiate import Factories
-from grpo_cli.config.trial import try_rules
+from grpo_cli.config.prepare import try_rules
 from grpo_cli.engine.common import together
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.settings import Sampling

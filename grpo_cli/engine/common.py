@@ -117,7 +117,7 @@ class Tally:
 
 
 # Details that are summed (as are those in seconds); of bytes the largest counts, all others are averaged over steps.
-_SUMMED = {"engine/evictions", "engine/restarts", "engine/restarted_tokens", "engine/requests_again"}
+_SUMMED = {"engine/evictions", "engine/restarts", "engine/restarted_tokens"}
 
 
 def together(parts: Seq[EngineStats]) -> EngineStats:

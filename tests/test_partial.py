@@ -15,7 +15,7 @@ from small import VOCABULARY, contents, finished_in_rounds, make_engine, small_m
 
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.collect.resuming import GOLDEN, remaining_request
+from grpo_cli.collect.resuming import GOLDEN, remaining_request, unstarted
 from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.engine.sampling import uniforms
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf

@@ -1,4 +1,4 @@
-"""The edges: damaged and odd files, signals that come twice, sizes that nothing has, own code that fails."""
+"""The edges: links in a run folder, own code that changes what the run shares."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,9 @@ def test_a_cache_is_counted_as_large_as_it_is_and_slowness_is_said_once() -> Non
 
 
 def test_what_is_stopped_goes_on_where_it_was() -> None:
-    model, requests = foreign_model("phi"), some_requests(2, 4, tokens=24)
+    model, requests = foreign_model("phi"), some_requests(2, 4)
+    words = [replace(one.sampling, max_new_tokens=3 * place + 4) for place, one in enumerate(requests)]
+    requests = [replace(one, sampling=word) for one, word in zip(requests, words, strict=True)]
     found = finished_in_rounds(generating(model, sampler=micro(slots=5)), requests)
     assert same(found, generating(model).generate(requests))
 

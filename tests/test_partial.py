@@ -15,15 +15,15 @@ from small import VOCABULARY, contents, finished_in_rounds, make_engine, small_m
 
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.collect.resuming import GOLDEN, remaining_request
-from grpo_cli.collect.stored import from_plain
+from grpo_cli.collect.resuming import GOLDEN, remaining_request, unstarted
+from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.engine.sampling import uniforms
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.methods.april import Partial
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, ScoredGroup, Span
+from grpo_cli.types import ENVIRONMENT, EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
 MODEL = small_model()
 SAMPLERS = {
@@ -66,6 +66,14 @@ def test_the_rest_is_asked_for_as_a_longer_prompt_with_its_stream_moved_on() -> 
     assert (rest.prompt.token_ids, rest.sampling.max_new_tokens, rest.resumed_tokens) == ((3, 4, 7, 8, 9), 7, 3)
     assert (uniforms([request.seed], 9)[0, 3:] == uniforms([rest.seed], 6)[0]).all()
     assert rest.prompt.id.startswith("p+") and other.prompt.id != rest.prompt.id
+
+
+def test_a_group_comes_back_from_plain_values_as_it_was() -> None:
+    request = Request(Prompt("p", (3, 4), "x"), 2, 2**64 - 1, replace(Sampling.plain(9), stop=("a", "b")))
+    turns = (Span(4, 1), Span(ENVIRONMENT, 2), Span(5, 1))
+    partial = Rollout(request, (7, 8, 9, 7), (-0.1, 0.0, 0.0, -0.3), Finish.PARTIAL, turns)
+    group = Group(request.prompt, (partial, unstarted(replace(request, sample=5))))
+    assert from_plain(to_plain(group)) == group and not group.whole
 
 
 # Rounds that stop and go on

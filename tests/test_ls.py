@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
 
 import made
+from rich.console import Console
 from test_report import launched, leave
 from typed import done
+
+from grpo_cli.cli import ls
 
 
 def listed(*arguments: str) -> list[str]:
@@ -70,3 +74,13 @@ def test_damaged_files_cost_a_remark_and_nothing_else(elsewhere):
     assert "".join(lines).isprintable() and len([line for line in lines if line.startswith("train")]) == 2
     remarks = [line.partition(": ")[2] for line in lines if "[red]: " in line]
     assert [remark.split(" ")[0] for remark in remarks[1:]] == ["run.json", "summary.json", "metrics.jsonl:"]
+
+
+def test_a_narrow_screen_leaves_out_what_is_least_needed(elsewhere, monkeypatch):
+    leave(elsewhere / "outputs/train/a_folder_with_quite_a_long_name", (0.5,), settings=SETTINGS)
+    screen = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    monkeypatch.setattr(ls.terminal, "console", lambda: screen)
+    ls.list_runs(Path("outputs"))
+    head, row = screen.file.getvalue().splitlines()
+    assert head.split() == ["state", "model", "steps", "accuracy", "folder"]
+    assert len(row) <= 80 and row.endswith("outputs/train/a_folder_with_quite_a_long_name")

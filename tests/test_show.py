@@ -12,6 +12,7 @@ from rich.console import Console
 from typed import done, refused
 
 from grpo_cli.cli import show
+from grpo_cli.report.rollouts import before_and_after
 
 HOSTILE = "[red]\x1b[31m<script>alert(1)</script>\u202e\r\tend\nsecond line"
 
@@ -54,6 +55,35 @@ prompt q, answer 4
     4
 """
     assert done("show", run(tmp_path / "r", *rows)).partition("\n")[2] == expected
+
+
+def test_a_report_has_a_prompt_s_group_of_the_first_step_and_of_the_last(tmp_path):
+    rows = [row(step=1, prompt_id="q", reply="of another"), row(step=1, sample=1, reply="3", reward=0.0)]
+    rows += [row(step=1, reply="*\n2*"), row(step=2, reply="between"), row(step=3)]
+    expected = """\
+## After 1 steps
+
+    1+1=
+
+- reward 1, advantage +0.5, 2 tokens, eos, kept
+
+        *
+        2*
+
+- reward 0, advantage +0.5, 2 tokens, eos, kept
+
+        3
+
+## After 3 steps
+
+    1+1=
+
+- reward 1, advantage +0.5, 2 tokens, eos, kept
+
+        2
+"""
+    assert before_and_after(Path(run(tmp_path / "r", *rows))) == expected
+    assert before_and_after(Path(run(tmp_path / "one", rows[0]))) is None
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,23 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import duration, plain, shown
 
 COLUMNS = ("command", "state", "task", "model", "n", "m", "steps", "accuracy", "interval", "of", "age", "folder")
+LEAST_NEEDED = (
+    "interval",
+    "of",
+    "command",
+    "age",
+    "m",
+    "n",
+    "task",
+    "model",
+)  # left out, in this order, of a narrow screen
 FOLDERS = "grpo train leaves runs in outputs/train, grpo eval in outputs/eval, grpo train -m in outputs/multirun"
 WRITTEN = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.RUN)  # their times show when a run was alive
 
 
 def list_runs(folder: Path) -> None:
-    """Print the trainings and evaluations in or below a folder. UserError if it is not a folder."""
+    """Print the trainings and evaluations in or below a folder, with as many columns as fit. UserError if it is not a
+    folder."""
     if not folder.is_dir() and folder != Path("outputs"):
         raise UserError(f"{plain(folder)} is not a folder: name one that holds runs; {FOLDERS}")
     found = read_all([folder]) if folder.is_dir() else []
@@ -25,13 +36,17 @@ def list_runs(folder: Path) -> None:
     paths = [plain(folder if run.folder == folder.resolve() else folder / run.name) for run in runs]
     cells = [COLUMNS, *((*map(plain, _cells(run)), path) for run, path in zip(runs, paths, strict=True))]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    places, console = list(range(len(COLUMNS))), terminal.console()
+    for name in LEAST_NEEDED if console.is_terminal else ():
+        if sum(widths[place] + 2 for place in places) - 2 > console.width:
+            places.remove(COLUMNS.index(name))
+    lines = ["  ".join(f"{row[place]:<{widths[place]}}" for place in places).rstrip() for row in cells]
     lines = lines if runs else [f"no runs in or below {plain(folder)}: {FOLDERS}"]
     for run, path in zip(runs, paths, strict=True):
         remarks = (run.reason * (run.state is not State.COMPLETED), *run.notes)
         lines += [f"{path}: {plain(remark)}" for remark in remarks if remark]
     for line in lines:
-        terminal.console().print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _cells(run: Run) -> list[str]:

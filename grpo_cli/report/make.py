@@ -12,6 +12,7 @@ from grpo_cli.report.compare import Comparison, compare
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.overview import in_files, overview
 from grpo_cli.report.read import Run, read_all
+from grpo_cli.report.rollouts import before_and_after
 from grpo_cli.report.side_by_side import labelled, show_evaluations
 from grpo_cli.report.tables import arm_table, as_json, show
 from grpo_cli.runs import layout
@@ -32,8 +33,8 @@ def make(
 ) -> Comparison | None:
     """Report on every run in or below `folders`, into `out` or a new folder below outputs/report.
 
-    The folder gets pictures, and `report.json` with every number; of evaluations alone a table is shown and nothing
-    written (None). UserError if there are no runs or `out` cannot be written.
+    The folder gets pictures, a group of rollouts before and after, and `report.json` with every number; of evaluations
+    alone a table is shown and nothing written (None). UserError if there are no runs or `out` cannot be written.
     """
     console = console or terminal.console()
     out = out or layout.new_folder("report")
@@ -48,6 +49,9 @@ def make(
     drawn = plots.pictures(comparison) if installed("matplotlib") else {}
     files = {**drawn, "report.json": json_line(as_json(comparison), indent=1).encode()}
     files |= in_files(arm_table(comparison)) if comparison.arms else {}
+    groups = (before_and_after(run.folder) for arm in comparison.arms for run in arm.runs)
+    if (group := next(filter(None, groups), None)) is not None:
+        files["rollouts.md"] = group.encode()
     for name, data in files.items():
         write_atomically(out / name, data)
     for line in overview(comparison):

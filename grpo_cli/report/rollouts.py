@@ -80,6 +80,29 @@ def extremes(rollouts: Sequence[Recorded], best: int, worst: int) -> list[Record
     return order[:best] + order[max(best, len(order) - worst) :]
 
 
+def before_and_after(folder: Path) -> str | None:
+    """Return a group of the first recorded step and one of the last in Markdown, of one prompt if both have it; None if
+    a run has recorded fewer than two steps."""
+    last = read_recording(folder)
+    if last is None or len(last.steps) < 2:
+        return None
+    first = read_recording(folder, last.steps[0])
+    recordings = [one.rollouts for one in (first, last) if one is not None]
+    both = set.intersection(*({row.prompt_id for row in rows} for rows in recordings))
+    lines = []
+    for rows in recordings:
+        prompt_id = next(row.prompt_id for row in rows if row.prompt_id in both or not both)
+        group = [row for row in rows if row.prompt_id == prompt_id]
+        lines += [f"## After {group[0].step} steps", "", *_indented(group[0].prompt), ""]
+        for row in sorted(group, key=lambda row: row.sample):
+            lines += [f"- {', '.join(row.facts())}", "", *_indented(row.reply, 8), ""]
+    return "\n".join(lines)
+
+
+def _indented(text: str, by: int = 4) -> list[str]:
+    return [" " * by + line for line in visible(text).split("\n")]  # which Markdown shows as it is
+
+
 def visible(text: str) -> str:
     r"""Return text of several lines that is safe to print: control and invisible characters are escaped.
 

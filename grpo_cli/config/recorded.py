@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.config.choices import groups_of, read_command
-from grpo_cli.config.overrides import key_of, leaves, value_of
+from grpo_cli.config.overrides import is_ours, key_of, leaves, value_of
 from grpo_cli.config.trust import refuse_foreign
 from grpo_cli.runs.find import find_checkpoint, never_saved, resolve_run
 from grpo_cli.runs.layout import RUN, step_of
@@ -66,7 +66,7 @@ def over(command: str, record: RunRecord | None, decided: Mapping[str, Any], typ
     file, groups, kept = read_command(command), {*groups_of(command)}, dict[str, Any]()
     if record is not None:
         named = groups & {key_of(word) for word in typed}
-        replaced = {group for group in named if value_of(group, typed) != record.choices.get(group)}
+        replaced = {group for group in named if value_of(group, typed) != _choice(record, group)}
         kept = _kept(command, record, groups, replaced, typed)
         groups = groups - replaced
     config = OmegaConf.create(dict(file.values))
@@ -78,6 +78,13 @@ def over(command: str, record: RunRecord | None, decided: Mapping[str, Any], typ
     config.defaults = [{group: choice} for group, choice in chosen.items() if "/" not in group] + ["_self_", *of_hydra]
     ConfigStore.instance().store("recorded", config)
     return Start("recorded", [word for word in typed if not kept or key_of(word) not in groups], typed, record)
+
+
+def _choice(record: RunRecord, group: str) -> str | None:
+    """Return a run's choice of a group; None if it has a part of the user's own."""
+    part = record.config.get(group)
+    own = isinstance(part, dict) and not is_ours(part.get("_target_", "grpo_cli."))
+    return None if own else record.choices.get(group)
 
 
 def _kept(

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
-import torch
-
-from grpo_cli.engine.admission import Admission, Memory
-from grpo_cli.engine.kv_cache import CachedPrompt, KvLayout, PagedCache, blocks_for
+from grpo_cli.engine.admission import Admission, Forecast
+from grpo_cli.engine.kv_cache import BLOCK
 from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.settings import Sampling
@@ -33,23 +30,6 @@ def sequences(prompts: str, tokens: int = 9) -> list[Sequence]:
     return [Sequence(index, request) for index, request in enumerate(requests)]
 
 
-def memory(blocks: int, tokens: int = 9, paused: Collection[Sequence] = ()) -> tuple[Memory, PagedCache]:
-    cache = PagedCache(KvLayout(1, 1, 1, torch.float32), blocks, torch.device("cpu"))
-    return Memory(cache, blocks_for(tokens), tokens, 0, False, paused), cache
-
-
-def begin(cache: PagedCache, some: Seq[Sequence]) -> None:
-    """As an engine does."""
-    for one in some:
-        name = one.request.prompt.id
-        if name not in cache.prompts:
-            cache.prompts[name] = CachedPrompt(cache.take(1), 16, torch.zeros(1))
-        one.prompt = cache.prompts[name]
-        one.prompt.users += 1
-        one.blocks = cache.take(1)
-        one.append(5, 0.0)
-
-
 def indices(some: Seq[Sequence]) -> list[int]:
     return [one.index for one in some]
 
@@ -66,42 +46,32 @@ def test_slots_are_refilled_in_the_plans_order_or_in_rounds() -> None:
 
 
 def test_one_without_room_waits_before_all_that_are_chosen_later_and_others_begin() -> None:
-    """Of 4 blocks, a prompt takes one and a sequence one: one sequence of each of two prompts fits."""
-    waiting, (room, cache) = sequences("bbab", 2), memory(4, 2)
-    admission = Admission(4, True, room)
-    admission.start(InTurn([0, 2, 1, 3]), waiting)
-    first = admission.admit([])
-    begin(cache, first)
-    assert indices(first) == [0, 2] and not cache.free
-    for one in first:  # both end: their blocks come back, and their prompts are idle
-        assert one.prompt is not None
-        cache.give_back(one.blocks)
-        one.prompt.users -= 1
-    second = admission.admit([])
-    begin(cache, second)
-    assert indices(second) == [1, 3] and len(admission) == 0
+    """There is room for sequences 1 and 3 at first, then for all."""
+    waiting = sequences("aaaa")
+    admission = Admission(4, True)
+    admission.start(InTurn([0, 1, 2, 3]), waiting)
+    assert indices(admission.admit([], lambda one, _: one.index in {1, 3})) == [1, 3] and len(admission) == 2
+    assert indices(admission.admit([waiting[1]])) == [0, 2] and len(admission) == 0
 
 
-def test_one_that_was_preempted_begins_before_all_others_and_one_that_paused_whatever_waits() -> None:
+def test_one_that_has_begun_continues_before_all_others_and_in_a_round_that_goes_on() -> None:
     waiting = sequences("aaaa")
     admission = Admission(2, False)
     admission.start(InTurn([0, 1, 2, 3]), waiting)
-    running = admission.admit([])
-    admission.put_first(running.pop())
-    assert admission.admit(running) == [], "a round goes on"
-    assert indices(admission.admit([])) == [1, 2]
-    admission.return_soon(waiting[0])
-    assert indices(admission.admit([waiting[1]])) == [0]
+    first, second = admission.admit([])
+    admission.put_first(second)
+    assert admission.admit([first]) == [], "it has no token"
+    second.append(5, 0.0)
+    assert indices(admission.admit([first])) == [1]
+    assert admission.admit([second]) == [] and indices(admission.admit([])) == [2, 3]
 
 
-def test_sequences_fit_with_half_of_everybodys_last_block_left_empty_and_without_paused_ones() -> None:
-    """A prompt and two sequences that are expected to end at 16 tokens: 32 + 2 x 8 take 3 blocks beside the prompt."""
-    for blocks, paused, fits in ((4, 0, True), (3, 0, False), (4, 1, False), (5, 1, True)):
-        late = sequences("b")[0]
-        late.blocks = [8] * paused
-        waiting, (room, cache) = sequences("aa", 16), memory(9, 16, [late])
-        begin(cache, waiting)
-        for one in waiting:
-            one.predicted = 16.0
-        cache.count = blocks
-        assert room.is_full(waiting) != fits
+def test_what_sequences_hold_is_half_of_what_they_begin_and_end_with() -> None:
+    """Of 4 tokens now and 10 at the end, and of 0 and 20, of which 12 are kept; and of half a block each."""
+    forecast, (one, other) = Forecast(12, 8.0), sequences("aa")
+    one.made, one.predicted, other.predicted = 4, 8.0, 20.0
+    # The mean is of 8 + 4 tokens in one rollout, and 4 + 12 / 2 is more than the 8 that were predicted.
+    assert forecast.held([one, other]) == (4 + 10 + 0 + 12) / 2 + 2 * BLOCK / 2
+    forecast.finish(20)
+    one.predicted = other.predicted = None
+    assert forecast.held([one, other]) == (4 + 12 + 0 + 12) / 2 + 2 * BLOCK / 2, "16 each"

@@ -85,12 +85,12 @@ def broken(logprobs, batch, totals):
 def crash(group, keep, rng):
     return [][1]
 
-class NoDetails:
+class NoNext:
     needs_lengths = False
 
     def start(self, waiting, slots): ...
 
-    def plan(self, waiting, running, free): ...
+
 
 class NeedsModel:
     prefix_tokens = 0
@@ -166,8 +166,8 @@ def checked(m: int = 16, **changed: dict[str, Any]) -> None:
 
 
 def test_a_part_that_lacks_members_is_refused_unless_it_waits_for_the_model(user_module):
-    with pytest.raises(UserError, match="scheduler: user_rules.NoDetails lacks details"):
-        checked(scheduler={"_target_": f"{user_module}.NoDetails"})
+    with pytest.raises(UserError, match="scheduler: user_rules.NoNext lacks next"):
+        checked(scheduler={"_target_": f"{user_module}.NoNext"})
     checked(predictor={"_target_": f"{user_module}.NeedsModel"})
     settings = settings_of(f"engine._target_={user_module}.Thing", "+engine.own=1", "run_dir=outputs/x")
     with pytest.raises(UserError, match="engine: user_rules.Thing lacks reads_stop_strings, generate, stats"):

@@ -32,6 +32,7 @@ from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.types import Prompt, Request
 
 TOKEN = 256  # bytes of small_model: 2 layers x keys and values x 2 heads x 8 numbers of 4
+PAGE = TOKEN * BLOCK
 MODEL = small_model()
 DENSE = Dense()
 
@@ -94,7 +95,7 @@ def slot_bytes(tokens: int) -> int:
     return TOKEN * round_up(tokens - 1, BLOCK)
 
 
-SCHEDULERS = [Fifo, Sjf, Lpt, fptas, lambda: fptas(refill="lpt"), Backwards, PromptsFirst, AnyOrder]
+SCHEDULERS = [Fifo, Sjf, Lpt, fptas, Backwards, PromptsFirst, AnyOrder]
 PREDICTORS = [NoPredictor, mean_length, Forgetful, lambda: prefix_head(prefix_tokens=3, min_rollouts=2)]
 WORDS: dict[str, Any] = dict(budget=6, buffer=3, window=2, sinks=1, per_head=True)
 SPARSITIES = [
@@ -145,53 +146,40 @@ def test_room_for_one_sequence_serves_them_all_and_a_byte_less_none(make: Any, p
 
 
 def plan_of(sampler: Any, requests: int, prompts: int, prefix: int = 0, sparsity: Any = DENSE) -> KvPlan:
-    """For prompts of one block and 64 keys, which are 4 blocks of 16 x 256 bytes."""
-    asked = [Prompt(str(i), (3,) * 16, "") for i in range(prompts)]
-    some = [Request(asked[i % prompts], i, i, Sampling.plain(65)) for i in range(requests)]
+    """For prompts of one block, and keys of four."""
+    asked = [Prompt(str(i), (3,) * BLOCK, "") for i in range(prompts)]
+    some = [Request(asked[i % prompts], i, i, Sampling.plain(4 * BLOCK + 1)) for i in range(requests)]
     layout = KvLayout(2, 2, 8, torch.float32)
     return KvPlan.of(layout, sampler, sparsity, some, None, prefix, pauses=False)
 
 
 def test_as_many_sequences_begin_as_have_a_block_beside_a_prompt() -> None:
     for blocks, slots in ((5, 4), (6, 5), (40, 39), (41, 40), (999, 40)):
-        plan = plan_of(infinite(kv_budget=4096 * blocks + 4095), 40, 4)
+        plan = plan_of(infinite(kv_budget=PAGE * blocks + PAGE - 1), 40, 4)
         assert (plan.slots, plan.blocks) == (slots, min(blocks, 4 + 160))
-    assert plan_of(infinite(kv_budget=4096 * 99, slots=3), 40, 4).slots == 3
+    assert plan_of(infinite(kv_budget=PAGE * 99, slots=3), 40, 4).slots == 3
     plan = plan_of(infinite(slots=3), 40, 4, sparsity=Streaming(**WORDS, protect_prompt=True))
-    assert (plan.blocks, plan.own_blocks, plan.saved) == (4 + 3, 1, 1 - 7 / 16)
+    assert (plan.blocks, plan.own_blocks) == (4 + 3 * 2, 2), "9 keys each"
     assert plan_of(infinite(), 40, 4).slots == 16 and plan_of(full(), 40, 4).slots == 40
     # An evaluation runs as many at a time as a step, or 128.
     assert [full().slots_for(300, per_step) for per_step in (None, 16, 200, 512)] == [128, 128, 200, 300]
 
 
 @pytest.mark.parametrize(
-    ("sampler", "parked", "lacks"),
-    [
-        # 6 prompts and 12 rollouts that wait with a block each take 18, and each slot 4. In 29 blocks that leaves 2 of
-        # the 5 slots that would fit with a prompt each, in 30 it leaves 3 of 6, and in 54 all 12 fit.
-        (infinite(kv_budget=4096 * 29), 0, True),
-        (infinite(kv_budget=4096 * 30), 1, False),
-        (infinite(kv_budget=4096 * 54), 0, False),
-        (infinite(kv_budget=4096 * 21, slots=2), 0, True),
-        (infinite(kv_budget=4096 * 22, slots=2), 1, False),
-        (full(), 0, False),
-        (infinite(slots=3), 1, False),
-    ],
+    ("sampler", "parked"), [(infinite(kv_budget=PAGE * 30), 0), (full(), 0), (infinite(slots=3), 1)]
 )
-def test_a_prefix_of_everybody_may_cost_half_of_the_slots(sampler: Any, parked: int, lacks: bool) -> None:
-    plan = plan_of(sampler, 12, 6, prefix=16)
-    assert (plan.parked_blocks, plan.lacks_room) == (parked, lacks)
+def test_all_make_a_prefix_first_where_memory_has_no_bound_and_somebody_waits(sampler: Any, parked: int) -> None:
+    assert plan_of(sampler, 12, 6, prefix=BLOCK).parked_blocks == parked
 
 
 @pytest.mark.bits
-def test_without_room_for_a_prefix_lengths_are_not_predicted_which_is_said_once() -> None:
+def test_under_a_budget_nothing_is_predicted_from_a_prefix_which_is_said_once() -> None:
     requests, said = some_requests(prompts=3, n=4, tokens=40), list[str]()
     budget = slot_bytes(40) + prompt_bytes(requests)
     parts: dict[str, Any] = dict(scheduler=Lpt(), predictor=Forgetful(), warn=said.append)
     engine = make_engine(MODEL, sampler=infinite(kv_budget=budget), **parts)
     for _ in range(2):
         assert contents(engine.generate(requests)) == contents(make_engine(MODEL).generate(requests))
-        assert "engine/probe_steps" not in engine.stats().details
     assert len(said) == 1 and "sampler.kv_budget" in said[0]
 
 
@@ -216,7 +204,7 @@ def test_who_is_put_off_makes_the_same_tokens_again() -> None:
     made, engine, ledger = generate(requests, sampler=infinite(kv_budget=budget), **parts)
     stats = engine.stats()
     assert made == wanted and ledger.peak <= budget
-    assert stats.details["engine/restarts"] > 0 and stats.details["engine/restarted_tokens"] > 0
+    assert stats.details["engine/restarts"] > 0
     assert stats.generated_tokens == sum(limits), "what was made twice counts once"
 
 
@@ -231,7 +219,7 @@ def test_what_is_allocated_follows_what_is_held(budget: Any) -> None:
     engine = make_engine(model, sampler=sampler, eos_token_ids=(VOCABULARY,))
     list(engine.generate(requests))
     stats = engine.stats()
-    assert stats.kv_peak_bytes <= 1.4 * stats.details["engine/kv_held_bytes"], "blocks of 16 for a mean of 40"
+    assert stats.kv_peak_bytes <= 1.25 * stats.details["engine/kv_held_bytes"], "blocks of 8 for a mean of 40"
     if budget is not None:
         reserved = parse_bytes(budget) // (slot_bytes(256) + prompt_bytes(requests))
         assert stats.kv_peak_bytes <= parse_bytes(budget) and stats.slots >= 2 * reserved
@@ -247,7 +235,7 @@ def test_as_many_rollouts_run_as_there_is_room_for_what_eviction_leaves() -> Non
         requests, sampler=infinite(kv_budget=budget), sparsity=sparsity, eos_token_ids=(VOCABULARY,)
     )
     stats = engine.stats()
-    assert ledger.peak == budget and stats.details["engine/rows_mean"] == 12.0
+    assert ledger.peak == budget and (stats.slots, stats.slot_utilisation) == (12, 1.0)
     assert stats.decode_steps == 2 * 99 and stats.details.get("engine/restarts", 0.0) == 0.0
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 from grpo_cli.cli.main import app
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.determinism import without_company
-from grpo_cli.engine.layers import _silu
+from grpo_cli.engine.layers import NATIVE
 from grpo_cli.support.processor import strict_branch
 
 SETTLED = """
@@ -49,15 +50,6 @@ def test_averages_of_no_gradient_come_to_be_0_in_every_thread() -> None:
     assert said.stdout == "[0, 0]\n"
 
 
-@pytest.mark.parametrize("threads", [1, 3], indirect=True)
-def test_silu_has_the_same_bits_for_any_number_of_rows(threads: int) -> None:
-    """PyTorch's own has not, where threads share 115 or 456 rows of 288 so that a share ends within a vector."""
-    x = 3.0 * torch.randn(512, 288, generator=torch.Generator().manual_seed(0))
-    whole = _silu(x)
-    torch.testing.assert_close(whole, torch.nn.functional.silu(x))
-    assert all(torch.equal(_silu(x[:rows]), whole[:rows]) for rows in (1, 3, 100, 115, 199, 455, 456, 511))
-
-
 # Each a processor that this one can play: PyTorch's own kernels, MKL's and oneDNN's cut down, MKL's branches forced.
 PROCESSORS = {
     "AVX2 everywhere": {
@@ -69,17 +61,19 @@ PROCESSORS = {
 }
 PROGRAM = """
 import os, sys
+from dataclasses import replace
 from grpo_cli.support.processor import set_variables
 set_variables()
 import torch
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.determinism import without_company
+from grpo_cli.engine.layers import NATIVE
 from test_same_rollouts import POLICIES, same_in_short
 for threads in (3, 8):
     torch.set_num_threads(threads)
     for policy in (POLICIES["embedded"], POLICIES["576 wide"]):
         model = policy.model()
-        _, holds = without_company(Decoder.of(model))
+        _, holds = without_company(replace(Decoder.of(model), functions=NATIVE))
         if holds:
             same_in_short(model, policy.requests())
         print("held" if holds else "not held")
@@ -134,7 +128,7 @@ def test_a_product_that_depends_on_its_rows_is_found_out_and_said_once() -> None
 def test_rows_are_padded_until_they_agree() -> None:
     model = with_product(Crowded, "up_proj")
     require_bits(small_model())
-    decoder, holds = without_company(Decoder.of(model))
+    decoder, holds = without_company(replace(Decoder.of(model), functions=NATIVE))
     assert holds and decoder.padding.least >= 24
     same_in_short(model, some_requests(prompts=2, n=8, tokens=14))
 

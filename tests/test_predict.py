@@ -9,12 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from made import mean_length, prefix_head
 from small import make_engine, small_model, some_requests
 
-from grpo_cli.engine.length_predictor import PrefixHead, accuracy, kendall_tau
+from grpo_cli.engine.length_predictor import PrefixHead
 from grpo_cli.engine.scheduling import Lpt
 from grpo_cli.rules.ridge import fit_ridge
 from grpo_cli.settings import Sampling
@@ -30,29 +28,6 @@ def request(prompt_id: str, sample: int = 0, limit: int = 100, prompt_tokens: in
 def rollout(asked: Request, length: int) -> Rollout:
     finish = Finish.LENGTH if length == asked.sampling.max_new_tokens else Finish.EOS
     return Rollout(asked, tuple(range(length)), (0.0,) * length, finish)
-
-
-def tau_by_pairs(first: Sequence[float], second: Sequence[float]) -> float:
-    agree = untied_first = untied_second = 0
-    for i in range(len(first)):
-        for j in range(i):
-            a, b = first[i] - first[j], second[i] - second[j]
-            agree += ((a > 0) - (a < 0)) * ((b > 0) - (b < 0))
-            untied_first += a != 0
-            untied_second += b != 0
-    return agree / math.sqrt(untied_first * untied_second) if untied_first and untied_second else 0.0
-
-
-@settings(max_examples=100)
-@given(st.lists(st.tuples(st.integers(0, 6), st.floats(-3, 3).map(round)), max_size=25))
-@example([(1, 10), (2, 20), (3, 30)])
-@example([(1, 30), (2, 20), (3, 10)])
-@example([(5, 1), (5, 2), (5, 3)])  # one that ranks nothing
-def test_kendall_tau_is_what_counting_pairs_gives(pairs):
-    first, second = [float(a) for a, _ in pairs], [float(b) for _, b in pairs]
-    assert kendall_tau(first, second) == pytest.approx(tau_by_pairs(first, second))
-    assert kendall_tau([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / math.sqrt(2 * 3))
-    assert accuracy([], []) == {}
 
 
 def test_a_mean_is_of_the_prompt_if_it_was_seen_and_else_of_all_and_older_lengths_count_less():
@@ -81,12 +56,12 @@ def test_an_engine_reports_how_true_the_predictions_were():
     errors = [abs(len(r) - np.mean(lengths[r.request.prompt.id])) for r in again]
     assert engine.stats().details["predictor/mean_absolute_error"] == pytest.approx(np.mean(errors))
     list(engine.generate([replace(one, held_out=True) for one in requests]))
-    assert "predictor/kendall_tau" not in engine.stats().details
+    assert "predictor/mean_absolute_error" not in engine.stats().details
 
 
 def generate(
     predictor: PrefixHead, seed: int, count: int = 64, width: int = 12, noise: float = 0.1
-) -> tuple[Sequence[float] | None, list[int], dict[str, float]]:
+) -> tuple[Sequence[float] | None, list[int]]:
     """One `generate` whose lengths are hidden in the first direction of the states."""
     random = torch.Generator().manual_seed(seed)
     hidden = torch.randn(count, width, generator=random)
@@ -96,19 +71,16 @@ def generate(
     predicted = predictor.predict(asked, hidden)
     order = torch.randperm(count, generator=random).tolist()
     predictor.learn([rollout(asked[i], remaining[i] + predictor.prefix_tokens) for i in order], hidden[order])
-    return predicted, remaining, accuracy(predicted or [], remaining[: len(predicted or [])])
+    return predicted, remaining
 
 
 def test_the_prefix_head_learns_to_read_the_hidden_state_and_a_resumed_one_goes_on_bit_for_bit():
     predictor, twin, resumed = prefix_head(prefix_tokens=4), prefix_head(prefix_tokens=4), prefix_head(prefix_tokens=4)
     assert [generate(one, seed=0)[0] for one in (predictor, twin)] == [None, None]
     resumed.load_state(predictor.state())
-    predicted, remaining, metrics = generate(predictor, seed=1)
+    predicted, remaining = generate(predictor, seed=1)
     assert predicted == generate(twin, seed=1)[0] == generate(resumed, seed=1)[0] and len(predicted) == 64
-    assert metrics["predictor/kendall_tau"] > 0.85
-    assert metrics["predictor/mean_absolute_error"] < 0.3 * sum(remaining) / len(remaining)
-    with pytest.raises(UserError, match="another width"):
-        generate(predictor, seed=2, width=13)
+    assert np.mean(np.abs(np.subtract(predicted, remaining))) < 0.3 * np.mean(remaining)
     with pytest.raises(UserError, match="predictor"):
         predictor.load_state(mean_length().state())
 

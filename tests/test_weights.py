@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grpo_cli.engine import layers
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.determinism import without_company
-from grpo_cli.engine.layers import Each, Product, Weights, can_pack
+from grpo_cli.engine.layers import NATIVE, Each, Product, Weights, can_pack
 
 
 @pytest.fixture
@@ -81,12 +81,12 @@ def test_weights_are_not_packed_where_only_without_bits_hold(monkeypatch: pytest
 
     def uneven(self: Weights, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
         product = multiply(self, weight, bias)
-        return lambda x: product(x) * (1.0 + 1e-6 * (x.shape[0] % 7))
+        return (lambda x: product(x) * (1.0 + 1e-6 * (x.shape[0] % 7))) if self.packed else product
 
     require_bits(small_model())
     monkeypatch.setattr(Weights, "_multiply", uneven)
     other = small_model(vocab_size=26)  # what was found is remembered by shape
-    decoder, holds = without_company(replace(Decoder.of(other), may_pack=True))
+    decoder, holds = without_company(replace(Decoder.of(other), may_pack=True, functions=NATIVE))
     assert holds and not decoder.packs
     same_in_short(other, some_requests(prompts=2, n=8, tokens=14))
 

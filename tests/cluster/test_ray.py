@@ -162,7 +162,6 @@ def test_lengths_are_predicted_where_what_they_are_predicted_from_is(model, ray_
     head = made.prefix_head({"seed": 0}, prefix_tokens=2)
     engine = ray_engine(1, predictor=head, built={"scheduler": "lpt", "predicts": "prefix"})
     assert contents(engine.generate(REQUESTS)) == here(model)
-    assert engine.stats().details["engine/probe_steps"] > 0
 
 
 @pytest.mark.cluster

@@ -86,7 +86,7 @@ def trial(
     found += [rollout for _, rollout in generation.serve(Fifo())]
     waits, kernels = zip(*marks, strict=True)
     taken = ([after - before for before, after in pairwise(of)] for of in (waits, kernels))
-    return Trial(*taken, watched.casts - cast, generation.stats(), [len(rollout.token_ids) for rollout in found])
+    return Trial(*taken, watched.casts - cast, generation.stats({}), [len(rollout.token_ids) for rollout in found])
 
 
 PRECISIONS = ("bfloat16", "float32", "autocast")

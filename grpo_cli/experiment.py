@@ -25,7 +25,9 @@ from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samp
 from grpo_cli.interfaces import Engine, Parts, Runtime, Tracker, Warmup
 from grpo_cli.model.checks import check_device, check_vocabulary, context_of
 from grpo_cli.model.load import at_checkpoint, eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
-from grpo_cli.runs.record import code_version, read_record, write_summary
+from grpo_cli.runs.files import write_object
+from grpo_cli.runs.layout import SUMMARY
+from grpo_cli.runs.record import code_version, read_record
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import expand_segments
@@ -55,7 +57,7 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     """Return a training run that is ready to start: its model is loaded, and its checkpoint, if it resumes from one."""
     prepared = run if isinstance(run, Prepared) else prepare(run)
     settings = prepared.settings
-    console = ConsoleTracker(settings.train.steps, folder=Path(settings.run_dir), smaller=smaller(settings))
+    console = ConsoleTracker(settings.train.steps, Path(settings.run_dir), smaller(settings))
     checkpoint = checkpoint_to_resume(settings, console.warn)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     runtime = set_up(prepared, weights, console.warn)
@@ -90,7 +92,7 @@ def set_up(
     pad = pad_token_id(tokenizer, eos)
     room = context_of(model.config) - settings.sampling.max_new_tokens
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room, "warn": warn}
-    offered |= {"chat_defaults": weights.chat_template_kwargs, "run_dir": Path(settings.run_dir)}
+    offered |= {"chat_template_kwargs": weights.chat_template_kwargs, "run_dir": Path(settings.run_dir)}
     task = run.parts["task"].make(offered)
     for doubt in doubts_of_prompts(task, tokenizer, eos, settings):
         warn(doubt)
@@ -207,7 +209,7 @@ def evaluate_model(run: Prepared[EvalRunSettings]) -> EvalResult:
         summary["problems"] = len({example.prompt_id for example in result.examples})
         summary |= {"engine/kv_peak_bytes": float(stats.kv_peak_bytes), **stats.details}
         summary |= {"engine": runtime.engine.facts(), "code": code_version()}
-        write_summary(Path(settings.run_dir), summary)
+        write_object(Path(settings.run_dir) / SUMMARY, summary)
     finally:
         tracker.close(summary)
     return result

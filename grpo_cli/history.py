@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from grpo_cli.support.errors import UserError
@@ -18,14 +17,6 @@ KEPT = 8  # visits of a problem; with a decay of 0.7 the ninth would weigh 6 %
 UNSEEN = 0.5  # the solve rate assumed for a problem before its first visit
 
 
-class Solved(StrEnum):
-    """The outcome of a visit: none, some or all of its rollouts solved the prompt."""
-
-    NONE = "none"
-    MIXED = "mixed"
-    ALL = "all"
-
-
 @dataclass(frozen=True, slots=True)  # there is at least one for every problem that a run visits
 class Visit:
     """Rollouts of a problem made in one step."""
@@ -33,10 +24,6 @@ class Visit:
     step: int
     solved: int
     tried: int
-
-    @property
-    def outcome(self) -> Solved:
-        return Solved.NONE if self.solved == 0 else Solved.ALL if self.solved == self.tried else Solved.MIXED
 
 
 class History:
@@ -53,11 +40,6 @@ class History:
     def visits(self, problem: str) -> tuple[Visit, ...]:
         """Return the last visits, oldest first."""
         return self._visits.get(problem, ())
-
-    def outcome(self, problem: str) -> Solved | None:
-        """Return the outcome of the last visit."""
-        visits = self.visits(problem)
-        return visits[-1].outcome if visits else None
 
     def rate(self, problem: str, decay: float) -> float:
         """Return the mean share of rollouts that solved it, visits weighted by decay^age; `UNSEEN` if there was

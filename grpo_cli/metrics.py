@@ -32,9 +32,6 @@ METRICS: Mapping[str, str] = {
     "response/truncated": "Share of rollouts that were cut off at sampling.max_new_tokens or, in the last turn of an "
     "episode, at sampling.max_turn_tokens.",
     "turns/mean": "Mean number of the model's turns in an episode, where the task has several.",
-    "turns/max": "Most turns of an episode of the step.",
-    "turns/limit": "Share of episodes that were cut off: at sampling.max_new_tokens, by an answer without room, or in "
-    "the last turn at sampling.max_turn_tokens.",
     "turns/errors": "Answers of environments since the last step that name an error: of a tool call that could not be "
     "read, or of the user's code.",
     "tokens/environment": "Tokens of the step that environments answered: read, not sampled, and not trained on.",
@@ -51,8 +48,7 @@ METRICS: Mapping[str, str] = {
     "collect/unjudged_groups": "Groups of the step left out as the judge failed for each of their rollouts.",
     "warmup/loss": "Mean negative log-likelihood of a token at sampling.temperature, in a step of train.warmup=sft.",
     "judge/questions": "Questions that task.reward=judge has put to its model since the last step.",
-    "judge/kept": "Replies or groups whose question had been answered before, and was not asked again.",
-    "judge/retries": "Questions asked again after the server had failed.",
+    "judge/kept": "Completions whose question had been answered before, and was not asked again.",
     "judge/failed": "Questions without an answer in the end; what they were about is left out.",
     "collect/<figure>": "A figure that the chosen collector reports about itself.",
     "curriculum/predicted_rate": "Mean share of right rollouts that curriculum=target expected of the step's problems.",
@@ -75,7 +71,8 @@ METRICS: Mapping[str, str] = {
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the step's updates.",
     "optim/skipped_updates": "Updates skipped since the run began because the loss or the gradient was not finite.",
     "optim/empty_steps": "Steps without an update since the run began: nothing was left to train on, or no gradient.",
-    "mismatch/ratio_mean": "Mean over all sampled tokens of old policy (no dropout) / sampler probability; 1 if equal.",
+    "mismatch/ratio_mean": "Mean over sampled tokens of old policy (no dropout) / sampler probability; 1 if equal. "
+    "Like all of mismatch/*, of the rollouts that are trained on, or of all if the correction can reject some.",
     "mismatch/ratio_min": "Smallest of those ratios in the step.",
     "mismatch/log_ratio_q001": "0.1 % quantile of the logarithm of that ratio.",
     "mismatch/log_ratio_q01": "1 % quantile of the logarithm of that ratio.",
@@ -83,11 +80,8 @@ METRICS: Mapping[str, str] = {
     "mismatch/rejected": "Share of rollouts that the correction took out of the loss altogether.",
     "mismatch/masked_tokens": "Share of response tokens that the correction took out of the loss.",
     "mismatch/weight_mean": "Mean importance weight over the response tokens left in the loss.",
-    "mismatch_trained/<figure>": "mismatch/* over the trained rollouts alone, in its place where those are fewer "
-    "than all and the correction rejects none: then no forward pass is made for the others.",
     "off/token_share": "Share of the trained tokens that weights of earlier updates have sampled.",
     "off/lag_mean": "By how many updates the weights that sampled a trained token are older, on average.",
-    "off/lag_max": "The largest of those numbers.",
     "off/given_share": "Share of the trained tokens that no policy sampled: they come from demonstrations.",
     "off/ess": "Effective sample size of an update's rollouts by their importance weights, as a share of their number.",
     "off/active": "Share of tokens neither masked nor clipped; below 0.9 correction.prox=ewma averages again.",
@@ -116,7 +110,6 @@ METRICS: Mapping[str, str] = {
     "time/optimizer": "Of time/update, what clipping and the optimizer's step took.",
     "time/eval": "Seconds of this step spent on evaluation.",
     "time/checkpoint": "Seconds spent saving since the record before (a checkpoint comes after its step's record).",
-    "time/checkpoint_write": "With train.checkpoint=lazy, seconds in which one was copied and written meanwhile.",
     "time/step": "Seconds of the whole step.",
     "time/<phase>": "Seconds of this step spent in this phase.",
     "clock/train_seconds": "Seconds of training since the run began, evaluation left out.",
@@ -165,11 +158,8 @@ def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:
     episodes = [one for group in groups for one in group.rollouts if one.finish is not Finish.PARTIAL]
     if not episodes:
         return {}
-    turns = [len(episode.turns) for episode in episodes]
     return {
-        "turns/mean": sum(turns) / len(turns),
-        "turns/max": float(max(turns)),
-        "turns/limit": sum(episode.finish is Finish.LENGTH for episode in episodes) / len(episodes),
+        "turns/mean": sum(len(episode.turns) for episode in episodes) / len(episodes),
         "tokens/environment": float(sum(len(episode) - episode.num_sampled for episode in episodes)),
     }
 
@@ -193,14 +183,8 @@ def reuse_metrics(batch: Batch) -> dict[str, float]:
     return {
         "off/token_share": int((ages > 0).sum()) / max(tokens, 1),
         "off/lag_mean": int(ages.sum()) / max(tokens - given, 1),
-        "off/lag_max": float(ages.max()),
         "off/given_share": given / max(tokens, 1),
     }
-
-
-def trained_mismatch(mismatch: Mapping[str, float]) -> dict[str, float]:
-    """Return a correction's metrics, named as those of the trained rollouts alone."""
-    return {name.replace("mismatch/", "mismatch_trained/", 1): value for name, value in mismatch.items()}
 
 
 def zero_std_share(groups: Sequence[ScoredGroup]) -> float:

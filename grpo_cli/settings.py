@@ -104,7 +104,7 @@ class ModelSettings(Strict):
     lora: LoraSettings
     adapter: str | None
     eos_tokens: tuple[str, ...]
-    chat_template_kwargs: Mapping[str, Any] | None  # for the model's own template; the task's take precedence
+    chat_template_kwargs: Mapping[str, Any] | None  # variables of the chat template
     architecture: Mapping[str, Any] | None
     recipe: Mapping[str, Any]  # what `auto` means in other groups (see `config.auto`)
 

@@ -18,7 +18,7 @@ from grpo_cli.interfaces import Parts, SetUp, Warmup
 from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on, without_rows
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
-from grpo_cli.metrics import reuse_metrics, trained_mismatch
+from grpo_cli.metrics import reuse_metrics
 from grpo_cli.runs import layout
 from grpo_cli.select import CUT_OFF, Selection, batch_advantages, batch_rows, cut_off, finalised, row_weights, select
 from grpo_cli.settings import RunSettings
@@ -115,9 +115,8 @@ class Step:
         if not any(selection.indices for selection in selected):
             self._warn_of_rejection(step, selected)
             progress.empty_steps += 1
-            return TrainedStep((), selected, 0, verdict.metrics if verdict else {}, {})
+            return TrainedStep((), selected, 0, verdict.metrics if verdict else {})
         batch, rejections = self._batch_of(selected, everything), list[str]()
-        of_all = verdict is not None or len(batch) == len(everything)
         with self._span("logprobs"):
             if self._parts.reference is not None:
                 with self._span("ref_logprobs"):
@@ -137,8 +136,7 @@ class Step:
         if verdict is None and updates:  # the learner's own pass was made before the policy moved
             verdict = verdict_on(self._parts.rules.correction, batch, updates[0].logprobs)
         mismatch = verdict.metrics if verdict else {}
-        reuse |= self._end_old_policy(updates, mismatch)
-        return TrainedStep(updates, selected, tokens, mismatch if of_all else trained_mismatch(mismatch), reuse)
+        return TrainedStep(updates, selected, tokens, {**mismatch, **reuse, **self._end_old_policy(updates, mismatch)})
 
     def _corrected(self, batch: Batch) -> tuple[Batch, Verdict]:
         """Return the batch with the old policy's log-probabilities and the correction applied, and its verdict."""

@@ -16,7 +16,8 @@ from grpo_cli.learner.learner import rate_jump, schedule_of
 from grpo_cli.runs import layout
 from grpo_cli.runs.background import Saver
 from grpo_cli.runs.checkpoint import clear_leftovers, damaged, load_state, rng_state, save_checkpoint, set_rng_state
-from grpo_cli.runs.record import code_version, write_summary
+from grpo_cli.runs.files import write_object
+from grpo_cli.runs.record import code_version
 from grpo_cli.runs.stop import Stop
 from grpo_cli.settings import RunSettings
 from grpo_cli.step import Step
@@ -40,9 +41,7 @@ class Trainer:
         self._progress = Progress()
         self._saver = Saver(settings.train.checkpoint == "lazy", parts.meter.span)
         self._learner.before_change = self._saver.wait_until_copied
-        correction = parts.rules.correction
-        is_corrected = correction.needs_old_logprobs or correction.prox == "sampler" or settings.optim.ess != "none"
-        self._health = HealthCheck(reuse_is_answered=is_corrected)
+        self._health = HealthCheck()
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, RecordFiles)]
         self._stop = Stop(parts.say)
         self._resumed = checkpoint is not None
@@ -83,7 +82,7 @@ class Trainer:
     def _write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary. If that fails after another failure, only warn: the first error is the one to raise."""
         try:
-            write_summary(self._run_dir, summary)
+            write_object(self._run_dir / layout.SUMMARY, summary)
         except UserError as error:
             if summary["error"] is None:
                 raise
@@ -137,7 +136,7 @@ class Trainer:
 
     def _log(self, record: Record) -> None:
         """Write a step's record, with the time that it took."""
-        record = replace(record, metrics={**record.metrics, **self._parts.meter.take(), **self._saver.take()})
+        record = replace(record, metrics={**record.metrics, **self._parts.meter.take()})
         for tracker in self._parts.trackers:
             tracker.log(record)
         for warning in self._health.check(record.metrics):

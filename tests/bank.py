@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from small import FakeEngine
 
 from grpo_cli.collect.collection import StepCollection
@@ -17,33 +16,10 @@ from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout
 SAMPLING = Sampling.plain(1)
 
 
-def collection_of(
-    engine: Any,
-    curriculum: Curriculum,
-    *,
-    n: int,
-    prompts: int,
-    sampling: Sampling = SAMPLING,
-    seed: int = 0,
-    step: int = 0,
-    history: History | None = None,
-    version: int = 0,
-    **more: Any,
-) -> StepCollection:
-    """A step's, of an engine that is its task as well."""
-    return StepCollection(
-        n=n,
-        prompts=prompts,
-        sampling=sampling,
-        seed=seed,
-        step=step,
-        curriculum=curriculum,
-        engine=engine,
-        task=engine,
-        history=History() if history is None else history,
-        version=version,
-        **more,
-    )
+def collection_of(engine: Any, curriculum: Curriculum, **words: Any) -> StepCollection:
+    """A step's, of an engine that is its task as well; `n` and `prompts` are needed."""
+    words = {"sampling": SAMPLING, "seed": 0, "step": 0, "version": 0, "history": History()} | words
+    return StepCollection(curriculum=curriculum, engine=engine, task=engine, **words)
 
 
 class Scripted(FakeEngine):
@@ -70,11 +46,6 @@ class Scripted(FakeEngine):
 
     def stats(self) -> EngineStats:
         return EngineStats(decode_steps=1, generated_tokens=len(self.rounds[-1]), slots=1, slot_utilisation=1.0)
-
-
-def mixed(groups: Sequence[ScoredGroup]) -> float:
-    """The share of groups that are solved by some of their rollouts and not by others."""
-    return float(np.mean([0 < group.solved < len(group.rollouts) for group in groups]))
 
 
 def group_of(prompt: Prompt, solved: int, tried: int = 8) -> ScoredGroup:

@@ -17,19 +17,13 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from grpo_cli.runs import layout
 from grpo_cli.support.processor import set_variables
 
 set_variables()  # before torch is loaded
 # A shell ignores ctrl-C for what it starts in the background, and nohup hang-ups; tests send both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-CLONE = Path(__file__).parents[1]
-SCRIPTS = CLONE / "scripts"
-# What commands leave behind, of which a test that forgets its own folder leaves some in the current one.
-LEFT = (layout.RUN, layout.LOCK, layout.METRICS, layout.ROLLOUTS, layout.SUMMARY, layout.SAMPLES)
-LEFT += (layout.PROFILE, layout.CHECKPOINTS, layout.STATUS, layout.HYDRAS_SWEEP, layout.WANDB, ".hydra", "outputs/*/*")
-_THERE_BEFORE = pytest.StashKey[set[Path]]()
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 SMOLLM2 = Path(os.environ.get("SMOLLM2", SCRIPTS.parent / "models" / "smollm2"))
 sys.path += [str(SCRIPTS), str(SCRIPTS / "bench")]
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -91,35 +85,17 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
-def _left_behind() -> set[Path]:
-    return {path for pattern in LEFT for path in CLONE.glob(pattern)}
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    session.config.stash[_THERE_BEFORE] = _left_behind()
-
-
-@pytest.hookimpl(trylast=True)  # after xdist has stopped its workers
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Tests leave nothing of a run in the clone. Of several processes the first one looks, once all have ended."""
-    left = sorted(map(str, _left_behind() - session.config.stash[_THERE_BEFORE]))
-    if not left or hasattr(session.config, "workerinput"):
-        return
-    if exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    print(f"\nThe tests have left behind: {', '.join(left)}. Give them a folder (tmp_path).", file=sys.stderr)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    lacks = {
+        "gpu": "" if _has_gpu() else "no CUDA device",
+        "smollm2": "" if (SMOLLM2 / "model.safetensors").is_file() else f"{SMOLLM2} lacks: scripts/get_smollm2.sh",
+        "vllm": "" if importlib.util.find_spec("vllm") else "vLLM is not installed (scripts/install_vllm.sh)",
+    }
     for item in items:
-        if item.get_closest_marker("gpu") and not _has_gpu():
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        for name in (name for name in lacks if item.get_closest_marker(name) and lacks[name]):
+            item.add_marker(pytest.mark.skip(reason=lacks[name]))
         if item.get_closest_marker("gpu"):  # cuBLAS and the profiler warn of their own start
             item.add_marker(pytest.mark.filterwarnings("default"))
-        if item.get_closest_marker("smollm2") and not (SMOLLM2 / "model.safetensors").is_file():
-            item.add_marker(pytest.mark.skip(reason=f"{SMOLLM2} is not there (scripts/get_smollm2.sh)"))
-        if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
-            item.add_marker(pytest.mark.skip(reason="vLLM is not installed (scripts/install_vllm.sh)"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

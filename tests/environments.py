@@ -49,15 +49,6 @@ class Responding:
         return behave(self.turns[-1]) and 1.0
 
 
-async def later(how: str) -> str:
-    """Behave.
-
-    Args:
-        how: by name
-    """
-    return behave(how)
-
-
 def now(how: str) -> str:
     """Behave.
 
@@ -65,6 +56,13 @@ def now(how: str) -> str:
         how: by name
     """
     return behave(how)
+
+
+async def later(how: str) -> str:
+    return behave(how)
+
+
+later.__doc__ = now.__doc__
 
 
 def score(row, turns, reply):

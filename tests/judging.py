@@ -16,16 +16,13 @@ def said(content: Any, finish: str = "stop") -> str:
 
 class Server:
     """`answer` is given each question and returns the content of its answer; or (status, body) of a whole one, or None
-    to say nothing until the test is over. `questions`, `bodies`, `headers`: what it was sent; `most`: at a time."""
+    to say nothing until the test is over. `questions`, `headers`: what it was sent."""
 
     def __init__(self, answer: Callable[[str], Any]) -> None:
         self.answer, self.over = answer, threading.Event()
         self.questions: list[str] = []
-        self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.models: tuple[int, str] = (200, json.dumps({"data": [{"id": "judge"}]}))
-        self.now = self.most = 0
-        self._lock = threading.Lock()
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -35,16 +32,9 @@ class Server:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                question = body["messages"][0]["content"]
-                with server._lock:
-                    server.questions.append(question)
-                    server.bodies.append(body)
-                    server.headers.append(dict(self.headers))
-                    server.now += 1
-                    server.most = max(server.most, server.now)
+                server.questions.append(question := body["messages"][0]["content"])
+                server.headers.append(dict(self.headers))
                 answer = server.answer(question)
-                with server._lock:
-                    server.now -= 1
                 if answer is None:
                     server.over.wait(60)
                 else:

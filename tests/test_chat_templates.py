@@ -44,12 +44,12 @@ def write(path: Path, *rows: Any) -> str:
     return str(path)
 
 
-def asks(path: Path, *questions: Any, **more: Any) -> str:
-    return write(path, *({"question": question, "answer": "1", **more} for question in questions))
+def asks(folder: Path, *questions: Any) -> str:
+    return write(folder / "p.jsonl", *({"question": question, "answer": "1"} for question in questions))
 
 
-def made(path: str, template: str | bool = THINKS, defaults: Any = None, **settings: Any) -> Jsonl:
-    return task_of("jsonl", make_tokenizer(chat_template=template), path=path, chat_defaults=defaults, **settings)
+def made(path: str, template: str | bool = THINKS, words: Any = None, **settings: Any) -> Jsonl:
+    return task_of("jsonl", make_tokenizer(chat_template=template), path=path, chat_template_kwargs=words, **settings)
 
 
 def prompts(task: Jsonl) -> list[str]:
@@ -77,7 +77,7 @@ def published(name: str) -> str:
 def test_tokens_are_those_of_transformers_own_call(tmp_path: Path, template: str | bool, words: dict[str, Any]) -> None:
     questions = ["What is 1?", [*CHAT[1:2]], CHAT, CHAT[:2]]
     template = published(template[3:]) if str(template).startswith("of ") else template
-    task = made(asks(tmp_path / "p.jsonl", *questions), template, chat_template_kwargs=words)
+    task = made(asks(tmp_path, *questions), template, words)
     for prompt in (*task.prompts("train"), *task.prompts("eval")):
         question = questions[int(prompt.id.split("-")[1]) - 1]
         chat = question if isinstance(question, list) else [{"role": "user", "content": question}]
@@ -85,42 +85,25 @@ def test_tokens_are_those_of_transformers_own_call(tmp_path: Path, template: str
         assert list(prompt.token_ids) == theirs(chat, add_generation_prompt=True, return_dict=False, **words)
 
 
-def test_the_models_word_counts_where_the_template_reads_it_and_the_task_says_nothing(tmp_path: Path) -> None:
-    path, of_model = asks(tmp_path / "p.jsonl", "a", "b"), {"enable_thinking": False}
-    assert all(text.endswith(EMPTY) for text in prompts(made(path, defaults=of_model)))
-    told = {"enable_thinking": True}
-    assert not any(EMPTY in text for text in prompts(made(path, defaults=of_model, chat_template_kwargs=told)))
-    for settings in ({"template": True}, {"use_chat_template": False}):  # reads no such word; is not used
-        assert not any(EMPTY in text for text in prompts(made(path, defaults=of_model, **settings)))
-
-
-@pytest.mark.parametrize(
-    ("template", "word", "named"),
-    [
-        (THINKS, "enable_thinkin", "did you mean"),
-        (True, "enable_thinking", "is read by no"),
-        (False, "x", "leave it out"),
-    ],
-)
-def test_a_word_that_the_template_does_not_read_is_refused(
-    tmp_path: Path, template: str | bool, word: str, named: str
-) -> None:
-    with pytest.raises(UserError, match=f"task.chat_template_kwargs.*{named}"):
-        made(asks(tmp_path / "p.jsonl", "a", "b"), template, chat_template_kwargs={word: False})
+def test_a_word_of_the_template_reaches_it_where_it_is_used(tmp_path: Path) -> None:
+    path, words = asks(tmp_path, "a", "b"), {"enable_thinking": False}
+    assert all(text.endswith(EMPTY) for text in prompts(made(path, words=words)))
+    assert not any(EMPTY in text for text in prompts(made(path, words=words, use_chat_template=False)))
+    for template, word, named in ((THINKS, "enable_thinkin", "did you mean"), (True, "x", "is not read by")):
+        with pytest.raises(UserError, match=f"model.chat_template_kwargs.*{named}"):
+            made(path, template, {word: False})
 
 
 def test_the_empty_place_for_reasoning_that_a_template_drops_is_named_and_kept_by_the_setting(tmp_path: Path) -> None:
     """With enable_thinking=false a turn is drawn behind an empty block, and earlier turns have none."""
-    path, words = asks(tmp_path / "p.jsonl", "a", "b"), {"turns": 2, "environment": "environments:Responding"}
+    words: Any = {"turns": 2, "environment": "environments:Responding", "words": {"enable_thinking": False}}
     with pytest.raises(UserError, match="task.keep_reasoning=true"):
-        made(path, chat_template_kwargs={"enable_thinking": False}, **words)
-    task = made(path, chat_template_kwargs={"enable_thinking": False}, keep_reasoning=True, **words)
+        made(asks(tmp_path, "a", "b"), **words)
+    task = made(asks(tmp_path, "a", "b"), keep_reasoning=True, **words)
     prompt, turn = task.prompts("train")[0], task._prompting.tokenizer.encode("2<|im_end|>", add_special_tokens=False)
-    read = [*prompt.token_ids, *turn, *task.between([turn], ["No."])]
+    read = task.raw_text([*prompt.token_ids, *turn, *task.between([turn], ["No."])])
     begun = f"<|im_start|>assistant\n{EMPTY}"
-    assert task._prompting.tokenizer.decode(read).endswith(
-        f"{begun}2<|im_end|>\n<|im_start|>user\nNo.<|im_end|>\n{begun}"
-    )
+    assert read.endswith(f"{begun}2<|im_end|>\n<|im_start|>user\nNo.<|im_end|>\n{begun}")
 
 
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
@@ -139,7 +122,7 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
 )
 def test_a_chat_that_cannot_be_put_is_refused_at_once(tmp_path: Path, question: Any, settings: Any, named: str) -> None:
     with pytest.raises(UserError, match=named):
-        made(asks(tmp_path / "p.jsonl", question, "b", "c"), **settings)
+        made(asks(tmp_path, question, "b", "c"), **settings)
 
 
 def test_a_field_of_a_field_is_read_unless_there_is_one_of_that_very_name(tmp_path: Path) -> None:
@@ -149,14 +132,14 @@ def test_a_field_of_a_field_is_read_unless_there_is_one_of_that_very_name(tmp_pa
     assert {p.answer for split in ("train", "eval") for p in task.prompts(split)} == {"0", "1", "2", "9"}
 
 
-@pytest.mark.parametrize("tag", ["</think>", "[THINK]", "<answer>"])
-def test_tags_that_are_special_tokens_are_read_and_the_end_is_not(tag: str, tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(chat_template=True)
-    tokenizer.add_special_tokens({"extra_special_tokens": ["<|eom_id|>", tag]})
-    task = task_of("jsonl", tokenizer, path=asks(tmp_path / "p.jsonl", "a", "b"))
-    for end in ("", "<|im_end|>", "<|endoftext|>", "<|eom_id|>"):
-        ids = tokenizer.encode(f"{tag}7{tag}{end}", add_special_tokens=False)
-        assert task.text(ids) == f"{tag}7{tag}" and task.raw_text(ids) == f"{tag}7{tag}{end}"
+def test_tags_that_are_special_tokens_are_read_and_the_end_is_not(tmp_path: Path) -> None:
+    tokenizer, tags = make_tokenizer(chat_template=True), ["</think>", "[THINK]", "<answer>"]
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|eom_id|>", *tags]})
+    task = task_of("jsonl", tokenizer, path=asks(tmp_path, "a", "b"))
+    for tag in tags:
+        for end in ("", "<|im_end|>", "<|endoftext|>", "<|eom_id|>"):
+            ids = tokenizer.encode(f"{tag}7{tag}{end}", add_special_tokens=False)
+            assert task.text(ids) == f"{tag}7{tag}" and task.raw_text(ids) == f"{tag}7{tag}{end}"
 
 
 @pytest.mark.parametrize(
@@ -180,47 +163,37 @@ def test_the_end_of_a_turn_ends_a_completion(template: str | bool, end: str | No
     assert eos_token_ids(model, tokenizer, ("4",)) == (*tokenizer.encode("4"),)
 
 
-NO_HEADER = CHAT_TEMPLATE.partition("{% if add")[0]
+NO_HEADER, HEADER = CHAT_TEMPLATE.partition("{% if add")[0], "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"
 VICUNA = "{% for m in messages %}{{ 'U: ' if m.role == 'user' else 'A: ' }}{{ m.content }}{{ eos_token }}{% endfor %}"
+ENDED = CHAT_TEMPLATE + "{{ eos_token }}"
 
 
 @pytest.mark.parametrize(
     ("template", "expected"),
-    [
-        (NO_HEADER, "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"),
-        (VICUNA, "U: 1?<|im_end|>A:"),
-        (CHAT_TEMPLATE + "{{ eos_token }}", "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"),
-        (False, "Question: 1?\nAnswer:"),
-    ],
+    [(NO_HEADER, HEADER), (VICUNA, "U: 1?<|im_end|>A:"), (ENDED, HEADER), (False, "Question: 1?\nAnswer:")],
 )
 def test_a_prompt_ends_with_the_header_of_the_reply_and_without_an_end(
     template: str | bool, expected: str, tmp_path: Path
 ) -> None:
     tokenizer = make_tokenizer(chat_template=template)
     special = [("<|im_end|>", 3), ("<|begin|>", 4)]
-    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|begin|> $A <|im_end|> <|im_end|>", special_tokens=special
-    )
-    words = {"template": "Question: {question}\nAnswer:"}
-    task = task_of("jsonl", tokenizer, path=asks(tmp_path / "p.jsonl", "1?", "2?"), **words)
+    ends = processors.TemplateProcessing(single="<|begin|> $A <|im_end|> <|im_end|>", special_tokens=special)
+    tokenizer._tokenizer.post_processor = ends
+    task = task_of("jsonl", tokenizer, path=asks(tmp_path, "1?", "2?"), template="Question: {question}\nAnswer:")
     (prompt,) = task.prompts("train")
     assert task.raw_text(prompt.token_ids).removeprefix("<|begin|>").replace("2?", "1?") == expected
 
 
 def test_a_template_that_reads_the_clock_reads_the_same_moment_always(tmp_path: Path) -> None:
-    path = asks(tmp_path / "p.jsonl", "a", "b")
     template = "{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}" + CHAT_TEMPLATE
-    first = prompts(made(path, template))
-    assert first == prompts(made(path, template)) and first[0].startswith("26 Jul 2024 00:00:00.000000<|im_start|>")
-
-
-ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    first = prompts(made(asks(tmp_path, "a", "b"), template))[0]
+    assert first.startswith("26 Jul 2024 00:00:00.000000<|im_start|>")
 
 
 @pytest.mark.parametrize(
     "template",
     [
-        ENDLESS,
+        "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,
         "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
         "{{ 'x' * 20000000 }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -230,9 +203,8 @@ def test_a_template_that_fails_or_takes_too_much_is_refused(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompting, "MOST_SECONDS", 0.5)
-    path = asks(tmp_path / "p.jsonl", "a", "b")
     with pytest.raises(UserError, match="chat template"):
-        made(path, template)
+        made(asks(tmp_path, "a", "b"), template)
 
 
 def sentence_pieces(scheme: str, template: str) -> PreTrainedTokenizerFast:

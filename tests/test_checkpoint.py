@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_cli.runs import layout
 from grpo_cli.runs.checkpoint import clear_leftovers, damaged, load_state, rng_state, save_checkpoint, set_rng_state
-from grpo_cli.runs.find import find_checkpoint, resolve_run
+from grpo_cli.runs.find import completed_steps, find_checkpoint, resolve_run
 from grpo_cli.support.errors import UserError
 
 
@@ -36,12 +37,9 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "run" / "checkpoints"
-
-
-def test_what_was_saved_is_found_and_loaded(root):
+def test_what_was_saved_is_found_and_loaded_and_the_last_few_are_kept(tmp_path):
+    """Never fewer than the one just written, and complete ones alone are counted."""
+    root = tmp_path / "run" / "checkpoints"
     assert find_checkpoint(root).path is None
     path = save(root, 100, optimizer={"state": {0: torch.arange(3.0)}}, cursor=(1, 2), words=OrderedDict(a=None))
     assert path == root / "step_000100" and names(root) == ["step_000100"]
@@ -50,49 +48,41 @@ def test_what_was_saved_is_found_and_loaded(root):
     loaded = load_state(path)
     assert torch.equal(loaded["optimizer"]["state"][0], torch.arange(3.0))
     assert loaded["cursor"] == (1, 2) and loaded["words"] == {"a": None} and loaded["step"] == 100
-
-
-def test_only_the_last_few_complete_ones_are_kept_and_never_fewer_than_the_one_just_written(root):
-    for step in (1, 2, 3, 4):
+    for step in (101, 102):
         save(root, step, keep=2)
-    assert names(root) == ["step_000003", "step_000004"]
-    save(root, 2, keep=2)  # a run that went back to an earlier step: what it just wrote stays
-    assert names(root) == ["step_000002", "step_000004"]
-    (root / "step_000004" / "COMPLETE").unlink()
-    save(root, 6, keep=0)
-    assert names(root) == ["step_000004", "step_000006"]
+    save(root, 2, keep=2)  # a run that went back to an earlier step
+    assert names(root) == ["step_000002", "step_000102"]
+    (root / "step_000102" / "COMPLETE").unlink()
+    save(root, 103, keep=0)
+    assert names(root) == ["step_000102", "step_000103"]
 
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
 
 
-def alter(path: Path) -> None:
-    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-
-
 @pytest.mark.parametrize(
-    ("damage", "reason"),
+    ("name", "damage", "reason"),
     [
-        (lambda folder: truncate(folder / "trainer_state.pt"), "trainer_state.pt has changed"),
-        (lambda folder: alter(folder / "tokenizer" / "vocab.txt"), "tokenizer/vocab.txt has changed"),
-        (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
-        (lambda folder: (folder / "COMPLETE").unlink(), "the save was interrupted"),
-        (lambda folder: truncate(folder / "COMPLETE"), "COMPLETE is damaged"),
-        (lambda folder: (folder / "COMPLETE").write_text('{"files": {}}'), "COMPLETE does not list trainer_state.pt"),
+        ("trainer_state.pt", truncate, "trainer_state.pt has changed"),
+        ("tokenizer/vocab.txt", lambda path: path.write_text("a b d"), "tokenizer/vocab.txt has changed"),
+        ("config.json", Path.unlink, "config.json is missing"),
+        ("COMPLETE", Path.unlink, "the save was interrupted"),
+        ("COMPLETE", truncate, "COMPLETE is damaged"),
+        ("COMPLETE", lambda path: path.write_text('{"files": {}}'), "COMPLETE does not list trainer_state.pt"),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over_by_name_and_reason(root, damage, reason):
-    save(root, 1)
-    damage(save(root, 2))
-    found = find_checkpoint(root)
-    assert found.path == root / "step_000001"
+def test_a_damaged_checkpoint_is_passed_over_by_name_and_reason(tmp_path, name, damage, reason):
+    save(tmp_path, 1)
+    damage(save(tmp_path, 2) / name)
+    found = find_checkpoint(tmp_path)
+    assert found.path == tmp_path / "step_000001"
     assert len(found.skipped) == 1 and found.skipped[0].startswith(f"step_000002: {reason}")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left")])
-def test_a_save_that_fails_leaves_no_trace_and_says_why(root, error):
-    save(root, 1)
+def test_a_save_that_fails_leaves_no_trace_and_says_why(tmp_path, error):
+    save(root := tmp_path / "checkpoints", 1)
 
     def broken(folder: Path) -> None:
         write_model(folder)
@@ -169,12 +159,12 @@ class Bomb:
         return os.mkdir, ("exploded",)
 
 
-def test_a_state_holds_and_runs_no_code(root, tmp_path, monkeypatch):
+def test_a_state_holds_and_runs_no_code(tmp_path, monkeypatch):
     """What safe loading would refuse is refused when saving."""
     for value in (np.float64(1.0), np.zeros(2), Path("x"), print):
         with pytest.raises(TypeError, match="tensors and plain values only"):
-            save(root, 1, a=[1, value])
-    assert names(root) == []
+            save(tmp_path / "checkpoints", 1, a=[1, value])
+    assert names(tmp_path / "checkpoints") == []
     monkeypatch.chdir(tmp_path)
     torch.save({"x": Bomb()}, tmp_path / "trainer_state.pt")
     with pytest.raises(UserError, match="is damaged"):
@@ -184,26 +174,45 @@ def test_a_state_holds_and_runs_no_code(root, tmp_path, monkeypatch):
         raise UserError("a refusal")
 
 
-def test_auto_is_the_run_that_saved_last_and_has_something_good(tmp_path):
-    train = tmp_path / "train"
+def test_auto_is_the_run_that_saved_last_and_has_something_good(tmp_path, monkeypatch):
+    """A finished one only where all are."""
+    monkeypatch.chdir(tmp_path)
+    train = tmp_path / "outputs" / "train"
     for run in ("2026-01-02", "2026-01-01", "sweep/0"):
         save(train / run / "checkpoints", 7)
     (train / "2026-01-03" / "checkpoints").mkdir(parents=True)
     truncate(save(train / "damaged" / "checkpoints", 1) / "config.json")
-    for run in ("sweep", "2026-01-01"):
-        assert resolve_run("auto", tmp_path) == train / run / ("0" if run == "sweep" else "")
+    (train / "2026-01-02" / "summary.json").write_text('{"status": "completed"}')
+    assert (completed_steps(train / "2026-01-02"), completed_steps(train / "2026-01-01")) == (7, None)
+    for run in ("sweep/0", "2026-01-01", "2026-01-02"):
+        assert resolve_run("auto") == train / run
         shutil.rmtree(train / run)
 
 
-def test_random_states_continue_where_they_were(root):
+def test_a_step_s_folder_tells_its_step_also_while_it_is_written():
+    for step in (0, 100, 999_999, 1_000_000):
+        name = layout.step_folder(step)
+        assert layout.step_of(name) == layout.step_of(f".{name}{layout.UNFINISHED}") == step
+    assert {layout.step_of(name) for name in ("best", "step_", "step_1.bak", "a_step_1", "step_1 ")} == {None}
+
+
+def test_names_and_what_is_looked_for_by_them_load_no_torch():
+    """The process that starts a sweep's jobs would need seconds and memory."""
+    wanted = "grpo_cli.runs.find, grpo_cli.model.adapters, grpo_cli.config.overrides, hydra_plugins.grpo_processes"
+    program = f"import sys, {wanted}; print({{'torch', 'wandb'}} & {{*sys.modules}})"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert shown.stdout == "set()\n"
+
+
+def test_random_states_continue_where_they_were(tmp_path):
     def draw() -> tuple[Any, ...]:
-        ours = np.random.rand(3).tolist(), np.random.randn()
-        return torch.rand(3).tolist(), *ours, random.random(), random.gauss(0, 1)
+        return torch.rand(3).tolist(), np.random.rand(3).tolist(), np.random.randn(), random.gauss(0, 1)
 
     before = rng_state()
     draw()  # leaves half a pair of normal numbers behind, twice: both are part of the state
     state, expected = rng_state(), draw()
-    path = save(root, 1, rng=state)
+    path = save(tmp_path, 1, rng=state)
     draw()
     set_rng_state(load_state(path)["rng"])
     assert draw() == expected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import made
 import pytest
 import torch
-from small import VOCABULARY, require_c, small_model, token_logprobs
+from small import VOCABULARY, small_model
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -20,10 +20,8 @@ from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.checkpointing import last_states, recompute_layers
 from grpo_cli.model.packed import packed_hidden
-from grpo_cli.support import memory
 
 IDS = torch.randint(2, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
-MASK = torch.ones(3, 20, dtype=torch.bool).tril(12).logical_and(torch.arange(20) > 4)
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +41,11 @@ def recomputing(what: str, family: str = "llama", lora: Any = None, **words: Any
     return model.train()
 
 
-def gradients(model: Any, autocast: bool) -> list[Tensor]:
+def gradients(model: Any, run: Callable[[Any], Tensor], autocast: bool = False) -> list[Tensor]:
     torch.manual_seed(1)  # of dropout
-    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-        values = token_logprobs(model, IDS, MASK, 0.7, 8)
-    (values * torch.arange(20)).sum().backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        states = run(model)
+    (states * torch.arange(32)).sum().backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
@@ -62,22 +60,17 @@ def gradients(model: Any, autocast: bool) -> list[Tensor]:
     ids=["autocast", "float32", "bfloat16", "dropout"],
 )
 def test_gradients_have_the_same_bits(family: str, dtype: torch.dtype, lora: Any, autocast: bool) -> None:
-    everything, *less = (
-        gradients(recomputing(what, family, lora).to(dtype), autocast) for what in ("none", "elementwise", "full")
-    )
-    for little in less:
-        assert len(little) == len(everything) and any(g.any() for g in little)
-        assert all(map(torch.equal, little, everything))
-
-
-@pytest.mark.parametrize("natively", [False, True])
-def test_packed_rows_have_them_too(natively: bool) -> None:
-    require_c("tree") if natively else None
-    found = []
-    for what in ("none", "elementwise", "full"):
-        packed_hidden(model := recomputing(what), IDS.flatten(), [(10, 20, 30)], natively).sum().backward()
-        found.append([p.grad for p in model.parameters() if p.grad is not None])
-    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
+    """Of rows by themselves, and of a run of trees."""
+    runs: list[Any] = [partial(last_states, input_ids=IDS)]
+    runs += [partial(packed_hidden, input_ids=IDS.flatten(), trees=[(10, 20, 30)], natively=False)]
+    for run in runs:
+        everything, *less = (
+            gradients(recomputing(what, family, lora).to(dtype), run, autocast)
+            for what in ("none", "elementwise", "full")
+        )
+        for little in less:
+            assert len(little) == len(everything) and any(g.any() for g in little)
+            assert all(map(torch.equal, little, everything))
 
 
 def kept(model: Any, autocast: bool = False) -> float:
@@ -107,22 +100,6 @@ def test_neither_copies_of_weights_nor_the_products_of_adapters_are_kept() -> No
     assert adapted - plain <= 2 * 7 * 2 + 1  # of each product the two numbers between its adapter's halves
 
 
-def test_a_pass_that_is_small_for_the_machine_or_for_what_the_user_gives_stores_everything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    estimate = 2 * checkpointing.stored_bytes(small_model("llama").config, 60)
-    everything = kept(recomputing("none"))
-    assert everything == pytest.approx(estimate / 60 / 4, rel=0.25)
-    for room, whole in ((estimate - 1, False), (estimate, True)):
-        monkeypatch.setattr(checkpointing, "is_little", lambda nbytes, room=room: nbytes <= room)
-        assert (kept(recomputing("elementwise")) == everything) == whole
-    monkeypatch.setattr(memory, "_host_bytes", lambda: 3200)
-    monkeypatch.setattr(memory, "_room", None)
-    assert memory.is_little(100) and not memory.is_little(101)
-    memory.keep_freed(320)
-    assert memory.is_little(10) and not memory.is_little(11)
-
-
 @pytest.mark.parametrize("lora", [None, made.lora(rank=2)], ids=["whole", "adapters"])
 def test_offloaded_are_the_inputs_of_layers_alone_and_no_gradient_changes(lora: Any) -> None:
     """Two layers, three rows of 20 tokens, 32 numbers each: that is what leaves the device, and what comes back."""
@@ -134,5 +111,6 @@ def test_offloaded_are_the_inputs_of_layers_alone_and_no_gradient_changes(lora: 
 
     model = recomputing("none", lora=lora)
     recompute_layers(unwrapped(model), "full", partial(saved_tensors_hooks, partial(moved, gone), partial(moved, back)))
-    offloaded, plain = gradients(model, False), gradients(recomputing("none", lora=lora), False)
+    run = partial(last_states, input_ids=IDS)
+    offloaded, plain = gradients(model, run), gradients(recomputing("none", lora=lora), run)
     assert gone == back == [(3, 20, 32)] * 2 and all(map(torch.equal, plain, offloaded))

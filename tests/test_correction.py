@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import made
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from omegaconf import OmegaConf
-from small import completions, plain_batch
+from small import completions, describe, plain_batch, small_model
+from test_learner import make_learner
+from test_passes import make_batch
+from test_seams import Spy, close, quiet, said_by
+from test_train import Recorder, lasting, make_trainer
 
-from grpo_cli.config.choices import choices, config_dir
-from grpo_cli.config.instantiate import make
+from grpo_cli.collect.collection import StepCollection
+from grpo_cli.config.choices import choices
 from grpo_cli.interfaces import Correction
-from grpo_cli.learner.batch import corrected
+from grpo_cli.learner.batch import collate, corrected, rows_of, verdict_on
+from grpo_cli.learner.sample_size import effective_share, rate_factor
+from grpo_cli.metrics import reuse_metrics
+from grpo_cli.runs.checkpoint import load_state
+from grpo_cli.runs.find import find_checkpoint
+from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import Totals
+from grpo_cli.types import GIVEN, Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span, Totals
 
-
-def composed(*overrides: str) -> Correction:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return make("correction", OmegaConf.to_container(compose("train", [*overrides, "run_dir=x"]).correction), {})
-
-
-PRESETS = {name: composed(f"correction={name}") for name in choices("correction")}
+PRESETS = {name: made.correction(name) for name in choices("correction")}
 WEIGHTLESS = ("none",)  # which measures xi and does nothing about it
 
 
 def asked(part: Correction, sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor) -> Any:
     """Its verdict, with weights and mask as tables; no rollout is better than others."""
-    batch, own = (
-        plain_batch(mask, sampler_logprobs=sampler, advantages=torch.full((len(mask),), -1.0)),
-        completions(mask),
-    )
+    batch, own = plain_batch(mask, sampler_logprobs=sampler), completions(mask)
     verdict = part(batch, policy[own])
     weights, kept = torch.zeros(mask.shape), torch.zeros(mask.shape, dtype=torch.bool)
     weights[own], kept[own] = verdict.weights, verdict.mask
@@ -56,7 +55,7 @@ def apply(part: Correction, xi: list[list[float]], mask: list[list[int]] | None 
     return verdict.weights.tolist(), verdict.mask.int().tolist(), verdict.metrics
 
 
-def close(values):
+def near(values):
     return pytest.approx(values, rel=1e-5, abs=1e-7)
 
 
@@ -64,9 +63,9 @@ def test_nothing_is_corrected_by_default_and_everything_is_measured():
     weights, kept, metrics = apply(made.correction(), [[0.5, 2.0, 1e-6], [1.0, 1.0, 9.0]], [[1, 1, 1], [1, 1, 0]])
     assert weights == [[1, 1, 1], [1, 1, 0]] and kept == [[1, 1, 1], [1, 1, 0]]
     xi = [0.5, 2.0, 1e-6, 1.0, 1.0]
-    assert metrics["mismatch/ratio_mean"] == close(sum(xi) / 5)
-    assert metrics["mismatch/ratio_min"] == close(1e-6)
-    assert metrics["mismatch/kl"] == close(sum(x - 1 - math.log(x) for x in xi) / 5)
+    assert metrics["mismatch/ratio_mean"] == near(sum(xi) / 5)
+    assert metrics["mismatch/ratio_min"] == near(1e-6)
+    assert metrics["mismatch/kl"] == near(sum(x - 1 - math.log(x) for x in xi) / 5)
     assert metrics["mismatch/rejected"] == 0 and metrics["mismatch/masked_tokens"] == 0
     assert metrics["mismatch/weight_mean"] == 1
     assert not made.correction().needs_old_logprobs
@@ -75,9 +74,9 @@ def test_nothing_is_corrected_by_default_and_everything_is_measured():
 def test_sequence_weights_are_the_product_of_the_ratios():
     part = made.correction(importance="sequence", is_threshold=3.0)
     weights, _, _ = apply(part, [[0.5, 3.0, 7.0], [2.0, 2.0, 1.0]], [[1, 1, 0], [1, 1, 1]])
-    assert weights[0] == close([1.5, 1.5, 0]) and weights[1] == close([3, 3, 3])
+    assert weights[0] == near([1.5, 1.5, 0]) and weights[1] == near([3, 3, 3])
     masked = apply(replace(part, is_mode="mask"), [[0.5, 3.0], [2.0, 2.0]])
-    assert masked[0][0] == close([1.5, 1.5]) and masked[0][1] == [0, 0]
+    assert masked[0][0] == near([1.5, 1.5]) and masked[0][1] == [0, 0]
     assert masked[2]["mismatch/rejected"] == 0.5
 
 
@@ -87,7 +86,7 @@ def test_one_impossible_token_vetoes_its_sequence_and_no_other():
     weights, kept, metrics = apply(part, xi, [[1, 1, 1], [1, 1, 1], [1, 1, 0]])  # the third's lies in the padding
     assert kept == [[0, 0, 0], [1, 1, 1], [1, 1, 0]]
     assert weights == [[0, 0, 0], [1, 1, 1], [1, 1, 0]]
-    assert metrics["mismatch/rejected"] == close(1 / 3) and metrics["mismatch/masked_tokens"] == close(3 / 8)
+    assert metrics["mismatch/rejected"] == near(1 / 3) and metrics["mismatch/masked_tokens"] == near(3 / 8)
     # A bound on xi for the sake of its weight, of exp(-20), must not hide a token of xi = e**-30.
     xi = [[math.exp(-30.0)], [math.exp(-25.0)]]
     assert apply(replace(part, veto=1e-12), xi)[1] == [[0], [1]]
@@ -99,17 +98,16 @@ def test_the_release_normalises_before_it_rejects():
     weights, kept, metrics = apply(PRESETS["sparse_rl_release"], [[1.0, 3.0, 1e-6], [0.4, 1.2, 1.4]])
     assert kept == [[0, 0, 0], [0, 1, 1]]
     mean = (1.0 + 1.5 + 1e-6 + 0.4 + 1.2 + 1.4) / 6
-    assert weights[0] == [0, 0, 0] and weights[1] == close([0, 1.2 / mean, 1.4 / mean])
-    assert metrics["mismatch/rejected"] == 0.5 and metrics["mismatch/weight_mean"] == close(1.3 / mean)
+    assert weights[0] == [0, 0, 0] and weights[1] == near([0, 1.2 / mean, 1.4 / mean])
+    assert metrics["mismatch/rejected"] == 0.5 and metrics["mismatch/weight_mean"] == near(1.3 / mean)
 
 
 def test_batch_normalised_weights_have_mean_one():
     part = made.correction(importance="token", is_threshold=2.0, batch_normalise=True)
     metrics = apply(part, [[0.1, 0.7, 5.0], [1.0, 0.9, 0.3]], [[1, 1, 1], [1, 1, 0]])[2]
-    assert metrics["mismatch/weight_mean"] == close(1)
+    assert metrics["mismatch/weight_mean"] == near(1)
     weights = apply(replace(part, importance="sequence"), [[0.5, 1.0, 1.0], [1.5, 1.0, 9.0]], [[1, 1, 1], [1, 1, 0]])[0]
-    assert weights[0] == close([0.5] * 3) and weights[1] == close([1.5, 1.5, 0])  # mean of sequences, not of tokens
-    assert apply(replace(part, is_mode="mask", is_threshold=0.01), [[1.0, 2.0]])[0] == [[0, 0]]
+    assert weights[0] == near([0.5] * 3) and weights[1] == near([1.5, 1.5, 0])  # mean of sequences, not of tokens
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -117,49 +115,9 @@ def test_without_a_mismatch_no_preset_changes_anything(name):
     part = PRESETS[name]
     weights, kept, metrics = apply(part, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], [[1, 1, 1], [1, 0, 0]])
     assert weights == [[1, 1, 1], [1, 0, 0]] and kept == [[1, 1, 1], [1, 0, 0]]
-    assert metrics == {
-        "mismatch/ratio_mean": 1,
-        "mismatch/ratio_min": 1,
-        "mismatch/log_ratio_q001": 0,
-        "mismatch/log_ratio_q01": 0,
-        "mismatch/kl": 0,
-        "mismatch/rejected": 0,
-        "mismatch/masked_tokens": 0,
-        "mismatch/weight_mean": 1,
-    }
+    ones = {f"mismatch/{name}" for name in ("ratio_mean", "ratio_min", "weight_mean")}
+    assert metrics == {name: name in ones for name in metrics}
     assert part.needs_old_logprobs == (name not in WEIGHTLESS) and isinstance(part, Correction)
-
-
-@settings(max_examples=10)
-@given(seed=st.integers(0, 10_000), vocabulary=st.integers(2, 40))
-def test_the_weight_of_a_token_is_one_on_average_over_the_sampler(seed, vocabulary):
-    """E[xi | prefix] under the sampler is the policy's total probability: 1. Summed over the whole vocabulary.
-
-    Truncation can only lower it. Each vocabulary entry is one row of a single token.
-    """
-    g = torch.Generator().manual_seed(seed)
-    dense, sparse = (torch.randn(vocabulary, generator=g).log_softmax(0) for _ in range(2))
-    mask = torch.ones(vocabulary, 1, dtype=torch.bool)
-    for level in ("token", "sequence"):
-        part = made.correction(importance=level)
-        weights = asked(part, sparse[:, None], dense[:, None], mask).weights
-        assert float(sparse.exp() @ weights[:, 0]) == pytest.approx(1, abs=1e-5)
-        truncated = asked(replace(part, is_threshold=1.5), sparse[:, None], dense[:, None], mask).weights
-        assert float(sparse.exp() @ truncated[:, 0]) <= 1 + 1e-5
-
-
-def test_vetoed_sequences_and_masked_tokens_do_not_move_the_policy():
-    """Through the loss: exactly their gradients are zero. Of sequence 2 a third of the batch is the mean over its two
-    surviving tokens, of xi 1.0 and 1.2."""
-    xi = torch.tensor([[1.0, 1e-6, 1.0], [1.0, 0.3, 1.2], [0.9, 1.1, 1.0]])
-    batch = plain_batch(torch.ones(3, 3), sampler_logprobs=torch.full((3, 3), -1.0))
-    policy = batch.sampler_logprobs + xi.log().flatten()
-    verdict = replace(PRESETS["sparse_rl_release"], batch_normalise=False)(batch, policy)
-    leaf = policy.clone().requires_grad_()
-    made.loss()(leaf, corrected(batch, verdict), Totals(3, 5, 3)).loss.backward()
-    gradient = leaf.grad.reshape(3, 3)
-    assert (gradient == 0).int().tolist() == [[1, 1, 1], [0, 1, 0], [0, 0, 0]]
-    assert gradient[1].tolist() == close([-1.0 / 2 / 3, 0, -1.2 / 2 / 3])
 
 
 def test_quantiles_are_over_response_tokens():
@@ -168,8 +126,8 @@ def test_quantiles_are_over_response_tokens():
     padded = torch.cat([log_ratio, torch.full((1, 50), -99.0)], dim=1)
     mask = torch.arange(1051)[None] < 1001
     metrics = asked(made.correction(), torch.zeros(1, 1051), padded, mask).metrics
-    assert metrics["mismatch/log_ratio_q001"] == close(-9.99)
-    assert metrics["mismatch/log_ratio_q01"] == close(-9.90)
+    assert metrics["mismatch/log_ratio_q001"] == near(-9.99)
+    assert metrics["mismatch/log_ratio_q01"] == near(-9.90)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -189,26 +147,296 @@ def test_each_row_has_the_reason_for_its_rejection():
     weighted = made.correction(importance="sequence", is_threshold=2.0, is_threshold_low=0.5, is_mode="mask")
     part = replace(weighted, rejection="veto", mask_low=0.5, mask_high=1.5)
     verdict = asked(part, torch.zeros(5, 2), log_ratio, mask)
-    assert verdict.reasons == (
-        "",
-        "veto: a token with xi 1e-06 < 0.0001",
-        "mask: no token with xi in [0.5, 1.5]",
-        "empty: no response token",
-        "importance: no weight in [0.5, 2.0] (product of xi 0.36)",
-    )
+    assert [why.partition(":")[0] for why in verdict.reasons] == ["", "veto", "mask", "empty", "importance"]
     assert [bool(row.any()) for row in verdict.weights] == [reason == "" for reason in verdict.reasons]
-    assert verdict.metrics["mismatch/rejected"] == close(3 / 4)
+    assert verdict.metrics["mismatch/rejected"] == near(3 / 4)
 
 
-@pytest.mark.parametrize(
-    ("words", "rejects"),
-    [
-        ({}, False),
-        ({"rejection": "veto"}, True),
-        ({"mask_high": 1.5}, True),
-        ({"importance": "sequence", "is_mode": "mask"}, True),
-        ({"importance": "token"}, False),
-    ],
-)
-def test_a_correction_says_whether_it_can_take_out_a_whole_sequence(words, rejects):
-    assert made.correction(**words).rejects == rejects
+# Tokens that are old or were given: who sees them, what they weigh, and what an update of them is worth.
+
+
+PROMPT = Prompt("p", (1,), "")
+
+
+def rollout(sample: int, *spans: tuple[int, int], logprob: float = -1.0) -> Rollout:
+    """Of spans of (version, count); given tokens have no log-probability."""
+    logprobs = tuple(math.nan if version == GIVEN else logprob for version, count in spans for _ in range(count))
+    request, tokens = Request(PROMPT, sample, sample, Sampling.plain(8)), (2,) * len(logprobs)
+    return Rollout(request, tokens, logprobs, Finish.EOS, tuple(Span(*span) for span in spans))
+
+
+def batch_of(*rollouts: Rollout, version: int = 5) -> Batch:
+    return collate([ScoredGroup(PROMPT, rollouts, tuple(Reward(0.0) for _ in rollouts))], version)
+
+
+# Given tokens.
+
+
+def test_a_correction_is_shown_the_drawn_tokens_alone_and_given_ones_share_the_fate_of_their_row():
+    """Rows: two drawn after one given; a vetoed one; one that was given whole; an empty one."""
+    batch = batch_of(rollout(0, (GIVEN, 1), (4, 2)), rollout(1, (GIVEN, 1), (4, 1)), rollout(2, (GIVEN, 3)), rollout(3))
+    policy = torch.full(batch.weights.shape, -1.0) + math.log(1.5)
+    policy[4] = -40.0
+    policy[0] = -90.0  # of a given token: nobody drew it, and nobody asks
+    rules = made.correction(importance="token", is_threshold=2.0, rejection="veto")
+    verdict = verdict_on(rules, batch, policy)
+    assert verdict.mask.tolist() == [True] * 3 + [False] * 2 + [True] * 3
+    assert verdict.weights.tolist() == pytest.approx([1.0, 1.5, 1.5, 0.0, 0.0, 1.0, 1.0, 1.0])
+    assert [why.partition(":")[0] for why in verdict.reasons] == ["", "veto", "", "empty"]
+    assert verdict.metrics["mismatch/ratio_mean"] == pytest.approx((1.5 + 1.5 + math.exp(-20)) / 3)
+    weighted = corrected(replace(batch, weights=batch.weights * 3.0), verdict)
+    assert weighted.weights[:3].tolist() == pytest.approx([3.0, 4.5, 4.5]), "the row's weight is multiplied"
+
+
+def aged(monkeypatch: pytest.MonkeyPatch, change: Callable[[Rollout, int], Rollout]) -> None:
+    """Every rollout of a run as `change` makes it, which is told of the version that drew it."""
+    run = StepCollection.run
+
+    def changed(self: StepCollection, collector: Any) -> list[ScoredGroup]:
+        scored = run(self, collector)
+        groups = [replace(g, rollouts=tuple(change(r, self.version) for r in g.rollouts)) for g in scored]
+        self.changed = {g.prompt.id: g for g in groups}
+        return groups
+
+    finished = StepCollection.finished_groups.fget
+    of_changed = lambda self: [self.changed[g.prompt.id] for g in finished(self)]  # noqa: E731
+    monkeypatch.setattr(StepCollection, "run", changed)
+    monkeypatch.setattr(StepCollection, "finished_groups", property(of_changed))
+
+
+def given_then_old(made_now: Rollout, version: int) -> Rollout:
+    """The first token is given, the second is of three updates ago."""
+    given, old = min(1, len(made_now)), min(1, len(made_now) - 1)
+    spans = (Span(GIVEN, given), Span(version - 3, old), Span(version, len(made_now) - given - old))
+    return replace(made_now, sampler_logprobs=(math.nan, *made_now.sampler_logprobs[1:]), spans=spans)
+
+
+def test_no_number_of_a_step_with_given_tokens_is_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aged(monkeypatch, given_then_old)
+    spy, recorder = Spy(), Recorder()
+    parts = {"correction": made.correction("mis"), "downsample": lambda group, keep, rng: list(range(keep))}
+    settings = replace(quiet(tmp_path, steps=2, minibatches=2), m=2)
+    trainer = make_trainer(settings, loss=spy, trackers=(recorder,), **parts)
+    trainer._learner.updates = 10
+    assert trainer.fit()["skipped_updates"] == 0
+    for batch in spy.batches:
+        assert all(not tensor.isnan().any() for tensor in vars(batch).values() if isinstance(tensor, torch.Tensor))
+        given = batch.token_ages == GIVEN
+        assert given.any() and set(batch.weights[given].tolist()) <= {1.0} and batch.loss_mask[given].all()
+    for record in recorder.records[1:]:
+        assert all(map(math.isfinite, record.metrics.values()))
+        assert record.metrics["off/lag_max"] == 3.0 and record.metrics["off/given_share"] > 0
+        assert 0 < record.metrics["off/ess"] <= 1 and all(map(describe, record.metrics))
+
+
+# Old tokens.
+
+
+class Table:
+    """Two tokens of three, the second's distribution depending on the first: every string can be counted."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.logits = torch.randn(4, 3, generator=generator, dtype=torch.float64).requires_grad_()
+
+    def logprobs(self) -> torch.Tensor:
+        """Of all nine strings: zero for the prompt, then of both tokens."""
+        table = self.logits.log_softmax(dim=1)
+        rows = [torch.stack([table.new_zeros(()), table[0, a], table[1 + a, b]]) for a in range(3) for b in range(3)]
+        return torch.stack(rows)
+
+
+REWARDS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, -0.5, 0.7, 0.1, -2.0])
+
+
+def mean_gradient(policy: Table, sampler: torch.Tensor, rule: Any) -> torch.Tensor:
+    """Of the loss, on average over what `sampler` draws (log-probabilities of each string's tokens): string by string,
+    through verdict and loss as a step goes through them."""
+    ids = torch.tensor([[0, a, b] for a in range(3) for b in range(3)])
+    mask = torch.ones(9, 3, dtype=torch.bool)
+    mask[:, 0] = False
+    token_ages = torch.full((9, 3), 2)
+    batch = plain_batch(
+        mask, input_ids=ids, sampler_logprobs=sampler.float(), advantages=REWARDS, token_ages=token_ages
+    )
+    batch = corrected(batch, verdict_on(rule, batch, policy.logprobs().detach().float()[:, 1:].flatten()))
+    chances = sampler.sum(dim=1).exp()
+    gradient = torch.zeros_like(policy.logits)
+    for string, chance in enumerate(chances.tolist()):
+        # One sequence, of at most one token: the sum over what it has.
+        output = made.loss(aggregation="constant")(
+            policy.logprobs()[string, 1:], rows_of(batch, torch.tensor([string])), Totals(1, 2, 1)
+        )
+        gradient += chance * torch.autograd.grad(output.loss, policy.logits)[0]
+    return gradient
+
+
+def lagged(*versions: int) -> torch.Tensor:
+    """The first token drawn by the table of one version, the second by that of another."""
+    with torch.no_grad():
+        first, second = (Table(version).logprobs() for version in versions)
+    return torch.stack([first[:, 0], first[:, 1], second[:, 2]], dim=1)
+
+
+@pytest.mark.parametrize("versions", [(0, 0), (2, 2), (3, 1)])
+def test_importance_weights_of_sequences_have_no_bias_at_any_lag(versions: tuple[int, int]):
+    """Version 0 is the policy; a partial rollout has two. Exact: all strings are counted, none is sampled."""
+    policy = Table(0)
+    objective = (policy.logprobs().sum(dim=1).exp() * REWARDS).sum()
+    (exact,) = torch.autograd.grad(-objective, policy.logits)
+    found = mean_gradient(policy, lagged(*versions), made.correction(importance="sequence"))
+    assert torch.allclose(found, exact, atol=1e-6)
+    if versions != (0, 0):
+        uncorrected = mean_gradient(policy, lagged(*versions), made.correction())
+        assert not torch.allclose(uncorrected, exact, atol=1e-2)
+
+
+def test_how_much_is_old_or_given_is_told_of_the_tokens_that_are_trained_on():
+    batch = batch_of(rollout(0, (GIVEN, 1), (3, 2), (5, 1)), rollout(1, (4, 2)), rollout(2, (1, 4)))
+    weights = batch.weights * batch.per_token(torch.tensor([1.0, 1.0, 0.0]))  # the oldest counts nothing
+    expected = {"off/token_share": 4 / 6, "off/lag_mean": (2 + 2 + 0 + 1 + 1) / 5, "off/lag_max": 2.0}
+    assert reuse_metrics(replace(batch, weights=weights)) == {**expected, "off/given_share": 1 / 6}
+    assert reuse_metrics(batch)["off/lag_max"] == 4.0
+    assert reuse_metrics(batch_of(rollout(0, (5, 3)))) == {}
+    assert set(reuse_metrics(replace(batch, weights=0 * weights)).values()) == {0.0}
+
+
+# optim.ess
+
+
+def logged(*log_weights: float) -> tuple[Batch, torch.Tensor]:
+    """A batch of rows of two tokens each, of which the learner's and the sampler's probabilities differ by so much."""
+    batch = batch_of(*(rollout(i, (5, 2)) for i in range(len(log_weights))))
+    return batch, batch.sampler_logprobs + batch.per_token(torch.tensor(log_weights)) / 2
+
+
+def test_an_update_is_worth_its_effective_sample_size():
+    """Of weights 1, 2, 3, 4: 10^2 / (4 * 30), also where all are off by e^2000."""
+    for further in (0.0, 2000.0):
+        found = effective_share(*logged(*(further + math.log(w) for w in (1.0, 2.0, 3.0, 4.0))))
+        assert found == pytest.approx(5 / 6, abs=1e-4)
+    assert rate_factor("sqrt", found, 1.0) == pytest.approx(math.sqrt(5 / 6), abs=1e-4)
+    assert rate_factor("linear", found, 1.0) == found
+    assert rate_factor("linear", found, found) == rate_factor("sqrt", found, 0.1) == 1.0
+
+
+def uneven() -> Batch:
+    """Rows of 4, 2, 3 and 1 tokens, whose sampler was off by up to e^2."""
+    batch = make_batch([(1, [4, 2]), (1, [3]), (2, [1])])
+    exact = make_learner(small_model()).logprobs(small_model(), batch)
+    shifts, ages = batch.per_token(torch.tensor([0.5, -0.25, 0.0, 1.0])), torch.zeros(10, dtype=torch.long)
+    return replace(batch, sampler_logprobs=exact + shifts, token_ages=ages)
+
+
+@pytest.mark.parametrize("tokens", [10_000, 1])
+def test_the_sample_size_is_that_of_the_whole_update_however_it_is_cut(tokens: int) -> None:
+    w = torch.tensor([-2.0, 0.5, 0.0, -1.0]).exp()
+    share = float(w.sum() ** 2 / (4 * (w * w).sum()))
+    update = make_learner(small_model(), tokens=tokens, ess="linear").update(uneven(), 0)
+    assert update.metrics["off/ess"] == pytest.approx(share, rel=1e-4)
+    assert update.metrics["optim/lr"] == 0.25 * update.metrics["off/ess"]
+
+
+def test_without_optim_ess_it_is_measured_where_anything_is_old_and_changes_nothing() -> None:
+    """With it a share that is no number is a fault, not a full share."""
+    batch = uneven()
+    old = make_learner(small_model()).update(batch, 0).metrics
+    new = make_learner(small_model()).update(replace(batch, token_ages=None), 0).metrics
+    assert old["optim/lr"] == new["optim/lr"] == 0.25 and 0 < old["off/ess"] < 1 and "off/ess" not in new
+    broken = replace(batch, sampler_logprobs=batch.sampler_logprobs.index_fill(0, torch.tensor([9]), math.nan))
+    update = make_learner(small_model(), ess="sqrt").update(broken, 0)
+    assert update.fault == "off/ess is nan" and not update.moved
+
+
+def test_a_run_on_old_tokens_is_warned_of_if_nothing_answers_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aged(monkeypatch, lambda one, version: replace(one, spans=(Span(version - 2, len(one)),)))
+    for choice, warned in (("none", True), ("tis", False)):
+        warnings = list[str]()
+        trainer = make_trainer(quiet(tmp_path / choice), warn=warnings.append, correction=made.correction(choice))
+        trainer._learner.updates = 10
+        trainer.fit()
+        assert ["off/token_share is 1.00" in text for text in warnings].count(True) == warned
+
+
+# From which policy the clip measures: the learner of the step's start, the sampler, or an average of weights.
+
+
+# In whole steps.
+
+MANY = {"steps": 2, "minibatches": 2}
+UNCLIPPED = made.loss(clip_low=1.0, clip_high=1e6)
+
+
+def test_drawn_measures_from_where_each_token_was_drawn_and_makes_no_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All is of two updates ago, and the sampler was e^0.3 off: xi would be e^-0.3, and is 1."""
+
+    def older(one: Any, version: int) -> Any:
+        logprobs = tuple(logprob + 0.3 for logprob in one.sampler_logprobs)
+        return replace(one, sampler_logprobs=logprobs, spans=(Span(version - 2, len(one)),))
+
+    aged(monkeypatch, older)
+    spy, recorder = Spy(), Recorder()
+    settings = quiet(tmp_path, **MANY)
+    trainer = make_trainer(settings, loss=spy, correction=made.correction("mis", prox="sampler"), trackers=(recorder,))
+    trainer._learner.updates = 10
+    trainer._learner.logprobs = pytest.fail
+    trainer.fit()
+    assert len(spy.batches) == 4
+    for batch in spy.batches:
+        assert batch.old_logprobs is not None and torch.equal(batch.old_logprobs, batch.sampler_logprobs)
+        assert torch.equal(batch.weights, batch.response_mask.float())
+    first = recorder.records[1].metrics
+    assert first["mismatch/ratio_mean"] == 1.0
+    assert first["loss/policy_ratio_mean"] == pytest.approx(math.exp(-0.3), rel=0.05)
+    assert first["off/active"] == 1.0 - first["loss/clip_fraction"] and "off/prox_resets" not in first
+
+
+def test_the_average_is_what_the_clip_measures_from(tmp_path: Path) -> None:
+    """Three updates in steps of one; before the third the average of the first two is (beta * a + b) / (beta + 1)."""
+    spy, model, weights = Spy(UNCLIPPED), small_model(), list[Any]()
+    recorder = Recorder(lambda record: weights.append(copy.deepcopy(model)))
+    correction = made.correction("tis", prox="ewma", prox_window=2)
+    make_trainer(quiet(tmp_path, steps=3), model=model, loss=spy, correction=correction, trackers=(recorder,)).fit()
+    assert [batch.old_logprobs is None for batch in spy.batches] == [True, False, False]
+    _, once, twice, _ = weights
+    average = copy.deepcopy(twice)
+    for mean, a, b in zip(average.parameters(), once.parameters(), twice.parameters(), strict=True):
+        mean.data = (0.5 * a.data + b.data) / 1.5
+    second, third = spy.batches[1:]
+    assert close(second.old_logprobs, said_by(once, second, 1.0))
+    assert close(third.old_logprobs, said_by(average, third, 1.0))
+    assert not close(third.old_logprobs, said_by(twice, third, 1.0))
+
+
+@pytest.mark.parametrize("high", [None, 1.0])
+def test_a_run_that_goes_on_has_the_average_that_it_would_have_had_to_the_bit(
+    tmp_path: Path, high: float | None
+) -> None:
+    """With `mask_high` 1 nearly half of the tokens are masked, and the average begins anew in every step."""
+    settings = {name: quiet(tmp_path / name, steps=4, minibatches=2) for name in ("alone", "cut")}
+    short = replace(settings["cut"], train=replace(settings["cut"].train, steps=2))
+    parts: dict[str, Any] = {"correction": made.correction(prox="ewma", prox_window=4, mask_high=high)}
+    records = {name: Recorder() for name in ("alone", "cut")}
+    make_trainer(settings["alone"], loss=UNCLIPPED, **parts, trackers=(records["alone"],)).fit()
+    make_trainer(short, loss=UNCLIPPED, **parts).fit()
+    parts |= {"trackers": (records["cut"],), "checkpoint": find_checkpoint(tmp_path / "cut").path}
+    make_trainer(settings["cut"], loss=UNCLIPPED, **parts).fit()
+    ends = [find_checkpoint(tmp_path / name).path for name in ("alone", "cut")]
+    alone, cut = (load_state(end)["old_policy"] for end in ends if end)
+    assert (alone["count"], alone["resets"]) == (cut["count"], cut["resets"])
+    assert (alone["resets"] > 0) == (high is not None) and (alone["count"] > 0) == (high is None)
+    assert all(torch.equal(one, other) for one, other in zip(alone["average"], cut["average"], strict=True))
+    last, again = (lasting(records[name].records[-1].metrics) for name in ("alone", "cut"))
+    assert last == again and "off/active" in last
+
+
+def test_a_run_does_not_go_on_from_another_old_policy(tmp_path: Path) -> None:
+    settings = quiet(tmp_path, steps=1)
+    make_trainer(settings, correction=made.correction(prox="ewma")).fit()
+    checkpoint = find_checkpoint(tmp_path).path
+    with pytest.raises(UserError, match="prox=ewma"):
+        make_trainer(settings, correction=made.correction(prox="sampler"), checkpoint=checkpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +22,15 @@ from grpo_cli.tasks.prompting import Prompting
 from grpo_cli.types import ENVIRONMENT, Finish, Request, Rollout, Span
 
 PLAIN, CHAT = make_tokenizer(), make_tokenizer(chat_template=True)
+
+
+TOOLS = (
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WITH_TOOLS = make_tokenizer(chat_template=TOOLS)
+TAKE = '<tool_call>{"name": "take", "arguments": {"count": 2}}</tool_call>'
 
 
 @pytest.fixture
@@ -63,22 +73,21 @@ ANSWERED = {
 
 @pytest.mark.parametrize("how", ANSWERED)
 def test_what_user_code_does_wrong_is_answered_counted_and_named_once(rows, how):
-    chat = make_tokenizer(chat_template=TOOLS)
     call = '<tool_call>{"name": "%s", "arguments": {"how": "%s"}}</tool_call>'
-    failed = ANSWERED[how].startswith("error: ")
-    for tokenizer, words, turn in (
-        (PLAIN, RESPONDING, how),
-        (chat, {"tools": "environments:now,later"}, call % ("now", how)),
-        (chat, {"tools": "environments:now,later"}, call % ("later", how)),
+    failed, tools = ANSWERED[how].startswith("error: "), {"tools": "environments:now,later"}
+    for words, first, turn in (
+        (RESPONDING, "a", how),
+        (tools, call % ("now", "a"), call % ("now", how)),
+        (tools, call % ("now", "a"), call % ("later", how)),
     ):
         warned: list[str] = []
-        task = talking(rows, tokenizer, warn=warned.append, **words)
+        task = talking(rows, PLAIN if words is RESPONDING else WITH_TOOLS, warn=warned.append, **words)
         for _ in range(2):
-            (answer,) = heard(task, "a" if words is RESPONDING else call % ("now", "a"), turn)
+            (answer,) = heard(task, first, turn)
             assert answer.startswith(ANSWERED[how]) and len(answer) <= 100_000
         assert task.take_metrics() == {"turns/errors": 2.0 * failed} and task.take_metrics() == {"turns/errors": 0.0}
         assert len(warned) == (failed or how in ("much", "half"))
-        assert tokenizer.decode(task.between([[5]], [answer])), "it can be read"
+        assert task.between([[5]], [answer]), "it can be read"
 
 
 @pytest.mark.parametrize(
@@ -88,10 +97,8 @@ def test_a_late_answer_is_answered_and_code_that_hangs_or_exits_elsewhere_ends_t
     words, warned = {**RESPONDING, "respond_seconds": 0.1, "reward": "environment"}, list[str]()
     task = talking(rows, warn=warned.append, **words)
     if how == "slow":  # the model may have caused that
-        assert heard(task, "a", how) == ["error: no answer in 0.1 seconds"] and task.take_metrics() == {
-            "turns/errors": 1.0
-        }
-        assert len(warned) == 1
+        assert heard(task, "a", how) == ["error: no answer in 0.1 seconds"] and len(warned) == 1
+        assert task.take_metrics() == {"turns/errors": 1.0}
     else:
         with pytest.raises(UserError, match=f"Responding, asked after turn 2 of prompt train-[0-9]+, respond.*{named}"):
             heard(task, "a", how)
@@ -108,7 +115,7 @@ def test_an_object_is_kept_from_turn_to_turn_and_the_oldest_makes_room(rows, mon
 
     def answered(*said: str) -> tuple[Any, int]:
         before = Responding.resets
-        reply = task._environment.reply(prompt, {"answer": "1", "hint": "!"}, said, "who")
+        reply = task._environment.observe(prompt, {"answer": "1", "hint": "!"}, said, "who")
         return reply.messages, Responding.resets - before
 
     assert answered("a") == (["1: not a !"], 2), "the first answer of a run is made twice"
@@ -119,56 +126,45 @@ def test_an_object_is_kept_from_turn_to_turn_and_the_oldest_makes_room(rows, mon
     assert answered("1") == (None, 1) and answered("1", "h") == (["2: not h !"], 1), "none is kept at an end"
 
 
-def test_an_episode_is_scored_by_what_the_model_has_read(rows):
+@pytest.mark.parametrize(
+    ("environment", "said", "worth"), [("Counter", 3 * [2], -4.0), ("Counter", [2], 0.0), ("Hearing", [*"abc"], 3.0)]
+)
+def test_an_episode_is_scored_by_what_the_model_has_read(rows, environment, said, worth):
     """The calls of a last turn, which nobody answers, are not made; a turn that is an answer itself is heard."""
-    chat = make_tokenizer(chat_template=TOOLS)
-    take = '<tool_call>{"name": "take", "arguments": {"count": 2}}</tool_call>'
-    for words, tokenizer, said, worth in (
-        ({"environment": "environments:Counter"}, chat, [take] * 3, -4.0),
-        ({"environment": "environments:Counter"}, chat, [take], 0.0),
-        ({"environment": "environments:Hearing"}, PLAIN, ["a", "b", "c"], 3.0),
-    ):
-        task = talking(rows, tokenizer, reward="environment", **words)
-        prompt = task.prompts("train")[0]
-        parts = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in said]
-        ids, spans = sum(parts, ()), [Span(0, len(parts[0]))]
-        for part in parts[1:]:
-            spans += [Span(ENVIRONMENT, 0), Span(0, len(part))]
-        request = Request(prompt, 0, 0, Sampling.plain(999))
-        episode = Rollout(request, ids, (0.0,) * len(ids), Finish.EOS, tuple(spans))
-        assert [task.text(turn) for turn in episode.turns] == said
-        left = float(prompt.answer) if "Counter" in words["environment"] else 0.0
-        assert task.reward(prompt, episode).total == left + worth
+    tokenizer, counts = (WITH_TOOLS, True) if environment == "Counter" else (PLAIN, False)
+    task = talking(rows, tokenizer, reward="environment", environment=f"environments:{environment}")
+    prompt = task.prompts("train")[0]
+    said = [TAKE if one == 2 else one for one in said]
+    parts = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in said]
+    spans = [Span(0, len(parts[0])), *(it for part in parts[1:] for it in (Span(ENVIRONMENT, 0), Span(0, len(part))))]
+    ids = sum(parts, ())
+    episode = Rollout(Request(prompt, 0, 0, Sampling.plain(999)), ids, (0.0,) * len(ids), Finish.EOS, tuple(spans))
+    assert [task.text(turn) for turn in episode.turns] == said
+    assert task.reward(prompt, episode).total == counts * float(prompt.answer) + worth
 
 
 def test_tools_are_called_by_what_the_model_writes_and_faults_are_told_to_it(rows):
-    chat = make_tokenizer(chat_template=TOOLS)
-    task = talking(rows, chat, tools="environments:add", turns=4)
+    task = talking(rows, WITH_TOOLS, tools="environments:add", turns=4)
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     assert heard(task, call) == ["5"] and heard(task, call + "then" + call) == ["5", "5"]
     assert heard(task, "no call") is None
-    for bad, why in {
+    bad = {
         "<tool_call>{": "no end",
         "<tool_call>not json</tool_call>": "no JSON",
-        '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': "an object",
-        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>': "TypeError",
-        '<tool_call>{"name": ["add"], "arguments": {}}</tool_call>': "none of add",
-        '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}} and</tool_call>': "no JSON",
+        call.replace('{"a": 2, "b": 3}', "[1]"): "an object",
+        call.replace(', "b": 3', ""): "TypeError",
+        call.replace('"add"', '["add"]'): "none of add",
+        call.replace("</", " and</"): "no JSON",
         f"<tool_call>{'[' * 99_999}</tool_call>": "no JSON",
-        '{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>': "no beginning",
-        f"<tool_call><tool_call>{call[11:]}": "no end",
-    }.items():
-        assert why in heard(task, bad)[0], bad
+        call.removeprefix("<tool_call>"): "no beginning",
+        f"<tool_call>{call}": "no end",
+    }
+    assert [why for turn, why in bad.items() if why not in heard(task, turn)[0]] == []
     assert task.take_metrics() == {"turns/errors": 9.0}
     assert heard(task, f"{call}<tool_call>")[0] == "5"
     assert "add" in task.text(task.prompts("train")[0].token_ids), "the model is told of it"
 
 
-TOOLS = (
-    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 NO_BEGINNING = "the tool call has no beginning: open it with <tool_call>"
 CALL = '<tool_call>{"name": "now", "arguments": {"how": "a"}}</tool_call>'
 
@@ -201,21 +197,18 @@ def test_a_call_is_read_whole_and_none_is_made_in_a_thought(rows, turn, answers,
 
 def test_no_tool_call_that_a_model_writes_ends_a_run(rows):
     """600 of them, made of pieces of right and wrong ones, each answered by text that can be read, or by the end."""
-    chat, warned, rng = make_tokenizer(chat_template=TOOLS), list[str](), Random(0)
-    tools = talking(rows, chat, tools="environments:now,later,add", warn=warned.append)
+    warned, rng = list[str](), Random(0)
+    tools = talking(rows, WITH_TOOLS, tools="environments:now,later,add", warn=warned.append)
     plain = talking(rows, warn=warned.append, **RESPONDING)
     names = ["now", "later", "add", "rm", "", "__class__", ["now"], {"now": 1}, None, 7, True]
     values = [*ANSWERED, "none", "next", "\ud800", 5, -1e308, float("nan"), 10**400, None, [], {}, [[[]]], {"a": "b"}]
     marks = ["<tool_call>", "</tool_call>", "<think>", "</think>", *'{}[]",:\\\n\x00é', "```json", "<function=add>"]
 
-    def value() -> Any:
-        return rng.choice(values)
-
     def call() -> str:
-        words = {word: value() for word in rng.sample(["how", "a", "b", "self", "*", ""], rng.randrange(4))}
-        arguments = rng.choice([words, {"how": value()}, {"how": value()}, value()])
-        whole: Any = {"name": rng.choice(names), "arguments": arguments}
-        return f"<tool_call>{json.dumps(rng.choice([whole, whole, whole, [whole], value()]))}</tool_call>"
+        words = {word: rng.choice(values) for word in rng.sample(["how", "a", "b", "self", "*", ""], rng.randrange(4))}
+        one = rng.choice([{"how": rng.choice(values)}, rng.choice(values), words])
+        whole: Any = {"name": rng.choice(names), "arguments": one}
+        return f"<tool_call>{json.dumps(rng.choice([whole, whole, whole, [whole], one]))}</tool_call>"
 
     def cut(text: str) -> str:
         place = rng.randrange(len(text) + 1)
@@ -224,24 +217,20 @@ def test_no_tool_call_that_a_model_writes_ends_a_run(rows):
     answered, prompt = 0, plain.prompts("train")[0]
     for _ in range(300):
         text = "".join(rng.choice([call, call, lambda: cut(call()), lambda: rng.choice(marks)])() for _ in range(3))
-        for task, turn in ((tools, text), (plain, str(value()) if rng.random() < 0.7 else text)):
+        for task, turn in ((tools, text), (plain, str(rng.choice(values)))):
             turn = turn.encode("utf-8", "replace").decode()  # what tokens can say
-            reply = task._environment.reply(prompt, {"answer": "1"}, [turn], "who")
-            task._note(reply)
-            for message in reply.messages or ():
-                message.encode()
-                assert len(message) <= 100_000
-            answered += reply.messages is not None
+            found = task._environment.observe(prompt, {"answer": "1"}, [turn], "who")
+            task._note(found)
+            assert all(len(message.encode()) <= 100_000 for message in found.messages or ())
+            answered += found.messages is not None
     assert answered > 450 and tools.take_metrics()["turns/errors"] > 150 and plain.take_metrics()["turns/errors"] > 60
     assert len(warned) == len(set(warned)) < 99, "each kind is named once"
 
 
 def test_typed_methods_are_tools_and_what_reset_returns_goes_behind_the_question(rows):
-    chat = make_tokenizer(chat_template=TOOLS)
-    task = talking(rows, chat, environment="environments:Counter", turns=4)
-    take = '<tool_call>{"name": "take", "arguments": {"count": 2}}</tool_call>'
+    task = talking(rows, WITH_TOOLS, environment="environments:Counter", turns=4)
     left = int(task.prompts("train")[0].answer)
-    assert heard(task, take, take) == [f"{left - 4} left"] and heard(task, take) == [f"{left - 2} left"]
+    assert heard(task, TAKE, TAKE) == [f"{left - 4} left"] and heard(task, TAKE) == [f"{left - 2} left"]
     plain = task.text(task.prompts("eval")[0].token_ids)
     question = task.row_of(task.prompts("eval")[0])["question"]
     task._eval.problems[0].row["opening"] = " 7 left"
@@ -258,7 +247,7 @@ def test_typed_methods_are_tools_and_what_reset_returns_goes_behind_the_question
         ({"environment": "environments:Counter", "tools": "environments:add"}, "environment and tools"),
         ({"environment": "environments:NoReset"}, "reset"),
         ({"environment": "environments:score"}, "task.tools"),
-        ({"tools": "environments:untyped", "tokenizer": make_tokenizer(chat_template=TOOLS)}, "untyped.*type"),
+        ({"tools": "environments:untyped", "tokenizer": WITH_TOOLS}, "untyped.*type"),
         ({"environment": "environments:Random", "reward": "environment"}, "get_reward"),
     ],
 )
@@ -277,16 +266,12 @@ def test_special_tokens_in_a_message_are_text():
 
 
 def test_a_guess_narrows_the_range_and_a_calculator_adds_up():
-    guess = made.task("guess", PLAIN, min_numbers=15, max_numbers=15)
-    prompt = guess.prompts("eval")[0]
-    number, low, high = map(int, prompt.answer.split(":"))
-    encode = lambda text: PLAIN.encode(text, add_special_tokens=False)  # noqa: E731
-    wrong = low if number != low else high
-    left = f",{low + 1}+{(high - low - 1) // 2}=" if wrong == low else f",{low}+{(high - 1 - low) // 2}="
-    assert guess.respond(prompt, [encode(str(wrong))]).result() == [left]
-    assert guess.respond(prompt, [encode("x")]).result() == [f",{low}+{(high - low) // 2}="]
-    assert guess.respond(prompt, [encode(str(wrong)), encode(str(number))]).result() is None
-    calculator = made.task("calculator", PLAIN)
-    asks = lambda text: calculator.respond(prompt, [encode(text)]).result()  # noqa: E731
-    assert asks("12+7-5=") == ["14"] and asks("3+4=7+1=") == ["8"] and asks("__import__('os')=") == ["?"]
-    assert asks("14") is None and asks("=") == ["?"] and asks("9" * 50 + "=") == ["?"]
+    def answered(task: Any, *turns: str) -> Any:
+        return task.respond(prompt, [PLAIN.encode(turn, add_special_tokens=False) for turn in turns]).result()
+
+    guess, calculator = made.task("guess", PLAIN, min_numbers=15, max_numbers=15), made.task("calculator", PLAIN)
+    prompt = replace(guess.prompts("eval")[0], answer="9:0:14")
+    assert answered(guess, "6") == [",7+3="] and answered(guess, "6", "12") == [",7+2="]
+    assert answered(guess, "x") == answered(guess, "15") == [",0+7="] and answered(guess, "6", "9") is None
+    asked = {"12+7-5=": "14", "3+4=7+1=": "8", "__import__('os')=": "?", "=": "?", "9" * 50 + "=": "?"}
+    assert {turn: answered(calculator, turn)[0] for turn in asked} == asked and answered(calculator, "14") is None

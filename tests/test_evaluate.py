@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import made
 import pytest
-import torch
 from made import infinite, mean_length
 from small import FakeEngine, make_engine, small_model
 from tiny_hf import make_tokenizer
@@ -24,13 +22,6 @@ from grpo_cli.settings import Sampling
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout
 
 TOKENIZER = make_tokenizer()
-OWN = """
-def score(reply, answer):
-    return {"correct": float(answer in reply), "correct_strict": 0.0, "short": 0.5}
-
-def whole(reply, answer):
-    return float(answer == reply)
-"""
 
 
 class Scripted(FakeEngine):
@@ -47,63 +38,27 @@ class Scripted(FakeEngine):
             yield Rollout(request, ids, (0.0,) * len(ids), Finish.EOS)
 
 
-def task_for(folder: Path, name: str = "jsonl", count: int = 4, **words: Any) -> Task:
-    """Questions `q0`, `q1`, ... with the answers 10, 11, ... under the fields of every task of text."""
+def task_for(folder: Path) -> Task:
+    """Four questions, with the answers 10, 11, 12 and 13."""
     path = folder / "p.jsonl"
-    rows = [{"question": f"q{i}", "problem": f"q{i}", "answer": f"{10 + i}"} for i in range(count)]
-    path.write_text("".join(json.dumps(row | {"solution": row["answer"]}) + "\n" for row in rows))
-    return task_of(name, TOKENIZER, path=str(path), eval_fraction=1.0, **words)
-
-
-def measured(task: Task, reply: Callable[[Request], str], k: int = 2) -> dict[str, float]:
-    """Metrics of four prompts, without their `eval/`."""
-    prompts = [task.prompts("eval")[i] for i in range(4)]
-    found = evaluate(Scripted(reply), task, prompts, Sampling.plain(128), k, seed=0)
-    return {name.removeprefix("eval/"): value for name, value in found.metrics.items()}
+    path.write_text("".join(json.dumps({"question": f"q{i}", "answer": f"{10 + i}"}) + "\n" for i in range(4)))
+    return task_of("jsonl", TOKENIZER, path=str(path), eval_fraction=1.0)
 
 
 def greedy(request: Request) -> bool:
     return request.sampling.temperature == 0.0
 
 
-def half_marked(request: Request) -> str:
-    """Right answers all, of which the greedy ones are marked in every second prompt, and drawn ones in the first."""
-    answer, line = request.prompt.answer, int(request.prompt.id[-1])
-    marked = line % 2 == 0 if greedy(request) else request.sample == 0
-    return f"#### {answer}" if marked else f"It is {answer}."
-
-
-# What counts as right
-
-
-@pytest.mark.parametrize("name", ["gsm8k", "jsonl", "math"])
-def test_accuracy_is_of_the_grading_that_was_asked_for(name, tmp_path):
-    if name == "math":
-        pytest.importorskip("math_verify")
-    lenient, strict = (measured(task_for(tmp_path, name, grading=how), half_marked) for how in ("lenient", "strict"))
-    assert (lenient["accuracy"], lenient["pass@1"], lenient["pass@2"]) == (1.0, 1.0, 1.0)
-    assert (strict["accuracy"], strict["pass@1"], strict["pass@2"]) == (0.5, 0.5, 1.0)
-    assert strict["accuracy_low"] < 0.5 < strict["accuracy_high"]
-
-
-def test_an_own_reward_is_right_by_its_part_correct_else_by_a_total_of_one(tmp_path, monkeypatch):
-    (tmp_path / "own_of_evaluation.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    score, whole = (task_for(tmp_path, reward=f"own_of_evaluation:{name}") for name in ("score", "whole"))
-    assert [measured(task, half_marked)["accuracy"] for task in (score, whole)] == [1.0, 0.0]
-    assert measured(whole, lambda request: request.prompt.answer)["accuracy"] == 1.0
+def test_a_reward_is_right_by_its_part_correct_else_by_a_total_of_one():
     parts = {"correct": 1.0, "correct_strict": 0.0, "other": 0.99}
     assert Reward(0.0, parts).solved and Reward(1.0).solved and not Reward(0.99).solved
     assert not any(Reward(5.0, parts, answer_part=part).solved for part in ("correct_strict", "other"))
 
 
-# What is generated, and what it is counted as
-
-
 def test_each_prompt_is_answered_greedily_once_and_sampled_k_times(tmp_path):
     """Every answer can be read with what it was."""
     task = task_for(tmp_path)
-    prompts, engine = list(task.prompts("eval"))[:2], Scripted(half_marked)
+    prompts, engine = list(task.prompts("eval"))[:2], Scripted(lambda one: f"{one.prompt.id} {one.sample}")
     words = dict(max_new_tokens=5, stop=("x",), max_turn_tokens=None)
     sampling = Sampling(temperature=0.5, top_p=0.9, top_k=7, **words)
     rows = evaluate(engine, task, prompts, sampling, k=2, seed=3).examples
@@ -113,11 +68,8 @@ def test_each_prompt_is_answered_greedily_once_and_sampled_k_times(tmp_path):
         *[(line, sample, sampling) for line in ("1", "2") for sample in (0, 1)],
     ]
     assert len({r.seed for r in engine.asked}) == 6 and all(r.held_out for r in engine.asked)
-    replies = ["It is 10.", "#### 11", "#### 10", "It is 10.", "#### 11", "It is 11."]
-    assert [(row.reason, row.reply) for row in rows] == [*zip(["greedy"] * 2 + ["sampled"] * 4, replies, strict=True)]
-    again = Scripted(half_marked)
-    evaluate(again, task, prompts, sampling, k=2, seed=4)
-    assert not {r.seed for r in again.asked} & {r.seed for r in engine.asked}
+    assert [row.reason for row in rows] == ["greedy"] * 2 + ["sampled"] * 4
+    assert [row.reply for row in rows] == [f"{r.prompt.id} {r.sample}" for r in engine.asked]
 
 
 def test_metrics_are_those_of_hand_counted_answers(tmp_path):
@@ -129,18 +81,18 @@ def test_metrics_are_those_of_hand_counted_answers(tmp_path):
         right = line == 1 if greedy(request) else request.sample < (0, 1, 2, 4)[line - 1]
         return request.prompt.answer if right else ("no" if greedy(request) else "not at all")
 
-    found = measured(task, reply, k=4)
+    def measured(k: int) -> dict[str, float]:
+        found = evaluate(Scripted(reply), task, list(task.prompts("eval")), Sampling.plain(128), k, seed=0).metrics
+        return {name.removeprefix("eval/"): value for name, value in found.items()}
+
+    found = measured(4)
     lengths = [1 + len(TOKENIZER.encode(text, add_special_tokens=False)) for text in ("10", "no", "no", "no")]
     assert found["length_mean"] == sum(lengths) / 4
     assert (found["accuracy"], found["pass@1"], found["pass@4"]) == (0.25, 7 / 16, 0.75)
     # Wilson's interval of 1 in 4: (0.25 + z^2/8 -+ z sqrt(0.1875/4 + z^2/64)) / (1 + z^2/4) with z = 1.96
     assert (found["accuracy_low"], found["accuracy_high"]) == pytest.approx((0.0456, 0.6994), abs=1e-4)
     assert all(found[f"pass@{j}_low"] < found[f"pass@{j}"] < found[f"pass@{j}_high"] for j in (1, 4))
-    alone = measured(task, reply, k=0)
-    assert alone == {name: value for name, value in found.items() if "pass@" not in name}
-
-
-# That it leaves no trace
+    assert measured(0) == {name: value for name, value in found.items() if "pass@" not in name}
 
 
 def test_an_evaluation_teaches_the_length_predictor_nothing():
@@ -150,20 +102,14 @@ def test_an_evaluation_teaches_the_length_predictor_nothing():
     prompts = [Prompt(f"p{i}", (2 + i, 3, 4 + i), "1") for i in range(4)]
     task = made.task("arithmetic", load_tokenizer(made.model()))
 
-    def after_evaluation() -> Any:
+    def after_evaluation() -> str:
         evaluate(engine, task, prompts, Sampling.plain(20, temperature=0.5), k=3, seed=0)
-        return tensors_as_lists(predictor.state())
+        return repr(predictor.state())
 
-    assert after_evaluation() == tensors_as_lists(mean_length().state())
+    assert after_evaluation() == repr(mean_length().state())
     list(engine.generate(requests_for(prompts, 4, Sampling.plain(20), seed=0, step=0)))
-    learnt = tensors_as_lists(predictor.state())
-    assert after_evaluation() == learnt != tensors_as_lists(mean_length().state())
+    learnt = repr(predictor.state())
+    assert after_evaluation() == learnt != repr(mean_length().state())
     # What was predicted of the evaluation is forgotten with it, and what is predicted of the next step is judged alone.
     list(engine.generate(requests_for(prompts, 4, Sampling.plain(20), seed=0, step=1)))
     assert "predictor/mean_absolute_error" in engine.stats().details
-
-
-def tensors_as_lists(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: tensors_as_lists(item) for name, item in value.items()}
-    return value.tolist() if isinstance(value, torch.Tensor) else value

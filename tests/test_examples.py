@@ -13,11 +13,6 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "scripts" / "examples" / "first_run.ipynb"
 
 
-def test_the_notebook_is_kept_without_outputs():
-    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
-    assert cells and all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
-
-
 @pytest.mark.process
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient", reason="the extra dev has nbclient and ipykernel")
@@ -25,11 +20,15 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-    monkeypatch.setenv("JUPYTER_PATH", str(kernel(tmp_path / "jupyter")))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    spec = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "here"}
+    (place := tmp_path / "jupyter" / "kernels" / "here").mkdir(parents=True)
+    (place / "kernel.json").write_text(json.dumps({**spec, "language": "python"}))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    place = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=600, kernel_name="here", resources=place).execute()
+    assert not any(cell.outputs for cell in notebook.cells if cell.cell_type == "code"), "it is kept without"
+    here = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="here", resources=here).execute()
     outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     said = ["".join(out.get("text", "") or str(out.get("data", "")) for out in each) for each in outputs]
     assert "'completed'" in said[1] and "reward" in said[2]
@@ -40,12 +39,3 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     trained = [json.loads((run / "summary.json").read_text())["trained_rollouts"] for run in (first, second)]
     assert trained == [20 * 8 * 8, 20 * 8 * 4]
     assert "with every rollout at full length" in said[-1]
-
-
-def kernel(folder: Path) -> Path:
-    """A kernel named `here` that is the Python of these tests."""
-    spec = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "here"}
-    place = folder / "kernels" / "here"
-    place.mkdir(parents=True)
-    (place / "kernel.json").write_text(json.dumps({**spec, "language": "python"}))
-    return folder

@@ -11,15 +11,12 @@ from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from unittest.mock import create_autospec
 
 import huggingface_hub
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typed import content, done, refused
-
-from grpo_cli.model import export
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT itself asks for it
@@ -169,53 +166,3 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_older_export(
         patched.setattr("grpo_cli.cli.export.write_card", full)
         assert "No space left on device" in unexported(whole, tmp_path / "out", "--overwrite")
         assert content(tmp_path / "out") == before and os.listdir(tmp_path) == ["out"]
-    replace, renamed = os.replace, list[Path]()
-
-    def once(source: Path, target: Path) -> None:
-        """The older folder is set aside, and then the disk fails."""
-        renamed.append(target)
-        full() if len(renamed) == 2 else replace(source, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr("grpo_cli.runs.files.os.replace", once)
-        assert "No space left on device" in unexported(whole, tmp_path / "out", "--overwrite")
-    assert len(renamed) == 3 and content(tmp_path / "out") == before and os.listdir(tmp_path) == ["out"]
-
-
-def test_what_a_kill_has_left_is_cleared_and_what_it_set_aside_comes_back(run: Path, whole: Path, tmp_path: Path):
-    done("export", run, tmp_path / "out")
-    (tmp_path / "out").rename(tmp_path / ".out.replaced")
-    (tmp_path / ".out.tmp").mkdir()
-    assert "holds no adapters but an ordinary model" in unexported(whole, tmp_path / "out", "--merge")
-    assert os.listdir(tmp_path) == ["out"] and (tmp_path / "out" / "adapter_config.json").exists()
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """A stand-in for the hub's client that records its calls, with no token stored."""
-    api = create_autospec(huggingface_hub.HfApi, instance=True)
-    api.repo_exists.return_value = False
-    api.create_repo.return_value = "https://hub/me/mine"
-    api.sent = []
-    api.upload_folder.side_effect = lambda **given: api.sent.append(content(Path(given["folder_path"])))
-    monkeypatch.setattr(export, "HfApi", lambda: api)
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    return api
-
-
-def test_a_model_is_uploaded_in_one_commit(whole: Path, hub: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    assert "log in with `hf auth login`, or set HF_TOKEN" in unexported(whole, "hub:me/mine")
-    assert "hub:me/mine/too names no repository" in unexported(whole, "hub:me/mine/too") and hub.mock_calls == []
-    monkeypatch.setenv("HF_TOKEN", "hf_made_up")
-    monkeypatch.chdir(tmp_path)
-    assert "https://hub/me/mine holds the model of" in done("export", whole, "hub:me/mine")
-    hub.upload_folder.assert_called_once()
-    (sent,) = hub.sent
-    assert {"README.md", "model.safetensors", "tokenizer.json"} <= sent.keys() and b"# me/mine" in sent["README.md"]
-    assert os.listdir(tmp_path) == []
-    hub.repo_exists.return_value = True
-    assert "hub:me/mine exists; name a new one, or add --overwrite" in unexported(whole, "hub:me/mine")
-    done("export", whole, "hub:me/mine", "--overwrite")
-    assert hub.upload_folder.call_args.kwargs["delete_patterns"] == "*" and hub.upload_folder.call_count == 2

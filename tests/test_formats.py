@@ -48,11 +48,6 @@ def reward_of(tmp_path: Path, reply: str, **settings: Any) -> Reward:
     return task.reward(prompt, rollout_of(prompt, reply, TOKENIZER))
 
 
-def test_parts_without_a_weight_are_not_looked_at_and_those_of_zero_only_logged(tmp_path: Path) -> None:
-    reward = reward_of(tmp_path, WHOLE, weights={"correct": 1.0, "format": None, "tag_count": 0.0})
-    assert (reward.total, dict(reward.parts)) == (1.0, {"correct": 1.0, "correct_strict": 1.0, "tag_count": 1.0})
-
-
 @pytest.mark.parametrize(
     ("reply", "weights", "formats_on", "total"),
     [
@@ -73,6 +68,7 @@ def test_the_total_is_the_weighted_sum_as_in_the_published_runs(
     assert reward.total == pytest.approx(total)
     assert sum(weight * reward.parts[part] for part, weight in reward.weights.items()) == pytest.approx(total)
     assert "correct_strict" in reward.parts and "correct_strict" not in reward.weights, "it is only logged"
+    assert reward.parts.keys() == {"correct", "correct_strict", *weights}, "others are not looked at"
 
 
 def test_with_strict_grading_the_weight_is_that_of_the_marked_answer(tmp_path: Path) -> None:

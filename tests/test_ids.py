@@ -10,7 +10,6 @@ from small import FakeEngine, contents, make_engine, small_model, some_requests
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.evaluate import evaluate
-from grpo_cli.interfaces import Task
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -31,14 +30,6 @@ def test_a_list_of_prompts_with_an_id_twice_is_refused_before_the_first_rollout(
     for some in ([A, OTHER_A], MadePrompts([B, A, A].__getitem__, 3)):
         with pytest.raises(UserError, match="'a' is the id of two"):
             evaluate(FakeEngine(), task, some, Sampling.plain(128), k=2, seed=0)
-
-
-@pytest.mark.parametrize("name", ["arithmetic", "word_problems"])
-def test_prompts_of_generated_tasks_have_ids_of_their_own_over_both_splits(name):
-    task: Task = made.task(name, load_tokenizer(made.model()))
-    some = [task.prompts("train")[i].id for i in range(0, 1_000_000, 4001)]
-    everyone = [*some, *(prompt.id for prompt in task.prompts("eval"))]
-    assert len(everyone) > 500 and len(set(everyone)) == len(everyone)
 
 
 def test_the_engine_refuses_two_prompts_of_one_id_and_takes_equal_ones_for_one():

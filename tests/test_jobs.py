@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -22,30 +23,20 @@ WAIT = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"  # for two minut
 COMPLETED = """echo '{"status": "completed"}' > summary.json"""
 
 
-def listed(sweep: Path, *lines: str) -> list[Job]:
-    """Jobs whose one override is the shell line that they run, all of them waiting."""
-    return [Job(i, sweep / str(i), (line,), f"job{i}") for i, line in enumerate(lines)]
-
-
 def run(
-    jobs: list[Job], say: Callable[[str], None] = lambda line: None, places: Sequence[dict[str, str]] = ({},)
-) -> Pool:
-    def command(job: Job) -> list[str]:
-        return ["sh", "-c", f"cd {job.folder}; {job.overrides[0]}"]
-
-    pool = Pool(places, command, say)
+    sweep: Path, *lines: str, say: Callable[[str], None] = lambda line: None, places: Sequence[dict[str, str]] = ({},)
+) -> tuple[Pool, list[tuple[Path, JobState]]]:
+    """Run jobs, each a shell line, and return their folders and states."""
+    jobs = [Job(i, sweep / str(i), (line,), f"job{i}") for i, line in enumerate(lines)]
+    pool = Pool(places, lambda job: ["sh", "-c", f"cd {job.folder}; {job.overrides[0]}"], say)
     pool.run({job: JobState("waiting", None, job.overrides) for job in jobs})
-    return pool
-
-
-def status(job: Job) -> JobState:
-    kept = read_status(job.folder)
-    assert kept is not None
-    return kept
+    kept = [(job.folder, state) for job in jobs if (state := read_status(job.folder))]
+    assert [state for _, state in kept] == list(pool.states.values())
+    return pool, kept
 
 
 def test_a_job_that_fails_stops_no_other_and_says_why(tmp_path: Path) -> None:
-    jobs = listed(
+    _, jobs = run(
         tmp_path,
         "echo 'error: in another life'; echo 'error: n=1 is'; echo 'too few' >&2; exit 2",
         COMPLETED,
@@ -57,8 +48,7 @@ def test_a_job_that_fails_stops_no_other_and_says_why(tmp_path: Path) -> None:
         "echo '{' > summary.json",
         COMPLETED,
     )
-    run(jobs)
-    ends = [(s.state, s.exit_code, s.reason and s.reason.partition(" (")[0]) for s in map(status, jobs)]
+    ends = [(s.state, s.exit_code, s.reason and s.reason.partition(" (")[0]) for _, s in jobs]
     assert ends == [
         ("failed", 2, "n=1 is too few"),
         ("done", 0, None),
@@ -70,35 +60,20 @@ def test_a_job_that_fails_stops_no_other_and_says_why(tmp_path: Path) -> None:
         ("failed", 0, f"{tmp_path}/7/summary.json cannot be read"),
         ("done", 0, None),
     ]
-    assert (jobs[0].folder / "log.txt").read_text() == "error: in another life\nerror: n=1 is\ntoo few\n"
+    assert (tmp_path / "0" / "log.txt").read_text() == "error: in another life\nerror: n=1 is\ntoo few\n"
 
 
 @pytest.mark.parametrize("places", [1, 3])
 def test_as_many_jobs_run_at_a_time_as_there_are_places(tmp_path: Path, places: int) -> None:
-    lines, jobs = list[str](), listed(tmp_path, *["sleep 0.2; echo $PLACE $PYTHONUNBUFFERED"] * 4)
-    run(jobs, lines.append, [{"PLACE": str(i)} for i in range(places)])
+    lines, here = list[str](), [{"PLACE": str(i)} for i in range(places)]
+    _, jobs = run(tmp_path, *["sleep 0.2; echo $PLACE $PYTHONUNBUFFERED"] * 4, say=lines.append, places=here)
     running, most = 0, 0
     for line in lines:
         running += 1 if line.endswith("running") else -1
         most = max(most, running)
     assert (running, most) == (0, places)
-    said = {(job.folder / "log.txt").read_text() for job in jobs}
+    said = {(folder / "log.txt").read_text() for folder, _ in jobs}
     assert said <= {f"{i} 1\n" for i in range(places)} and len(said) >= min(2, places)
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Killed processes end when they get to it. The limit is a guard against hanging, not part of what is tested."""
-    deadline = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def ended(process: int) -> bool:
-    try:
-        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE  # it was not waited for
-    except psutil.NoSuchProcess:
-        return True
 
 
 def press(number: signal.Signals, *when: Callable[[], bool]) -> threading.Thread:
@@ -117,42 +92,36 @@ def press(number: signal.Signals, *when: Callable[[], bool]) -> threading.Thread
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_asked_to_stop_it_lets_jobs_save_and_starts_no_more(tmp_path: Path, number: signal.Signals) -> None:
-    saves = f"trap 'echo saved; exit 0' TERM; touch ready; {WAIT}"
-    jobs = listed(tmp_path, f"""echo '{{"status": "interrupted"}}' > summary.json; {saves}""", COMPLETED)
+    stops = """echo '{"status": "interrupted"}' > summary.json; """
+    stops += f"trap 'echo saved; exit 0' TERM; touch ready; {WAIT}"
     lines, before = list[str](), signal.getsignal(number)
-    thread = press(number, (jobs[0].folder / "ready").exists)
-    assert run(jobs, lines.append).stopped
+    thread = press(number, (tmp_path / "0" / "ready").exists)
+    pool, ((folder, first), (_, second)) = run(tmp_path, stops, COMPLETED, say=lines.append)
     thread.join()
-    assert (jobs[0].folder / "log.txt").read_text() == "saved\n"
-    assert [status(job).state for job in jobs] == ["waiting", "waiting"]
-    assert status(jobs[0]).reason == "the sweep was stopped while it ran"
+    assert pool.stopped and (folder / "log.txt").read_text() == "saved\n"
+    assert (first.state, first.reason) == ("waiting", "the sweep was stopped while it ran")
+    assert second.state == "waiting"
     assert signal.getsignal(number) is before
     assert sorted(line.split()[0] for line in lines) == [f"{number.name}:", "job", "job"]
 
 
 def test_asked_twice_it_kills_them_with_all_that_they_started(tmp_path: Path) -> None:
     asked = f"trap 'touch asked' TERM; sleep 600 & echo $! > child; touch ready; {WAIT}"
-    (job,) = listed(tmp_path, asked)
-    thread = press(signal.SIGINT, (job.folder / "ready").exists, (job.folder / "asked").exists)
-    run([job])
+    thread = press(signal.SIGINT, (tmp_path / "0" / "ready").exists, (tmp_path / "0" / "asked").exists)
+    _, ((folder, state),) = run(tmp_path, asked)
     thread.join()
-    assert (status(job).state, status(job).exit_code) == ("waiting", -9)
-    child = int((job.folder / "child").read_text())
-    eventually(lambda: ended(child))
+    assert (state.state, state.exit_code) == ("waiting", -9)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        child = psutil.Process(int((folder / "child").read_text()))
+        # In two minutes at most; a zombie was not waited for.
+        assert any(child.status() == psutil.STATUS_ZOMBIE or time.sleep(0.01) for _ in range(12_000))
 
 
-@pytest.mark.parametrize(
-    ("command", "begun", "last"),
-    [("train", False, "hydra.run.dir='{}'"), ("train", True, "resume='{}'"), ("eval", True, "hydra.run.dir='{}'")],
-)
-def test_a_training_that_was_begun_goes_on_and_any_other_job_begins(
-    tmp_path: Path, command: str, begun: bool, last: str
-) -> None:
-    if begun:
-        made.record(tmp_path, {}, ["seed=1"], command=command)
-    words = Sweep(command, lambda cfg: None).command_of(Job(0, tmp_path, ("seed=1",), ""))
-    assert words[-1] == last.format(tmp_path)
-    assert "seed=1" in words
+def test_a_training_that_was_begun_goes_on_and_an_evaluation_begins(tmp_path: Path) -> None:
+    made.record(tmp_path, {}, ["seed=1"])
+    for command, place in (("train", "resume"), ("eval", "hydra.run.dir")):
+        words = Sweep(command, lambda cfg: None).command_of(Job(0, tmp_path, ("seed=1",), ""))
+        assert words[-2:] == ["seed=1", f"{place}='{tmp_path}'"]
 
 
 @pytest.mark.parametrize(("signalled", "ends", "queued"), [(True, 0, "requeue 7\n"), (False, 3, "")])

@@ -54,29 +54,20 @@ def test_every_row_is_in_one_split_known_by_its_line_and_with_its_answer(tmp_pat
     task = make(path, eval_fraction=0.1)
     assert (len(task.prompts("train")), len(task.prompts("eval"))) == (90, 10)
     assert sorted(int(prompt.id.split("-")[1]) for prompt in all_of(task)) == list(range(2, 102))
-    for split in ("train", "eval"):
-        for prompt in task.prompts(split):
-            name, line = prompt.id.split("-")
-            number = int(line) - 2
-            assert task.text(prompt.token_ids) == f"Question: What is {number} + {number}?\nAnswer:"
-            assert (name, prompt.answer) == (split, str(2 * number))
-            assert task.prompts(split).by_id(prompt.id) == prompt
-        assert task.prompts(split).by_id("test-000002") is None
+    for prompt in all_of(task):
+        split, line = prompt.id.split("-")
+        number = int(line) - 2
+        assert task.text(prompt.token_ids) == f"Question: What is {number} + {number}?\nAnswer:"
+        assert prompt.answer == str(2 * number) and task.prompts(split).by_id(prompt.id) == prompt
+    assert task.prompts("train").by_id("test-000002") is None
 
 
 def test_the_split_follows_from_the_questions_alone_and_is_the_same_in_every_version(tmp_path: Path) -> None:
-    """Else a checkpoint would be evaluated on what it was trained on."""
-    for seed, order in ((0, 1), (7, -1)):
-        path = write(tmp_path / "p.jsonl", *problems(40)[::order])
-        task = made.task("jsonl", TOKENIZER, seed, path=path, eval_fraction=0.1)
-        assert {int(prompt.answer) // 2 + 1 for prompt in task.prompts("eval")} == {4, 14, 16, 39}
-
-
-def test_copies_of_a_question_stay_on_one_side(tmp_path: Path) -> None:
-    task = make(write(tmp_path / "p.jsonl", *problems(20), *problems(20)), eval_fraction=0.25)
-    train, held_out = ({prompt.token_ids for prompt in task.prompts(split)} for split in ("train", "eval"))
-    assert (len(train), len(held_out)) == (15, 5) and not train & held_out
-    assert len(task.prompts("eval")) == 10
+    """Else a checkpoint would be evaluated on what it was trained on. Copies of a question stay on one side."""
+    for seed, rows in ((0, problems(40)), (7, problems(40)[::-1]), (0, [*problems(40), *problems(40)])):
+        task = made.task("jsonl", TOKENIZER, seed, path=write(tmp_path / "p.jsonl", *rows), eval_fraction=0.1)
+        held_out, train = ([int(it.answer) // 2 + 1 for it in task.prompts(split)] for split in ("eval", "train"))
+        assert {*held_out} == {4, 14, 16, 39} and len(held_out) == len(rows) // 10 and not {*held_out} & {*train}
 
 
 def test_an_eval_file_is_the_eval_split_and_shares_no_question(tmp_path: Path) -> None:
@@ -92,23 +83,26 @@ def test_an_eval_file_is_the_eval_split_and_shares_no_question(tmp_path: Path) -
     assert len(said) == 1 and f"2 of the 3 problems of {path}" in said[0] and other in said[0]
 
 
+BOM = b"\xef\xbb\xbf"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "rows"),
     [
         ("p.jsonl", b'{"question": "a", "answer": 0.10000000000000000000001}', [(1, "a", "0.10000000000000000000001")]),
         (
             "p.json",
-            b'\xef\xbb\xbf\n[{"question": "a", "answer": 1},\n{"question": "b", "answer": "2"}]',
+            BOM + b'\n[{"question": "a", "answer": 1},\n{"question": "b", "answer": "2"}]',
             [(1, "a", "1"), (2, "b", "2")],
         ),
         (
             "p.CSV",
-            b'\xef\xbb\xbfanswer,question,more\r\n1,"a, ""b""\nc",\r\n\r\n2,d,x\r\n',
+            BOM + b'answer,question,more\r\n1,"a, ""b""\nc",\r\n\r\n2,d,x\r\n',
             [(3, 'a, "b"\nc', "1"), (5, "d", "2")],
         ),
         (  # from Windows
             "p.jsonl",
-            b'\xef\xbb\xbf{"question": "a\xe2\x80\xa8b", "answer": "1"}\r\n\r\n{"question": "c", "answer": "2"}',
+            BOM + b'{"question": "a\xe2\x80\xa8b", "answer": "1"}\r\n\r\n{"question": "c", "answer": "2"}',
             [(1, "a\u2028b", "1"), (3, "c", "2")],
         ),
     ],
@@ -116,9 +110,8 @@ def test_an_eval_file_is_the_eval_split_and_shares_no_question(tmp_path: Path) -
 def test_rows_are_read_as_they_were_written(
     tmp_path: Path, name: str, content: bytes, rows: list[tuple[int, str, str]]
 ) -> None:
-    path = tmp_path / name
-    path.write_bytes(content)
-    found = read_problems(str(path), "task.path", "question", "answer")
+    (tmp_path / name).write_bytes(content)
+    found = read_problems(str(tmp_path / name), "task.path", "question", "answer")
     assert [(row.line, row.question, row.answer) for row in found] == rows
 
 
@@ -130,45 +123,27 @@ def test_without_a_chat_template_the_plain_template_is_filled(tmp_path: Path) ->
     assert task.text(prompt.token_ids) == f"Think.\n\n{{Q}}: {question}{int(prompt.id[-1]) - 1} A:"
 
 
-@pytest.mark.parametrize(
-    ("reply", "lenient", "strict"),
-    [("#### 8", 1, 1), ("\\boxed{8.0}", 1, 1), ("It is 8.", 1, 0), ("#### 9", 0, 0), ("8 #### 9", 0, 0), ("", 0, 0)],
-)
-def test_both_gradings_are_reported_and_one_is_the_total(
-    tmp_path: Path, reply: str, lenient: float, strict: float
-) -> None:
-    path = write(tmp_path / "p.jsonl", *problems(5))
-    for grading, total in (("lenient", lenient), ("strict", strict)):
-        task = make(path, grading=grading)
-        prompt = replace(task.prompts("train")[0], answer="8")
+@pytest.mark.parametrize(("grading", "total"), [("lenient", 0), ("strict", 1)])
+def test_both_gradings_are_reported_and_one_is_the_total(tmp_path: Path, grading: str, total: int) -> None:
+    task = make(write(tmp_path / "p.jsonl", *problems(5)), grading=grading)
+    prompt = replace(task.prompts("train")[0], answer="8")
+    replies = {"\\boxed{8.0}": (1, 1), "It is 8.": (1, 0), "#### 9": (0, 0), "8 #### 9": (0, 0), "": (0, 0)}
+    for reply, graded in replies.items():
         reward = task.reward(prompt, rollout_of(prompt, reply, TOKENIZER))
-        assert (reward.total, reward.parts) == (total, {"correct": lenient, "correct_strict": strict})
-
-
-# Prompts that do not fit
-
-
-def test_a_prompt_that_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
-    rows = problems(20)
-    rows[7]["question"] = "word " * 30
-    path = write(tmp_path / "p.jsonl", *rows)
-    needed = len(TOKENIZER(f"Question: {rows[7]['question']}\nAnswer:")["input_ids"])
-    make(path, max_prompt_tokens=needed)
-    message = message_of(lambda: make(path, max_prompt_tokens=needed - 1))
-    assert f"p.jsonl, line 8: the prompt has {needed} tokens, but at most {needed - 1} fit" in message
-    assert "sampling.max_new_tokens" in message
-    assert "(and 18 more like it)" in message_of(lambda: make(path, max_prompt_tokens=30, eval_fraction=0.05))
+        assert (*reward.parts.values(), reward.total) == (*graded, graded[total]), reply
 
 
 def test_prompts_that_do_not_fit_are_left_out_with_a_warning(tmp_path: Path) -> None:
     rows = problems(20)
     rows[7]["question"] = rows[9]["question"] = "word " * 30
     path, said = write(tmp_path / "p.jsonl", *rows), []
-    words = {"long_prompts": "leave_out", "warn": said.append}
-    left = all_of(make(path, max_prompt_tokens=len(TOKENIZER("word " * 30)["input_ids"]), **words))
+    needed = len(TOKENIZER(f"Question: {rows[7]['question']}\nAnswer:")["input_ids"])
+    make(path, max_prompt_tokens=needed)
+    left = all_of(make(path, max_prompt_tokens=needed - 1, warn=said.append))
     assert len(left) == 18 and not {p.id[-2:] for p in left} & {"08", "10"}
-    assert len(said) == 1 and "2 of the " in said[0] and "p.jsonl, line 8" in said[0]
-    assert "no prompt to train on is left" in message_of(lambda: make(path, max_prompt_tokens=3, **words))
+    assert len(said) == 1 and "2 of the " in said[0]
+    assert f"line 8: the prompt has {needed} tokens, but at most {needed - 1} fit" in said[0]
+    assert "no prompt to train on is left" in message_of(lambda: make(path, max_prompt_tokens=3, warn=said.append))
 
 
 # Mistakes
@@ -229,40 +204,37 @@ def test_a_few_answers_that_cannot_be_read_are_counted_and_left_out(tmp_path: Pa
 # The hub
 
 
-def hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Callable[..., Any]) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-
-
-def test_a_hub_data_set_is_read_like_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def load_dataset(*names: str, split: str) -> list[dict[str, str]]:
-        asked.append((*names, split))
-        return problems(4) if split == "train" else [{"question": "last", "answer": "one"}]
-
-    hub(monkeypatch, load_dataset)
-    task = make("hub:someone/sums:train", eval_path=write(tmp_path / "e.jsonl", {"question": "x", "answer": "2"}))
-    assert [p.id for p in task.prompts("train")] == [f"train-{i:06d}" for i in range(1, 5)]
-    message = message_of(lambda: make("hub:someone/sums:train", eval_path="hub:someone/sums:hard:test"))
-    assert "hub:someone/sums:hard:test, row 1: no answer was understood" in message
-    assert asked == [("someone/sums", "train")] * 2 + [("someone/sums", "hard", "test")]
-
-
-def test_without_a_path_both_splits_come_from_the_hub_and_training_s_when_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is asked of the hub, which has three numbers for each split."""
     asked: list[Any] = []
 
     def load_dataset(*names: str, split: str) -> list[dict[str, str]]:
         asked.append((*names, split))
-        return [{"question": f"{split} {i}", "answer": rf"{i} \boxed{{{i}}}"} for i in range(3)]
+        return [
+            {"question": f"{split} {i}", "answer": "one" if split == "bad" else rf"\boxed{{{i}}}"} for i in range(3)
+        ]
 
-    hub(monkeypatch, load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    return asked
+
+
+def test_a_hub_data_set_is_read_like_a_file(tmp_path: Path, hub: list[Any]) -> None:
+    task = make("hub:someone/sums:train", eval_path=write(tmp_path / "e.jsonl", {"question": "x", "answer": "2"}))
+    assert [p.id for p in task.prompts("train")] == [f"train-{i:06d}" for i in range(1, 4)]
+    message = message_of(lambda: make("hub:someone/sums:train", eval_path="hub:someone/sums:hard:bad"))
+    assert "hub:someone/sums:hard:bad, row 1" in message
+    assert hub == [("someone/sums", "train")] * 2 + [("someone/sums", "hard", "bad")]
+
+
+def test_without_a_path_both_splits_come_from_the_hub_and_training_s_when_it_is_asked_for(
+    tmp_path: Path, hub: list[Any]
+) -> None:
     task = task_of("gsm8k", TOKENIZER)
-    assert asked == [("openai/gsm8k", "main", "test")]
+    assert hub == [("openai/gsm8k", "main", "test")]
     for split in ("train", "eval"):
         assert [(p.id, p.answer) for p in task.prompts(split)] == [(f"{split}-{i + 1:06d}", str(i)) for i in range(3)]
-    assert asked[1:] == [("openai/gsm8k", "main", "train")]
+    assert hub[1:] == [("openai/gsm8k", "main", "train")]
     own = write(tmp_path / "own.jsonl", {"question": "mine", "answer": "#### 1000"})
     assert [prompt.answer for prompt in task_of("gsm8k", TOKENIZER, eval_path=own).prompts("eval")] == ["1000"]
 

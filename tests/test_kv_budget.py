@@ -16,19 +16,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import fptas, full, infinite, mean_length, micro, prefix_head
-from orders import AnyOrder, Backwards, Forgetful, GivenLengths, PromptsFirst
+from orders import AnyOrder, Forgetful
 from small import VOCABULARY, contents, make_engine, small_model, some_requests
 
+from grpo_cli.engine.admission import Forecast
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, round_up
 from grpo_cli.engine.length_predictor import NoPredictor
 from grpo_cli.engine.samplers import KvPlan
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
+from grpo_cli.engine.sequence import Sequence as Running
 from grpo_cli.methods.rkv import Rkv
 from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.types import Prompt, Request
 
 TOKEN = 256  # bytes of small_model: 2 layers x keys and values x 2 heads x 8 numbers of 4
@@ -40,29 +41,28 @@ DENSE = Dense()
 class Ledger:
     """The blocks that are taken and given back, by one generation at a time; asks the engine nothing."""
 
-    def __init__(self, token: int = TOKEN) -> None:
-        self.peak, self._token = 0, token  # bytes up to the highest block that was taken
-        self._taken: set[int] = set()
+    def __init__(self) -> None:
+        self.peak = 0  # bytes up to the highest block that was taken
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        take, give_back = PagedCache.take, PagedCache.give_back
+        take, give_back, owned = PagedCache.take, PagedCache.give_back, set[int]()
 
         def taken(cache: PagedCache, blocks: int) -> list[int]:
             found = take(cache, blocks)
-            assert not self._taken & {*found}, "a block has one owner"
-            self._taken |= {*found}
-            self.peak = max([self.peak, *((block + 1) * BLOCK * self._token for block in found)])
+            assert not owned & {*found}, "a block has one owner"
+            owned.update(found)
+            self.peak = max([self.peak, *((block + 1) * BLOCK * TOKEN for block in found)])
             return found
 
         def given(cache: PagedCache, blocks: Any) -> None:
-            assert self._taken >= {*blocks}, "only what was taken comes back"
-            self._taken -= {*blocks}
+            assert owned >= {*blocks}, "only what was taken comes back"
+            owned.difference_update(blocks)
             give_back(cache, blocks)
 
         with patch.object(PagedCache, "take", taken), patch.object(PagedCache, "give_back", given):
             yield
-        assert not self._taken, "all blocks come back"
+        assert not owned, "all blocks come back"
 
 
 def generate(requests: Sequence[Request], **parts: Any) -> tuple[Any, Any, Ledger]:
@@ -80,9 +80,10 @@ def least_budget(requests: Sequence[Request], sparsity: Any = DENSE) -> int:
     return int(str(refused.value).partition("would do is ")[2].partition(" bytes")[0])
 
 
-def prompt_bytes(requests: Sequence[Request]) -> int:
-    """Of the longest prompt, in whole tiles."""
-    return TOKEN * round_up(max(len(r.prompt.token_ids) for r in requests), BLOCK)
+def sequence_bytes(requests: Sequence[Request], tokens: int) -> int:
+    """Of the longest prompt and of so many tokens, of which the last is never fed, in whole blocks."""
+    longest = max(len(request.prompt.token_ids) for request in requests)
+    return TOKEN * (round_up(longest, BLOCK) + round_up(tokens - 1, BLOCK))
 
 
 def ending_at(requests: Sequence[Request], limits: Sequence[int]) -> list[Request]:
@@ -91,11 +92,7 @@ def ending_at(requests: Sequence[Request], limits: Sequence[int]) -> list[Reques
     return [replace(r, sampling=word) for r, word in zip(requests, words, strict=True)]
 
 
-def slot_bytes(tokens: int) -> int:
-    return TOKEN * round_up(tokens - 1, BLOCK)
-
-
-SCHEDULERS = [Fifo, Sjf, Lpt, fptas, Backwards, PromptsFirst, AnyOrder]
+SCHEDULERS = [Fifo, Sjf, Lpt, fptas, AnyOrder]
 PREDICTORS = [NoPredictor, mean_length, Forgetful, lambda: prefix_head(prefix_tokens=3, min_rollouts=2)]
 WORDS: dict[str, Any] = dict(budget=6, buffer=3, window=2, sinks=1, per_head=True)
 SPARSITIES = [
@@ -133,18 +130,6 @@ def test_no_order_of_rollouts_ever_holds_more_than_the_budget_or_changes_one(
     assert engine.stats().kv_peak_bytes == ledger.peak <= budget
 
 
-@pytest.mark.bits
-@pytest.mark.parametrize("make", [micro, infinite])
-@pytest.mark.parametrize("parts", [{}, {"scheduler": Sjf(), "predictor": Forgetful()}])
-def test_room_for_one_sequence_serves_them_all_and_a_byte_less_none(make: Any, parts: Any) -> None:
-    requests = some_requests(prompts=3, n=3, tokens=40)
-    least = slot_bytes(40) + prompt_bytes(requests)
-    with pytest.raises(UserError, match=rf"sampler.kv_budget.*{least} bytes"):
-        generate(requests, sampler=make(kv_budget=least - 1), **parts)
-    made, engine, ledger = generate(requests, sampler=make(kv_budget=least), **parts)
-    assert made == contents(make_engine(MODEL).generate(requests)) and ledger.peak <= least
-
-
 def plan_of(sampler: Any, requests: int, prompts: int, prefix: int = 0, sparsity: Any = DENSE) -> KvPlan:
     """For prompts of one block, and keys of four."""
     asked = [Prompt(str(i), (3,) * BLOCK, "") for i in range(prompts)]
@@ -175,54 +160,63 @@ def test_all_make_a_prefix_first_where_memory_has_no_bound_and_somebody_waits(sa
 @pytest.mark.bits
 def test_under_a_budget_nothing_is_predicted_from_a_prefix_which_is_said_once() -> None:
     requests, said = some_requests(prompts=3, n=4, tokens=40), list[str]()
-    budget = slot_bytes(40) + prompt_bytes(requests)
     parts: dict[str, Any] = dict(scheduler=Lpt(), predictor=Forgetful(), warn=said.append)
-    engine = make_engine(MODEL, sampler=infinite(kv_budget=budget), **parts)
+    engine = make_engine(MODEL, sampler=infinite(kv_budget=sequence_bytes(requests, 40)), **parts)
     for _ in range(2):
         assert contents(engine.generate(requests)) == contents(make_engine(MODEL).generate(requests))
     assert len(said) == 1 and "sampler.kv_budget" in said[0]
 
 
-@pytest.mark.parametrize("scheduler", [Fifo, Lpt, fptas, PromptsFirst])
+def test_what_sequences_hold_is_half_of_what_they_begin_and_end_with() -> None:
+    """Of 4 tokens now and 10 at the end, and of 0 and 20, of which 12 are kept; and of half a block each."""
+    forecast, (one, other) = Forecast(12, 8.0), [Running(0, request) for request in some_requests(prompts=1, n=2)]
+    one.made, one.predicted, other.predicted = 4, 8.0, 20.0
+    # The mean is of 8 + 4 tokens in one rollout, and 4 + 12 / 2 is more than the 8 that were predicted.
+    assert forecast.held([one, other]) == (4 + 10 + 0 + 12) / 2 + 2 * BLOCK / 2
+    forecast.finish(20)
+    one.predicted = other.predicted = None
+    assert forecast.held([one, other]) == (4 + 12 + 0 + 12) / 2 + 2 * BLOCK / 2, "16 each"
+
+
+@pytest.mark.parametrize("scheduler", [Fifo, Lpt, fptas, AnyOrder])
 def test_memory_is_not_left_idle_while_somebody_waits(scheduler: Any) -> None:
     """Where as much as three sequences take is there, at least two run at a time on average, whatever the order."""
     requests = some_requests(prompts=6, n=4, tokens=20)
-    budget = 3 * (slot_bytes(20) + prompt_bytes(requests))
-    engine = make_engine(MODEL, sampler=infinite(kv_budget=budget), scheduler=scheduler())
+    sampler = infinite(kv_budget=3 * sequence_bytes(requests, 20))
+    engine = make_engine(MODEL, sampler=sampler, scheduler=scheduler())
     steps = sum(len(rollout) - 1 for rollout in engine.generate(requests))
     assert engine.stats().decode_steps <= (steps + 19) / 2, "Graham's bound, 19 being the longest"
 
 
 @pytest.mark.bits
-def test_who_is_put_off_makes_the_same_tokens_again() -> None:
+def test_who_is_put_off_makes_the_same_tokens_again_and_a_byte_less_than_one_sequence_is_refused() -> None:
     """Lengths that nobody can foresee: 23 short rollouts make place for 9 that all go on to the end."""
     limits = [4] * 23 + [96] * 9
     requests = ending_at(some_requests(prompts=4, n=8, tokens=96), limits)
     parts: dict[str, Any] = dict(eos_token_ids=(VOCABULARY,))
-    wanted = contents(make_engine(MODEL, **parts).generate(requests))
-    budget = 3 * least_budget(requests)
-    made, engine, ledger = generate(requests, sampler=infinite(kv_budget=budget), **parts)
+    wanted, least = contents(make_engine(MODEL, **parts).generate(requests)), sequence_bytes(requests, 96)
+    assert least_budget(requests) == least
+    with pytest.raises(UserError, match=rf"sampler.kv_budget.*{least} bytes"):
+        generate(requests, sampler=micro(kv_budget=least - 1))
+    made, engine, ledger = generate(requests, sampler=infinite(kv_budget=3 * least), **parts)
     stats = engine.stats()
-    assert made == wanted and ledger.peak <= budget
+    assert made == wanted and ledger.peak <= 3 * least
     assert stats.details["engine/restarts"] > 0
     assert stats.generated_tokens == sum(limits), "what was made twice counts once"
 
 
-@pytest.mark.parametrize("budget", [None, "128KiB"])
-def test_what_is_allocated_follows_what_is_held(budget: Any) -> None:
+def test_what_is_allocated_follows_what_is_held() -> None:
     """Of slots that reserved the limit, 32 rollouts of log-normal lengths would take 32 x 256 x 256 bytes = 2 MiB."""
     model = small_model(max_position_embeddings=512)
     quantiles = [exp(3.81 + 0.833 * NormalDist().inv_cdf((i + 0.5) / 32)) for i in range(32)]
     limits = np.random.default_rng(0).permutation(np.clip(np.rint(quantiles), 1, 256)).astype(int).tolist()
     requests = ending_at(some_requests(prompts=4, n=8, tokens=256), limits)
-    sampler = infinite(slots=32) if budget is None else infinite(kv_budget=budget)
-    engine = make_engine(model, sampler=sampler, eos_token_ids=(VOCABULARY,))
-    list(engine.generate(requests))
-    stats = engine.stats()
-    assert stats.kv_peak_bytes <= 1.25 * stats.details["engine/kv_held_bytes"], "blocks of 8 for a mean of 40"
-    if budget is not None:
-        reserved = parse_bytes(budget) // (slot_bytes(256) + prompt_bytes(requests))
-        assert stats.kv_peak_bytes <= parse_bytes(budget) and stats.slots >= 2 * reserved
+    for sampler in (infinite(slots=32), infinite(kv_budget=2**17)):
+        engine = make_engine(model, sampler=sampler, eos_token_ids=(VOCABULARY,))
+        list(engine.generate(requests))
+        stats = engine.stats()
+        assert stats.kv_peak_bytes <= 1.25 * stats.details["engine/kv_held_bytes"], "blocks of 8 for a mean of 40"
+    assert stats.kv_peak_bytes <= 2**17 and stats.slots >= 2 * (2**17 // sequence_bytes(requests, 256))
 
 
 def test_as_many_rollouts_run_as_there_is_room_for_what_eviction_leaves() -> None:
@@ -230,21 +224,9 @@ def test_as_many_rollouts_run_as_there_is_room_for_what_eviction_leaves() -> Non
     sparsity = Streaming(**WORDS, protect_prompt=True)
     requests = some_requests(prompts=1, n=24, tokens=100)
     page = TOKEN * round_up(sparsity.capacity(100, 200), BLOCK)
-    budget = prompt_bytes(requests) + 12 * page
-    _, engine, ledger = generate(
-        requests, sampler=infinite(kv_budget=budget), sparsity=sparsity, eos_token_ids=(VOCABULARY,)
-    )
+    budget = sequence_bytes(requests, 1) + 12 * page
+    parts: dict[str, Any] = dict(sampler=infinite(kv_budget=budget), sparsity=sparsity, eos_token_ids=(VOCABULARY,))
+    _, engine, ledger = generate(requests, **parts)
     stats = engine.stats()
     assert ledger.peak == budget and (stats.slots, stats.slot_utilisation) == (12, 1.0)
     assert stats.decode_steps == 2 * 99 and stats.details.get("engine/restarts", 0.0) == 0.0
-
-
-def test_a_prompt_is_read_again_if_it_was_dropped_for_one_that_comes_before_its_next_sample() -> None:
-    """Of the longest first, another prompt comes between a long and a short sample; as they come, none does."""
-    requests = ending_at(some_requests(prompts=4, n=2, tokens=60), [33, 30, 32, 28, 33, 20, 33, 20])
-    lengths = {r: float(r.sampling.max_new_tokens) for r in requests}
-    once, sampler = sum(len(r.prompt.token_ids) for r in requests[::2]), infinite(kv_budget=least_budget(requests))
-    for scheduler, again in ((Fifo(), False), (Lpt(), True)):
-        parts: dict[str, Any] = dict(scheduler=scheduler, predictor=GivenLengths(lengths))
-        _, engine, _ = generate(requests, sampler=sampler, eos_token_ids=(VOCABULARY,), **parts)
-        assert (engine.stats().prefill_tokens > once) == again

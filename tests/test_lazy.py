@@ -23,62 +23,9 @@ from grpo_cli.runs.background import Saver
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.meter import Meter
 
 MOVES = ("n=16", "train.prompts=4", "sampling.max_new_tokens=32", "task.train_problems=8")  # weights
 LAZY = ("train.checkpoint=lazy", "train.checkpoint_every=1")
-
-
-def saver() -> Saver:
-    return Saver(True, Meter().span)
-
-
-def test_a_change_after_the_snapshot_does_not_reach_what_is_written() -> None:
-    gate, written = threading.Event(), list[Any]()
-    whole = torch.arange(6.0)
-    moving = {"a": whole, "view": whole[2:4], "plain": [1, (whole.view(2, 3), "x")]}
-
-    def write(given: Any) -> None:
-        gate.wait()
-        written.append(given)
-
-    one = saver()
-    one.save(moving, write)
-    one.wait_until_copied()
-    whole.zero_()
-    assert not written, "it is being written now"
-    gate.set()
-    one.join()
-    (found,) = written
-    assert found["a"].tolist() == [0, 1, 2, 3, 4, 5] and found["view"].tolist() == [2, 3]
-    assert found["plain"][1][0].tolist() == [[0, 1, 2], [3, 4, 5]] and found["plain"][1][1] == "x"
-    assert found["view"].data_ptr() == found["a"].data_ptr() + 8, "what shared memory still does"
-
-
-def test_frozen_weights_are_not_copied() -> None:
-    kept = list[Any]()
-    one, weight, frozen = saver(), torch.ones(4), torch.ones(2)
-    one.save({"w": weight, "f": frozen.view(2, 1)}, kept.append, [frozen])
-    one.join()
-    assert kept[0]["w"].data_ptr() != weight.data_ptr() and kept[0]["f"].data_ptr() == frozen.data_ptr()
-
-
-def test_one_is_in_flight_and_its_error_is_raised_by_the_next_save_or_join() -> None:
-    one, gate, order = saver(), threading.Event(), list[str]()
-
-    def fails(given: Any) -> None:
-        gate.wait()
-        order.append("first")
-        raise UserError("no room")
-
-    one.save([torch.ones(1)], fails)
-    gate.set()
-    with pytest.raises(UserError, match="no room"):
-        one.save([torch.ones(1)], lambda given: order.append("never"))
-    one.join()  # it is raised once
-    one.save([torch.ones(1)], lambda given: order.append("second"))
-    one.join()
-    assert order == ["first", "second"] and one.take()["time/checkpoint_write"] >= 0 and not one.take()
 
 
 def copied_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +59,8 @@ def test_a_run_records_and_keeps_what_it_does_without(tmp_path: Path, monkeypatc
         states = [load_state(tmp_path / name / "checkpoints" / f"step_{step:06d}") for step in range(3)]
         rows += [state["optimizer"]["state"].get("model.norm.weight") for state in states]
     assert records(tmp_path / "now") == records(tmp_path / "lazy")
-    assert ran[0][0] is ran[1][0] is None, "before the first update there is no state"
     for now, lazy in zip(ran[0][1:], ran[1][1:], strict=True):
         assert now.keys() == lazy.keys() and all(torch.equal(now[key], lazy[key]) for key in now)
-    found = [json.loads(line) for line in (tmp_path / "lazy" / "metrics.jsonl").read_text().splitlines()]
-    assert any("time/checkpoint_write" in row for row in found), "the first was written before the last row"
 
 
 def test_kill_9_while_one_is_written_leaves_the_one_before(tmp_path: Path) -> None:
@@ -151,29 +95,26 @@ def test_kill_9_while_one_is_written_leaves_the_one_before(tmp_path: Path) -> No
     assert records(tmp_path / "alone") == records(tmp_path / "killed")
 
 
-@pytest.mark.parametrize(("fails_at", "every", "left"), [(1, 1, 0), (3, 1, 2)])
-def test_a_full_disk_is_named_by_the_next_save_evaluation_or_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int, every: int, left: int
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_a_full_disk_is_named_by_the_next_save_or_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     """Steps 0 to 3 are saved; the writing of the last one fails at the end of the run, that of others before it."""
-    asked = list[str]()
 
     def save(model: Any, tokenizer: Any, folder: Path, *more: Any, **words: Any) -> None:
-        asked.append(folder.name)
         assert threading.current_thread() is not threading.main_thread()
         if int(folder.name.removesuffix(".tmp")[6:]) >= fails_at:
             raise OSError(28, "No space left on device")
         save_pretrained(model, tokenizer, folder, *more, **words)
 
     monkeypatch.setattr("grpo_cli.experiment.save_pretrained", save)
-    words = (*WORDS, "train.steps=3", "train.checkpoint=lazy", f"train.checkpoint_every={every}", f"run_dir={tmp_path}")
+    words = (*WORDS, "train.steps=3", *LAZY, f"run_dir={tmp_path}")
     trainer = build(settings_of(*words))
     with pytest.raises(match=f"step_00000{fails_at} cannot be written .*No space left"):
         trainer.fit()
-    assert find_checkpoint(tmp_path).path == tmp_path / "checkpoints" / f"step_{left:06d}"
+    assert find_checkpoint(tmp_path).path == tmp_path / "checkpoints" / f"step_{fails_at - 1:06d}"
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "failed" and "cannot be written" in summary["error"]
-    assert summary["step"] <= fails_at + 1 and not list((tmp_path / "checkpoints").glob(".*.tmp"))
+    assert summary["status"] == "failed" and not list((tmp_path / "checkpoints").glob(".*.tmp"))
 
 
 def test_the_optimizer_s_state_is_kept_by_the_names_of_weights() -> None:
@@ -183,11 +124,7 @@ def test_the_optimizer_s_state_is_kept_by_the_names_of_weights() -> None:
     state = learner.state_dict()
     names = {name for name, _ in model.named_parameters()}
     assert set(state["state"]) == names == {name for group in state["param_groups"] for name in group["params"]}
-    turned = {"state": dict(reversed(state["state"].items())), "param_groups": state["param_groups"][::-1]}
     again = make_learner(small_model())
-    again.load_state_dict(turned)  # in any order, and in any groups
-    for name, averages in again.state_dict()["state"].items():
-        assert all(torch.equal(value, state["state"][name][key]) for key, value in averages.items())
     changed = {**state, "state": {"other.lora_A": {}}, "param_groups": [{"params": ["other.lora_A"]}]}
     with pytest.raises(UserError, match=r"has 1 weights that this run does not train \(other.lora_A\): resume with"):
         again.load_state_dict(changed)

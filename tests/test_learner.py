@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import made
 import pytest
 import torch
 from small import plain_batch, small_model
-from test_model_runs import trainer
 from test_train import records_of, settings_for, timeless
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -21,7 +18,6 @@ from grpo_cli.learner.learner import Learner
 from grpo_cli.learner.optimizer import make_optimizer, move_state
 from grpo_cli.model.load import load_model
 from grpo_cli.settings import Sampling
-from grpo_cli.support.errors import UserError
 from grpo_cli.support.meter import Meter
 from grpo_cli.types import Batch, LossOutput, Totals
 
@@ -42,14 +38,13 @@ def make_learner(model: Any, loss: Any = steep, tokens: int = 10_000, **optim: A
     return Learner(model, loss, made.model(""), Sampling.plain(4), train, made.optim(**(words | optim)), Meter())
 
 
-@pytest.mark.parametrize(("words", "step", "rate"), [({}, 3, 0.25), ({"warmup_steps": 2}, 0, 0.125)], ids=str)
-def test_the_first_step_of_adamw_moves_a_weight_by_the_rate_of_its_step(words: Any, step: int, rate: float) -> None:
+def test_the_first_step_of_adamw_moves_a_weight_by_the_rate_of_its_step() -> None:
     """With averages of one gradient g the step is rate * g / |g|, whatever the size of g."""
     model = small_model()
     before = [weight.detach().clone() for weight in model.parameters()]
-    update = make_learner(model, **words).update(make_batch(), step)
+    update = make_learner(model, warmup_steps=2).update(make_batch(), 0)
     farthest = max(float((new.detach() - old).abs().max()) for old, new in zip(before, model.parameters(), strict=True))
-    assert update.metrics["optim/lr"] == rate and farthest == pytest.approx(rate, rel=1e-3)
+    assert update.metrics["optim/lr"] == 0.125 and farthest == pytest.approx(0.125, rel=1e-3)
 
 
 def test_the_gradient_that_the_optimizer_gets_is_bounded_and_the_metric_is_not() -> None:
@@ -57,25 +52,9 @@ def test_the_gradient_that_the_optimizer_gets_is_bounded_and_the_metric_is_not()
     learner = make_learner(model, max_grad_norm=0.5)
     watch = lambda: norms.append(float(torch.nn.utils.get_total_norm([w.grad for w in model.parameters()])))  # noqa: E731
     learner._optimizer.step = watch
-    update = learner.update(make_batch(), 0)
-    assert norms == pytest.approx([0.5], rel=1e-3) and update.metrics["optim/grad_norm"] > 1.0
-
-
-def test_weights_that_are_not_finite_after_an_update_are_said_with_what_did_it() -> None:
-    """One update with a weight decay that was infinite made every weight NaN, and the engine was blamed for it."""
-    model = small_model()
-    learner = make_learner(model, weight_decay=0.5)
-    learner._optimizer.step = lambda: model.lm_head.weight.data[3, 1:2].fill_(-math.inf)
-    with pytest.raises(UserError, match=r"step 8: .* not finite \(optim\.lr=0\.25, .*weight_decay=0\.5"):
-        learner.update(make_batch(), 7)
-
-
-def test_no_gradient_is_left_over_for_the_next_update() -> None:
-    """The same batch twice, without a step between, has the same gradient; a left-over one would double it."""
-    learner = make_learner(small_model())
-    learner._optimizer.step = lambda: None
     first, second = (learner.update(make_batch(), 0).metrics["optim/grad_norm"] for _ in range(2))
-    assert first == second
+    assert norms == pytest.approx([0.5, 0.5], rel=1e-3)
+    assert first == second > 1.0, "none is left over from the update before"
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
@@ -92,19 +71,6 @@ def test_dropout_of_adapters_and_recomputation_are_of_updates_alone(checkpointin
     model.get_base_model().model.layers[0].mlp.register_forward_pre_hook(lambda layer, _: calls.append(layer.training))
     make_learner(model.eval()).update(make_batch(), 0)
     assert calls == [True] * (1 + (checkpointing == "full")) and not model.training
-
-
-@pytest.mark.parametrize("dropout", [0, 0.5])
-def test_dropout_costs_a_pass_of_its_own_and_is_no_mismatch_and_clips_nothing(dropout: float, tmp_path: Path) -> None:
-    """The old policy of an update whose learner has not moved yet is the learner itself, dropout included."""
-    words = ("model.lora.rank=2", f"model.lora.dropout={dropout}", "optim.lr=0.01", "optim.warmup_steps=0")
-    trainer(tmp_path, words).fit()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "reward/mean" in row]
-    assert ["time/old_logprobs" in row for row in steps] == [dropout > 0] * 2
-    for row in steps if dropout else ():
-        assert row["mismatch/ratio_min"] == pytest.approx(1.0, abs=1e-3)
-        assert (row["loss/clip_fraction"], row["loss/policy_ratio_mean"]) == (0.0, 1.0)
 
 
 def same_state(one: Any, other: Any) -> bool:
@@ -129,28 +95,10 @@ def test_a_gradient_of_zero_is_no_update_and_one_whose_norm_is_too_small_for_a_n
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)) != moved
 
 
-OFFLOAD = pytest.mark.parametrize("offload", [False, True])
-
-
-@OFFLOAD
-def test_matrices_decay_and_norms_and_biases_do_not(offload: bool) -> None:
-    """A step of rate 0.1 with decay 0.5 and no gradient multiplies a weight by 1 - 0.1 * 0.5, or leaves it alone."""
-    model = small_model()
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    optimizer = make_optimizer(list(model.parameters()), made.optim(lr=0.1, weight_decay=0.5, offload=offload))
-    for weight in model.parameters():
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    stays = {name for name in before if name.endswith(("bias", "norm.weight"))}
-    assert len(stays) == 2 * 5 + 1
-    for name, weight in model.named_parameters():
-        wanted = before[name] * (1.0 if name in stays else 0.95)
-        torch.testing.assert_close(weight.detach(), wanted, atol=0, rtol=0 if name in stays else 1e-6)
-
-
-@OFFLOAD
+@pytest.mark.parametrize("offload", [False, True])
 def test_averages_come_back_and_the_settings_of_a_resumed_run_are_those_that_are_given(offload: bool) -> None:
-    """Without an average of gradients (betas 0) and with no gradient to speak of beside eps, all that acts is decay."""
+    """Without an average of gradients (betas 0) and with no gradient to speak of beside eps, all that acts is decay, of
+    matrices alone: 1 - 0.25 * 0.4."""
     model = small_model()
     first = make_learner(model, offload=offload)
     first.update(make_batch(), 0)
@@ -158,12 +106,11 @@ def test_averages_come_back_and_the_settings_of_a_resumed_run_are_those_that_are
     second = make_learner(again, weight_decay=0.4, betas=(0.0, 0.5), eps=1e9, offload=offload)
     second.load_state_dict(state)
     assert state["state"] and same_state(second.state_dict(), state)
-    matrix = again.model.layers[0].mlp.up_proj.weight
-    before = matrix.detach().clone()
+    before = {name: weight.detach().clone() for name, weight in again.named_parameters()}
     second.update(make_batch(), 0)
-    torch.testing.assert_close(matrix.detach(), 0.9 * before, atol=1e-6, rtol=0)  # 1 - 0.25 * 0.4
-    words = [(group["betas"], group["eps"], group["weight_decay"]) for group in second.state_dict()["param_groups"]]
-    assert words == [((0.0, 0.5), 1e9, 0.4), ((0.0, 0.5), 1e9, 0.0)]
+    for name, weight in again.named_parameters():
+        stays = 1.0 if name.endswith(("bias", "norm.weight")) else 0.9
+        torch.testing.assert_close(weight.detach(), stays * before[name], atol=1e-6, rtol=0)
     assert all(float(one["step"]) == 2.0 for one in second.state_dict()["state"].values())
 
 
@@ -186,17 +133,16 @@ def test_parked_state_goes_from_a_gpu_to_the_host_and_comes_back(monkeypatch: py
             weight.grad = torch.ones_like(weight)
         optimizer.step()
 
-        def state() -> set[tuple[str, Any]]:
-            return {(value.device.type, value.shape) for one in optimizer.state.values() for value in one.values()}
+        def places() -> list[str]:
+            return [value.device.type for one in optimizer.state.values() for value in one.values()]
 
         def empty_like(value: torch.Tensor, *, device: str, pin_memory: bool) -> torch.Tensor:
             pinned.append(pin_memory)
             return plain(value, device=device)
 
-        before = state()
         monkeypatch.setattr(torch, "empty_like", empty_like)
         for _ in range(2):  # what is there stays there
             move_state(optimizer, to_host=True)
-            assert state() == {("cpu", shape) for _, shape in before} and pinned == [True] * 6
+            assert places() == ["cpu"] * 6 and pinned == [True] * 6
         move_state(optimizer, to_host=False)
-        assert state() == before and {place for place, _ in before} == {"cuda"}
+        assert places() == ["cuda"] * 6

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import gc
-import weakref
+import json
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
+import typed
 from made import full, infinite
 from small import make_engine, small_model, some_requests
+from test_resume import WORDS, rows
+from typed import done, refused
 
 from grpo_cli.config.compose import settings_of
+from grpo_cli.config.prepare import prepare
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.generation import Generation
 from grpo_cli.learner.logprobs import chosen_logprobs
+from grpo_cli.memory import fit
 from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS, Allocations
 from grpo_cli.memory.plan import GRADIENTS, KV, OPTIMIZER, REFERENCE, WEIGHTS, WORKSPACE, StepShape, Workload, plan
+from grpo_cli.memory.planner import Planner
+from grpo_cli.memory.profile import GPUS
 from grpo_cli.memory.shapes import ShapeModel
 from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.checkpointing import keep_little, last_states
 from grpo_cli.model.load import load_model
+from grpo_cli.runs.files import read_object
+from grpo_cli.settings import GpuWord
+from grpo_cli.support import memory
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.memory import is_out_of_memory
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 8, "intermediate_size": 12, "vocab_size": 20}
 SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
@@ -78,19 +91,11 @@ def test_a_step_counts_a_shared_prompt_once_and_cuts_passes_at_a_row_or_more() -
     assert replace(one, minibatches=3).tokens_of_update == 27
 
 
-KINDS = {
-    "float32": ((), True),
-    "bfloat16": (("model.autocast=bfloat16",), False),
-    "adapters": (("model.lora.rank=2",), True),
-    "recomputed": (("model.gradient_checkpointing=full",), True),
-}
-
-
-@pytest.mark.parametrize(("words", "spares"), KINDS.values(), ids=KINDS)
-def test_passes_are_planned_as_they_allocate(words: tuple[str, ...], spares: bool) -> None:
+@pytest.mark.parametrize("word", ["autocast=none", "autocast=bfloat16", "lora.rank=2", "gradient_checkpointing=full"])
+def test_passes_are_planned_as_they_allocate(word: str) -> None:
     """A pass of a model with all its layers, by real tensors; sizes that are in no line."""
-    settings = settings_of(*SMALL, "model.autocast=none", *words).model
-    model, lines = load_model(settings, CPU), shapes(CPU, *words).train_lines(4, spares)
+    settings, spares = settings_of(*SMALL, "model.autocast=none", f"model.{word}").model, "bfloat16" not in word
+    model, lines = load_model(settings, CPU), shapes(CPU, f"model.{word}").train_lines(4, spares)
     backbone(model).config._attn_implementation = "grpo_shapes"
     model.train()
     for tokens in (300, 1000):
@@ -138,23 +143,207 @@ def test_quantised_weights_take_their_bits() -> None:
     assert plan(found, step()).peak < plan(whole, step()).peak
 
 
-def test_another_family_is_refused() -> None:
-    with pytest.raises(UserError, match="gpt2"):
-        ShapeModel(replace(settings_of(*SMALL).model, architecture={"model_type": "gpt2"}), CPU)
-
-
-def test_keys_and_copies_of_weights_are_freed_when_a_generation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[Any]] = []
-    serve = Generation.serve
-
-    def noted(generation: Generation, *of: Any, **more: Any) -> Any:
-        made.append(weakref.ref(generation))
-        return serve(generation, *of, **more)
-
-    monkeypatch.setattr(Generation, "serve", noted)
+def test_keys_and_copies_of_weights_are_freed_when_a_generation_ends() -> None:
     gc.disable()
     try:
-        assert list(make_engine(small_model()).generate(some_requests())) and made
-        assert all(one() is None for one in made)
+        assert list(make_engine(small_model()).generate(some_requests()))
+        assert not any(isinstance(one, Generation) for one in gc.get_objects())
     finally:
         gc.enable()
+
+
+# `fit` and `train.micro_batch_tokens=auto`: what is chosen fits, costs least, leaves what is typed alone, is reported,
+
+
+RUN = (*WORDS, "n=16")
+AUTO = f"{fit.TOKENS}=auto"
+MIB = 2**20
+LITTLE = 13 * MIB  # takes the weights, the optimizer and a few rows
+
+
+@cache
+def planner(device: torch.device = CPU, *words: str) -> Planner:
+    return Planner.of(prepare(settings_of(*RUN, "fit=auto", *words), lambda line: None), device)
+
+
+def chosen(room: int, device: torch.device = CPU, typed: frozenset[str] = frozenset()) -> fit.Fitted:
+    plans = planner(device)
+    return fit.chosen(plans, room, fit.choosable(plans, typed), "fit=auto")
+
+
+def tokens_chosen(room: int, *words: str) -> int:
+    found: int = fit.chosen(planner(CPU, AUTO, *words).of_updates, room, {fit.TOKENS}, AUTO).values[fit.TOKENS]
+    return found
+
+
+def grpo(*words: str) -> Any:
+    result = typed.grpo("train", *words)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_what_is_chosen_fits_and_is_needed_and_nothing_is_where_there_is_room(device: torch.device) -> None:
+    whole = chosen(2**40, device)
+    assert whole.values == {} and whole.plan.peak == whole.before
+    for share in (0.6, 0.4):
+        room = int(share * whole.before)
+        found = chosen(room, device)
+        assert found.values and found.plan.peak <= room and found.before == whole.before
+        for key in found.values.keys() - {fit.OFFLOAD}:  # of what is recomputed
+            without = {key, fit.OFFLOAD} if key == fit.RECOMPUTE else {key}
+            less = {name: value for name, value in found.values.items() if name not in without}
+            assert planner(device).plan(less).peak > room
+
+
+def test_what_is_typed_is_not_chosen_but_for_an_automatic_micro_batch() -> None:
+    room = int(0.6 * chosen(2**40).before)
+    (key, *_) = chosen(room).values
+    without = chosen(room, typed=frozenset({key}))
+    assert key not in without.values and without.plan.peak <= room
+    assert fit.TOKENS in fit.choosable(planner(CPU, AUTO), {fit.TOKENS})
+
+
+def test_a_micro_batch_is_all_of_a_step_or_the_most_that_fits() -> None:
+    everything, few = tokens_chosen(2**40), tokens_chosen(LITTLE)
+    # 2 prompts of 6 to 16 tokens, each once, and 16 rollouts of each of 12 tokens at most
+    assert 6 + 12 < few < everything and 2 * 6 + 32 * 12 <= everything <= 2 * 16 + 32 * 12
+    assert few < tokens_chosen(LITTLE, "model.gradient_checkpointing=full")
+
+
+def test_more_than_there_is_is_refused_and_what_is_free_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "free_bytes", lambda device: 100 * MIB)
+    monkeypatch.setattr(fit, "resident_bytes", lambda: 300 * MIB)
+    said: list[str] = []
+
+    def room(word: str) -> int:
+        return fit.room_of(settings_of(*RUN, f"fit={word}"), CPU, 0, said.append)
+
+    assert room("1GB") == 400 * MIB - fit.BESIDE and "fit=1GB" in said[0] and "400.0 MiB" in said[0]
+    assert room("auto") == room("none") == (300 + 90) * MIB and len(said) == 1
+    with pytest.raises(UserError, match="fit=1PB.* fit=auto"):
+        room("1PB")
+
+
+def test_control_groups_around_a_process_bound_what_is_free(tmp_path: Path) -> None:
+    for group, most in (("a", "5000"), ("a/b", "max"), ("", "100000")):
+        folder = tmp_path / "cgroup" / group
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in (("max", most), ("current", "3000"), ("stat", "anon 2000\ninactive_file 700")):
+            (folder / f"memory.{name}").write_text(f"{text}\n")
+
+    def found(path: str) -> list[tuple[int, int]]:
+        (tmp_path / "own").write_text(f"7:cpuset:/a\n0::{path}\n")
+        return list(memory._control_groups(tmp_path / "own", tmp_path / "cgroup"))
+
+    assert found("/a/b") == [(5000, 2300), (100000, 2300)]
+    assert found("/elsewhere/in/a/container") == [(100000, 2300)]
+    assert list(memory._control_groups(tmp_path / "none", tmp_path)) == []
+
+
+@pytest.mark.parametrize("word", ["fit=auto", AUTO])
+def test_a_resumed_run_goes_on_with_what_was_chosen(word: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    room = LITTLE if word == AUTO else int(0.7 * chosen(2**40).before)
+    values = {fit.TOKENS: tokens_chosen(room)} if word == AUTO else chosen(room).values
+    monkeypatch.setattr(fit, "process_alone", lambda device: 0)
+    monkeypatch.setattr(fit, "room_of", lambda *given: room)
+    begun = grpo(*RUN, "train.steps=2", word, "hydra.run.dir=fitted")
+    record = json.loads(Path("fitted/run.json").read_text())
+    for key, value in values.items():
+        group, name = key.split(".")
+        assert record["config"][group][name] == value and f"{key}={value} " in begun.stderr
+        assert f"{key}={value}" not in record["overrides"]
+    monkeypatch.setattr(fit, "chosen", lambda *given: pytest.fail("a resumed run was planned again"))
+    grpo("resume=fitted", "train.steps=4", "fit=3GB")
+    typed = [f"{key}={str(value).lower()}" for key, value in values.items()]
+    sampler = ["sampler=infinite"] if fit.SLOTS in values else []
+    grpo(*RUN, "train.steps=4", *sampler, *typed, "hydra.run.dir=whole")
+    assert rows(Path("fitted")) == rows(Path("whole"))
+
+
+# `grpo profile` as a person types it, what is measured, and what a run that is out of memory says.
+
+
+PROFILED = ["train.prompts=1", "n=4", "sampling.max_new_tokens=8", "eval.problems=2", "eval.k=1", "logger=jsonl"]
+LAYER = ["model=smollm2_135m", "model.architecture.num_hidden_layers=1", "eval.every=0", "profile.plan_only=true"]
+
+
+def profile(*words: str, out: str = "out") -> tuple[dict[str, Any], str]:
+    shown = done("profile", *PROFILED, f"hydra.run.dir={out}", *words)
+    return read_object(Path(out, "profile.json")), shown
+
+
+def test_a_profile_measures_every_phase_and_predicts_what_training_takes():
+    words = ["profile.steps=1", "profile.warmup=0", "loss.kl_coef=0.1", "profile.lengths=full", "profile.trace=true"]
+    found, shown = profile(*words)
+    phases, predicted = found["measured"]["phases"], found["predicted"]["phases"]
+    wanted = {"prefill", "decode", "reward", "ref_logprobs", "forward", "backward", "optimizer", "rest", "step", "eval"}
+    assert set(phases) == wanted and set(predicted) == wanted - {"reward", "rest", "step"}
+    inside = sum(phases[name]["seconds_median"] for name in wanted - {"step", "eval"})
+    assert inside == pytest.approx(phases["step"]["seconds_median"])
+    engine = found["measured"]["engine"]
+    assert engine["engine/decode_steps"] == 7  # the first of 8 tokens comes from the prompt
+    assert phases["decode"]["tokens"] == 4 * 8
+    assert predicted["decode"]["held_by"]["kv"] == engine["engine/kv_peak_bytes"]
+    assert all(phases[name]["peak_bytes"] for name in predicted) and found["measured"]["peak"]["phase"] in phases
+    assert all(name in shown for name in ("decode", "backward", "fits"))
+    assert Path("out/trace.json.gz").stat().st_size
+
+
+def test_a_plan_reads_no_weights_and_runs_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("grpo_cli.memory.measure.Step", None)
+    shape = ["model=qwen2_5_3b", "model.architecture.num_hidden_layers=1", "model.dtype=float32"]
+    shape += ["model.lora.rank=2", "model.lora.dropout=0.5"]
+    found, _ = profile("profile.plan_only=true", *shape, "fit=2GB", "eval.every=0")
+    assert found["measured"] is None
+    # Embedding, queries and output, keys and values, the MLP; the rest are vectors.
+    numbers = (151_936 + 2 * 2048 + 2 * 256 + 3 * 11_008) * 2048
+    assert "old_logprobs" in found["predicted"]["phases"], "dropout needs another pass"
+    assert found["predicted"]["phases"]["decode"]["held_by"]["weights"] == pytest.approx(4 * numbers, rel=0.002)
+    assert found["fit"] == {"room_bytes": 2 * 10**9, "fits": False, "largest_n": found["fit"]["largest_n"]}
+
+
+def test_a_plan_for_a_gpu_has_its_memory_its_precision_and_its_allocators_ways(monkeypatch: pytest.MonkeyPatch):
+    """Nothing is resident beside the tensors, and 4 bits can be planned for; a T4 has no bfloat16."""
+    monkeypatch.setattr("grpo_cli.support.processor.fast_in_bfloat16", lambda device: False)
+    words = ["model.lora.rank=2", "model.quantize=4bit", "fit=2GB"]
+    words += ["model.gradient_checkpointing=full", "model.offload_activations=true"]
+    found, _ = profile("profile.for_gpu=true", *LAYER, *words)
+    assert (found["settings"]["model"]["dtype"], found["settings"]["model"]["autocast"]) == ("bfloat16", "bfloat16")
+    held = [phase["held_by"] for phase in found["predicted"]["phases"].values()]
+    assert {sizes["workspace"] for sizes in held} == {0} and found["device"] == "a GPU of 1.86 GiB"
+    found, _ = profile(*LAYER, "profile.for_gpu=t4", out="old")
+    assert found["device"] == "t4 of 14.90 GiB" and found["fit"]["room_bytes"] == 16 * 10**9
+    assert found["settings"]["model"]["autocast"] == "none" and set(GPUS) == set(get_args(GpuWord))
+
+
+def test_a_run_out_of_memory_names_phase_breakdown_and_keys(monkeypatch: pytest.MonkeyPatch):
+    def failing(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr("grpo_cli.learner.forward.packed_hidden", failing)
+    said = refused("train", *PROFILED, "train.steps=1", "hydra.run.dir=out", "eval.every=0")
+    assert "out of memory in forward (CUDA out of memory. Tried to allocate 20.00 GiB)" in said
+    assert "train.micro_batch_tokens" in said and "optimizer" in said
+
+
+# As PyTorch 2.13 and CUDA say it: a graph's instantiation, a handle, a convolution, the host.
+OUT_OF_MEMORY = (
+    "CUDA driver error: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory",
+)
+
+
+def test_an_allocation_that_failed_is_known_by_its_kind_its_text_or_what_came_before():
+    after = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    assert not any(map(is_out_of_memory, [after, RuntimeError("no"), *map(ValueError, OUT_OF_MEMORY)]))
+    after.__context__ = torch.OutOfMemoryError("x")
+    assert all(map(is_out_of_memory, [after, MemoryError(), after.__context__, *map(RuntimeError, OUT_OF_MEMORY)]))
+
+
+@pytest.mark.gpu
+def test_a_profile_on_a_gpu_reads_the_allocator_and_agrees_with_its_prediction():
+    found, _ = profile("device=cuda", "profile.steps=1", "profile.lengths=full")
+    assert found["predicted"]["peak"]["bytes"] == pytest.approx(found["measured"]["peak"]["bytes"], rel=0.2)

@@ -40,6 +40,10 @@ def test_rollout_metrics_are_those_worked_out_by_hand():
             "response/truncated": 1 / 5,
         }
     )
+    assert np.std([0.1, 0.1, 0.1]) != 0.0  # which is why exact equality is looked for
+    assert rollout_metrics([group(0.1, 0.1, 0.1)])["reward/std"] == 0.0
+    with pytest.raises(ValueError, match="cannot be called 'mean'"):
+        rollout_metrics([group(1.0, 0.0, mean=1.0)])
 
 
 @pytest.mark.parametrize("name", ["", "loss/typo", "eval/pass@", "eval/pass@0", "eval/pass@k", "reward/", "engine/a/b"])
@@ -50,20 +54,9 @@ def test_computed_names_have_a_sentence_and_unknown_ones_are_refused(name):
         describe(name)
 
 
-def test_equal_rewards_that_no_float_holds_exactly_still_have_no_spread():
-    assert np.std([0.1, 0.1, 0.1]) != 0.0  # which is why exact equality is asked for
-    found = rollout_metrics([group(0.1, 0.1, 0.1)])
-    assert (found["reward/std"], found["group/zero_std"]) == (0.0, 1.0)
-
-
 def test_kept_metrics_speak_of_the_kept_rollouts_alone():
     whole = [group(1.0, 0.0, 0.0, 0.0), group(1.0, 1.0, 0.0, 0.0)]
     kept = [whole[0].take([0, 1]), whole[1].take([0, 1])]
     assert kept_metrics(kept, kept) == {"reward/kept_mean": 3 / 4, "group/zero_std_kept": 1 / 2}
     assert kept_metrics(kept, []) == {"group/zero_std_kept": 1 / 2}
     assert rollout_metrics([]) == {"group/mixed": 0.0} == rollout_metrics([group()])
-
-
-def test_a_reward_part_may_not_take_the_name_of_a_metric():
-    with pytest.raises(ValueError, match="cannot be called 'mean'"):
-        rollout_metrics([group(1.0, 0.0, mean=1.0)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,53 +34,35 @@ def server() -> Iterator[Server]:
 
 
 def by_length(question: str) -> str:
-    """A tenth for each letter of a reply."""
-    scores = [min(len(reply), 10) / 10 for reply in REPLY.findall(question)]
-    return json.dumps({"scores": scores} if "scores" in question else {"score": scores[0]})
+    """A tenth for each letter of a completion."""
+    return json.dumps({"score": min(len(REPLY.findall(question)[0]), 10) / 10})
 
 
 def judge_of(server: Server, run_dir: Path | None = None, lines: list[str] | None = None, **changed: Any) -> ModelJudge:
-    words: dict[str, Any] = dict(
-        prompt=None, of="rollout", concurrency=4, timeout=30.0, retries=2, max_tokens=64, key=None
-    )
+    words: dict[str, Any] = dict(prompt=None, concurrency=4, timeout=30.0, max_tokens=64, key=None)
     settings = JudgeSettings(**{"base_url": server.url, "model": "judge"} | words | changed)
     return ModelJudge(settings, run_dir, ([] if lines is None else lines).append)
 
 
-def completions(*replies: str, line: int = 1) -> list[Completion]:
-    problem = Problem(line, f"rows, line {line}", f"question {line}", "gold")
-    return [Completion(f"sample {i}", [text], "gold", True, 3, problem) for i, text in enumerate(replies)]
-
-
-def scores(judge: ModelJudge, asked: Sequence[Completion]) -> list[float | None]:
-    return [parts.get("score") for parts in judge(asked)]
-
-
-def test_each_reply_or_all_of_a_group_are_asked_about(server: Server) -> None:
-    asked = [*completions("a", "bbbb"), *completions("cc", line=2)]
-    assert scores(judge_of(server), asked) == [0.1, 0.4, 0.2]
-    assert len(server.questions) == 3 and "question 1" in server.questions[0] and "gold" in server.questions[0]
-    server.questions.clear()
-    assert scores(judge_of(server, of="group"), asked) == [0.1, 0.4, 0.2]
-    assert sorted(len(REPLY.findall(question)) for question in server.questions) == [1, 2]
-    server.answer = lambda question: '{"scores": [0.5]}'
-    assert scores(judge_of(server, of="group"), asked) == [None, None, 0.5], "not one for each"
+def scores(judge: ModelJudge, *replies: str) -> list[float | None]:
+    problem = Problem(1, "rows, line 1", "question 1", "gold")
+    return [parts.get("score") for parts in judge([Completion("it", [it], "gold", True, 3, problem) for it in replies])]
 
 
 def test_what_was_said_is_kept_and_not_asked_again(server: Server, tmp_path: Path) -> None:
     first = judge_of(server, tmp_path)
-    assert scores(first, completions("a", "a", "bb")) == [0.1, 0.1, 0.2]
+    assert scores(first, "a", "a", "bb") == [0.1, 0.1, 0.2]
     assert len(server.questions) == 2, "equal questions are one"
+    assert "question 1" in server.questions[0] and "gold" in server.questions[0]
     with (tmp_path / "judgements.jsonl").open("a") as file:
         file.write('{"question": "torn')
     again = judge_of(server, tmp_path)
     server.answer = lambda question: '{"score": 1.0}'
-    assert scores(again, completions("a", "bb", "new")) == [0.1, 0.2, 1.0]
-    assert again.take_metrics() == {"judge/questions": 1, "judge/kept": 2, "judge/retries": 0, "judge/failed": 0}
+    assert scores(again, "a", "bb", "new") == [0.1, 0.2, 1.0]
+    assert again.take_metrics() == {"judge/questions": 1, "judge/kept": 2, "judge/failed": 0}
     assert again.take_metrics()["judge/questions"] == 0
-    other = judge_of(server, tmp_path, model="another")
-    assert scores(other, completions("a")) == [1.0], "another model may say something else"
-    assert scores(judge_of(server, tmp_path), completions("new")) == [1.0], "a torn line spoils none after it"
+    assert scores(judge_of(server, tmp_path, model="another"), "a") == [1.0], "another model may say something else"
+    assert scores(judge_of(server, tmp_path), "new") == [1.0], "a torn line spoils none after it"
 
 
 BAD = {
@@ -101,11 +83,11 @@ def test_an_answer_that_is_no_score_is_none(server: Server, answer: Any, tmp_pat
     server.answer = lambda question: answer if "<reply>\nbad" in question else by_length(question)
     lines = list[str]()
     judge = judge_of(server, tmp_path, lines)
-    assert scores(judge, completions("aa", "bad", "a")) == [0.2, None, 0.1]
-    assert judge.take_metrics() == {"judge/questions": 3, "judge/kept": 0, "judge/retries": 0, "judge/failed": 1}
+    assert scores(judge, "aa", "bad", "a") == [0.2, None, 0.1]
+    assert judge.take_metrics() == {"judge/questions": 3, "judge/kept": 0, "judge/failed": 1}
     assert len(lines) == 1 and "1 of 3 questions" in lines[0] and "\n" not in lines[0] and len(lines[0]) < 400
     server.answer = by_length
-    assert scores(judge_of(server, tmp_path), completions("bad")) == [0.3], "a failure is not kept"
+    assert scores(judge_of(server, tmp_path), "bad") == [0.3], "a failure is not kept"
 
 
 def test_a_fence_and_a_thought_around_it_are_no_harm(server: Server) -> None:
@@ -117,27 +99,23 @@ def test_a_fence_and_a_thought_around_it_are_no_harm(server: Server) -> None:
         '```json\n{"score": 0.5}' + "\n \n" * 50_000 + "```",
     ):
         server.answer = lambda question, content=content: content
-        assert scores(judge_of(server), completions("a")) == [0.5]
+        assert scores(judge_of(server), "a") == [0.5]
 
 
 def test_a_server_that_fails_for_a_while_is_asked_again(server: Server) -> None:
     left = iter([(503, "busy"), (429, "slowly"), '{"score": 0.5}'])
     server.answer = lambda question: next(left)
-    judge = judge_of(server)
-    assert scores(judge, completions("a")) == [0.5]
-    assert judge.take_metrics()["judge/retries"] == 2
+    assert scores(judge_of(server), "a") == [0.5] and len(server.questions) == 3
     server.answer = lambda question: (500, "\x1b[31mbroken")
     lines = list[str]()
-    judge = judge_of(server, None, lines)
-    assert scores(judge, completions("a")) == [None]
-    assert judge.take_metrics()["judge/retries"] == 2 and judge.take_metrics()["judge/failed"] == 0
+    assert scores(judge_of(server, None, lines), "a") == [None] and len(server.questions) == 8
     assert "status 500" in lines[0] and "\x1b" not in lines[0]
 
 
 def test_an_answer_that_does_not_come_is_not_waited_for(server: Server) -> None:
     server.answer = lambda question: None if "<reply>\nbad" in question else by_length(question)
     lines = list[str]()
-    assert scores(judge_of(server, None, lines, timeout=0.3, retries=1), completions("bad", "a")) == [None, 0.1]
+    assert scores(judge_of(server, None, lines, timeout=0.3), "bad", "a") == [None, 0.1]
     assert "task.judge.timeout" in lines[0]
 
 
@@ -145,15 +123,15 @@ def test_the_words_of_a_template_are_put_in_once(server: Server, tmp_path: Path)
     prompt = tmp_path / "rubric.txt"
     prompt.write_text('{question}|{answer}|{reply} {"score": x}', encoding="utf-8")
     judge, server.answer = judge_of(server, prompt=str(prompt)), lambda question: '{"score": 1}'
-    judge(completions("{answer} {question}"))
+    scores(judge, "{answer} {question}")
     assert server.questions == ['question 1|gold|{answer} {question} {"score": x}']
-    with pytest.raises(UserError, match="task.judge.prompt.*{replies}"):
-        judge_of(server, prompt=str(prompt), of="group")
-    with pytest.raises(UserError, match="task.judge.prompt.*cannot be read"):
-        judge_of(server, prompt=str(tmp_path))
+    prompt.write_text("{question}")
+    for path, named in ((prompt, "{reply}"), (tmp_path, "cannot be read")):
+        with pytest.raises(UserError, match=f"task.judge.prompt.*{named}"):
+            judge_of(server, prompt=str(path))
 
 
-def test_what_cannot_be_asked_is_refused_at_the_start(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_asked_is_refused_at_the_start(server: Server) -> None:
     server.models = (404, "none")
     judge_of(server)
     server.models = (401, "who?")
@@ -177,11 +155,11 @@ def test_a_key_goes_to_the_server_and_nowhere_else(
     judge = judge_of(server, tmp_path, lines, key="JUDGE_KEY")
     for answer in ((400, "the key very-secret-word is wrong"), "I was called with very-secret-word"):
         server.answer = lambda question, answer=answer: answer
-        judge(completions("a"))
+        scores(judge, "a")
         assert "secret" not in lines[-1] and "<hidden>" in lines[-1]
     assert [found["Authorization"] for found in server.headers] == ["Bearer very-secret-word"] * 3
     server.answer = by_length
-    judge(completions("a"))
+    scores(judge, "a")
     assert all("secret" not in file.read_text() for file in tmp_path.iterdir())
 
 
@@ -200,33 +178,32 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_run_goes_on_with_the_same_rewards(server: Server, tmp_path: Path) -> None:
     """The judge has changed its mind meanwhile, and what it said before still counts."""
-    words = ("task.judge.of=group",)
-    run_of(tmp_path / "alone", server, *words).fit()
+    run_of(tmp_path / "alone", server).fit()
     (tmp_path / "cut").mkdir()
     kept = (tmp_path / "alone" / "judgements.jsonl").read_text()
     (tmp_path / "cut" / "judgements.jsonl").write_text(kept)
     server.answer = lambda question: '{"score": 0.0}'
-    run_of(tmp_path / "cut", server, *words, "train.steps=1").fit()
-    run_of(tmp_path / "cut", server, *words, f"resume={tmp_path / 'cut'}").fit()
+    run_of(tmp_path / "cut", server, "train.steps=1").fit()
+    run_of(tmp_path / "cut", server, f"resume={tmp_path / 'cut'}").fit()
     alone, cut = rows_of(tmp_path / "alone"), rows_of(tmp_path / "cut")
     assert [row["reward/mean"] for row in cut[1:]] == [row["reward/mean"] for row in alone[1:]]
-    assert [row["judge/questions"] for row in (*alone[1:], *cut[1:])] == [3, 3, 0, 0]
+    assert [row["judge/questions"] for row in cut[1:]] == [0, 0]
     assert alone[1]["reward/mean"] > 0 and alone[1]["reward/score"] == pytest.approx(alone[1]["reward/mean"])
     assert (tmp_path / "cut" / "judgements.jsonl").read_text() == kept
 
 
 def test_a_group_without_a_judgement_is_left_out_and_a_step_without_any_stops(server: Server, tmp_path: Path) -> None:
-    asked = list[str]()
+    first = list[str]()
 
     def but_one(question: str) -> str:
-        asked.append(question)
-        return "no" if len(asked) == 1 else by_length(question)
+        first.append(question.partition("</question>")[0])
+        return "no" if question.startswith(first[0]) else by_length(question)
 
     server.answer = but_one
-    run_of(tmp_path / "one", server, "task.judge.of=group", "task.judge.concurrency=1").fit()
+    run_of(tmp_path / "one", server, "task.judge.concurrency=1").fit()
     rows = rows_of(tmp_path / "one")
     assert [row.get("collect/unjudged_groups") for row in rows[1:]] == [1.0, None]
-    assert [row["judge/failed"] for row in rows[1:]] == [1.0, 0.0]
+    assert rows[1]["judge/failed"] > 0 == rows[2]["judge/failed"]
     assert [row["rollouts/generated"] for row in rows[1:]] == [8, 20], "it is in no figure"
     server.answer = lambda question: "no"
     with pytest.raises(UserError, match="judge.*resume=auto"):

@@ -35,9 +35,6 @@ def parts(reply, answer, row, question, finished, length):
 def many(replies, answers, rows):
     return [{"correct": float(r == a)} for r, a in zip(replies, answers)]
 
-def array(replies):
-    return np.array([len(r) for r in replies], dtype=np.float32)
-
 def short(replies):
     return [1.0] * (len(replies) - 1)
 
@@ -52,9 +49,6 @@ def wants(reply, temperature):
 
 def anything(**words):
     return float(len(words))
-
-def ends(reply):
-    raise GeneratorExit
 
 def scalar(reply):
     return eval(reply)
@@ -135,24 +129,26 @@ def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:
     answers = [prompt.answer for prompt in task.prompts("train")]
     assert [reward.total for reward in judged(task, [answers[0], "x", answers[2]])] == [1.0, 0.0, 1.0]
     assert task.rewards([]) == []
-    assert [reward.total for reward in judged(make(tmp_path, "array"), ["a", "bcd"])] == [1.0, 3.0]
     assert judged(make(tmp_path, "anything"), ["a"])[0].total == 7.0
 
 
 @pytest.mark.parametrize(
     ("function", "replies", "words", "expected"),
     [
-        ("raises", ["ok", "abc"], {}, "raised ZeroDivisionError.*rewards_of_mine.py, line 24.* for sample 1 .*'abc'"),
-        ("ends", ["abc"], {}, "raised GeneratorExit "),
+        (
+            "raises",
+            ["ok", "abc"],
+            {},
+            "raised ZeroDivisionError.*rewards_of_mine.py, line [0-9]+.* for sample 1 .*'abc'",
+        ),
         ("scalar", ["{}"], {}, "returned no part for sample 0"),
         ("short", ["a", "b", "c"], {}, "returned 2 rewards for the 3 rollouts from sample 0 of prompt train-"),
         ("named", ["a/b"], {}, "called a part 'a/b' for sample 0"),
         ("named", ["mean"], {}, "reward/mean"),
-        ("wants", ["a"], {}, "takes temperature, but by name it can get reply, turns, answer, question"),
+        ("wants", ["a"], {}, "temperature.*by name it can get reply, turns, answer, question"),
         ("nothing", ["a"], {}, "rewards_of_mine has no function nothing"),
         ("match", ["a"], {"weights": {"brief": 1.0}}, "task.weights.brief weighs nothing"),
         ("named", ["format"], {"weights": {"format": 1.0}}, "reward/format is a metric already"),
-        ("match", ["a"], {"formats_on": "wrong"}, "task.formats_on=wrong"),
         ("match", ["a"], {"grading": "strict"}, "task.grading=strict is for task.reward=numbers"),
     ],
 )

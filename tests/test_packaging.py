@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from typed import grpo
+
+from grpo_cli.support.extras import EXTRAS
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,12 +40,6 @@ def files(folder: Path) -> set[str]:
     }
 
 
-def grpo(*arguments: str, path: Path, cwd: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(path)}
-    command = [sys.executable, "-P", "-m", "grpo_cli", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, check=True, capture_output=True, text=True).stdout
-
-
 def test_the_wheel_holds_the_package_the_choices_and_nothing_else(installed):
     packaged = files(installed / "grpo_cli")
     assert packaged == files(ROOT / "grpo_cli") | {f"conf/{name}" for name in files(ROOT / "conf")}
@@ -51,70 +50,94 @@ def test_the_wheel_trains_with_its_own_choices_outside_the_checkout(installed, t
     settings = installed / "grpo_cli" / "conf" / "train.yaml"
     settings.write_text(settings.read_text().replace("\n  steps: 80\n", "\n  steps: 1\n"))
     small = ["train.prompts=1", "n=2", "sampling.max_new_tokens=4", "eval.every=0", "logger=jsonl"]
-    grpo("train", *small, path=installed, cwd=tmp_path)
+    command = [sys.executable, "-P", "-m", "grpo_cli", "train", *small]
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
     (summary,) = (tmp_path / "outputs" / "train").glob("*/summary.json")
     found = json.loads(summary.read_text())
     assert (found["status"], found["step"]) == ("completed", 1)
 
 
-@pytest.fixture
-def fresh(tmp_path: Path) -> Path:
-    """A clone on a machine whose `python3` makes pretended virtual environments and notes what it is asked to do."""
-    clone = tmp_path / "a clone"  # with a space
-    shutil.copytree(ROOT / "scripts", clone / "scripts")
-    shutil.copytree(ROOT / ".ci", clone / ".ci")
-    shutil.copy(ROOT / "pyproject.toml", clone)
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    log = f'echo "${{0##*/}} $*" >>"{tmp_path}/log"\n'
-    note = f"#!/bin/bash\n{log}"
-    (tools / "python3").write_text(
-        f"""#!/bin/bash
-{log}
+PYTHON3 = """
 case "$1 $2 $3" in
 "-c import"*) exit 0 ;;
 --version*) echo Python 3.11 ;;
 "-m venv --clear") rm -rf "$4" && mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
-"-m pip install") for tool in grpo ruff mypy pytest; do cp "{tools}/note" ".venv/bin/$tool"; done ;;
+"-m pip install") for tool in grpo ruff mypy pytest; do cp "$TOOLS/note" ".venv/bin/$tool"; done ;;
 esac
 """
-    )
-    (tools / "note").write_text(note)
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
-    return clone
 
 
-def run(clone: Path, *command: str) -> list[str]:
-    """Run a script in the clone. Returns what the pretended tools were asked to do, questions left out."""
-    log = clone.parent / "log"
-    log.unlink(missing_ok=True)
-    environment = {"PATH": f"{clone.parent / 'tools'}:/usr/bin:/bin", "HOME": str(clone.parent)}
-    subprocess.run(command, cwd=clone.parent, env=environment, check=True, capture_output=True)
-    asked = log.read_text().splitlines()
-    return [line for line in asked if line and "-c import" not in line and "--version" not in line]
+def test_a_fresh_clone_installs_once_and_trains(tmp_path):
+    """On a machine whose `python3` makes pretended virtual environments and notes what it is called with."""
+    clone, tools, log = tmp_path / "a clone", tmp_path / "tools", tmp_path / "log"  # with a space
+    shutil.copytree(ROOT / "scripts", clone / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", clone)
+    tools.mkdir()
+    for name, script in (("python3", PYTHON3), ("note", "")):
+        (tools / name).write_text(f'#!/bin/bash\necho "${{0##*/}} $*" >>"{log}"\n{script}')
+        (tools / name).chmod(0o755)
+    environment = {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path), "TOOLS": str(tools)}
+
+    def train(*words: str) -> list[str]:
+        log.unlink(missing_ok=True)
+        command = [str(clone / "scripts/train.sh"), *words]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+        return [line for line in log.read_text().splitlines() if re.search("-m venv| install |^grpo", line)]
+
+    first = train("n=4", "task.template=a b")
+    assert first[0] == "python3 -m venv --clear .venv" and first[-1] == "grpo train n=4 task.template=a b"
+    assert [line.rpartition(" ")[2] for line in first if " pip install " in line] == ["."]
+    assert train() == ["grpo train"]
 
 
-def installs(asked: list[str]) -> list[str]:
-    return [line.rpartition(" ")[2] for line in asked if " pip install " in line]
+# What a small run of each bench gets besides --quick. The others need a commit to compare with, a control group
+# (Linux, as root), or a real model and TRL.
+SMALL = {"memory": (), "real": ("--parts", "floor", "train"), "rollout": ("--arms", "infinite")}
 
 
-def test_a_fresh_clone_installs_once_and_trains(fresh):
-    first = run(fresh, str(fresh / "scripts/train.sh"), "n=4", "task.template=a b")
-    assert first[0] == "python3 -m venv --clear .venv"
-    assert installs(first) == ["."]
-    assert first[-1] == "grpo train n=4 task.template=a b"
-    assert run(fresh, str(fresh / "scripts/train.sh")) == ["grpo train"]
+@pytest.mark.study
+@pytest.mark.filterwarnings("ignore:This process .*fork:DeprecationWarning")
+@pytest.mark.parametrize("name", SMALL)
+def test_a_bench_works_at_a_small_size_and_leaves_its_figures(name, tmp_path):
+    out = tmp_path / "figures" / "out.json"
+    assert importlib.import_module(name).main([*SMALL[name], "--quick", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["settings"]["quick"] is True and {"torch", "machine", "load"} <= found["environment"].keys()
+    assert len(found.keys() - {"settings", "environment", "checks"}) >= 1
 
 
-def test_a_changed_pyproject_a_moved_clone_and_a_broken_venv_install_again(fresh):
-    script = str(fresh / "scripts/train.sh")
-    run(fresh, script)
-    (fresh / "pyproject.toml").write_text("changed")
-    assert installs(run(fresh, script)) == ["."]
-    (fresh / ".venv/bin/grpo").unlink()
-    assert installs(run(fresh, script)) == ["."]
-    (fresh / ".venv/bin/python").write_text("#!/bin/bash\nexit 1\n")
-    assert run(fresh, script)[0] == "python3 -m venv --clear .venv"
-    moved = fresh.rename(fresh.with_name("moved"))
-    assert installs(run(moved, str(moved / "scripts/train.sh"))) == ["."]
+# A setting that needs a library that is not installed: one sentence, with the command that brings it.
+
+
+ASKED = {
+    "datasets": "task=gsm8k",
+    "hydra_plugins.hydra_joblib_launcher": "-m hydra/launcher=joblib",
+    "hydra_plugins.hydra_optuna_sweeper": "-m hydra/sweeper=optuna",
+    "hydra_plugins.hydra_ray_launcher": "-m hydra/launcher=ray",
+    "hydra_plugins.hydra_submitit_launcher": "-m hydra/launcher=submitit_slurm",
+    "math_verify": "task.path=p.jsonl task=jsonl task.reward=math",
+    "peft": "model.autocast=none model.lora.rank=2",
+    "pyarrow": "task=jsonl task.path=p.parquet",
+    "ray": "engine=ray",
+    "reasoning_gym": "task.name=gcd task=reasoning_gym",
+    "tensorboard": "logger=tensorboard",
+    "trackio": "logger=trackio",
+    "vllm": "engine=vllm",
+}
+
+
+def sentence(module: str) -> str:
+    name = module.removeprefix("hydra_plugins.").replace("_", "-")
+    return f" needs {name}, which is not installed: pip install 'grpo-cli[{EXTRAS[module]}]'"
+
+
+@pytest.mark.parametrize("module", ASKED)
+def test_the_command_stands_in_one_sentence(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("p.jsonl", "p.parquet"):
+        Path(name).write_text('{"question": "1 + 1?", "answer": "2"}\n' * 2)
+    monkeypatch.setitem(sys.modules, module, None)
+    done, key = grpo("train", *ASKED[module].split()), ASKED[module].split()[-1].partition("=")[0].removesuffix(".rank")
+    said = done.stderr
+    assert done.exit_code == 2 and said.count("\n") == 1 and sentence(module) in said and key in said, said

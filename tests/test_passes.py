@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import made
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from small import VOCABULARY, require_c, scored, small_model
 from tiny_hf import FAMILIES
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from grpo_cli.learner import forward
-from grpo_cli.learner.batch import collate, rows_of, tokens_of
-from grpo_cli.learner.forward import PackedTrees, Padded, pack
+from grpo_cli.learner.batch import collate, minibatches, rows_of, tokens_of
+from grpo_cli.learner.forward import PackedTrees, Padded, pack, padded, padded_parts
 from grpo_cli.learner.learner import Learner
+from grpo_cli.learner.logprobs import PLAIN, _Chosen
 from grpo_cli.model.load import load_model
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import Meter
-from grpo_cli.types import Batch
+from grpo_cli.types import ENVIRONMENT, GIVEN, Batch, Span
 
 
 def make_batch(groups: list[tuple[int, list[int]]], seed: int = 0) -> Batch:
@@ -76,27 +83,14 @@ def test_a_shared_prompt_stands_in_the_run_once() -> None:
     assert predicting.tolist() == [1, 1, 3, 5]  # b predicts both c and d
 
 
-@settings(max_examples=30)
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5)), min_size=1, max_size=4),
-    st.integers(1, 60),
-)
-def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, tokens: int) -> None:
-    batch = make_batch(groups)
+@pytest.mark.parametrize("tokens", [1, 9, 12, 20, 31, 60])
+def test_micro_batches_take_each_row_once_and_keep_to_the_budget(tokens: int) -> None:
+    batch = make_batch(UNEVEN)
     parts = PackedTrees(tokens, 64, 0.7).cut(batch)
     assert sorted(row for rows in parts for row in rows) == list(range(len(batch)))
     for rows in parts:
         ids, trees, _ = pack(rows_of(batch, torch.tensor(rows)))
         assert (len(ids) <= tokens or len(rows) == 1) and sum(map(sum, trees)) == len(ids)
-
-
-def test_a_pass_is_filled_to_its_last_token() -> None:
-    """Rows of 2 + 3 and 2 + 5 tokens: 10 with their prompt in common."""
-    rows = make_batch([(2, [3, 5])])
-    assert PackedTrees(10, 64, 0.7).cut(rows) == [[0, 1]]
-    assert PackedTrees(9, 64, 0.7).cut(rows) == [[0], [1]]
-    assert sorted(map(sorted, Padded(14, 64, 0.7).cut(rows))) == [[0, 1]]
-    assert sorted(map(sorted, Padded(13, 64, 0.7).cut(rows))) == [[0], [1]]
 
 
 def make_learner(model: Any) -> Learner:
@@ -147,3 +141,150 @@ def test_the_gradient_of_shared_prompts_has_the_same_bits_each_time(threads: int
         (way.logprobs(model, batch) * torch.linspace(0, 1, len(batch.token_ids))).sum().backward()
         found.add(tuple(float(p.grad.double().sum()) for p in model.parameters()))
     assert len(found) == 1
+
+
+# Groups to tensors, a batch to parts: nothing is lost, and each number stands at its token.
+
+
+def two_groups() -> Batch:
+    """Prompts 5 6 and 4; completions 7 1, 8 9 1 and 1."""
+    said = [(-3.5, -0.5), (-4.0, -4.5, -0.5)]
+    one = scored(0, 0, name="a", prompt=(5, 6), replies=[(7, 1), (8, 9, 1)], logprobs=said)
+    batch = collate([one, scored(0, name="b", prompt=(4,), logprobs=[(-0.5,)])])
+    return replace(batch, advantages=batch.per_token(torch.tensor([1.0, -1.0, 0.25])))
+
+
+def test_each_prompt_is_there_once_and_each_number_stands_at_its_token() -> None:
+    batch = two_groups()
+    assert (batch.prompts, batch.group.tolist(), batch.lengths.tolist()) == (((5, 6), (4,)), [0, 0, 1], [2, 3, 1])
+    assert batch.token_ids.tolist() == [7, 1, 8, 9, 1, 1] and batch.response_mask.all()
+    assert batch.sampler_logprobs.tolist() == [-3.5, -0.5, -4, -4.5, -0.5, -0.5]
+    assert batch.positions.tolist() == [2, 3, 2, 3, 4, 1]
+    assert padded(batch).tolist() == [[5, 6, 7, 1, 0], [5, 6, 8, 9, 1], [4, 1, 0, 0, 0]]
+    assert batch.old_logprobs is None and batch.ref_logprobs is None
+
+
+def test_each_token_is_as_old_as_the_weights_that_drew_it() -> None:
+    """Of version 5 and of the environment: 0; of version 3: 2; given: -1; and a rollout without spans is of now."""
+    spans = [(Span(3, 2), Span(5, 1)), (Span(GIVEN, 1), Span(ENVIRONMENT, 1)), ()]
+    group = scored(0, 0, 0, replies=[(2, 2, 2), (2, 2), (2,)])
+    rollouts = tuple(replace(one, spans=some) for one, some in zip(group.rollouts, spans, strict=True))
+    batch = collate([replace(group, rollouts=rollouts)], version=5)
+    assert batch.token_ages is not None and batch.token_ages.tolist() == [0 + 2, 2, 0, GIVEN, 0, 0]
+    assert batch.response_mask.tolist() == [True, True, True, True, False, True]
+    assert batch.sampler_logprobs.tolist() == [-1, -1, -1, 0, 0, -1]
+    assert collate([replace(group, rollouts=rollouts[2:])], version=5).token_ages is None
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))
+def test_padded_parts_hold_every_row_once_within_the_budget(lengths: list[int], tokens: int) -> None:
+    parts = padded_parts(lengths, tokens)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    assert all(len(part) == 1 or len(part) * max(lengths[row] for row in part) <= tokens for part in parts)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_minibatches_share_out_the_rows_evenly(count: int) -> None:
+    parts = minibatches(two_groups(), count, np.random.default_rng(0))
+    assert len(parts) == min(count, 3)
+    rows = {(2, 7): 1.0, (3, 8): -1.0, (1, 1): 0.25}  # length and first token
+    for part in parts:
+        firsts = part.lengths.cumsum(0) - part.lengths
+        for length, first in zip(part.lengths.tolist(), firsts.tolist(), strict=True):
+            assert rows.pop((length, int(part.token_ids[first]))) == float(part.advantages[first])
+    assert not rows and max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+# Log-probabilities and entropies by chunks are those of the whole logits, forward and backward.
+
+
+def some_batch(seed: int = 0) -> Batch:
+    """About two thirds of the tokens weigh something."""
+    batch, g = make_batch([(3, [9, 1, 4]), (5, [6, 2])], seed), torch.Generator().manual_seed(seed)
+    weights = torch.rand(22, generator=g) * (torch.rand(22, generator=g) < 0.67)
+    return replace(batch, weights=weights)
+
+
+def of_whole_logits(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies, in float64."""
+    logs = (model(padded(batch)).logits.double() / temperature).log_softmax(-1)
+    logs = logs[batch.per_token(torch.arange(len(batch))), batch.positions - 1]
+    return logs.gather(1, batch.token_ids[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+
+
+@pytest.mark.parametrize("way", [Padded, PackedTrees])
+@hypothesis_settings(deadline=None, max_examples=12)
+@given(chunk=st.integers(1, 30), temperature=st.sampled_from([0.3, 1.0, 2.0]), seed=st.integers(0, 5))
+def test_values_gradients_and_entropies_are_those_of_the_whole_logits(
+    way: Any, chunk: int, temperature: float, seed: int
+) -> None:
+    model, batch = small_model(tie_word_embeddings=False), some_batch(seed)
+    forward, found = way(10_000, chunk, temperature), torch.zeros(len(batch.token_ids))
+    wanted, entropies = of_whole_logits(model, batch, temperature)
+    (wanted * batch.weights).sum().backward()
+    slopes = [weight.grad for weight in model.parameters()]
+    model.zero_grad()
+    values = forward.logprobs(model, batch, found)
+    (values * batch.weights).sum().backward()
+    torch.testing.assert_close(values.double(), wanted, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(found.double(), entropies, atol=1e-5, rtol=0)
+    for weight, slope in zip(model.parameters(), slopes, strict=True):
+        torch.testing.assert_close(weight.grad, slope, atol=5e-5, rtol=1e-3)
+    with torch.no_grad():  # and forward where there is no gradient
+        again = torch.zeros_like(found)
+        forward.logprobs(model, batch, again)
+    assert torch.equal(again, found)
+
+
+def entropies_of(logits: Tensor, temperature: float = 1.0) -> list[float]:
+    room, leaf = torch.full((len(logits),), math.nan), logits.clone().requires_grad_()
+    ids = torch.zeros(len(logits), dtype=torch.long)
+    _Chosen.apply(leaf.clone(), ids, temperature, PLAIN, room).sum().backward()
+    return room.tolist()
+
+
+def test_two_tokens_have_the_entropy_worked_out_by_hand() -> None:
+    """Odds of 1 to 3; at half the temperature of 1 to 9. A token that cannot come adds nothing."""
+    logits = torch.tensor([[0.0, math.log(3.0)]])
+    assert entropies_of(logits) == pytest.approx([math.log(4) - 0.75 * math.log(3)], abs=1e-6)
+    assert entropies_of(logits, 0.5) == pytest.approx([math.log(10) - 0.9 * math.log(9)], abs=1e-6)
+    never = torch.tensor([[0.0, 0.0, -math.inf], [5.0, -math.inf, -math.inf], [0.0, 0.0, -1e30]])
+    assert entropies_of(never) == pytest.approx([math.log(2), 0.0, math.log(2)], abs=1e-6)
+
+
+def test_logits_in_half_precision_are_summed_in_float32() -> None:
+    """In bfloat16 a sum of 50,000 numbers would be off by parts of a nat."""
+    logits = (3 * torch.randn(4, 50_000, generator=torch.Generator().manual_seed(0))).bfloat16()
+    p = (logits.double() / 0.7).softmax(-1)
+    assert entropies_of(logits, 0.7) == pytest.approx((-(p * p.log()).sum(-1)).tolist(), abs=2e-5)
+
+
+class LargestLogits(TorchDispatchMode):
+    """Remembers the most elements of any tensor as wide as the vocabulary, the head's weights (32 hidden) aside."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.shape[-1:] == (97,)]
+        self.most = max([self.most, *(x.numel() for x in tensors if x.shape != (32, 97))])
+        return result
+
+
+def test_no_more_than_a_chunk_of_logits_exists_forward_or_backward() -> None:
+    model = small_model(vocab_size=97, tie_word_embeddings=False)
+    with LargestLogits() as seen:
+        Padded(10_000, 4, 1.0).logprobs(model, some_batch()).sum().backward()
+    assert 0 < seen.most <= 4 * 97
+
+
+@pytest.mark.parametrize("tokens", [12, 10_000])
+def test_an_update_tells_the_mean_over_its_trained_tokens_however_it_is_cut(tokens: int) -> None:
+    """Before the weights move; weights and advantages have no part in it."""
+    model, batch = small_model(), some_batch()
+    entropies = of_whole_logits(model, batch, 0.7)[1].detach()
+    settings = made.train(micro_batch_tokens=tokens, logprob_chunk=4)
+    learner = Learner(model, made.loss(), made.model(""), Sampling.plain(9, 0.7), settings, made.optim(), Meter())
+    found = learner.update(batch, 0).metrics["policy/entropy"]
+    assert found == pytest.approx(float(entropies[batch.trained_mask].mean()), abs=1e-5)
+    assert found != pytest.approx(float(entropies.mean()), abs=1e-3)

@@ -9,34 +9,30 @@ from pathlib import Path
 import pytest
 
 from grpo_cli.runs import record
-from grpo_cli.runs.record import checkout_state
+from grpo_cli.runs.record import commit_of
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout of one commit, made with nobody's own settings."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "checkout"
     folder.mkdir()
     (folder / "code.py").write_text("one")
-    me = ("-c", "user.name=a", "-c", "user.email=a@b")
-    for words in (["init", "-q"], ["add", "code.py"], [*me, "commit", "-qm", "one"], [*me, "tag", "-am", "v", "v1-2"]):
-        git(folder, *words)
+    for words in ("init -q", "add code.py", "-c user.name=a -c user.email=a@b commit -qm one"):
+        subprocess.run(["git", *words.split()], cwd=folder, check=True)
     return folder
 
 
-def git(folder: Path, *words: str) -> str:
-    if shutil.which("git") is None:
-        pytest.skip("git is not installed")
-    return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def test_a_checkout_is_its_commit_and_whether_a_tracked_file_differs(repository):
-    commit = git(repository, "rev-parse", "HEAD")
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True, check=True)
+    commit = head.stdout.strip()
     (repository / "untracked.py").write_text("not part of it")
-    assert checkout_state(repository) == (commit, False)
+    assert commit_of(repository) == commit
     (repository / "code.py").write_text("two")
-    assert checkout_state(repository) == (commit, True)
+    assert commit_of(repository) == f"{commit}-dirty"
 
 
 def test_neither_the_current_folder_nor_the_environment_names_another_repository(repository, monkeypatch):
@@ -44,15 +40,15 @@ def test_neither_the_current_folder_nor_the_environment_names_another_repository
     monkeypatch.setenv("GIT_DIR", str(repository / ".git"))
     installed = repository / "site-packages"
     (installed / ".git").mkdir(parents=True)  # damaged: git would look for the next one above
-    assert checkout_state(installed) == checkout_state(repository.parent) == (None, None)
+    assert commit_of(installed) is commit_of(repository.parent) is None
 
 
 def test_without_git_and_with_a_git_that_hangs_there_is_no_commit(repository, tmp_path, monkeypatch):
     programs = tmp_path / "programs"
     programs.mkdir()
     monkeypatch.setenv("PATH", str(programs))
-    assert checkout_state(repository) == (None, None)
+    assert commit_of(repository) is None
     (programs / "git").write_text("#!/bin/sh\nexec /bin/sleep 600\n")
     (programs / "git").chmod(0o755)
     monkeypatch.setattr(record, "GIT_SECONDS", 0.1)
-    assert checkout_state(repository) == (None, None)
+    assert commit_of(repository) is None

@@ -5,34 +5,27 @@ from __future__ import annotations
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
+from made import composed
 
 from grpo_cli.cli.mistakes import listed
 from grpo_cli.config.choices import (
     choices,
-    config_dir,
     groups_of,
     is_experimental,
-    parts_of,
-    read_choice,
     read_command,
 )
-from grpo_cli.config.compose import read_settings
 from grpo_cli.config.prepare import check
-from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 
 ROOT = Path(__file__).parent.parent
-FRONT, DOCS = ROOT / "README.md", ROOT / "grpo_cli" / "docs"
+DOCS = ROOT / "grpo_cli" / "docs"
 PAGES = [*ROOT.glob("*.md"), *(page for of in ("grpo_cli", "conf", "scripts") for page in (ROOT / of).rglob("*.md"))]
-KINDS = {"train": RunSettings, "eval": EvalRunSettings, "profile": ProfileRunSettings}
 # Where they stand they need a file or a folder that is not here.
 ELSEWHERE = ("resume=", "checkpoint=", "hydra.", "hydra/", "--config-dir", "experiment=mine", "experiment=sweep")
 FILE = re.compile(r"^    # (\w+\.py)\n(?:(?!    grpo )(?:    .*)?\n)*", re.MULTILINE)
@@ -47,12 +40,6 @@ def docs(page: str) -> str:
     return (DOCS / f"{page}.md").read_text()
 
 
-def rows_of(text: str) -> Iterator[tuple[list[str], str]]:
-    """Yield the names in the first cell of each row of a table, and the row's other cells."""
-    for first, rest in re.findall(r"^\| ([^|]*`[^|]*) \|(.*)\|$", text, re.MULTILINE):
-        yield re.findall(r"`([^`]+)`", first), rest
-
-
 def commands() -> list[tuple[str, ...]]:
     """Every `grpo <command> ...` of an indented line or between backticks, without its comment and flags."""
     found = set()
@@ -61,11 +48,6 @@ def commands() -> list[tuple[str, ...]]:
             words = shlex.split(re.sub(r"<[^>]*>|\.\.\.", "somewhere", line.rstrip("\\ ")))
             found.add(tuple(word for word in words if not word.startswith("-")))
     return sorted(found)
-
-
-def own_files() -> dict[str, str]:
-    """The Python files that pages show, by the name in their first line."""
-    return {found[1]: textwrap.dedent(found[0]) for page in PAGES for found in FILE.finditer(page.read_text())}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
@@ -82,7 +64,7 @@ def test_every_link_and_every_file_that_is_named_is_there(page: Path) -> None:
 
 @pytest.mark.parametrize("group", sorted({*groups_of("train"), *groups_of("eval")}))
 def test_the_settings_page_lists_the_choices_of_a_group_its_default_first(group: str) -> None:
-    ((_, row),) = [found for found in rows_of(docs("settings")) if found[0] == [group]]
+    (row,) = re.findall(rf"^\| `{group}` \|(.*)\|$", docs("settings"), re.MULTILINE)
     core, _, experimental = row.partition("experimental:")
     names = {experiment: re.findall(r"`(\w+)`", cell) for experiment, cell in ((False, core), (True, experimental))}
     for experiment, named in names.items():
@@ -99,28 +81,20 @@ def first_of(override: Override) -> str:
     return f"{override.key_or_group}={first}"
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["train", "eval", "profile"])
 def test_the_settings_of_every_command_can_be_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are composed. A check tries its rules, so that of each set of choices only the longest is checked."""
-    for file, text in own_files().items():
-        (tmp_path / file).write_text(text)
+    for page in PAGES:  # the Python files that they show, by the name in their first line
+        for found in FILE.finditer(page.read_text()):
+            (tmp_path / found[1]).write_text(textwrap.dedent(found[0]))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    checked: set[frozenset[str]] = set()
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        for words in sorted((words for command, *words in commands() if command == name), key=len, reverse=True):
-            here = [word for word in words if "=" in word and not word.startswith(ELSEWHERE)]
-            given = [first_of(override) for override in OverridesParser.create().parse_overrides(here)]
-            chosen = frozenset(
-                word for word in given if word.partition("=")[0] in groups_of(name) or "_target_" in word
-            )
-            try:
-                settings = read_settings(compose(name, [*given, "run_dir=somewhere"]), KINDS[name])
-                if chosen not in checked:
-                    check(settings)
-            except (UserError, HydraException) as error:
-                pytest.fail(f"grpo {name} {shlex.join(words)}: {error}")
-            checked.add(chosen)
+    for words in (words for command, *words in commands() if command == name):
+        here = [word for word in words if "=" in word and not word.startswith(ELSEWHERE)]
+        given = [first_of(override) for override in OverridesParser.create().parse_overrides(here)]
+        try:
+            check(composed(*given, command=name))
+        except (UserError, HydraException) as error:
+            pytest.fail(f"grpo {name} {shlex.join(words)}: {error}")
 
 
 def test_the_words_of_trl_and_verl_stand_in_their_page() -> None:
@@ -130,20 +104,6 @@ def test_the_words_of_trl_and_verl_stand_in_their_page() -> None:
     ]
     table = "\n".join(["| TRL | verl | here |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)])
     assert docs("coming_from").endswith(f"\n\n{table}\n")
-
-
-def test_what_the_words_of_trl_and_verl_come_to_is_there() -> None:
-    keys = {key for group in ("model", *parts_of("train")) for one in choices(group) for key in keys_of(group, one)}
-    keys |= {*read_command("train").settings, "hydra.run.dir"}
-    for row in listed("elsewhere"):
-        group, _, choice = row["ours"].partition("=")
-        assert choice in choices(group) if choice else row["ours"] in keys, row
-    theirs = [word for row in listed("elsewhere") for word in {*row["trl"], *row["verl"]}]
-    assert len(theirs) == len(set(theirs)), "each word is of one row"
-
-
-def keys_of(group: str, choice: str) -> list[str]:
-    return [f"{group}.{key}" for key in read_choice(group, choice).settings]
 
 
 def test_the_lines_for_a_notebook_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

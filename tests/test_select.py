@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import pytest
 import torch
 from small import scored as group
-from torch import Tensor
+from test_train import CountTask
 
 from grpo_cli.methods import dr_grpo, pods
 from grpo_cli.select import NOT_CHOSEN, Selection, batch_advantages, select
 from grpo_cli.tracking.examples import examples
-from grpo_cli.types import Prompt, Reward, Rollout, ScoredGroup
 
 GRPO = partial(dr_grpo.dr_grpo, stats_over="kept")
 
@@ -40,45 +37,24 @@ def test_without_down_sampling_the_rejected_count_or_not() -> None:
     assert counted.reasons == ("", "", "veto")
     left_out = chosen((0.0, 2.0, 4.0), rejected=(2,), keep=3, count_rejected=False)
     assert left_out.indices == (0, 1) and left_out.advantages.tolist() == [-1.0, 1.0]
-
-
-class Words:
-    """As much of a task as a recorded rollout asks for."""
-
-    def prompts(self, split: str) -> list[Prompt]:
-        return []
-
-    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        raise NotImplementedError
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        return " ".join(map(str, token_ids))
+    # With down-sampling too, the mean is of the group that counts.
+    whole = partial(dr_grpo.dr_grpo, stats_over="group")
+    for count, expected in ((True, [-3.0, -1.0]), (False, [-1.0, 1.0])):
+        why, rng = ["veto", "", "", ""], np.random.default_rng(0)
+        found = select(group(9.0, 0.0, 1.0, 2.0), why, 2, pods.maxvar, whole, rng, count)
+        assert found.indices == (1, 3) and found.advantages.tolist() == expected
 
 
 def test_recorded_rollouts_are_whole_groups_as_far_as_they_go_and_have_their_own_advantage() -> None:
     """The best and the worst of each group of four are trained on."""
     first, second = chosen((0.0, 1.0, 5.0, 9.0), (), 2), chosen((8.0, 4.0, 0.0, 6.0), (), 2)
     other = replace(second.group, prompt=replace(second.group.prompt, id="q"))
-    selections = [first, replace(second, group=other)]
-    found = {n: examples(Words(), [one.group for one in selections], selections, n) for n in (-1, 0, 4, 6, 9)}
+    selections, task = [first, replace(second, group=other)], CountTask()
+    found = {n: examples(task, [one.group for one in selections], selections, n) for n in (-1, 0, 4, 6, 9)}
     rows = [(row.sample, row.reward, row.kept, row.advantage) for row in found[-1]]
     assert rows[:4] == [(0, 0.0, True, -4.5), (1, 1.0, False, None), (2, 5.0, False, None), (3, 9.0, True, 4.5)]
     assert {n: len(of) for n, of in found.items()} == {-1: 8, 0: 0, 4: 4, 6: 6, 9: 8}
     assert found[4] == found[-1][:4] and found[6] == found[-1][:6] and found[9] == found[-1]
-
-
-@pytest.mark.parametrize("count_rejected", [True, False])
-def test_an_advantage_sees_the_group_that_counts_and_where_the_kept_are_in_it(count_rejected: bool) -> None:
-    seen: list[tuple[list[float], list[int]]] = []
-
-    def curious(counted: ScoredGroup, kept: Sequence[int], *, factor: float) -> Tensor:
-        seen.append((counted.totals.tolist(), list(kept)))
-        return torch.tensor([factor * counted.totals[place] for place in kept])
-
-    rule, rng = partial(curious, factor=2.0), np.random.default_rng(0)
-    selection = select(group(9.0, 0.0, 1.0, 2.0), ["veto", "", "", ""], 2, pods.maxvar, rule, rng, count_rejected)
-    assert selection.indices == (1, 3) and selection.advantages.tolist() == [0.0, 4.0]
-    assert seen == [([9.0, 0.0, 1.0, 2.0], [1, 3]) if count_rejected else ([0.0, 1.0, 2.0], [0, 2])]
 
 
 def test_advantages_of_tokens_stand_at_their_tokens_beside_those_of_whole_rollouts() -> None:

@@ -15,7 +15,6 @@ from small import engine_of, small_model, some_requests
 import grpo_cli.engine.vllm_engine as engine_module
 from grpo_cli.engine.sequence import Status
 from grpo_cli.engine.vllm_engine import VllmEngine
-from grpo_cli.engine.vllm_process import guest
 from grpo_cli.engine.vllm_served import Served
 from grpo_cli.model.anatomy import merged_weights
 from grpo_cli.settings import Sampling
@@ -24,14 +23,13 @@ from grpo_cli.types import Finish, Request
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
-@pytest.mark.parametrize("dora", [False, True])
-def test_weights_are_those_of_a_saved_folder_with_adapters_added_to_what_they_adapt(dora: bool):
+def test_weights_are_those_of_a_saved_folder_with_adapters_added_to_what_they_adapt():
     model = small_model()
     found, saved = dict(merged_weights(model)), model.state_dict()
     assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
     assert not any(weight.requires_grad for weight in found.values())
     peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, use_dora=dora, target_modules=["q_proj", "down_proj"]))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj", "down_proj"]))
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter)
@@ -59,21 +57,10 @@ def test_larger_heads_are_zero_where_the_models_have_nothing():
     for other, sizes in ((model, [4]), (small_model("qwen3"), [32])):
         with pytest.raises(UserError, match="heads of 8 numbers.*use engine=torch"):
             Served.of(other, sizes)
-
-
-@pytest.mark.parametrize(
-    ("dim", "dtype", "device", "fine"),
-    [
-        (24, torch.float32, "cpu", True),
-        (32, torch.bfloat16, "cpu", True),
-        (24, torch.bfloat16, "cpu", False),
-        (24, torch.bfloat16, "cuda", True),
-    ],
-)
-def test_half_precision_on_a_cpu_needs_heads_that_fill_registers(dim: int, dtype: Any, device: str, fine: bool):
-    """vLLM's rotary kernel ends the process otherwise (found with 0.32.0)."""
-    with nullcontext() if fine else pytest.raises(UserError, match=f"heads of {dim} numbers in .*float16, only"):
-        Served({}, dim, dim).check_dtype(dtype, torch.device(device))
+    # vLLM's rotary kernel for CPUs ends the process for these (found with 0.32.0).
+    Served({}, 24, 24).check_dtype(torch.bfloat16, torch.device("cuda"))
+    with pytest.raises(UserError, match="heads of 24 numbers in bfloat16, only"):
+        Served({}, 24, 24).check_dtype(torch.bfloat16, torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -86,8 +73,8 @@ class FakeCore:
     """As much of vLLM's engine as serves requests: each makes these tokens, one a step, and ends with token 1 or at its
     limit. It reports what is new, or all at the end."""
 
-    def __init__(self, tokens: list[int], token_by_token: bool) -> None:
-        self._tokens, self._told, self._left = tokens, token_by_token, dict[str, list[int]]()
+    def __init__(self, *tokens: int, token_by_token: bool = True) -> None:
+        self._tokens, self._told, self._left = tokens, token_by_token, dict[str, tuple[int, ...]]()
         self.entered, self.aborted = list[str](), list[str]()
 
     def enter(self, sequence: Any, token_by_token: bool) -> None:
@@ -98,14 +85,12 @@ class FakeCore:
 
     def step(self) -> list[Any]:
         outputs = []
-        for name, left in list(self._left.items()):
-            tokens = left if not self._told else left[:1]
-            rest = left[len(tokens) :]
+        for name in list(self._left):
+            left = self._left.pop(name)
+            tokens, rest = (left[:1], left[1:]) if self._told else (left, ())
             made = SimpleNamespace(token_ids=tokens, logprobs=SimpleNamespace(logprobs=[-0.5] * len(tokens)))
             outputs.append(SimpleNamespace(request_id=name, outputs=[made], num_cached_tokens=2, finished=not rest))
-            self._left[name] = rest
-            if not rest:
-                del self._left[name]
+            self._left |= {name: rest} if rest else {}
         return outputs
 
     def abort_request(self, names: list[str]) -> None:
@@ -118,21 +103,24 @@ class FakeCore:
 
 
 def serving(core: FakeCore, **parts: Any) -> VllmEngine:
+    parts = {"decode": lambda ids: "".join(chr(97 + i) for i in ids)} | parts
     engine: VllmEngine = engine_of("vllm", small_model(), **parts)
     engine._llm, engine._slots, engine._enter = SimpleNamespace(llm_engine=core), 2, core.enter  # type: ignore[method-assign]
     engine._wake, engine._limit = lambda requests: 0.0, lambda: 999  # type: ignore[method-assign]
     return engine
 
 
-def stopping(request: Request, tokens: int, stop: str) -> Request:
-    return replace(request, sampling=replace(Sampling.plain(tokens), stop=(stop,)))
+def stopping(tokens: int, *stops: str) -> list[Request]:
+    """Requests of one prompt with a stop string each."""
+    words = [replace(Sampling.plain(tokens), stop=(stop,)) for stop in stops]
+    return [replace(one, sampling=word) for one, word in zip(some_requests(1, len(stops)), words, strict=True)]
 
 
 @pytest.mark.parametrize(("sampler", "steps"), [(infinite(slots=2), 5), (micro(slots=2), 6)])
 def test_a_slot_is_refilled_or_waits_for_its_round(sampler: Any, steps: int) -> None:
     """Five of one prompt in two slots; the second and the fourth end after a token, the others after two."""
-    requests = [stopping(one, 1 if place in (1, 3) else 9, "x") for place, one in enumerate(some_requests(1, 5))]
-    engine = serving(FakeCore([5, 1], token_by_token=True), sampler=sampler, decode=lambda ids: "")
+    requests = [stopping(1 if place in (1, 3) else 9, *"zzzzz")[place] for place in range(5)]
+    engine = serving(FakeCore(5, 1), sampler=sampler)
     rollouts = {one.request.sample: one for one in engine.generate(requests)}
     assert [len(rollouts[i]) for i in range(5)] == [2, 1, 2, 1, 2]
     assert [rollouts[i].finish for i in (0, 1)] == [Finish.EOS, Finish.LENGTH]
@@ -141,95 +129,74 @@ def test_a_slot_is_refilled_or_waits_for_its_round(sampler: Any, steps: int) -> 
     assert stats.slot_utilisation == pytest.approx(8 / (2 * steps))
 
 
-def test_a_stop_string_ends_a_rollout_and_enough_the_others() -> None:
-    core = FakeCore([5, 6, 7, 8], token_by_token=True)
-    engine = serving(core, decode=lambda ids: "".join(chr(97 + i) for i in ids))
-    requests = [stopping(one, 9, stop) for one, stop in zip(some_requests(1, 3), "gzz", strict=True)]
-    first, *others = engine.generate(requests, lambda rollout: True)
+def test_a_stop_string_ends_a_rollout_and_enough_or_a_closed_iterator_the_others() -> None:
+    core = FakeCore(5, 6, 7, 8)
+    first, *others = serving(core).generate(stopping(9, *"gzz"), lambda rollout: True)
     assert (first.token_ids, first.finish) == ((5, 6), Finish.STOP)
     assert {(one.token_ids, one.finish) for one in others} == {((5, 6), Finish.PARTIAL), ((), Finish.PARTIAL)}
     assert set(core.aborted) == {"0", "1"} and core.entered == ["0", "1"]
-
-
-def test_what_nothing_depends_on_before_its_end_is_reported_then_and_a_closed_iterator_aborts_the_rest() -> None:
-    core = FakeCore([5, 6, 1], token_by_token=False)
+    core = FakeCore(5, 6, 7, 8)
+    rollouts: Any = serving(core).generate(stopping(9, *"gz"))
+    assert next(rollouts).token_ids == (5, 6)
+    rollouts.close()
+    assert core.aborted == ["0", "1"]
+    core = FakeCore(5, 6, 1, token_by_token=False)  # where nothing depends on a token before the end
     rollouts = serving(core, sampler=infinite(slots=2)).generate(some_requests(1, 3, temperature=0.0))
     assert [one.sampler_logprobs for one in rollouts] == [(0.0,) * 3] * 3, "greedy tokens are those of a point mass"
-    core, requests = FakeCore([5, 6, 7, 8], token_by_token=True), some_requests(1, 2)
-    letters = serving(core, decode=lambda ids: "".join(chr(97 + i) for i in ids))
-    rollouts = letters.generate([stopping(one, 9, stop) for one, stop in zip(requests, "gz", strict=True)])
-    assert next(rollouts).token_ids == (5, 6)
-    rollouts.close()  # type: ignore[attr-defined]
-    assert core.aborted == ["0", "1"]
 
 
-# A GPU's memory
+# Memory and precision
 
 
-class FakeVllm:
-    """As much of vLLM as is told of memory: notes what it is started with and told to do."""
+def starting(monkeypatch: pytest.MonkeyPatch, notes: list[Any], **words: Any) -> VllmEngine:
+    """An engine that notes what vLLM is started with and told to do, which it never is under autocast."""
 
-    def __init__(self, notes: list[Any]) -> None:
-        config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=7))
-        self.llm_engine = SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace(shutdown=lambda: None))
-        self.wake_up = lambda tags: notes.append(tags)
-        self.collective_rpc = lambda name, kwargs: notes.append(name)
-        self.reset_prefix_cache = lambda: True
-
-
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, notes: list[Any], **words: Any) -> VllmEngine:
-    """The engine as on a GPU of 100 GiB, of which so many are free when it starts."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 100 * 2**30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * 2**30)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: notes.append("empty_cache"))
-    engine: VllmEngine = engine_of("vllm", small_model(), warn=notes.append, **words)
-    engine._device, engine._sleeps = torch.device("cuda"), True
+    def note(what: Any) -> None:
+        notes.append(what)
+        assert not torch.is_autocast_enabled("cpu")
 
     def started(folder: Any, kwargs: Any) -> Any:
-        notes.append(kwargs)
-        return FakeVllm(notes)
+        note(kwargs)
+        config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=7))
+        core = SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace(shutdown=lambda: None))
+        calls = dict(wake_up=lambda tags: note(tags), collective_rpc=lambda name, kwargs: note(name))
+        return SimpleNamespace(llm_engine=core, reset_prefix_cache=lambda: True, **calls)
 
+    engine: VllmEngine = engine_of("vllm", small_model(head_dim=32), warn=notes.append, **words)
     monkeypatch.setattr(engine, "_started", started)
     return engine
 
 
+def test_vllm_runs_outside_the_learners_autocast_in_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[Any] = []
+    with torch.autocast("cpu", torch.bfloat16):
+        starting(monkeypatch, notes)._wake(some_requests(1, 2))
+    assert notes[0]["dtype"] == "bfloat16" and notes[1:] == ["reload_weights"]
+
+
 @pytest.mark.parametrize("words", [{}, {"sampler": infinite(kv_budget="1GiB")}], ids=["", "budget"])
 @pytest.mark.filterwarnings("ignore:User provided device_type")
-def test_vllm_takes_what_is_free_where_the_policy_is_there_already(
+def test_vllm_takes_what_is_free_on_a_gpu_where_the_policy_is_already(
     monkeypatch: pytest.MonkeyPatch, words: dict[str, Any]
-):
-    """It does not start where its share of the whole card is not free."""
-    for free, share in ((80, 0.4), (30, 0.295)):  # half a GiB is left
+) -> None:
+    """Of 100 GiB. It does not start where its share of the whole card is not free; and the policy gives back what it
+    keeps before vLLM wakes."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * 2**30)
+    requests = some_requests(1, 2)
+    for free, share in ((80, 0.4), (30, 0.295), (0, 0.0)):  # half a GiB is left
         notes: list[Any] = []
-        on_a_gpu(monkeypatch, free, notes, memory=0.4, **words)._build(some_requests(1, 2))
-        cleared, *warned, kwargs = notes
-        assert cleared == "empty_cache" and kwargs["gpu_memory_utilization"] == pytest.approx(share)
-        assert ("kv_cache_memory_bytes" in kwargs) == ("sampler" in words)
-        assert ["engine.memory=0.4" in text for text in warned] == [True] * (free == 30)
-    with pytest.raises(UserError, match="engine=vllm cannot start"):
-        on_a_gpu(monkeypatch, 0, [])._build(some_requests(1, 2))
-
-
-@pytest.mark.filterwarnings("ignore:User provided device_type")
-def test_the_policy_gives_back_what_it_keeps_before_vllm_wakes(monkeypatch: pytest.MonkeyPatch):
-    notes: list[Any] = []
-    engine = on_a_gpu(monkeypatch, 80, notes)
-    engine._wake(some_requests(1, 2))
-    notes.clear()
-    engine._asleep = engine._stale = True
-    engine._wake(some_requests(1, 2))
-    assert notes == ["empty_cache", ["weights"], "reload_weights", ["kv_cache"]]
-
-
-def test_a_guest_leaves_the_random_states_of_gpus_as_they_were(monkeypatch: pytest.MonkeyPatch):
-    """Dropout of adapters draws from them: with vLLM it would be another after its start than without."""
-    states = [torch.tensor([1, 2]), torch.tensor([3, 4])]
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device].clone())
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states[device].copy_(state))
-    here = torch.get_rng_state()
-    with guest():
-        states[1] += 7
-        torch.rand(1)
-    assert [state.tolist() for state in states] == [[1, 2], [3, 4]] and torch.equal(torch.get_rng_state(), here)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * 2**30, 100 * 2**30))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda notes=notes: notes.append("empty_cache"))
+        engine = starting(monkeypatch, notes, memory=0.4, **words)
+        engine._device, engine._sleeps = torch.device("cuda"), True
+        with nullcontext() if free else pytest.raises(UserError, match="engine=vllm cannot start"):
+            engine._wake(requests)
+            cleared, *warned, kwargs, told = notes
+            assert (cleared, told) == ("empty_cache", "reload_weights")
+            assert kwargs["gpu_memory_utilization"] == pytest.approx(share)
+            assert ("kv_cache_memory_bytes" in kwargs) == ("sampler" in words)
+            assert ["engine.memory=0.4" in text for text in warned] == [True] * (free == 30)
+            notes.clear()
+            engine._asleep = engine._stale = True
+            engine._wake(requests)
+            assert notes == ["empty_cache", ["weights"], "reload_weights", ["kv_cache"]]

@@ -15,7 +15,6 @@ import yaml
 from processes import ROOT, Forked
 from typed import done, grpo, refused
 
-from grpo_cli.metrics import METRICS
 from grpo_cli.runs.lock import sole_use
 from grpo_cli.support.errors import UserError
 from grpo_cli.sweep import resume
@@ -124,50 +123,37 @@ def test_a_job_is_started_as_one_would_by_hand_and_again_with_the_words_of_the_f
 def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(tmp_path, pretended, monkeypatch):
     """The first job presses ctrl-C, and runs until it is told to stop."""
     waits = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"
-    presses = ["sh", "-c", f"trap 'exit 0' TERM; kill -INT $PPID; {waits}"]
     with monkeypatch.context() as patched:
+        presses = ["sh", "-c", f"trap 'exit 0' TERM; kill -INT $PPID; {waits}"]
         patched.setattr(resume.Sweep, "command_of", lambda self, job: presses)
         result = grpo("train", "-m", "seed=1,2,3", "hydra.sweep.dir=s")
     assert result.exit_code == 130 and "SIGINT: stopping after this step" in result.stdout
     assert "3 jobs: 1 done, 2 waiting\ngo on with: grpo train -m resume=sweep hydra.sweep.dir=s\n" in result.stdout
     assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 0
     assert [command[-2] for command in pretended] == ["seed=2", "seed=3"]
-
-
-def content(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for held, message in (("s/1", "job 1 of s is still running (process "), ("s", "s is in use by process ")):
+        with sole_use(tmp_path / held, print):
+            assert message in refused("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
+    path = tmp_path / "s" / "1" / "status.json"
+    path.write_text(path.read_text().replace("seed=2", "seed=4"))
+    assert "job 1 of s was seed=4 and would" in refused("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
 
 
 def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path, pretended):
     """The exit code is the number of jobs that failed. A sweep that is there is refused and stays as it was."""
     first = grpo("train", "-m", "seed=13,13,1,2", "hydra.sweep.dir=s")
-    assert first.exit_code == 2 and "4 jobs: 2 done, 2 failed" in first.stdout
-    assert [line for line in first.stdout.splitlines() if line.startswith("job 2 ")][-1].startswith(
-        "job 2  seed=1: done  accuracy 0.500"
-    )
+    assert first.exit_code == 2 and "4 jobs: 2 done, 2 failed" in first.stdout and "job 2  seed=1: done" in first.stdout
     pretended.clear()
-    before = content(tmp_path / "s")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("s/**/*.*")}
     assert "s already holds a sweep" in grpo("train", "-m", "seed=3,4", "hydra.sweep.dir=s").stderr
-    assert content(tmp_path / "s") == before
+    assert {path: path.read_bytes() for path in tmp_path.rglob("s/**/*.*")} == before
     (tmp_path / "s" / "3" / "status.json").unlink()
     (tmp_path / "s" / "3" / "summary.json").unlink()
-    saved = tmp_path / "s" / "0" / "checkpoints" / "step_000003"
-    saved.mkdir(parents=True)
-    (saved / "COMPLETE").touch()
+    (tmp_path / "s" / "0" / "checkpoints").mkdir()
     assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 2
     again = [f"resume='{tmp_path}/s/0'", f"hydra.run.dir='{tmp_path}/s/1'", f"hydra.run.dir='{tmp_path}/s/3'"]
     assert [command[-1] for command in pretended] == again
     assert grpo("eval", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 2
-
-
-def test_a_sweep_whose_job_still_runs_or_would_be_another_is_not_resumed(tmp_path, pretended):
-    assert grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s").exit_code == 0
-    for held, message in (("s/1", "job 1 of s is still running (process "), ("s", "s is in use by process ")):
-        with sole_use(tmp_path / held, print):
-            assert message in refused("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
-    path = tmp_path / "s" / "1" / "status.json"
-    path.write_text(path.read_text().replace("seed=2", "seed=3"))
-    assert "job 1 of s was seed=3 and would" in refused("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
 
 
 @pytest.mark.parametrize(
@@ -186,19 +172,6 @@ def test_a_sweep_that_cannot_be_run_is_refused_before_it_writes_anything(pretend
     assert way_out in message and (word.partition("=")[0] in message or "values" in message)
 
 
-def test_what_w_and_b_s_agent_starts_can_be_run():
-    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
-
-    asked = yaml.safe_load((ROOT / "scripts" / "wandb_sweep.yaml").read_text())
-    assert asked["command"] == ["grpo", "train", "${args_no_hyphens}"] and asked["metric"]["name"] in METRICS
-    low = {
-        name: {"value": next(iter(choice.get("values", [choice.get("value", choice.get("min"))])))}
-        for name, choice in asked["parameters"].items()
-    }
-    cfg = yaml.safe_load(done("train", *create_sweep_command_args({"args": low})["args_no_hyphens"], "--cfg", "job"))
-    assert (cfg["n"], cfg["m"], cfg["optim"]["lr"], cfg["train"]["steps"]) == (16, 4, 1e-5, 40)
-
-
 @pytest.mark.filterwarnings("ignore")  # of Optuna's own imports
 def test_optuna_s_best_run_is_that_of_the_greatest_accuracy(tmp_path, pretended):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
@@ -206,33 +179,26 @@ def test_optuna_s_best_run_is_that_of_the_greatest_accuracy(tmp_path, pretended)
     assert "4 jobs" in grpo("train", "-m", *words, "hydra.sweeper.sampler.seed=1").stdout
     best = yaml.safe_load((tmp_path / "s" / "optimization_results.yaml").read_text())
     assert (best["best_params"], best["best_value"]) == ({"seed": 1}, 0.5)
-    none = grpo("train", "-m", "hydra/sweeper=optuna", "seed=choice(1,2)", "hydra.sweeper.n_trials=2", "eval.every=0")
-    assert none.exit_code == 2
-    assert none.stderr.endswith("error: job 0 has no final_accuracy to optimise; let it evaluate: eval.every=1\n")
 
 
-def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(tmp_path, monkeypatch, pretended):
-    """`hydra.launcher.gpus=[7]` was taken where there was none, and the jobs ran on the processor."""
+def test_gpus_memory_and_threads_are_dealt_evenly_and_a_gpu_that_is_not_there_is_refused(
+    tmp_path, monkeypatch, pretended
+):
+    """Threads unless their number is set."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     message = refused("train", "-m", "seed=1,2", "hydra.launcher.gpus=[7]", "hydra.sweep.dir=s")
     assert "GPU 7" in message and "leave hydra.launcher.gpus out" in message and pretended == []
-    gpus = "GPU 0: X (UUID: GPU-a)\n  MIG 1g Device 0: (UUID: MIG-1)\n  MIG 1g Device 1: (UUID: MIG-2)\nGPU 1: X\n"
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{gpus}'\n")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: X (UUID: GPU-a)\nGPU 1: X (UUID: GPU-b)'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    assert visible_gpus() == chosen_gpus(["MIG-1", "MIG-2", "1"]) == ["MIG-1", "MIG-2", "1"]
+    assert visible_gpus() == chosen_gpus(["0", "1"]) == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-cc,3")
     assert visible_gpus() == chosen_gpus(["MIG-cc", "3"]) == ["MIG-cc", "3"]
     with pytest.raises(UserError, match=r"asks for GPU 0, .* there are MIG-cc, 3$"):
         chosen_gpus(["0"])
-
-
-def test_gpus_memory_and_threads_are_dealt_evenly(monkeypatch):
-    """Threads unless their number is set."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     dealt = [(place["CUDA_VISIBLE_DEVICES"], place["GRPO_GPU_SHARE"]) for place in places(3, ["a", "b"], {})]
     assert dealt == [("a", "0.5"), ("b", "1.0"), ("a", "0.5")]
-    assert [place["CUDA_VISIBLE_DEVICES"] for place in places(1, ["a", "b"], {})] == ["a"]
     assert [place["OMP_NUM_THREADS"] for place in places(3, [], {})] == ["2", "2", "2"]
     assert places(20, [], {})[0]["OMP_NUM_THREADS"] == "1"
     assert not {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"} & places(1, [], {})[0].keys()

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
-import struct
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import made
@@ -21,12 +18,9 @@ from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
 from grpo_cli.interfaces import Tracker
-from grpo_cli.runs.record import code_version
 from grpo_cli.support.errors import UserError
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.tracking.redact import HIDDEN, arguments_without_secrets, without_secrets
-from grpo_cli.tracking.tensorboard import TensorBoardTracker
-from grpo_cli.tracking.wandb import WandbTracker
 from grpo_cli.types import Example, Record
 
 
@@ -55,7 +49,6 @@ def test_a_record_is_in_the_files_as_soon_as_it_is_logged(tmp_path):
     assert (second["advantage"], second["reply"]) == (None, reply)
     with pytest.raises(UserError, match="already holds the records of a run.*resume="):
         JsonlTracker(tmp_path)
-    assert len(read(tmp_path / "metrics.jsonl")) == 1
 
 
 def logged(run: Path, saved: int = 3, last: int = 5) -> tuple[JsonlTracker, dict[str, Any]]:
@@ -83,6 +76,7 @@ def test_a_resumed_run_cuts_off_what_was_logged_after_its_checkpoint(tmp_path):
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
 @pytest.mark.parametrize("lost", [slice(2, 3), slice(2, -1)])
 def test_records_that_differ_from_those_written_are_refused_and_kept_only_if_asked(tmp_path, name, lost):
+    """Whole lines, of no more bytes than the checkpoint knows."""
     _, state = logged(tmp_path)
     path = tmp_path / name
     lines = path.read_bytes().splitlines(keepends=True)
@@ -94,21 +88,7 @@ def test_records_that_differ_from_those_written_are_refused_and_kept_only_if_ask
     warnings: list[str] = []
     JsonlTracker(tmp_path, True, accept_damage=True, warn=warnings.append).load_state_dict(state)
     kept = path.read_bytes()
-    assert len(warnings) == 1 and before.startswith(kept) and kept.endswith(b"\n") and b'"step": 4' not in kept
-
-
-def test_a_full_disk_ends_a_run_with_one_error_and_costs_no_record_of_a_checkpoint(tmp_path):
-    tracker, state = logged(tmp_path, last=3)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 10, hard))
-    try:
-        with pytest.raises(UserError, match="metrics.jsonl cannot be written"):
-            tracker.log(Record(4, {"x": 0.5}))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    again = JsonlTracker(tmp_path, resumed=True)
-    again.load_state_dict(state)
-    assert steps(tmp_path / "metrics.jsonl") == [0, 1, 2, 3]
+    assert len(warnings) == 1 and before.startswith(kept) and kept.endswith(b"\n") and len(kept) <= state[name][0]
 
 
 def test_secrets_are_hidden_by_name_by_value_and_by_looks(monkeypatch):
@@ -125,227 +105,119 @@ def test_secrets_are_hidden_by_name_by_value_and_by_looks(monkeypatch):
     assert arguments_without_secrets(words) == cleaned
 
 
-# --- W&B -----------------------------------------------------------------------------------------------------------
-
-
-def offline_records(run_dir: Path) -> list[Any]:
-    """The records of W&B's own log, which `wandb sync` sends: a LevelDB log of protocol buffers behind 7 bytes."""
-    import wandb
-    from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
-
-    wandb.teardown()  # as at the end of the program: the service is done writing
-    records = []
-    for path in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb")):
-        data, position, whole = path.read_bytes(), 7, b""
-        assert data[:4] == b":W&B"
-        while position < len(data):
-            left = 32768 - position % 32768
-            if left < 7:
-                position += left
-                continue
-            _, length, kind = struct.unpack_from("<IHB", data, position)
-            whole += data[position + 7 : position + 7 + length]
-            position += 7 + length
-            if kind in (1, 4):  # full, or the last part
-                records.append(WandbRecord.FromString(whole))
-                whole = b""
-    return records
-
-
-def history(records: list[Any]) -> list[dict[str, Any]]:
-    rows = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
-    return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
+# W&B, TensorBoard and Trackio
 
 
 @pytest.fixture
-def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """No key, no home, no network: W&B's server is a closed port of this machine."""
+def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Any], list[Any]]]:
+    """What W&B's runs are given to log and their summaries, each with its run. There is no key, no home and no network:
+    its server is a closed port of this machine."""
     import wandb
 
+    logged, ended, log, finish = list[Any](), list[Any](), wandb.Run.log, wandb.Run.finish
+    monkeypatch.setattr(wandb.Run, "log", lambda run, row: (logged.append((run, row)), log(run, row)))
+    end = lambda run, **words: (ended.append((run, dict(run.summary))), finish(run, **words))  # noqa: E731
+    monkeypatch.setattr(wandb.Run, "finish", end)
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
     wandb.teardown()
-    yield monkeypatch
+    yield logged, ended
     wandb.teardown()
-
-
-def wandb_tracker(run_dir: Path, config: dict[str, Any], **words: Any) -> WandbTracker:
-    say = {name: words.pop(name) for name in ("say", "warn") if name in words}
-    return made.ready("logger", "wandb", {"run_dir": run_dir, "config": config, **say}, **words)
 
 
 def test_a_whole_run_is_complete_in_w_and_b(tmp_path, lonely):
-    """What the files in the run's folder say is in W&B's offline log, and the run can be found by what it is."""
+    """What the files in the run's folder say is sent, and the run can be found by what it is."""
     sweep, words = tmp_path / "my sweep", ["train.steps=2", "train.prompts=1", "n=2", "sampling.max_new_tokens=4"]
     sweep.mkdir()
     (sweep / "sweep.json").write_text("{}")
     run = sweep / "7"
-    words += ["eval.problems=2", "eval.k=1", "logger.tags=[mine]", f"hydra.run.dir='{run}'"]
+    words += ["eval.problems=2", "eval.k=1", "logger.tags=[mine]", "logger.table_every=1", f"hydra.run.dir='{run}'"]
     result = CliRunner().invoke(cli.app, ["train", *words])
     assert result.exit_code == 0, result.output
-    records = offline_records(run)
-    logged: dict[int, dict[str, Any]] = {}
-    for row in history(records):  # the last table comes in a row of its own
-        logged.setdefault(row["step"], {}).update(row)
-    for row in read(run / "metrics.jsonl"):
-        for name, value in row.items():
-            assert float(logged[row["step"]][name]) == float(value), name
-    assert len(logged) == 3
-    summed = {item.key: json.loads(item.value_json) for record in records for item in record.summary.update}
+    logged, ((theirs, found),) = lonely
+    rows, sent = read(run / "metrics.jsonl"), [row for _, row in logged]
+    for row, of_row in zip(rows, sent, strict=True):
+        assert {name: float(of_row[name]) for name in row} == {name: float(value) for name, value in row.items()}
+    assert sum(len(row["rollouts"].data) for row in sent if "rollouts" in row) == len(read(run / "rollouts.jsonl"))
     summary = json.loads((run / "summary.json").read_text())
-    code, engine = summary.pop("code"), summary.pop("engine")
-    assert summary.items() <= summed.items() and json.loads(summed["code"]) == code == code_version()
-    assert json.loads(summed["engine"]) == engine
-    (started,) = {record.run.run_id: record.run for record in records if record.HasField("run")}.values()
-    assert (started.run_group, started.job_type) == ("my sweep", "train")
-    assert {"mine", "model=tiny", "downsample=maxvar", "task=arithmetic"} <= set(started.tags)
-    config = {item.key: json.loads(item.value_json) for record in records for item in record.run.config.update}
+    nested = {name: summary.pop(name) for name in ("code", "engine")}
+    assert {name: value for name, value in summary.items() if value is not None}.items() <= found.items()
+    assert {name: json.loads(found[name]) for name in nested} == nested
+    assert (theirs.group, theirs.job_type, theirs.tags) == ("my sweep", "train", ("mine",))
+    config = theirs.config
     assert (config["n"], config["choices"]["sampler"], config["optim"]["lr"]) == (2, "full", 5e-4)
-    tables = [json.loads(path.read_text()) for path in run.rglob("*.table.json")]
-    assert sum(len(table["data"]) for table in tables) == len(read(run / "rollouts.jsonl"))
 
 
-def test_a_resumed_run_is_the_same_w_and_b_run_and_may_go_back(tmp_path, lonely):
+def test_a_resumed_run_is_the_same_w_and_b_run_and_may_go_back(tmp_path, lonely, monkeypatch):
     """The agent of a W&B sweep names it; the first life logged steps 1 to 3, but its checkpoint was of step 1."""
-    lonely.setenv("WANDB_RUN_ID", "theirs")
-    lonely.setenv("WANDB_SWEEP_ID", "sweep")
+    monkeypatch.setenv("WANDB_RUN_ID", "theirs")
+    logged, _ = lonely
     for first in (1, 2):
-        tracker = wandb_tracker(tmp_path, {}, project="p", mode="offline", say=lambda text: None)
+        offered = {"run_dir": tmp_path, "config": {}, "say": lambda text: None}
+        tracker = made.ready("logger", "wandb", offered, mode="offline")
         for step in range(first, 4):
             tracker.log(Record(step, {"life": float(first)}))
         tracker.close({})
-        time.sleep(1.1)  # W&B names folders by the second
-        lonely.delenv("WANDB_RUN_ID", raising=False)
-    records = offline_records(tmp_path)
-    ids = {record.run.run_id for record in records if record.WhichOneof("record_type") == "run"}
-    assert ids == {(tmp_path / "wandb_id.txt").read_text().strip()} == {"theirs"}
-    assert [(row["step"], row["life"]) for row in history(records)] == [(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)]
+        monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    assert {run.id for run, _ in logged} == {(tmp_path / "wandb_id.txt").read_text().strip()} == {"theirs"}
+    assert len({id(run) for run, _ in logged}) == 2
+    assert [row["step"] for _, row in logged] == [1, 2, 3, 2, 3]
 
 
-def test_only_failures_of_w_and_b_are_forgiven(tmp_path, lonely):
-    import wandb
-
-    def broken(error: Exception) -> Any:
-        def log(values: dict[str, Any]) -> None:
-            raise error
-
-        return SimpleNamespace(log=log)
-
-    warnings: list[str] = []
-    tracker = wandb_tracker(tmp_path, {}, mode="disabled", warn=warnings.append)
-    tracker._run = broken(wandb.errors.CommError("server said no\nat length"))
-    for step in (1, 2):
-        tracker.log(Record(step, {}))
-    assert len(warnings) == 1 and "server said no)" in warnings[0]
-    tracker._run = broken(TypeError("a bug of ours"))
-    with pytest.raises(TypeError):
-        tracker.log(Record(3, {}))
-    assert list(tmp_path.iterdir()) == []
-
-
-# TensorBoard
-
-
-def scalars(folder: Path) -> dict[int, dict[str, float]]:
+@pytest.mark.filterwarnings("ignore::Warning")  # of the library, at its import
+def test_tensorboard_has_what_the_files_have_also_after_a_kill_and_no_secret(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder / "events"))
-    events.Reload()
-    found: dict[int, dict[str, float]] = {}
-    for name in events.Tags()["scalars"]:
-        for event in events.Scalars(name):
-            found.setdefault(event.step, {})[name] = event.value
-    return dict(sorted(found.items()))
-
-
-# Of the library, at its import.
-QUIET = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::PendingDeprecationWarning", "ignore::ResourceWarning"
-)
-
-
-@QUIET
-def test_tensorboard_has_what_the_files_have_also_after_a_kill(tmp_path):
-    pytest.importorskip("tensorboard")
+    monkeypatch.setenv("MY_TOKEN", tmp_path.name)  # which is part of the setting run_dir
     words = ("eval.every=2", "eval.problems=4", "logger=tensorboard")
     trained(tmp_path, *words, "train.steps=3", "train.checkpoint_every=2")
     # As a kill after the checkpoint of step 2 leaves it: step 3 is made again.
     (tmp_path / "checkpoints" / "step_000003" / "COMPLETE").unlink()
     (tmp_path / "summary.json").unlink()
     trained(tmp_path, *words, f"resume={tmp_path}", "train.steps=4")
-    found, rows = scalars(tmp_path), read(tmp_path / "metrics.jsonl")
-    assert [*found] == [row.pop("step") for row in rows], "no step is there twice"
-    for row, values in zip(rows, found.values(), strict=True):  # to the rounding of an event file
-        assert values == {name: pytest.approx(float(value), rel=1e-6, nan_ok=True) for name, value in row.items()}
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    found: dict[int, dict[str, float]] = {}
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            found.setdefault(event.step, {})[name] = event.value
+    rows = read(tmp_path / "metrics.jsonl")
+    assert sorted(found) == [row.pop("step") for row in rows], "no step is there twice"
+    for row, step in zip(rows, sorted(found), strict=True):  # to the rounding of an event file
+        assert found[step] == {name: pytest.approx(float(value), rel=1e-6, nan_ok=True) for name, value in row.items()}
+    texts = b"".join(file.read_bytes() for file in (tmp_path / "events").iterdir())
+    assert tmp_path.name.encode() not in texts and HIDDEN.encode() in texts
 
 
-@QUIET
-def test_tensorboard_s_texts_hide_secrets_and_a_full_disk_is_a_warning(tmp_path):
-    pytest.importorskip("tensorboard")
-    warned = list[str]()
-    tracker = TensorBoardTracker(tmp_path, {"api_key": "k" * 12}, say=str, warn=warned.append)
-    tracker.log(Record(1, {"reward/mean": math.nan}))
+def test_trackio_gets_the_metrics_by_step_no_secret_and_a_failure_is_an_error_at_the_start_only(tmp_path, monkeypatch):
+    calls, printed = list[Any](), list[str]()
 
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def begin(**about: Any) -> Any:
+        calls.append(about)
+        if len(calls) == 1:
+            raise ConnectionError("cannot begin")
+        return SimpleNamespace(log=log)
 
-    tracker._writer.add_scalar = full
-    for step in (2, 3):
-        tracker.log(Record(step, {"reward/mean": 1.0}))
-    tracker.close({"status": "completed"})
-    assert len(warned) == 1 and "No space left" in warned[0]
-    found = b"".join(file.read_bytes() for file in (tmp_path / "events").iterdir())
-    assert b"kkkk" not in found and HIDDEN.encode() in found
+    def log(values: dict[str, Any], step: int) -> None:
+        calls.append((step, values))
+        if step == 2:
+            raise OSError("no\nroom")
 
-
-class FakeTrackio(ModuleType):
-    """A `trackio` that keeps what it is given, and prints."""
-
-    def __init__(self, fails: Exception | None = None) -> None:
-        super().__init__("trackio")
-        self.__spec__, self.calls, self.fails = SimpleNamespace(), list[Any](), fails  # type: ignore[assignment]
-
-    def init(self, **about: Any) -> Any:
-        print("* Trackio")
-        self.calls.append(about)
-        if self.fails and "begin" in str(self.fails):
-            raise self.fails
-        return SimpleNamespace(log=self._log, finish=lambda: self.calls.append("finished"))
-
-    def _log(self, values: dict[str, Any], step: int) -> None:
-        self.calls.append((step, values))
-        if self.fails:
-            raise self.fails
-
-
-def trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, **words: Any) -> Any:
-    monkeypatch.setitem(sys.modules, "trackio", module)
-    offered = {"run_dir": tmp_path / "one", "config": {"n": 4, "api_key": "s3cr3t"}, **words}
-    return made.ready("logger", "trackio", offered)
-
-
-def test_trackio_gets_the_metrics_by_step_and_no_secret(tmp_path, monkeypatch, capsys):
-    module, printed = FakeTrackio(), list[str]()
-    tracker = trackio(tmp_path, monkeypatch, module, say=printed.append)
-    tracker.log(Record(1, {"reward/mean": 0.25}))
-    tracker.close({"status": "completed", "final_accuracy": 0.75})
-    about, *rest = module.calls
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(__spec__=1, init=begin))
+    say = {"say": printed.append, "warn": printed.append}
+    offered = {"run_dir": tmp_path / "one", "config": {"n": 4, "api_key": "s3cr3t"}, **say}
+    with pytest.raises(UserError, match="trackio did not start .cannot begin"):
+        made.ready("logger", "trackio", offered)
+    tracker = made.ready("logger", "trackio", offered)
+    for step in (1, 2, 3):
+        tracker.log(Record(step, {"reward/mean": step / 4}))
+    tracker.close({})
+    _, about, *rest = calls
     assert (about["project"], about["name"], about["resume"]) == ("grpo-cli", "one", "allow")
     assert (about["config"]["n"], about["config"]["api_key"]) == (4, HIDDEN)
-    assert rest == [(1, {"reward/mean": 0.25}), (1, {"summary/final_accuracy": 0.75}), "finished"]
-    assert "trackio show --project grpo-cli" in printed[0] and capsys.readouterr().out == ""
-
-
-def test_a_trackio_that_does_not_start_is_an_error_and_one_that_fails_later_a_warning(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="trackio did not start .cannot begin"):
-        trackio(tmp_path, monkeypatch, FakeTrackio(ConnectionError("cannot begin")))
-    module, warned = FakeTrackio(OSError("no\nroom")), list[str]()
-    tracker = trackio(tmp_path, monkeypatch, module, say=str, warn=warned.append)
-    for step in (1, 2):
-        tracker.log(Record(step, {}))
-    tracker.close({})
-    assert len(warned) == 1 and "(no)" in warned[0] and len(module.calls) == 2
+    assert rest == [(1, {"reward/mean": 0.25}), (2, {"reward/mean": 0.5})]
+    assert "trackio show --project grpo-cli" in printed[0] and "(no)" in printed[1] and len(printed) == 2

@@ -15,23 +15,20 @@ import made
 import numpy as np
 import pytest
 import torch
-from made import full
+from made import full, mean_length
 from small import FakeEngine, make_engine, small_model
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.config.instantiate import Factories
 from grpo_cli.interfaces import Loss, Parts, Runtime
 from grpo_cli.learner.learner import learning_rate
-from grpo_cli.methods import pods
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
-from grpo_cli.runs.stop import Stop
 from grpo_cli.settings import EvalSettings, RecordSettings, RunSettings, Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.meter import Meter
-from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.train import Trainer
-from grpo_cli.types import Batch, EngineStats, LossOutput, Prompt, Record, Reward, Rollout, Totals
+from grpo_cli.types import Batch, LossOutput, Prompt, Record, Reward, Rollout, Totals
 
 
 class CountTask:
@@ -93,7 +90,7 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
     model = model or small_model()
     engine = make_engine(model, sampler=parts.pop("sampler", full()))
     runtime = Runtime(torch.device("cpu"), model, None, 0, CountTask(), engine)
-    if isinstance(parts.get("engine"), type):
+    if callable(parts.get("engine")):
         parts["engine"] = parts["engine"](model)
     rules = Factories.of(made.settings().parts | {"downsample": made.part("downsample", "all")}).rules()
     curriculum = Epochs(runtime.task.prompts("train"), settings.train.prompts, settings.seed)
@@ -156,62 +153,19 @@ def test_a_run_is_a_function_of_its_seed(tmp_path):
     clocks = [step["clock/train_seconds"] for step in steps]
     assert clocks == sorted(clocks) and clocks[0] > 0 and "clock/train_seconds" not in first
     assert [record.step for record in recorder.records if "eval/accuracy" in record.metrics] == [0, 2, 4]
-    for step in steps:
-        assert step["mismatch/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
-        assert step["mismatch/ratio_min"] == pytest.approx(1.0, abs=1e-3)
+    assert [step["mismatch/ratio_min"] for step in steps] == pytest.approx([1.0] * 4, abs=1e-3)
 
 
 def test_k_steps_resume_k_steps_equals_2k_steps_bit_for_bit(tmp_path):
-    """With several updates and a correction. While it runs, the summary of the first part is gone: it would be that of
-    a resumed run that is killed."""
+    """With several updates and a correction."""
     words = {"epochs": 2, "minibatches": 2}
     correct = made.correction(importance="token", is_threshold=2.0)
     whole = final_weights(settings_for(tmp_path / "whole", **words), correction=correct)
     make_trainer(settings_for(tmp_path / "half", steps=2, **words), correction=correct).fit()
-    printed, checkpoint, there = list[str](), newest(tmp_path / "half"), list[bool]()
-    recorder = Recorder(lambda record: there.append((tmp_path / "half" / "summary.json").exists()))
-    more: dict[str, Any] = dict(correction=correct, say=printed.append, trackers=(recorder,))
-    summary = make_trainer(settings_for(tmp_path / "half", **words), checkpoint=checkpoint, **more).fit()
-    assert checkpoint.name == "step_000002" and printed[0].startswith("resumed at step 2 ")
-    assert same(whole, weights(newest(tmp_path / "half"))) and (there, summary["step"]) == ([False, False], 4)
-
-
-def test_a_checkpoint_follows_the_record_of_its_step_which_is_on_the_disk(tmp_path, monkeypatch):
-    """A resumed run cuts off records of later steps, but could not make up one that was never written."""
-    events, saved, real = list[str](), list[list[str]](), os.fsync
-
-    def watch(descriptor: int) -> None:
-        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        real(descriptor)
-
-    def look(record: Record) -> None:
-        saved.append(sorted(path.name for path in (tmp_path / "checkpoints").glob("step_??????")))
-
-    monkeypatch.setattr("grpo_cli.runs.files.os.fsync", watch)
-    settings = replace(settings_for(tmp_path, steps=2), eval=NO_EXAM)
-    make_trainer(settings, trackers=(Recorder(look), JsonlTracker(tmp_path))).fit()
-    assert saved == [[], ["step_000000"], ["step_000000"]]
-    saves = [place for place, name in enumerate(events) if name == "COMPLETE"]
-    assert len(saves) == 2
-    for begin, end in zip([0, saves[0]], saves, strict=True):
-        assert {"metrics.jsonl", "rollouts.jsonl", "trainer_state.pt"} <= {*events[begin:end]}
-
-
-def test_only_the_kept_rollouts_reach_the_update(tmp_path):
-    seen: list[int] = []
-
-    def watched(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
-        seen.append(len(batch))
-        assert totals.sequences == 6
-        return GRPO(logprobs, batch, totals)
-
-    settings = replace(settings_for(tmp_path, steps=1), m=2, record=RecordSettings(rollouts=-1, tokens=False))
-    record = records_of(settings, loss=watched, downsample=pods.maxvar)[1]
-    assert sum(seen) == 6 == sum(one.kept for one in record.examples) and len(record.examples) == 12
-    assert (record.metrics["rollouts/generated"], record.metrics["rollouts/trained"]) == (12, 6)
-    for one in record.examples:
-        assert (one.advantage is not None) == one.kept
-        assert one.reason == ("kept" if one.kept else "not chosen by the down-sample rule")
+    checkpoint = newest(tmp_path / "half")
+    summary = make_trainer(settings_for(tmp_path / "half", **words), checkpoint=checkpoint, correction=correct).fit()
+    assert (checkpoint.name, summary["step"]) == ("step_000002", 4)
+    assert same(whole, weights(newest(tmp_path / "half")))
 
 
 def with_sampler_off_by(model: Any, shift: Callable[[Rollout], float]) -> Any:
@@ -233,15 +187,6 @@ SPARSE_RL = made.correction(importance="token", is_threshold=1.5, rejection="vet
 SEQUENCE_MASK = made.correction(importance="sequence", is_mode="mask", is_threshold_low=0.5, is_threshold=5.0)
 
 
-def test_a_minibatch_of_which_all_is_rejected_updates_nothing(tmp_path):
-    """Of 3 prompts' 4 rollouts each, a minibatch each, the first ones alone are trained on."""
-    model = small_model()
-    engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample else 0.0)
-    settings = replace(settings_for(tmp_path, steps=1, minibatches=12), eval=NO_EXAM)
-    summary = make_trainer(settings, model=model, engine=engine, correction=SEQUENCE_MASK).fit()
-    assert (summary["updates"], summary["skipped_updates"], summary["empty_steps"]) == (3, 0, 0)
-
-
 def test_a_loss_that_is_not_finite_changes_no_weight_is_dumped_and_stops_the_run(tmp_path):
     def broken(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
         return LossOutput(logprobs.sum() * float("nan"), {})
@@ -254,7 +199,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight_is_dumped_and_stops_the_run
     dumps = [torch.load(path, weights_only=True) for path in (tmp_path / "bad_batches").iterdir()]
     assert [len(dump["lengths"]) for dump in dumps] == [12, 12]
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "failed" and "not finite" in summary["error"] and summary["skipped_updates"] == 2
+    assert (summary["status"], summary["skipped_updates"]) == ("failed", 2)
 
 
 @pytest.mark.parametrize(("number", "error", "step"), [(3, UserError, 2), (2, MemoryError, 1)])
@@ -312,52 +257,23 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, name):
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
-class Counts(FakeEngine):
-    """An engine whose state is how often it generated, evaluations included: what a length predictor may learn from."""
-
-    def __init__(self, model: Any) -> None:
-        self._engine, self.asked = make_engine(model), 0
-
-    def generate(self, requests: Any) -> Any:
-        self.asked += 1
-        return self._engine.generate(requests)
-
-    def stats(self) -> EngineStats:
-        return replace(self._engine.stats(), decode_steps=self.asked)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"asked": self.asked}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.asked = state["asked"]
-
-
 def test_what_a_signal_cut_short_continues_as_if_there_had_been_none(tmp_path):
     """No evaluation is added at its end, nor repeated when it is resumed from step 0."""
     alone, cut = Recorder(), Recorder()
-    make_trainer(settings_for(tmp_path / "alone"), engine=Counts, trackers=(alone,)).fit()
+    learning = lambda model: make_engine(model, predictor=mean_length())  # noqa: E731  # of evaluations, too
+    make_trainer(settings_for(tmp_path / "alone"), engine=learning, trackers=(alone,)).fit()
     task = After(5, lambda: press("SIGTERM"))  # the first evaluation judges 9
-    settings, parts = settings_for(tmp_path / "cut"), dict[str, Any](engine=Counts, trackers=(cut,))
+    settings, parts = settings_for(tmp_path / "cut"), dict[str, Any](engine=learning, trackers=(cut,))
     assert make_trainer(settings, task=task, **parts).fit()["step"] == 0
     make_trainer(settings, checkpoint=newest(tmp_path / "cut"), **parts).fit()
     assert [timeless(record) for record in cut.records] == [timeless(record) for record in alone.records]
     states = [load_state(newest(tmp_path / name)) for name in ("alone", "cut")]
-    assert states[0]["engine"] == states[1]["engine"] == {"asked": 3 + 4}
+    assert states[0]["engine"] == states[1]["engine"] != {}
     assert same(weights(newest(tmp_path / "alone")), weights(newest(tmp_path / "cut")))
 
 
-def test_a_run_that_is_stopped_before_it_begins_leaves_nothing_but_its_summary_and_says_so(tmp_path):
-    printed: list[str] = []
-    with Stop(printed.append) as stop:
-        press("SIGHUP")
-        summary = make_trainer(settings_for(tmp_path), engine=FakeEngine(), say=printed.append).fit(stop)
-    assert (summary["status"], summary["step"], summary["stopped_by"]) == ("interrupted", 0, "SIGHUP")
-    assert printed[-1] == "stopped before the first step: there is nothing to save"
-    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
-
-
 def test_a_second_ctrl_c_interrupts_at_once(tmp_path):
-    """Two SIGTERM at a time are one: a scheduler sends them to a run and to its launcher."""
+    """Two SIGTERM are one: a scheduler sends them to a run and to its launcher."""
     with pytest.raises(KeyboardInterrupt):
         recorder = pressing(1, "SIGTERM", "SIGTERM", "SIGINT")
         make_trainer(settings_for(tmp_path), trackers=(recorder,)).fit()
@@ -374,28 +290,12 @@ def test_warm_up_and_schedules():
     assert learning_rate(replace(optim, schedule="constant"), 11, 12) == 1.0
 
 
-# A run of 4 steps at rate 0.01, resumed after 2 with these words changed: the next update's rate, what was to be, and
-# the keys; nothing of a rate that does not jump.
-CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("linear", {"steps": 8}, {"lr": 0.02}, "0.015, 0.005, optim.lr=0.02 (was 0.01), train.steps=8 (was 4)"),
-    ("cosine", {"steps": 8}, {}, "0.00854, 0.005, train.steps=8 (was 4)"),
-    ("constant", {}, {"warmup_steps": 4}, "0.0075, 0.01, optim.warmup_steps=4 (was 0)"),
-    ("linear", {}, {"schedule": "constant"}, "0.01, 0.005, optim.schedule=constant (was linear)"),
-    ("constant", {"steps": 8}, {}, ""),
-    ("linear", {}, {"weight_decay": 0.1}, ""),
-]
-
-
-def test_a_rate_that_jumps_is_named_with_both_numbers_and_the_keys(tmp_path):
-    plain = replace(settings_for(tmp_path, steps=4), eval=NO_EXAM)
-    for schedule, train, optim, expected in CASES:
-        run = replace(plain, run_dir=str(tmp_path / schedule), optim=replace(plain.optim, schedule=schedule))
-        checkpoint = tmp_path / schedule / "checkpoints" / "step_000002"
-        if not checkpoint.exists():
-            make_trainer(run).fit()
-        run = replace(run, train=replace(run.train, **train), optim=replace(run.optim, **optim))
-        warnings = list[str]()
-        make_trainer(run, checkpoint=checkpoint, warn=warnings.append)
-        pattern = r".* next update is (\S+), and would have been (\S+) under the settings .*: (.*)"
-        found = [", ".join(re.fullmatch(pattern, line).groups()) for line in warnings]  # type: ignore[union-attr]
-        assert found == [expected] * bool(expected)
+@pytest.mark.parametrize(("schedule", "said"), [("linear", r"0\.0075, .* 0\.005 .*train\.steps=8"), ("constant", "")])
+def test_a_rate_that_jumps_is_named_with_both_numbers_and_the_keys(tmp_path, schedule, said):
+    """A run of 4 steps at rate 0.01, resumed after 2 with 8 steps: of 0.01 (1 - 2/8) and 0.01 (1 - 2/4)."""
+    run, warnings = replace(settings_for(tmp_path, checkpoint_every=2), eval=NO_EXAM), list[str]()
+    run = replace(run, optim=replace(run.optim, schedule=schedule))
+    make_trainer(run).fit()
+    run = replace(run, train=replace(run.train, steps=8))
+    make_trainer(run, checkpoint=tmp_path / "checkpoints" / "step_000002", warn=warnings.append)
+    assert len(warnings) == bool(said) and all(re.search(said, line) for line in warnings)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,10 +29,8 @@ from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, Scor
 
 def a_group() -> ScoredGroup:
     prompt = Prompt("p", (5, 6, 7), "")
-    rollouts = tuple(
-        Rollout(Request(prompt, i, i, Sampling.plain(128)), (8 + i, 9, 1), (-0.5, -1.0, -0.1 * i), Finish.EOS)
-        for i in range(4)
-    )
+    requests = [Request(prompt, i, i, Sampling.plain(128)) for i in range(4)]
+    rollouts = tuple(Rollout(it, (8 + it.sample, 9, 1), (-0.5, -1.0, -0.1 * it.sample), Finish.EOS) for it in requests)
     return ScoredGroup(prompt, rollouts, tuple(Reward(float(i % 2), {"part": 1.0}) for i in range(4)))
 
 
@@ -41,32 +38,25 @@ def a_batch() -> Batch:
     made = batch.collate([a_group()])
     made = replace(made, advantages=made.per_token(torch.tensor([1.0, -1.0, 0.5, 0.0])))
     old = made.sampler_logprobs - 0.1 * made.response_mask
-    return dataclasses.replace(made, old_logprobs=old, ref_logprobs=old.clone())
+    return replace(made, old_logprobs=old, ref_logprobs=old.clone())
 
 
 def contents(value: Any) -> Any:
     """Everything that a value says, in a form that `==` compares."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [contents(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [contents(getattr(value, field.name)) for field in fields(value)]
     if isinstance(value, list | tuple):
         return [contents(item) for item in value]
     return value
 
 
 RNG = np.random.default_rng(0)
-KEEP_TWO: dict[str, Any] = dict(keep=2, rng=RNG)
-GRPO = made.advantage("grpo")
-
-
-def new_logprobs() -> torch.Tensor:
-    return a_batch().sampler_logprobs * 1.1
-
-
+NEW = a_batch().sampler_logprobs * 1.1
 CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     **{
-        f"downsample.{name}": (partial(kept_by, made.downsample(name), **KEEP_TWO), [a_group()])
+        f"downsample.{name}": (partial(kept_by, made.downsample(name), keep=2, rng=RNG), [a_group()])
         for name in choices("downsample")
         if name not in ("all", "median")  # which do not keep two of four
     },
@@ -76,16 +66,16 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         if "stats_over" in shipped("advantage", rule)
     },
     **{
-        f"loss.{rule}": (made.loss(rule, kl_coef=0.1), [new_logprobs(), a_batch(), batch.totals(a_batch(), 5)])
+        f"loss.{rule}": (made.loss(rule, kl_coef=0.1), [NEW.clone(), a_batch(), batch.totals(a_batch(), 5)])
         for rule in choices("loss")
         if "aggregation" in shipped("loss", rule)
     },
     "correction": (
         made.correction(importance="token", is_threshold=1.2, rejection="veto", mask_low=0.5, mask_high=1.5),
-        [a_batch(), new_logprobs()],
+        [a_batch(), NEW.clone()],
     ),
     "select": (
-        lambda group, why: select.select(group, why, 2, pods.maxvar, GRPO, RNG, True),
+        lambda group, why: select.select(group, why, 2, pods.maxvar, made.advantage("grpo"), RNG, True),
         [a_group(), ["", "veto", "", ""]],
     ),
     "batch.rows_of": (batch.rows_of, [a_batch(), torch.tensor([0, 2])]),

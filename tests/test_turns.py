@@ -75,9 +75,8 @@ def test_answers_in_place_give_the_tokens_of_rounds(model, expected, monkeypatch
     monkeypatch.setattr(episodes, "POLL", 0)
     engine = make_engine(model, **WAYS[way])
     assert said(played(engine, Talk(looks=looks))) == expected
-    assert engine.stats().generated_tokens == sum(
-        sum(span.count for span in spans if span.version != ENVIRONMENT) for _, _, spans in expected.values()
-    )
+    spans = [span for _, _, spans in expected.values() for span in spans if span.version != ENVIRONMENT]
+    assert engine.stats().generated_tokens == sum(span.count for span in spans)
 
 
 @pytest.mark.parametrize(("rule", "bound", "looks"), [("dense", 32, 0), ("dense", 32, 7), ("rkv", 40, 7)])
@@ -138,9 +137,8 @@ def test_an_answer_is_read_only_where_the_model_can_reply_to_it(model, in_place,
         def between(self, turns: Any, said: Any) -> Any:
             return [7] * (30 - room - len(turns[0]))
 
-    engine = make_engine(model)
-    requests = some_requests(prompts=3, n=4, tokens=30, max_turn_tokens=9)
-    found = played(engine if in_place else InRounds(engine), Fills(turns=2), requests).values()
+    engine = make_engine(model) if in_place else InRounds(make_engine(model))
+    found = played(engine, Fills(turns=2), some_requests(prompts=3, n=4, tokens=30, max_turn_tokens=9)).values()
     long = [one for one in found if any(theirs for theirs, _ in one.parts)]
     assert bool(long) == taken and all(len(one) == 30 for one in long)
     assert sum(one.finish is Finish.LENGTH and len(one) < 30 for one in found) >= 4 * (not taken)
@@ -156,8 +154,7 @@ def test_an_episode_has_no_more_turns_than_the_task_and_its_last_is_not_answered
             answered.append(len(turns))
             return super().respond(prompt, turns)
 
-    engine = make_engine(model)
-    found = played(engine if in_place else InRounds(engine), Counts(turns=turns)).values()
+    found = played(make_engine(model) if in_place else InRounds(make_engine(model)), Counts(turns=turns)).values()
     assert max(len(one.turns) for one in found) == turns
     assert sorted(set(answered)) == list(range(1, turns))
 
@@ -182,20 +179,17 @@ def test_what_the_environment_says_is_read_and_is_no_response():
 
 
 def test_no_number_at_a_place_of_the_environment_moves_the_loss_or_the_gradient(model):
-    def gradient(logprob: float) -> tuple[float, list[torch.Tensor]]:
+    def gradient(logprob: float) -> list[torch.Tensor]:
         batch = collate([two_turns(logprob)])
         batch = replace(batch, advantages=batch.per_token(torch.tensor([1.0, -1.0])))
-        verdict = verdict_on(correction("tis"), batch, torch.zeros(len(batch.token_ids)))
-        batch = corrected(batch, verdict)
+        batch = corrected(batch, verdict_on(correction("tis"), batch, torch.zeros(len(batch.token_ids))))
         model.zero_grad()
-        output = loss("grpo")(Padded(99, 512, 1.0).logprobs(model, batch), batch, totals(batch, 9))
-        output.loss.backward()
-        return output.loss.item(), [weight.grad.clone() for weight in model.parameters()]
+        found = loss("grpo")(Padded(99, 512, 1.0).logprobs(model, batch), batch, totals(batch, 9)).loss
+        found.backward()
+        return [found.detach(), *(weight.grad.clone() for weight in model.parameters())]
 
-    value, slopes = gradient(float("nan"))
-    for other in (0.0, -7.0, 1e30):
-        found, others = gradient(other)
-        assert found == value and all(map(torch.equal, slopes, others))
+    first, *others = map(gradient, (float("nan"), 0.0, -7.0, 1e30))
+    assert all(all(map(torch.equal, first, other)) for other in others)
 
 
 GUESS = ["task=guess", "sampling.max_turn_tokens=4", "sampling.max_new_tokens=40", "record.rollouts=-1"]

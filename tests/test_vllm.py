@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,18 @@ import numpy as np
 import pytest
 import torch
 from made import infinite, micro
-from small import contents, engine_of, make_engine, small_model, some_requests
+from small import contents, engine_of, finished_in_rounds, make_engine
 from transformers import PreTrainedModel
 
-import grpo_cli.engine.vllm_engine as engine_module
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import requests_for
-from grpo_cli.collect.resuming import joined, remaining_request, unstarted
+from grpo_cli.collect.resuming import unstarted
 from grpo_cli.engine.vllm_engine import VllmEngine
 from grpo_cli.model.load import load_model, load_tokenizer
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.arithmetic import Arithmetic
-from grpo_cli.types import Finish, Prompt, Request, Rollout
+from grpo_cli.types import Prompt, Request, Rollout
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -116,32 +115,11 @@ def test_a_shared_prompt_is_run_once(engine: VllmEngine, model: PreTrainedModel)
     assert worst(model, rollouts) < CLOSE
 
 
-def stopped_and_resumed(engine: VllmEngine, requests: Sequence[Request]) -> list[Rollout]:
-    """Each to its end, in rounds that stop when a third of what is left has ended."""
-    done, left = list[Rollout](), [unstarted(request) for request in requests]
-    while left:
-        asked = [remaining_request(rollout) for rollout in left]
-        of = {(r.prompt.id, r.sample): rollout for r, rollout in zip(asked, left, strict=True)}
-        ended = list[Rollout]()
-
-        def enough(rollout: Rollout, ended: list[Rollout] = ended, wanted: int = 1 + len(left) // 3) -> bool:
-            ended.append(rollout)
-            return len(ended) >= wanted
-
-        made = list(engine.generate(asked, enough))
-        assert len(made) == len(asked) and {(r.request.prompt.id, r.request.sample) for r in made} == of.keys()
-        assert engine.stats().generated_tokens == sum(map(len, made))
-        parts = [joined(of[r.request.prompt.id, r.request.sample], r, 0) for r in made]
-        left = [rollout for rollout in parts if rollout.finish is Finish.PARTIAL]
-        done += [rollout for rollout in parts if rollout.finish is not Finish.PARTIAL]
-    return done
-
-
 @pytest.mark.parametrize(("sampler", "slots"), [(micro(slots=5), 5), (infinite(slots=7), 7)], ids=str)
 def test_what_is_stopped_goes_on_where_it_was_and_every_request_comes_back_once(model, task, sampler, slots):
     engine = engine_of("vllm", model, sampler=sampler)
     requests = requests_of(task, 4, 6, max_new_tokens=40)
-    rollouts = stopped_and_resumed(engine, requests)
+    rollouts = finished_in_rounds(engine, requests)
     assert {id(rollout.request) for rollout in rollouts} == {id(request) for request in requests}
     assert any(len(rollout) > 1 for rollout in rollouts) and worst(model, rollouts) < CLOSE
     made = contents(engine.generate(requests))
@@ -150,7 +128,7 @@ def test_what_is_stopped_goes_on_where_it_was_and_every_request_comes_back_once(
         assert len(tokens) == len(logprobs) <= 40 and (tokens[-1] == 1) == (finish == "eos")
     assert engine.stats().slots == slots and 0 < engine.stats().slot_utilisation <= 1
     greedy = requests_of(task, 12, 1, temperature=0.0)
-    assert contents(stopped_and_resumed(engine, greedy)) == contents(make_engine(model).generate(greedy))
+    assert contents(finished_in_rounds(engine, greedy)) == contents(make_engine(model).generate(greedy))
 
 
 def test_rollouts_that_were_stopped_and_resumed_are_those_of_the_torch_engine_in_distribution(engine, model, task):
@@ -162,7 +140,7 @@ def test_rollouts_that_were_stopped_and_resumed_are_those_of_the_torch_engine_in
     requests = requests_of(task, 32, 64)
     torch_engine = make_engine(model)
     lengths, rewards = [], []
-    for rollouts in (stopped_and_resumed(engine, requests), list(torch_engine.generate(requests))):
+    for rollouts in (finished_in_rounds(engine, requests), list(torch_engine.generate(requests))):
         lengths.append(np.sort([len(rollout) for rollout in rollouts]))
         rewards.append(np.mean([task.reward(rollout.request.prompt, rollout).total for rollout in rollouts]))
     grid = np.arange(129)
@@ -198,44 +176,14 @@ def test_weights_follow_the_policy_when_told_and_not_before(task: Arithmetic):
     assert worst(model, list(engine.generate(requests))) < CLOSE
 
 
-def test_vllm_runs_outside_the_learners_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dtype is the autocast's; but under it adapters would be merged, and kernels recorded, in bfloat16 twice."""
-    engine = engine_of("vllm", small_model("qwen2", hidden_size=64, head_dim=16))
-    seen: dict[str, bool] = {}
-
-    def noting(name: str, what: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any) -> Any:
-            seen[name] = torch.is_autocast_enabled("cpu")
-            return what(*args)
-
-        return noted
-
-    monkeypatch.setattr(engine, "_started", noting("start", engine._started))
-    monkeypatch.setattr(engine_module, "merged_weights", noting("weights", engine_module.merged_weights))
-    with torch.autocast("cpu", torch.bfloat16):
-        rollouts = list(engine.generate(some_requests(1, 2, tokens=4)))
-        assert torch.is_autocast_enabled("cpu")
-    assert len(rollouts) == 2
-    assert seen == {"start": False, "weights": False}
-    assert engine._llm.llm_engine.vllm_config.model_config.dtype is torch.bfloat16
-
-
-def test_a_closed_engine_lets_vllm_go(model: PreTrainedModel, task: Arithmetic) -> None:
-    """What was to be called at the engine's own end held vLLM, with weights and cache, until then."""
-    engine = engine_of("vllm", model)
-    requests = requests_of(task, 1, 2, max_new_tokens=4)
-    list(engine.generate(requests))
-    core = weakref.ref(engine._llm.llm_engine.engine_core)
-    engine.close()
-    gc.collect()
-    assert core() is None
-    assert len(list(engine.generate(requests))) == 2
-
-
 def test_a_budget_bounds_the_cache(model: PreTrainedModel, task: Arithmetic):
     engine = engine_of("vllm", model, sampler=infinite(kv_budget="2MB"))
     assert len(list(engine.generate(requests_of(task, 2, 4, max_new_tokens=16)))) == 8
     assert engine.stats().kv_peak_bytes <= 2_000_000
+    core = weakref.ref(engine._llm.llm_engine.engine_core)
+    engine.close()
+    gc.collect()
+    assert core() is None, "a closed engine lets vLLM go"
 
 
 # Trains through vLLM for nine steps, with an evaluation after the eighth; in the tenth, vLLM fails among the rollouts.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small import small_model
+from test_resume import rows
 from tiny_hf import make_folder, make_tokenizer
 
 from grpo_cli.collect.warmup import sft
@@ -58,13 +59,6 @@ def test_what_is_no_conversation_is_refused_with_its_line(row: Any, tmp_path: Pa
         conversations(written(tmp_path, {"messages": TALK}, row), tokenizer, {}, 3)
 
 
-def test_a_template_that_changes_replies_is_refused(tmp_path: Path) -> None:
-    changing = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }};{% endfor %}"
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
-    with pytest.raises(UserError, match="line 1: the chat template changes a reply"):
-        conversations(written(tmp_path, {"messages": talk}), make_tokenizer(chat_template=changing), {}, 3)
-
-
 def test_the_loss_is_the_mean_negative_log_likelihood_of_replies() -> None:
     """Of two turns with what is said in between, against cross-entropy by hand."""
     model = small_model()
@@ -83,15 +77,6 @@ def test_the_loss_is_the_mean_negative_log_likelihood_of_replies() -> None:
     assert found.metrics["warmup/loss"] == found.loss
 
 
-def test_each_epoch_shows_all_once_in_an_order_of_its_own() -> None:
-    shown = tuple(demonstration(Prompt(str(i), (5,), ""), [(False, [i])]) for i in range(12))
-    names = [
-        [g.prompt.id for g in sft(9, None, shown, per_step=4, seed=s).groups(step)] for s in (0, 1) for step in range(6)
-    ]
-    first, second, other = (sum(names[i : i + 3], []) for i in (0, 3, 6))
-    assert sorted(first) == sorted(second) == sorted(other) and first != second and first != other
-
-
 def run_of(folder: Path, *words: str) -> Any:
     rows = folder.parent / "rows.jsonl"
     lines = [{"question": f"{i}+1", "answer": str(i + 1), "solution": f"It is {i + 1}."} for i in range(40)]
@@ -108,12 +93,6 @@ def shown_by(parts: Any) -> list[Any]:
     return [*{group.prompt.id: group.rollouts[0] for group in groups}.values()]
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    moving = ("time/", "clock/", "speed/", "memory/")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith(moving)} for row in rows]
-
-
 @pytest.mark.parametrize(("chat", "expected"), [(True, "It is 1.<|im_end|>"), (False, " It is 1.<|endoftext|>")])
 def test_a_solution_goes_on_as_the_model_would(chat: bool, expected: str, tmp_path: Path) -> None:
     model = make_folder(tmp_path / "model", chat_template=chat)
@@ -127,14 +106,12 @@ def test_a_solution_goes_on_as_the_model_would(chat: bool, expected: str, tmp_pa
 
 def test_a_run_warms_up_and_then_learns_from_rewards_and_resumes_inside(tmp_path: Path) -> None:
     run_of(tmp_path / "alone", "train.warmup_lr=3e-3").fit()
-    rows = rows_of(tmp_path / "alone")
-    assert ["warmup/loss" in row for row in rows] == [False, True, True, True, True, False, False]
-    assert ["reward/mean" in row for row in rows] == [False] * 5 + [True] * 2
-    losses = [row["warmup/loss"] for row in rows[1:5]]
-    assert losses[-1] < losses[0] / 2
-    assert [row["optim/lr"] for row in rows[1:5]] == [3e-3] * 4 and rows[5]["optim/lr"] == 1e-3
-    assert rows[1]["rollouts/trained"] == 16 and rows[1].get("tokens/generated", 0.0) == 0.0
-    assert "eval/accuracy" in rows[3]
+    run: list[Any] = rows(tmp_path / "alone")
+    assert ["warmup/loss" in row for row in run] == [False, True, True, True, True, False, False]
+    assert ["reward/mean" in row for row in run] == [False] * 5 + [True] * 2
+    assert run[4]["warmup/loss"] < run[1]["warmup/loss"] / 2
+    assert [row["optim/lr"] for row in run[1:6]] == [3e-3] * 4 + [1e-3]
+    assert run[1]["rollouts/trained"] == 16 and run[1].get("tokens/generated", 0.0) == 0.0
     stopped = run_of(tmp_path / "cut", "train.warmup_lr=3e-3")
     own = stopped._step.run
     stopped._step.run = lambda step, progress: own(step, progress) if step < 2 else 1 / 0
@@ -143,7 +120,7 @@ def test_a_run_warms_up_and_then_learns_from_rewards_and_resumes_inside(tmp_path
     run_of(tmp_path / "cut", "train.warmup_lr=3e-3", f"resume={tmp_path / 'cut'}").fit()
     one, other = (load_file(tmp_path / run / "checkpoints/step_000006/model.safetensors") for run in ("alone", "cut"))
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert rows_of(tmp_path / "cut") == rows
+    assert rows(tmp_path / "cut") == run
 
 
 def test_conversations_of_a_file_warm_a_chat_model_up(tmp_path: Path) -> None:
@@ -154,8 +131,8 @@ def test_conversations_of_a_file_warm_a_chat_model_up(tmp_path: Path) -> None:
     trainer = run_of(tmp_path / "run", *words, "train.warmup_steps=2", "train.steps=3")
     assert len(shown_by(trainer._parts)) == 2
     trainer.fit()
-    first, second = (row["warmup/loss"] for row in rows_of(tmp_path / "run") if "warmup/loss" in row)
-    assert second < first
+    first, second = (row["warmup/loss"] for row in rows(tmp_path / "run") if "warmup/loss" in row)
+    assert second < first  # type: ignore[operator]
 
 
 def test_a_task_that_works_solutions_out_is_imitated_with_its_answers(tmp_path: Path) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
-from small import adapted_model, contents, make_engine, require_bits, small_model, some_requests
-from test_same_rollouts import same_in_short
-from torch import nn
+from made import infinite
+from small import adapted_model, contents, make_engine, small_model, some_requests
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_cli.engine import layers
-from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.determinism import without_company
-from grpo_cli.engine.layers import NATIVE, Each, Product, Weights, can_pack
+from grpo_cli.engine.layers import Each, Weights, can_pack
+from grpo_cli.model import compiling
 
 
 @pytest.fixture
@@ -75,28 +76,52 @@ def test_packed_copies_with_adapters_say_what_the_modules_say(precision: str) ->
         assert ours[name][1] == pytest.approx(theirs[name][1], abs=1e-4 if precision == "float32" else 0.15)
 
 
-@pytest.mark.usefixtures("packed")
-def test_weights_are_not_packed_where_only_without_bits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    multiply = Weights._multiply
-
-    def uneven(self: Weights, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
-        product = multiply(self, weight, bias)
-        return (lambda x: product(x) * (1.0 + 1e-6 * (x.shape[0] % 7))) if self.packed else product
-
-    require_bits(small_model())
-    monkeypatch.setattr(Weights, "_multiply", uneven)
-    other = small_model(vocab_size=26)  # what was found is remembered by shape
-    decoder, holds = without_company(replace(Decoder.of(other), may_pack=True, functions=NATIVE))
-    assert holds and not decoder.packs
-    same_in_short(other, some_requests(prompts=2, n=8, tokens=14))
+# Steps through torch.compile: once for all layers, in few numbers of rows, and as they were where it fails.
 
 
-@pytest.mark.usefixtures("packed")
-def test_adapters_on_a_quantised_base_are_kept_apart() -> None:
-    model = adapted_model()
-    plain = contents(make_engine(model, packed_weights=False).generate(some_requests()))
-    for module in model.modules():
-        if hasattr(module, "base_layer"):
-            module.base_layer.__class__ = type("Quantised", (nn.Linear,), {})
-    found = contents(make_engine(model).generate(some_requests()))
-    assert {name: words[0] for name, words in found.items()} == {name: words[0] for name, words in plain.items()}
+class Counting:
+    """A compiler that gives back what it was given, counts, and fails at one of them if it is told to."""
+
+    def __init__(self) -> None:
+        self.compiled, self.fails_at = 0, -1
+
+    def __call__(self, graph: torch.fx.GraphModule, operands: list[Any]) -> Callable[..., Any]:
+        self.compiled += 1
+        if self.compiled > self.fails_at >= 0:
+            raise OSError("there is no compiler")
+        return graph.forward
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    """Annotations are not checked meanwhile, which would be compiled too."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    monkeypatch.setattr(compiling, "BACKEND", counting := Counting())
+    return counting
+
+
+def tokens(rollouts: Any) -> dict[Any, Any]:
+    return {name: words[0] for name, words in contents(rollouts).items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_one_compilation_serves_all_layers_and_all_numbers_of_rows(family: str, compiler: Counting) -> None:
+    """18 rollouts in 12 slots, so 12 rows and fewer, all laid out as 16; and none where every operation is watched, as
+    a profile does, which PyTorch's compiler refuses."""
+    model, requests = small_model(family, num_hidden_layers=5), some_requests(prompts=3, n=6, tokens=30)
+    plain = tokens(make_engine(model, sampler=infinite(slots=12)).generate(requests))
+    for watched, compiled in ((FlopCounterMode(display=False), 0), (nullcontext(), 2)):
+        with watched:
+            engine = make_engine(model, sampler=infinite(slots=12), compile=True)
+            assert tokens(engine.generate(requests)) == plain and compiler.compiled == compiled
+
+
+def test_where_compiling_fails_steps_are_as_they_were_and_that_is_said_once(compiler: Counting) -> None:
+    model, requests, said = small_model(), some_requests(prompts=2, n=3, tokens=12), list[str]()
+    plain = tokens(make_engine(model).generate(requests))
+    compiler.fails_at = 1
+    engine = make_engine(model, compile=True, warn=said.append)
+    for _ in range(2):
+        assert tokens(engine.generate(requests)) == plain
+    assert len(said) == 1 and "engine.compile=false" in said[0]

@@ -8,7 +8,6 @@ from random import Random
 from typing import Any
 
 import made
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_hf import make_tokenizer
@@ -22,10 +21,6 @@ TOKENIZER = make_tokenizer()
 
 def task(seed: int = 0, **changes: Any) -> WordProblems:
     return made.task("word_problems", TOKENIZER, seed, **{"use_chat_template": False} | changes)
-
-
-def question(token_ids: tuple[int, ...]) -> str:
-    return TOKENIZER.decode(list(token_ids)).removeprefix("Question: ").removesuffix("\nAnswer:")
 
 
 def by_words(text: str) -> int:
@@ -48,23 +43,18 @@ def test_a_story_says_its_sum(seed: int, steps: int) -> None:
     assert len(story.changes) == steps and str(story.answer) not in re.findall("[0-9]+", told)
 
 
-@pytest.mark.parametrize(
-    ("reply", "right"),
-    [
-        ("19", 1.0),
-        ("12 and 7 are 19. The answer is 19.0", 1.0),
-        ("19 shells, not 12", 0.0),
-        ("190", 0.0),
-    ],
-)
-def test_the_final_number_counts(reply: str, right: float) -> None:
+def test_the_final_number_counts() -> None:
     prompt = replace(task(eval_problems=1).prompts("eval")[0], answer="19")
-    rollout = rollout_of(prompt, reply, TOKENIZER)
-    assert task(eval_problems=1).reward(prompt, rollout).parts == {"correct": right, "ended": 1.0}
-    cut = replace(rollout, finish=Finish.LENGTH)
-    assert task(eval_problems=1).reward(prompt, cut).parts == {"correct": right, "ended": 0.0}
+    replies = {"12 and 7 are 19. The answer is 19.0": 1.0, "19 shells, not 12": 0.0, "190": 0.0}
+    for reply, right in replies.items():
+        rollout = rollout_of(prompt, reply, TOKENIZER)
+        for ended in (1.0, 0.0):
+            rollout = rollout if ended else replace(rollout, finish=Finish.LENGTH)
+            assert task(eval_problems=1).reward(prompt, rollout).parts == {"correct": right, "ended": ended}
 
 
 def test_a_level_is_a_number_of_things_that_happen() -> None:
-    texts = [question(p.token_ids) for p in task(min_steps=2, max_steps=3, eval_problems=20).prompts("eval")]
+    texts = [
+        TOKENIZER.decode(list(p.token_ids)) for p in task(min_steps=2, max_steps=3, eval_problems=20).prompts("eval")
+    ]
     assert [len(re.findall("[0-9]+", text)) for text in texts] == [3, 4] * 10

@@ -1,18 +1,17 @@
-"""`grpo export`: a run's newest checkpoint as an ordinary model folder, or a repository of the hub, with its card."""
+"""`grpo export`: a run's newest checkpoint as an ordinary model folder with its card."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from grpo_cli.config.compose import model_of
 from grpo_cli.config.overrides import key_of, leaves, value_of
 from grpo_cli.config.recorded import weights_in
 from grpo_cli.model.adapters import base_of, has_adapters
-from grpo_cli.model.export import check_repository, is_export, licence_of, upload, write_card, write_model
+from grpo_cli.model.export import is_export, licence_of, write_card, write_model
 from grpo_cli.model.load import DTYPES, at_checkpoint
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.read import read_rows
@@ -25,7 +24,6 @@ from grpo_cli.tasks.prompting import turn_end
 from grpo_cli.tracking.console import certainty
 from grpo_cli.tracking.redact import arguments_without_secrets
 
-_HUB = "hub:"
 _OF_THE_MODEL = ("path", "dtype", "eos_tokens", "random_init", "architecture")
 _OF_THE_MACHINE = ("model.path", "device", "logger", "hydra", "record")  # not in a recipe
 
@@ -33,8 +31,8 @@ _OF_THE_MACHINE = ("model.path", "device", "logger", "hydra", "record")  # not i
 def export(
     place: Path, target: str, merge: bool, base: str | None = None, dtype: str | None = None, overwrite: bool = False
 ) -> str:
-    """Write a run's newest checkpoint, or the one that is named, to the folder `target` or to hub:<you>/<model>; return
-    where it is. Weights keep their precision without a `dtype`, adapters their base without a `base`.
+    """Write a run's newest checkpoint, or the one that is named, to the folder `target`; return where it is. Weights
+    keep their precision without a `dtype`, adapters their base without a `base`.
 
     UserError if there is no checkpoint, if `target` is there already, and as in `write_model`; then nothing is written.
     """
@@ -43,25 +41,19 @@ def export(
     checkpoint, record = weights_in(place.expanduser(), str(place))
     given = {key: value for key, value in (("path", base), ("dtype", dtype)) if value is not None}
     settings = model_of("hf", **_of_the_model(record, checkpoint) | given, autocast="none")
-    repo = target.removeprefix(_HUB) if target.startswith(_HUB) else None
     folder = Path(target).expanduser().resolve()
-    if repo is None:
-        _check_folder(folder, overwrite)
-    else:
-        check_repository(repo, overwrite)
+    _check_folder(folder, overwrite)
     at = at_checkpoint(settings, checkpoint) if base is None else replace(settings, adapter=str(checkpoint))
-    with TemporaryDirectory() as aside:
-        home = folder if repo is None else Path(aside) / "model"
-        with folder_written_atomically(home) as written:
-            write_model(at, checkpoint, written, merge, _sampling(record), lambda tokenizer: turn_end(tokenizer)[1])
-            licence = None if settings.random_init else licence_of(settings.path)
-            near = Path(settings.path).expanduser()
-            name = near.resolve().name if near.is_dir() else settings.path  # without the folders of this machine
-            facts = {"base": name, "its licence": licence or "unknown: its files do not tell"}
-            facts |= {"weights": settings.dtype + (", adapters merged" if merge else "")}
-            facts |= {} if record is None else _measured(record, checkpoint)
-            write_card(written, settings.path, licence, _card(repo or folder.name, facts, record))
-        return str(folder) if repo is None else upload(repo, home)
+    with folder_written_atomically(folder) as written:
+        write_model(at, checkpoint, written, merge, _sampling(record), lambda tokenizer: turn_end(tokenizer)[1])
+        licence = None if settings.random_init else licence_of(settings.path)
+        near = Path(settings.path).expanduser()
+        name = near.resolve().name if near.is_dir() else settings.path  # without the folders of this machine
+        facts = {"base": name, "its licence": licence or "unknown: its files do not tell"}
+        facts |= {"weights": settings.dtype + (", adapters merged" if merge else "")}
+        facts |= {} if record is None else _measured(record, checkpoint)
+        write_card(written, settings.path, licence, _card(folder.name, facts, record))
+    return str(folder)
 
 
 def _check_folder(folder: Path, overwrite: bool) -> None:

@@ -22,9 +22,9 @@ from grpo_cli.config.prepare import Prepared, prepare
 from grpo_cli.config.recorded import Command
 from grpo_cli.memory import explain, fit
 from grpo_cli.memory import profile as profiling
+from grpo_cli.runs.files import write_object
 from grpo_cli.runs.find import completed_steps
-from grpo_cli.runs.layout import PROFILE, SAMPLES
-from grpo_cli.runs.record import write_summary
+from grpo_cli.runs.layout import PROFILE, SAMPLES, SUMMARY
 from grpo_cli.runs.stop import Stop
 from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.terminal import console, to_stderr
@@ -33,7 +33,7 @@ from grpo_cli.support.terminal import console, to_stderr
 def train(command: Command, settings: RunSettings) -> Any:
     """Train, and return the value that a sweeper optimizes; None for a resumed run with nothing left to do."""
     run = prepare(settings, to_stderr)
-    done = completed_steps(settings.resume)
+    done = None if settings.resume is None else completed_steps(Path(settings.resume))
     if done == settings.train.steps:
         print(f"{settings.run_dir} has done its {done} steps; train.steps=... asks for more")
         return None
@@ -84,7 +84,7 @@ def profile(command: Command, settings: ProfileRunSettings) -> Any:
     with started(command, run.settings):
         peak = profiling.profile(run, command.typed, to_stderr, experiment.say_to_stderr, console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")
-        write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})
+        write_object(Path(settings.run_dir) / SUMMARY, {"status": "completed", "peak_bytes": peak})
     return peak
 
 

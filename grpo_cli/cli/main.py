@@ -198,7 +198,7 @@ def explain(
 @app.command(epilog="an example is: grpo export outputs/train/my_run my_model")
 def export(
     run: Annotated[Path, a_folder(help="A run, one of its checkpoints, or a folder of adapters.")],
-    out: Annotated[Path, a_folder(help="A new folder, or hub:<you>/<model> to upload it.")],
+    out: Annotated[Path, a_folder(help="A new folder.")],
     merge: Annotated[bool, typer.Option("--merge", help="Make adapters part of the weights of their base.")] = False,
     base: Annotated[str | None, typer.Option(help="The adapters' base: a folder or hub id. Else the run's.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16. Default: as trained.")] = None,

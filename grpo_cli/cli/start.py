@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +23,7 @@ from grpo_cli.runs.record import (
     check_data,
     code_version,
     digests,
-    failure_noted,
+    emptied_if_refused,
     read_record,
     write_record,
 )
@@ -39,7 +39,7 @@ _LEFT_BY_A_RUN = (METRICS, ROLLOUTS, SAMPLES, PROFILE, SUMMARY)
 def started(
     command: Command, settings: RunSettings | EvalRunSettings, chosen: Sequence[str] = ()
 ) -> Iterator[Callable[[], None]]:
-    """Lock the command's folder; a failure in the body is recorded in its `summary.json`, a refusal leaves none.
+    """Lock the command's folder, which a refusal in the body leaves as it was.
 
     `auto` is recorded as in `settings`; `chosen` are the words that `fit` has added. Yields a function to call when a
     resumed run is about to continue: it records and prints the settings that changed. UserError if another process or
@@ -59,7 +59,7 @@ def started(
                 check_data(folder, before, record)
             elif before.overrides != record.overrides:
                 raise _taken(folder, before)
-            with failure_noted(folder, is_new=before is None):
+            with emptied_if_refused(folder) if before is None else nullcontext():
                 yield lambda: None if before is None else _go_on(folder, before, record)
     finally:
         for path in new:

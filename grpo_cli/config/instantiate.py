@@ -25,7 +25,7 @@ from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.interfaces import Rules
 from grpo_cli.settings import Strict
-from grpo_cli.support.errors import UserError, closest, gathered, hidden, own_code, own_code_unless_ours, refuse
+from grpo_cli.support.errors import UserError, closest, gathered, own_code, own_code_unless_ours, refuse
 
 RULES: Mapping[str, Any] = typing.get_type_hints(Rules)
 PROTOCOLS: Mapping[str, Any] = {
@@ -207,10 +207,8 @@ def _code(group: str, target: str) -> Any:
         try:
             code: Any = pkgutil.resolve_name(target)
             inspect.signature(code)
-            if reason := hidden(target):
-                raise ImportError(reason)
         except (ImportError, AttributeError, TypeError, ValueError) as error:
-            reason = hidden(target) or " ".join(str(error.__cause__ or error).splitlines()[:2])
+            reason = " ".join(str(error.__cause__ or error).splitlines()[:2])
             way_out = "write it as module.name, with the module in the current folder or installed"
             raise UserError(f"{group}._target_={target} cannot be imported: {reason}; {way_out}") from error
     return code

@@ -23,10 +23,10 @@ from grpo_cli.config.trial import try_rules
 from grpo_cli.interfaces import Rules
 from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
-from grpo_cli.support.errors import UserError, gathered, refuse
+from grpo_cli.support.errors import explained, gathered, refuse
 from grpo_cli.support.formatting import shown
 from grpo_cli.support.memory import SHARE, keep_freed, part_of_gpu
-from grpo_cli.support.processor import flush_denormals, why_no_gpu
+from grpo_cli.support.processor import flush_denormals
 
 Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
 
@@ -88,9 +88,8 @@ def pick_device(word: str) -> torch.device:
     if word == "auto":
         word = "cuda" if torch.cuda.is_available() else "cpu"
     if word == "cuda":
-        if not torch.cuda.is_available():
-            found = f"PyTorch finds no GPU here ({why_no_gpu()})"
-            raise UserError(f"device=cuda was asked for, but {found}; use device=auto or device=cpu")
+        with explained("device=cuda: PyTorch finds no GPU", "; use device=auto or device=cpu"):
+            torch.cuda.init()
         # Threads of autograd take up the context with their first product, and PyTorch warns of it.
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS", UserWarning)
         total = torch.cuda.get_device_properties(0).total_memory

@@ -231,17 +231,10 @@ class VllmEngine(ServingEngine):
         """Return the share of the whole GPU that vLLM may take: it refuses to start if that much is not free."""
         give_back_cached(self._device)
         others, free, total = held_by_others(self._device)
-        most = (free - MARGIN) / total
-        if most >= self._memory:
-            return self._memory
-        found = f"{gib(free)} of the GPU's {gib(total)} are free, and other processes hold {gib(others)}"
-        if most <= 0:
+        if free <= MARGIN:
+            found = f"{gib(free)} of the GPU's {gib(total)} are free, and other processes hold {gib(others)}"
             raise UserError(f"engine=vllm cannot start: {found}; free some of it, or use engine=torch")
-        self._parts.warn(
-            f"engine.memory={self._memory:g}: {found}, so vLLM takes {most:.2f}; if the first update runs out of "
-            "memory, lower engine.memory"
-        )
-        return most
+        return min(self._memory, (free - MARGIN) / total)
 
     def close(self) -> None:
         """Shut vLLM down; the next rollouts wait for a new start."""

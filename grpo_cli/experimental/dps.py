@@ -19,12 +19,11 @@ from pydantic import Field
 
 from grpo_cli.collect.epochs import CandidateOrder, require_revisits
 from grpo_cli.collect.requests import seed_of
-from grpo_cli.history import History, Solved, Visit, of_kind
+from grpo_cli.history import History, of_kind
 from grpo_cli.support.ranges import Count, Share
 from grpo_cli.types import Prompt, ScoredGroup
 
-STATES = (Solved.NONE, Solved.MIXED, Solved.ALL)
-MIXED = STATES.index(Solved.MIXED)
+NONE, MIXED, ALL = range(3)  # states
 BEFORE, CHANCES = 3, 4  # the rows of a belief after its counts
 DIGITS = 9  # chances that agree to so many are a tie: what they differ by is rounding
 
@@ -75,16 +74,17 @@ class DynamicsPredictive:
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         asked = {self._picked.pop(g.prompt.id): g for g in groups if g.prompt.id in self._picked}
         waiting = {*asked, *self._picked.values()}
-        visits = [Visit(step, group.solved, len(group.rollouts)) for group in asked.values()]
+        shares = [group.solved / len(group.rollouts) for group in asked.values()]
+        states = [NONE if share == 0 else ALL if share == 1 else MIXED for share in shares]
         predicted = self._mixed([*asked])
-        # Probability 1 for the state that each visit was in.
-        self._move_on([*asked], np.eye(3)[[STATES.index(visit.outcome) for visit in visits]].reshape(-1, 3))
+        found = np.eye(3)[np.array(states, dtype=int)]
+        self._move_on([*asked], found)  # probability 1 for the state of each visit
         self._look_again([place for place in self._looked_at if place not in waiting])
         self._step = -1  # a repeated step starts over
         if not asked:
             return {}
-        hits = [visit.outcome is Solved.MIXED for visit in visits]
-        return {"curriculum/predicted_mixed": float(predicted.mean()), "curriculum/hit": sum(hits) / len(hits)}
+        hit = states.count(MIXED) / len(states)
+        return {"curriculum/predicted_mixed": float(predicted.mean()), "curriculum/hit": hit}
 
     def _move_on(self, places: Sequence[int], found: Float[np.ndarray, "Q 3"]) -> None:
         """Learn that the prompts at these places are in the states `found`, and how they may have come there."""

@@ -19,7 +19,7 @@ from grpo_cli.interfaces import Runtime
 from grpo_cli.model.checks import context_of
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.answers import extract_answer, gold_answer
+from grpo_cli.tasks.answers import final_number, gold_number
 from grpo_cli.types import Finish, Prompt, Rollout
 
 Replies = list[list[Rollout]]  # of each prompt, in order of the sample number
@@ -86,11 +86,11 @@ class Searching:
     @property
     def has_numbers(self) -> bool:
         """True if every prompt's answer is a number, so that equal ones can be counted."""
-        return all(gold_answer(prompt.answer) is not None for prompt in self.prompts)
+        return all(gold_number(prompt.answer) is not None for prompt in self.prompts)
 
     def answer(self, reply: Rollout) -> str | None:
         """Return the number that a completion ends with; None if there is none, or if the completion was cut off."""
-        value = extract_answer(self._runtime.task.text(reply.turns[-1])).value if reply.turns else None
+        value = final_number(self._runtime.task.text(reply.turns[-1]))[0] if reply.turns else None
         return str(value) if value is not None and reply.finish.complete else None
 
     def states(self, replies: Sequence[Rollout]) -> Float[np.ndarray, "N H"]:

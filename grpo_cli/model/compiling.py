@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from grpo_cli.support.errors import reason_of
+
 BACKEND = "inductor"
 # More shapes than any function has; PyTorch's default limit is 8.
 MOST_SHAPES = 32
@@ -38,10 +40,6 @@ class Compiler:
                 return compiled(*operands)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                 self._failed = True
-                cause = getattr(error, "inner_exception", error)
-                reason = next(iter(str(cause).strip().splitlines()), "no reason given")
-                self._warn(
-                    "decode steps run uncompiled, and slower, because compilation failed "
-                    f"({type(cause).__name__}: {reason}). To turn it off: engine.compile=false"
-                )
+                reason = reason_of(getattr(error, "inner_exception", error))
+                self._warn(f"decode steps run uncompiled, and slower ({reason}); to turn it off: engine.compile=false")
         return plain(*operands)

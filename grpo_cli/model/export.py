@@ -1,19 +1,17 @@
-"""Writes a model for other programs: an ordinary folder with its card, or a repository of the hub."""
+"""Writes a model for other programs: an ordinary folder with its card."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 from transformers import GenerationConfig
 
-from grpo_cli.model.adapters import BASE, has_adapters, merge_adapters, read_config
+from grpo_cli.model.adapters import BASE, has_adapters, merge_adapters
 from grpo_cli.model.load import (
     DTYPES,
     TINY,
@@ -25,7 +23,7 @@ from grpo_cli.model.load import (
     source_of,
 )
 from grpo_cli.settings import ModelSettings
-from grpo_cli.support.errors import UserError, explained
+from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
 
 CARD, TAG = "README.md", "grpo-cli"  # an export is known by this tag of its card
@@ -96,19 +94,10 @@ def write_card(folder: Path, base: str, licence: str | None, text: str) -> None:
 
 def _used(folder: Path, base: str) -> str:
     """Return the commands that serve and evaluate a model, or adapters on their base."""
-    here, lora = "<this folder>", "--enable-lora --max-lora-rank"
-    if not has_adapters(folder):
-        return f"    vllm serve {here}\n    lm_eval --model hf --model_args pretrained={here}\n"
-    evaluated = f"    lm_eval --model hf --model_args pretrained={base},peft={here},tokenizer={here}\n"
-    adapters = read_config(folder)
-    if adapters.get("use_dora") or adapters.get("modules_to_save") or adapters.get("bias", "none") != "none":
-        return f"{evaluated}\nFor vLLM export the run with --merge.\n"
-    rank = max([adapters["r"], *adapters.get("rank_pattern", {}).values()])
-    most = next((size for size in (16, 32, 64, 128, 256, 320, 512) if rank <= size), rank)  # those that it takes
-    return (
-        f"    vllm serve {base} {lora} {most} --lora-modules adapters={here} --tokenizer {here}\n"
-        f"{evaluated}\nRequests name the model `adapters`.\n"
-    )
+    if has_adapters(folder):
+        evaluated = f"lm_eval --model hf --model_args pretrained={base},peft=<this folder>,tokenizer=<this folder>"
+        return f"    {evaluated}\n\nFor vLLM export the run with --merge.\n"
+    return "    vllm serve <this folder>\n    lm_eval --model hf --model_args pretrained=<this folder>\n"
 
 
 def is_export(folder: Path) -> bool:
@@ -117,27 +106,3 @@ def is_export(folder: Path) -> bool:
         return TAG in (_card(folder).tags or ())
     except (OSError, ValueError, TypeError):
         return False
-
-
-def check_repository(repo: str, overwrite: bool) -> None:
-    """Refuse a name that is none, to go without a token, and a repository that exists, unless it is overwritten."""
-    with explained(f"hub:{repo} names no repository", "; write hub:<you>/<model>"):
-        validate_repo_id(repo)
-    if get_token() is None:
-        raise UserError(f"hub:{repo} needs your token: log in with `hf auth login`, or set HF_TOKEN")
-    with _uploading(repo):
-        exists = HfApi().repo_exists(repo)
-    if exists and not overwrite:
-        raise UserError(f"hub:{repo} exists; name a new one, or add --overwrite")
-
-
-def upload(repo: str, folder: Path) -> str:
-    """Make the folder the whole content of a repository, in one commit, and return its address."""
-    with _uploading(repo):
-        address = HfApi().create_repo(repo, exist_ok=True)
-        HfApi().upload_folder(repo_id=repo, folder_path=folder, delete_patterns="*")
-    return str(address)
-
-
-def _uploading(repo: str) -> AbstractContextManager[None]:
-    return explained(f"hub:{repo} could not be written", "; `hf upload` a folder instead")

@@ -36,8 +36,6 @@ def make(
     written (None). UserError if there are no runs or `out` cannot be written.
     """
     console = console or terminal.console()
-    if out is not None and any((out / name).exists() for name in (layout.RUN, layout.METRICS, layout.SUMMARY)):
-        raise UserError(f"--out={out} is the folder of a run, and a report would write into it: choose another")
     out = out or layout.new_folder("report")
     read = read_all(folders, metric)
     if read and all(run.recorded.command == "eval" for run in read):
@@ -49,7 +47,7 @@ def make(
         notes.append(f"Left out, not being training runs: {', '.join(others)}.")
     drawn = plots.pictures(comparison) if installed("matplotlib") else {}
     files = {**drawn, "report.json": json_line(as_json(comparison), indent=1).encode()}
-    files |= in_files(arm_table(comparison, sparks=False)) if comparison.arms else {}
+    files |= in_files(arm_table(comparison)) if comparison.arms else {}
     for name, data in files.items():
         write_atomically(out / name, data)
     for line in overview(comparison):

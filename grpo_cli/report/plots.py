@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,7 @@ STYLE: Any = {
     "legend.frameon": False,
 }
 PANELS = {**AXES, "step": "steps"}
-DPI = 200
+WIDTH, HEIGHT, DPI = 4.2, 2.6, 200  # of a panel in inches: legible on a phone
 LABEL_WIDTH = 48  # characters of a label in a picture; longer ones are broken into lines
 
 
@@ -54,14 +53,14 @@ def pictures(comparison: Comparison) -> dict[str, bytes]:
 
 
 def accuracy_figure(arms: Sequence[Arm], target: float | None, metric: str) -> Figure:
-    """Return one panel per axis: mean accuracy of each arm, and a band of one standard deviation.
+    """Return one panel per axis, below each other: mean accuracy of each arm, and a band of one standard deviation.
 
     Curves that are not averaged are dotted, the target accuracy is dashed.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.8 * len(PANELS), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(PANELS), squeeze=False, sharey=True)[0]
+    figure = Figure(figsize=(WIDTH, HEIGHT * len(PANELS)), layout="constrained")
+    panels = figure.subplots(len(PANELS), sharey=True)
     for panel, (axis, caption) in zip(panels, PANELS.items(), strict=True):
         for arm, colour, marker in zip(arms, itertools.cycle(COLOURS), itertools.cycle(MARKERS), strict=False):
             _draw(panel, arm, axis, colour, marker)
@@ -70,24 +69,22 @@ def accuracy_figure(arms: Sequence[Arm], target: float | None, metric: str) -> F
         panel.set_xlabel(caption)
         panel.set_xlim(left=0)
         panel.xaxis.set_major_formatter(lambda value, _: short(value).replace(".0", ""))
-    panels[0].set_ylabel(f"held-out {accuracy_label(metric)}")
-    _add_legend(figure, panels[0], len(PANELS))
+        panel.set_ylabel(f"held-out {accuracy_label(metric)}")
+    _add_legend(figure, panels[0])
     return figure
 
 
 def training_figure(arms: Sequence[Arm]) -> Figure | None:
-    """Return one panel per metric of SERIES that was measured: each arm's mean over its runs, as running means over a
-    twentieth of the steps. None without any."""
+    """Return one panel per metric of SERIES that was measured, below each other: each arm's mean over its runs, as
+    running means over a twentieth of the steps. None without any."""
     from matplotlib.figure import Figure
 
     names = [name for name in SERIES if any(run.series[name] for arm in arms for run in arm.runs)]
     if not names:
         return None
-    figure = Figure(figsize=(7.6, 2.6 * math.ceil(len(names) / 2) + 0.4), layout="constrained")
-    panels = figure.subplots(math.ceil(len(names) / 2), 2, squeeze=False).flat
-    for panel in panels[len(names) :]:
-        panel.set_axis_off()
-    for panel, name in zip(panels, names, strict=False):
+    figure = Figure(figsize=(WIDTH, HEIGHT * len(names)), layout="constrained")
+    panels = figure.subplots(len(names), squeeze=False)[:, 0]
+    for panel, name in zip(panels, names, strict=True):
         for arm, colour in zip(arms, itertools.cycle(COLOURS), strict=False):
             by_step = [run.series[name] for run in arm.runs if run.series[name]]
             if steps := sorted(set.intersection(*map(set, by_step)) if by_step else ()):
@@ -97,16 +94,16 @@ def training_figure(arms: Sequence[Arm]) -> Figure | None:
                 panel.plot(steps[width - 1 :], smooth, color=colour, lw=1.4, label=_broken(arm.label))
         panel.set_ylabel(SERIES[name])
         panel.set_xlabel("steps")
-    _add_legend(figure, panels[0], 2)
+    _add_legend(figure, panels[0])
     return figure
 
 
-def _add_legend(figure: Figure, panel: Axes, columns: int) -> None:
-    """Name what the panel shows below the figure, which has so many panels side by side."""
+def _add_legend(figure: Figure, panel: Axes) -> None:
+    """Name what the panel shows below the figure."""
     handles, labels = panel.get_legend_handles_labels()
     named = dict(zip(labels, handles, strict=True))
     widest = max((len(line) for label in named for line in label.split("\n")), default=1)
-    columns = max(1, min(len(named), 60 * columns // (widest + 8)))
+    columns = max(1, min(len(named), 60 // (widest + 8)))
     figure.legend(named.values(), named, loc="outside lower center", ncols=columns, fontsize=8)
 
 

@@ -29,7 +29,6 @@ _A_RUN_HAS = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.RUN)
 _NOT_BELOW = {layout.CHECKPOINTS, layout.WANDB, layout.TENSORBOARD, layout.BAD_BATCHES}
 Row = TypeVar("Row")
 _NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-MOST_NAMED = 10  # lines, in a note
 _AN_ACCURACY = re.compile(r"eval/(accuracy|pass@[1-9][0-9]*)")
 
 
@@ -217,11 +216,8 @@ def _row(line: bytes) -> dict[str, float]:
 
 
 def records(file: Path, parse: Callable[[bytes], Row], notes: list[str]) -> Iterator[Row]:
-    """Yield what `parse` makes of each line; lines for which it raises are named in the notes.
-
-    A record ends with its newline: a last line that lacks one and cannot be read is half written.
-    """
-    bad: list[str] = []
+    """Yield what `parse` makes of each line; lines for which it raises are counted in the notes."""
+    bad: list[int] = []
     try:
         with open(file, "rb", opener=regular) as lines:
             for number, line in enumerate(lines, start=1):
@@ -229,11 +225,10 @@ def records(file: Path, parse: Callable[[bytes], Row], notes: list[str]) -> Iter
                     if line.strip():
                         yield parse(line)
                 except _NO_RECORD:
-                    bad.append(str(number) if line.endswith(b"\n") else f"{number} (half written)")
+                    bad.append(number)
     except FileNotFoundError:
         return
     except OSError as error:
         notes.append(f"{file.name} cannot be read: {error.strerror}")
     if bad:
-        named = ", ".join(bad[:MOST_NAMED]) + (", ..." if len(bad) > MOST_NAMED else "")
-        notes.append(f"{file.name}: {'line' if len(bad) == 1 else 'lines'} {named} cannot be read and were left out")
+        notes.append(f"{file.name}: left out {len(bad)} lines that cannot be read, the first is line {bad[0]}")

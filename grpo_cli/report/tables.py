@@ -1,4 +1,4 @@
-"""Compared runs as tables of text, which are printed, with a sparkline per arm; and as JSON, with every digit."""
+"""Compared runs as tables of text, which are printed; and as JSON, with every digit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
@@ -19,11 +18,9 @@ from grpo_cli.report.compare import Arm, Comparison, Estimate
 from grpo_cli.report.curves import accuracy_label
 from grpo_cli.report.read import Run
 from grpo_cli.support import terminal
-from grpo_cli.support.formatting import duration, gib, short, shown, sparkline
+from grpo_cli.support.formatting import duration, gib, short, shown
 
 NOTHING = "–"
-SPARK_WIDTH = 16
-STATE_STYLES = {"completed": "green", "failed": "red", "running": "cyan", "waiting": "dim", "repeated": "dim"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Table:
 def show(comparison: Comparison, console: Console) -> None:
     """Print the report."""
     if comparison.arms:
-        print_table(console, arm_table(comparison, sparks=console.encoding.startswith("utf")))
+        print_table(console, arm_table(comparison))
     for note in footnotes(comparison):
         console.print(Text(note, style="dim"))
     if comparison.left_out:
@@ -62,11 +59,7 @@ def print_table(console: Console, table: Table) -> None:
         else:
             made.add_column(Text(name), overflow="fold")
     for number, row in enumerate(table.rows):
-        styles = [
-            STATE_STYLES.get(text, "yellow") if name == "state" else ""
-            for name, text in zip(table.columns, row, strict=True)
-        ]
-        made.add_row(*map(Text, row, styles), style="bold" if number == table.marked else None)
+        made.add_row(*map(Text, row), style="bold" if number == table.marked else None)
     width = Measurement.get(console, console.options.update(max_width=10_000), made).maximum
     if not console.is_terminal and width > console.width:
         console = terminal.console(console.file, width=width, force_terminal=False)
@@ -88,27 +81,17 @@ MEANS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 }
 
 
-def arm_table(comparison: Comparison, sparks: bool = True) -> Table:
+def arm_table(comparison: Comparison) -> Table:
     """Return one row per arm: its settings, then means over its completed runs.
 
     Accuracies come with their intervals (a star marks one over problems); columns in which every cell is empty are left
     out.
     """
     target, arms, base = comparison.target, comparison.arms, comparison.base
-    curves = [arm.mean_curve for arm in arms]
-    all_values = [value for curve in curves for value in curve.accuracy]
-    scale = min(all_values, default=0.0), max(all_values, default=1.0)
-
-    def spark(arm: Arm) -> str:
-        steps, accuracy = arm.mean_curve.steps, arm.mean_curve.accuracy
-        if not steps:
-            return ""
-        places = np.linspace(steps[0], steps[-1], min(SPARK_WIDTH, len(steps)))
-        return sparkline([float(value) for value in np.interp(places, steps, accuracy)], *scale)
-
     cells: dict[str, list[str]] = {"arm": [arm.label for arm in arms]}
     cells["runs"] = [str(len(arm.runs)) for arm in arms]
-    cells["before"] = ["" if not curve.accuracy else f"{curve.accuracy[0]:.3f}" for curve in curves]
+    starts = [arm.mean_curve.accuracy[:1] for arm in arms]
+    cells["before"] = [f"{start[0]:.3f}" if start else "" for start in starts]
     cells["final accuracy"] = [_with_interval(arm.final_accuracy) for arm in arms]
     cells["difference"] = ["" if arm is base or not base else _with_interval(arm.less(base), "+.3f") for arm in arms]
     cells["time to target" if target is None else f"time to {target:.3f}"] = [
@@ -117,7 +100,6 @@ def arm_table(comparison: Comparison, sparks: bool = True) -> Table:
     for name, (figure, form) in MEANS.items():
         cells[name] = [form(mean.mean) if (mean := arm.mean(figure)) else NOTHING for arm in arms]
     numeric = frozenset(cells) - {"arm"}
-    cells["accuracy by step"] = [spark(arm) for arm in arms if sparks]
     states = [Counter(run.state.value for run in arm.others) for arm in arms]
     cells["not averaged"] = [", ".join(f"{number} {state}" for state, number in counts.items()) for counts in states]
     filled = {name: column for name, column in cells.items() if any(column)}

@@ -7,8 +7,7 @@ wait, and only until the copy is made; rollouts change none of it.
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from typing import Any
@@ -29,8 +28,7 @@ class Saver:
     def __init__(self, lazy: bool, span: Callable[[str], AbstractContextManager[Any]]) -> None:
         self.lazy, self._span = lazy, span
         self._copying: Future[None] | None = None
-        self._writing: Future[None] | None = None
-        self._seconds: float | None = None
+        self._writing: Future[object] | None = None
 
     def save(self, moving: Any, write: Callable[[Any], object], frozen: Iterable[Tensor] = ()) -> None:
         """Call `write` with `moving`: nested dictionaries, lists and tuples of tensors and plain values, of whose
@@ -44,8 +42,8 @@ class Saver:
         # on a GPU, sources are right behind this place in its queue
         ready = None if gpu is None else torch.cuda.current_stream(gpu).record_event()
         thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._copying = thread.submit(_copy, pairs, ready)
-        self._writing = thread.submit(self._write, time.perf_counter(), self._copying, snapshot, write)
+        copying = self._copying = thread.submit(_copy, pairs, ready)
+        self._writing = thread.submit(lambda: (copying.result(), write(snapshot)))
         thread.shutdown(wait=False)
 
     def wait_until_copied(self) -> None:
@@ -60,18 +58,6 @@ class Saver:
         if writing is not None:
             with self._span("checkpoint"):
                 writing.result()
-
-    def take(self) -> Mapping[str, float]:
-        """Return the seconds that the thread has taken since the last `take`, as a metric."""
-        seconds, self._seconds = self._seconds, None
-        return {} if seconds is None else {"time/checkpoint_write": seconds}
-
-    def _write(self, start: float, copying: Future[None], snapshot: Any, write: Callable[[Any], object]) -> None:
-        try:
-            copying.result()
-            write(snapshot)
-        finally:
-            self._seconds = (self._seconds or 0.0) + time.perf_counter() - start
 
 
 def _snapshot(moving: Any, frozen: set[tuple[int, int]]) -> tuple[_Pairs, Any]:

@@ -9,7 +9,6 @@ altered later, are both detected before anything is read.
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from grpo_cli.runs.files import folder_written_atomically, must_be_writable, sha256, write_object
-from grpo_cli.runs.find import candidates
+from grpo_cli.runs.find import candidates, damage_of
 from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, TRAINER_STATE, UNFINISHED, step_folder, step_of
 from grpo_cli.support.errors import UserError
 
@@ -68,9 +67,10 @@ def clear_leftovers(run_dir: Path) -> None:
     missing."""
     for path in run_dir.glob(f".*{UNFINISHED}"):
         path.unlink()
-    for path in sorted((run_dir / CHECKPOINTS).glob(".step_*"), reverse=True):  # a successor before what it replaces
+    for path in (run_dir / CHECKPOINTS).glob(".step_*"):
         folder = path.with_name(step_folder(step_of(path.name) or 0))
-        if (path / COMPLETE).exists() and not folder.exists():
+        if (path / COMPLETE).exists() and damage_of(folder):
+            shutil.rmtree(folder, ignore_errors=True)
             os.replace(path, folder)
         else:
             shutil.rmtree(path)
@@ -83,16 +83,14 @@ def load_state(folder: Path) -> dict[str, Any]:
         return state
 
 
-# What reading a damaged file, or taking what it lacks, comes to; not a refusal of a rule.
-_UNFIT = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, MemoryError)
-
-
 @contextmanager
 def damaged(folder: Path) -> Iterator[None]:
-    """Turn the errors of reading a checkpoint's state, or of taking values from it, into a UserError."""
+    """Turn any error of reading a checkpoint's state, or of taking values from it, into a UserError."""
     try:
         yield
-    except (OSError, EOFError, pickle.UnpicklingError, ArithmeticError, *_UNFIT) as error:
+    except UserError:  # a refusal of a rule
+        raise
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
         raise UserError(f"{folder / TRAINER_STATE} is damaged ({reason}); choose another checkpoint") from error
 

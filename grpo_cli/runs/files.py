@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.runs.layout import REPLACED, UNFINISHED
+from grpo_cli.runs.layout import UNFINISHED
 from grpo_cli.support.errors import UserError
 
 
@@ -67,31 +67,24 @@ def write_object(path: Path, value: Mapping[str, Any]) -> None:
 def folder_written_atomically(target: Path) -> Iterator[Path]:
     """Yield a new folder to fill, which replaces `target` once all of it is on disk.
 
-    After an exception (UserError if the disk refuses) `target` is as it was. A kill may leave the new folder or the
-    replaced one under hidden names.
+    After an exception (UserError if the disk refuses) `target` is as it was. A kill may leave the new folder, all of it
+    once `target` is not whole, under a hidden name.
     """
-    new, replaced = (target.with_name(f".{target.name}{suffix}") for suffix in (UNFINISHED, REPLACED))
+    new = target.with_name(f".{target.name}{UNFINISHED}")
     with must_be_writable(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        if replaced.exists() and not target.exists():  # a kill came between the two renames
-            os.replace(replaced, target)
-        for path in (new, replaced):
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
         try:
             new.mkdir()
             yield new
             for path in (*new.rglob("*"), new):
                 sync(path)
-            if target.exists():
-                os.replace(target, replaced)
-            os.replace(new, target)
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
-            if replaced.exists():
-                os.replace(replaced, target)
             raise
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(new, target)
         sync(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
 
 
 @contextmanager

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_cli.runs.files import content, read_object, sha256
 from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, METRICS, OUTPUTS, RUN, SUMMARY, TRAINER_STATE, step_of
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.formatting import is_a
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ def find_checkpoint(folder: Path) -> FoundCheckpoint:
     """
     skipped: list[str] = []
     for path in candidates(folder):
-        reason = _damage(path)
+        reason = damage_of(path)
         if reason is None:
             return FoundCheckpoint(path, tuple(skipped))
         skipped.append(f"{path.name}: {reason}")
@@ -44,7 +42,7 @@ def never_saved(run_dir: Path) -> bool:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return checkpoint folders, newest first, half-written and replaced ones of a step after its own."""
+    """Return checkpoint folders, newest first, a half-written one of a step after its own."""
     if step_of(folder.name) is not None:
         return [folder]
     root = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
@@ -53,7 +51,7 @@ def candidates(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(steps, reverse=True)]
 
 
-def _damage(folder: Path) -> str | None:
+def damage_of(folder: Path) -> str | None:
     """Return what is wrong with a checkpoint folder, or None."""
     try:
         files = json.loads(content(folder / COMPLETE))["files"]
@@ -72,52 +70,41 @@ def _damage(folder: Path) -> str | None:
         return f"{COMPLETE} is damaged"
 
 
-def resolve_run(resume: str, outputs: Path = OUTPUTS, key: str = "resume") -> Path:
+def resolve_run(resume: str) -> Path:
     """Resolve `resume=`: a run folder, or one checkpoint folder if one was named. `find_checkpoint` takes either.
 
-    `auto` is the run below `outputs`/train that saved a checkpoint last; a finished one only if all are. UserError if
-    there is none, and for a folder that is not a run; `key` is the setting that was typed.
+    `auto` is the run below outputs/train that saved a checkpoint last; a finished one only if all are. UserError if
+    there is none, and for a folder that is not a run.
     """
     if resume == "auto":
-        return _newest_run(outputs / "train", key)
+        return _newest_run(OUTPUTS / "train")
     path = Path(resume).expanduser().resolve()
-    if not path.is_dir():
-        raise UserError(f"{key}={resume} does not exist. Give a run folder, one of its checkpoints, or auto.")
-    if step_of(path.name) is not None:
-        return path
-    if path.name == CHECKPOINTS:
-        path = path.parent
-    if not (path / CHECKPOINTS).is_dir() and not (path / RUN).exists():
+    path = path.parent if path.name == CHECKPOINTS else path
+    is_run = (path / CHECKPOINTS).is_dir() or (path / RUN).exists()
+    if not path.is_dir() or not (is_run or step_of(path.name) is not None):
         raise UserError(
-            f"{key}={resume} is not a run folder: it has neither {RUN} nor {CHECKPOINTS}/. Give a folder such as "
-            f"{outputs / 'train'}/<date>_<time>-<id>, one of its checkpoints, or auto."
+            f"resume={resume} is not a run folder, with {RUN} or {CHECKPOINTS}/: give one (grpo ls lists them), one of "
+            "its checkpoints, or auto"
         )
     return path
 
 
-def completed_steps(resume: str | None) -> int | None:
-    """Return the number of steps of the run that `resume` names, if it is completed and its last checkpoint exists;
-    None otherwise. If one checkpoint is named, its step, from which the run may be repeated."""
-    if resume is None:
-        return None
-    named = step_of(Path(resume).name)
-    folder = Path(resume) if named is None else Path(resume).parent.parent
-    with suppress(UserError):  # a damaged summary: the checkpoints decide
-        ended = read_object(folder / SUMMARY)
-        saved = {step_of(path.name) for path in candidates(folder) if (path / COMPLETE).is_file()}
-        if ended.get("status") == "completed" and is_a(int, ended.get("step")) and ended["step"] in saved:
-            return ended["step"] if named is None else named
-    return None
+def completed_steps(folder: Path) -> int | None:
+    """Return the step of a completed run's last checkpoint, or of the checkpoint that is given; None if the run is not
+    completed."""
+    run = folder if step_of(folder.name) is None else folder.parent.parent
+    saved = [step_of(path.name) for path in candidates(folder) if (path / COMPLETE).is_file()]
+    return saved[0] if saved and read_object(run / SUMMARY).get("status") == "completed" else None
 
 
-def _newest_run(train: Path, key: str) -> Path:
+def _newest_run(train: Path) -> Path:
     # Runs of a sweep are one level down.
     runs = [path.parent for depth in ("*", "*/*") for path in train.glob(f"{depth}/{CHECKPOINTS}")]
-    unfinished = {run: completed_steps(str(run)) is None for run in runs}
+    unfinished = {run: completed_steps(run) is None for run in runs}
     for run in sorted(runs, key=lambda run: (unfinished[run], _last_saved(run), run), reverse=True):
         if find_checkpoint(run).path is not None:
-            return run
-    raise UserError(f"{key}=auto found no run with a complete checkpoint in {train}. Name a folder: {key}=<run folder>")
+            return run.resolve()
+    raise UserError(f"resume=auto found no run with a complete checkpoint in {train}. Name a folder: resume=<run>")
 
 
 def _last_saved(run: Path) -> float:

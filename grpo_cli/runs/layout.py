@@ -32,9 +32,8 @@ WANDB, WANDB_ID, TENSORBOARD = "wandb", "wandb_id.txt", "events"
 BAD_BATCHES = "bad_batches"
 
 CHECKPOINTS, TRAINER_STATE, COMPLETE = "checkpoints", "trainer_state.pt", "COMPLETE"
-# Suffixes of hidden names: what is being written or removed, and a good folder that is being replaced.
-UNFINISHED, REPLACED = ".tmp", ".replaced"
-_STEP = re.compile(r"step_(\d+)|\.step_(\d+)(\.tmp|\.replaced)")
+UNFINISHED = ".tmp"  # suffix of the hidden name of what is being written or removed
+_STEP = re.compile(r"step_(\d+)|\.step_(\d+)\.tmp")
 
 
 def step_folder(step: int) -> str:

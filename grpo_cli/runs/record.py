@@ -1,5 +1,5 @@
 """The record of a run: `run.json`, its composed config and code, written after every check has passed, and again by a
-later start that changes settings; and `summary.json`, written when it has ended.
+later start that changes settings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_cli import __version__
 from grpo_cli.runs.files import content, sha256, write_object
-from grpo_cli.runs.layout import LOCK, METRICS, ROLLOUTS, RUN, SUMMARY
+from grpo_cli.runs.layout import LOCK, METRICS, ROLLOUTS, RUN
 from grpo_cli.support.errors import UserError
 
 SOURCE = Path(__file__).resolve().parents[2]
@@ -81,44 +81,29 @@ def read_record(folder: Path) -> RunRecord | None:
         ) from error
 
 
-def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary.json`."""
-    write_object(run_dir / SUMMARY, summary)
-
-
 @contextmanager
-def failure_noted(run_dir: Path, is_new: bool) -> Iterator[None]:
-    """Write `summary.json` also for a failure before the run has begun, such as in loading its model. After a refusal
-    a new folder is emptied instead; the folder of a run that did begin is left alone."""
+def emptied_if_refused(run_dir: Path) -> Iterator[None]:
+    """Empty a new run's folder after a refusal, unless the run has begun."""
     try:
         yield
-    except BaseException as error:
+    except UserError:
         left = {path.name: path for path in run_dir.iterdir()}
-        if SUMMARY in left or (METRICS in left and left[METRICS].stat().st_size > 0):
-            raise
-        if is_new and isinstance(error, UserError) and left.keys() <= {RUN, LOCK, METRICS, ROLLOUTS}:
+        has_begun = METRICS in left and left[METRICS].stat().st_size > 0
+        if not has_begun and left.keys() <= {RUN, LOCK, METRICS, ROLLOUTS}:
             for path in left.values():
                 path.unlink()
-        else:
-            with suppress(UserError):  # a full disk is not the original error
-                write_summary(run_dir, {"status": "failed", "error": f"{type(error).__name__}: {error}"})
         raise
 
 
 @functools.cache
-def code_version() -> dict[str, str | bool | None]:
-    """Return the versions at the first call: later edits of the checkout do not change what runs.
-
-    `commit` is None unless the package runs from a git checkout and git answers; `modified` says whether a tracked
-    file of the checkout differed from that commit.
-    """
-    commit, modified = checkout_state(SOURCE)
-    code = {"grpo_cli": __version__, "commit": commit, "modified": modified, "python": platform.python_version()}
+def code_version() -> dict[str, str | None]:
+    """Return the versions at the first call: later edits of the checkout do not change what runs."""
+    code = {"grpo_cli": __version__, "commit": commit_of(SOURCE), "python": platform.python_version()}
     return code | {name: version(name) for name in ("torch", "transformers")}
 
 
-def checkout_state(folder: Path) -> tuple[str | None, bool | None]:
-    """Return the commit of the git checkout at this folder, and whether it was modified; (None, None) without one.
+def commit_of(folder: Path) -> str | None:
+    """Return the commit of the git checkout at this folder, with "-dirty" if a tracked file differs; None without one.
 
     Neither the current directory, the environment nor a parent folder can make git report another repository.
     """
@@ -128,6 +113,5 @@ def checkout_state(folder: Path) -> tuple[str | None, bool | None]:
         command = ["git", "--no-optional-locks", *where, *described]
         found = subprocess.run(command, cwd=folder, capture_output=True, timeout=GIT_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
-        return None, None
-    commit, _, dirty = found.stdout.decode().strip().partition("-")
-    return (commit, bool(dirty)) if found.returncode == 0 else (None, None)
+        return None
+    return found.stdout.decode().strip() if found.returncode == 0 else None

@@ -8,20 +8,17 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
 from grpo_cli.support.isolation import undone_in_children
 
-TOGETHER_SECONDS = 2.0  # within which signals count as one: a scheduler sends it to a run and to its launcher
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Stop:
-    """Remembers which signal came; true once one has. A second SIGINT, and a second SIGTERM after TOGETHER_SECONDS,
-    interrupt at once.
+    """Remembers which signal came; true once one has. A SIGINT after another signal interrupts at once.
 
     Handles signals inside a `with` on it, in the main thread only. An ignored SIGHUP (`nohup`) stays ignored.
     """
@@ -31,7 +28,6 @@ class Stop:
         self._before: dict[signal.Signals, Any] = {}
         self._in_children = ExitStack()
         self.stopped_by: str | None = None
-        self._came: dict[int, float] = {}  # when each signal came first
 
     def __bool__(self) -> bool:
         return self.stopped_by is not None
@@ -56,10 +52,8 @@ class Stop:
         self._before = {}
 
     def _note(self, number: int, frame: Any) -> None:
-        now = time.monotonic()
-        late = now - self._came.setdefault(number, now) > TOGETHER_SECONDS
-        if (self and number == signal.SIGINT) or (number == signal.SIGTERM and late):
+        if self and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.stopped_by = self.stopped_by or signal.Signals(number).name
         with suppress(OSError, RuntimeError):  # the terminal is gone, or busy with another line
-            self._say(f"{self.stopped_by}: stopping after this step; a second ctrl-C or SIGTERM stops at once")
+            self._say(f"{self.stopped_by}: stopping after this step; a second ctrl-C stops at once")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 from grpo_cli.support.isolation import ends_children, left_unchanged
@@ -91,16 +89,6 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return ""
-
-
-def hidden(module: str) -> str:
-    """Return which file of the current folder is hidden by an imported module of the same name; nothing if none is."""
-    top = module.partition(".")[0]
-    found = getattr(sys.modules.get(top), "__file__", None)
-    for file in (Path(f"{top}.py"), Path(top, "__init__.py")):
-        if top in sys.modules and top != "grpo_cli" and file.is_file() and not (found and file.samefile(found)):
-            return f"{file} is hidden by the module {top} ({found or 'built in'}): rename it"
-    return ""
 
 
 @contextmanager

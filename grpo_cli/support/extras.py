@@ -8,23 +8,11 @@ from importlib.util import find_spec
 from grpo_cli.support.errors import UserError
 
 # The extra of pyproject.toml that brings each module.
-EXTRAS = {
-    "bitsandbytes": "bnb",
-    "datasets": "hub",
-    "hydra_plugins.hydra_joblib_launcher": "joblib",
-    "hydra_plugins.hydra_optuna_sweeper": "optuna",
-    "hydra_plugins.hydra_ray_launcher": "ray",
-    "hydra_plugins.hydra_submitit_launcher": "submitit",
-    "math_verify": "math",
-    "matplotlib": "plot",
-    "peft": "peft",
-    "pyarrow": "hub",
-    "ray": "ray",
-    "reasoning_gym": "gym",
-    "tensorboard": "tensorboard",
-    "trackio": "trackio",
-    "vllm": "vllm",
-}
+EXTRAS = {name: name for name in ("peft", "ray", "tensorboard", "trackio", "vllm")}
+EXTRAS |= {"bitsandbytes": "bnb", "math_verify": "math", "matplotlib": "plot", "reasoning_gym": "gym"}
+EXTRAS |= {"datasets": "hub", "pyarrow": "hub"}
+_PLUGINS = ("joblib_launcher", "optuna_sweeper", "ray_launcher", "submitit_launcher")
+EXTRAS |= {f"hydra_plugins.hydra_{name}": name.partition("_")[0] for name in _PLUGINS}
 
 
 def installed(module: str) -> bool:

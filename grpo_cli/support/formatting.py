@@ -20,14 +20,11 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
-    """The values as bars of eight heights from `low` to `high`, by default their own range. Non-finite values are gaps,
-    others are clipped."""
+def sparkline(values: Sequence[float]) -> str:
+    """Return the values as bars of eight heights over their range, non-finite ones as gaps."""
     finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ""
-    low, high = min(finite) if low is None else low, max(finite) if high is None else high
-    shares = [min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 3 / 7 for value in finite]
+    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+    shares = [(value - low) / span if span else 3 / 7 for value in finite]
     bars = iter("▁▂▃▄▅▆▇█"[round(7 * share)] for share in shares)
     return "".join(next(bars) if math.isfinite(value) else " " for value in values)
 

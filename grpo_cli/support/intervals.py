@@ -37,8 +37,7 @@ def pass_at_k(correct: int, n: int, k: int) -> float:
     1 - C(n - c, k) / C(n, k), the share of k-subsets with a right answer (Chen et al. 2021, arXiv 2107.03374). The
     naive 1 - (1 - c/n)^k is biased low.
     """
-    if not (1 <= k <= n and 0 <= correct <= n):
-        raise ValueError(f"pass@{k} needs 1 <= k <= n and 0 <= correct <= n, got correct={correct}, n={n}")
+    assert 1 <= k <= n and 0 <= correct <= n, (correct, n, k)
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -47,8 +46,7 @@ def wilson_interval(successes: float | int, n: float | int) -> tuple[float, floa
 
     `n` may be an effective number of trials and need not be whole. Without trials nothing is known: (0, 1).
     """
-    if not 0 <= successes <= n:
-        raise ValueError(f"{successes} successes in {n} trials")
+    assert 0 <= successes <= n, (successes, n)
     if n == 0:
         return 0.0, 1.0
     share, z2 = successes / n, NORMAL_95**2
@@ -66,8 +64,6 @@ def mean_interval(values: Sequence[float], trials: int = 1) -> tuple[float, floa
     all 1, where a normal or a bootstrap interval would have no width. `trials` is how many coin flips a value stands
     for at most (the samples per problem); it bounds how certain nearly equal values can make us, and 1 is safe.
     """
-    if not all(0.0 <= value <= 1.0 for value in values):
-        raise ValueError("mean_interval takes values between 0 and 1")
     n = len(values)
     if n == 0:
         return 0.0, 1.0

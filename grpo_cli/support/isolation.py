@@ -29,41 +29,31 @@ def left_unchanged() -> Iterator[list[str]]:
     if threading.current_thread() is not threading.main_thread():
         yield changed
         return
-    before = [(state, state[1]()) for state in _states()]
+    before = [(name, read(), read, put_back) for name, (read, put_back) in _states().items()]
     try:
         yield changed
     finally:
-        for (name, read, put_back), value in before:
+        for name, value, read, put_back in before:
             if read() != value:
                 put_back(value)
                 changed.append(name)
 
 
-def _states() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
-    """Yield the name of each state, how it is read, and how it is put back."""
-    known = dict(os.environ)  # new variables are free to be set
-    yield "os.chdir", _folder, os.chdir
-    yield "os.environ", lambda: {name: os.environ.get(name) for name in known}, os.environ.update
+def _states() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Return how each state is read, and how it is put back."""
+    states: dict[str, Any] = {"os.chdir": (os.getcwd, os.chdir)}
     for name in ("stdout", "stderr"):
-        yield f"sys.{name}", partial(getattr, sys, name), partial(setattr, sys, name)
+        states[f"sys.{name}"] = partial(getattr, sys, name), partial(setattr, sys, name)
     for stop in (signal.SIGTERM, signal.SIGINT):
-        yield f"the handler of {stop.name}", partial(signal.getsignal, stop), partial(signal.signal, stop)
+        states[f"the handler of {stop.name}"] = partial(signal.getsignal, stop), partial(signal.signal, stop)
     if torch := sys.modules.get("torch"):
         for kind in ("cpu", "cuda"):
-            yield "torch.autocast", partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)
-        algorithms = torch.are_deterministic_algorithms_enabled
-        yield "torch.use_deterministic_algorithms", algorithms, torch.use_deterministic_algorithms
-        yield "torch.inference_mode", torch.is_inference_mode_enabled, lambda value: None
-        yield "torch.set_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled
-        for name in ("default_dtype", "default_device", "num_threads", "float32_matmul_precision"):
-            yield f"torch.set_{name}", getattr(torch, f"get_{name}"), getattr(torch, f"set_{name}")
-
-
-def _folder() -> str | None:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return None
+            pair = partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)
+            states[f"torch.autocast({kind})"] = pair
+        states["torch.set_grad_enabled"] = torch.is_grad_enabled, torch.set_grad_enabled
+        for name in ("default_dtype", "default_device", "num_threads"):
+            states[f"torch.set_{name}"] = getattr(torch, f"get_{name}"), getattr(torch, f"set_{name}")
+    return states
 
 
 @contextmanager
@@ -102,33 +92,6 @@ def undone_in_children(undo: Callable[[], None]) -> Iterator[None]:
         _undone.remove(undo)
 
 
-@contextmanager
-def ends_children() -> Iterator[None]:
-    """End a forked child where it would leave the body, as Python ends a program: it does not continue with the run."""
-    owner, failure = os.getpid(), None
-    try:
-        yield
-    except BaseException as error:
-        failure = error
-        raise
-    finally:
-        if os.getpid() != owner:
-            _end(failure)
-
-
-def _end(failure: BaseException | None) -> None:
-    code = failure.code if isinstance(failure, SystemExit) else failure and 1
-    try:
-        if isinstance(failure, Exception):
-            traceback.print_exception(failure, chain=False)  # without what the run was doing
-        elif code and not isinstance(code, int):
-            print(code, file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
-
-
 def _before() -> None:
     # A signal that reaches the child before its handlers are undone waits; Python would drop it.
     _masks.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -145,3 +108,22 @@ def _in_child() -> None:
 
 
 os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+
+
+@contextmanager
+def ends_children() -> Iterator[None]:
+    """End a forked child where it would leave the body, as Python ends a program: it does not continue with the run."""
+    owner = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != owner:
+            error = sys.exception()
+            code = error.code if isinstance(error, SystemExit) else error and 1
+            try:
+                if isinstance(error, Exception):
+                    traceback.print_exception(error, chain=False)  # without what the run was doing
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))

@@ -7,7 +7,7 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -116,19 +116,16 @@ def resident_bytes() -> int:
 
 
 def peak_bytes(device: torch.device | str = "cpu") -> int:
-    """Return the peak bytes so far: allocated on a GPU, else resident in this process."""
+    """Return the peak bytes so far: allocated on a GPU, else resident in this process (on Linux; elsewhere those that
+    are resident now)."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Preferred to `ru_maxrss`, which a process inherits from its parent: a small run started by a large program would
     # report the large one's peak.
     status = Path("/proc/self/status")
-    if found := re.search(r"VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else ""):
-        return int(found[1]) * 1024
-    import resource  # not available everywhere
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else "")
+    return int(found[1]) * 1024 if found else resident_bytes()
 
 
 def start_peak(device: torch.device) -> None:
@@ -164,17 +161,11 @@ def part_of_gpu(share: float, total: int) -> float:
     return share if share == 1 else max(0.0, share - CONTEXT / total)
 
 
-def expand_segments(environment: Mapping[str, str] = os.environ) -> None:
+def expand_segments() -> None:
     """Make the CUDA allocator grow its segments in place, unless the user has configured it: the freed parts of growing
     blocks, such as the cache's, could not serve larger ones (PyTorch, "CUDA semantics")."""
-    if not asked_of_allocator(environment):
+    if not any(map(os.environ.get, ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-
-
-def asked_of_allocator(environment: Mapping[str, str], sign: str = "") -> str:
-    """Return the environment's settings of PyTorch's allocator, as NAME=value, if `sign` is part of them."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return next((f"{name}={environment[name]}" for name in names if sign in (environment.get(name) or "\0")), "")
 
 
 def give_back_cached(device: torch.device) -> None:
@@ -189,10 +180,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     During the capture of a CUDA graph, PyTorch raises another error when the capture ends, with this one as context.
     """
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return isinstance(error, MemoryError | torch.OutOfMemoryError)
     if "during capture" in str(error) and error.__context__ is not None:
         return is_out_of_memory(error.__context__)
     return re.search(_OUT_OF_MEMORY, str(error)) is not None

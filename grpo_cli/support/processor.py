@@ -23,19 +23,11 @@ from pathlib import Path
 
 from grpo_cli.support.errors import UserError
 
-# MKL's AVX-512 branch is for processors with these extensions (Intel's Skylake servers and later).
-_AVX512 = frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})
 CPUINFO = Path("/proc/cpuinfo")
 
 
 def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what the user has not. UserError for an invalid number of threads, and for several processes."""
-    threads = environment.get("OMP_NUM_THREADS", "1")
-    if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", threads):
-        raise UserError(
-            f"OMP_NUM_THREADS={threads} must be a whole number of at least 1; leave it unset for as many threads as "
-            "the processor has cores"
-        )
+    """Set what the user has not. UserError for several processes."""
     others = environment.get("WORLD_SIZE", "1").strip()
     if others not in ("", "0", "1") and {"RANK", "LOCAL_RANK"} & environment.keys():
         raise UserError(
@@ -71,17 +63,6 @@ def fast_in_bfloat16(device: str) -> bool:
     return has["architecture"] == "x86_64" and bool(has.get("amx_bf16") or has.get("avx512_bf16"))
 
 
-def why_no_gpu() -> str:
-    """Return PyTorch's reason for finding no usable GPU."""
-    import torch  # here: help and completion do without it
-
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return next(iter(str(error).splitlines()), "no reason given")
-    return "no reason given"
-
-
 def strict_branch() -> str | None:
     """Return the value of MKL_CBWR that is documented to fix bits on this processor, None if there is none."""
     try:
@@ -90,6 +71,6 @@ def strict_branch() -> str | None:
         return None  # not Linux: other builds of PyTorch do not use MKL
     flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
     extensions = set(flags[1].split()) if flags and re.search(r"^vendor_id\s*:\s*GenuineIntel$", text, re.M) else set()
-    if extensions >= _AVX512:
+    if "avx512vl" in extensions:  # of Intel's Skylake servers and later, with the others that MKL's branch needs
         return "AVX512,STRICT"
     return "AVX2,STRICT" if "avx2" in extensions else None

@@ -52,14 +52,8 @@ class Screen:
 
 
 def outlive_the_reader() -> None:
-    """Drop output instead of failing once its reader is gone (`| head`), or from the start (`>&-`, where the next file
-    opened would receive it)."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:  # this number is now the lowest free one
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    out, err = sys.stdout or open(1, "w", closefd=False), sys.stderr or open(2, "w", closefd=False)
+    """Drop output instead of failing once its reader is gone (`| head`), or from the start (`>&-`)."""
+    out, err = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     sys.stdout, sys.stderr = cast(TextIO, Screen(out)), cast(TextIO, Screen(err))
 
 

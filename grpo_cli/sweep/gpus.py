@@ -15,18 +15,14 @@ from grpo_cli.support.errors import UserError
 
 
 def visible_gpus() -> list[str]:
-    """Return CUDA_VISIBLE_DEVICES if set, else the number of every GPU of `nvidia-smi`, or its MIG slices. With PyTorch
-    the launcher would hold memory on every GPU."""
+    """Return CUDA_VISIBLE_DEVICES if set, else the number of every GPU of `nvidia-smi`. With PyTorch the launcher would
+    hold memory on every GPU."""
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [gpu.strip() for gpu in chosen.split(",") if gpu.strip()]
     if shutil.which("nvidia-smi") is None:
         return []
-    listed, gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True), list[str]()
-    for number, piece in re.findall(r"(?m)^(?:GPU (\d+):|\s+MIG .*UUID: (MIG-[^)]+))", listed.stdout):
-        if piece and gpus and gpus[-1].isdecimal():
-            gpus.pop()
-        gpus.append(piece or number)
-    return gpus
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return re.findall(r"(?m)^GPU (\d+):", listed.stdout)
 
 
 def chosen_gpus(typed: Sequence[str]) -> Sequence[str]:

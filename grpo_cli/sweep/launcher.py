@@ -7,8 +7,7 @@ it needs to know about the command is the attribute `sweep` of the task function
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpo_cli.runs.files import read_object, write_object
 from grpo_cli.runs.layout import SUMMARY, SWEEP
@@ -98,17 +97,15 @@ class ProcessLauncher(Launcher):
         cfg = self._loader.load_sweep_config(self._config, list(given))
         with open_dict(cfg):
             cfg.hydra.job.id, cfg.hydra.job.num = str(number), number
-            with _current(cfg):
-                folder = self._folder / str(OmegaConf.select(cfg, "hydra.sweep.subdir"))
-            with read_write(cfg.hydra.runtime):
-                cfg.hydra.runtime.output_dir = str(folder)
-            with _current(cfg):
-                del cfg["hydra"]
-                job = Job(number, folder, given, label)
-                try:
-                    self._sweep.check(cfg)
-                except UserError as error:
-                    return replace(job, refusal=str(error))
+            folder = self._folder / str(cfg.hydra.sweep.subdir)
+            cfg.hydra.runtime.output_dir = str(folder)
+            HydraConfig.instance().set_config(cfg)  # to which `${hydra:...}` refers
+            del cfg["hydra"]
+        job = Job(number, folder, given, label)
+        try:
+            self._sweep.check(cfg)
+        except UserError as error:
+            return replace(job, refusal=str(error))
         return job
 
     def _state(self, job: Job) -> JobState:
@@ -151,14 +148,3 @@ class ProcessLauncher(Launcher):
         failed = UserError(f"job {job.number} {status.state}: {status.reason}")
         returned.return_value = value if is_basic or done else failed
         return returned
-
-
-@contextmanager
-def _current(cfg: DictConfig) -> Iterator[None]:
-    """Let `${hydra:...}` refer to this config."""
-    before = HydraConfig.instance().cfg
-    HydraConfig.instance().set_config(cfg)
-    try:
-        yield
-    finally:
-        HydraConfig.instance().cfg = before

@@ -8,16 +8,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from grpo_cli.runs.files import read_object, write_object
 from grpo_cli.runs.layout import LOG, STATUS, SUMMARY
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.formatting import duration, is_a, plain
+from grpo_cli.support.formatting import duration, plain
 
 TAIL_BYTES = 65536  # of log.txt: the last lines are in them
 
@@ -53,24 +51,15 @@ def write_status(folder: Path, status: JobState) -> None:
 def read_status(folder: Path) -> JobState | None:
     """Return a job's status; None if it was never listed. UserError if the file is damaged."""
     kept = read_object(folder / STATUS)
-    if not kept:
-        return None
     try:
-        known = {field.name: kept[field.name] for field in fields(JobState)}
-        return JobState(**known | {"overrides": tuple(kept["overrides"])})
+        return JobState(**kept | {"overrides": tuple(kept["overrides"])}) if kept else None
     except (KeyError, TypeError) as error:
         raise UserError(f"{folder / STATUS} is not a job's status ({error}); remove it to run the job") from error
 
 
 def status_line(job: Job, status: JobState) -> str:
-    """Return a job's new state in a line, with its step and accuracy; `grpo ls` shows those of running jobs."""
+    """Return a job's new state in a line; `grpo ls` shows steps and accuracies."""
     parts = [status.state]
-    if status.state in ("done", "failed"):
-        with suppress(UserError):  # a damaged summary is the reason
-            ended = read_object(job.folder / SUMMARY)
-            accuracy = ended.get("final_accuracy", ended.get("eval/accuracy"))
-            parts += [f"step {ended['step']}"] if is_a(int, ended.get("step")) else []
-            parts += [f"accuracy {accuracy:.3f}"] if is_a(float, accuracy) else []
     parts += [] if status.seconds is None else [duration(status.seconds)]
     parts += [plain(status.reason)] if status.reason else []
     return f"job {job.number}  {job.label}: {'  '.join(parts)}"
@@ -88,9 +77,8 @@ def failure(code: int, folder: Path) -> str | None:
     if code < 0:
         hint = ": often because the machine ran out of memory" if -code == signal.SIGKILL else ""
         return f"killed by signal {-code} ({signal.strsignal(-code)}){hint}"
-    with open(folder / LOG, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        lines = [line.strip() for line in file.read().decode("utf-8", "replace").split("\n") if line.strip()]
+    text = (folder / LOG).read_bytes()[-TAIL_BYTES:].decode("utf-8", "replace")
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
     start = next((i for i in reversed(range(len(lines))) if lines[i].startswith("error: ")), len(lines) - 1)
     message = " ".join(lines[start:]).removeprefix("error: ")
     return message or f"exit code {code}, and nothing in the log"

@@ -1,9 +1,9 @@
-"""Final answers of mathematics word problems: found in a text, read as exact fractions, compared exactly.
+"""The final answer of a text, and the number that it is, as an exact fraction.
 
 A text is looked at from its end, because what counts is what it finally says: the last `#### x`, `\\boxed{x}` or
-`<answer>x</answer>` (the strict form), else the last "the answer is x" or "A: x", else the last number. Nothing is ever
-evaluated, every pattern takes linear time, and what is read as a number is bounded in length; symbolic answers are not
-understood.
+`<answer>x</answer>` (marked), else what follows the last "the answer is", else the last formula (only where expressions
+are compared), else the last number. Nothing is ever evaluated, every pattern takes linear time, and what is read as a
+number is bounded in length.
 """
 
 from __future__ import annotations
@@ -14,9 +14,103 @@ from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_ANSWER = 256  # characters after a marker in which its number must lie
+MAX_ANSWER = 512  # characters
 MAX_DIGITS = 64  # longer runs of digits are not an answer to anything
 MAX_BITS = 8192  # of what a power comes to
+_MOST_MARKS = 16  # from the end, that are looked at
+_TAIL = 2048  # characters from the end in which an answer that is not marked is looked for
+
+_MARK = re.compile(r"####|<answer>|\\(?:boxed|fbox)\s?(?=[{0-9A-Za-z])")
+_WORD = re.compile(r"[^\w\\]*[A-Za-z][a-z]+[ ,:]")  # a sentence or a heading begins
+_STATED = re.compile(r"\banswer[*_]{0,2}\s?(?:(?:is|equals|=)\s?:?|:)[*_]{0,2}\s?", re.IGNORECASE)
+# Dollars around a formula touch it, and no number follows; those of "$3 and $4" are money.
+FORMULA = re.compile(
+    r"\$\$?(?!\s)([^$]+)(?<![\s=+*/(-])\$\$?(?![0-9])|\\\(((?:[^\\]|\\[^)])+)\\\)|\\\[((?:[^\\]|\\[^\]])+)\\\]"
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The final answer of a text, as it was written, and its mark: `####`, `<answer>`, `\\boxed`; empty for none."""
+
+    text: str
+    mark: str = ""
+
+
+def final_answer(text: str) -> Answer | None:
+    """Return the final answer of a text, a number or an expression.
+
+    >>> final_answer(r"so $x=2$ and \\boxed{\\frac{1}{2}}.")
+    Answer(text='\\\\frac{1}{2}', mark='\\\\boxed')
+    """
+    text = in_ascii(text)
+    if marked := _marked(text):
+        return marked
+    tail = text[-_TAIL:]
+    formula = last_match(FORMULA, tail)
+    found = (_stated(tail) or (inside(formula) if formula else "") or _last_number(text)[1]).strip()
+    return Answer(found) if 0 < len(found) <= MAX_ANSWER else None
+
+
+def final_number(text: str) -> tuple[Fraction | None, bool]:
+    """Return the number that a completion finally gives, None for none, and whether it is marked.
+
+    >>> final_number("He pays 3 * $6 = $18.\\n#### $18.00")
+    (Fraction(18, 1), True)
+    """
+    text = in_ascii(text)
+    if marked := _marked(text):
+        value = number(marked.text, alone=marked.mark != "####")
+        if value is not None or not _WORD.match(marked.text):
+            return value, True
+    value = number(_stated(text[-_TAIL:]))
+    return _last_number(text)[0] if value is None else value, False
+
+
+def gold_number(text: str) -> Fraction | None:
+    """Return the number in a data set's answer field: marked, stated, or a field that is one number, besides a
+    currency, a percent sign (50% is 50) or a unit. It is never guessed from a text with several numbers.
+
+    >>> gold_number("-$1,234.50 per day"), gold_number("1 1/2"), gold_number("3 or 4")
+    (Fraction(-2469, 2), Fraction(3, 2), None)
+    """
+    text = in_ascii(text)
+    if marked := _marked(text):
+        return number(marked.text, alone=marked.mark != "####")
+    stated = number(_stated(text[-_TAIL:]))
+    return number(text, alone=True) if stated is None else stated
+
+
+def _marked(text: str) -> Answer | None:
+    """Return the last marked answer; a heading `#### Step 2` or an empty box is none."""
+    for mark in reversed(deque(_MARK.finditer(text), maxlen=_MOST_MARKS)):
+        rest = text[mark.end() : mark.end() + MAX_ANSWER + 2]
+        if mark[0] == "####":
+            found, _, below = rest.partition("\n")
+            found = "" if _WORD.match(found) and below.strip() else found
+        elif mark[0] == "<answer>":
+            found = rest.partition("</answer>")[0]
+        else:
+            found = braced(rest) if rest.startswith("{") else rest[:1]
+        if found.strip() and len(found) <= MAX_ANSWER:
+            return Answer(found.strip(), mark[0].strip())
+    return None
+
+
+def _stated(tail: str) -> str:
+    """Return what follows the last "answer is" to the end of its sentence, or the formula that it begins with."""
+    found = ""
+    for stated in _STATED.finditer(tail):
+        rest = tail[stated.end() :].lstrip(" \n*_")
+        formula = FORMULA.match(rest)
+        text = inside(formula) if formula else re.split(r"\n|\.(?![0-9\\])", rest, maxsplit=1)[0].strip(" *_")
+        found = text if not found or re.search(r"[0-9]|\\", text) else found  # not "I hope this answer is clear"
+    return found
+
+
+def inside(formula: re.Match[str]) -> str:
+    return (formula[1] or formula[2] or formula[3]).strip()
+
 
 _SIGNS = str.maketrans("−–‒‐⁄∕÷×⋅·’", "----///***'", "\u00ad\u200b\u200c\u200d\u2060\ufeff")  # the last are not seen
 _OTHER_DIGIT = re.compile(r"[^\D0-9]")
@@ -72,105 +166,51 @@ _ANOTHER_NUMBER = re.compile(r"(?<![A-Za-z^0-9])(?<!\^\{)[0-9]")
 # Left of an equals sign, a name or a calculation is no part of the answer; `2x = 8` and `x + 1 = 8` are equations.
 _VARIABLE = re.compile(r"(?<![A-Za-z])(?:[a-fi-kn-rt-z]|[A-Z])(?![A-Za-z])")
 _WORKED = re.compile(r"(?<![_{0-9])[0-9]|[-+*/^<>,]")
-_BEGINS_WITH_NUMBER = re.compile(r"\W{0,12}[0-9]")
-_STATED = re.compile(
-    r"\banswer[*_]{0,2}\s?(?:is|equals|=|:)(?=\W{0,12}(?:[dtc]?frac\W{0,3})?[0-9])"
-    r"|^[ \t*_]{0,4}(?P<a>(?-i:A))[*_]{0,2}:",
-    re.IGNORECASE | re.MULTILINE,
-)
 
 
-@dataclass(frozen=True)
-class Extracted:
-    """The final answer of a text and the piece it was read from. `value` is None for none, and for no plain number.
+def number(text: str, alone: bool = False) -> Fraction | None:
+    """Return the number that a text begins with, else the one after its last equals sign (`3 * 4 = 12`); None where it
+    begins an expression or, with `alone`, where another number follows."""
+    *working, last = text.split("=")
+    equation = any(_VARIABLE.search(it) and _WORKED.search(it) for it in working)
+    found = (quantity(it, alone) for it in ((text,) if equation else (text, last)))
+    return next((it[0] for it in found if it), None)
 
-    `strict` says that it was given in the form asked for, `#### x`, `\\boxed{x}` or in an answer tag.
+
+def quantity(text: str, alone: bool = True) -> tuple[Fraction, str] | None:
+    """Return the number that a text begins with and what stands behind it; None where it begins an expression or, with
+    `alone`, where another number follows.
+
+    >>> quantity("$1{,}234.50"), quantity("3\\text{ p.m.}"), quantity("3x")
+    ((Fraction(2469, 2), 'dollar'), (Fraction(3, 1), 'p.m'), None)
     """
-
-    value: Fraction | None
-    text: str
-    strict: bool
-
-
-def extract_answer(text: str) -> Extracted:
-    """Return the final answer of a completion: marked, else stated, else its last number.
-
-    >>> extract_answer("He pays 3 * $6 = $18.\\n#### $18.00")
-    Extracted(value=Fraction(18, 1), text='$18.00', strict=True)
-    """
-    text = in_ascii(text)
-    return _marked(text) or _stated(text) or _last_number(text) or Extracted(None, "", False)
-
-
-def gold_answer(text: str) -> Fraction | None:
-    """Return the answer in a data set's answer field: marked, stated, or a field that is one number, besides a
-    currency, a percent sign (50% is 50) or a unit. It is never guessed from a text with several numbers.
-
-    >>> gold_answer("-$1,234.50 per day"), gold_answer("1 1/2"), gold_answer("3 or 4")
-    (Fraction(-2469, 2), Fraction(3, 2), None)
-    """
-    text = in_ascii(text)
-    found = _marked(text) or _stated(text) or _only(text)
-    return found.value if found else None
-
-
-def equal(a: Fraction | None, b: Fraction | None) -> bool:
-    """Return whether both are answers, and the same one. Exact: 0.33 is not 1/3."""
-    return a is not None and a == b
-
-
-def _marked(text: str) -> Extracted | None:
-    """Return the last `#### x` or `\\boxed{x}`, whichever is later, or a later `<answer>x</answer>`.
-
-    An answer such as `\\boxed{5\\pi}` is one, without a value; a heading `#### Step 2` or an empty box is none.
-    """
-    hashes, box = text.rfind("####"), text.rfind("\\boxed")
-    tag = text.rfind("<answer>", max(hashes, box, 0))
-    if tag >= 0 and (tagged := _only(text[tag + len("<answer>") :].partition("</answer>")[0], strict=True)):
-        return tagged
-    if hashes == box:  # both -1
+    text = _plain(text)
+    match = _LEADING.match(text)
+    value = _value(match) if match else None
+    if match is None or value is None or _GOES_ON.match(text, match.end()):
         return None
-    if box > hashes:
-        start = box + len("\\boxed")
-        given = braced(text[start : start + MAX_ANSWER].lstrip())
-        found, is_answer = _only(given, strict=True), _ANOTHER_NUMBER.search(given)
-    else:
-        given = _window(text, hashes + 4).partition("\n")[0]
-        found, is_answer = _leading(given, strict=True), _BEGINS_WITH_NUMBER.match(given)
-    return found or (Extracted(None, given.strip(), True) if is_answer else None)
-
-
-def _stated(text: str) -> Extracted | None:
-    """Return the last "the answer is x", or the last line "A: x" when x is all there is on it."""
-    last = last_match(_STATED, text)
-    if last is None:
+    rest = text[match.end() :].strip(" .,")
+    if alone and (rest.startswith("!") or _ANOTHER_NUMBER.search(rest)):
         return None
-    if last["a"]:
-        return _only(_window(text, last.end()).partition("\n")[0], max_words=3)
-    return _leading(_window(text, last.end()).lstrip().partition("\n")[0])
+    money = _MONEY.get((match["money"] or "").strip(), "")
+    return value, rest if rest.lower().startswith(money) else f"{money} {rest}".strip()
 
 
-def _last_number(text: str) -> Extracted | None:
-    """Return the last number of the text. A run such as `1,2,3` that is no number is a list, and its end is meant."""
+def _last_number(text: str) -> tuple[Fraction | None, str]:
+    """Return the last number of a text, and its text. The end of a run such as `1,2,3`, which is no number, counts."""
     last = last_match(_ANYWHERE, _plain(text))
     if last is None or _POWERED.match(last.string, last.end()):
-        return None
+        return None, ""
     value, shown = _value(last), last[0]
     if value is None and last["run"] and last[0].endswith(last["run"]):
         shown = last["run"].rstrip(".,").rpartition(",")[2]
         value = _fraction(shown)
-    return None if value is None else Extracted(value, shown.strip().rstrip(".,"), False)
+    return value, "" if value is None else shown.strip().rstrip(".,")
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     """Return the last of all matches from the left."""
     return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
-
-
-def _window(text: str, start: int) -> str:
-    """Return the next `MAX_ANSWER` characters, without a number that they cut short."""
-    window = text[start : start + MAX_ANSWER]
-    return window if len(text) <= start + MAX_ANSWER else window.rstrip("0123456789.,/")
 
 
 def braced(window: str) -> str:
@@ -223,45 +263,6 @@ def _unrolled(match: re.Match[str]) -> str:
     """`0.1\\overline{6}` as `15/90`."""
     once, again = match[1] + match[2], match[3]
     return f"{int(once + again) - int(once or 0)}/{10 ** len(match[2]) * (10 ** len(again) - 1)}"
-
-
-def _leading(text: str, strict: bool = False, max_words: int | None = None) -> Extracted | None:
-    """Return the number that `text` begins with, else the one after its last equals sign (`3 * 4 = 12`); None where it
-    begins an expression. With `max_words`, at most so many words, and no other number, may follow it."""
-    text = _plain(text)
-    *working, last = text.split("=")
-    for piece in (text,) if any(_VARIABLE.search(it) and _WORKED.search(it) for it in working) else (text, last):
-        match = _LEADING.match(piece)
-        value = _value(match) if match else None
-        if match is None or value is None or _GOES_ON.match(piece, match.end()):
-            continue
-        rest = piece[match.end() :]
-        alone = not (rest.startswith("!") or _ANOTHER_NUMBER.search(rest))
-        if max_words is None or (alone and len(rest.split()) <= max_words):
-            return Extracted(value, match[0].strip(" \t\n*_`\"'([{:=~≈").rstrip(".,"), strict)
-    return None
-
-
-def _only(text: str, strict: bool = False, max_words: int = MAX_ANSWER) -> Extracted | None:
-    return _leading(text, strict, max_words) if len(text) <= MAX_ANSWER else None
-
-
-def measured(text: str) -> tuple[Fraction, str] | None:
-    """Return the number that `text` consists of and what stands behind it, which has no number; None for more.
-
-    >>> measured("$1{,}234.50"), measured("3\\\\text{ p.m.}"), measured("(3)")
-    ((Fraction(2469, 2), 'dollar'), (Fraction(3, 1), 'p.m'), None)
-    """
-    text = _plain(f" {text}").strip()  # words in front are kept, and make it more than a number
-    match = None if text.startswith(("(", "[", "{", "=", ":")) else _LEADING.match(text)
-    value = _value(match) if match else None
-    if match is None or value is None or _GOES_ON.match(text, match.end()):
-        return None
-    rest = text[match.end() :].strip(" .,")
-    if rest.startswith("!") or _ANOTHER_NUMBER.search(rest):
-        return None
-    money = _MONEY.get((match["money"] or "").strip(), "")
-    return value, rest if rest.lower().startswith(money) else f"{money} {rest}".strip()
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

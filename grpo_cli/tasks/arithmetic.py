@@ -20,9 +20,9 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.formats import OverlongTokens, overlong
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.judges import Weighing, Weights
-from grpo_cli.tasks.prompting import Tokenizer, Verbatim, encode_behind
-from grpo_cli.tasks.turns import answer
-from grpo_cli.types import Prompt, Reward, Rollout
+from grpo_cli.tasks.prompting import Tokenizer, encode_behind, verbatim
+from grpo_cli.tasks.turns import at_once
+from grpo_cli.types import Finish, Prompt, Reward, Rollout
 
 _LINE = re.compile(r"(0|[1-9][0-9]{0,3})([+-][1-9][0-9]{0,3})*")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,3}")
@@ -54,35 +54,19 @@ def draw_sum(rng: Random, num_terms: int, max_operand: int, max_value: int) -> S
     return Sum(tuple(terms))
 
 
-def worked_solution(problem: Sum, operations: Sequence[int] | None = None) -> str:
-    """Return the completion that does `operations[i]` operations in line i; by default one at a time, the longest.
+def worked_solution(problem: Sum) -> str:
+    """Return the completion that does one operation in each line, the longest.
 
-    >>> worked_solution(Sum((12, 7, -5, 30))), worked_solution(Sum((12, 7, -5, 30)), (2, 1))
-    ('19-5+30=14+30=44', '14+30=44')
+    >>> worked_solution(Sum((12, 7, -5, 30)))
+    '19-5+30=14+30=44'
     """
-    lines = []
-    for count in operations if operations is not None else (1,) * (len(problem.terms) - 1):
-        problem = problem.after(count)
-        lines.append(str(problem))
-    if len(problem.terms) != 1:
-        raise ValueError(f"the operations leave {problem} undone")
-    return "=".join(lines)
+    return "=".join(str(problem.after(count)) for count in range(1, len(problem.terms)))
 
 
-def final_answer(completion: str) -> str | None:
+def last_number(completion: str) -> str | None:
     """Return the number after the last `=` (or all there is), None when it is no plain number."""
     last = completion.rsplit("=", 1)[-1]
     return last if _NUMBER.fullmatch(last) else None
-
-
-def is_sum(line: str) -> bool:
-    """Return whether it is a sum of whole numbers of up to four digits, or one of them."""
-    return _LINE.fullmatch(line) is not None
-
-
-def is_well_formed(completion: str) -> bool:
-    """Return whether the completion is lines of sums joined by `=`, the last of them a plain number."""
-    return final_answer(completion) is not None and all(map(is_sum, completion.split("=")))
 
 
 class SumSettings(TypedDict):
@@ -101,7 +85,6 @@ class Arithmetic(GeneratedTask[Sum]):
     parts that look at its form or its length (`judges.py`)."""
 
     name, sizes_are = "arithmetic", "terms"
-    _prompting: Verbatim
 
     def __init__(
         self,
@@ -116,7 +99,7 @@ class Arithmetic(GeneratedTask[Sum]):
         if value < 2 * operand:
             raise UserError(f"task.max_value={value} must be at least 2 * task.max_operand={2 * operand}")
         self._weighing, self._overlong_tokens = Weighing(weights or {}, "all", "correct"), overlong_tokens
-        self._prompting = Verbatim(tokenizer)
+        self._prompting = verbatim(tokenizer)
         self._generate(seed, sums["min_terms"], sums["max_terms"], sums["train_problems"], sums["eval_problems"])
 
     def draw(self, rng: Random, size: int) -> Sum:
@@ -129,10 +112,10 @@ class Arithmetic(GeneratedTask[Sum]):
         return encode_behind(self._prompting.tokenizer, worked_solution(self._problem(prompt)[0]), prompt.token_ids)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        completion = self._prompting.completion(rollout)
-        correct = float(completion is not None and final_answer(completion) == prompt.answer)
-        parts = {"correct": correct, "well_formed": float(completion is not None and is_well_formed(completion))}
-        return self._weighing.reward(parts, completion or "", overlong(rollout, self._overlong_tokens))
+        # the last token alone is dropped: another special token inside an answer must spoil it
+        completion = self.raw_text(rollout.token_ids[:-1]) if rollout.finish is Finish.EOS else None
+        correct = float(completion is not None and last_number(completion) == prompt.answer)
+        return self._weighing.reward({"correct": correct}, completion or "", overlong(rollout, self._overlong_tokens))
 
 
 class Calculator(Arithmetic):
@@ -160,9 +143,6 @@ class Calculator(Arithmetic):
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
         text = self.text(turns[-1])
         if not text.endswith("="):
-            return answer(None)
+            return at_once(None)
         sum_of = text[:-1].rpartition("=")[2]
-        return answer([str(sum(map(int, re.findall(r"[+-]?[0-9]+", sum_of)))) if is_sum(sum_of) else "?"])
-
-    def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
-        return encode_behind(self._prompting.tokenizer, "".join(said), turns[-1])
+        return at_once([str(sum(map(int, re.findall(r"[+-]?[0-9]+", sum_of)))) if _LINE.fullmatch(sum_of) else "?"])

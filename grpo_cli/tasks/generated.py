@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from hashlib import blake2b
 from random import Random
 from typing import Annotated, ClassVar, Generic, TypeVar
@@ -10,7 +11,7 @@ from typing import Annotated, ClassVar, Generic, TypeVar
 from pydantic import Field
 
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.prompting import MadePrompts, TextTask
+from grpo_cli.tasks.prompting import MadePrompts, TextTask, encode_behind
 from grpo_cli.types import Prompt
 
 HELD_OUT_ONE_IN = 8
@@ -59,6 +60,10 @@ class GeneratedTask(TextTask, ABC, Generic[P]):
     def question(self, problem: P, rng: Random) -> str:
         """Return the text of its prompt. No two problems of `eval` share it and the answer."""
         return f"{problem}="
+
+    def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
+        """Return the tokens of what the environment says, in an episode of several turns."""
+        return encode_behind(self._prompting.tokenizer, "".join(said), turns[-1])
 
     def _problem(self, prompt: Prompt) -> tuple[P, str]:
         """Return the problem that a prompt was made of, and its text."""

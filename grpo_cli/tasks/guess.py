@@ -15,10 +15,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from grpo_cli.tasks.arithmetic import final_answer
+from grpo_cli.tasks.arithmetic import last_number
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
-from grpo_cli.tasks.prompting import Tokenizer, Verbatim
-from grpo_cli.tasks.turns import answer
+from grpo_cli.tasks.prompting import Tokenizer, verbatim
+from grpo_cli.tasks.turns import at_once
 from grpo_cli.types import Prompt, Reward, Rollout
 
 
@@ -67,7 +67,7 @@ class Guess(GeneratedTask[Hidden]):
         train_problems: TrainProblems,
         eval_problems: EvalProblems,
     ) -> None:
-        self._prompting, self.turns, self._max_value = Verbatim(tokenizer), turns, max_value
+        self._prompting, self.turns, self._max_value = verbatim(tokenizer), turns, max_value
         self._generate(seed, min_numbers, max_numbers, train_problems, eval_problems)
 
     def draw(self, rng: Random, size: int) -> Hidden:
@@ -79,10 +79,7 @@ class Guess(GeneratedTask[Hidden]):
 
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
         left, found = self._played(prompt, turns)
-        return answer(None if found else [f",{left.range}"])
-
-    def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
-        return self._prompting.encode("".join(said))
+        return at_once(None if found else [f",{left.range}"])
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         found = float(self._played(prompt, rollout.turns)[1])
@@ -93,7 +90,7 @@ class Guess(GeneratedTask[Hidden]):
         number, low, high = map(int, prompt.answer.split(":"))
         left = Hidden(low, high, number)
         for turn in turns:
-            guess = final_answer(self.text(turn))
+            guess = last_number(self.text(turn))
             if guess == str(number):
                 return left, True
             left = left.after(None if guess is None else int(guess))

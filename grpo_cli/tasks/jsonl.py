@@ -20,7 +20,7 @@ from grpo_cli.tasks.judges import FORMATS_ON, GRADINGS, Completion, Judge, Numbe
 from grpo_cli.tasks.math_judge import MathJudge
 from grpo_cli.tasks.model_judge import JudgeSettings, ModelJudge
 from grpo_cli.tasks.own_reward import OwnReward
-from grpo_cli.tasks.problems import LONG_PROMPTS, LazyPrompts, Problem, of_json, read_problems, split_by_hash, value_of
+from grpo_cli.tasks.problems import LazyPrompts, Problem, of_json, read_problems, split_by_hash, value_of
 from grpo_cli.tasks.prompting import Tokenizer
 from grpo_cli.tasks.turns import DialogueTask, Environment, Episodes, TurnSettings
 from grpo_cli.tasks.workers import JudgeWorkers
@@ -50,7 +50,6 @@ class Jsonl(DialogueTask):
         question_field: str,
         answer_field: str,
         few_shot: Annotated[int, Field(ge=0)],
-        long_prompts: Annotated[str, OneOf(LONG_PROMPTS)],
         eval_fraction: Annotated[float, Field(gt=0, le=1)],
         reward: str,
         grading: Annotated[str, OneOf(tuple(GRADINGS))],
@@ -62,14 +61,14 @@ class Jsonl(DialogueTask):
         judge: JudgeSettings,
         run_dir: Path | None = None,
         max_prompt_tokens: int | None = None,
-        chat_defaults: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         warn: Callable[[str], None],
         **turns: Unpack[TurnSettings],
     ) -> None:
         del seed  # nothing here is random: runs that differ in their seed share their problems
         if not (source := path or default_path):
             raise UserError("task.path is missing: give a file (.jsonl, .csv, ...), or hub:<dataset>:<split>")
-        self._set_up(tokenizer, turns, chat_defaults, warn)
+        self._set_up(tokenizer, turns, chat_template_kwargs, warn)
         self._judge = (
             ModelJudge(judge, run_dir, warn)
             if reward == "judge"
@@ -84,7 +83,7 @@ class Jsonl(DialogueTask):
         texts = tuple((problem.question, str(value_of(problem.row, answer_field)).strip()) for problem in self._shown)
         self._prompting = replace(self._prompting, examples=texts)
         opens = (self._environment.opens,) if self._environment else ()
-        self._limits = (self._prompting, max_prompt_tokens, long_prompts, warn, *opens)
+        self._limits = (self._prompting, max_prompt_tokens, warn, *opens)
         if path and self._own_problems[0]:
             self.prompts("train")  # so that what is wrong with it is found at once
         self.prompts("eval")
@@ -104,7 +103,7 @@ class Jsonl(DialogueTask):
         ]
 
     def take_metrics(self) -> Mapping[str, float]:
-        return {**super().take_metrics(), **(self._judge.take_metrics() if isinstance(self._judge, ModelJudge) else {})}
+        return {**super().take_metrics(), **self._judge.take_metrics()}
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
         return cast(Mapping[str, Any], of_json(self._problem(prompt).row))

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.answers import equal, extract_answer, gold_answer
+from grpo_cli.tasks.answers import final_number, gold_number
 from grpo_cli.tasks.formats import FORMATS, OVERLONG
 from grpo_cli.tasks.problems import Problem, of_json
 from grpo_cli.types import LARGEST_REWARD, Reward
@@ -65,6 +65,10 @@ class Judge(ABC):
         """Return the answer in a data set's answer field, or None if there is none."""
         return text
 
+    def take_metrics(self) -> Mapping[str, float]:
+        """Return the judge's own metrics since the last call."""
+        return {}
+
     @abstractmethod
     def __call__(self, completions: Sequence[Completion]) -> Sequence[Mapping[str, float]]: ...
 
@@ -78,15 +82,15 @@ class Numbers(Judge):
         self.main = main
 
     def gold(self, text: str) -> str | None:
-        value = gold_answer(text)
+        value = gold_number(text)
         return None if value is None else str(value)
 
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
         parts = []
         for completion in completions:
-            found = extract_answer(completion.reply)
-            right = equal(found.value, Fraction(completion.answer))
-            parts.append({"correct": float(right), "correct_strict": float(right and found.strict)})
+            value, marked = final_number(completion.reply)
+            right = value == Fraction(completion.answer)
+            parts.append({"correct": float(right), "correct_strict": float(right and marked)})
         return parts
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from math import nan
 from typing import Any
 
-from grpo_cli.support.errors import UserError, hidden, own_code
+from grpo_cli.support.errors import UserError, own_code
 from grpo_cli.tasks.judges import Completion, Judge
 from grpo_cli.types import LARGEST_REWARD
 
@@ -33,11 +33,10 @@ class OwnReward(Judge):
         self._words, self._takes_many = _words(name, self._function)
 
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
-        values: Sequence[Any] = []
-        if not self._takes_many:
+        if self._takes_many:
+            values = self._of_all(completions) if completions else []
+        else:
             values = [self._called({w: getattr(one, w) for w in self._words}, one.place) for one in completions]
-        elif completions:
-            values = self._of_all(completions)
         return [self._parts(value, completion) for value, completion in zip(values, completions, strict=True)]
 
     def _called(self, kwargs: Mapping[str, Any], place: str) -> Any:
@@ -51,12 +50,10 @@ class OwnReward(Judge):
         values = self._called(kwargs, place)
         with own_code(f"task.reward={self._name}, reading what it returned,"):
             is_list = not isinstance(values, (str, bytes, Mapping)) and hasattr(values, "__len__")
-            if not is_list or len(values) != len(completions):
-                raise UserError(
-                    f"task.reward={self._name} returned {f'{len(values)} rewards' if is_list else _short(values)} for "
-                    f"{place}: return a list with one for each of `replies`"
-                )
-            return list(values)
+            if is_list and len(values) == len(completions):
+                return list(values)
+            found = f"{len(values)} rewards" if is_list else _short(values)
+            raise UserError(f"task.reward={self._name} returned {found} for {place}: return one for each of `replies`")
 
     def _parts(self, value: Any, completion: Completion) -> dict[str, float]:
         """Return the named parts; a single number is named after the function."""
@@ -84,8 +81,6 @@ def own(name: str, key: str) -> Any:
         raise UserError(f"{key}={name} must be {others}something of your own, written as module:name")
     with own_code(f"{key}={name}: the module {module_name}"):
         module = importlib.import_module(module_name)
-    if reason := hidden(module_name):
-        raise UserError(f"{key}={name}: {reason}")
     function = getattr(module, function_name, None)
     if not callable(function):
         file = getattr(module, "__file__", None) or "built in"
@@ -96,21 +91,18 @@ def own(name: str, key: str) -> Any:
 def _words(name: str, function: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
     """Return the arguments that it gets, and whether those are lists of all rollouts."""
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError as error:  # some functions written in C
-        raise UserError(f"task.reward={name} does not give the names of its arguments; wrap it") from error
-    takes_many = any(p.name in PER_STEP and p.name not in PER_ROLLOUT for p in parameters)
-    known = PER_STEP if takes_many else PER_ROLLOUT
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    unknown = [p.name for p in named if p.name not in known and p.default is p.empty]
-    unknown += [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
-    if unknown:
+        signature = inspect.signature(function)
+        takes_many = any(word in PER_STEP and word not in PER_ROLLOUT for word in signature.parameters)
+        known = PER_STEP if takes_many else PER_ROLLOUT
+        takes_any = any(it.kind is it.VAR_KEYWORD for it in signature.parameters.values())
+        words = tuple(known if takes_any else [word for word in signature.parameters if word in known])
+        signature.bind(**dict.fromkeys(words))
+    except (TypeError, ValueError) as error:  # another argument; a function written in C without names
         raise UserError(
-            f"task.reward={name} takes {', '.join(unknown)}, but by name it can get {', '.join(PER_ROLLOUT)} of one "
-            f"rollout, or lists of all: {', '.join(PER_STEP)}"
-        )
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return tuple(known if takes_any else [p.name for p in named if p.name in known]), takes_many
+            f"task.reward={name}: {error}; by name it can get {', '.join(PER_ROLLOUT)} of one rollout, or lists of "
+            f"all: {', '.join(PER_STEP)}"
+        ) from error
+    return words, takes_many
 
 
 def _real(value: Any) -> float:

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_cli.runs.files import regular
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.errors import UserError, explained
 from grpo_cli.support.extras import require
 from grpo_cli.support.formatting import plain
 from grpo_cli.tasks.prompting import MadePrompts, Message, Prompting
 from grpo_cli.types import Prompt
 
 HUB, PARQUET, CSV = "hub:", ".parquet", ".csv"
-LONG_PROMPTS = ("refuse", "leave_out")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -133,10 +132,8 @@ def _hub_table(source: str, key: str) -> Any:
     require("datasets", f"{key}={source}", advice)
     import datasets
 
-    try:
+    with explained(f"{source} could not be read from the hub", f"; {advice}"):
         return datasets.load_dataset(name, *config, split=split)
-    except (OSError, ValueError) as error:  # no network, no such data set; no such configuration or split
-        raise UserError(f"{source} could not be read from the hub: {error}; {advice}") from error
 
 
 def where(source: str, number: int) -> str:
@@ -179,7 +176,7 @@ def _field(row: Any, name: str, word: str, place: str) -> Any:
     try:
         value = value_of(row, name)
     except KeyError as error:
-        found = ", ".join(map(plain, _names(row))) or "none"
+        found = ", ".join(map(plain, row)) or "none"
         raise UserError(f"{place} has no field {name!r} (task.{word}_field); the fields are: {found}") from error
     text, wrong = str(value), ""
     if isinstance(value, list) and word == "question":
@@ -192,14 +189,6 @@ def _field(row: Any, name: str, word: str, place: str) -> Any:
     if wrong:
         raise UserError(f"{place}: field {name!r} {wrong}")
     return value
-
-
-def _names(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of a row's fields, nested ones with dots."""
-    for name, value in row.items():
-        yield name
-        if isinstance(value, Mapping):
-            yield from (f"{name}.{below}" for below in _names(value))
 
 
 def _wrong_chat(messages: list[Any]) -> str:
@@ -215,10 +204,10 @@ def _wrong_chat(messages: list[Any]) -> str:
 class LazyPrompts(MadePrompts):
     """Problems as prompts, tokenised one at a time on demand: a large file costs little at start-up.
 
-    Only those that might be too long, judging by their bytes, are tokenised at once, so that a prompt that does not fit
-    is found before any step is taken: it is refused, or left out with a warning. So is the first chat of each order of
-    roles, for a template that refuses it. (A prompt that is too long for another reason, a tokenizer that makes more
-    tokens than bytes or what an environment `opens` an episode with, is refused when it is made.)
+    Only those that might be too long, judging by their bytes, are tokenised at once, to leave out what does not fit. So
+    is the first chat of each order of roles, for a template that refuses it. (A prompt that is too long for another
+    reason, a tokenizer that makes more tokens than bytes or what an environment `opens` an episode with, is refused
+    when it is made.)
     """
 
     def __init__(
@@ -227,7 +216,6 @@ class LazyPrompts(MadePrompts):
         problems: Sequence[Problem],
         prompting: Prompting,
         max_tokens: int | None,
-        long_prompts: str,
         warn: Callable[[str], None],
         opens: Callable[[Mapping[str, Any], str], str] = lambda row, place: "",
     ) -> None:
@@ -237,12 +225,10 @@ class LazyPrompts(MadePrompts):
         self.problems = [problem for problem in problems if problem.line not in lengths]
         if lengths:
             first = next(problem for problem in problems if problem.line in lengths)
-            error = self._too_long(first, lengths[first.line], len(lengths))
-            if long_prompts == "refuse":
-                raise error
+            error = self._too_long(first, lengths[first.line])
             warn(f"{error}; {len(lengths)} of the {len(problems)} prompts of {split} are left out")
         if not self.problems:
-            raise UserError(f"no prompt to {split} on is left; see task.long_prompts and task.few_shot")
+            raise UserError(f"no prompt to {split} on is left; lower sampling.max_new_tokens or task.few_shot")
         super().__init__(lambda place: self._prompt(self.problems[place]), len(self.problems))
 
     @cached_property
@@ -268,7 +254,7 @@ class LazyPrompts(MadePrompts):
             messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + opening})
         token_ids = self._prompting.encode(problem.question + opening, messages)
         if self._max_tokens is not None and len(token_ids) > self._max_tokens:
-            raise self._too_long(problem, len(token_ids), 1)
+            raise self._too_long(problem, len(token_ids))
         return Prompt(self._id(problem), token_ids, problem.answer)
 
     def _lengths(self, problems: Sequence[Problem]) -> dict[int, int]:
@@ -286,11 +272,10 @@ class LazyPrompts(MadePrompts):
                     raise UserError(f"{problem.place}: {error}") from error
         return {line: length for line, length in lengths.items() if length > most}
 
-    def _too_long(self, problem: Problem, length: int, count: int) -> UserError:
-        others = f" (and {count - 1} more like it)" if count > 1 else ""
+    def _too_long(self, problem: Problem, length: int) -> UserError:
         return UserError(
-            f"{problem.place}: the prompt has {length} tokens{others}, but at most {self._max_tokens} fit; lower "
-            "sampling.max_new_tokens, or set task.long_prompts=leave_out"
+            f"{problem.place}: the prompt has {length} tokens, but at most {self._max_tokens} fit; lower "
+            "sampling.max_new_tokens"
         )
 
 

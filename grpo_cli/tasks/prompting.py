@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -11,9 +10,9 @@ from functools import cached_property
 from typing import Any, TypedDict
 from unittest.mock import patch
 
-from grpo_cli.support.errors import UserError, closest
+from grpo_cli.support.errors import UserError, closest, explained
 from grpo_cli.support.isolation import limited
-from grpo_cli.types import Finish, Prompt, Rollout
+from grpo_cli.types import Prompt
 
 Message = Mapping[str, Any]  # of a chat: a role and a content
 Tokenizer = Any  # of Hugging Face, which has no type for all of them
@@ -29,7 +28,6 @@ class PromptSettings(TypedDict):
 
     system_prompt: str | None
     use_chat_template: bool
-    chat_template_kwargs: Mapping[str, Any]
     template: str
 
 
@@ -75,14 +73,52 @@ def encode_behind(tokenizer: Tokenizer, text: str, before: Sequence[int], specia
 
 
 @dataclass(frozen=True)
-class Reading(ABC):
-    """Text as tokens, and tokens as text."""
+class Prompting:
+    """The way from questions to prompts, and from tokens to text.
+
+    With a chat template the question alone is the user's message and `system_prompt` the system's. Without one, or with
+    `use_chat_template=False` (base models often come with one that they were never trained on), the text is `template`
+    with the question in its place, after `system_prompt` and an empty line. Braces in a question mean nothing.
+    `examples`, questions with their answers, come before the question: as earlier turns, or each as a filled template
+    and its answer, separated by empty lines. `tools` are JSON schemas for the chat template to describe to the model;
+    `chat_template_kwargs` are variables of the template's own, such as Qwen3's `enable_thinking`.
+    """
 
     tokenizer: Tokenizer
+    template: str
+    system_prompt: str | None
+    use_chat_template: bool
+    examples: tuple[tuple[str, str], ...] = ()
+    tools: tuple[Any, ...] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    @abstractmethod
-    def encode(self, text: str, /) -> tuple[int, ...]:
-        """Return the tokens of a prompt."""
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, words: PromptSettings, values: Mapping[str, Any] | None) -> Prompting:
+        """Build it from a task's settings and `model.chat_template_kwargs`, the values of a chat template's variables.
+        Raise UserError for one that the template does not read."""
+        made = cls(tokenizer, words["template"], words["system_prompt"], words["use_chat_template"])
+        if not values or not made.is_chat:
+            return made
+        known = set(re.findall(r"[a-z_]\w*", str(tokenizer.chat_template)))
+        for word in values.keys() - known:
+            raise UserError(f"model.chat_template_kwargs.{word} is not read by the chat template{closest(word, known)}")
+        return replace(made, chat_template_kwargs=values)
+
+    def __post_init__(self) -> None:
+        if PLACEHOLDER not in self.template:
+            raise UserError(
+                f"task.template={self.template!r} has no place for the question; write {PLACEHOLDER} where it belongs, "
+                f'as in "Question: {PLACEHOLDER}\\nAnswer:"'
+            )
+
+    @property
+    def is_chat(self) -> bool:
+        return self.use_chat_template and bool(self.tokenizer.chat_template)
+
+    @property
+    def opens_thought(self) -> bool:
+        """True if the chat template begins the model's turn with an open thought."""
+        return self.is_chat and self.rendered([_message("user", "?")]).rstrip().endswith("<think>")
 
     def raw_text(self, token_ids: Sequence[int]) -> str:
         """Return the text with every special token, as records show it."""
@@ -106,69 +142,6 @@ class Reading(ABC):
         }
         end = turn_end(self.tokenizer)[1]
         return frozenset(found if end is None else found | {end})
-
-
-@dataclass(frozen=True)
-class Verbatim(Reading):
-    """Prompts and completions without any template, for a model trained on bare text."""
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def completion(self, rollout: Rollout) -> str | None:
-        """Return the text without its end token; None if it did not end by itself.
-
-        Only the last token is dropped: another special token inside an answer must spoil it.
-        """
-        return self.raw_text(rollout.token_ids[:-1]) if rollout.finish is Finish.EOS else None
-
-
-@dataclass(frozen=True)
-class Prompting(Reading):
-    """The way from questions to prompts.
-
-    With a chat template the question alone is the user's message and `system_prompt` the system's. Without one, or with
-    `use_chat_template=False` (base models often come with one that they were never trained on), the text is `template`
-    with the question in its place, after `system_prompt` and an empty line. Braces in a question mean nothing.
-    `examples`, questions with their answers, come before the question: as earlier turns, or each as a filled template
-    and its answer, separated by empty lines. `tools` are JSON schemas for the chat template to describe to the model;
-    `chat_template_kwargs` are variables of the template's own, such as Qwen3's `enable_thinking`.
-    """
-
-    template: str
-    system_prompt: str | None
-    use_chat_template: bool
-    examples: tuple[tuple[str, str], ...] = ()
-    tools: tuple[Any, ...] = ()
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, words: PromptSettings, chat_defaults: Mapping[str, Any] | None) -> Prompting:
-        """Build it from a task's settings. `chat_defaults` (`model.chat_template_kwargs`) apply where the template
-        reads them and the task does not set them. Raise UserError for a variable that the template does not read."""
-        made = cls(tokenizer, words["template"], words["system_prompt"], words["use_chat_template"])
-        values = {**model_defaults(tokenizer, words, chat_defaults), **words["chat_template_kwargs"]}
-        if values and not made.is_chat:
-            raise UserError(f"task.chat_template_kwargs={values} needs a chat template, and none is used: leave it out")
-        for word in values.keys() - (known := template_words(tokenizer)):
-            raise UserError(f"task.chat_template_kwargs.{word} is read by no chat template here{closest(word, known)}")
-        return replace(made, chat_template_kwargs=values)
-
-    def __post_init__(self) -> None:
-        if PLACEHOLDER not in self.template:
-            raise UserError(
-                f"task.template={self.template!r} has no place for the question; write {PLACEHOLDER} where it belongs, "
-                f'as in "Question: {PLACEHOLDER}\\nAnswer:"'
-            )
-
-    @property
-    def is_chat(self) -> bool:
-        return self.use_chat_template and bool(self.tokenizer.chat_template)
-
-    @property
-    def opens_thought(self) -> bool:
-        """True if the chat template begins the model's turn with an open thought."""
-        return self.is_chat and self.rendered([_message("user", "?")]).rstrip().endswith("<think>")
 
     def encode(self, question: str, messages: Sequence[Message] = ()) -> tuple[int, ...]:
         """Return the prompt's tokens, all of them. `messages`, a chat that ends with the user, are used as given."""
@@ -279,21 +252,17 @@ class Prompting(Reading):
         """Return the template's text, at the same moment for every run. Raise UserError for a template that fails, or
         takes too long."""
         words = {**self.chat_template_kwargs, "tools": list(self.tools) or None}
-        try:
-            # a template's clock is this module's: there is no other way to set it
-            with limited(MOST_SECONDS, MOST_BYTES), patch("transformers.utils.chat_template_utils.datetime", _Stopped):
+        roles = " and a ".join(dict.fromkeys(message["role"] for message in messages))
+        advice = "; try task.system_prompt=null, or task.use_chat_template=false for the plain task.template"
+        # a template's clock is this module's: there is no other way to set it
+        clock = patch("transformers.utils.chat_template_utils.datetime", _Stopped)
+        with explained(f"the tokenizer's chat template refused a {roles} message", advice):
+            with limited(MOST_SECONDS, MOST_BYTES), clock:
                 text: str = self.tokenizer.apply_chat_template(
                     list(messages), add_generation_prompt=opened, tokenize=False, **words
                 )
-                if len(text.encode()) > MOST_TEXT:
-                    raise MemoryError
-        except Exception as error:  # a template raises what its expressions raise
-            roles = " and a ".join(dict.fromkeys(message["role"] for message in messages))
-            why = str(error) or "it makes too much text"
-            raise UserError(
-                f"the tokenizer's chat template refused a {roles} message: {why} ({type(error).__name__}); "
-                "try task.system_prompt=null, or task.use_chat_template=false for the plain task.template"
-            ) from error
+            if len(text.encode()) > MOST_TEXT:
+                raise MemoryError("it makes too much text")
         return text
 
 
@@ -303,10 +272,15 @@ class _Stopped(datetime):
         return TODAY
 
 
+def verbatim(tokenizer: Tokenizer) -> Prompting:
+    """Return the prompting of a model that was trained on bare text: no template."""
+    return Prompting(tokenizer, PLACEHOLDER, None, False)
+
+
 class TextTask:
     """A task whose prompts and completions are text."""
 
-    _prompting: Reading
+    _prompting: Prompting
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         if split not in ("train", "eval"):
@@ -339,20 +313,3 @@ def reads_clock(tokenizer: Tokenizer) -> bool:
 
 def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
-
-
-def model_defaults(
-    tokenizer: Tokenizer, words: Mapping[str, Any], chat_defaults: Mapping[str, Any] | None
-) -> Mapping[str, Any]:
-    """Return the model's `chat_template_kwargs` that apply to a task with these settings: those that the template reads
-    and the task does not set."""
-    if not (chat_defaults and words.get("use_chat_template") and tokenizer and tokenizer.chat_template):
-        return {}
-    left = chat_defaults.keys() & template_words(tokenizer) - words["chat_template_kwargs"].keys()
-    return {word: value for word, value in chat_defaults.items() if word in left}
-
-
-def template_words(tokenizer: Tokenizer) -> set[str]:
-    """Return the words of the tokenizer's chat template, among which are the variables that a task may set."""
-    words = set(re.findall(r"[a-z_]\w*", str(tokenizer.chat_template)))
-    return words - {"messages", "tools", "add_generation_prompt", "strftime_now"}

@@ -8,9 +8,9 @@ would execute it are refused, as are two that accept wrong answers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import count, islice
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
 from math import isfinite
 from typing import Annotated, Any, Unpack
 
@@ -64,7 +64,6 @@ class ReasoningGym(DialogueTask):
         *,
         name: str | None,
         config: Mapping[str, Any] | None,
-        few_shot: Annotated[int, Field(ge=0)],
         grading: Annotated[str, OneOf(tuple(GRADINGS))],
         weights: GymWeights,
         judge_seconds: Annotated[float, Field(gt=0)],
@@ -72,7 +71,7 @@ class ReasoningGym(DialogueTask):
         train_problems: TrainProblems,
         eval_problems: EvalProblems,
         max_prompt_tokens: int | None = None,
-        chat_defaults: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         warn: Callable[[str], None],
         **turns: Unpack[TurnSettings],
     ) -> None:
@@ -82,8 +81,7 @@ class ReasoningGym(DialogueTask):
         self._check()
         self._seed, self._strict, self._weights = seed, grading == "strict", asdict(weights)
         self._most_tokens, self._has_cut = max_prompt_tokens, False
-        self._set_up(tokenizer, turns, chat_defaults, warn)
-        self._prompting = replace(self._prompting, examples=self._examples(few_shot))
+        self._set_up(tokenizer, turns, chat_template_kwargs, warn)
         self._train = MadePrompts(self._train_prompt, train_problems)
         self._eval = self._held_out(eval_problems)
         self._train_prompt(0)  # to find mistakes at once
@@ -127,33 +125,29 @@ class ReasoningGym(DialogueTask):
         )
 
     def _held_out(self, wanted: int) -> list[Prompt]:
-        """Return the eval split."""
-        found = [*islice(self._different(), wanted)]
+        """Return the eval split: the first different prompts, until no new one has come for long."""
+        found, in_vain, size = dict[tuple[int, ...], Prompt](), 0, 8
+        for start in count(0, size):
+            if len(found) >= wanted or in_vain >= _IN_VAIN:
+                break
+            numbers = range(start, start + size)
+            made = self._made([self._where("eval", number) for number in numbers])
+            for number, entry in zip(numbers, made, strict=True):
+                prompt = self._prompt("eval", number, entry)
+                in_vain = 0 if prompt and prompt.token_ids not in found else in_vain + 1
+                if prompt:
+                    found.setdefault(prompt.token_ids, prompt)
         if not found:
             fit = "" if self._most_tokens is None else f" of at most {self._most_tokens} tokens"
             raise UserError(f"{self._name}: found no problem{fit} to evaluate on; see task.config")
         if len(found) < wanted:
             self._warn(f"task.eval_problems={wanted}, but only {len(found)} different held-out problems were found")
-        return found
-
-    def _different(self) -> Iterator[Prompt]:
-        seen, in_vain, size = set[tuple[int, ...]](), 0, 8
-        for start in count(0, size):
-            numbers = range(start, start + size)
-            made = self._made([self._where("eval", number) for number in numbers])
-            for number, entry in zip(numbers, made, strict=True):
-                prompt = self._prompt("eval", number, entry)
-                if prompt and prompt.token_ids not in seen:
-                    seen.add(prompt.token_ids)
-                    in_vain = 0
-                    yield prompt
-                elif (in_vain := in_vain + 1) == _IN_VAIN:
-                    return
+        return [*found.values()][:wanted]
 
     def _prompt(self, split: str, number: int, made: Reply) -> Prompt | None:
-        """Build a prompt; None if the problem belongs to the other split, is an example, or is too long."""
+        """Build a prompt; None if the problem belongs to the other split or is too long."""
         question = made["question"]
-        if is_held_out(question, one_in=4) != (split == "eval") or question in dict(self._prompting.examples):
+        if is_held_out(question, one_in=4) != (split == "eval"):
             return None
         token_ids = self._prompting.encode(question)
         if self._most_tokens is not None and len(token_ids) > self._most_tokens:
@@ -162,14 +156,6 @@ class ReasoningGym(DialogueTask):
             self._has_cut = True
             return None
         return Prompt(f"{split}-{number:06d}", token_ids, made["answer"])
-
-    def _examples(self, wanted: int) -> tuple[tuple[str, str], ...]:
-        """Return solved problems, in neither split, to show before the question."""
-        made = self._made([self._where("shown", number) for number in range(8 * wanted)])
-        fit = {one["question"]: one["answer"] for one in made if one["answer"] and not is_held_out(one["question"], 4)}
-        if len(fit) < wanted:
-            raise UserError(f"task.few_shot={wanted}, but {self._name} has only {len(fit)} solved problems: lower it")
-        return tuple((question, f"<answer>{answer}</answer>") for question, answer in [*fit.items()][:wanted])
 
     def _where(self, split: str, number: int) -> Question:
         """Return what identifies a problem for the worker process."""

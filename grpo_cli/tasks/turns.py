@@ -1,4 +1,4 @@
-"""The replies to a model in an episode of several turns: by a class of one's own, or by functions as tools.
+"""The observations of a model in an episode of several turns: by a class of one's own, or by functions as tools.
 
 Each is a pure function of a row and of what the model has written so far, as text. A class has a state: it is made
 again and hears the earlier turns again wherever that is needed, so none has to be stored. Calls of tools are data: a
@@ -10,27 +10,33 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from grpo_cli.support.errors import UserError, own_code, raised, text_of
+from grpo_cli.support.errors import UserError, explained, own_code, raised, text_of
 from grpo_cli.support.ranges import Count
 from grpo_cli.tasks.own_reward import own
 from grpo_cli.tasks.prompting import Prompting, PromptSettings, TextTask, Tokenizer
-from grpo_cli.tasks.tool_calls import Functions, calls_of
 from grpo_cli.types import Prompt
 
 MOST_CHARACTERS = 100_000  # of one message: a model's context is no longer
 MOST_WAITING = 4096
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of an error, which has to be the same twice
 _OBJECT = re.compile(r"<.* at 0x[0-9a-fA-F]+>")
+_TAG = re.compile(r"</?think>|</?tool_call>")
+_BEGIN, _CLOSE = re.compile(r"\s*"), re.compile(r"\s*</tool_call>")
+
+Functions = Mapping[str, Callable[..., Any]]
+Call = tuple[str, Callable[[], Any]]  # a name, and its function with the arguments
 
 
 class TurnSettings(PromptSettings):
@@ -45,9 +51,9 @@ class TurnSettings(PromptSettings):
 
 
 @dataclass(frozen=True)
-class Reply:
-    """The messages that answer a turn, None at the end of the episode. `failed` counts those that say what is wrong;
-    `faults` describe the errors of the user's code."""
+class Observation:
+    """What the model reads after a turn: messages, None at the end of the episode. `failed` counts those that say what
+    is wrong; `faults` describe the errors of the user's code."""
 
     messages: Sequence[str] | None
     failed: int = 0
@@ -71,18 +77,6 @@ def environment_of(settings: TurnSettings, prompting: Prompting) -> Environment 
     module, _, names = value.partition(":")
     functions = [own(f"{module}:{word.strip()}", "task.tools") for word in names.split(",")]
     return Environment({getattr(function, "__name__", str(function)): function for function in functions}, *words)
-
-
-def _schemas(functions: Functions, name: str) -> tuple[Any, ...]:
-    from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
-
-    try:
-        return tuple(map(get_json_schema, functions.values()))
-    except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{name} cannot be described to the model: {error}; give each argument a type and a line under Args:"
-        ) from error
 
 
 class _Late(UserError):
@@ -125,7 +119,7 @@ def _plain(text: str) -> str:
     return text[:MOST_CHARACTERS].encode("utf-8", "replace").decode()
 
 
-def _reply(function: str, call: Callable[[], Any], seconds: float, who: str, ends: bool = False) -> Reply:
+def _observed(function: str, call: Callable[[], Any], seconds: float, who: str, ends: bool = False) -> Observation:
     """Return the text of a call's value, cut, or of its error: a model may have caused any. With `ends`, None is the
     end of the episode."""
     fault = ""
@@ -138,11 +132,11 @@ def _reply(function: str, call: Callable[[], Any], seconds: float, who: str, end
     except BaseException as error:
         text, fault = _ADDRESS.sub("", f"error: {type(error).__name__}: {text_of(error)}"), raised(error)
     if text is None:
-        return Reply(None)
+        return Observation(None)
     failed, message = int(bool(fault)), _plain(text)
     if message != text:
         fault = fault or f"returned more than {MOST_CHARACTERS} characters, or some that UTF-8 cannot hold: it was cut"
-    return Reply([message], failed, (f"{function} {fault}",) if fault else ())
+    return Observation([message], failed, (f"{function} {fault}",) if fault else ())
 
 
 def _text(value: Any, ends: bool) -> str | None:
@@ -152,16 +146,72 @@ def _text(value: Any, ends: bool) -> str | None:
     return None if ends and value is None else text
 
 
+def calls_of(functions: Functions, turn: str, in_thought: bool) -> list[Call | str]:
+    """Return the calls of a turn outside thoughts, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or what
+    is wrong with each. JSON is read whole, whatever tags are in it. `in_thought`: the template has opened a thought."""
+    found: list[Call | str] = []
+    place = _behind(turn, "</think>", 0) if in_thought else 0
+    while tag := _TAG.search(turn, place):
+        place = tag.end()
+        if tag[0] == "<think>":
+            place = _behind(turn, "</think>", place)
+        elif tag[0] == "</think>":  # all before it was a thought
+            found.clear()
+        elif tag[0] == "</tool_call>":
+            found.append("the tool call has no beginning: open it with <tool_call>")
+        else:
+            call, place = _call(functions, turn, place)
+            found.append(call)
+    return found
+
+
+def _behind(text: str, mark: str, start: int) -> int:
+    place = text.find(mark, start)
+    return len(text) if place < 0 else place + len(mark)
+
+
+def _call(functions: Functions, turn: str, start: int) -> tuple[Call | str, int]:
+    """Return the call that begins at a place, or what is wrong with it, and where it ends."""
+    close = None
+    try:
+        begin = _BEGIN.match(turn, start)
+        read, end = json.JSONDecoder().raw_decode(turn, begin.end() if begin else start)
+        close = _CLOSE.match(turn, end)
+    except (ValueError, RecursionError):
+        pass
+    if close is None:
+        another = turn.find("<tool_call>", start)
+        end = turn.rfind("</tool_call>", start, len(turn) if another < 0 else another)
+        if end < 0:
+            return "the tool call has no end: close it with </tool_call>", start
+        return "the tool call is no JSON", end + len("</tool_call>")
+    name, arguments = (read.get("name"), read.get("arguments", {})) if isinstance(read, dict) else (None, None)
+    if not isinstance(name, str) or name not in functions:
+        return f"the tool call names none of {', '.join(functions)}", close.end()
+    if not isinstance(arguments, dict):
+        return "the arguments of a tool call are an object", close.end()
+    try:
+        inspect.signature(functions[name]).bind(**arguments)
+    except TypeError as error:
+        return f"TypeError: {error}", close.end()
+    return (name, partial(functions[name], **arguments)), close.end()
+
+
 class Environment:
     """Functions that the model may call: what answers a turn, from its text, the prompt and its row."""
 
     role, scores = "tool", False
 
     def __init__(self, functions: Functions, name: str, seconds: float, thinks: bool) -> None:
-        self.name, self._seconds, self._thinks, self._functions = name, seconds, thinks, functions
-        self.tools = _schemas(functions, name)
+        from transformers.utils import get_json_schema
 
-    def reply(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Reply:
+        self.name, self._seconds, self._thinks, self._functions = name, seconds, thinks, functions
+        with explained(
+            f"{name} cannot be described to the model", "; give each argument a type and a line under Args:"
+        ):
+            self.tools = tuple(map(get_json_schema, functions.values()))
+
+    def observe(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Observation:
         """Answer the last of the turns; `who` names the request in errors."""
         return self._called(self._functions, turns[-1], who)
 
@@ -169,15 +219,15 @@ class Environment:
         """Return the text behind the question of a row."""
         return ""
 
-    def _called(self, functions: Functions, turn: str, who: str) -> Reply:
+    def _called(self, functions: Functions, turn: str, who: str) -> Observation:
         """Return the results of a turn's calls, one message each; no messages for a turn without a call."""
-        replies = [
-            Reply([f"error: {call}"], failed=1) if isinstance(call, str) else _reply(*call, self._seconds, who)
+        found = [
+            Observation([f"error: {call}"], failed=1) if isinstance(call, str) else _observed(*call, self._seconds, who)
             for call in calls_of(functions, turn, self._thinks)
         ]
-        messages = [message for reply in replies for message in reply.messages or ()]
-        faults = tuple(fault for reply in replies for fault in reply.faults)
-        return Reply(messages or None, sum(reply.failed for reply in replies), faults)
+        messages = [message for one in found for message in one.messages or ()]
+        faults = tuple(fault for one in found for fault in one.faults)
+        return Observation(messages or None, sum(one.failed for one in found), faults)
 
 
 class Episodes(Environment):
@@ -188,9 +238,9 @@ class Episodes(Environment):
         if not isinstance(made, type) or not callable(getattr(made, "reset", None)):
             raise UserError(f"{name} must be a class with reset(**row), as TRL takes one; functions are task.tools")
         self._made, self._responds = made, callable(getattr(made, "respond", None))
-        kept = {"reset", "get_reward", "close"}
         found = [word for word, _ in inspect.getmembers(made, callable) if not word.startswith("_")]
-        self._methods = [word for word in found if word not in kept and not self._responds]
+        no_tools = found if self._responds else ("reset", "get_reward", "close")
+        self._methods = [word for word in found if word not in no_tools]
         if not self._responds and not self._methods:
             raise UserError(f"{name} has no method that answers: add typed methods as tools, or respond")
         with own_code(who := f"{name}, made without arguments,"):
@@ -199,18 +249,19 @@ class Episodes(Environment):
         self.role, self.scores = "tool" if self._methods else "user", hasattr(made, "get_reward")
         # Objects that wait for a next turn, by the turns that they have heard: the newest.
         self._waiting: dict[tuple[str, tuple[str, ...]], Any] = {}
-        self._lock, self._checked = threading.Lock(), threading.Event()
+        self._lock, self._checked = threading.Lock(), False
 
-    def reply(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Reply:
+    def observe(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Observation:
         with self._lock:
             instance = self._waiting.pop((prompt.id, tuple(turns[:-1])), None)
         if instance is None:
-            instance, found = self._replayed(row, turns, who)
-        else:
-            found = self._answered(instance, turns[-1], who)
-        if not self._checked.is_set() and self._replayed(row, turns, who)[1].messages != found.messages:
-            raise UserError(f"{self.name} answered the same turns in two ways: let all randomness follow from the row")
-        self._checked.set()
+            instance = self._replayed(row, turns[:-1], who)
+        found = self._answered(instance, turns[-1], who)
+        if not self._checked:
+            again = self._answered(self._replayed(row, turns[:-1], who), turns[-1], who)
+            if again.messages != found.messages:
+                raise UserError(f"{self.name} answered the same turns in two ways: let randomness follow from the row")
+            self._checked = True
         if found.messages is not None:
             with self._lock:
                 self._waiting[prompt.id, tuple(turns)] = instance
@@ -222,7 +273,7 @@ class Episodes(Environment):
         """Return the reward of a whole episode. As in TRL the calls of its last turn are not made: the model reads no
         result of them."""
         who = f"{self.name}, get_reward for the row {str(row)[:80]},"
-        instance = self._replayed(row, turns[:-1] if self._methods else turns, who)[0]
+        instance = self._replayed(row, turns[:-1] if self._methods else turns, who)
         return _limited(lambda: _awaited(instance.get_reward()), self._seconds, who)
 
     def opens(self, row: Mapping[str, Any], place: str) -> str:
@@ -243,16 +294,17 @@ class Episodes(Environment):
 
         return _limited(begin, self._seconds, who)
 
-    def _answered(self, instance: Any, turn: str, who: str) -> Reply:
-        if not self._responds:
-            return self._called({word: getattr(instance, word) for word in self._methods}, turn, who)
-        return _reply("respond", lambda: instance.respond(turn), self._seconds, who, ends=True)
+    def _answered(self, instance: Any, turn: str, who: str) -> Observation:
+        if self._responds:
+            return _observed("respond", lambda: instance.respond(turn), self._seconds, who, ends=True)
+        return self._called({word: getattr(instance, word) for word in self._methods}, turn, who)
 
-    def _replayed(self, row: Mapping[str, Any], turns: Sequence[str], who: str) -> tuple[Any, Reply]:
-        instance, reply = self._reset(row, who)[0], Reply(None)
+    def _replayed(self, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Any:
+        """Return a new object that has heard these turns."""
+        instance = self._reset(row, who)[0]
         for turn in turns:
-            reply = self._answered(instance, turn, who)
-        return instance, reply
+            self._answered(instance, turn, who)
+        return instance
 
 
 class DialogueTask(TextTask, ABC):
@@ -267,11 +319,11 @@ class DialogueTask(TextTask, ABC):
         self,
         tokenizer: Tokenizer,
         settings: TurnSettings,
-        chat_defaults: Mapping[str, Any] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
         warn: Callable[[str], None],
     ) -> None:
         """Set how questions are put, and what answers the model. Raise UserError for a template that cannot do so."""
-        prompting = Prompting.of(tokenizer, settings, chat_defaults)
+        prompting = Prompting.of(tokenizer, settings, chat_template_kwargs)
         self._environment = environment = environment_of(settings, prompting)
         self._prompting, self._warn, self._failed = prompting, warn, 0
         if environment is not None:
@@ -293,13 +345,13 @@ class DialogueTask(TextTask, ABC):
         assert environment is not None
         who = f"{environment.name}, asked after turn {len(turns)} of prompt {prompt.id},"
 
-        def reply() -> Sequence[str] | None:
+        def observed() -> Sequence[str] | None:
             with self._room, own_code(who):
-                found = environment.reply(prompt, row, heard, who)
+                found = environment.observe(prompt, row, heard, who)
                 self._note(found)
             return found.messages
 
-        return _begun(reply)
+        return _begun(observed)
 
     def take_metrics(self) -> Mapping[str, float]:
         """Return the metrics of environments since the last call."""
@@ -309,7 +361,7 @@ class DialogueTask(TextTask, ABC):
             failed, self._failed = self._failed, 0
         return {"turns/errors": float(failed)}
 
-    def _note(self, reply: Reply) -> None:
+    def _note(self, reply: Observation) -> None:
         assert self._environment is not None
         with self._lock:
             self._failed += reply.failed
@@ -319,8 +371,8 @@ class DialogueTask(TextTask, ABC):
                     self._warn(f"{self._environment.name}: {fault}; turns/errors counts such answers")
 
 
-def answer(messages: Sequence[str] | None) -> Future[Sequence[str] | None]:
-    """Return an answer that is there at once."""
+def at_once(messages: Sequence[str] | None) -> Future[Sequence[str] | None]:
+    """Return an observation that is there already."""
     done: Future[Sequence[str] | None] = Future()
     done.set_result(messages)
     return done

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from random import Random
 from typing import Annotated, Any, Unpack
 
 from pydantic import Field
 
-from grpo_cli.tasks.answers import equal, extract_answer
+from grpo_cli.tasks.answers import final_number
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.prompting import Tokenizer
 from grpo_cli.tasks.turns import DialogueTask, TurnSettings
@@ -123,12 +122,12 @@ class WordProblems(DialogueTask, GeneratedTask[Story]):
         max_change: Annotated[int, Field(ge=2, le=9999)],
         train_problems: TrainProblems,
         eval_problems: EvalProblems,
-        chat_defaults: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         warn: Callable[[str], None],
         **turns: Unpack[TurnSettings],
     ) -> None:
         self._level = max_start, max_change
-        self._set_up(tokenizer, turns, chat_defaults, warn)
+        self._set_up(tokenizer, turns, chat_template_kwargs, warn)
         self._generate(seed, min_steps, max_steps, train_problems, eval_problems)
 
     def draw(self, rng: Random, size: int) -> Story:
@@ -141,7 +140,7 @@ class WordProblems(DialogueTask, GeneratedTask[Story]):
         return problem.in_words(rng)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        correct = float(equal(extract_answer(self.text(rollout.turns[-1])).value, Fraction(prompt.answer)))
+        correct = float(final_number(self.text(rollout.turns[-1]))[0] == int(prompt.answer))
         parts = {"correct": correct, "ended": float(rollout.finish.complete)}
         return Reward(correct, parts, weights={"correct": 1.0})
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -22,8 +21,7 @@ from grpo_cli.support import terminal as screen
 from grpo_cli.support.formatting import duration, gib, plain, short, sparkline
 from grpo_cli.types import Record
 
-PLAIN_LINES = 100  # about how many step lines a plain run prints
-PLAIN_SECONDS = 10.0  # but at least one this long after the last
+PLAIN_SECONDS = 10.0  # between step lines of a plain run
 REMINDER_SECONDS, TICK = 60.0, 1.0  # between lines of a plain run inside a long phase; between looks at the clock
 FORESEEN_SECONDS, FORESEEN_SHARE, LONG_RUN = 20.0, 0.05, 3600.0  # of a first step's rollouts; of a run
 HISTORY = 40  # bars in the sparkline, and steps in the estimate of the time left
@@ -51,19 +49,18 @@ class ConsoleTracker:
     """Shows records as they come. `record.step` counts finished steps, up to `total_steps`.
 
     In a terminal: a view redrawn twice a second, with progress, reward, evaluation, speed, the time of each phase,
-    memory, a right and a wrong completion and the last warning; what does not fit into a line is cut. Otherwise (a
-    file, a pipe, a CI log): a line for about every hundredth of the run, for every step that ends ten seconds after the
-    last line, for every step with an evaluation, and for every minute inside a phase. The tracker itself is the view
-    (`console.print(tracker)`).
+    memory, a right and a wrong completion; what does not fit into a line is cut. Otherwise (a file, a pipe, a CI log):
+    a line for the first and the last step, for every one with an evaluation or ten seconds after the last line, and for
+    every minute inside a phase. The tracker itself is the view (`console.print(tracker)`).
     """
 
     def __init__(
         self,
         total_steps: int,
+        folder: Path,
+        smaller: str = "",
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
-        folder: Path | None = None,
-        smaller: str = "",
     ) -> None:
         """Set up; the run's `folder` is named at the end, `smaller` settings when it is foreseen to be long."""
         self._total, self._folder, self._clock, self._smaller = total_steps, folder, clock, smaller
@@ -75,7 +72,7 @@ class ConsoleTracker:
         self._rewards: list[float] = []
         self._completions: dict[str, str] = {}  # the newest right and wrong one
         self._finished: deque[tuple[float, int]] = deque(maxlen=HISTORY)  # when which step was
-        self._warning, self._last_line = "", clock()
+        self._last_line = clock()
         self._phases: dict[str, _Phase] = {}  # that are open, outermost first
         self._foreseen, self._closed = False, threading.Event()
 
@@ -87,9 +84,8 @@ class ConsoleTracker:
         if "reward/mean" in record.metrics:
             self._rewards.append(record.metrics["reward/mean"])
         self._completions |= {"right" if one.solved else "wrong": one.reply for one in record.examples}
-        due = step <= 1 or step >= self._total or step % max(1, math.ceil(self._total / PLAIN_LINES)) == 0
-        due = due or self._clock() - self._last_line >= PLAIN_SECONDS or "eval/accuracy" in record.metrics
-        if self._live is None and due:
+        due = step <= 1 or step >= self._total or "eval/accuracy" in record.metrics
+        if self._live is None and (due or self._clock() - self._last_line >= PLAIN_SECONDS):
             self._last_line = self._clock()
             self.say(step_line(record, self._total, self.seconds_left()))
 
@@ -136,8 +132,7 @@ class ConsoleTracker:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Print a warning, and keep it in view."""
-        self._warning = f"step {self._step or 0}: {text}"
+        """Print a warning."""
         self._console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
 
     def close(self, summary: Mapping[str, Any]) -> None:
@@ -146,9 +141,7 @@ class ConsoleTracker:
         self._phases = {}
         if self._live is not None:
             self._live.stop()
-        accuracy = self._metrics.get("eval/accuracy")
-        known = "" if accuracy is None or accuracy != summary.get("final_accuracy") else certainty(self._metrics)
-        for line in ending(summary, self._total, self._folder, known):
+        for line in ending(summary, self._total, self._folder, self._metrics):
             self.say(line)
 
     def seconds_left(self) -> float | None:
@@ -180,14 +173,14 @@ class ConsoleTracker:
         for name, text in self._rows(bars=console.encoding.startswith("utf")).items():
             rows.add_row(name, Text(text))
         yield rows
-        if self._warning:  # printed in full above the view
-            yield Text(f"! {self._warning}", style="yellow", overflow="ellipsis", no_wrap=True)
 
     def _rows(self, bars: bool) -> dict[str, str]:
         """Return the text beside each label."""
         seen, rows = self._metrics, dict[str, str]()
         if self._rewards:
-            rows["reward"] = f"{self._rewards[-1]:.3f}" + ("  " + sparkline(shortened(self._rewards, HISTORY))) * bars
+            parts = np.array_split(self._rewards, min(HISTORY, len(self._rewards)))  # of the whole run
+            spark = "  " + sparkline([float(part.mean()) for part in parts])
+            rows["reward"] = f"{self._rewards[-1]:.3f}" + spark * bars
         if "eval/accuracy" in seen:
             rows["eval accuracy"] = _accuracy(seen)
         for label, name, text in FACTS:
@@ -197,17 +190,6 @@ class ConsoleTracker:
         slowest = sorted(phases.keys() - {"step"}, key=lambda name: -phases[name])
         rows |= {"time": "  ".join(f"{name} {phases[name]:.2f} s" for name in slowest)} if slowest else {}
         return rows | {label: plain(self._completions[label]) for label in sorted(self._completions)}
-
-
-def shortened(values: Sequence[float], most: int) -> list[float]:
-    """Return the means of at most so many parts of a series, each as long as the others to one value.
-
-    >>> shortened([1.0, 3.0, 5.0, 6.0], 2), shortened([1.0], 2)
-    ([2.0, 5.5], [1.0])
-    """
-    parts = min(most, len(values))
-    ends = [len(values) * part // parts for part in range(parts + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in pairwise(ends)]
 
 
 def step_line(record: Record, total: int, left: float | None) -> str:
@@ -222,36 +204,26 @@ def step_line(record: Record, total: int, left: float | None) -> str:
 
 
 def _accuracy(seen: Mapping[str, float]) -> str:
-    known = certainty(seen)
-    return f"{seen['eval/accuracy']:.3f}" + (f" ({known})" if known else "")
+    return f"{seen['eval/accuracy']:.3f} ({certainty(seen)})"
 
 
 def certainty(seen: Mapping[str, float]) -> str:
-    """Return the accuracy's interval and the number of problems solved, as far as known."""
-    parts = []
-    if "eval/accuracy_low" in seen and "eval/accuracy_high" in seen:
-        parts.append(f"{seen['eval/accuracy_low']:.3f} to {seen['eval/accuracy_high']:.3f}")
-    if (count := seen.get("eval/problems")) is not None:
-        parts.append(f"{seen['eval/accuracy'] * count:.0f} of {count:.0f}")
-    return ", ".join(parts)
+    """Return the 95 % interval of an accuracy, and the number of problems solved."""
+    found, low, high, count = (
+        seen[f"eval/{name}"] for name in ("accuracy", "accuracy_low", "accuracy_high", "problems")
+    )
+    return f"{low:.3f} to {high:.3f}, {found * count:.0f} of {count:.0f}"
 
 
-def ending(summary: Mapping[str, Any], total: int, folder: Path | None = None, interval: str = "") -> Iterator[str]:
-    """Return how a run ended, and what to type next. The rest is in its `summary.json`."""
-    status, step, accuracy = summary.get("status", "ended"), summary.get("step"), summary.get("final_accuracy")
-    by = f" ({summary['stopped_by']})" if summary.get("stopped_by") else ""
-    parts = [(str(status) if step is None else f"{status} at step {step} of {total}") + by]
+def ending(summary: Mapping[str, Any], total: int, folder: Path, seen: Mapping[str, float]) -> Iterator[str]:
+    """Yield how a run ended, and what to type next. The rest is in its `summary.json`."""
+    status, step, accuracy = summary["status"], summary["step"], summary["final_accuracy"]
+    by = f" ({summary['stopped_by']})" if summary["stopped_by"] else ""
+    reached = ""
     if accuracy is not None:
-        first = summary.get("first_accuracy")
-        at = f" at step {summary['final_accuracy_step']}" if summary.get("final_accuracy_step") != step else ""
-        before = "" if first is None or not summary.get("final_accuracy_step") else f"{first:.3f} -> "
-        parts.append(f"accuracy {before}{accuracy:.3f}" + (f" ({interval})" if interval else "") + at)
-    if (best := summary.get("best_accuracy")) is not None and best != accuracy:
-        parts.append(f"best {best:.3f}")
-    seconds = summary.get("train_seconds")
-    yield ", ".join(parts) + ("" if seconds is None else f"; {duration(seconds)} of training")
-    if folder is None:
-        return
+        before = f"{summary['first_accuracy']:.3f} -> " if summary["final_accuracy_step"] else ""
+        reached = f", accuracy {before}{_accuracy(seen) if 'eval/accuracy' in seen else f'{accuracy:.3f}'}"
+    yield f"{status} at step {step} of {total}{by}{reached}; {duration(summary['train_seconds'])} of training"
     here = Path.cwd()
     place = shlex.quote(plain(folder.relative_to(here) if folder.is_relative_to(here) else folder))
     if step:

@@ -46,21 +46,15 @@ NOT_TAKEN = "the collector left its group out of this step"
 def examples(
     task: Task, made: Sequence[ScoredGroup], selected: Sequence[Selection], count: int, tokens: bool = False
 ) -> tuple[Example, ...]:
-    """Return rows for `rollouts.jsonl`: `count` of the step's rollouts, of as few groups as they fill, so that a group
-    can be looked at; all if it is negative.
+    """Return rows for `rollouts.jsonl`: the first `count` of the step's rollouts, group by group; all if negative.
 
     `selected` are the selections of what the collector has taken, which may be groups of earlier steps, with their rows
     in the records of those. With `tokens`, rows hold token ids and log-probabilities too.
     """
     of = {selection.group.prompt.id: selection for selection in selected}
-    if 0 < count < (rollouts := sum(len(group.rollouts) for group in made)):
-        groups = math.ceil(count * len(made) / rollouts)
-        made = [made[i * len(made) // groups] for i in range(groups)]
     places = [(group, of.get(group.prompt.id), index) for group in made for index in range(len(group.rollouts))]
-    if count >= 0:
-        places = places[:count]
     rows = []
-    for group, selection, index in places:
+    for group, selection, index in places if count < 0 else places[:count]:
         why, advantage = NOT_TAKEN, None
         if selection is not None:
             why = selection.reasons[index]

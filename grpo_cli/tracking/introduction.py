@@ -9,18 +9,14 @@ import torch
 
 from grpo_cli.interfaces import Runtime, Task
 from grpo_cli.settings import EvalRunSettings, RunSettings
-from grpo_cli.support.formatting import shown
-from grpo_cli.support.processor import why_no_gpu
-from grpo_cli.tasks.prompting import TODAY, model_defaults, reads_clock, turn_end
+from grpo_cli.tasks.prompting import TODAY, reads_clock, turn_end
 
 MOST_LR = 5e-5  # for full fine-tuning of a pretrained model: more than in any recipe cited in conf/model
-# What PyTorch says if nothing is wrong: a build without CUDA, no driver, no GPU or no visible one.
-_NO_GPU = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
 
 
 def introduction(settings: RunSettings, runtime: Runtime) -> Iterator[str]:
-    """Return lines about the model, a step's rollouts, and what no setting shows."""
-    weights, device, tokenizer = list(runtime.model.parameters()), runtime.device, runtime.tokenizer
+    """Yield lines about the model and a step's rollouts."""
+    weights, device = list(runtime.model.parameters()), runtime.device
     parameters, trained = sum(p.numel() for p in weights), sum(p.numel() for p in weights if p.requires_grad)
     prompts, n, m = settings.train.prompts, settings.n, settings.m
     kept = "all trained on" if m == n else f"{m} of each {n} trained on"
@@ -33,29 +29,15 @@ def introduction(settings: RunSettings, runtime: Runtime) -> Iterator[str]:
         f"rollouts = {prompts * n}, {kept}; learning rate {settings.optim.lr:g}, replies of up to "
         f"{settings.sampling.max_new_tokens} tokens"
     )
-    if device.type == "cpu" and settings.device == "auto" and not any(sign in why_no_gpu() for sign in _NO_GPU):
-        yield f"device=auto is cpu: there is a GPU driver, but PyTorch finds no GPU that it can use ({why_no_gpu()})"
-    for word, value in model_defaults(tokenizer, settings.parts["task"], settings.model.chat_template_kwargs).items():
-        yield (
-            f"the chat template gets {word}={shown(value)}, the default of the model's preset; "
-            f"'+task.chat_template_kwargs={{{word}:...}}' changes it"
-        )
 
 
 def doubts(settings: RunSettings) -> Iterator[str]:
-    """Return likely mistakes in numbers that the model's or the task's recipe would have set."""
-    model, lr, limit = settings.model, settings.optim.lr, settings.sampling.max_new_tokens
-    task = settings.parts["task"]
-    usual = {**task.get("recipe", {})}.get("max_new_tokens", 0) * task.get("turns", 1)
+    """Yield that a learning rate is likely a mistake."""
+    model, lr = settings.model, settings.optim.lr
     if lr > MOST_LR >= model.recipe.get("lr", 0.0) and not (model.adapted or model.random_init):
         yield (
             f"optim.lr={lr:g} trains every weight of a pretrained model, which soon ruins it: leave it out "
             "(optim.lr=auto), or train adapters (model.lora.rank=16)"
-        )
-    if limit < min(usual, model.recipe.get("max_new_tokens") or usual):
-        yield (
-            f"sampling.max_new_tokens={limit} is less than the task's {usual}: replies that are cut off earn nothing. "
-            "Leave it out, unless they are meant to be short"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ class JsonlTracker:
 
     Records are in the files before `log` returns, so a killed process loses nothing. A checkpoint keeps the length and
     the SHA-256 of each file; a resumed run cuts off what came later, and refuses a file that begins with anything else,
-    or keeps its whole lines with `accept_damage`. A fresh run refuses a folder that already has records.
+    or keeps the whole lines of that length with `accept_damage`. A fresh run refuses a folder that has records.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class JsonlTracker:
             if not self._accept_damage:
                 raise UserError(f"{problem}; restore it, or continue with what is there: accept_damage=true")
             self._warn(f"accepted damage: {problem}")
-            found[path] = _prefix(path, _bytes_until(path, self._step))
+            found[path] = _prefix(path, content(path)[:size].rfind(b"\n") + 1)
         for path, (size, _) in found.items():
             with must_be_writable(path), open(path, "r+b", opener=regular) as file:
                 file.truncate(size)
@@ -105,14 +104,3 @@ def _prefix(path: Path, size: int) -> tuple[int, Any]:
             digest.update(piece)
             read += len(piece)
     return read, digest
-
-
-def _bytes_until(path: Path, last: int) -> int:
-    """Return the bytes of the whole lines before the first one of a step after `last`; damaged lines count."""
-    size = 0
-    for line in content(path).splitlines(keepends=True):
-        step = re.match(rb'{"step": (\d+)', line)
-        if not line.endswith(b"\n") or (step and int(step[1]) > last):
-            break
-        size += len(line)
-    return size

@@ -35,16 +35,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """The rollouts that a step trained on, and its metrics. `reuse` is empty if no old rollout was trained on.
-
-    `selected` marks each rollout that was trained on; `tokens` counts the trained tokens.
-    """
+    """The rollouts that a step trained on, marked in `selected`, the number of trained tokens, and metrics of what they
+    were sampled by."""
 
     updates: tuple[Update, ...]
     selected: Sequence[Selection]
     tokens: int
-    mismatch: Mapping[str, float]
-    reuse: Mapping[str, float]
+    sampled: Mapping[str, float]
 
 
 # Counters as metrics, by their names in `metrics.py`: those of every step, and of one with rollouts.
@@ -81,8 +78,7 @@ def step_metrics(
         **rollout_metrics(scored),
         **kept_metrics([one.chosen for one in trained.selected], [one.trained for one in trained.selected]),
         **_means(trained.updates),
-        **trained.mismatch,
-        **trained.reuse,
+        **trained.sampled,
         **stats.details,
         **{name: getattr(progress, counter) for name, counter in (_COUNTERS | _OF_ROLLOUTS).items()},
         **{f"engine/{name}": getattr(stats, name) for name in _OF_ENGINE},

@@ -6,7 +6,6 @@ import importlib
 import os
 import shlex
 import sys
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import fields
@@ -36,9 +35,9 @@ class WandbTracker:
 
     W&B: `mode=auto` is WANDB_MODE if set, else online with an API key and offline without. The run's id is stored in
     `run_dir/wandb_id.txt`, so that a resumed run continues the same W&B run. Steps are a metric and the x axis of all
-    others, because W&B's own counter cannot go back to a checkpoint. Examples are collected in a table `rollouts`, sent
-    every `table_every` records and at the end. Trackio: a run is known by its name, that of its folder unless given;
-    `space_id` is a Space of the hub that gets everything.
+    others, because W&B's own counter cannot go back to a checkpoint. Every `table_every` steps the examples are sent as
+    a table `rollouts`. Trackio: a run is known by its name, that of its folder unless given; `space_id` is a Space of
+    the hub that gets everything.
     """
 
     def __init__(
@@ -62,26 +61,23 @@ class WandbTracker:
     ) -> None:
         self._mode = os.environ.get("WANDB_MODE", mode) if mode == "auto" else mode
         self._run_dir, self._table_every, self._module, self._warn = run_dir, table_every, module, warn
-        self._rows: list[list[Any]] = []
-        self._records = self._step = 0
         self._run: Any = None
         self._later = ""  # how what is on disk is sent
         if module == "wandb" and self._mode == "disabled":
             return
         require(module, f"logger={module}")
         known = without_secrets({**config, "choices": choices or {}})
-        about = {"project": project, "name": name, "group": group or sweep_of(run_dir), "config": known}
+        about = {"project": project, "group": group or sweep_of(run_dir), "config": known, "resume": "allow"}
         with self._calls():
-            if module == "trackio":
+            if module == "wandb":
+                about |= {"name": name, "entity": entity, "job_type": job_type, "tags": [*tags]}
+                where = self._start_wandb(about)
+            else:
                 # It would measure the machine beside the run.
                 quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
                 about |= {"name": name or run_dir.absolute().name, "space_id": space_id, **quiet}
-                self._run = importlib.import_module("trackio").init(**about, resume="allow")
+                self._run = importlib.import_module("trackio").init(**about)
                 where = f"Trackio: trackio show --project {project}"
-            else:
-                found_by = [f"{k}={v}" for k, v in (choices or {}).items() if k != "logger" and v != "none"]
-                labels = [*tags, *(tag[:64] for tag in found_by)]  # W&B takes up to 64 characters
-                where = self._start_wandb(about | {"entity": entity, "job_type": job_type, "tags": labels})
         say(where)
 
     def _start_wandb(self, about: Mapping[str, Any]) -> str:
@@ -98,65 +94,59 @@ class WandbTracker:
         quiet = {"silent": True, "console": "off", "disable_code": True}
         settings = wandb.Settings(**quiet, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True)
         self._later = f"wandb sync {shlex.quote(str(folder))}/{'' if online else 'offline-'}run-*"
-        where = {"dir": str(self._run_dir), "mode": "online" if online else "offline", "id": _run_id(self._run_dir)}
+        kept = self._run_dir / layout.WANDB_ID
+        known = kept.read_text().strip() if kept.exists() else None  # else W&B's own, or that of its sweep's agent
+        where = {"dir": str(self._run_dir), "mode": "online" if online else "offline", "id": known}
         argv, sys.argv = sys.argv, arguments_without_secrets(sys.argv)  # which it records
         try:
-            self._run = wandb.init(**about, **where, resume="allow", reinit="create_new", settings=settings)
+            self._run = wandb.init(**about, **where, reinit="create_new", settings=settings)
         finally:
             sys.argv = argv
+        write_atomically(kept, f"{self._run.id}\n".encode())
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         return f"W&B: {self._run.url if online else f'offline; send this run later with: {self._later}'}"
 
     def log(self, record: Record) -> None:
-        """Send a record's metrics, and now and then the table of examples."""
-        self._step = record.step
-        self._rows += [_table_row(record.step, example) for example in record.examples] if self._table_every else []
-        self._records += 1
-        table = self._table_every > 0 and self._records % self._table_every == 0
-        with self._calls():
-            self._send({**record.metrics, **(self._take_table() if table else {})})
-
-    def close(self, summary: Mapping[str, Any]) -> None:
-        """Send what is left and the summary, and end the run."""
+        """Send a record's metrics, and now and then its examples."""
         if self._run is None:
             return
         with self._calls():
-            if rest := self._take_table():
-                self._send(rest)
             if self._module == "trackio":
-                self._send({f"summary/{k}": float(v) for k, v in summary.items() if isinstance(v, int | float)})
-                self._run.finish()
+                self._run.log(dict(record.metrics), step=record.step)
             else:
-                scalar = (str, int, float, bool, type(None))
-                self._run.summary.update({k: v if isinstance(v, scalar) else json_line(v) for k, v in summary.items()})
-                self._run.finish(exit_code=1 if summary.get("status") == "failed" else 0)
+                self._run.log({"step": record.step, **record.metrics, **self._table(record)})
 
-    def _send(self, values: Mapping[str, Any]) -> None:
-        if self._run is not None and self._module == "trackio":
-            self._run.log(dict(values), step=self._step)
-        elif self._run is not None:
-            self._run.log({"step": self._step, **values})
-
-    def _take_table(self) -> dict[str, Any]:
-        if not self._rows:
+    def _table(self, record: Record) -> dict[str, Any]:
+        if not (self._table_every and record.examples and record.step % self._table_every == 0):
             return {}
-        rows, self._rows = self._rows, []
+        rows = [[vars(example)[name] for name in _COLUMNS] for example in record.examples]
+        rows = [[json_line(value) if isinstance(value, Mapping) else value for value in row] for row in rows]
         table = importlib.import_module("wandb").Table
-        return {"rollouts": table(columns=["step", *_COLUMNS], data=rows, allow_mixed_types=True)}
+        return {"rollouts": table(columns=_COLUMNS, data=rows, allow_mixed_types=True)}
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Send the summary, and end the run."""
+        if self._run is None:
+            return
+        with self._calls():
+            if self._module == "trackio":
+                self._run.finish()
+                return
+            scalar = (str, int, float, bool, type(None))
+            self._run.summary.update({k: v if isinstance(v, scalar) else json_line(v) for k, v in summary.items()})
+            self._run.finish(exit_code=1 if summary.get("status") == "failed" else 0)
 
     @contextmanager
     def _calls(self) -> Iterator[None]:
-        """Answer a failure of the library or its connection: a UserError at the start, a warning afterwards. Our own
-        errors propagate. Trackio prints lines of its own."""
+        """Answer a failure of the library or its connection: a UserError at the start, a warning afterwards. Trackio
+        prints lines of its own."""
         try:
             with redirect_stdout(StringIO()) if self._module == "trackio" else nullcontext():
                 yield
-        except Exception as error:
-            # W&B's errors have no common base class.
-            theirs = type(error).__module__.partition(".")[0] == self._module
-            if not (theirs or isinstance(error, OSError | ValueError | RuntimeError)):
-                raise
+        except UserError:
+            raise
+        except Exception as error:  # W&B's errors have no common base class
             if self._module == "wandb":
                 with suppress(Exception):  # exit would wait for its process, which may be dead
                     importlib.import_module("wandb").teardown(1)
@@ -169,22 +159,6 @@ class WandbTracker:
             self._run = None
             later = self._later and f"; send what is on disk with: {self._later}"
             self._warn(f"{self._module} failed ({reason}) and gets nothing more; metrics.jsonl has everything{later}")
-
-
-def _table_row(step: int, example: Example) -> list[Any]:
-    values = (getattr(example, name) for name in _COLUMNS)
-    return [step, *(json_line(value) if isinstance(value, Mapping) else value for value in values)]
-
-
-def _run_id(run_dir: Path) -> str:
-    """Return the run's W&B id, created (or given by `wandb agent`) on first use and stored."""
-    path = run_dir / layout.WANDB_ID
-    if path.exists() and (known := path.read_text().strip()):
-        return known
-    given = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
-    new = given or uuid.uuid4().hex[:12]
-    write_atomically(path, f"{new}\n".encode())
-    return new
 
 
 def sweep_of(run_dir: Path) -> str | None:

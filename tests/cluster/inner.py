@@ -14,7 +14,6 @@ import made
 from small import make_engine
 
 from grpo_cli.config.instantiate import ready
-from grpo_cli.engine.length_predictor import NoPredictor
 from grpo_cli.support.errors import UserError
 
 
@@ -25,35 +24,15 @@ def slowed(seconds: float, name: str) -> AbstractContextManager[None]:
 
 
 def build(
-    model: Any,
-    *,
-    warn: Any,
-    slots: int,
-    seconds: float = 0.0,
-    scheduler: str = "fifo",
-    predicts: str = "nothing",
-    fails: str = "",
-    dies: str = "",
+    model: Any, *, warn: Any, scheduler: str, predictor: Any, seconds: float = 0.0, fails: str = "", dies: str = ""
 ) -> Any:
-    """The torch engine, `slots` at a time, with `seconds` for each step. While the file `dies` is there, the process
-    dies with each call."""
-    if fails == "refused":
-        raise UserError("lower sampling.max_new_tokens")
+    """The torch engine, two slots, with `seconds` for each step. While the file `dies` is there, the process dies with
+    each call."""
     if fails:
-        raise RuntimeError(fails)
-    predictors = {
-        "nothing": NoPredictor,
-        "means": made.mean_length,
-        "prefix": partial(made.prefix_head, {"seed": 0}, prefix_tokens=2),
-    }
-    engine = make_engine(
-        model,
-        sampler=made.infinite(slots=slots),
-        scheduler=ready("scheduler", scheduler),
-        predictor=predictors[predicts](),
-        span=partial(slowed, seconds),
-        warn=warn,
-    )
+        raise UserError(fails) if fails.startswith("lower") else RuntimeError(fails)
+    parts = {"scheduler": ready("scheduler", scheduler), "predictor": predictor()}
+    span = partial(slowed, seconds)
+    engine = make_engine(model, sampler=made.infinite(slots=2), span=span, warn=warn, **parts)
     generate = engine.generate
 
     def generate_or_die(requests: Any) -> Any:

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,21 +16,17 @@ import psutil
 import pytest
 import torch
 from inner import build
-from small import contents, engine_of, make_engine, require_bits, small_model, some_requests
+from small import adapted_model, contents, engine_of, make_engine, require_bits, small_model, some_requests
 
 if importlib.util.find_spec("ray") is None:  # not imported: what it asks the environment it asks only then
     pytest.skip("Ray is not installed", allow_module_level=True)
 
 from grpo_cli.config.instantiate import ready  # noqa: E402
 from grpo_cli.engine import ray_engine as ray_module  # noqa: E402
-from grpo_cli.engine.length_predictor import MeanLength  # noqa: E402
+from grpo_cli.engine.length_predictor import MeanLength, NoPredictor  # noqa: E402
 from grpo_cli.engine.ray_engine import RayEngine  # noqa: E402
-from grpo_cli.engine.ray_worker import numbers  # noqa: E402
-from grpo_cli.model.adapters import with_adapters  # noqa: E402
-from grpo_cli.settings import LoraSettings  # noqa: E402
 from grpo_cli.support.errors import UserError  # noqa: E402
 
-LORA = LoraSettings(2, 4.0, 0.0, ("q_proj", "down_proj"), False, False)
 REQUESTS = some_requests(prompts=6, n=4)
 WORKERS = 2
 
@@ -52,22 +47,19 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return small_model()
-
-
 @pytest.fixture
-def ray_engine(model: Any) -> Iterator[Any]:
+def ray_engine() -> Iterator[Any]:
     import ray
 
     made_here: list[RayEngine] = []
 
-    def make(workers: int = WORKERS, of: Any = None, built: dict[str, Any] | None = None, **words: Any) -> RayEngine:
-        build_one = partial(build, slots=2, **(built or {}))
-        scheduler = ready("scheduler", (built or {}).get("scheduler", "fifo"))
-        defaults = dict(sampler=made.infinite(slots=2), scheduler=scheduler, threads=1, timeout=300.0)
-        engine = engine_of("ray", of or model, build=build_one, workers=workers, **(defaults | words))
+    def make(workers: int = WORKERS, model: Any = None, predictor: Any = NoPredictor, **words: Any) -> RayEngine:
+        inner = {name: words.pop(name) for name in ("seconds", "fails", "dies") if name in words}
+        scheduler = "fifo" if predictor is NoPredictor else "lpt"
+        words |= {"build": partial(build, scheduler=scheduler, predictor=predictor, **inner), "threads": 1}
+        words |= {"sampler": made.infinite(slots=2), "scheduler": ready("scheduler", scheduler), "timeout": 300.0}
+        words |= {"predictor": predictor(), "workers": workers}
+        engine: RayEngine = engine_of("ray", model or small_model(), **words)
         made_here.append(engine)
         return engine
 
@@ -99,7 +91,7 @@ def test_rollouts_are_those_of_this_process_whoever_dies_and_whoever_stops_askin
     """What stands for all of `engine=ray` where tests are to be quick."""
     model, said = small_model(), list[str]()
     require_bits(model)
-    engine = all_there(ray_engine(of=model, built={"seconds": 0.02}, warn=said.append))
+    engine = all_there(ray_engine(model=model, seconds=0.02, warn=said.append))
     assert contents(engine.generate(REQUESTS)) == here(model)
     stats, facts = engine.stats(), engine.facts()
     assert stats.generated_tokens == sum(len(tokens) for tokens, *_ in here(model).values())
@@ -126,59 +118,54 @@ def test_rollouts_are_those_of_this_process_whoever_dies_and_whoever_stops_askin
     assert contents(engine.generate(REQUESTS)) == here(model)
 
 
+@pytest.mark.bits
 @pytest.mark.cluster
 def test_each_version_of_the_weights_is_sent_once_and_of_adapters_only_they(ray_engine, monkeypatch):
     import ray
 
-    pytest.importorskip("peft")
-    untied = small_model("qwen3", tie_word_embeddings=False)
-    model = with_adapters(untied, replace(made.model(), lora=LORA)).eval()
-    require_bits(model)
-    engine, puts, put = ray_engine(1, of=model), list[Any](), ray.put
+    model = adapted_model()
+    engine, puts, put = ray_engine(1, model), list[Any](), ray.put
     monkeypatch.setattr(ray, "put", lambda value: (puts.append(value), put(value))[1])
     before = contents(engine.generate(REQUESTS))
     assert before == here(model)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.3)
-    assert contents(engine.generate(REQUESTS)) == before  # update_weights was not called yet
-    assert len(puts) == 1
+            parameter.add_(0.3) if parameter.requires_grad else None
+    assert contents(engine.generate(REQUESTS)) == before and len(puts) == 1  # update_weights was not called yet
     engine.update_weights()
-    after = contents(engine.generate(REQUESTS))
-    assert after == here(model) != before
-    assert len(puts) == 2
-    assert len(puts[1]) == len(numbers(model, trained=True)) == 2 * 2 * 2  # two layers, two modules, A and B
+    assert contents(engine.generate(REQUESTS)) == here(model) != before
+    assert len(puts) == 2 and len(puts[1]) == 2 * 3 * 2  # two layers, three modules, A and B
 
 
+@pytest.mark.bits
 @pytest.mark.cluster
-def test_lengths_are_predicted_where_what_they_are_predicted_from_is(model, ray_engine):
-    require_bits(model)
-    engine = ray_engine(1, built={"scheduler": "lpt", "predicts": "means"}, predictor=MeanLength(decay=0.5))
+@pytest.mark.parametrize(
+    ("predictor", "figure"),
+    [
+        (partial(MeanLength, decay=0.5), "predictor/mean_absolute_error"),
+        (partial(made.prefix_head, {"seed": 0}, prefix_tokens=2), "engine/kv_held_bytes"),
+    ],
+)
+def test_lengths_are_predicted_where_what_they_are_predicted_from_is(ray_engine, predictor, figure):
+    engine = ray_engine(1, predictor=predictor)
     list(engine.generate(REQUESTS))
-    assert contents(engine.generate(REQUESTS)) == here(model)
-    assert engine.stats().details["predictor/mean_absolute_error"] > 0
-    assert engine.state_dict()["predictor"]["kind"] == "mean"
-    head = made.prefix_head({"seed": 0}, prefix_tokens=2)
-    engine = ray_engine(1, predictor=head, built={"scheduler": "lpt", "predicts": "prefix"})
-    assert contents(engine.generate(REQUESTS)) == here(model)
+    assert contents(engine.generate(REQUESTS)) == here(small_model())
+    assert engine.stats().details[figure] > 0
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
     ("built", "said"),
     [
-        ({"dies": True}, r"worker 0 on .* died in 3 calls in a row: .*grpo train resume=auto$"),
-        ({"fails": "refused"}, r"^lower sampling.max_new_tokens$"),
+        ({"dies": __file__}, r"worker 0 on .* died in 3 calls in a row: .*grpo train resume=auto$"),
+        ({"fails": "lower sampling.max_new_tokens"}, r"^lower sampling.max_new_tokens$"),
         ({"fails": "no kernel. At all"}, r"worker 0 on .*: RuntimeError: no kernel; .*resume=auto$"),
     ],
     ids=str,
 )
-def test_a_worker_that_dies_refuses_or_fails_at_each_call_ends_the_run(ray_engine, tmp_path, built, said):
-    flag = tmp_path / "dies"
-    flag.touch()
+def test_a_worker_that_dies_refuses_or_fails_at_each_call_ends_the_run(ray_engine, built, said):
     with pytest.raises(UserError, match=said):
-        list(ray_engine(1, built=built | ({"dies": str(flag)} if "dies" in built else {})).generate(REQUESTS))
+        list(ray_engine(1, **built).generate(REQUESTS))
 
 
 @pytest.mark.cluster

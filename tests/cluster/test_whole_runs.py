@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import secrets
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,7 @@ OF_THE_WAY = ("engine/", "time/", "clock/", "memory/", "speed/")
 
 def started(run: Path, *words: str) -> Forked:
     place = () if f"resume={run}" in words else (f"hydra.run.dir={run}",)
-    return Forked("train", *words, *place, cwd=run.parent, env={"PYTHONPATH": str(ROOT)})
+    return Forked("train", *WORDS, *words, *place, cwd=run.parent, env={"PYTHONPATH": str(ROOT)})
 
 
 def ended(run: Path, *words: str) -> str:
@@ -51,21 +55,16 @@ def told(run: Path) -> Any:
     return metrics, (run / "rollouts.jsonl").read_bytes()
 
 
-def killed_at(
-    run: Path,
-    step: int,
-    which: Callable[[psutil.Process], bool] | None = None,
-    number: int = signal.SIGKILL,
-    words: tuple[str, ...] = (),
-) -> tuple[str, list[psutil.Process]]:
-    """What a run says that gets a signal after so many steps, or one of whose workers does; and all its processes."""
-    process = started(run, *WORDS, *RAY, *words)
+def killed_at(run: Path, step: int, which: str | None, number: int = signal.SIGKILL, *words: str) -> tuple[str, Any]:
+    """What a run says that gets a signal after so many steps, or one of whose workers of this name does; and all its
+    processes."""
+    process = started(run, *RAY, *words)
     while len(rows(run)) <= step:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
     own = psutil.Process(process.pid)
     family = [own, *own.children(recursive=True)]
-    os.kill(next(one.pid for one in family if which is None or which(one)), number)
+    os.kill(next(one.pid for one in family if which is None or which in one.name()), number)
     return process.communicate()[0], family
 
 
@@ -73,15 +72,15 @@ def killed_at(
 def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run by the engine of one process."""
     run = tmp_path_factory.mktemp("alone") / "run"
-    ended(run, *WORDS)
+    ended(run)
     return run
 
 
 def test_a_killed_worker_changes_no_episode(tmp_path):
     """Workers draw one turn of everybody in a round; the engine of one process answers in place."""
     words = ("task=guess", "sampling.max_turn_tokens=4")
-    said, _ = killed_at(tmp_path / "ray", 2, lambda one: one.name().startswith("ray::RolloutWorker"), words=words)
-    ended(tmp_path / "alone", *WORDS, *words)
+    said, _ = killed_at(tmp_path / "ray", 2, "ray::RolloutWorker", signal.SIGKILL, *words)
+    ended(tmp_path / "alone", *words)
     assert "died: Ray restarts it" in said and "completed at step 5" in said
     summary = json.loads((tmp_path / "ray" / "summary.json").read_text())
     assert summary["engine"]["invariant"] and summary["engine"]["workers"].keys() & {"0", "1"}
@@ -91,39 +90,67 @@ def test_a_killed_worker_changes_no_episode(tmp_path):
 
 def test_when_ray_is_gone_the_run_fails_truthfully_and_goes_on_later(tmp_path, left_alone):
     run = tmp_path / "run"
-    said, _ = killed_at(run, 2, lambda process: "raylet" in process.name())
+    said, _ = killed_at(run, 2, "raylet")
     assert "Ray itself has ended" in said and "grpo train resume=auto" in said
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "failed" and "Ray itself has ended" in summary["error"]
-    assert "completed at step 5" in ended(run, *WORDS, *RAY, "engine.workers=1", f"resume={run}")
+    assert "completed at step 5" in ended(run, *RAY, "engine.workers=1", f"resume={run}")
     assert told(run) == told(left_alone)
-
-
-def is_agent(process: psutil.Process) -> bool:
-    """One of Ray's agents, which look for their node once in a while."""
-    try:
-        return "Agent" in process.name()
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_end_of_a_run_ends_its_workers(tmp_path, number):
+    """But for Ray's agents, which look for their node once in a while."""
     run = tmp_path / "run"
     said, family = killed_at(run, 2, None, number)
-    left = psutil.wait_procs([one for one in family if not is_agent(one)], timeout=60)[1]
-    assert not [one for one in left if not is_agent(one)]
+    left = psutil.wait_procs([one for one in family if "Agent" not in name_of(one)], timeout=60)[1]
+    assert not [one for one in left if "Agent" not in name_of(one)]
     if number == signal.SIGTERM:
         assert "SIGTERM: stopping after this step" in said
         assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
         assert not list(Path("/tmp").glob(f"grpo_ray_{family[0].pid}_*"))
 
 
+def name_of(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return str(process.name())
+    return "Agent or gone"
+
+
+def test_a_run_joins_a_cluster_that_asks_for_a_token(tmp_path, left_alone, monkeypatch):
+    for name, value in (("AUTH_MODE", "token"), ("AUTH_TOKEN", secrets.token_hex(32)), ("USAGE_STATS_ENABLED", "0")):
+        monkeypatch.setenv(f"RAY_{name}", value)
+    # Not here: what is in Ray's environment when it is imported would be so for this process's other tests.
+    asked = [sys.executable, "-c", "from ray.util import get_node_ip_address; print(get_node_ip_address())"]
+    with socket.create_server(("", 0)) as listening:
+        port = listening.getsockname()[1]
+    address, folder = f"{subprocess.check_output(asked, text=True).strip()}:{port}", Path(f"/tmp/grpo_{os.getpid()}")
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=2"]
+    command += [f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}"]  # sockets have short names
+    head = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for number in range(60):  # the node takes seconds to come up
+            run = tmp_path / f"run{number}"
+            process = started(run, *RAY, f"engine.address={address}")
+            said = process.communicate()[0]
+            if process.returncode == 0:
+                break
+            assert "and Ray has" in said or "Ray at engine.address" in said, said
+    finally:
+        family = [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]
+        for one in family:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        head.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+    assert told(run) == told(left_alone)
+
+
 def test_no_cluster_is_an_error_of_one_sentence(tmp_path):
     """Something that is not Ray, which neither answers nor hangs up."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"engine.address=127.0.0.1:{listening.getsockname()[1]}"
-        process = started(tmp_path / "run", *WORDS, "engine=ray", address)
+        process = started(tmp_path / "run", "engine=ray", address)
         said = process.communicate()[0]
     assert process.returncode == 2 and "Traceback" not in said, said
     assert said.splitlines()[-1].startswith("error: Ray at engine.address="), said

@@ -3,51 +3,55 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import made
 import numpy as np
 import pytest
+import torch
 from bank import InOrder, Scripted, collection_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small import advantages_of, make_engine, scored, small_model, some_requests
+from test_partial import held_of
+from test_resume import cut_off_and_resumed, rows, trained
+from test_resume import rows as records
 
-from grpo_cli.config.instantiate import make
+from grpo_cli.collect.epochs import Epochs
+from grpo_cli.config.instantiate import make, ready
+from grpo_cli.experimental import arrol as arrol_module
+from grpo_cli.experimental import latr, poise
 from grpo_cli.experimental.dars import missing
+from grpo_cli.experimental.given import num_given
+from grpo_cli.experimental.reading import POOLED, PolicyReading, read
+from grpo_cli.experimental.ridge_probe import ProbeRows, RidgeProbe
+from grpo_cli.experimental.roll_packer import Tail
+from grpo_cli.experimental.sorted_rl import Sorted
 from grpo_cli.experimental.trace import hand_out, mixed_gains
-from grpo_cli.history import History, Visit
-from grpo_cli.types import Prompt, Request
-
-Solves = Callable[[Request], bool]
-
-
-def rng(seed: int = 0) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
-def collector(choice: str, **changed: Any) -> Any:
-    return make("collector", made.part("collector", choice, **changed))
+from grpo_cli.interfaces import Runtime
+from grpo_cli.rules.advantage import advantages
+from grpo_cli.rules.downsample import choose
+from grpo_cli.settings import Sampling
+from grpo_cli.types import (
+    ENVIRONMENT,
+    GIVEN,
+    EngineStats,
+    Finish,
+    Prompt,
+    Request,
+    Reward,
+    Rollout,
+    Span,
+)
 
 
 def problems(count: int) -> list[Prompt]:
     return [Prompt(f"p{place}", (0,), "") for place in range(count)]
-
-
-def one_step(
-    rule: Any, solves: Solves, *, n: int, prompts: int, history: History | None = None, seed: int = 0
-) -> tuple[dict[str, int], Scripted, dict[str, float]]:
-    """How many rollouts each problem got, in the order of the groups."""
-    bank, curriculum = Scripted(solves), InOrder(problems(8 * prompts))
-    collection = collection_of(bank, curriculum, n=n, prompts=prompts, history=history, seed=seed)
-    groups = collection.run(rule)
-    return {group.prompt.id: len(group.rollouts) for group in groups}, bank, collection.metrics()
-
-
-def seen(rates: Sequence[float], tried: int = 20) -> History:
-    """One visit of each problem, in which that share of rollouts solved it."""
-    return History({f"p{place}": [Visit(0, round(rate * tried), tried)] for place, rate in enumerate(rates)})
 
 
 # ---- sharing out
@@ -67,7 +71,7 @@ def test_no_division_of_the_rollouts_expects_more_mixed_groups_than_the_one_that
     def expected(counts: Sequence[int]) -> float:
         return float(sum(worth[place, number] for place, number in enumerate(counts)))
 
-    found = hand_out(gains.tolist(), budget, rng(data.draw(st.integers(0, 5))))
+    found = hand_out(gains.tolist(), budget, np.random.default_rng(data.draw(st.integers(0, 5))))
     assert sum(found) in (budget, budget - 1) and all(number == 0 or 2 <= number <= most for number in found)
     sizes, large = [0, *range(2, most + 1)], gains[:, 2].max() / 2
     best = max(expected(some) for some in itertools.product(sizes, repeat=count) if sum(some) == budget)
@@ -88,22 +92,370 @@ def test_dars_asks_for_what_the_paper_does(n, most, weighting, divided, expected
     assert [missing(solved, n, most, weighting, divided) for solved in range(n + 1)] == expected
 
 
-def first_solved(counts: Mapping[str, int]) -> Solves:
-    """The first so many samples of each problem are right."""
-    return lambda request: request.sample < counts[request.prompt.id]
+# Advantages of single tokens, weights of problems, groups that are stored or read, and replies that begin with tokens
 
 
-def test_dars_makes_a_second_round_of_what_was_hard_in_groups_of_their_first_order():
-    solved = {"p0": 4, "p1": 1, "p2": 8, "p3": 2}
-    rule = collector("dars", most=32)
-    sizes, bank, metrics = one_step(rule, first_solved(solved), n=8, prompts=4)
-    assert list(sizes.items()) == [("p0", 8), ("p1", 8 + 11), ("p2", 8), ("p3", 8 + 3)]
-    first, second = bank.rounds
-    assert [(r.prompt.id, r.sample) for r in first] == [(f"p{p}", s) for p in range(4) for s in range(8)]
-    more = [("p1", sample) for sample in range(8, 19)] + [("p3", sample) for sample in range(8, 11)]
-    assert [(r.prompt.id, r.sample) for r in second] == more
-    judged = Counter((request.prompt.id, request.sample) for request in bank.judged)
-    assert set(judged.values()) == {1} and len(judged) == 32 + 14
-    assert len({request.seed for request in bank.judged}) == 46
-    assert metrics["collect/second_round"] == pytest.approx(14 / 46)
-    assert (metrics["collect/rounds"], metrics["collect/rollouts_max"]) == (2.0, 19.0)
+HALF = math.sqrt(0.5)  # the advantage of the better of two, but for eps
+TWO = scored(1.0, 0.0, replies=[(1, 2, 3), (4, 5)], logprobs=[(-0.1, -0.2, -3.0), (-0.5, -0.5)])
+
+
+def runtime(task: Any) -> Runtime:
+    return Runtime(torch.device("cpu"), None, None, 0, task, Scripted(), (9,))
+
+
+def test_only_tokens_of_the_newest_weights_and_given_ones_are_trained_on() -> None:
+    spans = (Span(GIVEN, 1), Span(3, 1), Span(4, 1)), (Span(3, 2),)
+    rollouts = tuple(replace(one, spans=of) for one, of in zip(TWO.rollouts, spans, strict=True))
+    found = advantages(made.advantage("fresh"), replace(TWO, rollouts=rollouts), [0, 1])
+    assert found.numpy() == pytest.approx(np.array([[HALF, 0, HALF], [0, 0, 0]]), abs=5e-4)
+
+
+# Groups of other steps
+
+
+def test_stored_groups_take_the_place_of_new_ones_and_cost_nothing() -> None:
+    """Half of four problems are new. Of p0 to p3, p3 is solved by none and not stored; then p4 and p5 beside two of
+    p0, p1 and p2."""
+    engine, order = Scripted(lambda r: r.sample == 0 and r.prompt.id != "p3"), OnceInOrder(problems(20))
+    rule = make("collector", made.part("collector", "fifo", capacity=4))
+    collection_of(engine, order, n=2, prompts=4).run(rule)
+    collection = collection_of(engine, order, n=2, prompts=4, step=1, version=1)
+    groups = collection.run(rule)
+    names = [group.prompt.id for group in groups]
+    assert names[:2] == ["p4", "p5"] and len(set(names)) == 4 and set(names[2:]) < {"p0", "p1", "p2"}
+    assert [len(requests) for requests in engine.rounds] == [8, 4] and len(engine.judged) == 12
+    assert [group.prompt.id for group in collection.finished_groups] == ["p4", "p5"]
+    assert [one["prompt"][0] for one in rule.state_dict()["stored"]] == ["p1", "p2", "p4", "p5"], "the newest four"
+
+
+class OnceInOrder(InOrder):
+    """No problem comes twice."""
+
+    def pick(self, step: int, count: int, without: Any) -> Any:
+        found, self._prompts = self._prompts[:count], self._prompts[count:]
+        return found
+
+
+class Known(Scripted):
+    """Two problems, whose tokens read as their numbers."""
+
+    def prompts(self, split: str) -> list[Prompt]:
+        return problems(2)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_path: Path) -> None:
+    base = {"step": 1, "prompt_id": "p0", "prompt": "0", "reply": "5 9", "finish": "eos", "parts": {}}
+    base |= {"token_ids": [5, 9], "logprobs": [None, -0.5]}
+    rows = [json.dumps({**base, "sample": place, "reward": float(place)}) for place in (0, 1)]
+    (tmp_path / "rollouts.jsonl").write_text("\n".join(rows) + "\n")
+    rule = make("collector", made.part("collector", "folder", path=str(tmp_path)))
+    rule.setup(runtime(Known()))
+    engine = Scripted()
+    collection = collection_of(engine, InOrder(problems(9)[1:]), n=2, prompts=2, sampling=Sampling.plain(8))
+    new, read = collection.run(rule)
+    assert (new.prompt.id, read.prompt.id, read.totals.tolist()) == ("p1", "p0", [0.0, 1.0])
+    assert read.rollouts[1].token_ids == (5, 9) and read.rollouts[1].spans == (Span(GIVEN, 1), Span(0, 1))
+    assert math.isnan(read.rollouts[0].sampler_logprobs[0]) and read.rollouts[0].sampler_logprobs[1] == -0.5
+    assert [group.prompt.id for group in collection.finished_groups] == ["p1"]
+
+
+# Tokens that are given
+
+
+class Solving(Known):
+    def solution(self, prompt: Prompt) -> Sequence[int]:
+        return range(1, 11)
+
+
+class Going(Scripted):
+    """Replies of three more tokens; sample 0 of p0 is right, and so is what begins with tokens."""
+
+    def generate(self, requests: Sequence[Request]) -> Any:
+        self.rounds.append(list(requests))
+        for request in requests:
+            yield Rollout(request, (7, 7, 9), (-1.0,) * 3, Finish.EOS)
+
+
+def test_the_harder_a_problem_is_the_more_of_its_solution_is_given() -> None:
+    """Of two plain replies each, one to p0 is right and none to p1: 0.4 and 0.8 of 10 tokens for the other two."""
+    rule = make("collector", made.part("collector", "hint", noise=0.0))
+    rule.setup(runtime(Solving()))
+    engine = Going(lambda r: r.prompt.id == "p0" and r.sample == 0)
+    groups = collection_of(engine, InOrder(problems(2)), n=4, prompts=2, sampling=Sampling.plain(30)).run(rule)
+    assert [[num_given(one) for one in group.rollouts] for group in groups] == [[0, 0, 4, 4], [0, 0, 8, 8]]
+    assert groups[0].rollouts[2].token_ids == (1, 2, 3, 4, 7, 7, 9)
+    assert len({one.request.seed for group in groups for one in group.rollouts}) == 8
+    # rewards of p0: 1 0 plain, 0 0 with a hint; then one of those with a hint is right
+    arms = made.advantage("arms")
+    assert advantages(arms, groups[0], [0, 2]).tolist() == [[0.5] * 3 + [0] * 4, [0.0] * 7]
+    right = replace(groups[0], rewards=(groups[0].rewards[1],) * 2 + groups[0].rewards[:2])
+    assert advantages(arms, right, [2, 3]).tolist() == [[0.5] * 7, [0] * 4 + [-0.5] * 3]
+
+
+# What goes by how long rollouts are: tail batching (arXiv 2509.21009), SortedRL (2603.23414) and the shortest of a
+
+
+class ByLength(Scripted):
+    """Each rollout has so many tokens as a table says of its problem; it is right if they are more than one."""
+
+    def __init__(self, length: Callable[[Request], int]) -> None:
+        super().__init__()
+        self.length = length
+
+    def generate(
+        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
+    ) -> Iterator[Rollout]:
+        self.rounds.append(list(requests))
+        stopped_at = None
+        for request in sorted(requests, key=self.length):
+            length = self.length(request)
+            if stopped_at is None or length == stopped_at:
+                rollout = Rollout(request, (3,) * length, (-1.0,) * length, Finish.EOS)
+                yield rollout
+                if stopped_at is None and enough is not None and enough(rollout):
+                    stopped_at = length
+            else:
+                yield Rollout(request, (3,) * stopped_at, (-1.0,) * stopped_at, Finish.PARTIAL)
+
+    def reward(self, prompt: Any, rollout: Rollout) -> Reward:
+        return Reward(float(len(rollout) > 1))
+
+
+# Tail batching
+
+
+def test_long_problems_are_set_aside_and_come_together_worked_by_hand() -> None:
+    """Two problems a step and one more under way; the lengths of one rollout each. In step 0 p0 and p2 end after 4
+    tokens, of which p1 has as many; so step 1 with p3, p4 and p5; then two are aside, and step 2 is theirs."""
+    lengths = {"p0": 2, "p1": 9, "p2": 4, "p3": 3, "p4": 3, "p5": 8, "p6": 1, "p7": 2, "p8": 5}
+    engine, rule, curriculum = ByLength(lambda r: lengths[r.prompt.id]), Tail(surplus=0.5), OnceInOrder(problems(9))
+    told = []
+    for step in range(4):
+        collection = collection_of(engine, curriculum, n=1, prompts=2, step=step, version=step)
+        groups = collection.run(rule)
+        aside = [group["prompt"][0] for group in rule.state_dict()["aside"]]
+        told.append(([g.prompt.id for g in groups], aside, collection.metrics()["collect/tokens_dropped"]))
+        assert collection.metrics()["collect/long_step"] == (step == 2)
+    assert told == [
+        (["p0", "p2"], ["p1"], 4.0),
+        (["p3", "p4"], ["p1", "p5"], 3.0),
+        (["p1", "p5"], [], 0.0),
+        (["p6", "p7"], ["p8"], 2.0),
+    ]
+
+
+def test_what_a_checkpoint_holds_goes_on_to_the_bit(tmp_path: Path) -> None:
+    words = ["collector=tail", "collector.surplus=1.0", "train.prompts=3", "train.steps=5", "record.rollouts=-1"]
+    words += ["optim.lr=1e-3", "sampling.max_new_tokens=40"]
+    cut_off_and_resumed(tmp_path, *words, step=5)
+    assert rows(tmp_path / "alone")[1]["collect/set_aside"]
+
+
+# Length-sorted updates
+
+
+def test_a_load_is_trained_on_from_its_shortest_to_its_longest_before_the_next_begins() -> None:
+    """Three steps of two problems: p0 and p3, p4 and p1, p2 and p5. Then the next load."""
+    lengths = {"p0": 1, "p1": 7, "p2": 9, "p3": 2, "p4": 5, "p5": 12} | {f"p{place}": place for place in range(6, 12)}
+    engine, rule, curriculum = Continued(lengths), Sorted(loads=3), OnceInOrder(problems(12))
+    trained = []
+    for step in range(4):
+        groups = collection_of(engine, curriculum, n=1, prompts=2, step=step, version=step).run(rule)
+        trained.append({group.prompt.id for group in groups})
+    assert trained == [{"p0", "p3"}, {"p4", "p1"}, {"p2", "p5"}, {"p6", "p7"}]
+    assert [len(group.rollouts[0]) for group in held_of(rule)] == [7] * 4, "as far as the longest that ended"
+
+
+class Continued(ByLength):
+    """Lengths are of the whole rollout, also where it goes on."""
+
+    def __init__(self, lengths: dict[str, int]) -> None:
+        super().__init__(lambda request: lengths[request.prompt.id.partition("+")[0]] - request.resumed_tokens)
+
+
+# The shortest of a group
+
+
+def test_the_shortest_are_kept_and_of_equally_long_ones_the_likeliest() -> None:
+    replies = [(-1.0,) * 5, (-2.0,) * 3, (-0.5,) * 3, (-9.0,), (-1.0,) * 3]
+    kept = choose(made.downsample("shortest"), scored(*[0.0] * 5, logprobs=replies), 3, np.random.default_rng(0))
+    assert kept == [2, 3, 4]
+
+
+# What the policy's own pass reads in rollouts, and the rules that go by it: probe, arrol, lookahead.
+
+
+EOS = 99
+BENCH = Runtime(torch.device("cpu"), None, None, 0, Scripted(), Scripted(), (EOS,))
+
+
+# ---- what is read
+
+
+def test_all_is_as_one_reads_it_in_the_whole_models_answer() -> None:
+    """Row by row, from logits and hidden states as transformers gives them; an environment's tokens are passed over."""
+    model = small_model("qwen3", num_hidden_layers=3)
+    rollouts = list(make_engine(small_model()).generate(some_requests(prompts=2, n=2, tokens=14, temperature=0.7)))
+    spans = (Span(0, 2), Span(ENVIRONMENT, 2), Span(0, 3))
+    rollouts.append(replace(rollouts[0], token_ids=(5, 6, 7, 8, 9, 3, 4), sampler_logprobs=(0.0,) * 7, spans=spans))
+    rollouts.append(replace(rollouts[0], token_ids=(), sampler_logprobs=(), spans=()))
+    found = read(replace(BENCH, model=model), rollouts, tokens=True)
+    for row, one in enumerate(rollouts):
+        prompt = one.request.prompt.token_ids
+        with torch.no_grad():
+            said = model(input_ids=torch.tensor([[*prompt, *one.token_ids]]), output_hidden_states=True)
+        own = [len(prompt) + place for place in range(len(one)) if not one.spans[1:] or place not in (2, 3)]
+        probs = (said.logits[0][[place - 1 for place in own]] / 0.7).double().softmax(-1)
+        assert found.entropies[row] == pytest.approx((-(probs * probs.log()).sum(-1)).numpy(), abs=1e-5)
+        top, ids = probs.topk(2, dim=-1)
+        assert found.top_ids[row].tolist() == ids.tolist()
+        assert found.top_probs[row] == pytest.approx(top.numpy(), abs=1e-5)
+        states = said.hidden_states[2][0]  # two thirds of three layers
+        ends = [states[list(range(len(prompt)))[-POOLED:]], states[own[-POOLED:]]]
+        wanted = torch.cat([end.mean(0) if len(end) else torch.zeros(end.shape[1]) for end in ends])
+        assert found.features[row] == pytest.approx(wanted.numpy(), abs=1e-5)
+
+
+def test_the_ridge_is_the_closed_form_on_a_window_of_steps() -> None:
+    rng = np.random.default_rng(1)
+    features, targets = rng.standard_normal((30, 4)) * [1, 10, 0.1, 1] + 3, rng.random(30)
+    probe = RidgeProbe(window=2, least=30, ridge=0.05, layer=None)
+    probe.add([ProbeRows(rng.random((29, 4)), rng.random(29), np.ones(29))])
+    for step in (slice(0, 20), slice(20, 30)):
+        probe.add([ProbeRows(features[step], targets[step], np.full(len(targets[step]), np.nan))])
+    centred = (features - features.mean(0)) / features.std(0)
+    weights = np.linalg.solve(centred.T @ centred + 0.05 * 30 * np.eye(4), centred.T @ (targets - targets.mean()))
+    assert probe.predict(features) == pytest.approx(centred @ weights + targets.mean(), abs=1e-12)
+
+
+# ---- advantage=probe
+
+
+def test_the_others_features_predict_a_rollouts_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a step in which the reward is 0.2 + 0.5 x of the first feature, and the other is noise: of 1, 0 and 0.5 the
+    others predict 0.325, 0.575 and 0.45. Until enough is known the baseline is the mean of the others' rewards."""
+    known: list[Any] = []
+    flat = (np.zeros(4),) * 40  # entropies: a constant feature is ignored
+    monkeypatch.setattr(poise, "read", lambda *given, **named: PolicyReading(known[-1], flat[: len(known[-1])]))
+
+    def advantages(rule: Any, rewards: Any, features: Any) -> list[float]:
+        known.append(np.array(features, dtype=float))
+        return advantages_of(rule, rewards)
+
+    rule, fresh = made.advantage("probe", min_rollouts=4, ridge=1e-9), made.advantage("probe", min_rollouts=99)
+    rule.setup(BENCH)
+    fresh.setup(BENCH)
+    features, rows = np.random.default_rng(0).random((40, 2)), [[1.0, 0.3], [0.0, 0.1], [0.5, 0.9]]
+    advantages(rule, (0.2 + 0.5 * features[:, 0]).tolist(), features)
+    rule.observe(0, [])
+    assert advantages(rule, [1.0, 0.0, 0.0], rows) == pytest.approx([1 - 0.325, -0.575, -0.45], abs=1e-5)
+    assert advantages(fresh, [1.0, 0.25, 0.0], rows) == pytest.approx([0.875, -0.25, -0.625])
+
+
+# ---- collector=arrol
+
+PROBLEMS = [Prompt(f"q{i}", (i, 1), "") for i in range(40)]
+
+
+class Growing(Scripted):
+    """Sample s of a problem has s + 1 tokens: the numbers 10, 11, ... Those of 12 and more are right."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: request.sample >= 11)
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+        self.rounds.append(list(requests))
+        for request in requests:
+            size, most = request.sample + 1 - request.resumed_tokens, request.sampling.max_new_tokens
+            tokens = tuple(10 + request.resumed_tokens + place for place in range(min(size, most)))
+            finish = Finish.EOS if size <= most else Finish.LENGTH
+            yield Rollout(request, tokens, (-1.0,) * len(tokens), finish)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(decode_steps=1, slots=1, slot_utilisation=1.0)
+
+
+def test_wrong_ones_are_given_up_once_they_are_told_from_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The features say how long a rollout will be. What is given up is not judged, and at least two stay."""
+    looked: list[list[int]] = []
+
+    def of_samples(runtime: Any, rollouts: Sequence[Rollout], **words: Any) -> PolicyReading:
+        assert all(one.finish is Finish.PARTIAL and len(one) == 5 for one in rollouts)
+        looked.append([one.request.sample for one in rollouts])
+        return PolicyReading(np.array([[float(one.request.sample), 1.0] for one in rollouts]))
+
+    monkeypatch.setattr(arrol_module, "read", of_samples)
+    rule = ready("collector", "arrol", made.OFFERED, warmup=0, min_rollouts=4, keep=0.4)
+    rule.setup(BENCH)
+    for step in range(3):
+        engine = Growing()
+        order, sampling = Epochs(PROBLEMS, 3, 7), Sampling.plain(20)
+        collection = collection_of(engine, order, n=16, prompts=3, step=step, sampling=sampling)
+        groups = collection.run(rule)
+        metrics = rule.observe(step, groups)
+        dropped = 3 * 16 - sum(len(group.rollouts) for group in groups)
+        assert len(engine.judged) == 48 - dropped
+        assert looked[-1] == [*range(5, 16)] * 3 and (dropped > 0) == (step > 0)
+        assert all(len(one) == one.request.sample + 1 for group in groups for one in group.rollouts)
+    assert metrics["prune/kept"] == pytest.approx(1 - dropped / 33)
+    solved = [reward.total for g in groups for one, reward in zip(g.rollouts, g.rewards, strict=True) if len(one) > 5]
+    assert np.mean(solved) > 5 / 11, "a larger share than without"
+
+
+# ---- collector=lookahead
+
+LONGEST = 24
+
+
+class Spelled(Growing):
+    """The tokens of sample s: 100 times s + their place. All have LONGEST of them."""
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+        for request in requests:
+            places = range(request.resumed_tokens, request.resumed_tokens + request.sampling.max_new_tokens)
+            tokens = tuple(place + 100 * request.sample for place in places)
+            yield Rollout(request, tokens, (-1.0,) * len(tokens), Finish.LENGTH)
+
+
+def test_siblings_share_exactly_their_prefix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The root hesitates at tokens 2 and 5. At the first look, after four tokens, a branch begins at 2, at the second
+    one at 5, and nothing at 5 in the branch, which has had its own token there in the chunk that it was born in."""
+
+    def hesitates(runtime: Any, rollouts: Sequence[Rollout], **words: Any) -> PolicyReading:
+        ids = tuple(np.array([[token, 7] for token in one.token_ids]) for one in rollouts)
+        sure = [[(0.45, 0.4) if place in (2, 5) else (1.0, 0.0) for place in range(len(one))] for one in rollouts]
+        return PolicyReading(np.zeros((len(rollouts), 0)), (), ids, tuple(map(np.array, sure)))
+
+    monkeypatch.setattr(latr, "read", hesitates)
+    rule = make("collector", made.part("collector", "lookahead", chunk=4, prune_after=[3], hand_over=12))
+    rule.setup(BENCH)
+    sampling = Sampling.plain(LONGEST)
+    collection = collection_of(Spelled(), Epochs(PROBLEMS, 1, 7), n=4, prompts=1, sampling=sampling)
+    (group,) = collection.run(rule)
+    (root, at_2, at_5, plain), metrics = group.rollouts, collection.metrics()
+    assert root.token_ids[:6] == (0, 1, 2, 3, 4, 5) and num_given(root) == num_given(plain) == 0
+    assert at_2.token_ids[:5] == (0, 1, 7, 103, 104) and num_given(at_2) == 3
+    assert at_5.token_ids[:8] == (0, 1, 2, 3, 4, 7, 206, 207) and num_given(at_5) == 6
+    assert np.isnan(at_5.sampler_logprobs).tolist() == [True] * 6 + [False] * 18
+    assert (metrics["collect/branches"], metrics["collect/pruned"]) == (2.0, 0.0)
+
+
+# ---- whole runs
+
+
+def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+    words = ["collector=arrol", "collector.at=3", "collector.warmup=0", "collector.min_rollouts=4"]
+    words += ["collector.window=2", "advantage=probe", "advantage.min_rollouts=4"]
+    words += ["train.prompts=4", "sampling.max_new_tokens=32"]
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    trained(whole, *words, "train.steps=3")
+    trained(folder, *words, "train.steps=2")
+    trained(folder, *words, "train.steps=3", f"resume={folder}")
+    assert records(folder) == records(whole)
+    last = records(whole)[-1]
+    assert last["prune/kept"] < 1 and last["probe/rows"] > 0

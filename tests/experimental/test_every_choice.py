@@ -11,7 +11,7 @@ import pytest
 from made import composed
 from test_architecture import FILES, own_imports
 
-from grpo_cli.config.choices import EXPERIMENTAL, config_dir
+from grpo_cli.config.choices import EXPERIMENTAL
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
 from grpo_cli.experiment import build, evaluate_model
@@ -51,11 +51,6 @@ WITH = {
     "loss=mu_grpo": ["train.minibatches=2"],
 }
 RECORDED = {"collector=folder": "collector.path=RUN", "predictor=oracle": "predictor.lengths=RUN/rollouts.jsonl"}
-
-
-def test_no_choice_hides_one_of_the_core() -> None:
-    core = {f"{file.parent.name}={file.stem}" for file in config_dir().glob("*/*.yaml")}
-    assert CHOICES and not core & set(CHOICES)
 
 
 @pytest.mark.parametrize("choice", [one for one in CHOICES if not one.startswith("search=") and "a2po" not in one])

@@ -91,8 +91,7 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.model.model.embed_tokens.weight.device
-        return device
+        return torch.device(self.model.model.embed_tokens.weight.device)
 
     @property
     def dtype(self) -> torch.dtype:

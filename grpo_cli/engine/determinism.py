@@ -9,7 +9,6 @@ with which one row's bits are the same in all of them. The test runs what decodi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
@@ -43,17 +42,12 @@ def without_company(decoder: Decoder) -> tuple[Decoder, bool]:
 def _padding(decoder: Decoder) -> Padding | None:
     """Find the padding by the first block, once for each shape and number of threads."""
     key = (torch.get_num_threads(), decoder.packs, decoder.layout, decoder.dtype, decoder.model.config.vocab_size)
-    if (key := (*key, *_weight_shapes(decoder))) not in _FOUND:
+    if (key := (*key, *(weight.shape for weight in decoder.model.model.layers[0].parameters()))) not in _FOUND:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             block = replace(decoder, layers=decoder.layers[:1]).prepared()
             tried = (replace(block, padding=Padding(*numbers)) for numbers in _row_paddings(torch.get_num_threads()))
             _FOUND[key] = next((each.padding for each in tried if _rows_agree(each)), None)
     return _FOUND[key]
-
-
-def _weight_shapes(decoder: Decoder) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a block's weights, adapters included."""
-    return tuple(tuple(weight.shape) for weight in decoder.model.model.layers[0].parameters())
 
 
 def _row_paddings(threads: int) -> Iterator[tuple[int, int]]:
@@ -67,7 +61,7 @@ def _row_paddings(threads: int) -> Iterator[tuple[int, int]]:
 
 def _rows_agree(decoder: Decoder) -> bool:
     """True if a block, the last norm and the head give the first rows the same bits, however many follow."""
-    weights = sum(math.prod(shape) for shape in _weight_shapes(decoder))
+    weights = sum(weight.numel() for weight in decoder.model.model.layers[0].parameters())
     most = min(max(WORK // weights, LEAST_OF_ROWS), ROWS[-1])
     counts = [*ROWS, *(decoder.padding.least + count for count in ROWS[:33])]
     sizes = sorted({size for count in counts if (size := decoder.padding.padded_rows(count)) <= most})

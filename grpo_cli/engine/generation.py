@@ -266,7 +266,7 @@ class Generation:
     def _settle(self, done: Seq[Sequence]) -> Iterator[tuple[Sequence, Rollout]]:
         """Yield the sequences that have ended; with environments, the others' turns are answered."""
         for sequence in done:
-            if self._answers is None or sequence.is_full:
+            if self._answers is None or not sequence.has_room(0):
                 yield sequence, self._finish(sequence)
             else:
                 self._unanswered[self._answers.ask(sequence.rollout())] = sequence

@@ -127,8 +127,7 @@ class PrefixHead:
             return None
         remaining = np.expm1(self._head(_features(requests, hidden)))
         limits = [max(1, request.sampling.max_new_tokens - self.prefix_tokens) for request in requests]
-        answers: list[float] = np.clip(remaining, 1.0, limits).tolist()
-        return answers
+        return [float(tokens) for tokens in np.clip(remaining, 1.0, limits)]
 
     def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> None:
         """`hidden` has one row per rollout of `finished`, the one that `predict` saw."""

@@ -124,18 +124,11 @@ Lists = list[list[int]]  # the jobs of each slot, by their place in the list of 
 # The most slots for which the dynamic programme is tried: its states grow as (jobs / epsilon) ** (slots - 1).
 DYNAMIC_SLOTS = 3
 MAX_STATES = 20_000
-# A share of the makespan too small to start it for: any predicted length is further off.
-WORTHWHILE = 0.001
 
 
 def lower_bound(lengths: Seq[int], slots: int) -> int:
     """No schedule is shorter than its longest job, nor than an equal share of all the work."""
     return max(max(lengths), -(-sum(lengths) // slots))
-
-
-def longest_first(lengths: Seq[int]) -> list[int]:
-    """Return the jobs by falling length, equal ones by their place."""
-    return sorted(range(len(lengths)), key=lambda job: (-lengths[job], job))
 
 
 def makespan(lists: Seq[Seq[int]], lengths: Seq[int]) -> int:
@@ -147,7 +140,7 @@ def lpt(lengths: Seq[int], slots: int) -> Lists:
     """Longest job first, each to the slot with the least load: at most 4/3 - 1/(3 slots) of the optimum (Graham)."""
     lists: Lists = [[] for _ in range(slots)]
     loads = [(0, slot) for slot in range(slots)]
-    for job in longest_first(lengths):
+    for job in sorted(range(len(lengths)), key=lambda job: -lengths[job]):
         load, slot = loads[0]
         lists[slot].append(job)
         heapq.heapreplace(loads, (load + lengths[job], slot))
@@ -164,7 +157,7 @@ def trimmed_programme(lengths: Seq[int], slots: int, epsilon: float, below: int,
 
     Returns None if no list is better than `below`, or if there are more than `max_states` states after a job.
     """
-    order = longest_first(lengths)
+    order = sorted(range(len(lengths)), key=lambda job: -lengths[job])
     # Loads are whole: a smaller cell would merge nothing.
     cell = max(1.0, epsilon * lower_bound(lengths, slots) / len(lengths))
     loads, choices = np.zeros((1, slots), dtype=np.int64), np.zeros((1, 0), dtype=np.int64)
@@ -186,6 +179,7 @@ def assign(lengths: Seq[int], slots: int, epsilon: float, max_states: int = MAX_
     assert slots >= 1 and lengths and min(lengths) >= 1, "a plan needs a slot and jobs that take time"
     best = lpt(lengths, slots)
     in_hand = makespan(best, lengths)
-    if slots <= DYNAMIC_SLOTS and in_hand / lower_bound(lengths, slots) - 1 > min(epsilon, WORTHWHILE):
+    # Any predicted length is further off than a thousandth.
+    if slots <= DYNAMIC_SLOTS and in_hand > 1.001 * lower_bound(lengths, slots):
         best = trimmed_programme(lengths, slots, epsilon, in_hand, max_states) or best
     return best

@@ -97,12 +97,8 @@ class Sequence:
         text = decode([*before, *self.tokens[max(0, start) :]])
         return any(string in text for string in self.request.sampling.stop)
 
-    @property
-    def is_full(self) -> bool:
-        return len(self.tokens) >= self.limit
-
     def has_room(self, tokens: int) -> bool:
-        """True if it can make another token after so many more."""
+        """True if it can make another token after so many."""
         return len(self.tokens) + tokens < self.limit
 
     def read(self, answer: Seq[int]) -> None:

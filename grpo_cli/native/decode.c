@@ -139,7 +139,8 @@ INLINE void attend_some(
             if (!IN_PAIRS(half, dim)) queries.numbers[g][i] = load(query, g * dim + i * LANES, half, dim - i * LANES);
         }
     }
-    const int64_t columns = (of->most[0] + of->most[1]) * PAGE, held[2] = {of->held[0][row], of->held[1][row] + 1};
+    /* A query's scores, of which the last tile may reach beyond the last page. */
+    const int64_t columns = (of->most[0] + of->most[1]) * PAGE + LANES, held[2] = {of->held[0][row], of->held[1][row] + 1};
     for (int s = 0; s < 2; s++) {
         const int64_t *pages = of->pages[s] + row * of->most[s], ahead = s ? of->most[0] * PAGE : 0;
         for (int64_t first = 0; first < held[s]; first += CHUNK) {
@@ -249,7 +250,7 @@ void attend(
                     __builtin_prefetch((const char *)values + at + i);
                 }
             }
-            float *scores = received ? malloc((4 * columns + LANES) * sizeof *scores) : NULL; /* a tile may reach further */
+            float *scores = received ? malloc(4 * (columns + LANES) * sizeof *scores) : NULL;
             float *mine = received ? received + (row * heads + head) * columns : NULL;
             for (int64_t g = 0; g < group; g += 4) {
                 const int some = group - g < 4 ? (int)(group - g) : 4;

@@ -19,9 +19,8 @@ class Admission:
     """The waiting sequences of one `generate`, and how many may run: `slots` at a time. With `refills` a waiting one
     takes the place of each that ends (continuous batching), else all of a round end before the next one begins.
 
-    A sequence that the scheduler has chosen may have to wait for room: it stays ahead of all that are chosen later, and
-    the scheduler is asked for others that can begin now. One that has begun before comes first, and in a round that
-    goes on.
+    One that has to wait for room stays ahead of all that are chosen later, while others begin. One that has begun
+    before comes first, and in a round that goes on.
     """
 
     def __init__(self, slots: int, refills: bool) -> None:

@@ -221,7 +221,10 @@ class Norm:
     epsilon: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, eps=self.epsilon).to(x.dtype) * self.weight
+        if x.device.type != "cpu":
+            return F.rms_norm(x.float(), self.weight.shape, eps=self.epsilon).to(x.dtype) * self.weight
+        root = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # the same bits in any batch
+        return (x * root.square_().div_(x.shape[-1]).add_(self.epsilon).rsqrt_()).to(x.dtype) * self.weight
 
 
 def norm_of(module: Any) -> Any:

@@ -179,7 +179,6 @@ def assign(lengths: Seq[int], slots: int, epsilon: float, max_states: int = MAX_
     assert slots >= 1 and lengths and min(lengths) >= 1, "a plan needs a slot and jobs that take time"
     best = lpt(lengths, slots)
     in_hand = makespan(best, lengths)
-    # Any predicted length is further off than a thousandth.
-    if slots <= DYNAMIC_SLOTS and in_hand > 1.001 * lower_bound(lengths, slots):
+    if slots <= DYNAMIC_SLOTS and in_hand > 1.001 * lower_bound(lengths, slots):  # predictions are further off
         best = trimmed_programme(lengths, slots, epsilon, in_hand, max_states) or best
     return best

@@ -303,14 +303,13 @@ class Generation:
 
     def stats(self, details: Mapping[str, float]) -> EngineStats:
         """Return the cost of serving so far, with further `details`."""
-        tally, bytes_per_token = self._tally, self.plan.layout.bytes_per_token
-        details = {**details, "engine/kv_held_bytes": float(self._most_held * bytes_per_token)}
+        details = {**details, "engine/kv_held_bytes": float(self._most_held * self.plan.layout.bytes_per_token)}
         if self._forecast is not None:
-            tally.slots = self._most_running
+            self._tally.slots = self._most_running
             details["engine/restarts"] = float(self._preempted)
         if self._evictor is not None:
             details["engine/evictions"] = float(self._evictor.evictions)
-        return tally.stats(self._cache.peak_bytes, details)
+        return self._tally.stats(self._cache.peak_bytes, details)
 
 
 def _width(prompt: CachedPrompt) -> int:

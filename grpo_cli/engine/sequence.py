@@ -177,9 +177,8 @@ class RunningBatch:
 
     def grow(self, sequence: Sequence, blocks: Seq[int]) -> None:
         """Give it more blocks."""
-        start = len(sequence.blocks)
         sequence.blocks += blocks
-        self._own[sequence.slot, start : len(sequence.blocks)] = blocks
+        self._own[sequence.slot, : len(sequence.blocks)] = sequence.blocks
 
     def rows(self) -> Rows:
         """Lay out what the decoder reads and samples by for one more token of each sequence."""
@@ -199,4 +198,6 @@ class RunningBatch:
             settings = [s.request.sampling for s in running]
             self._drawing = drawing_of([*settings, *settings[:1] * missing], self._device, self._natively)
         tables = self._own[columns[5], :own], self._prompts[columns[5], :prompt]
-        return Rows(*send(self._device, *columns, uniforms, *tables), self._drawing)
+        arrived = send(self._device, *columns, uniforms, *tables)
+        tokens, positions, held, write_to, seen, slots, uniform, own_table, prompt_table = arrived
+        return Rows(tokens, positions, held, write_to, seen, slots, uniform, own_table, prompt_table, self._drawing)

@@ -53,8 +53,7 @@ class Task(Protocol):
 class HasRawText(Task, Protocol):
     """A task whose prompts are recorded with their special tokens; those of others as `text`."""
 
-    def raw_text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens, special tokens included."""
+    def raw_text(self, token_ids: Sequence[int]) -> str: ...
 
 
 @runtime_checkable
@@ -89,13 +88,8 @@ class Dialogue(Task, Protocol):
     made twice, or resumed by another process comes out the same, and no environment is ever stored.
     """
 
-    @property
-    def turns(self) -> int:
-        """Return the most turns of the model; with 1 there is no dialogue."""
-
-    @property
-    def turn_ends(self) -> Sequence[str]:
-        """Return strings that end a turn besides `sampling.stop`."""
+    turns: int  # the most of the model; with 1 there is no dialogue
+    turn_ends: Sequence[str]  # strings that end a turn besides `sampling.stop`
 
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
         """Return the environment's messages after these turns, None if the episode is over. Each turn is token ids as
@@ -121,9 +115,7 @@ class EnvironmentAnswers(Protocol):
 class Engine(Protocol):
     """Makes rollouts. Each request comes back exactly once, in order of finishing."""
 
-    @property
-    def reads_stop_strings(self) -> bool:
-        """True if a rollout ends at one of `sampling.stop`; if not, stop strings are refused."""
+    reads_stop_strings: bool  # a rollout ends at one of `sampling.stop`; if not, stop strings are refused
 
     def generate(
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
@@ -143,8 +135,7 @@ class Engine(Protocol):
     def state_dict(self) -> Mapping[str, Any]:
         """Return what a checkpoint must keep so that a resumed run equals this one: plain values and tensors."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @runtime_checkable
@@ -250,25 +241,11 @@ class Correction(Protocol):
     that are trained on. The mismatch is measured whatever is applied, of the tokens of `batch.sampled_mask`.
     """
 
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """True if weights or mask depend on xi; if not, it can be called after the learner's own forward pass."""
-
-    @property
-    def rejects(self) -> bool:
-        """True if it can take whole rollouts out, so that it must be called before rollouts are chosen."""
-
-    @property
-    def count_rejected(self) -> bool:
-        """True if rejected rollouts count in their group's reward statistics."""
-
-    @property
-    def prox(self) -> str:
-        """Return the kind of old policy: step_start, sampler, or ewma, an average of weights (`learner.old_policy`)."""
-
-    @property
-    def prox_window(self) -> float | int:
-        """The window of ewma's average, in updates."""
+    needs_old_logprobs: bool  # weights or mask depend on xi; if not, the learner's own forward pass may come first
+    rejects: bool  # it can take whole rollouts out, so that it must be called before rollouts are chosen
+    count_rejected: bool  # rejected rollouts count in their group's reward statistics
+    prox: str  # the old policy: step_start, sampler, or ewma, an average of weights (`learner.old_policy`)
+    prox_window: float | int  # of ewma's average, in updates
 
     def __call__(self, batch: Batch, old_logprobs: Float[Tensor, "N"]) -> Verdict: ...
 
@@ -281,9 +258,7 @@ class Loss(Protocol):
     true `needs_advantage`, groups whose advantages are all 0 have no backward pass.
     """
 
-    @property
-    def needs_reference(self) -> bool:
-        """True if it reads `batch.ref_logprobs`, for which the run keeps the model as it was at the start."""
+    needs_reference: bool  # it reads `batch.ref_logprobs`, for which the run keeps the model as it was at the start
 
     def __call__(self, logprobs: Float[Tensor, "N"], batch: Batch, totals: Totals) -> LossOutput: ...
 

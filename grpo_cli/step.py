@@ -23,7 +23,7 @@ from grpo_cli.runs import layout
 from grpo_cli.select import CUT_OFF, Selection, batch_advantages, batch_rows, cut_off, finalised, row_weights, select
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.memory import peak_metrics
+from grpo_cli.support.memory import peak_bytes
 from grpo_cli.tracking.examples import examples
 from grpo_cli.tracking.progress import Progress, TrainedStep, step_metrics, warmup_metrics
 from grpo_cli.types import Batch, Record, ScoredGroup, Verdict
@@ -63,7 +63,8 @@ class Step:
         progress.train_seconds += time.perf_counter() - start
         stats, record = rollouts.stats, self._settings.record
         metrics = step_metrics(progress, finished, stats, trained) | rollouts.metrics() | observed
-        metrics |= {"prompts/distinct": float(len(self._runtime.history)), **peak_metrics(self._runtime.device)}
+        metrics["prompts/distinct"] = float(len(self._runtime.history))
+        metrics["memory/peak_bytes"] = float(peak_bytes(self._runtime.device))
         if stats.generated_tokens:
             metrics["speed/tokens_per_second"] = stats.generated_tokens / rollouts.rollout_seconds
         rows = examples(self._runtime.task, finished, trained.selected, record.rollouts, record.tokens)

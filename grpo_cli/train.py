@@ -128,10 +128,9 @@ class Trainer:
             result = evaluate_with(parts.runtime, settings.eval, settings.sampling, settings.seed, count=count)
         self._saver.join()  # raises the error of the save before
         accuracy = result.metrics["eval/accuracy"]
-        best = self._progress.best_accuracy
-        self._progress.first_accuracy = accuracy if best is None else self._progress.first_accuracy
+        if self._progress.first_accuracy is None:
+            self._progress.first_accuracy = accuracy
         self._progress.final_accuracy, self._progress.final_accuracy_step = accuracy, self._progress.step
-        self._progress.best_accuracy = accuracy if best is None else max(best, accuracy)
         return dict(result.metrics)
 
     def _log(self, record: Record) -> None:

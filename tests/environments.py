@@ -1,7 +1,7 @@
 """Environments as people write them, and as they should not."""
 
-import sys
 import time
+from random import SystemRandom
 
 
 class Mute(Exception):
@@ -17,11 +17,8 @@ def behave(how):
     """What user's code does wrong, by name."""
     if how == "slow":
         time.sleep(60)
-    if how == "exit":
-        sys.exit(3)
-    if how == "interrupt":
-        raise KeyboardInterrupt
     raises = {"key": KeyError("k"), "mute": Mute(), "stop": Stop(), "next": StopIteration(), "syntax": SyntaxError("s")}
+    raises |= {"exit": SystemExit(3), "interrupt": KeyboardInterrupt()}
     if how in raises:
         raise raises[how]
     if how == "deep":
@@ -63,10 +60,6 @@ async def later(how: str) -> str:
 
 
 later.__doc__ = now.__doc__
-
-
-def score(row, turns, reply):
-    return {"correct": float(reply == row["answer"]), "turns": len(turns)}
 
 
 def add(a: int, b: int) -> int:
@@ -117,15 +110,13 @@ class Hearing:
         return len(self.heard)
 
 
+class NoReset:
+    pass
+
+
 class Random:
     def reset(self, **row):
         pass
 
     def respond(self, turn):
-        import random
-
-        return str(random.SystemRandom().random())
-
-
-class NoReset:
-    pass
+        return str(SystemRandom().random())

@@ -13,7 +13,6 @@ from transformers import (
     BertConfig,
     Gemma2Config,
     GPT2Config,
-    GPTNeoXConfig,
     JambaConfig,
     MambaConfig,
     OPTConfig,
@@ -23,7 +22,6 @@ from transformers import (
 
 SIZES: dict[str, Any] = dict(vocab_size=258, hidden_size=32, num_hidden_layers=2, pad_token_id=0, eos_token_id=1)
 HEADS: dict[str, Any] = dict(SIZES, bos_token_id=1, num_attention_heads=4, intermediate_size=48)
-DROPS = dict(hidden_dropout=0.3, attention_dropout=0.2)
 CONFIGS: dict[str, Any] = {
     # caps its logits, and half of its layers forget what is 6 tokens ago
     "gemma2": lambda: Gemma2Config(**HEADS, num_key_value_heads=2, head_dim=8, sliding_window=6),
@@ -37,7 +35,6 @@ CONFIGS: dict[str, Any] = {
         dropout=0.3,
         layerdrop=0.5,
     ),
-    "gpt_neox": lambda: GPTNeoXConfig(**HEADS, **DROPS, max_position_embeddings=256),
     "mamba": lambda: MambaConfig(**SIZES, state_size=4),
     "jamba": lambda: JambaConfig(  # a layer of Mamba, one of attention with experts
         **HEADS,

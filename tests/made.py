@@ -82,7 +82,7 @@ def configuration(*overrides: str, command: str = "train") -> DictConfig:
 def composed(*overrides: str, command: str = "train") -> Any:
     """As `settings_of`, of any command, in a moment."""
     (kind,) = (kind for kind, name in COMMANDS.items() if name == command)
-    return decided(read_settings(configuration(*overrides, command=command), kind), lambda line: None)
+    return decided(read_settings(configuration(*overrides, command=command), kind))
 
 
 _defaults = functools.cache(settings_of)

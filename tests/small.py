@@ -27,9 +27,7 @@ from grpo_cli.engine.length_predictor import NoPredictor
 from grpo_cli.engine.scheduling import Fifo
 from grpo_cli.engine.torch_engine import TorchEngine
 from grpo_cli.interfaces import Downsample
-from grpo_cli.learner.logprobs import chosen_logprobs
 from grpo_cli.metrics import METRICS
-from grpo_cli.model.checkpointing import last_states
 from grpo_cli.native.library import NoNative, library
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import Sampling
@@ -136,6 +134,14 @@ def make_generation(decoder: Decoder, requests: Sequence[Request], **parts: Any)
     return Generation(decoder, EngineParts(**(defaults | parts)), requests, **own)
 
 
+@torch.no_grad()
+def policy_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
+    """What plain `transformers` says of a rollout's tokens, without a cache, at its temperature."""
+    prompt, made = list(rollout.request.prompt.token_ids), torch.tensor(rollout.token_ids)
+    logits = model(torch.tensor([prompt + made.tolist()])).logits[0, len(prompt) - 1 : -1]
+    return (logits / rollout.request.sampling.temperature).log_softmax(-1).gather(1, made[:, None])[:, 0]
+
+
 def finished_in_rounds(engine: Any, requests: Sequence[Request]) -> list[Rollout]:
     """Rollouts to their ends, in rounds that stop once a third of what is left has ended; a round is a version."""
     done, left, rounds = list[Rollout](), [unstarted(request) for request in requests], 0
@@ -145,6 +151,7 @@ def finished_in_rounds(engine: Any, requests: Sequence[Request]) -> list[Rollout
         enough = iter([False] * (len(left) // 3) + [True])  # and an engine asks no more
         made = list(engine.generate(asked, lambda _, enough=enough: next(enough)))
         assert contents(made).keys() == of.keys(), "every request comes back once"
+        assert sum(one.finish is not Finish.PARTIAL for one in made) > len(left) // 3, "no round stops before"
         assert engine.stats().generated_tokens == sum(map(len, made)), "each token counts where it was drawn"
         parts = [joined(of[one.request.prompt.id, one.request.sample], one, rounds) for one in made]
         done += [one for one in parts if one.finish is not Finish.PARTIAL]
@@ -205,15 +212,6 @@ def plain_batch(mask: Any, input_ids: torch.Tensor | None = None, **fields: Any)
     return Batch(
         tuple(known), **rows, **{name: value if value is None else value[own] for name, value in given.items()}
     )
-
-
-def token_logprobs(
-    model: Any, ids: torch.Tensor, mask: torch.Tensor, temperature: float, chunk: int, **inputs: Any
-) -> torch.Tensor:
-    """The log-probabilities [B, T] of the tokens in the mask, by padded rows; 0 elsewhere."""
-    states = last_states(model, input_ids=ids, **inputs)[:, :-1][mask[:, 1:]]
-    chosen = chosen_logprobs(model, states, ids[mask], temperature, chunk)
-    return torch.zeros(ids.shape).masked_scatter(mask, chosen)
 
 
 def advantages_of(rule: Any, rewards: Sequence[float | Reward], kept: Sequence[int] | None = None, **words: Any) -> Any:

@@ -1,26 +1,32 @@
-"""What counts as the final answer of a text, and when the writing of two answers settles whether they are the same."""
+"""What counts as the final answer of a text, and when two answers are the same; nothing can hang or fool the judge."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_hf import make_tokenizer
+from words import rollout_of, task_of
 
+from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.answers import MAX_ANSWER, MAX_DIGITS, final_answer, final_number, gold_number
-from grpo_cli.tasks.math_judge import compare_written
+from grpo_cli.tasks.judges import Completion
+from grpo_cli.tasks.math_judge import MathJudge, compare_written
+from grpo_cli.tasks.problems import Problem
 
 # The ways to write a number are in judge_pairs.txt; these are about where it is looked for.
 MARKED = [
     ("He pays 3 * 6 = 18.\n#### 18", "18"),
     ("#### 12 (that is, 3 * 4)", "12"),
     ("#### 3 * 4 = 12 dollars", "12"),
-    ("#### 5\n\nI hope this helps. There are 7 days in a week.", "5"),
+    ("#### 5\n\n#### Explanation\nThere are 7 days in a week.", "5"),
     ("\\boxed{4}, that is:\n#### 5", "5"),
     ("<answer>4</answer> or \\boxed{5}.", "5"),
     ("<answer>\n8 + 4 = 12\n</answer> 7", "12"),
@@ -158,6 +164,70 @@ def test_any_text_is_judged_without_an_error(text: str) -> None:
     found = final_answer(text)
     assert found is None or 0 < len(found.text) <= MAX_ANSWER
     assert compare_written(text, text) in (True, False)
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[MathJudge]:
+    pytest.importorskip("math_verify")
+    judge = MathJudge("correct", 4.0, 2)
+    yield judge
+    judge.close()
+
+
+def judged(judge: MathJudge, *pairs: tuple[str, str]) -> list[dict[str, float]]:
+    problem = Problem(1, "line 1", "q", "")
+    return judge([Completion("it", [rf"\boxed{{{answer}}}"], gold, True, 1, problem) for gold, answer in pairs])
+
+
+def test_published_formats_of_answers_are_told_apart_and_recognised(judge: MathJudge) -> None:
+    assert len({(gold, answer) for gold, answer, _ in PAIRS}) == len(PAIRS) >= 300
+    parts = judged(judge, *((gold, answer) for gold, answer, _ in PAIRS))
+    found = [(*pair, "equal" if it["correct"] else "different") for pair, it in zip(PAIRS, parts, strict=True)]
+    assert [it for it in found if it[2:] == ("different", "equal")] == []
+    missed = [it for it in found if it[2:] == ("equal", "different")]
+    assert len(missed) <= len(PAIRS) / 100, missed
+
+
+def test_who_hangs_is_a_counted_zero_within_the_limit_and_asked_once(judge: MathJudge) -> None:
+    pairs = [("2x", text) for text in (r"5^{5^{5^{5^5}}}", "x+x", r"(10^9)!", "3x")] * 3
+    parts = judged(judge, *pairs)
+    assert [p["over_limit"] for p in parts] == [1.0, 0.0, 1.0, 0.0] * 3
+    assert [p["correct"] for p in parts] == [0.0, 1.0, 0.0, 0.0] * 3
+    judge.close()
+    assert judged(judge, *pairs) == parts  # remembered: no worker is started
+    assert not any(worker._process for worker in judge._workers._workers)
+
+
+def test_what_only_looks_like_code_is_not_run(judge: MathJudge, tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+    call = f"__import__('os').system('touch {proof}')"
+    assert not any(it["correct"] for it in judged(judge, ("5", call), ("5", rf"\text{{{call}}}")))
+    assert not proof.exists()
+
+
+def test_a_comparison_that_fails_counts_a_zero_and_the_others_are_judged(
+    judge: MathJudge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"y": {"equal": True}, "z": {"died": "exit code 3"}, "w": {"incomparable": "KeyError"}}
+    monkeypatch.setattr(judge._workers, "ask", lambda questions: [found[one["answer"]] for one in questions])
+    parts = judged(judge, *(("a", text) for text in found))
+    assert [(p["correct"], p["incomparable"]) for p in parts] == [(1.0, 0.0), (0.0, 1.0), (0.0, 1.0)]
+
+
+def test_answers_are_the_last_boxes_of_solutions_or_short_texts(tmp_path: Path) -> None:
+    pytest.importorskip("math_verify")
+    tokenizer = make_tokenizer()
+    solutions = (r"First \boxed{1}, so \boxed{\frac{1}{2}}.", "2x", "1 + 1\n#### 2")
+    rows = [{"problem": f"problem {i}", "solution": text} for i, text in enumerate(solutions)]
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = task_of("math", tokenizer, path=str(tmp_path / "m.jsonl"), eval_fraction=1.0)
+    prompts = list(task.prompts("eval"))
+    assert [prompt.answer for prompt in prompts] == [r"\frac{1}{2}", "2x", "2"]
+    rewards = task.rewards([(prompt, rollout_of(prompt, r"\boxed{0.5}", tokenizer)) for prompt in prompts[:2]])
+    assert [reward.total for reward in rewards] == [1.0, 0.0]
+    assert set(rewards[0].parts) == {"correct", "correct_strict", "over_limit", "incomparable"}
+    with pytest.raises(UserError, match="lower task.eval_fraction"):
+        task.prompts("train")
 
 
 ADVERSARIAL = [

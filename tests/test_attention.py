@@ -140,13 +140,6 @@ def test_extreme_scores_and_more_keys_than_are_weighted_at_a_time(backend: str, 
     other.is_right(backend)
 
 
-@pytest.mark.bits
-def test_a_row_has_the_same_bits_in_any_company() -> None:
-    case = Case([5, 31, 16, 90, 0, 40], [20, 48, 1], (2, 3, 24), torch.float32, 5)
-    together = case.found("c")
-    assert all(torch.equal(case.found("c", some), together[some]) for some in ([0], [3, 0], [1, 2, 4]))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "shape"), [(3, (2, 7, 64)), (9, (8, 2, 128)), (9, (4, 1, 80))])

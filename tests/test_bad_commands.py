@@ -54,7 +54,12 @@ def test_command_lines_that_cannot_be_used_are_refused_by_the_name_of_what_is_wr
 def fault_of(bad: Bad, folder: Path) -> str:
     """What is wrong with the answer of `grpo`; nothing if it is a refusal that names the key."""
     key, words = bad
-    make_files(folder)
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (folder / "folder").mkdir()
+    for pipe in ("pipe", "piped/model.safetensors"):
+        os.mkfifo(folder / pipe)
     process = Forked(*words, cwd=folder, env={"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"})
     deadline = time.monotonic() + LIMIT_SECONDS
     while (code := process.poll()) is None and time.monotonic() < deadline:
@@ -64,15 +69,6 @@ def fault_of(bad: Bad, folder: Path) -> str:
     said = process.communicate()[0]
     refused = code == 2 and key in said and "Traceback (most recent call last)" not in said
     return "" if refused else f"grpo {' '.join(words)[:200]} (key {key}) ended with {code}: {said.strip()[-600:]}"
-
-
-def make_files(folder: Path) -> None:
-    for name, content in FILES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    (folder / "folder").mkdir()
-    for pipe in ("pipe", "piped/model.safetensors"):
-        os.mkfifo(folder / pipe)
 
 
 def train(key: str, *words: str) -> Bad:
@@ -126,12 +122,9 @@ def listed() -> Iterator[Bad]:
     broken = [name for name in FILES if name.endswith(".jsonl") and name != "good.jsonl"]
     for entry in LISTED["commands"]:
         asked = entry if isinstance(entry, dict) else {"key": entry[0], "words": entry[1:], "each": [None]}
-        for one in broken if asked["each"] == ["BAD"] else flat(asked["each"]):
+        flat = [one for value in asked["each"] for one in (value if isinstance(value, list) else [value])]
+        for one in broken if asked["each"] == ["BAD"] else flat:
             key, *words = (word if one is None else word.replace("{}", one) for word in (asked["key"], *asked["words"]))
             words = [word.replace("NINES", 400 * "9") for word in words]
             words = [word for given in words for word in (GOOD if given == "GOOD" else (given,))]
             yield (key, tuple(words)) if words[0] in COMMANDS else train(key, *words)
-
-
-def flat(values: list[Any]) -> list[str]:
-    return [one for value in values for one in (value if isinstance(value, list) else [value])]

@@ -17,7 +17,6 @@ from words import task_of
 
 from grpo_cli.model.load import eos_token_ids
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks import prompting
 from grpo_cli.tasks.demonstrations import conversations, reply_tokens
 from grpo_cli.tasks.jsonl import Jsonl
 from grpo_cli.tasks.prompting import Prompting, encode_behind, turn_end
@@ -193,16 +192,11 @@ def test_a_template_that_reads_the_clock_reads_the_same_moment_always(tmp_path: 
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,
-        "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
         "{{ 'x' * 20000000 }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
-def test_a_template_that_fails_or_takes_too_much_is_refused(
-    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prompting, "MOST_SECONDS", 0.5)
+def test_a_template_that_fails_or_makes_too_much_text_is_refused(template: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="chat template"):
         made(asks(tmp_path, "a", "b"), template)
 

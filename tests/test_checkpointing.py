@@ -59,7 +59,7 @@ def gradients(model: Any, run: Callable[[Any], Tensor], autocast: bool = False) 
     ],
     ids=["autocast", "float32", "bfloat16", "dropout"],
 )
-def test_gradients_have_the_same_bits(family: str, dtype: torch.dtype, lora: Any, autocast: bool) -> None:
+def test_gradients_have_the_same_bits(family, dtype, lora, autocast):
     """Of rows by themselves, and of a run of trees."""
     runs: list[Any] = [partial(last_states, input_ids=IDS)]
     runs += [partial(packed_hidden, input_ids=IDS.flatten(), trees=[(10, 20, 30)], natively=False)]
@@ -83,7 +83,7 @@ def kept(model: Any, autocast: bool = False) -> float:
     return found / IDS.numel() / 4
 
 
-def test_what_is_kept_is_what_products_and_attention_make() -> None:
+def test_what_is_kept_is_what_products_and_attention_make():
     """Of a layer: its input (32 numbers of a token), q, k, v (32 + 16 + 16), attention (32, and 4 heads' sums), what
     o_proj, gate_proj and up_proj give (32 + 64 + 64); after the last one its residual, that over the norm's factor, the
     factor, and the result. Beside: cosines and sines (2 x 8) of a row's positions, and these (2)."""
@@ -93,7 +93,7 @@ def test_what_is_kept_is_what_products_and_attention_make() -> None:
     assert kept(recomputing("none")) > 1.5 * kept(recomputing("elementwise"))
 
 
-def test_neither_copies_of_weights_nor_the_products_of_adapters_are_kept() -> None:
+def test_neither_copies_of_weights_nor_the_products_of_adapters_are_kept():
     wide = recomputing("elementwise", hidden_size=256, intermediate_size=1024)
     assert kept(wide, autocast=True) * 4 * IDS.numel() < sum(p.nbytes // 2 for p in wide.parameters())
     plain, adapted = (kept(recomputing("elementwise", lora=lora)) for lora in (None, made.lora(rank=2)))
@@ -101,7 +101,7 @@ def test_neither_copies_of_weights_nor_the_products_of_adapters_are_kept() -> No
 
 
 @pytest.mark.parametrize("lora", [None, made.lora(rank=2)], ids=["whole", "adapters"])
-def test_offloaded_are_the_inputs_of_layers_alone_and_no_gradient_changes(lora: Any) -> None:
+def test_offloaded_are_the_inputs_of_layers_alone_and_no_gradient_changes(lora):
     """Two layers, three rows of 20 tokens, 32 numbers each: that is what leaves the device, and what comes back."""
     gone, back = list[Any](), list[Any]()
 

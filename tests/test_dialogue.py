@@ -246,7 +246,7 @@ def test_typed_methods_are_tools_and_what_reset_returns_goes_behind_the_question
         ({}, "task.environment"),
         ({"environment": "environments:Counter", "tools": "environments:add"}, "environment and tools"),
         ({"environment": "environments:NoReset"}, "reset"),
-        ({"environment": "environments:score"}, "task.tools"),
+        ({"environment": "environments:add"}, "task.tools"),
         ({"tools": "environments:untyped", "tokenizer": WITH_TOOLS}, "untyped.*type"),
         ({"environment": "environments:Random", "reward": "environment"}, "get_reward"),
     ],

@@ -31,11 +31,8 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="here", resources=here).execute()
     outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     said = ["".join(out.get("text", "") or str(out.get("data", "")) for out in each) for each in outputs]
-    assert "'completed'" in said[1] and "reward" in said[2]
-    assert "'image/png'" in said[3] and "'image/png'" in said[5], "reward and accuracy are drawn"
-    first, second = sorted((tmp_path / "outputs" / "notebook").iterdir())
-    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (first, second)]
-    assert [steps[-1]["step"] for steps in rows] == [20, 20]
-    trained = [json.loads((run / "summary.json").read_text())["trained_rollouts"] for run in (first, second)]
-    assert trained == [20 * 8 * 8, 20 * 8 * 4]
+    assert "'completed'" in said[1] and "'image/png'" in said[3] and "'image/png'" in said[5]
     assert "with every rollout at full length" in said[-1]
+    runs = sorted((tmp_path / "outputs" / "notebook").iterdir())
+    ended = [json.loads((run / "summary.json").read_text()) for run in runs]
+    assert [(one["step"], one["trained_rollouts"]) for one in ended] == [(20, 20 * 8 * 8), (20, 20 * 8 * 4)]

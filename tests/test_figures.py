@@ -11,19 +11,14 @@ import json
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
+from test_readme import PAGES, ROOT
 
 from grpo_cli.support.intervals import student_95
 
-ROOT = Path(__file__).parents[1]
-PAGES = [
-    *ROOT.glob("*.md"),
-    *(page for room in ("grpo_cli", "conf", "scripts") for page in (ROOT / room).rglob("*.md")),
-]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+\.json)#([^)\s]+)\)")
 NUMBER = re.compile(r"([+-]?)(\d[\d,]*(?:\.(\d+))?)(?: ± (\d[\d.]*))?\s*(%|k\b|MiB|GiB|min)?")
 UNITS = {"%": 100.0, "k": 1e-3, "MiB": 2.0**-20, "GiB": 2.0**-30, "min": 1 / 60}

@@ -52,17 +52,14 @@ def test_its_own_run_is_trained_with_its_reward_its_rule_and_its_rows_and_export
     config = json.loads((run / "run.json").read_text())["config"]
     assert config["downsample"]["_target_"] == "rules.outer"
     assert "worked_out" in typed(folder, "show")
+    assert "2 jobs: 2 done" in typed(
+        folder, "train", "--config-dir=conf", "experiment=sweep", more="train.steps=1 seed=0"
+    )
+    assert "maxvar" in typed(folder, "report")
     typed(folder, "export")
     card = (folder / "model" / "README.md").read_text()
     assert "    experiment=mine" in card.splitlines()
     assert len(generated(folder / "model", ["2+3="])) == 1
-
-
-@pytest.mark.process
-def test_its_sweep_compares_two_rules(folder: Path) -> None:
-    words = "train.steps=1 seed=0"
-    assert "2 jobs: 2 done" in typed(folder, "train", "--config-dir=conf", "experiment=sweep", more=words)
-    assert "maxvar" in typed(folder, "report")
 
 
 def test_what_is_there_is_not_written_over(folder: Path) -> None:

@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import made
 import psutil
 import pytest
 
 from grpo_cli.sweep.pool import Pool
-from grpo_cli.sweep.resume import Sweep
 from grpo_cli.sweep.status import Job, JobState, read_status
 
 WAIT = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"  # for two minutes at most, and a trap can interrupt it
@@ -115,13 +113,6 @@ def test_asked_twice_it_kills_them_with_all_that_they_started(tmp_path: Path) ->
         child = psutil.Process(int((folder / "child").read_text()))
         # In two minutes at most; a zombie was not waited for.
         assert any(child.status() == psutil.STATUS_ZOMBIE or time.sleep(0.01) for _ in range(12_000))
-
-
-def test_a_training_that_was_begun_goes_on_and_an_evaluation_begins(tmp_path: Path) -> None:
-    made.record(tmp_path, {}, ["seed=1"])
-    for command, place in (("train", "resume"), ("eval", "hydra.run.dir")):
-        words = Sweep(command, lambda cfg: None).command_of(Job(0, tmp_path, ("seed=1",), ""))
-        assert words[-2:] == ["seed=1", f"{place}='{tmp_path}'"]
 
 
 @pytest.mark.parametrize(("signalled", "ends", "queued"), [(True, 0, "requeue 7\n"), (False, 3, "")])

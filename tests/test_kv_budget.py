@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
-from math import exp
-from statistics import NormalDist
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,21 +17,19 @@ from made import fptas, full, infinite, mean_length, micro, prefix_head
 from orders import AnyOrder, Forgetful
 from small import VOCABULARY, contents, make_engine, small_model, some_requests
 
-from grpo_cli.engine.admission import Forecast
+from grpo_cli.config.instantiate import ready
+from grpo_cli.engine.admission import Admission, Forecast
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, round_up
 from grpo_cli.engine.length_predictor import NoPredictor
 from grpo_cli.engine.samplers import KvPlan
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
-from grpo_cli.engine.sequence import Sequence as Running
-from grpo_cli.methods.rkv import Rkv
-from grpo_cli.methods.streaming_llm import Streaming
+from grpo_cli.engine.sequence import Sequence
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt, Request
 
 TOKEN = 256  # bytes of small_model: 2 layers x keys and values x 2 heads x 8 numbers of 4
-PAGE = TOKEN * BLOCK
 MODEL = small_model()
 DENSE = Dense()
 
@@ -65,7 +61,7 @@ class Ledger:
         assert not owned, "all blocks come back"
 
 
-def generate(requests: Sequence[Request], **parts: Any) -> tuple[Any, Any, Ledger]:
+def generate(requests: Seq[Request], **parts: Any) -> tuple[Any, Any, Ledger]:
     """What rollouts say, the engine, and what really lay there."""
     engine, ledger = make_engine(MODEL, **{"warn": lambda text: None} | parts), Ledger()
     with ledger.open():
@@ -73,20 +69,20 @@ def generate(requests: Sequence[Request], **parts: Any) -> tuple[Any, Any, Ledge
     return made, engine, ledger
 
 
-def least_budget(requests: Sequence[Request], sparsity: Any = DENSE) -> int:
+def least_budget(requests: Seq[Request], sparsity: Any = DENSE) -> int:
     """What one sequence takes, as the engine says when it is given a byte."""
     with pytest.raises(UserError) as refused:
         generate(requests, sampler=infinite(kv_budget=1), sparsity=sparsity)
     return int(str(refused.value).partition("would do is ")[2].partition(" bytes")[0])
 
 
-def sequence_bytes(requests: Sequence[Request], tokens: int) -> int:
+def sequence_bytes(requests: Seq[Request], tokens: int) -> int:
     """Of the longest prompt and of so many tokens, of which the last is never fed, in whole blocks."""
     longest = max(len(request.prompt.token_ids) for request in requests)
     return TOKEN * (round_up(longest, BLOCK) + round_up(tokens - 1, BLOCK))
 
 
-def ending_at(requests: Sequence[Request], limits: Sequence[int]) -> list[Request]:
+def ending_at(requests: Seq[Request], limits: Seq[int]) -> list[Request]:
     """The same with limits of their own, where nothing else ends them."""
     words = [replace(r.sampling, max_new_tokens=limit) for r, limit in zip(requests, limits, strict=True)]
     return [replace(r, sampling=word) for r, word in zip(requests, words, strict=True)]
@@ -95,18 +91,16 @@ def ending_at(requests: Sequence[Request], limits: Sequence[int]) -> list[Reques
 SCHEDULERS = [Fifo, Sjf, Lpt, fptas, AnyOrder]
 PREDICTORS = [NoPredictor, mean_length, Forgetful, lambda: prefix_head(prefix_tokens=3, min_rollouts=2)]
 WORDS: dict[str, Any] = dict(budget=6, buffer=3, window=2, sinks=1, per_head=True)
-SPARSITIES = [
-    Dense(),
-    Streaming(**WORDS, protect_prompt=True),
-    Rkv(**WORDS, protect_prompt=False, kernel=3, importance=0.3, threshold=0.5),
-]
+STREAMING, RKV = (
+    ready("sparsity", name, **WORDS, protect_prompt=protect) for name, protect in (("streaming", True), ("rkv", False))
+)
 
 
 @pytest.mark.bits
 @settings(max_examples=20)
 @given(
     make=st.sampled_from([micro, infinite]),
-    chosen=st.tuples(*map(st.sampled_from, (SCHEDULERS, PREDICTORS, SPARSITIES))),
+    chosen=st.tuples(*map(st.sampled_from, (SCHEDULERS, PREDICTORS, [DENSE, STREAMING, RKV]))),
     slots=st.none() | st.integers(1, 6),
     shape=st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 60), st.integers(0, 99)),
     share=st.floats(0, 1.2),
@@ -130,52 +124,57 @@ def test_no_order_of_rollouts_ever_holds_more_than_the_budget_or_changes_one(
     assert engine.stats().kv_peak_bytes == ledger.peak <= budget
 
 
-def plan_of(sampler: Any, requests: int, prompts: int, prefix: int = 0, sparsity: Any = DENSE) -> KvPlan:
-    """For prompts of one block, and keys of four."""
-    asked = [Prompt(str(i), (3,) * BLOCK, "") for i in range(prompts)]
-    some = [Request(asked[i % prompts], i, i, Sampling.plain(4 * BLOCK + 1)) for i in range(requests)]
-    layout = KvLayout(2, 2, 8, torch.float32)
-    return KvPlan.of(layout, sampler, sparsity, some, None, prefix, pauses=False)
-
-
-def test_as_many_sequences_begin_as_have_a_block_beside_a_prompt() -> None:
-    for blocks, slots in ((5, 4), (6, 5), (40, 39), (41, 40), (999, 40)):
-        plan = plan_of(infinite(kv_budget=PAGE * blocks + PAGE - 1), 40, 4)
-        assert (plan.slots, plan.blocks) == (slots, min(blocks, 4 + 160))
-    assert plan_of(infinite(kv_budget=PAGE * 99, slots=3), 40, 4).slots == 3
-    plan = plan_of(infinite(slots=3), 40, 4, sparsity=Streaming(**WORDS, protect_prompt=True))
-    assert (plan.blocks, plan.own_blocks) == (4 + 3 * 2, 2), "9 keys each"
-    assert plan_of(infinite(), 40, 4).slots == 16 and plan_of(full(), 40, 4).slots == 40
-    # An evaluation runs as many at a time as a step, or 128.
-    assert [full().slots_for(300, per_step) for per_step in (None, 16, 200, 512)] == [128, 128, 200, 300]
-
-
-@pytest.mark.parametrize(
-    ("sampler", "parked"), [(infinite(kv_budget=PAGE * 30), 0), (full(), 0), (infinite(slots=3), 1)]
-)
-def test_all_make_a_prefix_first_where_memory_has_no_bound_and_somebody_waits(sampler: Any, parked: int) -> None:
-    assert plan_of(sampler, 12, 6, prefix=BLOCK).parked_blocks == parked
-
-
-@pytest.mark.bits
-def test_under_a_budget_nothing_is_predicted_from_a_prefix_which_is_said_once() -> None:
-    requests, said = some_requests(prompts=3, n=4, tokens=40), list[str]()
-    parts: dict[str, Any] = dict(scheduler=Lpt(), predictor=Forgetful(), warn=said.append)
-    engine = make_engine(MODEL, sampler=infinite(kv_budget=sequence_bytes(requests, 40)), **parts)
-    for _ in range(2):
-        assert contents(engine.generate(requests)) == contents(make_engine(MODEL).generate(requests))
-    assert len(said) == 1 and "sampler.kv_budget" in said[0]
+def test_one_that_has_begun_continues_before_all_others_and_in_a_round_that_goes_on() -> None:
+    first, second, *later = waiting = [Sequence(index, request) for index, request in enumerate(some_requests(1, 4))]
+    admission = Admission(2, False)
+    admission.start(Fifo(), waiting)
+    assert admission.admit([]) == [first, second]
+    admission.put_first(second)
+    assert admission.admit([first]) == [], "it has no token"
+    second.append(5, 0.0)
+    assert admission.admit([first]) == [second]
+    assert admission.admit([second]) == [] and admission.admit([], lambda one, _: one is later[1]) == [later[1]]
+    assert admission.admit([]) == [later[0]], "which waited for room"
 
 
 def test_what_sequences_hold_is_half_of_what_they_begin_and_end_with() -> None:
     """Of 4 tokens now and 10 at the end, and of 0 and 20, of which 12 are kept; and of half a block each."""
-    forecast, (one, other) = Forecast(12, 8.0), [Running(0, request) for request in some_requests(prompts=1, n=2)]
+    forecast, (one, other) = Forecast(12, 8.0), [Sequence(0, request) for request in some_requests(prompts=1, n=2)]
     one.made, one.predicted, other.predicted = 4, 8.0, 20.0
     # The mean is of 8 + 4 tokens in one rollout, and 4 + 12 / 2 is more than the 8 that were predicted.
     assert forecast.held([one, other]) == (4 + 10 + 0 + 12) / 2 + 2 * BLOCK / 2
     forecast.finish(20)
     one.predicted = other.predicted = None
     assert forecast.held([one, other]) == (4 + 12 + 0 + 12) / 2 + 2 * BLOCK / 2, "16 each"
+
+
+def test_what_is_allocated_follows_what_is_held() -> None:
+    """Of 32 rollouts of log-normal lengths, with a mean of 40."""
+    quantiles = [exp(3.81 + 0.833 * NormalDist().inv_cdf((i + 0.5) / 32)) for i in range(32)]
+    limits = np.random.default_rng(0).permutation(np.clip(np.rint(quantiles), 1, 200)).astype(int).tolist()
+    requests = ending_at(some_requests(prompts=4, n=8, tokens=200), limits)
+    for sampler in (infinite(slots=32), infinite(kv_budget=2**17)):
+        engine = make_engine(MODEL, sampler=sampler, eos_token_ids=(VOCABULARY,))
+        list(engine.generate(requests))
+        assert engine.stats().kv_peak_bytes <= 1.25 * engine.stats().details["engine/kv_held_bytes"]
+
+
+def test_as_many_sequences_begin_as_have_a_block_beside_a_prompt() -> None:
+    """40 for 4 prompts of a block, with keys of 4 blocks each."""
+    prompts, page = [Prompt(str(i), (3,) * BLOCK, "") for i in range(4)], TOKEN * BLOCK
+    requests = [Request(prompts[i % 4], i, i, Sampling.plain(4 * BLOCK + 1)) for i in range(40)]
+    layout = KvLayout(2, 2, 8, torch.float32)
+
+    def plan_of(sampler: Any, sparsity: Any = DENSE) -> KvPlan:
+        return KvPlan.of(layout, sampler, sparsity, requests, None, 0, pauses=False)
+
+    for blocks, slots in ((5, 4), (6, 5), (40, 39), (41, 40), (999, 40)):
+        plan = plan_of(infinite(kv_budget=page * blocks + page - 1))
+        assert (plan.slots, plan.blocks) == (slots, min(blocks, 4 + 160))
+    plan = plan_of(infinite(slots=3), STREAMING)
+    assert (plan.blocks, plan.own_blocks) == (4 + 3 * 2, 2), "9 keys each"
+    # An evaluation runs as many at a time as a step, or 128.
+    assert [full().slots_for(300, per_step) for per_step in (None, 16, 200, 512)] == [128, 128, 200, 300]
 
 
 @pytest.mark.parametrize("scheduler", [Fifo, Lpt, fptas, AnyOrder])
@@ -203,30 +202,3 @@ def test_who_is_put_off_makes_the_same_tokens_again_and_a_byte_less_than_one_seq
     assert made == wanted and ledger.peak <= 3 * least
     assert stats.details["engine/restarts"] > 0
     assert stats.generated_tokens == sum(limits), "what was made twice counts once"
-
-
-def test_what_is_allocated_follows_what_is_held() -> None:
-    """Of slots that reserved the limit, 32 rollouts of log-normal lengths would take 32 x 256 x 256 bytes = 2 MiB."""
-    model = small_model(max_position_embeddings=512)
-    quantiles = [exp(3.81 + 0.833 * NormalDist().inv_cdf((i + 0.5) / 32)) for i in range(32)]
-    limits = np.random.default_rng(0).permutation(np.clip(np.rint(quantiles), 1, 256)).astype(int).tolist()
-    requests = ending_at(some_requests(prompts=4, n=8, tokens=256), limits)
-    for sampler in (infinite(slots=32), infinite(kv_budget=2**17)):
-        engine = make_engine(model, sampler=sampler, eos_token_ids=(VOCABULARY,))
-        list(engine.generate(requests))
-        stats = engine.stats()
-        assert stats.kv_peak_bytes <= 1.25 * stats.details["engine/kv_held_bytes"], "blocks of 8 for a mean of 40"
-    assert stats.kv_peak_bytes <= 2**17 and stats.slots >= 2 * (2**17 // sequence_bytes(requests, 256))
-
-
-def test_as_many_rollouts_run_as_there_is_room_for_what_eviction_leaves() -> None:
-    """However long they will be: 12 run at a time where 12 pages are, though 100 tokens of each would not fit."""
-    sparsity = Streaming(**WORDS, protect_prompt=True)
-    requests = some_requests(prompts=1, n=24, tokens=100)
-    page = TOKEN * round_up(sparsity.capacity(100, 200), BLOCK)
-    budget = sequence_bytes(requests, 1) + 12 * page
-    parts: dict[str, Any] = dict(sampler=infinite(kv_budget=budget), sparsity=sparsity, eos_token_ids=(VOCABULARY,))
-    _, engine, ledger = generate(requests, **parts)
-    stats = engine.stats()
-    assert ledger.peak == budget and (stats.slots, stats.slot_utilisation) == (12, 1.0)
-    assert stats.decode_steps == 2 * 99 and stats.details.get("engine/restarts", 0.0) == 0.0

@@ -51,7 +51,7 @@ def copied_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Saver, "join", then(join))
 
 
-def test_a_run_records_and_keeps_what_it_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_records_and_keeps_what_it_does_without(tmp_path, monkeypatch):
     copied_late(monkeypatch)
     ran: tuple[list[Any], ...] = [], []
     for name, more, rows in (("now", ("train.checkpoint_every=1",), ran[0]), ("lazy", LAZY, ran[1])):
@@ -63,7 +63,7 @@ def test_a_run_records_and_keeps_what_it_does_without(tmp_path: Path, monkeypatc
         assert now.keys() == lazy.keys() and all(torch.equal(now[key], lazy[key]) for key in now)
 
 
-def test_kill_9_while_one_is_written_leaves_the_one_before(tmp_path: Path) -> None:
+def test_kill_9_while_one_is_written_leaves_the_one_before(tmp_path):
     """The writing of step 2 waits for ever, in its thread; training goes on meanwhile."""
     code = (
         "import pathlib, time\nfrom grpo_cli.runs import checkpoint\nfrom grpo_cli.rules.advantage import grpo\n"
@@ -96,9 +96,7 @@ def test_kill_9_while_one_is_written_leaves_the_one_before(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("fails_at", [1, 3])
-def test_a_full_disk_is_named_by_the_next_save_or_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
-) -> None:
+def test_a_full_disk_is_named_by_the_next_save_or_the_end(tmp_path, monkeypatch, fails_at):
     """Steps 0 to 3 are saved; the writing of the last one fails at the end of the run, that of others before it."""
 
     def save(model: Any, tokenizer: Any, folder: Path, *more: Any, **words: Any) -> None:
@@ -117,7 +115,7 @@ def test_a_full_disk_is_named_by_the_next_save_or_the_end(
     assert summary["status"] == "failed" and not list((tmp_path / "checkpoints").glob(".*.tmp"))
 
 
-def test_the_optimizer_s_state_is_kept_by_the_names_of_weights() -> None:
+def test_the_optimizer_s_state_is_kept_by_the_names_of_weights():
     model = small_model()
     learner = make_learner(model)
     learner.update(make_batch(), 0)
@@ -128,6 +126,3 @@ def test_the_optimizer_s_state_is_kept_by_the_names_of_weights() -> None:
     changed = {**state, "state": {"other.lora_A": {}}, "param_groups": [{"params": ["other.lora_A"]}]}
     with pytest.raises(UserError, match=r"has 1 weights that this run does not train \(other.lora_A\): resume with"):
         again.load_state_dict(changed)
-    some = {**state, "param_groups": [{"params": sorted(names)[1:]}]}
-    with pytest.raises(UserError, match=r"lacks 1 weights that this run trains \(model\."):
-        again.load_state_dict(some)

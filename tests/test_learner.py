@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import made
@@ -38,7 +37,7 @@ def make_learner(model: Any, loss: Any = steep, tokens: int = 10_000, **optim: A
     return Learner(model, loss, made.model(""), Sampling.plain(4), train, made.optim(**(words | optim)), Meter())
 
 
-def test_the_first_step_of_adamw_moves_a_weight_by_the_rate_of_its_step() -> None:
+def test_the_first_step_of_adamw_moves_a_weight_by_the_rate_of_its_step():
     """With averages of one gradient g the step is rate * g / |g|, whatever the size of g."""
     model = small_model()
     before = [weight.detach().clone() for weight in model.parameters()]
@@ -47,7 +46,7 @@ def test_the_first_step_of_adamw_moves_a_weight_by_the_rate_of_its_step() -> Non
     assert update.metrics["optim/lr"] == 0.125 and farthest == pytest.approx(0.125, rel=1e-3)
 
 
-def test_the_gradient_that_the_optimizer_gets_is_bounded_and_the_metric_is_not() -> None:
+def test_the_gradient_that_the_optimizer_gets_is_bounded_and_the_metric_is_not():
     model, norms = small_model(), list[float]()
     learner = make_learner(model, max_grad_norm=0.5)
     watch = lambda: norms.append(float(torch.nn.utils.get_total_norm([w.grad for w in model.parameters()])))  # noqa: E731
@@ -58,7 +57,7 @@ def test_the_gradient_that_the_optimizer_gets_is_bounded_and_the_metric_is_not()
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_dropout_of_adapters_and_recomputation_are_of_updates_alone(checkpointing: str) -> None:
+def test_dropout_of_adapters_and_recomputation_are_of_updates_alone(checkpointing):
     pytest.importorskip("peft")
     words = replace(made.model(), lora=made.lora(rank=2, dropout=0.5), gradient_checkpointing=checkpointing)
     model = load_model(words, torch.device("cpu"))
@@ -79,7 +78,7 @@ def same_state(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-30])
-def test_a_gradient_of_zero_is_no_update_and_one_whose_norm_is_too_small_for_a_number_is(factor: float) -> None:
+def test_a_gradient_of_zero_is_no_update_and_one_whose_norm_is_too_small_for_a_number_is(factor):
     """AdamW would move weights by its averages of earlier gradients and by its decay, and steps by the sign of a
     gradient of any size; the square of 1e-30 is 0 in float32."""
     model, factors = small_model(), [1.0, factor]
@@ -96,7 +95,7 @@ def test_a_gradient_of_zero_is_no_update_and_one_whose_norm_is_too_small_for_a_n
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_averages_come_back_and_the_settings_of_a_resumed_run_are_those_that_are_given(offload: bool) -> None:
+def test_averages_come_back_and_the_settings_of_a_resumed_run_are_those_that_are_given(offload):
     """Without an average of gradients (betas 0) and with no gradient to speak of beside eps, all that acts is decay, of
     matrices alone: 1 - 0.25 * 0.4."""
     model = small_model()
@@ -114,7 +113,7 @@ def test_averages_come_back_and_the_settings_of_a_resumed_run_are_those_that_are
     assert all(float(one["step"]) == 2.0 for one in second.state_dict()["state"].values())
 
 
-def test_a_run_whose_state_is_parked_is_the_same_to_the_bit(tmp_path: Path) -> None:
+def test_a_run_whose_state_is_parked_is_the_same_to_the_bit(tmp_path):
     words = {"lr": 1e-2, "warmup_steps": 0, "weight_decay": 0.1}
     plain, parked = (
         records_of(replace(settings_for(tmp_path / str(park), steps=4), optim=made.optim(**words, park=park)))
@@ -123,7 +122,7 @@ def test_a_run_whose_state_is_parked_is_the_same_to_the_bit(tmp_path: Path) -> N
     assert [timeless(record) for record in plain] == [timeless(record) for record in parked]
 
 
-def test_parked_state_goes_from_a_gpu_to_the_host_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parked_state_goes_from_a_gpu_to_the_host_and_comes_back(monkeypatch):
     """Fake tensors: devices and shapes. What is pinned is requested, and a fake GPU has none to pin."""
     plain, pinned = torch.empty_like, list[bool]()
     with FakeTensorMode():

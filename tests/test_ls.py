@@ -8,14 +8,11 @@ from pathlib import Path
 
 import made
 from test_report import launched, leave
-from typed import grpo
+from typed import done
 
 
-def listed(*arguments: str) -> list[list[str]]:
-    """The lines, split at columns."""
-    result = grpo("ls", *arguments)
-    assert (result.exit_code, result.stderr) == (0, ""), result.output
-    return [line.split() for line in result.stdout.splitlines()]
+def listed(*arguments: str) -> list[str]:
+    return [" ".join(line.split()) for line in done("ls", *arguments).splitlines()]
 
 
 def aged(folder: Path, hours: float) -> None:
@@ -28,13 +25,13 @@ def aged(folder: Path, hours: float) -> None:
 SETTINGS = {"n": 8, "m": "${n}", "train": {"steps": 20}, "model": {"path": "Qwen/Qwen3-0.6B"}}
 
 
-def test_runs_are_listed_with_what_they_were_asked_and_reached_the_newest_first(elsewhere):
+def test_runs_are_listed_with_their_settings_and_what_they_reached_the_newest_first(elsewhere):
     asked = {"settings": SETTINGS, "choices": {"task": "gsm8k", "model": "tiny"}}
     aged(leave(elsewhere / "outputs/train/old", (0.5, 0.6, 0.7), **asked), hours=50)
     aged(leave(elsewhere / "outputs/train/broke", (0.5, 0.4), **asked, status="failed"), hours=3)
     hub = {"settings": {**SETTINGS, "m": 4}, "choices": {"task": "math", "model": "hf"}}
     leave(elsewhere / "outputs/train/going", (0.25,), **hub, status=None)
-    head, *rows = [" ".join(line) for line in listed()]
+    head, *rows = listed()
     assert head == "command state task model n m steps accuracy interval of age folder"
     assert rows[0].startswith("train unfinished math Qwen/Qwen3-0.6B 8 4 0/20 0.250 ")
     assert rows[0].endswith(" outputs/train/going")
@@ -45,27 +42,23 @@ def test_runs_are_listed_with_what_they_were_asked_and_reached_the_newest_first(
     assert rows[4] == "outputs/train/broke: RuntimeError: it broke"
 
 
-def test_the_jobs_of_a_sweep_are_listed_also_those_that_have_not_begun(elsewhere):
-    sweep = elsewhere / "outputs/multirun/one"
+def test_jobs_of_a_sweep_are_listed_before_they_begin_and_evaluations_with_their_accuracy(elsewhere):
+    sweep = elsewhere / "outputs/one"
     leave(sweep / "0", settings=SETTINGS)
     launched(sweep / "1", "skipped", "m=32 must be at most n=16", ["n=16", "m=32"])
     jobs = [{"folder": f"{sweep}/{i}", "overrides": ["n=4"]} for i in range(3)]
     (sweep / "sweep.json").write_text(json.dumps({"jobs": jobs}))
-    rows = {row[-1]: row for row in listed("outputs/multirun")[1:4]}
-    assert rows["outputs/multirun/one/0"][1] == "completed"
-    assert rows["outputs/multirun/one/1"][:6] == ["train", "skipped", "-", "-", "16", "32"]
-    assert rows["outputs/multirun/one/2"][:9] == ["train", "waiting", "-", "-", "4", "-", "0/?", "-", "-"]
-
-
-def test_an_evaluation_is_listed_with_its_accuracy_and_a_profile_is_no_run(elsewhere):
     known = {"eval/accuracy_low": 0.3, "eval/accuracy_high": 0.8625, "problems": 8}
     for command in ("eval", "profile"):
         folder = elsewhere / "outputs" / command
         made.record(folder, {"seed": 0}, choices={"task": "math", "model": "tiny"}, command=command)
         told = {"status": "completed", "eval/accuracy": 0.625, "checkpoint": None, "engine": {"threads": 1}}
         (folder / "summary.json").write_text(json.dumps(told | known))
-    (row,) = listed()[1:]
-    assert row[:10] == ["eval", "completed", "math", "tiny", "-", "-", "-", "0.625", "0.300..0.863", "8"]
+    rows = {row.rpartition("/")[2]: row for row in listed("outputs")[1:] if ": " not in row}
+    assert rows.keys() == {"0", "1", "2", "eval"} and rows["0"].startswith("train completed ")
+    assert rows["1"].startswith("train skipped - - 16 32 ")
+    assert rows["2"].startswith("train waiting - - 4 - 0/? - -")
+    assert rows["eval"].startswith("eval completed math tiny - - - 0.625 0.300..0.863 8")
 
 
 def test_damaged_files_cost_a_remark_and_nothing_else(elsewhere):
@@ -73,8 +66,7 @@ def test_damaged_files_cost_a_remark_and_nothing_else(elsewhere):
     for name, text in (("summary.json", "{"), ("run.json", ": :\n\t"), ("metrics.jsonl", "nothing\n{")):
         (run / name).write_text(text)
     leave(elsewhere / "outputs/whole")
-    said = grpo("ls")
-    assert said.exit_code == 0 and said.stdout.replace("\n", "").isprintable()
-    assert len([line for line in said.stdout.splitlines() if line.startswith("train")]) == 2
-    remarks = [line.partition(": ")[2] for line in said.stdout.splitlines() if "[red]: " in line]
+    lines = listed()
+    assert "".join(lines).isprintable() and len([line for line in lines if line.startswith("train")]) == 2
+    remarks = [line.partition(": ")[2] for line in lines if "[red]: " in line]
     assert [remark.split(" ")[0] for remark in remarks[1:]] == ["run.json", "summary.json", "metrics.jsonl:"]

@@ -6,7 +6,6 @@ A test of bits runs where the engine finds that they can be held, and says so wh
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,7 +23,6 @@ from grpo_cli.cli.main import app
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.determinism import without_company
 from grpo_cli.engine.layers import NATIVE
-from grpo_cli.support.processor import strict_branch
 
 SETTLED = """
 import torch
@@ -48,49 +46,6 @@ def test_averages_of_no_gradient_come_to_be_0_in_every_thread() -> None:
     long, and stayed so: nine tenths of the smallest such number round to itself."""
     said = subprocess.run([sys.executable, "-c", SETTLED], capture_output=True, text=True, check=True)
     assert said.stdout == "[0, 0]\n"
-
-
-# Each a processor that this one can play: PyTorch's own kernels, MKL's and oneDNN's cut down, MKL's branches forced.
-PROCESSORS = {
-    "AVX2 everywhere": {
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-    },
-    "MKL strict AVX2": {"MKL_CBWR": "AVX2,STRICT"},
-}
-PROGRAM = """
-import os, sys
-from dataclasses import replace
-from grpo_cli.support.processor import set_variables
-set_variables()
-import torch
-from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.determinism import without_company
-from grpo_cli.engine.layers import NATIVE
-from test_same_rollouts import POLICIES, same_in_short
-for threads in (3, 8):
-    torch.set_num_threads(threads)
-    for policy in (POLICIES["embedded"], POLICIES["576 wide"]):
-        model = policy.model()
-        _, holds = without_company(replace(Decoder.of(model), functions=NATIVE))
-        if holds:
-            same_in_short(model, policy.requests())
-        print("held" if holds else "not held")
-"""
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("processor", PROCESSORS)
-def test_where_a_processor_is_found_to_hold_bits_it_does(processor: str) -> None:
-    """For two models with 3 and 8 threads; what is found not to hold is said, and not compared."""
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = os.environ | PROCESSORS[processor] | {"PYTHONPATH": paths}
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert len(ended.stdout.splitlines()) == 4
-    if processor == "AVX2 everywhere" and strict_branch() == os.environ.get("MKL_CBWR"):
-        assert ended.stdout == 4 * "held\n"
 
 
 class Uneven(torch.nn.Linear):

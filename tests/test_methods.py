@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import made
@@ -34,9 +33,6 @@ from grpo_cli.types import ENVIRONMENT, Finish, Prompt, Request, Reward, Rollout
 
 def dynamic(*, surplus: float = 0.0, most_rounds: int = 10) -> Dynamic:
     return Dynamic(surplus=surplus, most_rounds=most_rounds)
-
-
-# The paper's recipe by hand
 
 
 def problems(count: int) -> list[Prompt]:
@@ -73,14 +69,12 @@ class Table(Scripted):
         ([{"style": 1.0}, {"style": 0.0}], True),  # an own reward without a grade
     ],
 )
-def test_groups_are_dropped_by_their_answers_and_not_by_penalties(
-    rewards: list[dict[str, float]], teaches: bool
-) -> None:
+def test_groups_are_dropped_by_their_answers_and_not_by_penalties(rewards, teaches):
     group = scored(*(Reward(sum(parts.values(), 0.0), parts) for parts in rewards))
     assert collection_of(Table({}), InOrder([]), n=2, prompts=1).differs(group) == teaches
 
 
-def test_the_papers_whole_recipe_worked_by_hand() -> None:
+def test_the_papers_whole_recipe_worked_by_hand():
     """L = 10 with c = 4, two rollouts each of two problems a step. p0 is solved by both and dropped, p1, p2 are mixed.
 
     Rewards of p1: right, 6 tokens: 1 + 0 = 1. Wrong, 8 tokens: 0 + (10 - 4 - 8) / 4 = -1/2. Of p2: right, cut off at
@@ -120,17 +114,14 @@ def test_the_papers_whole_recipe_worked_by_hand() -> None:
         (3, 3, None, -1.0),  # a fifth of 3 is one token, and no division by none
     ],
 )
-def test_long_replies_are_punished_in_a_straight_line(tokens: int, longest: int, within: int | None, part: float):
+def test_long_replies_are_punished_in_a_straight_line(tokens, longest, within, part):
     """What an environment wrote counts, as in the limit."""
     request, spans = Request(Prompt("p", (1,), ""), 0, 0, Sampling.plain(longest)), (Span(0, 1), Span(ENVIRONMENT, 1))
     rollout = Rollout(request, (2,) * tokens, (-1.0,) * tokens, Finish.EOS, (*spans, Span(0, tokens - 2)))
     assert overlong(rollout, within) == pytest.approx(part)
 
 
-# Rounds
-
-
-def test_a_round_generates_what_is_lacking_and_a_surplus() -> None:
+def test_a_round_generates_what_is_lacking_and_a_surplus():
     engine = Scripted(lambda request: request.sample == 0 and request.prompt.id not in ("p0", "p1", "p2"))
     collection = collection_of(engine, InOrder(problems(40)), n=2, prompts=4)
     groups = collection.run(dynamic(surplus=0.5))
@@ -139,7 +130,7 @@ def test_a_round_generates_what_is_lacking_and_a_surplus() -> None:
     assert [group.prompt.id for group in groups] == ["p3", "p4", "p5", "p6"]
 
 
-def test_no_round_is_begun_once_the_run_has_its_tokens() -> None:
+def test_no_round_is_begun_once_the_run_has_its_tokens():
     def run(tokens_left: float) -> tuple[int, list[str]]:
         engine = Scripted(lambda request: request.prompt.id == "p0" and request.sample == 0)
         groups = collection_of(engine, InOrder(problems(40)), n=2, prompts=2, tokens_left=tokens_left).run(dynamic())
@@ -150,12 +141,10 @@ def test_no_round_is_begun_once_the_run_has_its_tokens() -> None:
     assert run(1) == (1, ["p0"])
 
 
-# Whole runs
-
 DYNAMIC = ("record.rollouts=-1", "optim.lr=1e-3", "eval.every=0", "collector=dynamic", "collector.most_rounds=5")
 
 
-def test_what_is_dropped_is_told_recorded_and_seen(tmp_path: Path) -> None:
+def test_what_is_dropped_is_told_recorded_and_seen(tmp_path):
     trained(tmp_path, *DYNAMIC, "task.train_problems=14", "train.steps=4")
     metrics, rollouts = rows(tmp_path), [json.loads(line) for line in records(tmp_path)[1].splitlines()]
     steps = metrics[1:]
@@ -167,10 +156,7 @@ def test_what_is_dropped_is_told_recorded_and_seen(tmp_path: Path) -> None:
     assert sum(row["length"] for row in rollouts) == steps[-1]["tokens/generated"]
 
 
-# Replies that were cut off
-
-
-def test_an_episode_is_cut_off_where_a_limit_of_tokens_ends_it_and_not_its_last_turn(tmp_path: Path) -> None:
+def test_an_episode_is_cut_off_where_a_limit_of_tokens_ends_it_and_not_its_last_turn(tmp_path):
     """`task=guess` with one token a turn: a turn that is cut goes on to the next, and one that ends is an end."""
     words = ("task=guess", "train.truncated=leave_out", "record.rollouts=-1", "sampling.max_new_tokens=9")
     trained(tmp_path, *words, "train.steps=1")
@@ -182,7 +168,7 @@ def test_an_episode_is_cut_off_where_a_limit_of_tokens_ends_it_and_not_its_last_
 # PODS end to end: what choosing does to the loss, the named runs, and a user's own rule.
 
 
-# What reaches the update
+# PODS
 
 
 def scored_groups() -> list[ScoredGroup]:
@@ -236,9 +222,6 @@ def test_loss_and_gradient_are_those_of_the_kept_rollouts_alone(keep, stats_over
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-# Named runs
-
-
 @pytest.mark.parametrize("name", [name for name in choices("experiment") if name != "none"])
 def test_every_experiment_can_be_run_as_it_stands_and_pods_trains_on_a_quarter_chosen_by_variance(name):
     run = composed(f"experiment={name}")
@@ -247,8 +230,6 @@ def test_every_experiment_can_be_run_as_it_stands_and_pods_trains_on_a_quarter_c
         assert (run.n, run.m) == (64, 16) and run.parts["advantage"]["stats_over"] == "kept"
         assert run.parts["downsample"]["_target_"] == "grpo_cli.methods.pods.maxvar"
 
-
-# A rule of one's own, in a real run
 
 SMALL = ["n=4", "m=2", "train.steps=1", "train.prompts=2", "sampling.max_new_tokens=6", "eval.every=0", "logger=jsonl"]
 

@@ -57,9 +57,7 @@ def tiny() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_every_supported_family_loads_from_its_folder_with_the_same_weights_and_no_dropout(
-    family: str, tmp_path: Path
-) -> None:
+def test_every_supported_family_loads_from_its_folder_with_the_same_weights_and_no_dropout(family, tmp_path):
     saved, ids = small_model(family, attention_dropout=0.5), torch.arange(2, 12)[None]
     saved.save_pretrained(tmp_path)
     loaded = load_model(settings(tmp_path), CPU)
@@ -67,7 +65,7 @@ def test_every_supported_family_loads_from_its_folder_with_the_same_weights_and_
         assert torch.equal(loaded.train()(input_ids=ids).logits, saved(input_ids=ids).logits)
 
 
-def test_weights_that_are_not_finite_and_a_tokenizer_with_too_many_tokens_are_refused(tiny, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_and_a_tokenizer_with_too_many_tokens_are_refused(tiny, tmp_path):
     """An evaluation of such weights gave an accuracy of 0."""
     broken = small_model("qwen3")
     broken.get_parameter("model.layers.1.mlp.up_proj.weight").data[4, 2:5] = -torch.inf
@@ -75,11 +73,11 @@ def test_weights_that_are_not_finite_and_a_tokenizer_with_too_many_tokens_are_re
     with pytest.raises(UserError, match=rf"model.path={tmp_path}: model\.layers\.1\.mlp\.up_proj\.weight"):
         load_model(settings(tmp_path), CPU)
     check_vocabulary(*tiny, "tiny")
-    with pytest.raises(UserError, match=r"model\.path=x: .* token ids up to \d\d+, .* only 24 embeddings"):
+    with pytest.raises(UserError, match=r"model\.path=x: token ids up to \d\d+, but only 24 embeddings"):
         check_vocabulary(small_model("llama"), tiny[1], "x")
 
 
-def test_dtype_and_random_init_are_obeyed_and_weights_are_drawn_where_they_will_be(tmp_path: Path) -> None:
+def test_dtype_and_random_init_are_obeyed_and_weights_are_drawn_where_they_will_be(tmp_path):
     """Billions of numbers of a GPU's model were drawn one by one on the CPU, and moved."""
     small_model("qwen2").config.save_pretrained(tmp_path)  # a config alone, without weights
     words, before = settings(tmp_path, random_init=True, dtype="bfloat16"), torch.get_rng_state()
@@ -98,7 +96,7 @@ def test_dtype_and_random_init_are_obeyed_and_weights_are_drawn_where_they_will_
         *(("model.safetensors", text) for text in ("half", None)),
     ],
 )
-def test_a_broken_file_is_named_whatever_is_broken(file: str, content: str | None, tmp_path: Path) -> None:
+def test_a_broken_file_is_named_whatever_is_broken(file, content, tmp_path):
     """Pickled weights beside it are never read."""
     folder = Path(shutil.copytree(TINY_FOLDER, tmp_path / "model"))
     torch.save({}, folder / "pytorch_model.bin")
@@ -121,7 +119,7 @@ LONGROPE = dict(rope_type="longrope", rope_theta=1e4, factor=2.0, short_factor=[
         ({"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 32}}, "longrope"),
     ],
 )
-def test_what_cannot_be_driven_is_refused_from_the_config_alone(config: dict, said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_driven_is_refused_from_the_config_alone(config, said, tmp_path):
     """No weights are there: reaching for them would be another error."""
     whole = {"model_type": "llama", **SMALL, **config}
     (tmp_path / "config.json").write_text(json.dumps(whole))
@@ -129,7 +127,7 @@ def test_what_cannot_be_driven_is_refused_from_the_config_alone(config: dict, sa
         load_model(settings(tmp_path), CPU)
 
 
-def test_weights_that_lack_a_layer_are_refused_instead_of_made_up(tmp_path: Path) -> None:
+def test_weights_that_lack_a_layer_are_refused_instead_of_made_up(tmp_path):
     model = small_model("qwen2")
     state = {name: weight for name, weight in model.state_dict().items() if "layers.1." not in name}
     model.save_pretrained(tmp_path, state_dict=state)
@@ -137,7 +135,7 @@ def test_weights_that_lack_a_layer_are_refused_instead_of_made_up(tmp_path: Path
         load_model(settings(tmp_path), CPU)
 
 
-def test_weights_that_are_stored_quantised_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_stored_quantised_are_refused(tmp_path):
     folder = make_folder(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     for key, stored in (("quantization_config", {"quant_method": "gptq"}), ("quantization", {"bits": 4})):
@@ -146,7 +144,7 @@ def test_weights_that_are_stored_quantised_are_refused(tmp_path: Path) -> None:
             model_config(settings(folder))
 
 
-def test_all_ends_of_a_reply_are_found_and_padding_falls_back_to_the_end() -> None:
+def test_all_ends_of_a_reply_are_found_and_padding_falls_back_to_the_end():
     tokenizer, model = load_tokenizer(settings()), small_model("llama")
     own = tokenizer.eos_token_id
     for listed, ends in (([7, 9, 7], (7, 9, own)), (None, (own,))):
@@ -159,14 +157,14 @@ def test_all_ends_of_a_reply_are_found_and_padding_falls_back_to_the_end() -> No
         eos_token_ids(model, tokenizer)
 
 
-def test_the_shipped_tokenizer_has_a_token_for_every_character(tiny) -> None:
+def test_the_shipped_tokenizer_has_a_token_for_every_character(tiny):
     text, tokenizer = "0123456789+-*/()=,:", tiny[1]
     ids = tokenizer.encode(text)
     assert len(ids) == len(set(ids)) == len(text)
     assert tokenizer.decode([*ids, tokenizer.eos_token_id, tokenizer.pad_token_id], skip_special_tokens=True) == text
 
 
-# LoRA: adapters go through rollouts and updates, are saved by themselves, and resume bit for bit.
+# Adapters
 
 
 LORA = made.lora(rank=4, alpha=8.0, dropout=0.0, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
@@ -191,7 +189,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=ids()).logits
 
 
-def test_only_adapters_are_trained_and_new_ones_change_nothing() -> None:
+def test_only_adapters_are_trained_and_new_ones_change_nothing():
     plain = small_model()
     before = logits(plain)
     model = with_adapters(plain, settings(lora=LORA))
@@ -202,7 +200,7 @@ def test_only_adapters_are_trained_and_new_ones_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(("family", "kind"), [("qwen2", "plain"), ("qwen3", "rslora"), ("llama", "dora")])
-def test_rollouts_go_through_the_adapters(family: str, kind: str) -> None:
+def test_rollouts_go_through_the_adapters(family, kind):
     lora = replace(LORA, dora=kind == "dora", rslora=kind == "rslora")
     model = moved(with_adapters(small_model(family), settings(lora=lora))).eval()
     for rollout in make_engine(model).generate(some_requests(prompts=2, n=2)):
@@ -215,7 +213,7 @@ def test_rollouts_go_through_the_adapters(family: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("packs", [False, True])
-def test_the_reference_is_the_model_with_its_adapters_off(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_is_the_model_with_its_adapters_off(packs, monkeypatch):
     monkeypatch.setattr("grpo_cli.learner.forward.packs_rows", lambda *_: packs)
     model = moved(with_adapters(small_model(), settings(lora=LORA)))
     learner, batch = make_learner(model), plain_batch((torch.arange(12) > 4).expand(2, 12), ids())
@@ -226,7 +224,7 @@ def test_the_reference_is_the_model_with_its_adapters_off(packs: bool, monkeypat
 
 
 @pytest.mark.parametrize("kinds", [{}, {"dora": True}, {"rslora": True}], ids=str)
-def test_adapters_are_saved_by_themselves_in_float32_and_come_back_bit_for_bit(kinds: Any, tmp_path: Path) -> None:
+def test_adapters_are_saved_by_themselves_in_float32_and_come_back_bit_for_bit(kinds, tmp_path):
     words = settings(dtype="bfloat16", lora=replace(LORA, **kinds))
     model = moved(load_model(words, CPU))
     save_pretrained(model, load_tokenizer(words), tmp_path)
@@ -236,7 +234,7 @@ def test_adapters_are_saved_by_themselves_in_float32_and_come_back_bit_for_bit(k
     assert torch.equal(logits(again), logits(model))
 
 
-def test_random_weights_below_adapters_are_saved_with_them(tmp_path: Path) -> None:
+def test_random_weights_below_adapters_are_saved_with_them(tmp_path):
     small_model().config.save_pretrained(tmp_path / "shape")
     words = settings(tmp_path / "shape", random_init=True, lora=LORA)
     torch.manual_seed(3)
@@ -248,7 +246,7 @@ def test_random_weights_below_adapters_are_saved_with_them(tmp_path: Path) -> No
     assert torch.equal(logits(load_model(again, CPU)), logits(model))
 
 
-def test_adapters_that_are_not_plain_lora_in_safetensors_are_not_read(tmp_path: Path) -> None:
+def test_adapters_that_are_not_plain_lora_in_safetensors_are_not_read(tmp_path):
     """The first has PEFT import a module; the last are pickled."""
     saved = tmp_path / "saved"
     save_pretrained(with_adapters(small_model(), settings(lora=LORA)), load_tokenizer(settings()), saved)
@@ -290,7 +288,7 @@ def adapted(base: Path, folder: Path, **config: Any) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("head", False), *((kind, kind != "bias") for kind in KINDS)])
-def test_a_merged_model_has_the_logits_of_its_adapters(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_a_merged_model_has_the_logits_of_its_adapters(kind, tied, tmp_path):
     base = make_folder(tmp_path / "base", "llama", tie=tied, hidden=16, attention_bias=kind == "bias")
     expected = adapted(base, tmp_path / "ad", **KINDS[kind])
     words = settings(base, adapter=str(tmp_path / "ad"), lora=made.lora())
@@ -300,7 +298,7 @@ def test_a_merged_model_has_the_logits_of_its_adapters(kind: str, tied: bool, tm
     assert not torch.allclose(logits(found), logits(AutoModelForCausalLM.from_pretrained(base)), atol=1e-2)
 
 
-def test_adapters_bring_their_tokenizer_and_chat_template(tmp_path: Path) -> None:
+def test_adapters_bring_their_tokenizer_and_chat_template(tmp_path):
     """Also into what is exported; without a tokenizer of theirs that of the base is taken."""
     base = make_folder(tmp_path / "base", chat_template=True)
     adapted(base, tmp_path / "ad", target_modules=["q_proj"])
@@ -317,7 +315,7 @@ def test_adapters_bring_their_tokenizer_and_chat_template(tmp_path: Path) -> Non
         assert (found.eos_token, found.chat_template) == (theirs.eos_token, theirs.chat_template)
 
 
-def test_adapters_that_a_layer_passes_by_are_not_merged(tmp_path: Path) -> None:
+def test_adapters_that_a_layer_passes_by_are_not_merged(tmp_path):
     """Mamba's layers compute with the weight of dt_proj, and its adapters do nothing."""
     base = foreign_folder(tmp_path / "base", "jamba")
     adapted(base, tmp_path / "ad", target_modules=["dt_proj"])

@@ -41,7 +41,7 @@ def trainer(folder: Path, words: Sequence[str]) -> Any:
     ],
     ids=" ".join,
 )
-def test_a_resumed_run_equals_one_left_alone(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_resumed_run_equals_one_left_alone(words, tmp_path):
     trainer(tmp_path / "alone", words).fit()
     trainer(tmp_path / "cut", (*words, "train.steps=1")).fit()
     trainer(tmp_path / "cut", (*words, f"resume={tmp_path / 'cut'}")).fit()
@@ -51,7 +51,7 @@ def test_a_resumed_run_equals_one_left_alone(words: tuple[str, ...], tmp_path: P
     assert rows(tmp_path / "alone") == rows(tmp_path / "cut")
 
 
-def test_averages_in_the_cpus_memory_change_nothing_and_plain_transformers_says_the_same(tmp_path: Path) -> None:
+def test_averages_in_the_cpus_memory_change_nothing_and_plain_transformers_says_the_same(tmp_path):
     (run := trainer(tmp_path / "plain", ())).fit()
     (offloaded := trainer(tmp_path / "offloaded", ("optim.offload=true",))).fit()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain" / "checkpoints" / "step_000002")
@@ -61,7 +61,7 @@ def test_averages_in_the_cpus_memory_change_nothing_and_plain_transformers_says_
             assert torch.equal(model(ids).logits, run._parts.runtime.model(ids).logits)
 
 
-def test_the_reference_takes_no_memory_unless_adapters_were_there_before(tmp_path: Path) -> None:
+def test_the_reference_takes_no_memory_unless_adapters_were_there_before(tmp_path):
     """Saved ones are found with their base."""
     pytest.importorskip("peft")
     first = trainer(tmp_path / "first", (*LORA, "loss.kl_coef=0.04", "optim.lr=0.01", "optim.warmup_steps=0"))
@@ -83,14 +83,10 @@ def test_the_reference_takes_no_memory_unless_adapters_were_there_before(tmp_pat
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "words",
-    [
-        ("optim.offload=true",),
-        ("optim.name=adamw8bit",),
-        ("model.autocast=bfloat16", *LORA, "model.quantize=4bit"),
-    ],
+    [("optim.offload=true",), ("optim.name=adamw8bit",), ("model.autocast=bfloat16", *LORA, "model.quantize=4bit")],
     ids=" ".join,
 )
-def test_a_run_completes_and_goes_on_on_a_gpu(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_completes_and_goes_on_on_a_gpu(words, tmp_path):
     pytest.importorskip("bitsandbytes")
     summary = trainer(tmp_path, (*words, "device=cuda")).fit()
     assert summary["status"] == "completed" and summary["updates"] == 2
@@ -98,7 +94,7 @@ def test_a_run_completes_and_goes_on_on_a_gpu(words: tuple[str, ...], tmp_path: 
     assert again["updates"] == 3
 
 
-# Every part of the torch path once, each by itself: two steps of `grpo train`, small on a CPU and whole on a GPU.
+# Every part of the torch path once, each by itself
 
 
 BASE = ("train.steps=2", "train.prompts=4", "n=8", "m=8", "eval.every=0", "sampling.max_new_tokens=24", "logger=jsonl")
@@ -120,7 +116,7 @@ ON_CPU = ("embedded, autocast", "rkv, prompts too", "adapters, checkpointing")  
         *(pytest.param("cuda", case, marks=pytest.mark.gpu) for case in CASES),
     ],
 )
-def test_rollouts_are_drawn_from_the_policy_and_every_metric_is_finite(device: str, case: str, tmp_path: Path) -> None:
+def test_rollouts_are_drawn_from_the_policy_and_every_metric_is_finite(device, case, tmp_path):
     precision, words = CASES[case]
     experiment.build(settings_of(*BASE, *words, f"device={device}", f"run_dir={tmp_path}")).fit()
     rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]

@@ -57,7 +57,7 @@ def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
 
 @pytest.mark.parametrize("width", [8, 100, 576])
 @pytest.mark.parametrize(("dtypes", "scale"), [("bbbb", 1.0), ("fbfb", 1.0), ("ffff, first", 1e-3)])
-def test_norms_add_what_came_and_round_as_the_modules_do(width: int, dtypes: str, scale: float) -> None:
+def test_norms_add_what_came_and_round_as_the_modules_do(width, dtypes, scale):
     of = {"f": torch.float32, "b": torch.bfloat16}
     hidden, delta, weight, out = (of[letter] for letter in dtypes[:4])
     x, more = numbers(5, width, dtype=hidden) * scale, numbers(5, width, seed=1, dtype=delta) * scale
@@ -70,7 +70,7 @@ def test_norms_add_what_came_and_round_as_the_modules_do(width: int, dtypes: str
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(2, torch.float32), (24, torch.bfloat16), (128, torch.float32)])
-def test_rotation_is_that_of_complex_numbers_over_rows_that_lie_apart(dim: int, dtype: torch.dtype) -> None:
+def test_rotation_is_that_of_complex_numbers_over_rows_that_lie_apart(dim, dtype):
     all_heads = numbers(5, 7, dim, dtype=dtype)
     x, angle, before = all_heads[:, 1:4], numbers(5, dim // 2, seed=1), all_heads.clone()
     turn = torch.polar(torch.ones(5, 1, dim // 2).double(), angle[:, None].double())
@@ -80,7 +80,7 @@ def test_rotation_is_that_of_complex_numbers_over_rows_that_lie_apart(dim: int, 
     assert torch.equal(all_heads[:, 4:], before[:, 4:]) and torch.equal(all_heads[:, :1], before[:, :1])
 
 
-def test_the_exponential_over_all_of_its_range() -> None:
+def test_the_exponential_over_all_of_its_range():
     """Seen through SiLU: from where it is -0 to where it is the number itself, and where it is none."""
     gate = torch.cat([torch.linspace(-120, 120, 100_001), torch.tensor([torch.inf, torch.nan, 0.0])])[None]
     out, wanted = silu(gate, torch.ones_like(gate)), F.silu(gate.double())
@@ -92,17 +92,14 @@ def test_the_exponential_over_all_of_its_range() -> None:
 
 @pytest.mark.parametrize("numbers_of", [(torch.nan, 1.0, 2.0), (torch.inf, 1.0, 2.0), (-torch.inf,) * 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draw_from_what_is_no_distribution_ends_and_says_so(numbers_of: Any, temperature: float) -> None:
+def test_a_draw_from_what_is_no_distribution_ends_and_says_so(numbers_of, temperature):
     logits = torch.tensor([numbers_of, (0.0, 3.0, 1.0)])
     tokens, logprobs = draw(logits, torch.tensor([0.5, 0.1], dtype=torch.float64), torch.full((2,), temperature))
     assert 0 <= int(tokens[0]) < 3 and not logprobs[0].isfinite()
     assert temperature or (int(tokens[1]), float(logprobs[1])) == (1, 0.0)
 
 
-# ---- bits
-
-
-def test_a_row_has_the_same_bits_alone_and_among_others_and_with_any_number_of_threads() -> None:
+def test_a_row_has_the_same_bits_alone_and_among_others_and_with_any_number_of_threads():
     case = Case([5, 31, 16, 90, 0, 40], [20, 48, 1], (2, 3, 64), torch.float32, 1)
     together = case.found("c")
     hidden, delta, by = numbers(300, 576), numbers(300, 576, seed=1), (numbers(576, seed=2), 1e-5)
@@ -159,7 +156,7 @@ def learner_says(warned: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o722])
-def test_a_library_that_others_could_have_written_is_made_again(mode: int, small: Path) -> None:
+def test_a_library_that_others_could_have_written_is_made_again(mode, small):
     library("small")
     (made,) = (small / "cache" / "grpo-cli").iterdir()
     number = made.stat().st_ino
@@ -170,7 +167,7 @@ def test_a_library_that_others_could_have_written_is_made_again(mode: int, small
     assert (again.stat().st_ino == number) == (mode == 0o700) and stat.S_IMODE(again.stat().st_mode) == 0o700
 
 
-def test_in_another_users_folder_no_library_is_kept(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_another_users_folder_no_library_is_kept(small, monkeypatch):
     monkeypatch.setattr(loader.os, "getuid", lambda: os.stat(small).st_uid + 1)
     library("small")
     assert not list(small.rglob("*.so"))
@@ -183,9 +180,7 @@ def test_in_another_users_folder_no_library_is_kept(small: Path, monkeypatch: py
         ("#!/bin/sh\necho 'error: no such machine' >&2; exit 1", "cannot compile it: error: no such machine"),
     ],
 )
-def test_a_compiler_that_fails_is_said_once(
-    script: str | None, said: str, anew: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_that_fails_is_said_once(script, said, anew, monkeypatch):
     """But for one that is not there. Updates do without, too."""
     monkeypatch.setenv("PATH", str(anew))
     if script:
@@ -198,7 +193,7 @@ def test_a_compiler_that_fails_is_said_once(
 
 
 @pytest.mark.usefixtures("anew")
-def test_functions_that_compute_something_else_are_not_used() -> None:
+def test_functions_that_compute_something_else_are_not_used():
     source, warned = loader.SOURCES / "tree.c", list[str]()
     text = source.read_text()
     assert text.count("(*grad - common)") == 1
@@ -207,7 +202,7 @@ def test_functions_that_compute_something_else_are_not_used() -> None:
     assert len(warned) == 1 and "train.native=false" in warned[0]
 
 
-# Attention of packed trees is its definition, with its gradients; bits depend on no thread and no other tree.
+# Attention of packed trees
 
 
 UNEVEN = ((40, 30, 7), (33, 64), (5,))
@@ -276,9 +271,7 @@ def all_close(found: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dt
     dim=st.sampled_from([1, 8, 24, 64, 80, 128, 256]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_c_and_the_reference_are_the_definition(
-    trees: Trees, heads: int, group: int, dim: int, dtype: torch.dtype
-) -> None:
+def test_c_and_the_reference_are_the_definition(trees, heads, group, dim, dtype):
     runs, scale = runs_of(trees, heads, group, dim, dtype), dim**-0.5
     wanted = by_hand(trees, runs, scale)
     assert all_close(in_c(trees, runs, scale), wanted, dtype)
@@ -323,9 +316,7 @@ def kernel_backward(
 
 
 @pytest.mark.parametrize("trees", [UNEVEN, ((7,), (3,)), ((6, 14, 10),)], ids=["trees", "sequences", "one tree"])
-def test_two_calls_of_a_flash_kernel_are_merged_to_the_definition(
-    trees: Trees, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_calls_of_a_flash_kernel_are_merged_to_the_definition(trees, monkeypatch):
     monkeypatch.setattr(flash, "_forward", kernel_forward)
     monkeypatch.setattr(flash, "_backward", kernel_backward)
     q, k, v, grad = runs = runs_of(trees, 2, 3, 16)
@@ -334,7 +325,7 @@ def test_two_calls_of_a_flash_kernel_are_merged_to_the_definition(
     assert all_close(found, by_hand(trees, runs, 0.25), torch.float32)
 
 
-def test_long_sequences_and_large_scores_are_right_too() -> None:
+def test_long_sequences_and_large_scores_are_right_too():
     """Scores of some hundreds, whose exponentials are no numbers."""
     trees = ((900, 300, 5), (1300,))
     runs = runs_of(trees, 1, 2, 64)
@@ -345,7 +336,7 @@ def test_long_sequences_and_large_scores_are_right_too() -> None:
     assert float((found[0].double() - wanted[0]).abs().max()) < 1e-3
 
 
-def test_no_bit_depends_on_threads_or_on_other_trees() -> None:
+def test_no_bit_depends_on_threads_or_on_other_trees():
     trees = UNEVEN
     runs = runs_of(trees, 3, 3, 64)
     together = in_c(trees, runs, 0.125)
@@ -356,7 +347,7 @@ def test_no_bit_depends_on_threads_or_on_other_trees() -> None:
     assert all(torch.equal(a, b[:77]) for a, b in zip(in_c(trees[:1], first, 0.125), together, strict=True))
 
 
-def test_what_is_not_a_number_stays_so() -> None:
+def test_what_is_not_a_number_stays_so():
     runs = runs_of([(3, 2, 2)], 1, 1, 8)
     runs[0][4, 0, 0] = torch.nan  # a query of the first branch
     out, dq, dk, _ = in_c([(3, 2, 2)], runs, 1.0)

@@ -107,7 +107,7 @@ def test_a_bench_works_at_a_small_size_and_leaves_its_figures(name, tmp_path):
     assert len(found.keys() - {"settings", "environment", "checks"}) >= 1
 
 
-# A setting that needs a library that is not installed: one sentence, with the command that brings it.
+# Libraries that are not installed
 
 
 ASKED = {
@@ -133,7 +133,7 @@ def sentence(module: str) -> str:
 
 
 @pytest.mark.parametrize("module", ASKED)
-def test_the_command_stands_in_one_sentence(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_stands_in_one_sentence(module, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("p.jsonl", "p.parquet"):
         Path(name).write_text('{"question": "1 + 1?", "answer": "2"}\n' * 2)

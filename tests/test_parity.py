@@ -37,9 +37,7 @@ def one_forward(model: Any, prompt: list[int], reply: tuple[int, ...]) -> torch.
 
 
 @pytest.mark.parametrize(("family", "config"), CASES, ids=str)
-def test_every_step_has_the_logits_of_transformers(
-    family: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_step_has_the_logits_of_transformers(family, config, monkeypatch):
     model = small_model(family, **config)
     holds_bits(model)  # tried with the real head, before it is watched
     made: list[torch.Tensor] = []
@@ -58,14 +56,14 @@ def test_every_step_has_the_logits_of_transformers(
     torch.testing.assert_close(torch.stack(made[: len(expected)]), expected, atol=3e-5, rtol=1e-5)
 
 
-# A real pretrained model, SmolLM2-135M-Instruct (scripts/get_smollm2.sh): our engine says what transformers says.
+# A real pretrained model
 
 
 QUESTIONS = ("What is the capital of France?", "Tom has 3 apples and buys 4 more. How many has he?", "Say hello.")
 
 
 @pytest.mark.smollm2
-def test_greedy_rollouts_are_those_of_transformers() -> None:
+def test_greedy_rollouts_are_those_of_transformers():
     settings = settings_of(
         "model=smollm2_135m", f"model.path={SMOLLM2}", "sampler=infinite", "sampler.slots=2", "device=cpu"
     )

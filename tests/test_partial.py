@@ -15,7 +15,7 @@ from small import VOCABULARY, contents, finished_in_rounds, make_engine, small_m
 
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.collect.resuming import GOLDEN, joined, remaining_request, unstarted
+from grpo_cli.collect.resuming import GOLDEN, remaining_request, unstarted
 from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.engine.sampling import uniforms
 from grpo_cli.engine.scheduling import Fifo, Lpt, Sjf
@@ -37,15 +37,18 @@ PLANS: dict[str, dict[str, Callable[[], Any]]] = {
     "sjf": {"scheduler": Sjf, "predictor": lambda: mean_length()},
     "parked": {"scheduler": Lpt, "predictor": lambda: prefix_head(prefix_tokens=3, min_rollouts=2)},
 }
+PAIRS = tuple(first + second for first in "bd" for second in "bcdefghij")  # of tokens, as stop strings
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_stopped_rollout_goes_on_as_if_it_had_not_been_stopped(sampler: str, plan: str) -> None:
-    requests = some_requests(n=6)
-    parts = {name: make() for name, make in PLANS[plan].items()}
-    found = finished_in_rounds(make_engine(MODEL, sampler=SAMPLERS[sampler](), **parts), requests)
-    whole = contents(make_engine(MODEL).generate(requests))
+    plain, words = some_requests(n=6), {name: make() for name, make in PLANS[plan].items()}
+    words["decode"] = lambda ids: "".join(chr(95 + one) for one in ids)
+    requests = [replace(one, sampling=replace(one.sampling, stop=PAIRS)) for one in plain]
+    found = finished_in_rounds(make_engine(MODEL, sampler=SAMPLERS[sampler](), **words), requests)
+    whole = contents(make_engine(MODEL, decode=words["decode"]).generate(requests))
+    assert "stop" in {finish for *_, finish in whole.values()}, "also where a string begins before a round's end"
     assert {id(rollout.request) for rollout in found} == {id(request) for request in requests}
     assert max(len(rollout.spans) for rollout in found) > 2
     for rollout in found:
@@ -56,37 +59,13 @@ def test_a_stopped_rollout_goes_on_as_if_it_had_not_been_stopped(sampler: str, p
         assert versions == sorted(set(versions)) and sum(span.count for span in rollout.spans) == len(rollout)
 
 
-@pytest.mark.bits
-@pytest.mark.parametrize("before", [1, 5])
-def test_a_stop_string_that_began_before_the_border_is_found(before: int) -> None:
-    """Rollouts that were stopped so many tokens before the one that completes a string."""
-    engine = make_engine(MODEL, decode=lambda ids: "".join("fg" if one == 7 else chr(95 + one) for one in ids))
-    plain = some_requests(n=12)
-    requests = [replace(one, sampling=replace(one.sampling, stop=("fgf", "cc", "e"))) for one in plain]
-    whole = {(one.request.prompt.id, one.request.sample): one for one in engine.generate(requests)}
-    assert sum(rollout.finish is Finish.STOP for rollout in whole.values()) > 1
-    parts = []
-    for one in whole.values():
-        left = max(0, len(one) - before)
-        parts.append(Rollout(one.request, one.token_ids[:left], one.sampler_logprobs[:left], Finish.PARTIAL))
-    asked = [remaining_request(part) for part in parts]
-    of = {(rest.prompt.id, rest.sample): part for rest, part in zip(asked, parts, strict=True)}
-    for rest in engine.generate(asked):
-        found = joined(of[rest.request.prompt.id, rest.request.sample], rest, 0)
-        expected = whole[found.request.prompt.id, found.request.sample]
-        assert (found.token_ids, found.finish) == (expected.token_ids, expected.finish)
-
-
 def test_the_rest_is_asked_for_as_a_longer_prompt_with_its_stream_moved_on() -> None:
     request = Request(Prompt("p", (3, 4), "x"), 2, 2**64 - 1, Sampling.plain(10))
     partial = Rollout(request, (7, 8, 9), (-1.0, -2.0, -3.0), Finish.PARTIAL, (Span(4, 3),))
-    rest = remaining_request(partial)
-    assert rest.prompt.token_ids == (3, 4, 7, 8, 9) and rest.prompt.answer == "x"
-    assert (rest.sample, rest.sampling.max_new_tokens, rest.resumed_tokens) == (2, 7, 3)
+    rest, other = remaining_request(partial), remaining_request(replace(partial, token_ids=(7, 8, 19)))
+    assert (rest.prompt.token_ids, rest.sampling.max_new_tokens, rest.resumed_tokens) == ((3, 4, 7, 8, 9), 7, 3)
     assert (uniforms([request.seed], 9)[0, 3:] == uniforms([rest.seed], 6)[0]).all()
-    other = remaining_request(replace(partial, token_ids=(7, 89), sampler_logprobs=(-1.0, -1.0)))
     assert rest.prompt.id.startswith("p+") and other.prompt.id != rest.prompt.id
-    assert remaining_request(replace(partial, request=replace(request, sample=3))).prompt == rest.prompt
 
 
 def test_a_group_comes_back_from_plain_values_as_it_was() -> None:

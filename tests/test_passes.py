@@ -63,7 +63,7 @@ def computed(way: Any, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Te
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("natively", [False, True])
-def test_every_way_gives_the_same_logprobs_and_gradient_wherever_rows_lie(family: str, natively: bool) -> None:
+def test_every_way_gives_the_same_logprobs_and_gradient_wherever_rows_lie(family, natively):
     require_c("tree") if natively else None
     model, batch = small_model(family), make_batch(UNEVEN)
     plain, slope = computed(Padded(10_000, 64, 0.7), model, batch)
@@ -74,7 +74,7 @@ def test_every_way_gives_the_same_logprobs_and_gradient_wherever_rows_lie(family
         assert (gradient - slope).norm() < 1e-5 * slope.norm()
 
 
-def test_a_shared_prompt_stands_in_the_run_once() -> None:
+def test_a_shared_prompt_stands_in_the_run_once():
     """Prompt a b with replies c and d e, and prompt f with reply g: the run is a b c d e f g."""
     batch = make_batch([(2, [1, 2]), (1, [1])])
     ids, trees, predicting = pack(batch)
@@ -84,7 +84,7 @@ def test_a_shared_prompt_stands_in_the_run_once() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 12, 20, 31, 60])
-def test_micro_batches_take_each_row_once_and_keep_to_the_budget(tokens: int) -> None:
+def test_micro_batches_take_each_row_once_and_keep_to_the_budget(tokens):
     batch = make_batch(UNEVEN)
     parts = PackedTrees(tokens, 64, 0.7).cut(batch)
     assert sorted(row for rows in parts for row in rows) == list(range(len(batch)))
@@ -99,9 +99,7 @@ def make_learner(model: Any) -> Learner:
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
-def test_an_update_is_the_same_packed_or_padded_and_with_groups_without_an_advantage_forward_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_is_the_same_packed_or_padded_and_with_groups_without_an_advantage_forward_alone(name, monkeypatch):
     """Of four groups two have none; in the third, which has, one row has none. Metrics are of all tokens."""
     batch = make_batch(UNEVEN)
     rows = torch.tensor([0.0] * 4 + [1.0] + [1.5, 0.0, -2.0] + [0.0] * 2)
@@ -130,7 +128,7 @@ def test_an_update_is_the_same_packed_or_padded_and_with_groups_without_an_advan
 
 
 @pytest.mark.parametrize("threads", [3], indirect=True)
-def test_the_gradient_of_shared_prompts_has_the_same_bits_each_time(threads: int) -> None:
+def test_the_gradient_of_shared_prompts_has_the_same_bits_each_time(threads):
     """A prompt's last state predicts the first token of all its replies, whose gradients are added up."""
     model = load_model(made.model(), torch.device("cpu")).train()
     batch = make_batch([(20, [40, 37, 25, 30, 33, 21, 40, 40]), (17, [40, 12, 39, 30] * 3)])
@@ -143,7 +141,7 @@ def test_the_gradient_of_shared_prompts_has_the_same_bits_each_time(threads: int
     assert len(found) == 1
 
 
-# Groups to tensors, a batch to parts: nothing is lost, and each number stands at its token.
+# Batches
 
 
 def two_groups() -> Batch:
@@ -154,7 +152,7 @@ def two_groups() -> Batch:
     return replace(batch, advantages=batch.per_token(torch.tensor([1.0, -1.0, 0.25])))
 
 
-def test_each_prompt_is_there_once_and_each_number_stands_at_its_token() -> None:
+def test_each_prompt_is_there_once_and_each_number_stands_at_its_token():
     batch = two_groups()
     assert (batch.prompts, batch.group.tolist(), batch.lengths.tolist()) == (((5, 6), (4,)), [0, 0, 1], [2, 3, 1])
     assert batch.token_ids.tolist() == [7, 1, 8, 9, 1, 1] and batch.response_mask.all()
@@ -164,7 +162,7 @@ def test_each_prompt_is_there_once_and_each_number_stands_at_its_token() -> None
     assert batch.old_logprobs is None and batch.ref_logprobs is None
 
 
-def test_each_token_is_as_old_as_the_weights_that_drew_it() -> None:
+def test_each_token_is_as_old_as_the_weights_that_drew_it():
     """Of version 5 and of the environment: 0; of version 3: 2; given: -1; and a rollout without spans is of now."""
     spans = [(Span(3, 2), Span(5, 1)), (Span(GIVEN, 1), Span(ENVIRONMENT, 1)), ()]
     group = scored(0, 0, 0, replies=[(2, 2, 2), (2, 2), (2,)])
@@ -177,14 +175,14 @@ def test_each_token_is_as_old_as_the_weights_that_drew_it() -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))
-def test_padded_parts_hold_every_row_once_within_the_budget(lengths: list[int], tokens: int) -> None:
+def test_padded_parts_hold_every_row_once_within_the_budget(lengths, tokens):
     parts = padded_parts(lengths, tokens)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     assert all(len(part) == 1 or len(part) * max(lengths[row] for row in part) <= tokens for part in parts)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
-def test_minibatches_share_out_the_rows_evenly(count: int) -> None:
+def test_minibatches_share_out_the_rows_evenly(count):
     parts = minibatches(two_groups(), count, np.random.default_rng(0))
     assert len(parts) == min(count, 3)
     rows = {(2, 7): 1.0, (3, 8): -1.0, (1, 1): 0.25}  # length and first token
@@ -195,7 +193,7 @@ def test_minibatches_share_out_the_rows_evenly(count: int) -> None:
     assert not rows and max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-# Log-probabilities and entropies by chunks are those of the whole logits, forward and backward.
+# Log-probabilities and entropies
 
 
 def some_batch(seed: int = 0) -> Batch:
@@ -215,9 +213,7 @@ def of_whole_logits(model: Any, batch: Batch, temperature: float) -> tuple[Tenso
 @pytest.mark.parametrize("way", [Padded, PackedTrees])
 @hypothesis_settings(deadline=None, max_examples=12)
 @given(chunk=st.integers(1, 30), temperature=st.sampled_from([0.3, 1.0, 2.0]), seed=st.integers(0, 5))
-def test_values_gradients_and_entropies_are_those_of_the_whole_logits(
-    way: Any, chunk: int, temperature: float, seed: int
-) -> None:
+def test_values_gradients_and_entropies_are_those_of_the_whole_logits(way, chunk, temperature, seed):
     model, batch = small_model(tie_word_embeddings=False), some_batch(seed)
     forward, found = way(10_000, chunk, temperature), torch.zeros(len(batch.token_ids))
     wanted, entropies = of_whole_logits(model, batch, temperature)
@@ -243,7 +239,7 @@ def entropies_of(logits: Tensor, temperature: float = 1.0) -> list[float]:
     return room.tolist()
 
 
-def test_two_tokens_have_the_entropy_worked_out_by_hand() -> None:
+def test_two_tokens_have_the_entropy_worked_out_by_hand():
     """Odds of 1 to 3; at half the temperature of 1 to 9. A token that cannot come adds nothing."""
     logits = torch.tensor([[0.0, math.log(3.0)]])
     assert entropies_of(logits) == pytest.approx([math.log(4) - 0.75 * math.log(3)], abs=1e-6)
@@ -252,7 +248,7 @@ def test_two_tokens_have_the_entropy_worked_out_by_hand() -> None:
     assert entropies_of(never) == pytest.approx([math.log(2), 0.0, math.log(2)], abs=1e-6)
 
 
-def test_logits_in_half_precision_are_summed_in_float32() -> None:
+def test_logits_in_half_precision_are_summed_in_float32():
     """In bfloat16 a sum of 50,000 numbers would be off by parts of a nat."""
     logits = (3 * torch.randn(4, 50_000, generator=torch.Generator().manual_seed(0))).bfloat16()
     p = (logits.double() / 0.7).softmax(-1)
@@ -271,7 +267,7 @@ class LargestLogits(TorchDispatchMode):
         return result
 
 
-def test_no_more_than_a_chunk_of_logits_exists_forward_or_backward() -> None:
+def test_no_more_than_a_chunk_of_logits_exists_forward_or_backward():
     model = small_model(vocab_size=97, tie_word_embeddings=False)
     with LargestLogits() as seen:
         Padded(10_000, 4, 1.0).logprobs(model, some_batch()).sum().backward()
@@ -279,7 +275,7 @@ def test_no_more_than_a_chunk_of_logits_exists_forward_or_backward() -> None:
 
 
 @pytest.mark.parametrize("tokens", [12, 10_000])
-def test_an_update_tells_the_mean_over_its_trained_tokens_however_it_is_cut(tokens: int) -> None:
+def test_an_update_tells_the_mean_over_its_trained_tokens_however_it_is_cut(tokens):
     """Before the weights move; weights and advantages have no part in it."""
     model, batch = small_model(), some_batch()
     entropies = of_whole_logits(model, batch, 0.7)[1].detach()

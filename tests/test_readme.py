@@ -14,12 +14,7 @@ from hydra.errors import HydraException
 from made import composed
 
 from grpo_cli.cli.mistakes import listed
-from grpo_cli.config.choices import (
-    choices,
-    groups_of,
-    is_experimental,
-    read_command,
-)
+from grpo_cli.config.choices import choices, groups_of, is_experimental, read_command
 from grpo_cli.config.prepare import check
 from grpo_cli.support.errors import UserError
 
@@ -51,7 +46,7 @@ def commands() -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_every_link_and_every_file_that_is_named_is_there(page: Path) -> None:
+def test_every_link_and_every_file_that_is_named_is_there(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         name, _, heading = link.partition("#")
         target = (page.parent / name).resolve() if name else page
@@ -63,7 +58,7 @@ def test_every_link_and_every_file_that_is_named_is_there(page: Path) -> None:
 
 
 @pytest.mark.parametrize("group", sorted({*groups_of("train"), *groups_of("eval")}))
-def test_the_settings_page_lists_the_choices_of_a_group_its_default_first(group: str) -> None:
+def test_the_settings_page_lists_the_choices_of_a_group_its_default_first(group):
     (row,) = re.findall(rf"^\| `{group}` \|(.*)\|$", docs("settings"), re.MULTILINE)
     core, _, experimental = row.partition("experimental:")
     names = {experiment: re.findall(r"`(\w+)`", cell) for experiment, cell in ((False, core), (True, experimental))}
@@ -82,7 +77,7 @@ def first_of(override: Override) -> str:
 
 
 @pytest.mark.parametrize("name", ["train", "eval", "profile"])
-def test_the_settings_of_every_command_can_be_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_of_every_command_can_be_read(name, tmp_path, monkeypatch):
     for page in PAGES:  # the Python files that they show, by the name in their first line
         for found in FILE.finditer(page.read_text()):
             (tmp_path / found[1]).write_text(textwrap.dedent(found[0]))
@@ -97,7 +92,7 @@ def test_the_settings_of_every_command_can_be_read(name: str, tmp_path: Path, mo
             pytest.fail(f"grpo {name} {shlex.join(words)}: {error}")
 
 
-def test_the_words_of_trl_and_verl_stand_in_their_page() -> None:
+def test_the_words_of_trl_and_verl_stand_in_their_page():
     cells = [
         [", ".join(f"`{w}`" for w in words) for words in (row["trl"], row["verl"], (row["ours"],))]
         for row in listed("elsewhere")
@@ -106,7 +101,7 @@ def test_the_words_of_trl_and_verl_stand_in_their_page() -> None:
     assert docs("coming_from").endswith(f"\n\n{table}\n")
 
 
-def test_the_lines_for_a_notebook_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lines_for_a_notebook_train(tmp_path, monkeypatch):
     text = docs("extending").partition("## From a notebook")[2]
     code = "\n".join(line[4:] for line in text.splitlines() if line.startswith("    "))
     small = '"n=2", "train.steps=1", "train.prompts=1", "eval.every=0", "logger=jsonl", '

@@ -13,17 +13,7 @@ from made import fptas, infinite, micro
 from orders import GivenLengths
 from small import make_engine, small_model, some_requests
 
-from grpo_cli.engine.scheduling import (
-    Fifo,
-    Lpt,
-    Scheduler,
-    Sjf,
-    assign,
-    lower_bound,
-    lpt,
-    makespan,
-    planned_steps,
-)
+from grpo_cli.engine.scheduling import Fifo, Lpt, Scheduler, Sjf, assign, lower_bound, lpt, makespan, planned_steps
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Request
@@ -78,9 +68,6 @@ def optimum(lengths: Seq[int], slots: int) -> int:
     )
 
 
-# Plans
-
-
 @instances
 @given(jobs, st.integers(1, 4), st.sampled_from([0.02, 0.1, 0.5]), st.sampled_from([2, 20_000]), st.randoms())
 def test_a_plan_keeps_its_word(lengths, slots, epsilon, max_states, shuffler):
@@ -97,9 +84,6 @@ def test_a_plan_keeps_its_word(lengths, slots, epsilon, max_states, shuffler):
     shuffled = assign(moved, slots, epsilon, max_states)
     loads = [sorted([of[job] for job in one] for one in p) for p, of in ((plan, lengths), (shuffled, moved))]
     assert loads[0] == loads[1]
-
-
-# Orders
 
 
 @pytest.mark.parametrize("make", SCHEDULERS)
@@ -141,9 +125,6 @@ def test_ties_go_by_request_index_whatever_the_order_they_are_shown_in(make, ord
         scheduler = make()
         scheduler.start(shown, 1, True)
         assert [scheduler.next([]).index for _ in shown] == order
-
-
-# Lengths, and the clock of these tests, by hand and against the engine
 
 
 def test_the_clock_counts_what_the_engine_does():

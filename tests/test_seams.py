@@ -29,7 +29,6 @@ from grpo_cli.interfaces import StepRollouts
 from grpo_cli.learner.forward import padded
 from grpo_cli.methods import pods
 from grpo_cli.rules import downsample
-from grpo_cli.rules.correction import Correct
 from grpo_cli.settings import EvalSettings, RecordSettings, RunSettings, Sampling
 from grpo_cli.types import Batch, LossOutput, Prompt, Record, Request, Reward, Rollout, ScoredGroup, Totals
 
@@ -78,13 +77,8 @@ def sample_numbers(group: ScoredGroup, kept: Sequence[int]) -> torch.Tensor:
     return torch.arange(1.0, 1 + len(kept))
 
 
-# The old policy
-
-
 @pytest.mark.parametrize(("m", "correction"), [(4, NONE), (2, TIS), (2, SPARSE_RL)], ids=["none", "tis", "sparse_rl"])
-def test_the_old_policy_is_the_learner_until_it_moves_and_then_what_it_was(
-    tmp_path: Path, correction: Correct, m: int
-) -> None:
+def test_the_old_policy_is_the_learner_until_it_moves_and_then_what_it_was(tmp_path, correction, m):
     """At the sampling temperature, as the learner's pass and the reference's are."""
     spy, model, reference = Spy(KL), small_model(), small_model(seed=1).requires_grad_(False)
     before = copy.deepcopy(model)
@@ -101,7 +95,7 @@ def test_the_old_policy_is_the_learner_until_it_moves_and_then_what_it_was(
         assert not close(batch.old_logprobs, learner), "and it has moved"
 
 
-def test_an_update_that_was_skipped_has_not_moved_the_learner_and_is_in_no_mean(tmp_path: Path) -> None:
+def test_an_update_that_was_skipped_has_not_moved_the_learner_and_is_in_no_mean(tmp_path):
     spy = Spy(change=infinite_at(lambda call: call == 0))
     make_trainer(quiet(tmp_path / "first", minibatches=3), loss=spy).fit()
     assert [batch.old_logprobs is None for batch in spy.batches] == [True, True, False]
@@ -111,11 +105,8 @@ def test_an_update_that_was_skipped_has_not_moved_the_learner_and_is_in_no_mean(
     assert ["loss/total" in record.metrics for record in recorder.records[1:]] == [True, False] * 2
 
 
-# What reaches the loss
-
-
 @pytest.mark.parametrize("micro_batch_tokens", [10_000, 20])
-def test_a_loss_is_given_the_whole_update_s_divisors_whatever_its_part(tmp_path: Path, micro_batch_tokens: int) -> None:
+def test_a_loss_is_given_the_whole_update_s_divisors_whatever_its_part(tmp_path, micro_batch_tokens):
     spy = Spy()
     summary = make_trainer(quiet(tmp_path, micro_batch_tokens=micro_batch_tokens), loss=spy).fit()
     tokens = sum(int(batch.loss_mask.sum()) for batch in spy.batches)
@@ -124,7 +115,7 @@ def test_a_loss_is_given_the_whole_update_s_divisors_whatever_its_part(tmp_path:
     assert (len(spy.totals) == 1) == (micro_batch_tokens == 10_000)
 
 
-def test_weights_mask_and_rejections_of_a_correction_reach_the_loss(tmp_path: Path) -> None:
+def test_weights_mask_and_rejections_of_a_correction_reach_the_loss(tmp_path):
     """The sampler is off by e^0.5 at the first token, so that xi is e^-0.5 there; for the third sample it is e^2."""
     spy, model = Spy(), small_model()
     engine = with_sampler_off_by(model, lambda rollout: -2.0 if rollout.request.sample == 2 else 0.5)
@@ -143,18 +134,10 @@ def test_weights_mask_and_rejections_of_a_correction_reach_the_loss(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("correction", "m", "passes", "lowest"),
-    [
-        (NONE, 4, [], -1.0),
-        (NONE, 2, [], -0.5),
-        (TIS, 4, [12], -1.0),
-        (TIS, 2, [6], -0.5),
-        (SPARSE_RL, 2, [12], -1.0),
-    ],
+    [(NONE, 4, [], -1.0), (NONE, 2, [], -0.5), (TIS, 4, [12], -1.0), (TIS, 2, [6], -0.5), (SPARSE_RL, 2, [12], -1.0)],
     ids=["none", "none, m=2", "tis", "tis, m=2", "sparse_rl, m=2"],
 )
-def test_the_mismatch_is_of_the_rollouts_that_a_pass_is_made_over(
-    tmp_path: Path, correction: Correct, m: int, passes: list[int], lowest: float
-) -> None:
+def test_the_mismatch_is_of_the_rollouts_that_a_pass_is_made_over(tmp_path, correction, m, passes, lowest):
     """xi is e^-1 at the first token of sample 0 and e^-0.5 at that of sample 1, and 1 elsewhere. No pass is made over
     rollouts that are not trained on, unless the correction may reject, and none at all to measure."""
     model, recorder = small_model(), Recorder()
@@ -176,7 +159,7 @@ def two_four_and_six(step: StepRollouts) -> list[ScoredGroup]:
 
 
 @pytest.mark.parametrize(("count_by", "rows"), [("rollout", (1.0, 1.0, 1.0)), ("prompt", (2.0, 1.0, 2 / 3))])
-def test_each_problem_has_the_same_share_of_the_loss_whatever_its_number_of_rollouts(tmp_path: Path, count_by, rows):
+def test_each_problem_has_the_same_share_of_the_loss_whatever_its_number_of_rollouts(tmp_path, count_by, rows):
     """Groups of 2, 4 and 6, 4 in the mean: rows of 4/2, 4/4 and 4/6, which make 4 for each problem and 12 in all."""
     spy = Spy()
     make_trainer(quiet(tmp_path, count_by=count_by), loss=spy, collector=two_four_and_six).fit()
@@ -186,9 +169,6 @@ def test_each_problem_has_the_same_share_of_the_loss_whatever_its_number_of_roll
     found = [of_rows[seen.group == group].tolist() for group in range(3)]
     for weights, row, size in zip(sorted(found, key=len), rows, (2, 4, 6), strict=True):
         assert weights == pytest.approx([row] * size)
-
-
-# Streams of numbers, and precision
 
 
 class Asked(FakeEngine):
@@ -214,7 +194,7 @@ class OneNamed(CountTask):
         return [Prompt(f"p{i}", (2 + i % 5, 3 + i % 7, 9), "7") for i in range(12)]
 
 
-def test_a_request_s_seed_is_of_its_step_or_of_its_evaluation_alone(tmp_path: Path) -> None:
+def test_a_request_s_seed_is_of_its_step_or_of_its_evaluation_alone(tmp_path):
     """All twelve prompts come in each step, and are held out too: nothing but the step tells the requests apart."""
     model = small_model()
     engine, exam = Asked(model), EvalSettings(every=3, problems=12, k=4, temperature=0.5)
@@ -230,7 +210,7 @@ def test_a_request_s_seed_is_of_its_step_or_of_its_evaluation_alone(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("autocast", "dtype"), [("none", torch.float32), ("bfloat16", torch.bfloat16)])
-def test_rollouts_evaluations_and_all_passes_are_in_one_precision(tmp_path: Path, autocast: str, dtype: Any) -> None:
+def test_rollouts_evaluations_and_all_passes_are_in_one_precision(tmp_path, autocast, dtype):
     model, seen = small_model(), list[torch.dtype]()
     engine = Asked(model)
     model.model.layers[0].mlp.register_forward_hook(lambda *words: seen.append(words[2].dtype))
@@ -240,17 +220,14 @@ def test_rollouts_evaluations_and_all_passes_are_in_one_precision(tmp_path: Path
     assert engine.halved == [autocast == "bfloat16"] * 3 and {*seen} == {dtype}
 
 
-# Checkpoints, counts and means
-
-
-def test_metrics_of_the_loss_are_means_over_updates(tmp_path: Path) -> None:
+def test_metrics_of_the_loss_are_means_over_updates(tmp_path):
     recorder = Recorder()
     spy = Spy(change=lambda call, output: replace(output, metrics={"loss/policy": torch.tensor(call + 1.0)}))
     make_trainer(quiet(tmp_path, steps=2, epochs=2, minibatches=2), loss=spy, trackers=(recorder,)).fit()
     assert [record.metrics["loss/policy"] for record in recorder.records[1:]] == [2.5, 6.5]
 
 
-# What the record says of training is what the loss was given; and steps that teach nothing change nothing.
+# What is trained on, and steps that teach nothing
 
 
 WITHOUT = made.correction("none")
@@ -284,7 +261,7 @@ def counted(record: Record, spy: Spy, epochs: int = 1) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("train", [{}, {"epochs": 2, "minibatches": 2}], ids=["once", "twice"])
-def test_a_rollout_without_a_weight_is_not_kept_and_counts_nowhere(tmp_path: Path, train: dict[str, int]) -> None:
+def test_a_rollout_without_a_weight_is_not_kept_and_counts_nowhere(tmp_path, train):
     record, spy = ran(tmp_path, train=train, correction=MASKED)
     lengths = [row.length for row in record.examples if row.sample != 1]
     assert counted(record, spy, train.get("epochs", 1)) == (9, sum(lengths))
@@ -309,10 +286,10 @@ def test_a_rollout_whose_advantage_is_0_is_trained_on(tmp_path):
 
 
 class Equal(CountTask):
-    """Every rollout of the first `steps` steps earns the same."""
+    """Every rollout of the first `steps` steps, of 12 each, earns the same."""
 
-    def __init__(self, steps: int, rollouts_per_step: int = 12) -> None:
-        self._left = steps * rollouts_per_step
+    def __init__(self, steps: int) -> None:
+        self._left = 12 * steps
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         self._left -= 1

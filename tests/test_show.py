@@ -1,4 +1,4 @@
-"""Rollouts as a person reads them: `grpo show` in a terminal and in a pipe, and on the report's page."""
+"""Rollouts as a person reads them: `grpo show` in a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -25,13 +25,8 @@ def row(**besides: Any) -> dict[str, Any]:
 def run(folder: Path, *rows: dict[str, Any] | str, name: str = "rollouts.jsonl") -> str:
     """A run that has recorded these rows; a text is a line as it stands."""
     folder.mkdir(exist_ok=True)
-    lines = [line if isinstance(line, str) else json.dumps(line) + "\n" for line in rows]
-    (folder / name).write_text("".join(lines))
+    (folder / name).write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in rows))
     return str(folder)
-
-
-def shown(*arguments: str) -> str:
-    return done("show", *arguments)
 
 
 def test_the_last_step_is_shown_prompt_by_prompt_with_what_became_of_each_rollout(tmp_path):
@@ -58,26 +53,24 @@ prompt q, answer 4
   sample 0: reward 0.25  advantage +0.5  2 tokens, eos  kept
     4
 """
-    assert shown(run(tmp_path / "r", *rows)).partition("\n")[2] == expected
+    assert done("show", run(tmp_path / "r", *rows)).partition("\n")[2] == expected
 
 
 @pytest.mark.parametrize(
     ("options", "replies"),
     [
-        ([], ["c", "d", "a", "b"]),
-        (["--kept"], ["c", "a"]),
-        (["--best", "1", "--worst", "1"], ["b", "d"]),
-        (["--best", "9", "--worst", "9"], ["b", "a", "c", "d"]),
-        (["--kept", "--best", "1"], ["a"]),
-        (["--prompt", "q", "--dropped"], ["d"]),
+        ("", "cdab"),
+        ("--best 1 --worst 1", "bd"),
+        ("--best 9 --worst 9", "bacd"),
+        ("--prompt q --best 1", "c"),
     ],
 )
-def test_rollouts_are_chosen_by_prompt_fate_and_rank(tmp_path, options, replies):
+def test_rollouts_are_chosen_by_prompt_and_rank(tmp_path, options, replies):
     """A reward that is no number is the worst of all."""
-    some = [("c", "q", True, 0.0), ("d", "q", False, "NaN"), ("a", "p", True, 0.5), ("b", "p", False, 1.0)]
-    rows = [row(reply=reply, prompt_id=of, kept=kept, reward=reward) for reply, of, kept, reward in some]
-    lines = shown(run(tmp_path / "r", *rows), *options).splitlines()
-    assert [line.strip() for line in lines if line.strip() in ("a", "b", "c", "d")] == replies
+    some = [("c", "q", 0.0), ("d", "q", "NaN"), ("a", "p", 0.5), ("b", "p", 1.0)]
+    rows = [row(reply=reply, prompt_id=of, reward=reward) for reply, of, reward in some]
+    lines = done("show", run(tmp_path / "r", *rows), *options.split()).splitlines()
+    assert [line.strip() for line in lines if line.strip() in tuple("abcd")] == [*replies]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -97,29 +90,25 @@ def test_damaged_lines_are_named_and_the_rest_is_shown(tmp_path):
     bare = ("step", "prompt_id", "sample", "prompt", "reply", "reward")  # all that a row needs
     whole = {name: value for name, value in row(reply="whole").items() if name in bare}
     odd = ["{\n", "[1]\n", "\n", row(sample="1"), row(reply=None)]
-    said = shown(run(tmp_path / "r", row(), *odd, whole, json.dumps(row())[:50]))
-    assert "note: rollouts.jsonl: lines 2, 3, 5, 6, 8 (half written) cannot be read" in said
+    said = done("show", run(tmp_path / "r", row(), *odd, whole, json.dumps(row())[:50]))
+    assert "note: rollouts.jsonl: left out 5 lines that cannot be read, the first is line 2" in said
     assert "    whole" in said and "2 of 2 recorded" in said
 
 
-def test_an_evaluation_s_samples_are_shown_and_have_no_steps(tmp_path):
+def test_an_evaluation_has_no_steps_and_bad_input_is_answered_with_what_there_is(tmp_path):
     sample = row(kept=False, reason="greedy", advantage=None)
     del sample["step"]
-    folder = run(tmp_path / "e", sample, name="samples.jsonl")
-    assert "e  evaluation: 1 of 1 recorded" in shown(folder) and "2 tokens, eos  greedy" in shown(folder)
-    assert "samples.jsonl" in refused("show", folder, "--step", "1")
-
-
-def test_bad_input_is_answered_with_what_there_is(tmp_path):
+    evaluation = run(tmp_path / "e", sample, name="samples.jsonl")
+    said = done("show", evaluation)
+    assert "e  evaluation: 1 of 1 recorded" in said and "2 tokens, eos  greedy" in said
     folder, empty = run(tmp_path / "r", row(), row(step=7), "{\n"), run(tmp_path / "empty")
     (tmp_path / "sweep.json").write_text(json.dumps({"jobs": [{"folder": "/elsewhere/0", "overrides": []}]}))
     for words, way_out in (
+        ((evaluation, "--step", "1"), "samples.jsonl"),
         ((folder, "--step", str(10**9)), "1 to 7"),
         ((folder, "--prompt", "pp"), "did you mean p?"),
-        ((folder, "--dropped"), "--dropped"),
         ((empty,), "record.rollouts=0"),
         ((f"{folder}/rollouts.jsonl",), "rollouts.jsonl"),
-        ((str(tmp_path / "nowhere"),), "nowhere"),
         ((str(tmp_path),), f"{tmp_path}/0"),
     ):
         assert way_out in refused("show", *words)

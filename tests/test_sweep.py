@@ -120,6 +120,13 @@ def test_a_job_is_started_as_one_would_by_hand_and_again_with_the_words_of_the_f
     assert pretended[2:] == pretended[:2] and len(pretended) == 4
 
 
+def test_a_job_that_would_repeat_another_is_skipped(tmp_path, pretended):
+    """Rules that keep 4 of 4 keep the same."""
+    words = ["n=4", "m=2,4", "downsample=maxvar,random", "hydra.sweep.dir=s", "hydra.launcher.jobs=1", "logger=jsonl"]
+    ended = grpo("train", "-m", *words)
+    assert "m=4 downsample=random: skipped  it would repeat job 2" in ended.stdout and len(pretended) == 3
+
+
 def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(tmp_path, pretended, monkeypatch):
     """The first job presses ctrl-C, and runs until it is told to stop."""
     waits = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"

@@ -33,55 +33,72 @@ def score(reply): return 1.0
 @pytest.fixture
 def here(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, with a module of one's own, beside a run folder of a stranger."""
-    (elsewhere / "stranger").mkdir()
-    (elsewhere / "stranger" / "__init__.py").touch()
+    for folder, file, text in (("stranger", "__init__", ""), ("package", "__init__", MODULE), ("", "mine", MODULE)):
+        (elsewhere / folder).mkdir(exist_ok=True)
+        (elsewhere / folder / f"{file}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, folder or file, raising=False)
     (elsewhere / "stranger" / "evil.py").write_text("raise AssertionError('imported')")
-    (elsewhere / "mine_and_trusted.py").write_text(MODULE)
-    (elsewhere / "package").mkdir()
-    (elsewhere / "package" / "__init__.py").write_text(MODULE)
     monkeypatch.setattr(sys, "path", [*sys.path, str(elsewhere)])
-    for name in ("mine_and_trusted", "package", "stranger"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
     return elsewhere
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "++logger={_target_: shutil.copyfile, src: a, dst: b}",
-        "logger._target_=grpo_cli.config.instantiate.hydra.utils.get_object",
-        "downsample._target_=mine_and_trusted.copyfile",
-        "logger._target_=stranger.evil.Tracker",
-        "task.tools='os:getcwd,system'",
-        "++hydra.job.env_set.LD_PRELOAD=evil.so",
-        "model=../../stranger/evil",
-        "logger.name='${oc.env:HOME}'",
-        "logger.space_id=stranger/space",
-        "task.path=/etc/passwd",
-        "task.judge.base_url=http://stranger/v1",
-    ],
-)
-def test_code_of_others_is_not_run_for_a_recorded_run_unless_it_is_typed_again(here: Path, word: str) -> None:
+FOREIGN = """
+++logger={_target_: shutil.copyfile, src: a, dst: b}
+logger._target_=grpo_cli.config.instantiate.hydra.utils.get_object
+downsample._target_=mine.copyfile
+downsample._target_=mine:shutil.copyfile
+logger._target_=stranger.evil.Tracker
+logger._target_=shutil.copyfile,os.mkdir
+task.tools='os:getcwd,system'
+task.reward=os:system
+++hydra.job.env_set.LD_PRELOAD=evil.so
+++hydra.job.env_set.PYTHONINSPECT=1
+hydra.callbacks.x._target_=os.mkdir
+hydra.searchpath=[file://evil]
+hydra.launcher._target_=os.mkdir
+hydra.launcher.python=/tmp/evil
+model=../../stranger/evil
+model.trust_remote_code=true
+engine.options={trust_remote_code: true}
+engine.address=ray://stranger
+logger.name='${oc.env:HOME}'
+logger.space_id=stranger/space
+task.path=/etc/passwd
+train.warmup_path=../rows.jsonl
+task.judge.base_url=http://stranger/v1
+task.judge.key=AWS_SECRET_ACCESS_KEY
+"""
+
+
+@pytest.mark.parametrize("word", FOREIGN.strip().splitlines())
+def test_code_files_and_machines_of_others_have_to_be_typed_again(here: Path, word: str) -> None:
     with pytest.raises(UserError) as refused:
         taken(["n=4", word], [], here / "stranger")
     assert key_of(word) in str(refused.value) and "n=4" not in str(refused.value)
     assert word in taken([word], [word], here / "stranger")
+    (here / "sweep.json").write_text(json.dumps({"command": "train", "hydra": [word], "overrides": ["seed=range(3)"]}))
+    with pytest.raises(UserError):
+        started_with("train", ["hydra.sweep.dir=."])
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "task.template='a: b'",
-        "logger._target_=mine_and_trusted.Tracker",
-        "logger._target_=package.Tracker",
-        "task.reward=mine_and_trusted:score",
-        "advantage._target_=grpo_cli.methods.rloo.rloo",
-        "m=${n}",
-        "engine.options={compile: true, max_num_batched_tokens: 4096}",
-        "hydra.launcher.jobs=2",
-        "~logger",
-    ],
-)
+OURS = """
+task.template='a: b'
+logger._target_=mine.Tracker
+logger._target_=package.Tracker
+task.reward=mine:score
+task.reward=judge
+advantage._target_=grpo_cli.methods.rloo.rloo
+m=${n}
+optim.lr=interval(1e-5,1e-3)
+engine.options={compile: true, max_num_batched_tokens: 4096}
+task.path=rows.jsonl
+hydra.launcher.jobs=2
+hydra/launcher=joblib
+~logger
+"""
+
+
+@pytest.mark.parametrize("word", OURS.strip().splitlines())
 def test_values_choices_of_ours_and_code_of_one_s_own_are_taken_as_they_are(here: Path, word: str) -> None:
     assert taken([word], [], here / "stranger") == [word]
     if word.endswith("package.Tracker"):
@@ -90,7 +107,7 @@ def test_values_choices_of_ours_and_code_of_one_s_own_are_taken_as_they_are(here
 
 
 def test_a_typed_value_or_choice_replaces_what_is_not_taken(here: Path) -> None:
-    for typed in ("logger._target_=mine_and_trusted.Tracker", "logger=jsonl"):
+    for typed in ("logger._target_=mine.Tracker", "logger=jsonl"):
         assert taken([COPY], [typed], here / typed) == []
 
 
@@ -106,22 +123,10 @@ def test_a_file_is_not_overwritten_by_resuming_a_folder(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["hydra.callbacks.x._target_=os.mkdir"], [f"{COPY},os.mkdir"], ["hydra.searchpath=[file://evil]"]]
-)
-def test_a_recorded_sweep_is_judged_alike(here: Path, words: list[str]) -> None:
-    asked = {"command": "train", "hydra": words, "overrides": ["seed=range(3)"]}
-    (here / "sweep.json").write_text(json.dumps(asked))
-    with pytest.raises(UserError):
-        started_with("train", ["hydra.sweep.dir=."])
-    assert started_with("train", ["hydra.sweep.dir=.", *words])
-
-
-@pytest.mark.parametrize(
     "odd", [{"peft_type": "PROMPT_TUNING"}, {"megatron_config": {"x": 1}, "megatron_core": "evil"}]
 )
 def test_adapters_of_a_stranger_import_nothing(here: Path, odd: dict[str, Any]) -> None:
     (here / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, **odd}))
     (here / "adapter_model.safetensors").touch()
-    settings = model_of("tiny", adapter=".")
     with pytest.raises(UserError, match=r"model\.adapter=\.: only LoRA is supported"):
-        with_adapters(None, settings)
+        with_adapters(None, model_of("tiny", adapter="."))

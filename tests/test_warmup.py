@@ -36,7 +36,7 @@ def written(folder: Path, *rows: Any) -> str:
     return str(folder / "talks.jsonl")
 
 
-def test_all_replies_of_a_conversation_are_learnt_and_nothing_else(tmp_path: Path) -> None:
+def test_all_replies_of_a_conversation_are_learnt_and_nothing_else(tmp_path):
     """The tokens are the template's own, but for a special token that a reply spells: that is text."""
     tokenizer = make_tokenizer(chat_template=True)
     (found,) = conversations(written(tmp_path, {"messages": TALK}), tokenizer, {}, tokenizer.eos_token_id)
@@ -53,13 +53,13 @@ def test_all_replies_of_a_conversation_are_learnt_and_nothing_else(tmp_path: Pat
 
 
 @pytest.mark.parametrize("row", [[1], {"messages": TALK[:2]}, {"messages": []}])
-def test_what_is_no_conversation_is_refused_with_its_line(row: Any, tmp_path: Path) -> None:
+def test_what_is_no_conversation_is_refused_with_its_line(row, tmp_path):
     tokenizer = make_tokenizer(chat_template=True)
     with pytest.raises(UserError, match="talks.jsonl, line 2"):
         conversations(written(tmp_path, {"messages": TALK}, row), tokenizer, {}, 3)
 
 
-def test_the_loss_is_the_mean_negative_log_likelihood_of_replies() -> None:
+def test_the_loss_is_the_mean_negative_log_likelihood_of_replies():
     """Of two turns with what is said in between, against cross-entropy by hand."""
     model = small_model()
     shown = [
@@ -75,6 +75,13 @@ def test_the_loss_is_the_mean_negative_log_likelihood_of_replies() -> None:
         terms += [-logs[place - 1, tokens[place]] for place in learnt]
     torch.testing.assert_close(found.loss, torch.stack(terms).mean())
     assert found.metrics["warmup/loss"] == found.loss
+
+
+def test_each_epoch_shows_all_once_in_an_order_of_its_own():
+    shown = tuple(demonstration(Prompt(str(i), (5,), ""), [(False, [i])]) for i in range(12))
+    warmup = sft(9, None, shown, per_step=4, seed=0)
+    names = [group.prompt.id for step in range(6) for group in warmup.groups(step)]
+    assert sorted(names[:12]) == sorted(names[12:]) and len({*names}) == 12 and names[:12] != names[12:]
 
 
 def run_of(folder: Path, *words: str) -> Any:
@@ -94,7 +101,7 @@ def shown_by(parts: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("chat", "expected"), [(True, "It is 1.<|im_end|>"), (False, " It is 1.<|endoftext|>")])
-def test_a_solution_goes_on_as_the_model_would(chat: bool, expected: str, tmp_path: Path) -> None:
+def test_a_solution_goes_on_as_the_model_would(chat, expected, tmp_path):
     model = make_folder(tmp_path / "model", chat_template=chat)
     trainer = run_of(tmp_path / "run", "model=hf", f"model.path={model}")
     tokenizer, shown = trainer._parts.runtime.tokenizer, shown_by(trainer._parts)
@@ -104,7 +111,7 @@ def test_a_solution_goes_on_as_the_model_would(chat: bool, expected: str, tmp_pa
     assert {reply for prompt, reply in said.items() if " 0+1" in prompt or "\n0+1" in prompt} == {expected}
 
 
-def test_a_run_warms_up_and_then_learns_from_rewards_and_resumes_inside(tmp_path: Path) -> None:
+def test_a_run_warms_up_and_then_learns_from_rewards_and_resumes_inside(tmp_path):
     run_of(tmp_path / "alone", "train.warmup_lr=3e-3").fit()
     run: list[Any] = rows(tmp_path / "alone")
     assert ["warmup/loss" in row for row in run] == [False, True, True, True, True, False, False]
@@ -123,7 +130,7 @@ def test_a_run_warms_up_and_then_learns_from_rewards_and_resumes_inside(tmp_path
     assert rows(tmp_path / "cut") == run
 
 
-def test_conversations_of_a_file_warm_a_chat_model_up(tmp_path: Path) -> None:
+def test_conversations_of_a_file_warm_a_chat_model_up(tmp_path):
     model = make_folder(tmp_path / "model", chat_template=True)
     long = {"messages": [{"role": "user", "content": "x" * 999}, TALK[2]]}  # longer than the context
     path = written(tmp_path, {"messages": TALK[1:3]}, {"messages": TALK}, long)
@@ -133,12 +140,3 @@ def test_conversations_of_a_file_warm_a_chat_model_up(tmp_path: Path) -> None:
     trainer.fit()
     first, second = (row["warmup/loss"] for row in rows(tmp_path / "run") if "warmup/loss" in row)
     assert second < first  # type: ignore[operator]
-
-
-def test_a_task_that_works_solutions_out_is_imitated_with_its_answers(tmp_path: Path) -> None:
-    """As many problems as the steps show, of a million."""
-    words = ("train.warmup=sft", "train.warmup_steps=2", "train.prompts=3", "n=2", "logger=jsonl")
-    parts = build(settings_of(*words, f"run_dir={tmp_path / 'run'}"))._parts
-    shown = shown_by(parts)
-    assert len(shown) == 2 * 3 * 2
-    assert {parts.runtime.task.reward(one.request.prompt, one).total for one in shown} == {1.0}

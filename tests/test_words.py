@@ -25,7 +25,7 @@ def nodes() -> Iterator[tuple[str, ast.AST]]:
             yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", node
 
 
-def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+def test_docstrings_begin_with_a_verb_or_a_noun():
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     texts = [(place, ast.get_docstring(node) or "") for place, node in nodes() if isinstance(node, documented)]
     texts = [(place, text) for place, text in texts if text]
@@ -33,7 +33,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     assert len(clauses) <= 0.02 * len(texts), "\n".join(clauses)
 
 
-def test_the_worst_words_are_in_no_docstring_message_or_page() -> None:
+def test_the_worst_words_are_in_no_docstring_message_or_page():
     texts = [(place, str(node.value)) for place, node in nodes() if isinstance(node, ast.Constant)]
     texts += [(str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")) for page in PAGES]
     prose = ((place, re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)) for place, text in texts)

@@ -1,4 +1,4 @@
-"""`grpo explain`: looks a word up in `conf/`, `metrics.py` and `concepts.yaml`.
+"""`grpo train --help` and `grpo explain`: what stands in `conf/`, `metrics.py` and `concepts.yaml`, line by line.
 
 The sentences of `metrics.py` are read from its source, since importing it loads PyTorch.
 """
@@ -8,56 +8,73 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from grpo_cli.cli.help import say, say_choice, say_rows
 from grpo_cli.cli.mistakes import listed, meant_by, no_choice, removed
-from grpo_cli.config.choices import Setting, choices, config_dir, is_experimental, marked, read_choice, read_command
+from grpo_cli.config.choices import Setting, choices, config_dir, groups_of, marked, read_choice, read_command
+from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError, closest, refuse
+
+WIDEST = 38  # columns of a setting; a longer one pushes its comment to the right
+
+
+def print_help(command: str, words: Sequence[str]) -> None:
+    """Print the help page of a command with the choices among these words. UserError for one that does not exist."""
+    file, typed = read_command(command), dict(word.partition("=")[::2] for word in words)
+    chosen = {group: typed.get(group, file.choices[group]) for group in groups_of(command)}
+    refuse([no_choice(*one) for one in chosen.items() if one[1] not in choices(one[0])])
+    about = file.values["hydra"]["help"]
+    say(f"grpo {command}: {about['header']}\n\n== Choices (group=choice) ==\n")
+    for group in reversed(chosen):
+        say(f"{group}: {', '.join(marked(group, choice) for choice in choices(group))}")
+    say("\n== Settings and their values (key=value) ==\n")
+    say_rows(_rows(file.settings))
+    for group, choice in chosen.items():
+        say("")
+        _say_choice(group, choice)
+    say(f"\n== Examples ==\n\n{about['footer']}\n\ngrpo {command} --cfg job prints the settings and runs nothing.")
 
 
 def explain(word: str) -> None:
     """Explain a word. UserError, with the nearest known one, if it is unknown."""
     name, _, choice = word.partition("=")
-    known = {key.lower(): key for key in (*_metrics(), *_settings(), *_choices(), *_groups(), *concepts())}
-    name = known.get(name.lower().replace("_", " "), known.get(name.lower(), name))
-    settings = {key: found for key, found in _settings().items() if f".{name}." in f".{key}."}
-    having = [group for group in _groups() if name in choices(group)]
-    metrics, ours = _metrics_of(name), meant_by(name)
-    if not choice and name in concepts():
-        say(f"{name}: {concepts()[name]}")
-    if name in _groups():
-        _say_choice(name, choice) if choice else _say_group(name)
-    elif settings:
-        for key, found in settings.items():
-            _say_setting(key, found)
+    metrics, concepts, settings, groups = _metrics(), listed("concepts"), _settings(), _groups()
+    known = [*metrics, *settings, *(choice for group in groups for choice in choices(group)), *groups, *concepts]
+    typed = {key.lower(): key for key in known}
+    name = typed.get(name.lower().replace("_", " "), typed.get(name.lower(), name))
+    if choice and name in groups:
+        if choice not in choices(name):
+            raise UserError(no_choice(name, choice))
+        _say_where(name, choice)
+        return
+    about = {name: concepts[name]} if name in concepts and not choice else {}
+    found = [row for key, rows in settings.items() if f".{name}." in f".{key}." for row in rows.items()]
+    having, ours = [group for group in groups if name in choices(group)], meant_by(name)
+    if name in groups:
+        _say_group(name)
+    elif found:
+        say_rows((left, f"{comment} ({', '.join(places)})") for (left, comment), places in found)
     else:
         for group in having:
-            _say_choice(group, name)
-        say_rows(metrics.items())
+            _say_where(group, name)
+        about |= _metrics_of(name)
+    for term, text in about.items():
+        say(f"{term}: {text}")
     if ours is not None and ours.rpartition(".")[2] != name:
         say(f"{name} of TRL or verl is {ours} here: grpo explain {ours.partition('=')[0]}")
-    elif not (name in concepts() or name in _groups() or settings or having or metrics):
+    elif not (about or found or having or name in groups):
         refuse([*removed([word])])
-        near = closest(name, list(known.values()))
-        raise UserError(f"{word} is no group, choice, setting or metric{near}")
-
-
-def concepts() -> Mapping[str, str]:
-    """Return technical terms that are not settings, with a sentence each."""
-    found: Mapping[str, str] = listed("concepts")
-    return found
+        raise UserError(f"{word} is no group, choice, setting or metric{closest(name, known)}")
 
 
 @functools.cache
 def _metrics() -> Mapping[str, str]:
     """Return names and sentences of `metrics.METRICS`."""
     source = Path(__file__).parents[1].joinpath("metrics.py").read_text(encoding="utf-8")
-    values = [node for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)]
-    return dict(
-        next(ast.literal_eval(one.value) for one in values if one.value and ast.unparse(one.target) == "METRICS")
-    )
+    named = [node.value for node in ast.parse(source).body if isinstance(node, ast.AnnAssign) and node.value]
+    return next(dict(ast.literal_eval(value)) for value in named if isinstance(value, ast.Dict))
 
 
 def _metrics_of(word: str) -> dict[str, str]:
@@ -75,56 +92,68 @@ def _groups() -> list[str]:
     return sorted({file.parent.relative_to(config_dir()).as_posix() for file in config_dir().rglob("*/*.yaml")} - {"."})
 
 
-def _choices() -> list[str]:
-    return [choice for group in _groups() for choice in choices(group)]
-
-
 @functools.cache
-def _settings() -> Mapping[str, Mapping[Setting, list[str]]]:
-    """Return each setting's values and comments, with the commands or choices that have them. A profile includes what a
+def _settings() -> Mapping[str, Mapping[tuple[str, str], list[str]]]:
+    """Return, for each key, its settings as typed with their comments, and where each stands. A profile includes what a
     training has; what a named experiment sets is explained there."""
-    found: dict[str, dict[Setting, list[str]]] = {}
-    files = [(f"grpo {name}", "", read_command(name)) for name in ("train", "eval", "profile")]
+    found: dict[str, dict[tuple[str, str], list[str]]] = {}
+    files = [("", read_command(name)) for name in ("train", "eval", "profile")]
     for group in (group for group in _groups() if group != "experiment"):
-        prefix = f"{group.replace('/', '.')}."
-        files += [(f"{group}={one}", prefix, read_choice(group, one)) for one in choices(group)]
-    for having, prefix, file in files:
-        for key, setting in file.settings.items():
-            if not (having == "grpo profile" and setting.place.startswith("conf/train.yaml")):
-                found.setdefault(prefix + key, {}).setdefault(setting, []).append(having)
+        files += [(f"{group.replace('/', '.')}.", read_choice(group, one)) for one in choices(group)]
+    for prefix, file in files:
+        for key, one in file.settings.items():
+            for row in _rows({key: one}, prefix):
+                places = found.setdefault(prefix + key, {}).setdefault(row, [])
+                places += [one.place] * (one.place not in places)
     return found
 
 
-def _say_setting(key: str, found: Mapping[Setting, list[str]]) -> None:
-    """Print a setting once per comment, then its values, each with the choices that have it and its place."""
-    for comment in dict.fromkeys(setting.comment for setting in found):
-        say(f"{key}: {comment}" if comment else key)
-        rows = []
-        for one, having in found.items():
-            group = having[0].partition("=")[0]
-            every = 1 < len(having) == len(choices(group))
-            if one.comment == comment and one.value:
-                rows.append((f"  {one.value}", f"{f'every {group}' if every else ', '.join(having)}: {one.place}"))
-        say_rows(rows)
-
-
 def _say_group(group: str) -> None:
-    default = read_command("train").choices.get(group)
-    say(f"{group}: a group of settings, of which one choice is made")
-    about = {choice: read_choice(group, choice).about for choice in choices(group)}
-    say_rows(
-        (f"  {group}={marked(group, one)}", f"{'(the default) ' * (one == default)}{text}")
-        for one, text in about.items()
-    )
-    say(f"They stand in conf/{group}/. grpo explain {group}={next(iter(about))} lists the settings of one.")
+    say(f"{group}: a group of settings in conf/{group}/, of which one choice is made")
+    default, every = read_command("train").choices.get(group), choices(group)
+    about = {one: f"{'(the default) ' * (one == default)}{read_choice(group, one).about}" for one in every}
+    say_rows((f"  {group}={marked(group, one)}", text) for one, text in about.items())
+    say(f"grpo explain {group}={every[0]} lists the settings of one.")
 
 
-def _say_choice(group: str, choice: str) -> None:
-    if choice not in choices(group):
-        raise UserError(no_choice(group, choice))
-    say_choice(group, choice, "  ")
-    folder, builds = "conf", read_choice(group, choice).values.get("_target_")
-    if is_experimental(group, choice):
+def _say_where(group: str, choice: str) -> None:
+    """Print a choice, its settings, and where they stand."""
+    _say_choice(group, choice, "  ")
+    file = read_choice(group, choice)
+    if marked(group, choice) != choice:
         say("experimental: may change or go (grpo_cli/experimental/README.md)")
-        folder = "grpo_cli/experimental/conf"
-    say(f"It stands in {folder}/{group}/{choice}.yaml" + (f" and builds {builds}." if builds else "."))
+    builds = file.values.get("_target_")
+    say(f"It stands in {file.place}" + (f" and builds {builds}." if builds else "."))
+
+
+def _say_choice(group: str, choice: str, indent: str = "") -> None:
+    file = read_choice(group, choice)
+    prefix = "" if group == "experiment" else f"{group.replace('/', '.')}."
+    say(f"{group}={choice}: {file.about}")
+    say_rows(_rows(file.settings, f"{indent}{prefix}"))
+
+
+def _rows(settings: Mapping[str, Setting], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield settings as they are typed, each with its comment."""
+    for key, setting in settings.items():
+        if setting.value or setting.comment:
+            yield f"{prefix}{key}{f'={setting.value}' if setting.value else ':'}", setting.comment
+
+
+def say(text: str, hanging: int = 0) -> None:
+    """Print lines: wrapped with a hanging indent in a terminal, unwrapped in a pipe or a file."""
+    console = terminal.console()
+    width = console.width if console.is_terminal else 10_000_000
+    for line in text.split("\n"):
+        indent = " " * min(hanging, width // 2)
+        wrapped = textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
+        console.print(wrapped, markup=False, highlight=False, soft_wrap=True)
+
+
+def say_rows(rows: Iterable[tuple[str, str]]) -> None:
+    """Print settings and their comments in two columns; a comment equal to the one above is not repeated."""
+    rows, before = list(rows), ""
+    width = max((len(left) for left, _ in rows if len(left) <= WIDEST), default=0)
+    for left, comment in rows:
+        say(f"{left:<{width}}  {comment if comment != before else ''}".rstrip(), width + 2)
+        before = comment

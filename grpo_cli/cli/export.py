@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from grpo_cli.config.compose import model_of
-from grpo_cli.config.overrides import key_of, leaves, value_of
+from grpo_cli.config.overrides import key_of
 from grpo_cli.config.recorded import weights_in
 from grpo_cli.model.adapters import base_of, has_adapters
-from grpo_cli.model.export import is_export, licence_of, write_card, write_model
+from grpo_cli.model.export import licence_of, write_card, write_model
 from grpo_cli.model.load import DTYPES, at_checkpoint
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.read import read_rows
@@ -28,9 +28,7 @@ _OF_THE_MODEL = ("path", "dtype", "eos_tokens", "random_init", "architecture")
 _OF_THE_MACHINE = ("model.path", "device", "logger", "hydra", "record")  # not in a recipe
 
 
-def export(
-    place: Path, target: str, merge: bool, base: str | None = None, dtype: str | None = None, overwrite: bool = False
-) -> str:
+def export(place: Path, target: Path, merge: bool, base: str | None = None, dtype: str | None = None) -> Path:
     """Write a run's newest checkpoint, or the one that is named, to the folder `target`; return where it is. Weights
     keep their precision without a `dtype`, adapters their base without a `base`.
 
@@ -41,8 +39,9 @@ def export(
     checkpoint, record = weights_in(place.expanduser(), str(place))
     given = {key: value for key, value in (("path", base), ("dtype", dtype)) if value is not None}
     settings = model_of("hf", **_of_the_model(record, checkpoint) | given, autocast="none")
-    folder = Path(target).expanduser().resolve()
-    _check_folder(folder, overwrite)
+    folder = target.expanduser().resolve()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not an empty folder; name a new one")
     at = at_checkpoint(settings, checkpoint) if base is None else replace(settings, adapter=str(checkpoint))
     with folder_written_atomically(folder) as written:
         write_model(at, checkpoint, written, merge, _sampling(record), lambda tokenizer: turn_end(tokenizer)[1])
@@ -52,33 +51,25 @@ def export(
         facts = {"base": name, "its licence": licence or "unknown: its files do not tell"}
         facts |= {"weights": settings.dtype + (", adapters merged" if merge else "")}
         facts |= {} if record is None else _measured(record, checkpoint)
-        write_card(written, settings.path, licence, _card(folder.name, facts, record))
-    return str(folder)
-
-
-def _check_folder(folder: Path, overwrite: bool) -> None:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not overwrite:
-        raise UserError(f"{folder} exists and is not an empty folder; name a new one, or add --overwrite")
-    if not is_export(folder):
-        raise UserError(f"--overwrite replaces exports alone, and {folder} is something else; name a new folder")
+        rows = [f"| {key} | {plain(value).replace('|', '&#124;')} |" for key, value in facts.items()]
+        recipe = ["## Recipe", "", "What was typed:", "", *_recipe(record), ""] if record else []
+        lines = [f"# {plain(folder.name)}", "", "Trained with GRPO by grpo-cli.", "", "| | |", "|---|---|", *rows, ""]
+        write_card(written, settings.path, licence, "\n".join([*lines, *recipe]))
+    return folder
 
 
 def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
     """Return the settings that name the checkpoint's weights."""
     if record is None:
         return {"path": base_of(checkpoint) if has_adapters(checkpoint) else str(checkpoint), "dtype": "float32"}
-    model = record.config.get("model")
-    return {key: model[key] for key in _OF_THE_MODEL if key in model} if isinstance(model, Mapping) else {}
+    return {key: value for key, value in record.config.get("model", {}).items() if key in _OF_THE_MODEL}
 
 
 def _sampling(record: RunRecord | None) -> dict[str, Any]:
     """Return the settings that the run's rollouts were sampled with, by the names of `transformers` and vLLM."""
-    given = None if record is None else record.config.get("sampling")
-    names = ("temperature", "top_p", "top_k", "max_new_tokens")
-    if not isinstance(given, Mapping):
+    if record is None:
         return {}
+    given, names = record.config.get("sampling", {}), ("temperature", "top_p", "top_k", "max_new_tokens")
     return {"do_sample": True} | {name: given[name] for name in names if isinstance(given.get(name), int | float)}
 
 
@@ -90,24 +81,12 @@ def _measured(record: RunRecord, checkpoint: Path) -> dict[str, str]:
         if GREEDY in row and (step is None or row["step"] <= step):
             accuracy = f"{row[GREEDY]:.3f} at step {row['step']:.0f} (95 % interval {certainty(row)} problems)"
             facts["accuracy after" if row["step"] else "accuracy before"] = accuracy
-    code = record.about.get("code")
-    versions = ", ".join(f"{name} {value}" for name, value in code.items()) if isinstance(code, Mapping) else "unknown"
+    versions = ", ".join(f"{name} {value}" for name, value in record.about.get("code", {}).items())
     return facts | {"seed": shown(record.config.get("seed")), "versions": versions}
-
-
-def _card(name: str, facts: Mapping[str, str], record: RunRecord | None) -> str:
-    """Return the card in Markdown: a table of facts, and the recipe as it is typed."""
-    rows = [f"| {key} | {plain(value).replace('|', '&#124;')} |" for key, value in facts.items()]
-    lines = [f"# {plain(name)}", "", "Trained with GRPO by grpo-cli.", "", "| | |", "|---|---|", *rows, ""]
-    if record is not None:
-        lines += ["## Recipe", "", "What was typed, and what `auto` came to:", "", *_recipe(record), ""]
-    return "\n".join(lines)
 
 
 def _recipe(record: RunRecord) -> Iterator[str]:
     """Yield a run's settings as typed, in lines of code without secrets; of a place on this machine only the name."""
     words = [word for word in record.overrides if not key_of(word).startswith(_OF_THE_MACHINE)]
-    if value_of("optim.lr", words) is None:
-        words.append(f"optim.lr={leaves('', dict(record.config)).get('optim.lr')}")
     for key, _, value in (word.partition("=") for word in arguments_without_secrets(words)):
         yield "    " + plain(f"{key}={value.rpartition('/')[2] if value.startswith(('/', '~')) else value}")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import hydra
 import typer
@@ -21,11 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_cli.cli.mistakes import as_text, no_choice, unknown, unusable
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import composed, new_folder_names, of_hydra, settings_from
-from grpo_cli.config.overrides import quoted
-from grpo_cli.config.recorded import Command, primary, recorded_run
+from grpo_cli.config.overrides import key_of, quoted
+from grpo_cli.config.recorded import Command, start_of
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.sweep.resume import Sweep, sweep_of
 
+_TEX = "abla|atural|cong|earrow|e|eg|eq|ewcommand|ewline|exists|geq|gtr|i|leq|less|mid|ot|otin|u|warrow"
 MOST_FAILED = 100  # exit codes above 125 have other meanings to the shell
 
 
@@ -37,7 +38,7 @@ def hand_over(
     # Modules of the current folder can be imported; last, so that none hides an installed one.
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)
     try:
-        words = with_checkpoint(words) if command == "eval" else words
+        words = [*map(with_line_breaks, with_checkpoint(words) if command == "eval" else words)]
         if own is not None:
             if not own.is_dir():
                 raise UserError(f"--config-dir={own} is not a folder: name the one that holds your choices")
@@ -59,6 +60,13 @@ def with_checkpoint(words: Sequence[str]) -> list[str]:
     if re.match(r"[-+=]|~(?!/)|[^/]*=|hydra/|$", first):
         return list(words)
     return [f"checkpoint={quoted(first)}", *rest]
+
+
+def with_line_breaks(word: str) -> str:
+    """Return a word with line breaks where its text has backslash and n: Hydra has no other way to type them. Commands
+    of TeX, which prompts may hold, stay."""
+    is_text = key_of(word) in ("sampling.stop", "task.template", "task.system_prompt")
+    return re.sub(rf"(?<!\\)\\n(?!(?:{_TEX})\b)", "\n", word) if is_text else word
 
 
 @contextmanager
@@ -94,67 +102,62 @@ def _explanation(error: Any) -> str:
 def _run(command: Command) -> Any:
     """Read a command's settings, and then load PyTorch to do its work."""
     settings = settings_from(command)
-    from grpo_cli.cli.jobs import JOBS
+    from grpo_cli.cli.jobs import JOBS, fitted
 
-    return JOBS[command.name](command, settings)
+    return JOBS[command.name](command, fitted(command, settings) if command.name == "train" else settings)
 
 
 def _sweep(command: str, words: Sequence[str]) -> None:
-    """Let Hydra run the sweep, and end with its result."""
+    """Let Hydra run the sweep, compare its jobs, and exit: with the number of failed ones, or 2 if a profile is missing
+    or no job could be run."""
 
-    def check_job(cfg: DictConfig) -> None:
-        settings = settings_from(of_hydra(command, cfg, run.record))
-        from grpo_cli.config.prepare import check
+    def check_job(cfg: DictConfig) -> str:
+        settings = settings_from(of_hydra(command, cfg, start.record))
+        from grpo_cli.config.prepare import check, effective
 
         check(settings)
+        return repr(effective(settings))
 
     def job(cfg: DictConfig) -> Any:
         """Run a job here, for a launcher of Hydra's. Ours starts processes and needs only `job.sweep`."""
         started.append(cfg)
-        return _run(of_hydra(command, cfg, run.record))
+        return _run(of_hydra(command, cfg, start.record))
 
     words, sweep = sweep_of(command, words, check_job)
-    run, started = recorded_run(command, words), list[DictConfig]()
-    config, words = primary(command, run, words)
+    started, code = list[DictConfig](), 130
     job.sweep = sweep  # type: ignore[attr-defined]  # functions may have attributes
     new_folder_names()
     try:
         with explained(command, words, lambda: not (started or sweep.states)):
+            start = start_of(command, words)
             with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
                 program: Any = GlobalHydra.instance().hydra
-                program.multirun(config, job, words)
+                named = [word for word in words if key_of(word) == "checkpoint"]  # each job reads it again
+                program.multirun(start.config, job, [*start.words, *named])
+        code = _compared(sweep)
     except KeyboardInterrupt:
         if not sweep.states:
             raise
-        _end(sweep, 130)
     except ValueError:
         if not sweep.states or sweep.counts()["done"]:
             raise  # without any result a sweeper has no best one, and reports that itself
-    if sweep.states:
-        _end(sweep, _conclude(sweep))
-
-
-def _conclude(sweep: Sweep) -> int:
-    """Compare the jobs of a finished sweep. Return its exit code: the number of failed jobs; for profiles 2 if one is
-    missing."""
-    done = sweep.done()
-    if sweep.command == "eval" and done:
-        from grpo_cli.report.side_by_side import show_evaluations
-
-        show_evaluations([(job.label, job.folder) for job in done])
-    if sweep.command != "profile":
-        return min(sweep.counts()["failed"], MOST_FAILED)
-    if done:
-        from grpo_cli.report.side_by_side import show_profiles
-
-        show_profiles([(job.label, job.folder) for job in done])
-    return 0 if len(done) == len(sweep.states) else 2
-
-
-def _end(sweep: Sweep, code: int) -> NoReturn:
-    """Print how a sweep ended and exit with this code; with 2 and the reasons, if no job could be run."""
+        code = _compared(sweep)
+    if not sweep.states:
+        return
     typer.echo(sweep.summary())
     if sweep.counts()["skipped"] == len(sweep.states):
         reasons = dict.fromkeys(str(status.reason) for status in sweep.states.values())
         raise UserError("\n".join(["no combination can be run:", *reasons]))
     raise typer.Exit(code)
+
+
+def _compared(sweep: Sweep) -> int:
+    """Print the evaluations or profiles of a finished sweep side by side, and return its exit code."""
+    from grpo_cli.report.side_by_side import show_evaluations, show_profiles
+
+    done = [(job.label, job.folder) for job in sweep.done()]
+    if done and sweep.command != "train":
+        (show_evaluations if sweep.command == "eval" else show_profiles)(done)
+    if sweep.command == "profile":
+        return 0 if len(done) == len(sweep.states) else 2
+    return min(sweep.counts()["failed"], MOST_FAILED)

@@ -1,9 +1,14 @@
-"""The work of `grpo train`, `grpo eval` and `grpo profile` with settings that are read. Loads PyTorch."""
+"""The work of `grpo train`, `grpo eval` and `grpo profile` with settings that are read, each in a folder of its own: it
+takes the lock, refuses a folder in use, and writes `run.json`. Loads PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,75 +17,71 @@ from omegaconf import OmegaConf
 from rich.table import Table
 
 from grpo_cli import experiment
-from grpo_cli.cli.start import started
-from grpo_cli.config.auto import AUTO, decided
+from grpo_cli.config.auto import AUTO, MAY_BE_AUTO
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.compose import settings_from
-from grpo_cli.config.instantiate import Factories
-from grpo_cli.config.overrides import key_of
-from grpo_cli.config.prepare import Prepared, prepare
-from grpo_cli.config.recorded import Command
+from grpo_cli.config.overrides import is_ours, key_of, leaves
+from grpo_cli.config.prepare import prepare
+from grpo_cli.config.recorded import OF_A_RESUME, Command
 from grpo_cli.memory import explain, fit
 from grpo_cli.memory import profile as profiling
-from grpo_cli.runs.files import write_object
+from grpo_cli.runs import record as records
+from grpo_cli.runs.files import json_line, read_object, write_object
 from grpo_cli.runs.find import completed_steps
-from grpo_cli.runs.layout import PROFILE, SAMPLES, SUMMARY
+from grpo_cli.runs.layout import CHECKPOINTS, METRICS, PROFILE, ROLLOUTS, RUN, SAMPLES, SUMMARY
+from grpo_cli.runs.lock import sole_use
 from grpo_cli.runs.stop import Stop
 from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import plain, shown
 from grpo_cli.support.terminal import console, to_stderr
+
+_LEFT_BY_A_RUN = (METRICS, ROLLOUTS, SAMPLES, PROFILE, SUMMARY)
+
+
+def fitted(command: Command, settings: RunSettings) -> RunSettings:
+    """Return a training's settings with what `fit` or an automatic micro-batch chooses, which goes into the command
+    too. A resumed run computes as it began."""
+    if (settings.fit == "none" or settings.resume is not None) and settings.train.micro_batch_tokens != AUTO:
+        return settings
+    chosen = fit.choose(prepare(settings), {key_of(word) for word in command.typed}, to_stderr)
+    for key, _, text in (word.partition("=") for word in chosen):
+        OmegaConf.update(command.cfg, key, yaml.safe_load(text) if "." in key else shipped(key, text), merge=False)
+    found: RunSettings = settings_from(command)
+    return found
 
 
 def train(command: Command, settings: RunSettings) -> Any:
     """Train, and return the value that a sweeper optimizes; None for a resumed run with nothing left to do."""
-    run = prepare(settings, to_stderr)
-    done = None if settings.resume is None else completed_steps(Path(settings.resume))
-    if done == settings.train.steps:
-        print(f"{settings.run_dir} has done its {done} steps; train.steps=... asks for more")
+    if settings.resume is not None and completed_steps(Path(settings.resume)) == settings.train.steps:
+        print(f"{settings.run_dir} has done its {settings.train.steps} steps; train.steps=... asks for more")
         return None
-    run, chosen = _fitted(run, command)
-    with started(command, run.settings, chosen) as go_on, explain.memory_explained(run), Stop(to_stderr) as stop:
+    run = prepare(settings)
+    with started(command, run.settings) as go_on, explain.memory_explained(run), Stop(to_stderr) as stop:
         trainer = experiment.build(run)
         go_on()
         return trainer.fit(stop)["final_accuracy"]
 
 
-def _fitted(run: Prepared[RunSettings], command: Command) -> tuple[Prepared[RunSettings], tuple[str, ...]]:
-    """Return the run with what `fit` or an automatic micro-batch chooses, which goes into the command too, and that as
-    words. A resumed run computes as it began."""
-    settings = run.settings
-    if (settings.fit == "none" or settings.resume is not None) and settings.train.micro_batch_tokens != AUTO:
-        return run, ()
-    chosen = fit.choose(run, {key_of(word) for word in command.typed}, to_stderr)
-    for key, _, text in (word.partition("=") for word in chosen):
-        OmegaConf.update(command.cfg, key, yaml.safe_load(text) if "." in key else shipped(key, text), merge=False)
-    settings = decided(settings_from(command), lambda line: None)
-    return replace(run, settings=settings, parts=Factories.of(settings.parts)), chosen
-
-
 def evaluate(command: Command, settings: EvalRunSettings) -> Any:
     """Evaluate, print a table, and return the accuracy."""
-    run = prepare(settings, to_stderr)
+    run = prepare(settings)
     with started(command, run.settings):
-        result = experiment.evaluate_model(run)
-    _print_table(result.metrics)
-    print(f"every answer ({settings.eval.split} split): {settings.run_dir}/{SAMPLES}")
-    return result.metrics["eval/accuracy"]
-
-
-def _print_table(metrics: Mapping[str, float]) -> None:
+        metrics = experiment.evaluate_model(run).metrics
     table = Table("", "value", "95 % interval")
     for name, value in metrics.items():
         low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
         if not name.endswith(("_low", "_high")):
             interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
-            is_count = name in ("eval/problems", "search/tokens", "search/sequential")
-            table.add_row(name.removeprefix("eval/"), f"{value:.0f}" if is_count else f"{value:.3f}", interval)
+            table.add_row(name.removeprefix("eval/"), f"{value:.0f}" if value >= 2 else f"{value:.3f}", interval)
     console().print(table)
+    print(f"every answer ({settings.eval.split} split): {settings.run_dir}/{SAMPLES}")
+    return metrics["eval/accuracy"]
 
 
 def profile(command: Command, settings: ProfileRunSettings) -> Any:
     """Profile, print what was found, and return the peak memory."""
-    run = prepare(settings, to_stderr, profiling.fast_when_planned(settings.profile.for_gpu))
+    run = prepare(settings, profiling.fast_when_planned(settings.profile.for_gpu))
     with started(command, run.settings):
         peak = profiling.profile(run, command.typed, to_stderr, experiment.say_to_stderr, console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")
@@ -89,3 +90,85 @@ def profile(command: Command, settings: ProfileRunSettings) -> Any:
 
 
 JOBS: Mapping[str, Callable[[Command, Any], Any]] = {"train": train, "eval": evaluate, "profile": profile}
+
+
+@contextmanager
+def started(command: Command, settings: RunSettings | EvalRunSettings) -> Iterator[Callable[[], None]]:
+    """Lock the command's folder, which a refusal in the body leaves as it was.
+
+    `auto` is recorded as in `settings`. Yields a function to call when a resumed run is about to continue: it records
+    and prints the settings that changed. UserError if another process or another run has the folder; then nothing in
+    it is touched.
+    """
+    folder = Path(settings.run_dir)
+    is_resumed = command.name == "train" and isinstance(settings, RunSettings) and settings.resume is not None
+    _before(command.name, folder, is_resumed)  # once before the lock: a refusal leaves the folder untouched
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        with sole_use(folder, to_stderr):
+            before = _before(command.name, folder, is_resumed)
+            record = _record(command, settings, before if is_resumed else None)
+            if before is None:
+                records.write_record(folder, record)
+            elif is_resumed:
+                records.check_data(folder, before, record)
+            elif before.overrides != record.overrides:
+                raise _taken(folder, before)
+            with records.emptied_if_refused(folder) if before is None else nullcontext():
+                yield lambda: None if before is None else _go_on(folder, before, record)
+    finally:
+        for path in new:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+
+
+def _record(
+    command: Command, settings: RunSettings | EvalRunSettings, resumed: records.RunRecord | None
+) -> records.RunRecord:
+    # As it was typed, since it is read again: escapes and references are kept.
+    config = json.loads(json_line(OmegaConf.to_container(command.cfg, resolve=False)))
+    for group, _, name in (key.partition(".") for key in leaves("", config).keys() & MAY_BE_AUTO):
+        config[group][name] = getattr(getattr(settings, group), name)
+    typed = [word for word in command.typed if key_of(word) not in OF_A_RESUME]
+    if resumed is not None:
+        typed = [*resumed.overrides, *(word for word in typed if word not in resumed.overrides)]
+    files = [*leaves("task", config["task"]).values(), config.get("train", {}).get("warmup_path")]
+    about: dict[str, Any] = {"began": datetime.now(UTC).isoformat(timespec="seconds"), "host": platform.node()}
+    about |= {"code": records.code_version(), "data": records.digests(files)}
+    choices = {group: choice for group, choice in command.choices.items() if not group.startswith("hydra/")}
+    kept = {key: value for key, value in config.items() if key not in OF_A_RESUME}
+    return records.RunRecord(command.name, tuple(typed), choices, kept, about)
+
+
+def _before(command: str, folder: Path, is_resumed: bool) -> records.RunRecord | None:
+    """Return the record of the run that the command may continue; None if the folder is free."""
+    before = records.read_record(folder)
+    if is_resumed:
+        return before
+    left = [name for name in _LEFT_BY_A_RUN if (folder / name).exists() and (folder / name).stat().st_size]
+    if before is None and not left and not (folder / CHECKPOINTS).exists():
+        return None
+    # The same command restarts an evaluation or a profile that was cut short.
+    ended = read_object(folder / SUMMARY).get("status") == "completed"
+    if before is None or not before.command == command != "train" or ended:
+        raise _taken(folder, before)
+    return before
+
+
+def _taken(folder: Path, before: records.RunRecord | None) -> UserError:
+    what = f"a run of grpo {before.command}" if before else f"the records of a run, without its {RUN}"
+    on = f"Continue that run with resume={folder}, or choose" if before and before.command == "train" else "Choose"
+    return UserError(f"{folder} already holds {what}. {on} another folder with hydra.run.dir=<folder>.")
+
+
+def _go_on(folder: Path, before: records.RunRecord, record: records.RunRecord) -> None:
+    """Record the settings of a resumed run if they have changed, and print those that are in both and differ."""
+    if dict(before.config) == record.config:
+        return
+    then, now = ({**one.choices, **leaves("", one.config)} for one in (before, record))
+    changed = list(before.about.get("changed", ()))
+    for key in [key for key in then if key in now and then[key] != now[key]]:
+        if not (key.endswith("_target_") and is_ours(then[key]) and is_ours(now[key])):
+            changed.append(f"{key}={plain(shown(now[key]))} (was {plain(shown(then[key]))})")
+            to_stderr(f"changed since the run began: {changed[-1]}")
+    records.write_record(folder, replace(record, about={**record.about, "changed": changed}))

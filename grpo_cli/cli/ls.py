@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from grpo_cli.report.read import Run, State, read_all
@@ -21,39 +20,36 @@ def list_runs(folder: Path) -> None:
     """Print the trainings and evaluations in or below a folder. UserError if it is not a folder."""
     if not folder.is_dir() and folder != Path("outputs"):
         raise UserError(f"{plain(folder)} is not a folder: name one that holds runs; {FOLDERS}")
-    console, found = terminal.console(), read_all([folder]) if folder.is_dir() else []
+    found = read_all([folder]) if folder.is_dir() else []
     runs = sorted((run for run in found if run.recorded.command in ("train", "eval")), key=_last_written, reverse=True)
-    cells = [COLUMNS, *(tuple(map(plain, _cells(run, folder))) for run in runs)]
+    paths = [plain(folder if run.folder == folder.resolve() else folder / run.name) for run in runs]
+    cells = [COLUMNS, *((*map(plain, _cells(run)), path) for run, path in zip(runs, paths, strict=True))]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     lines = lines if runs else [f"no runs in or below {plain(folder)}: {FOLDERS}"]
-    for run in runs:
+    for run, path in zip(runs, paths, strict=True):
         remarks = (run.reason * (run.state is not State.COMPLETED), *run.notes)
-        lines += [f"{_path(run, folder)}: {plain(remark)}" for remark in remarks if remark]
+        lines += [f"{path}: {plain(remark)}" for remark in remarks if remark]
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        terminal.console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _cells(run: Run, folder: Path) -> Iterator[str]:
+def _cells(run: Run) -> list[str]:
     known = {key: shown(value) for key, value in run.recorded.settings.items()}
-    model, written = known.get("model", "-"), _last_written(run)
-    yield run.recorded.command
-    yield run.state.value
-    yield known.get("task", "-")
-    yield known.get("model.path", model) if model == "hf" else model
-    yield known.get("n", "-")
-    yield known.get("m", "-")
-    yield "-" if run.recorded.command == "eval" else f"{run.steps}/{known.get('train.steps', '?')}"
-    yield "-" if run.final_accuracy is None else f"{run.final_accuracy:.3f}"
-    yield "-" if run.accuracy_interval is None else "{:.3f}..{:.3f}".format(*run.accuracy_interval)
-    yield "-" if run.problems is None else str(run.problems)
-    yield duration(time.time() - written) if written else "-"
-    yield _path(run, folder)
-
-
-def _path(run: Run, folder: Path) -> str:
-    """Return the run's path, relative if `folder` is."""
-    return plain(folder if run.folder == folder.resolve() else folder / run.name)
+    model, written, is_eval = known.get("model", "-"), _last_written(run), run.recorded.command == "eval"
+    return [
+        run.recorded.command,
+        run.state.value,
+        known.get("task", "-"),
+        known.get("model.path", model) if model == "hf" else model,
+        known.get("n", "-"),
+        known.get("m", "-"),
+        "-" if is_eval else f"{run.steps}/{known.get('train.steps', '?')}",
+        "-" if run.final_accuracy is None else f"{run.final_accuracy:.3f}",
+        "-" if run.accuracy_interval is None else "{:.3f}..{:.3f}".format(*run.accuracy_interval),
+        "-" if run.problems is None else str(run.problems),
+        duration(time.time() - written) if written else "-",
+    ]
 
 
 def _last_written(run: Run) -> float:

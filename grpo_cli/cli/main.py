@@ -12,14 +12,13 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from grpo_cli import __version__
-from grpo_cli.cli.completion import offered
-from grpo_cli.support.errors import UserError, closest, gathered
+from grpo_cli.support.errors import UserError, closest, gathered, refuse
 from grpo_cli.support.formatting import legible
 from grpo_cli.support.processor import set_variables
 from grpo_cli.support.terminal import outlive_the_reader
@@ -39,19 +38,14 @@ def folder(text: str | Path) -> Path:
 
 
 a_folder = partial(typer.Argument, parser=folder)
-UsageError = cast(type[Exception], typer.BadParameter.__bases__[0])
 
 
 class _Group(TyperGroup):
-    """The commands; what is typed wrongly is answered in one line, with an example."""
+    """The commands; a mistake ends in its message."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except UsageError as error:
-            wrong: Any = error
-            of, fault = wrong.ctx or ctx, wrong.format_message().rstrip(".")
-            fail(f"{of.command_path}: {fault[:1].lower()}{fault[1:300]}; {of.command.epilog}")
         except UserError as error:
             fail(error)
 
@@ -66,27 +60,39 @@ app = typer.Typer(
 )
 
 
-def _offer(ctx: Any, incomplete: str) -> list[str]:
-    return offered(ctx.info_name or "", ctx.params.get("overrides") or (), incomplete)
+def offered(ctx: Any, incomplete: str) -> list[str]:
+    """Return completions of the word being typed: `sam` to `sampler=full`, `sampler=in` to `sampler=infinite`.
 
+    Bash splits words at `=`: then `incomplete` is what follows it, and `words` ends with the group (and `=`, once
+    something follows). If only one group matches, its choices are offered, so that no shell ends the word at `=`.
+    """
+    from grpo_cli.config.choices import choices, groups_of
 
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[group=choice ...] [key=value ...]", autocompletion=_offer)
-]
+    groups = groups_of(ctx.info_name)
+    before = [word for word in ctx.params.get("overrides") or () if word != "="]
+    if before and before[-1] in groups:
+        return [choice for choice in choices(before[-1]) if choice.startswith(incomplete)]
+    typed, equals, _ = incomplete.partition("=")
+    begun = [group for group in groups if (group == typed if equals else group.startswith(typed))]
+    if len(begun) == 1:
+        return [word for choice in choices(begun[0]) if (word := f"{begun[0]}={choice}").startswith(incomplete)]
+    return [f"{group}=" for group in begun]
 
 
 def _add(name: str, about: str) -> None:
     """Add a command that composes settings: its words are Hydra's overrides."""
 
     def run(
-        overrides: Overrides = None,
+        overrides: Annotated[
+            list[str] | None, typer.Argument(metavar="[key=value ...]", autocompletion=offered)
+        ] = None,
         many: Annotated[bool, typer.Option("--multirun", "-m", help="A sweep.")] = False,
         cfg: Annotated[str | None, typer.Option("--cfg", "-c", help="job: print the settings.")] = None,
         own: Annotated[Path | None, typer.Option("--config-dir", help="A folder of your own choices.")] = None,
         helps: Annotated[bool, typer.Option("--help", "-h", help="List choices, settings and examples.")] = False,
     ) -> None:
         if helps:
-            from grpo_cli.cli.help import print_help
+            from grpo_cli.cli.explain import print_help
 
             print_help(name, [word for word in overrides or [] if "," not in word])
         else:
@@ -95,17 +101,12 @@ def _add(name: str, about: str) -> None:
             hand_over(name, overrides or [], many, cfg is not None, own)
 
     # A setting that is typed as an option is a word, which `mistakes` answers.
-    settings, epilog = {"ignore_unknown_options": True}, f"grpo {name} --help lists all settings"
-    app.command(name, help=about, add_help_option=False, epilog=epilog, context_settings=settings)(run)
+    app.command(name, help=about, add_help_option=False, context_settings={"ignore_unknown_options": True})(run)
 
 
-RUNS = {
-    "train": "Train a model with groups of rollouts.",
-    "eval": "Measure a checkpoint's accuracy and pass@k.",
-    "profile": "Measure and predict where memory and time go.",
-}
-for _name, _about in RUNS.items():
-    _add(_name, _about)
+_add("train", "Train a model with groups of rollouts.")
+_add("eval", "Measure a checkpoint's accuracy and pass@k.")
+_add("profile", "Measure and predict where memory and time go.")
 
 
 def main() -> None:
@@ -125,19 +126,11 @@ def main() -> None:
     app(prog_name="grpo")
 
 
-def _version(wanted: bool | None) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def grpo(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
         typer.echo(f"grpo {__version__}")
         raise typer.Exit()
-
-
-@app.callback()
-def grpo(
-    version: Annotated[
-        bool | None, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = None,
-) -> None:
-    pass
 
 
 @app.command(epilog="an example is: grpo report outputs/train")
@@ -159,14 +152,13 @@ def show(
     folder: Annotated[Path, a_folder(help="A run or evaluation folder.")],
     step: Annotated[int | None, typer.Option(help="Which step. Default: the last one.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Only the prompt with this id.")] = None,
-    kept: Annotated[bool | None, typer.Option("--kept/--dropped", help="Only those trained on, or the others.")] = None,
     best: Annotated[int, typer.Option(min=0, help="Only this many, of the highest rewards.", show_default=False)] = 0,
     worst: Annotated[int, typer.Option(min=0, help="Only this many, of the lowest rewards.", show_default=False)] = 0,
 ) -> None:
     """Show a step's completions, and why each was kept or dropped."""
     from grpo_cli.cli.show import show_rollouts
 
-    show_rollouts(folder, step, prompt, kept, best, worst)
+    show_rollouts(folder, step, prompt, best, worst)
 
 
 @app.command("ls", epilog="an example is: grpo ls outputs")
@@ -191,8 +183,7 @@ def explain(
         typer.echo("\n" * (place > 0), nl=False)
         with gathered(unknown):
             explain_word(word)
-    if unknown:
-        fail("\n".join(unknown))
+    refuse(unknown)
 
 
 @app.command(epilog="an example is: grpo export outputs/train/my_run my_model")
@@ -202,12 +193,11 @@ def export(
     merge: Annotated[bool, typer.Option("--merge", help="Make adapters part of the weights of their base.")] = False,
     base: Annotated[str | None, typer.Option(help="The adapters' base: a folder or hub id. Else the run's.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16. Default: as trained.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
 ) -> None:
     """Write a run's model for other programs, with its card."""
     from grpo_cli.cli.export import export as export_run
 
-    place = export_run(run, str(out), merge, base, dtype, overwrite)
+    place = export_run(run, out, merge, base, dtype)
     typer.echo(f"{place} holds the model of {run}")
 
 
@@ -225,11 +215,7 @@ def docs(page: Annotated[str | None, typer.Argument(help="Which page. Default: a
     """List the pages about grpo-cli, or print one."""
     folder = Path(__file__).parents[1] / "docs"
     pages = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.md"))}
-    if page is None:
-        for name, text in pages.items():
-            typer.echo(f"{name:<17}{text.splitlines()[2].partition('. ')[0].rstrip('.')}")
-        typer.echo(f"\ngrpo docs <page> prints one; all are in {folder}")
-    elif page in pages:
-        typer.echo(pages[page], nl=False)
-    else:
-        fail(f"there is no page {page}{closest(page, pages)}; grpo docs lists them")
+    if page not in (None, *pages):
+        fail(f"there is no page {page}{closest(str(page), pages)}; grpo docs lists them")
+    listed = [f"{name:<17}{text.splitlines()[2].partition('. ')[0].rstrip('.')}" for name, text in pages.items()]
+    typer.echo(pages[page] if page else "\n".join([*listed, f"\ngrpo docs <page> prints one; all are in {folder}"]))

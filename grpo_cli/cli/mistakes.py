@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from grpo_cli.config.choices import choices, groups_of, marked, read_choice, read_command
-from grpo_cli.config.overrides import quoted, value_of
+from grpo_cli.config.overrides import key_of, quoted, value_of
 from grpo_cli.support.errors import closest
 from grpo_cli.support.extras import EXTRAS, absent, installed
 
@@ -33,7 +33,7 @@ _UNUSABLE = {
 def unusable(command: str, words: Sequence[str], is_sweep: bool) -> Iterator[str]:
     """Yield what is wrong with words before Hydra reads them."""
     if flag := next((word.partition("=")[0] for word in words if word.startswith("-")), ""):
-        yield without_dashes(command, flag, words)
+        yield _without_dashes(command, flag, words)
         return
     yield from removed(words)
     for word in words:
@@ -56,26 +56,13 @@ def as_text(word: str) -> str:
 
 def unknown(command: str, words: Sequence[str]) -> Iterator[str]:
     """Yield what is wrong with each key and choice that is not known."""
-    groups, known = groups_of(command), known_keys(command, words)
-    has_own = any(word.startswith("hydra.searchpath") for word in words)
+    known, has_own = _known_keys(command, words), any(word.startswith("hydra.searchpath") for word in words)
     for key, _, value in (word.partition("=") for word in words if re.match(r"[^-+~=][^=]*=", word)):
-        if key in groups:
+        if key in groups_of(command):
             if re.fullmatch(r"[\w./\\-]+", value) and value not in choices(key) and not has_own:
                 yield no_choice(key, value)
         elif key not in known and not key.startswith(("hydra.", "hydra/")) and "@" not in key:
-            yield no_setting(key, known)
-
-
-def without_dashes(command: str, flag: str, words: Sequence[str]) -> str:
-    """Return the answer to a setting that is typed as an option, whose value may be the next of the command's words."""
-    key, known = flag.lstrip("-").replace("-", "_"), known_keys(command, ())
-    below = [name for name in known if name.endswith(f".{key}")]
-    meant = key if key in known else meant_by(key) or (below[0] if len(below) == 1 else None)
-    if meant is None:
-        return f"{flag} is no option, and {no_setting(key, known)}; settings are typed without dashes: n=32"
-    value = re.search(rf"^{re.escape(flag)}[=\n]([^-=\n][^=\n]*)$", "\n".join(words), re.M)
-    typed = meant if "=" in meant else shlex.quote(f"{meant}={value[1] if value else '...'}")
-    return f"{flag} is no option; settings are typed without dashes: {typed}"
+            yield _no_setting(key, known)
 
 
 def no_choice(group: str, choice: str, options: Sequence[str] = ()) -> str:
@@ -87,16 +74,26 @@ def no_choice(group: str, choice: str, options: Sequence[str] = ()) -> str:
     hint, example = closest(choice, options, partial(marked, group)), {"model": "hf", "task": "jsonl"}.get(group)
     if example and re.search(r"[/.\\]", choice):
         hint = f"; a path is given as {group}={example} {group}.path={choice}"
-    listed = ", ".join(marked(group, option) for option in options)
-    return f"{group}={choice} is not one of the choices {listed}{hint}"
+    return f"{group}={choice} is not one of the choices {', '.join(marked(group, one) for one in options)}{hint}"
 
 
-def no_setting(key: str, known: Mapping[str, str]) -> str:
+def _without_dashes(command: str, flag: str, words: Sequence[str]) -> str:
+    """Return the answer to a setting that is typed as an option, whose value may be the next of the command's words."""
+    key, known = flag.lstrip("-").replace("-", "_"), _known_keys(command, ())
+    below = [name for name in known if name.endswith(f".{key}")]
+    meant = key if key in known else meant_by(key) or (below[0] if len(below) == 1 else None)
+    if meant is None:
+        return f"{flag} is no option, and {_no_setting(key, known)}; settings are typed without dashes: n=32"
+    value = re.search(rf"^{re.escape(flag)}[=\n]([^-=\n][^=\n]*)$", "\n".join(words), re.M)
+    typed = meant if "=" in meant else shlex.quote(f"{meant}={value[1] if value else '...'}")
+    return f"{flag} is no option; settings are typed without dashes: {typed}"
+
+
+def _no_setting(key: str, known: Mapping[str, str]) -> str:
     """Return what an unknown key may have meant: a setting of another choice of its group, a name of TRL or verl, a
     misspelling."""
     group, _, word = key.partition(".")
-    having = [f"{group}={one}" for one in choices(group) if group and word in read_choice(group, one).settings]
-    if having:
+    if having := [f"{group}={one}" for one in choices(group) if group and word in read_choice(group, one).settings]:
         return f"{key} is not a setting of this {group}, but of {', '.join(having)}"
     if known.get(key.rpartition(".")[0]) == "{}":  # it takes any key
         return f"{key} is new to {group}: type +{key}=..."
@@ -104,13 +101,13 @@ def no_setting(key: str, known: Mapping[str, str]) -> str:
     return f"{key} is not a setting{f'; did you mean {ours}?' if ours else closest(key, near)}"
 
 
-def known_keys(command: str, words: Sequence[str]) -> dict[str, str]:
+def _known_keys(command: str, words: Sequence[str]) -> dict[str, str]:
     """Return every key of the configuration with the choices among these words, and its value in `conf/`."""
     file = read_command(command)
     known = {key: one.value for key, one in file.settings.items()}
     for group in groups_of(command):
         typed = value_of(group, words)
-        known[group] = str(typed if typed in choices(group) else file.choices[group])
+        known[group] = typed if typed is not None and typed in choices(group) else file.choices[group]
         known |= {f"{group}.{key}": one.value for key, one in read_choice(group, known[group]).settings.items()}
     return known
 
@@ -132,8 +129,6 @@ def removed(words: Sequence[str]) -> Iterator[str]:
     """Yield, for each word that sets something removed, one sentence on why."""
     reasons = listed("removed")
     for word in words:
-        key, _, value = word.lstrip("+~").partition("=")
-        for name in (*(f"{key}={choice}" for choice in value.split(",")), key, key.partition(".")[0]):
-            if name in reasons:
-                yield f"{name} was removed: {reasons[name]}; the last commit that has it is {LAST}"
-                break
+        key, choice = key_of(word), word.partition("=")[2]
+        if name := next((one for one in (f"{key}={choice}", key, key.partition(".")[0]) if one in reasons), None):
+            yield f"{name} was removed: {reasons[name]}; the last commit that has it is {LAST}"

@@ -5,7 +5,7 @@ Numbers come from the `recipe` of the model or the task in `conf/`, precisions f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -49,21 +49,13 @@ def _recipe(part: Any) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def decided(settings: Settings, say: Callable[[str], None], fast: bool | None = None) -> Settings:
-    """Return the settings with precisions decided; `say` gets what `auto` became, and a warning of a slow choice.
-
-    `fast`: True if the device is faster in bfloat16 than in float32; None: find out."""
+def decided(settings: Settings, fast: bool | None = None) -> Settings:
+    """Return the settings with precisions decided. `fast`: True if the device is faster in bfloat16 than in float32;
+    None: find out."""
     from grpo_cli.support.processor import fast_in_bfloat16  # loads torch
 
     fast = fast_in_bfloat16(settings.device) if fast is None else fast
-    model = decided_model(settings.model, fast)
-    names = [name for name in ("dtype", "autocast") if getattr(settings.model, name) == AUTO]
-    if names:
-        chosen = ", ".join(f"model.{name}=auto is {getattr(model, name)}" for name in names)
-        say(f"{chosen}: bfloat16 is {'faster' if fast else 'slower'} than float32 here")
-    elif not fast and "bfloat16" in (model.dtype, model.autocast):
-        say("bfloat16 is slower than float32 here: model.dtype=float32 model.autocast=none is faster")
-    return replace(settings, model=model)
+    return replace(settings, model=decided_model(settings.model, fast))
 
 
 def decided_model(model: ModelSettings, fast: bool) -> ModelSettings:

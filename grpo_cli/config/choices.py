@@ -37,6 +37,7 @@ class ConfFile:
     group, `settings` are in order by key (`lora.rank`)."""
 
     about: str
+    place: str
     values: Mapping[str, Any]
     choices: Mapping[str, str]
     settings: Mapping[str, Setting]
@@ -46,10 +47,8 @@ class ConfFile:
 def config_dir() -> Path:
     """Return `conf/`: inside the package in an installed wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parent.parent
-    for folder in (package / "conf", package.parent / "conf"):
-        if (folder / "train.yaml").is_file():
-            return folder
-    raise FileNotFoundError(f"neither {package / 'conf'} nor {package.parent / 'conf'} holds train.yaml")
+    folders = (package / "conf", package.parent / "conf")
+    return next(folder for folder in folders if (folder / "train.yaml").is_file())
 
 
 def is_experimental(group: str, choice: str) -> bool:
@@ -69,11 +68,11 @@ def choices(group: str) -> Sequence[str]:
 
 
 def read_choice(group: str, choice: str) -> ConfFile:
-    return read_conf(_file(f"{group}/{choice}"))
+    return read_conf((EXPERIMENTAL if is_experimental(group, choice) else config_dir()) / group / f"{choice}.yaml")
 
 
 def read_command(command: str) -> ConfFile:
-    return read_conf(_file(command))
+    return read_conf(config_dir() / f"{command}.yaml")
 
 
 def shipped(group: str, choice: str) -> dict[str, Any]:
@@ -93,18 +92,17 @@ def parts_of(command: str) -> tuple[str, ...]:
 
 def choice_of(group: str, part: Mapping[str, Any]) -> str:
     """Return the choice that needs the fewest other settings to give this part; for a user's own part its target."""
-    target = str(part["_target_"])
     files = {choice: read_choice(group, choice).values for choice in choices(group)}
-    same = {choice: keys for choice, keys in files.items() if keys.get("_target_") == target}
-    return max(same, key=lambda choice: sum(part.get(key) == same[choice][key] for key in same[choice]), default=target)
+    same = [choice for choice, values in files.items() if values.get("_target_") == part["_target_"]]
+    alike = {choice: sum(part.get(key) == value for key, value in files[choice].items()) for choice in same}
+    return max(alike, key=alike.__getitem__, default=str(part["_target_"]))
 
 
 @functools.cache
 def read_conf(file: Path) -> ConfFile:
     """Read a file and its bases. A key without a comment inherits the base's, or else that of the key above."""
     text = file.read_text(encoding="utf-8")
-    lines, root = text.splitlines(), yaml.compose(text, _LOADER)
-    own: dict[str, Any] = yaml.load(text, _LOADER) or {}
+    lines, own = text.splitlines(), yaml.load(text, _LOADER) or {}
     values, groups, settings = dict[str, Any](), dict[str, str](), dict[str, Setting]()
     for entry in own.pop("defaults", []):
         if isinstance(entry, dict):
@@ -114,34 +112,24 @@ def read_conf(file: Path) -> ConfFile:
             base = read_conf(beside if beside.is_file() else config_dir() / file.parent.name / beside.name)
             values, groups = _over(values, base.values), {**base.choices, **groups}
             settings = {**settings, **base.settings}
-    above: dict[str, str] = {}
     head = next((row for row, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    for key, setting in _settings(root, [""] * head + lines[head:], _name(file)):
+    place = file.name
+    for folder, name in ((EXPERIMENTAL, "grpo_cli/experimental/conf"), (config_dir(), "conf")):
+        place = f"{name}/{file.relative_to(folder)}" if file.is_relative_to(folder) else place
+    above: dict[str, str] = {}
+    for key, setting in _settings(yaml.compose(text, _LOADER), [""] * head + lines[head:], place):
         group = key.rpartition(".")[0]
         shared = above.get(group, "") if setting.value else ""
         comment = setting.comment or (settings[key].comment if key in settings else shared)
         above[group] = comment if setting.value else ""
         settings[key] = replace(setting, comment=comment)
-    return ConfFile(_above(lines, head), _over(values, own), groups, settings)
+    return ConfFile(_comment_above(lines, head), place, _over(values, own), groups, settings)
 
 
 def flow(value: Any) -> str:
     """Return a value on one line, as typed after `key=`."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
     return json.dumps(value, ensure_ascii=False) if "\n" in text else text
-
-
-def _file(name: str) -> Path:
-    """Return the file of a name such as `loss/grpo`, in whichever of the two folders has it."""
-    file = config_dir() / f"{name}.yaml"
-    return file if file.is_file() else EXPERIMENTAL / f"{name}.yaml"
-
-
-def _name(file: Path) -> str:
-    for folder, name in ((EXPERIMENTAL, "grpo_cli/experimental/conf"), (config_dir(), "conf")):
-        if file.is_relative_to(folder):
-            return f"{name}/{file.relative_to(folder)}"
-    return file.name
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,12 +144,12 @@ def _settings(node: Any, lines: Sequence[str], file: str, prefix: str = "") -> I
             continue
         row, below = key.start_mark.line, isinstance(value, yaml.MappingNode) and not value.flow_style
         text = "" if below else flow(yaml.constructor.SafeConstructor().construct_document(value))
-        yield prefix + key.value, Setting(text, _above(lines, row), f"{file}:{row + 1}")
+        yield prefix + key.value, Setting(text, _comment_above(lines, row), f"{file}:{row + 1}")
         if below:
             yield from _settings(value, lines, file, f"{prefix}{key.value}.")
 
 
-def _above(lines: Sequence[str], row: int) -> str:
+def _comment_above(lines: Sequence[str], row: int) -> str:
     """Return the comment directly above a row, on one line."""
     first = row
     while first and lines[first - 1].lstrip().startswith("#"):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import hydra
@@ -18,7 +16,7 @@ from grpo_cli.config.auto import decided, decided_model, fill
 from grpo_cli.config.choices import choices, config_dir, parts_of, shipped
 from grpo_cli.config.overrides import is_ours, key_of, leaves
 from grpo_cli.config.read import read
-from grpo_cli.config.recorded import Command, primary, recorded_run
+from grpo_cli.config.recorded import Command, start_of
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError, gathered, refuse
@@ -32,11 +30,10 @@ COMMANDS: Mapping[type[Any], str] = {RunSettings: "train", EvalRunSettings: "eva
 def composed(name: str, typed: Sequence[str]) -> Command:
     """Return a command's settings: those of `conf/` or of the run that `resume=` or `checkpoint=` names, below what is
     typed. UserError if there is no such run; errors of Hydra for words that it cannot compose."""
-    run = recorded_run(name, typed)
-    config, words = primary(name, run, run.typed)
+    start = start_of(name, typed)
     new_folder_names()
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = hydra.compose(config, words, return_hydra_config=True)
+        cfg = hydra.compose(start.config, [*start.words], return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)  # for ${hydra:...}
     about: Any = HydraConfig.get()
     if not str(about.run.dir).strip():
@@ -44,25 +41,20 @@ def composed(name: str, typed: Sequence[str]) -> Command:
     with read_write(about.runtime), open_dict(about.runtime):
         about.runtime.output_dir = os.path.abspath(about.run.dir)
     settings = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-    return replace(of_hydra(name, settings, run.record), typed=tuple(run.typed))
+    return of_hydra(name, settings, start.record, start.typed)
 
 
-def of_hydra(name: str, cfg: DictConfig, record: RunRecord | None) -> Command:
+def of_hydra(name: str, cfg: Any, record: RunRecord | None, typed: Sequence[str] | None = None) -> Command:
     """Return the command that Hydra has composed, also as a job of a sweep, over the settings of a recorded run."""
     about, cfg.run_dir = HydraConfig.get(), str(cfg.run_dir)
-    recorded = {} if record is None else record.choices
-    made = {**recorded, **{str(group): str(choice) for group, choice in about.runtime.choices.items()}}
-    if name == "eval":
-        _evaluate_whole_file(cfg, record, {key_of(word) for word in about.overrides.task})
-    return Command(name, cfg, tuple(about.overrides.task), made)
-
-
-def _evaluate_whole_file(cfg: Any, record: RunRecord | None, typed: set[str]) -> None:
-    """Evaluate on all of a file that is typed, unless the run was trained on it."""
-    of_the_run = None if record is None else leaves("", dict(record.config)).get("task.path")
-    chosen = typed & {"task.eval_path", "task.eval_fraction", "task._target_"}
-    if "task.path" in typed and not chosen and "eval_fraction" in cfg.task and cfg.task.path not in (None, of_the_run):
-        cfg.task.eval_path, cfg.task.eval_fraction = None, 1.0
+    typed = about.overrides.task if typed is None else typed
+    made = {str(group): str(choice) for group, choice in about.runtime.choices.items()}
+    keys = {key_of(word) for word in typed}
+    if name == "eval" and "task.path" in keys and not keys & {"task.eval_path", "task.eval_fraction", "task._target_"}:
+        # A file that is typed is evaluated whole, unless the run was trained on it.
+        if "eval_fraction" in cfg.task and (record is None or record.config["task"].get("path") != cfg.task.path):
+            cfg.task.eval_path, cfg.task.eval_fraction = None, 1.0
+    return Command(name, cfg, tuple(typed), made if record is None else {**record.choices, **made})
 
 
 def new_folder_names() -> None:
@@ -99,7 +91,6 @@ def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = 
         parts[group] = part
         lacking = [key for key, value in leaves(group, part).items() if value == "???"]
         problems += [f"{key} has no value; give {key}=..." for key in lacking]
-    _break_lines(values.get("sampling"), parts.get("task"))
     with gathered(problems):
         settings: Settings = read(kind, values | {"parts": parts}, cfg)
     if problems and (typed_parts := parts.keys() & {key.partition(".")[0] for key in keys}):
@@ -115,23 +106,9 @@ def settings_of(*overrides: str) -> RunSettings:
     """Return the settings of `grpo train` with these overrides, unchecked: for tests, scripts and notebooks."""
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = hydra.compose("train", ["run_dir=.", *overrides])
-    return decided(read_settings(cfg, RunSettings, overrides), lambda line: None)
+    return decided(read_settings(cfg, RunSettings, overrides))
 
 
 def model_of(choice: str, **changed: Any) -> ModelSettings:
     """Return the settings of `model=<choice>` with changes."""
     return decided_model(read(ModelSettings, shipped("model", choice) | changed), fast_in_bfloat16("auto"))
-
-
-# \n as it is typed, but not as commands of TeX begin, which prompts may hold.
-_TEX = "abla|atural|cong|earrow|e|eg|eq|ewcommand|ewline|exists|geq|gtr|i|leq|less|mid|ot|otin|u|warrow"
-_LINE_BREAK = re.compile(rf"(?<!\\)\\n(?!(?:{_TEX})\b)")
-
-
-def _break_lines(sampling: Any, task: Any) -> None:
-    """Put line breaks where backslash and n are typed: Hydra has no other way to type them."""
-    if isinstance(sampling, dict) and isinstance(stop := sampling.get("stop"), list):
-        sampling["stop"] = [_LINE_BREAK.sub("\n", text) if isinstance(text, str) else text for text in stop]
-    for word in ("template", "system_prompt") if isinstance(task, dict) else ():
-        if isinstance(text := task.get(word), str):
-            task[word] = _LINE_BREAK.sub("\n", text)

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import pkgutil
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.interfaces import Rules
 from grpo_cli.settings import Strict
 from grpo_cli.support.errors import UserError, closest, gathered, own_code, own_code_unless_ours, refuse
+from grpo_cli.support.facts import name_of
 
 RULES: Mapping[str, Any] = typing.get_type_hints(Rules)
 PROTOCOLS: Mapping[str, Any] = {
@@ -39,7 +40,7 @@ INNER = "inner"  # the key by which an engine names its workers' engine
 
 
 class MissingArgument(UserError):
-    """A part that needs an argument that is neither among its settings nor offered."""
+    """An argument of a part that is neither among its settings nor offered."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,20 +60,19 @@ class Factory:
         """Build the part; a function whose protocol is a call gets its settings bound. UserError if an argument is
         missing, or if the part lacks what its protocol has."""
         protocol = PROTOCOLS.get(self.group, object)
-        call = vars(protocol).get("__call__")
+        call, name = vars(protocol).get("__call__"), f"{self.group}._target_={self.target}"
         if call and not isinstance(self.code, type):
             made: Any = partial(self.code, **self.settings)
             made.needs_reference = bool(getattr(self.code, "needs_reference", False))  # of a loss
         else:
             takes = inspect.signature(self.code).parameters
-            given = {word: value for word, value in (offered or {}).items() if word in takes}
-            arguments = {**given, **self.settings}
+            arguments = {word: value for word, value in (offered or {}).items() if word in takes} | dict(self.settings)
             self._check_call(self.code, "cannot be made", **arguments)
-            with own_code_unless_ours(f"{self.group}._target_={self.target}", self.code):
+            with own_code_unless_ours(name, self.code):
                 made = self.code(**arguments)
-        if lacking := [word for word in vars(protocol) if not word.startswith("_") and not hasattr(made, word)]:
-            kind = f"{protocol.__module__}.{protocol.__name__}"
-            raise UserError(f"{self.group}: {self.target} lacks {', '.join(lacking)} of {kind}")
+        has = {**getattr(protocol, "__annotations__", {}), **vars(protocol)}
+        if lacking := [word for word in has if not word.startswith("_") and not hasattr(made, word)]:
+            raise UserError(f"{self.group}: {self.target} lacks {', '.join(lacking)} of {name_of(protocol)}")
         if call:
             names = list(inspect.signature(call).parameters)[1:]
             self._check_call(made, f"cannot be called as {self.group}({', '.join(names)})", *names)
@@ -108,15 +108,14 @@ class Factories:
         """Return a fact of the part of a group (`support.facts`), None if it has none; of an engine of workers what
         theirs states where it states nothing."""
         having = self.engines() if group == "engine" else [self[group]] if group in self.by_group else []
-        found = [getattr(one.code, name, None) for one in having]
-        return next((one for one in found if one is not None), None)
+        return next((found for one in having if (found := getattr(one.code, name, None)) is not None), None)
 
     def engines(self) -> list[Factory]:
         """Return the engine and, where it has workers, that of its workers. UserError if that is unknown."""
         engine = self["engine"]
-        if INNER not in engine.settings:
+        if (inner := engine.settings.get(INNER)) is None:
             return [engine]
-        inner, known = engine.settings[INNER], [one for one in choices("engine") if INNER not in shipped("engine", one)]
+        known = [one for one in choices("engine") if INNER not in shipped("engine", one)]
         if inner not in known:
             raise UserError(f"engine.{INNER}={inner} must be one of {', '.join(known)}{closest(str(inner), known)}")
         return [engine, factory("engine", shipped("engine", inner) | dict(engine.settings.get("options") or {}))]
@@ -126,21 +125,18 @@ class Factories:
 
         `early`: before a model is loaded; parts that need an object that is not offered yet are left out.
         """
-        built = _each(ENGINE_PARTS[1:], lambda group: self[group].make(offered), *[MissingArgument] * early)
-        refuse([*self._not_together(built)])
-        return built
-
-    def _not_together(self, built: Mapping[str, Any]) -> Iterator[str]:
-        """Yield conflicts among the parts that could be built."""
+        left_out = MissingArgument if early else ()
+        built = _each(ENGINE_PARTS[1:], lambda group: self[group].make(offered), left_out)
+        problems = list[str]()
         if isinstance(built.get("predictor"), NoPredictor) and getattr(built.get("scheduler"), "needs_lengths", False):
-            orders = f"{self.named('scheduler')} orders by predicted length"
-            yield f"{orders}, which {self.named('predictor')} has not: use predictor=prefix or mean"
+            orders, by = self.named("scheduler"), self.named("predictor")
+            problems.append(f"{orders} orders by predicted length, which {by} has not: use predictor=prefix")
         for engine in self.engines():
             refuses: Any = getattr(engine.code, "refuses", None)
             if callable(refuses) and (words := inspect.signature(refuses).parameters).keys() <= built.keys():
-                with own_code_unless_ours(f"engine._target_={engine.target}: refuses", refuses):
-                    found = [*refuses(**{word: built[word] for word in words})]
-                yield from found
+                problems += refuses(**{word: built[word] for word in words})
+        refuse(problems)
+        return built
 
     def rules(self, offered: Mapping[str, Any] | None = None) -> Rules:
         """Build the rules of a run, untried. UserError lists all that cannot be built."""
@@ -149,11 +145,11 @@ class Factories:
 
 def factory(group: str, part: Mapping[str, Any]) -> Factory:
     """Return the factory of a part. UserError if its class or function takes other settings."""
-    code, problems = _code(group, str(part["_target_"])), list[str]()
+    code = _code(group, str(part["_target_"]))
     settings = {word: value for word, value in part.items() if word not in _NO_ARGUMENTS}
     takes = _takes(code)
-    for word in settings.keys() - (settings if takes is None else takes):
-        problems.append(f"{group}.{word}: {part['_target_']} takes no {word}{closest(word, takes or ())}")
+    others = settings.keys() - (settings if takes is None else takes)
+    problems = [f"{group}.{word}: {part['_target_']} takes no {word}{closest(word, takes or ())}" for word in others]
     hints = {word: hint for word, hint in (takes or {}).items() if word in settings and hint is not Any}
     kind = dataclasses.make_dataclass("PartSettings", hints.items(), bases=(Strict,), kw_only=True)
     with gathered(problems):
@@ -185,13 +181,11 @@ def without_inherited(group: str, part: Mapping[str, Any], typed: Set[str]) -> d
 def _takes(code: Any) -> dict[str, Any] | None:
     """Return the settings that a class or function takes with their types, those of `**words: Unpack[...]` included;
     None where it takes any. Types of a user's code are not read."""
-    parameters = inspect.signature(code).parameters
-    hints: dict[str, Any] = {}
-    if is_ours(code.__module__):
-        constructor = isinstance(code, type) and not dataclasses.is_dataclass(code)
-        hints = typing.get_type_hints(code.__init__ if constructor else code, include_extras=True)
-    takes = {}
-    for name, parameter in parameters.items():
+    constructor = isinstance(code, type) and not dataclasses.is_dataclass(code)
+    typed = code.__init__ if constructor else code
+    hints = typing.get_type_hints(typed, include_extras=True) if is_ours(code.__module__) else {}
+    takes = dict[str, Any]()
+    for name, parameter in inspect.signature(code).parameters.items():
         if parameter.kind is not parameter.VAR_KEYWORD:
             takes[name] = hints.get(name, Any)
         elif typing.get_origin(hints.get(name)) is typing.Unpack:
@@ -214,11 +208,11 @@ def _code(group: str, target: str) -> Any:
     return code
 
 
-def _each(groups: Iterable[str], build: Callable[[str], Any], *left_out: type[UserError]) -> dict[str, Any]:
-    """Build each group's part, but for those that raise what may be left out. UserError lists all that is wrong."""
+def _each(groups: Iterable[str], build: Callable[[str], Any], left_out: Any = ()) -> dict[str, Any]:
+    """Build each group's part, but for those that raise what may be `left_out`. UserError lists all that is wrong."""
     built, problems = dict[str, Any](), list[str]()
     for group in groups:
-        with gathered(problems), suppress(*left_out):
+        with gathered(problems), suppress(left_out):
             built[group] = build(group)
     refuse(problems)
     return built

@@ -7,28 +7,36 @@ choices appear in messages only.
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 
-from grpo_cli.collect.collection import MOST_ROLLOUTS
-from grpo_cli.collect.equal import at_once
+from grpo_cli.collect.collection import MOST_ROLLOUTS, StepCollection
+from grpo_cli.collect.equal import at_once, equal
 from grpo_cli.config.auto import decided
 from grpo_cli.config.instantiate import INNER, Factories
-from grpo_cli.config.trial import try_rules
-from grpo_cli.interfaces import Rules
+from grpo_cli.history import History
+from grpo_cli.interfaces import Curriculum, Engine, Rules, SetUp, Task
+from grpo_cli.learner.batch import collate, corrected, rows_of, totals, verdict_on
 from grpo_cli.learner.optimizer import check_optimizer
-from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
-from grpo_cli.support.errors import explained, gathered, refuse
+from grpo_cli.rules.advantage import advantages
+from grpo_cli.rules.downsample import choose
+from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings, Sampling
+from grpo_cli.support.errors import UserError, explained, gathered, own_code_unless_ours, refuse
+from grpo_cli.support.facts import name_of
 from grpo_cli.support.formatting import shown
 from grpo_cli.support.memory import SHARE, keep_freed, part_of_gpu
 from grpo_cli.support.processor import flush_denormals
+from grpo_cli.types import EngineStats, Finish, LossOutput, Prompt, Request, Reward, Rollout, Verdict
 
 Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
+MOST_TRIED, ENOUGH = 4096, 1024  # rollouts of a group, and of a step of small groups: more take seconds
 
 
 @dataclass(frozen=True)
@@ -52,15 +60,14 @@ class Prepared(Generic[Settings]):
         return at_once(self.rules.collector, settings.n, settings.train.prompts)
 
 
-def prepare(settings: Settings, say: Callable[[str], None] = print, fast: bool | None = None) -> Prepared[Settings]:
-    """UserError with everything that can be refused before a model is read. `say` gets what `auto` became; `fast` as in
-    `config.auto`."""
+def prepare(settings: Settings, fast: bool | None = None) -> Prepared[Settings]:
+    """UserError with everything that can be refused before a model is read. `fast` as in `config.auto`."""
     parts, made = check(settings)
     device = pick_device(settings.device)
     if isinstance(settings, RunSettings):
         keep_freed(settings.fit_bytes)
         check_optimizer(settings.optim, device)
-    return Prepared(decided(settings, say, fast), parts, made, device)
+    return Prepared(decided(settings, fast), parts, made, device)
 
 
 def check(settings: RunSettings | EvalRunSettings) -> tuple[Factories, Any]:
@@ -82,37 +89,63 @@ def check(settings: RunSettings | EvalRunSettings) -> tuple[Factories, Any]:
     return parts, made
 
 
+def effective(settings: Settings) -> Settings:
+    """Return the settings without those that change nothing of what is computed: two runs of equal ones repeat."""
+    without = {"logger", "downsample"} if isinstance(settings, RunSettings) and settings.m == settings.n else {"logger"}
+    parts = {group: part for group, part in settings.parts.items() if group not in without}
+    return replace(settings, run_dir="", parts=parts)
+
+
 def pick_device(word: str) -> torch.device:
     """`auto`, `cpu` or `cuda`. A sweep's job that shares a GPU is limited to its share of the memory."""
     flush_denormals()  # called before anything computes
-    if word == "auto":
-        word = "cuda" if torch.cuda.is_available() else "cpu"
-    if word == "cuda":
-        with explained("device=cuda: PyTorch finds no GPU", "; use device=auto or device=cpu"):
-            torch.cuda.init()
-        # Threads of autograd take up the context with their first product, and PyTorch warns of it.
-        warnings.filterwarnings("ignore", "Attempting to run cuBLAS", UserWarning)
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(part_of_gpu(float(os.environ.get(SHARE, "1")), total))
-    return torch.device(word)
+    if word == "cpu" or (word == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    with explained("device=cuda: PyTorch finds no GPU", "; use device=auto or device=cpu"):
+        torch.cuda.init()
+    # Threads of autograd take up the context with their first product, and PyTorch warns of it.
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS", UserWarning)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(part_of_gpu(float(os.environ.get(SHARE, "1")), total))
+    return torch.device("cuda")
 
 
 def conflicts(settings: RunSettings | EvalRunSettings, parts: Factories) -> Iterator[str]:
-    """Yield each pair of settings that cannot be used together."""
-    yield from _turns(settings, parts)
+    """Yield each pair of settings that would silently ruin a run, or do less than it says."""
     yield from _model(settings.model)
+    turns = settings.parts["task"].get("turns") or 1
+    for group in parts.by_group:
+        if turns > 1 and parts.fact(group, "one_turn"):
+            yield f"{parts.named(group)} is for replies of one turn, not for task.turns={turns}: use task.turns=1"
+        if parts.fact(group, "resumes") and parts.fact("sparsity", "evicts"):
+            yield f"{parts.named(group)} resumes what {parts.named('sparsity')} has dropped: use sparsity=dense"
     if isinstance(settings, RunSettings):
-        yield from _groups(settings, parts)
-        yield from _lengths(settings)
+        yield from _of_a_step(settings, parts)
         yield from _updates(settings)
-        yield from _drawn(parts)
-        yield from _stopping(parts)
+        yield from _sampler_as_old_policy(parts)
     if isinstance(settings, ProfileRunSettings):
-        yield from _profile(settings)
+        profile = settings.profile
+        if profile.lengths != "natural" and turns > 1:
+            yield f"profile.lengths={profile.lengths} cannot be forced with task.turns={turns}: use natural"
+        named = isinstance(profile.for_gpu, str)
+        if profile.for_gpu and not (profile.plan_only and (named or settings.fit_bytes)):
+            has = "" if named else " and its memory, such as fit=80GB"
+            yield f"profile.for_gpu={shown(profile.for_gpu)} only plans: add profile.plan_only=true{has}"
 
 
-def _groups(settings: RunSettings, parts: Factories) -> Iterator[str]:
-    n, m, train = settings.n, settings.m, settings.train
+def _model(model: ModelSettings) -> Iterator[str]:
+    if model.quantize != "none" and not model.adapted:
+        yield f"model.quantize={model.quantize} freezes all weights: give adapters to train, such as model.lora.rank=64"
+    if model.lora.rank > 0 and not model.lora.targets:
+        yield "model.lora.targets=[] leaves no layer to adapt; name some, such as [q_proj, v_proj]"
+    if (model.lora.dora or model.lora.rslora) and not model.adapted:
+        yield "model.lora.dora and model.lora.rslora need adapters: give model.lora.rank=16 or more"
+    if model.offload_activations and model.gradient_checkpointing != "full":
+        yield "model.offload_activations=true moves what model.gradient_checkpointing=full keeps: give both"
+
+
+def _of_a_step(settings: RunSettings, parts: Factories) -> Iterator[str]:
+    n, m, train, task, sampling = settings.n, settings.m, settings.train, settings.parts["task"], settings.sampling
     if m > n:
         yield f"m={m} must not be more than n={n}: only {n} rollouts of a prompt are generated"
     elif n == 1 or (m == 1 and settings.parts["advantage"].get("stats_over") == "kept"):
@@ -123,87 +156,92 @@ def _groups(settings: RunSettings, parts: Factories) -> Iterator[str]:
         yield f"n={n} times train.prompts={train.prompts} must not exceed {MOST_ROLLOUTS} rollouts a step: lower one"
     if train.warmup == "sft" and train.warmup_steps >= train.steps:
         yield f"train.warmup_steps={train.warmup_steps} must be less than train.steps={train.steps}, which counts them"
-
-
-def _lengths(settings: RunSettings) -> Iterator[str]:
-    task, sampling = settings.parts["task"], settings.sampling
-    within = task.get("overlong_tokens")
-    if isinstance(within, int) and within > sampling.max_new_tokens:
+    if isinstance(within := task.get("overlong_tokens"), int) and within > sampling.max_new_tokens:
         yield f"task.overlong_tokens={within} must not exceed sampling.max_new_tokens={sampling.max_new_tokens}"
-    if settings.train.truncated == "zero" and (task.get("weights") or {}).get("overlong"):
+    if train.truncated == "zero" and (task.get("weights") or {}).get("overlong"):
         yield "train.truncated=zero overrides task.weights.overlong: use train.truncated=train or leave_out"
     if sampling.truncated:
         cut = f"sampling.top_p={sampling.top_p} sampling.top_k={sampling.top_k}"
         yield f"{cut} would bias the importance ratio: train with sampling.top_p=1 sampling.top_k=0"
 
 
-def _turns(settings: RunSettings | EvalRunSettings, parts: Factories) -> Iterator[str]:
-    """Yield what cannot work with the number of a task's turns, or with evicted tokens."""
-    turns = settings.parts["task"].get("turns") or 1
-    for group in parts.by_group:
-        if turns > 1 and parts.fact(group, "one_turn"):
-            task = parts.named("task")
-            yield f"{parts.named(group)} is for replies of one turn, and {task} has several: use task.turns=1"
-        if parts.fact(group, "resumes") and parts.fact("sparsity", "evicts"):
-            yield f"{parts.named(group)} resumes what {parts.named('sparsity')} has dropped: use sparsity=dense"
-
-
 def _updates(settings: RunSettings) -> Iterator[str]:
-    optim, model = settings.optim, settings.model
-    if optim.name == "adamw8bit" and optim.offload:
-        yield "optim.name=adamw8bit keeps its state on the GPU: use optim.offload=false, or optim.name=adamw"
-    if optim.park and (optim.offload or optim.name == "adamw8bit"):
-        other = "optim.offload=true" if optim.offload else "optim.name=adamw8bit"
-        yield f"optim.park=true and {other} keep the optimizer's state in different places: use one of them"
+    optim = settings.optim
+    kept = {"name=adamw8bit": optim.name == "adamw8bit", "offload=true": optim.offload, "park=true": optim.park}
+    places = [f"optim.{word}" for word, given in kept.items() if given]
+    if len(places) > 1:
+        yield f"{' and '.join(places)} keep the optimizer's state in different places: use one of them"
     if optim.lr * optim.weight_decay >= 1:
         yield f"optim.weight_decay={optim.weight_decay} times optim.lr={optim.lr} must be below 1, or weights turn sign"
-    if model.dtype == "bfloat16" and not model.adapted:
+    if settings.model.dtype == "bfloat16" and not settings.model.adapted:
         yield "model.dtype=bfloat16 loses small updates: use model.dtype=float32 model.autocast=bfloat16, or adapters"
 
 
-def _model(model: ModelSettings) -> Iterator[str]:
-    lora = [f"model.lora.{kind}" for kind in ("dora", "rslora") if getattr(model.lora, kind)]
-    if lora and not model.adapted:
-        yield f"{lora[0]}=true needs adapters: give model.lora.rank=16 or more"
-    if model.lora.rank > 0 and not model.lora.targets:
-        yield "model.lora.targets=[] leaves no layer to adapt; name some, such as [q_proj, v_proj]"
-    if model.offload_activations and model.gradient_checkpointing != "full":
-        yield "model.offload_activations=true moves what model.gradient_checkpointing=full keeps: give both"
-    quantized = f"model.quantize={model.quantize}"
-    if model.quantize != "none" and not model.adapted:
-        yield f"{quantized} freezes all weights: give adapters to train, such as model.lora.rank=64"
-    if model.quantize != "none" and model.random_init:
-        yield f"{quantized} quantises weights as they are read, and model.random_init=true reads none"
-
-
-def _drawn(parts: Factories) -> Iterator[str]:
-    """Yield why the sampler cannot stand in for the old policy."""
+def _sampler_as_old_policy(parts: Factories) -> Iterator[str]:
     if parts["correction"].settings.get("prox") != "sampler":
         return
     inner = parts["engine"].settings.get(INNER)
-    others = [f"engine.{INNER}={inner}" if inner else parts.named("engine")] * (
-        parts.fact("engine", "is_policy") is False
-    )
-    others += [parts.named("sparsity")] * bool(parts.fact("sparsity", "evicts"))
-    if parts.fact("collector", "resumes") and not parts.fact("collector", "stops"):
-        others.append(parts.named("collector"))
-    for other in others:
+    others = {
+        f"engine.{INNER}={inner}" if inner else parts.named("engine"): parts.fact("engine", "is_policy") is False,
+        parts.named("sparsity"): parts.fact("sparsity", "evicts"),
+        parts.named("collector"): parts.fact("collector", "resumes") and not parts.fact("collector", "stops"),
+    }
+    for other in (other for other, differs in others.items() if differs):
         yield f"correction.prox=sampler takes {other} for the old policy, which it is not: use prox=step_start"
     if parts["correction"].make().needs_old_logprobs:
         yield f"{parts.named('correction')} compares what correction.prox=sampler makes one: use prox=step_start"
 
 
-def _stopping(parts: Factories) -> Iterator[str]:
-    if parts.fact("collector", "stops") and parts.fact("engine", "stops_early") is False:
-        stops = f"{parts.named('collector')} stops rollouts early"
-        yield f"{stops}, which {parts.named('engine')} cannot: use engine=torch or vllm"
+def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
+    """UserError for a rule that cannot be used. One that has `setup` waits for its run."""
+    rules, size = copy.deepcopy(rules), min(n, MOST_TRIED + n % 2)  # as odd as n, which rules may require
+    tried = {group for group, rule in vars(rules).items() if not isinstance(rule, SetUp)}
+    name = {group: f"{group} {name_of(rule)}" for group, rule in vars(rules).items()}
+    if "collector" in tried:
+        _step(size, max(1, min(prompts, ENOUGH // size))).run(rules.collector)
+    [group] = _step(size, 1).run(equal)
+    keep = size if m == n else min(m, size - 1)
+    kept = list(range(size - keep, size))
+    if "downsample" in tried:
+        kept = choose(rules.downsample, group, keep, np.random.default_rng(0))
+    batch = rows_of(collate([group]), torch.tensor(kept))
+    if "advantage" in tried:
+        found = advantages(rules.advantage, group, kept)
+        batch = replace(batch, advantages=batch.per_token(found.new_zeros(len(kept)) if found.dim() > 1 else found))
+    if "correction" in tried:
+        with own_code_unless_ours(name["correction"], rules.correction):
+            verdict: Any = verdict_on(rules.correction, batch, batch.sampler_logprobs)
+        if not isinstance(verdict, Verdict) or verdict.weights.shape != batch.weights.shape:
+            raise UserError(f"{name['correction']} returned {verdict!r:.60}: return a Verdict")
+        batch = corrected(batch, verdict)
+    if "loss" in tried:
+        reference = batch.sampler_logprobs if rules.loss.needs_reference else None
+        logprobs = batch.sampler_logprobs.clone().requires_grad_()
+        with own_code_unless_ours(name["loss"], getattr(rules.loss, "func", rules.loss)):
+            output: Any = rules.loss(logprobs, replace(batch, ref_logprobs=reference), totals(batch, 1))
+        is_scalar = isinstance(output, LossOutput) and not output.loss.dim()
+        if not is_scalar or not output.loss.isfinite() or not output.loss.requires_grad:
+            raise UserError(f"{name['loss']} returned {output!r:.60}: return a LossOutput, finite and with a gradient")
 
 
-def _profile(settings: ProfileRunSettings) -> Iterator[str]:
-    profile = settings.profile
-    if profile.lengths != "natural" and (turns := settings.parts["task"].get("turns", 1)) > 1:
-        yield f"profile.lengths={profile.lengths} cannot be forced with task.turns={turns}: use profile.lengths=natural"
-    named = isinstance(profile.for_gpu, str)
-    if profile.for_gpu and not (profile.plan_only and (named or settings.fit_bytes)):
-        has = "" if named else " and its memory, such as fit=80GB"
-        yield f"profile.for_gpu={shown(profile.for_gpu)} only plans: add profile.plan_only=true{has}"
+def _step(n: int, prompts: int) -> StepCollection:
+    parts: dict[str, Any] = dict.fromkeys(("engine", "task", "curriculum"), _MadeUp())  # type: ignore[abstract]
+    return StepCollection(n=n, prompts=prompts, sampling=Sampling.plain(8), seed=0, step=0, history=History(), **parts)
+
+
+class _MadeUp(Engine, Task, Curriculum):
+    """Engine, task and curriculum of a synthetic step, whose every second answer is right."""
+
+    reads_stop_strings = False
+
+    def pick(self, step: int, count: int, without: Set[str]) -> Sequence[Prompt]:
+        return [Prompt(f"synthetic-{len(without) + place}", (0,), "0") for place in range(count)]
+
+    def generate(self, requests: Sequence[Request], enough: Any = None) -> Iterator[Rollout]:
+        return (Rollout(request, (0,), (-1.0,), Finish.EOS) for request in requests)
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        return Reward(float(rollout.request.sample % 2))
+
+    def stats(self) -> EngineStats:
+        return EngineStats()

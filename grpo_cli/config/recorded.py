@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config.choices import groups_of, read_command
 from grpo_cli.config.overrides import key_of, leaves, value_of
@@ -39,31 +38,78 @@ class Command:
 
 
 @dataclass(frozen=True)
-class RecordedRun:
-    """The run that a command names: its record, what is typed besides, and the settings that its place decides."""
+class Start:
+    """What Hydra is to compose for a command: a configuration by its name, and words over it. `typed` are those of the
+    command line but for the run that they name, `record` is that run's."""
 
+    config: str
+    words: Sequence[str]
     typed: Sequence[str]
     record: RunRecord | None = None
-    decided: Mapping[str, Any] = field(default_factory=dict)
 
 
-def recorded_run(command: str, typed: Sequence[str]) -> RecordedRun:
-    """Return the run that `resume=` or `checkpoint=` names, without a record if there is none. UserError if it cannot
-    be continued or evaluated."""
+def start_of(command: str, typed: Sequence[str]) -> Start:
+    """Return the start of a command, from `conf/` or from the run that `resume=` or `checkpoint=` names. UserError if
+    that cannot be continued or evaluated."""
     if command == "train" and value_of("resume", typed) not in (None, "null"):
         return _to_resume(typed)
     if command == "eval" and value_of("checkpoint", typed) not in (None, "null"):
         return _to_evaluate(typed)
-    return RecordedRun(typed)
+    return Start(command, typed, typed)
 
 
-def _to_resume(typed: Sequence[str]) -> RecordedRun:
+def over(command: str, record: RunRecord | None, decided: Mapping[str, Any], typed: Sequence[str]) -> Start:
+    """Return the start with a run's recorded settings and those that its place has `decided` in place of the defaults
+    of `conf/`, but for groups of which another choice is typed.
+
+    UserError for recorded settings that are incomplete or foreign (`config.trust`)."""
+    file, groups, kept = read_command(command), {*groups_of(command)}, dict[str, Any]()
+    if record is not None:
+        named = groups & {key_of(word) for word in typed}
+        replaced = {group for group in named if value_of(group, typed) != record.choices.get(group)}
+        kept = _kept(command, record, groups, replaced, typed)
+        groups = groups - replaced
+    config = OmegaConf.create(dict(file.values))
+    for key, value in {**kept, **decided}.items():
+        OmegaConf.update(config, key, value, merge=False)
+    without = kept.keys() | ({"experiment"} if kept else set())
+    chosen = {group: choice for group, choice in file.choices.items() if group not in without}
+    of_hydra = [{f"override {group}": choice} for group, choice in chosen.items() if "/" in group]
+    config.defaults = [{group: choice} for group, choice in chosen.items() if "/" not in group] + ["_self_", *of_hydra]
+    ConfigStore.instance().store("recorded", config)
+    return Start("recorded", [word for word in typed if not kept or key_of(word) not in groups], typed, record)
+
+
+def _kept(
+    command: str, record: RunRecord, groups: Set[str], replaced: Set[str], words: Sequence[str]
+) -> dict[str, Any]:
+    """Return the recorded settings to take: whole groups, and for an evaluation the settings that it has too."""
+    assert record.source is not None, "it was read from a file"
+    own, config = read_command(command).values, dict(record.config)
+    has = {*own, *groups} - {"hydra"} - replaced - _OF_THIS_COMMAND
+    found = config.keys() - _OF_THIS_COMMAND - replaced
+    if odd := sorted(has ^ found if command == "train" else has - found):
+        raise UserError(f"{record.source} does not hold the settings of a run: {', '.join(odd)} missing or unknown")
+    settings = leaves("", {key: config[key] for key in has})
+    refuse_foreign([*settings.items()], sorted({*map(key_of, words)} - groups), record.source.parent)
+    if command == "train":
+        return {key: config[key] for key in has}
+    # References are replaced by their values, since an evaluation has other settings to refer to.
+    values = json.loads(
+        json.dumps(OmegaConf.to_container(OmegaConf.create(config), resolve=True)).replace("${", r"\\${")
+    )
+    rest = leaves("", {key: values[key] for key in has - groups})
+    return {key: values[key] for key in has & groups} | {key: rest[key] for key in rest.keys() & leaves("", own).keys()}
+
+
+def _to_resume(typed: Sequence[str]) -> Start:
     place, run_dir = value_of("resume", typed), value_of("hydra.run.dir", typed)
     if place == HERE:
         if run_dir is None:
             raise UserError("resume=here continues the run in hydra.run.dir=<folder>: name one")
         if (begun := read_record(Path(run_dir))) is None:
-            return RecordedRun([word for word in typed if key_of(word) not in OF_A_RESUME])
+            typed = [word for word in typed if key_of(word) not in OF_A_RESUME]
+            return Start("train", typed, typed)
         place = run_dir
         typed = [word for word in typed if word not in begun.overrides]
     elif run_dir is not None:
@@ -77,10 +123,10 @@ def _to_resume(typed: Sequence[str]) -> RecordedRun:
         found = f"no {RUN}" if record is None else f"a run of grpo {record.command}"
         raise UserError(f"resume={place} needs a training's folder, and {run} has {found}: name another one")
     others = [word for word in typed if key_of(word) not in ("resume", "hydra.run.dir")]
-    return RecordedRun(others, record, {"resume": str(folder), "run_dir": str(run.absolute())})
+    return over("train", record, {"resume": str(folder), "run_dir": str(run.absolute())}, others)
 
 
-def _to_evaluate(typed: Sequence[str]) -> RecordedRun:
+def _to_evaluate(typed: Sequence[str]) -> Start:
     place = f"checkpoint={value_of('checkpoint', typed)}"
     folder = Path(place.partition("=")[2]).expanduser()
     if not folder.is_dir():
@@ -89,7 +135,7 @@ def _to_evaluate(typed: Sequence[str]) -> RecordedRun:
     if step_of(weights.name) is not None and record is None and value_of("task", typed) is None:
         raise UserError(f"{weights.parent.parent} has no {RUN} that names the task of {place}: type task=")
     decided = {"checkpoint": str(weights), **of_the_weights(weights, record)}
-    return RecordedRun([word for word in typed if key_of(word) != "checkpoint"], record, decided)
+    return over("eval", record, decided, [word for word in typed if key_of(word) != "checkpoint"])
 
 
 def weights_in(folder: Path, named: str) -> tuple[Path, RunRecord | None]:
@@ -110,66 +156,10 @@ def of_the_weights(weights: Path, record: RunRecord | None) -> dict[str, Any]:
     """Return the settings that name a checkpoint's weights."""
     from grpo_cli.model.adapters import checkpoint_settings
 
-    found = None if record is None else record.config.get("model")
-    model = found if isinstance(found, Mapping) else {}
-    made = model.get("random_init") and model.get("architecture")
-    made = made and not Path(str(model.get("path"))).expanduser().is_dir()
-    return {f"model.{key}": value for key, value in checkpoint_settings(weights, bool(made), record is None).items()}
-
-
-def primary(command: str, run: RecordedRun, words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the name of the configuration that Hydra is to compose, and the words to lay over it: that of `conf/`, or
-    one with the recorded settings in place of its defaults, but for groups of which another choice is typed.
-
-    UserError for recorded settings that are incomplete or foreign (`config.trust`)."""
-    if run.record is None and not run.decided:
-        return command, [*words]
-    recorded = {} if run.record is None else _recorded(command, run.record, words)
-    file, without = read_command(command), recorded.keys() | ({"experiment"} if recorded else set())
-    config = OmegaConf.create(dict(file.values))
-    for key, value in {**recorded, **run.decided}.items():
-        OmegaConf.update(config, key, value, merge=False)
-    chosen = {group: choice for group, choice in file.choices.items() if group not in without}
-    of_hydra = [{f"override {group}": choice} for group, choice in chosen.items() if "/" in group]
-    config.defaults = [{group: choice} for group, choice in chosen.items() if "/" not in group] + ["_self_", *of_hydra]
-    ConfigStore.instance().store("recorded", config)
-    groups = without & {*groups_of(command)}
-    return "recorded", [word for word in words if key_of(word) not in groups]
-
-
-def _recorded(command: str, record: RunRecord, words: Sequence[str]) -> dict[str, Any]:
-    """Return the recorded settings to take: whole groups, and for an evaluation the settings that it has too."""
-    assert record.source is not None, "it was read from a file"
-    groups, values, typed = {*groups_of(command)}, read_command(command).values, {key_of(word) for word in words}
-    replaced = {group for group in groups & typed if value_of(group, words) != record.choices.get(group)}
-    if "experiment" in replaced:
-        choice = value_of("experiment", words)
-        raise UserError(f"experiment={choice} is not what the run began with: type its settings")
-    has = {*values, *groups} - {"hydra"} - replaced - _OF_THIS_COMMAND
-    try:
-        found = record.config.keys() - _OF_THIS_COMMAND - replaced
-        if odd := sorted((has - found) | (found - has if command == "train" else set())):
-            raise ValueError(f"{', '.join(odd)} missing or unknown")
-        config: Any = OmegaConf.create(dict(record.config))
-        raw: Any = OmegaConf.to_container(config, resolve=False)
-        kept = {key: value for key, value in raw.items() if key in has}
-        refuse_foreign(leaves("", kept), sorted(typed - groups), record.source.parent)
-        if command == "train":
-            return kept
-        kept = {key: _followed(value, config, key) for key, value in kept.items()}
-        rest, known = leaves("", {key: value for key, value in kept.items() if key not in groups}), leaves("", values)
-        return {key: value for key, value in {**kept, **rest}.items() if key in groups or key in known}
-    except (OmegaConfBaseException, AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{record.source} does not hold the settings of a run ({plain(error)})") from error
-
-
-def _followed(value: Any, config: Any, key: str) -> Any:
-    """Return a recorded value with its references replaced: an evaluation has other settings to refer to."""
-    if isinstance(value, Mapping):
-        return {name: _followed(item, config[key], name) for name, item in value.items()}
-    if not (isinstance(value, str) and re.search(r"(?<!\\)\$\{", value)):
-        return value
-    return config[key].replace("${", "\\${") if isinstance(config[key], str) else config[key]
+    model = {} if record is None else record.config.get("model", {})
+    is_folder = Path(str(model.get("path"))).expanduser().is_dir()
+    made = bool(model.get("random_init") and model.get("architecture")) and not is_folder
+    return {f"model.{key}": value for key, value in checkpoint_settings(weights, made, record is None).items()}
 
 
 def checkpoint_to_resume(settings: RunSettings, warn: Callable[[str], None]) -> Path | None:
@@ -181,11 +171,10 @@ def checkpoint_to_resume(settings: RunSettings, warn: Callable[[str], None]) -> 
     for reason in found.skipped:
         warn(f"checkpoint passed over: {reason}")
     if found.path is None:
+        none = f"resume={settings.resume} holds no complete checkpoint ({'; '.join(found.skipped) or 'they are gone'})"
         if not (settings.accept_damage or never_saved(folder)):
-            reasons = "; ".join(found.skipped) or "they are gone"
-            none = f"resume={settings.resume} holds no complete checkpoint ({reasons})"
             raise UserError(f"{none}; name another run, or begin it anew with accept_damage=true")
-        warn(f"{folder} holds no complete checkpoint: the run begins anew, as it was started")
+        warn(f"{none}: the run begins anew, as it was started")
         return None
     done, steps = step_of(found.path.name), settings.train.steps
     if done is not None and done > steps:

@@ -23,39 +23,38 @@ from grpo_cli.support.errors import own_code, refuse
 from grpo_cli.support.formatting import plain, shown
 
 _GROUPS = {*groups_of("train"), *groups_of("eval")}
-_CODE = re.compile(r"[a-z]+\._target_=(.*)\.(\w*)|task\.(?:reward|environment|tools)=(.*?):(.*)", re.S)
-# Files that are read, whose content reaches prompts, records and judges.
-_FILE = re.compile(r"(?:task\.(?:judge\.prompt|(?:eval_)?path)|train\.warmup_path)=(?!hub:)(.*)", re.S)
-_DANGERS = (
-    rf"({'|'.join(_GROUPS)}|hydra[./](launcher|sweeper)(\.[a-z]\w*)?)=(?!(\w[\w-]*)?$).*",  # a path
-    r"hydra(?![./](launcher|sweeper)(\.[a-z]\w*)?=)\W.*",
-    r"[^=]*(\._|@)[^=]*=.*",  # what Hydra itself would call
-    r".*\.trust_remote_code=(?!False$).*",
-    # Where records are sent or written, whose answers are believed, what is revealed of the environment.
-    r"logger\.(?!(name|group|tags|mode)(\.|=)).*|run_dir=.*|task\.judge\.key=.*",
-    r"task\.judge\.base_url=(?!https?://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?(/|$)).*",
-    r"engine\.(address|options\..*)=(?!(auto|True|False|[-+.\de]+)$).*",
-    r"[^=]*=.*\$\{[^}]*:.*",  # a resolver
+_OF_A_SWEEP = r"hydra[./](launcher|sweeper)(\.[a-z]\w*)?"
+# What may only be a word, not a path; only a file below the current directory; only code of it; only a number.
+_WORD = re.compile(rf"{'|'.join(_GROUPS)}|{_OF_A_SWEEP}")
+_FILE = re.compile(r"task\.(judge\.prompt|(eval_)?path)|train\.warmup_path")
+_CODE = re.compile(rf"(?!{_OF_A_SWEEP}$)hydra\W.*|.*(\._|@).*|.*\.trust_remote_code")
+_NUMBER = re.compile(
+    r"logger\.(?!(name|group|tags|mode)\b).*|task\.judge\.(key|base_url)|engine\.(address|options\..*)"
 )
+_CALLED = ("task.reward", "task.environment", "task.tools")  # module:function, or a name of ours
 
 
 def taken(words: Sequence[str], typed: Sequence[str], folder: Path) -> list[str]:
     """Return a recorded sweep's overrides that may be composed. UserError for foreign ones that are not typed again."""
-    values = {word: _value(word) for word in words}
-    foreign = {word: value for word, value in values.items() if is_foreign(key_of(word), value, folder)}
-    refuse_foreign({key_of(word): value for word, value in foreign.items()}, list(map(key_of, typed)), folder)
-    return [word for word in words if word not in foreign or word in typed]
+    settings = [(key_of(word), _value(word)) for word in words]
+    foreign = refuse_foreign(settings, list(map(key_of, typed)), folder)
+    return [word for word, one in zip(words, settings, strict=True) if one not in foreign or word in typed]
 
 
-def refuse_foreign(values: Mapping[str, Any], typed: Sequence[str], folder: Path) -> None:
-    """UserError for each recorded setting that is foreign, unless its key or a group above it is typed."""
+def refuse_foreign(
+    settings: Sequence[tuple[str, Any]], typed: Sequence[str], folder: Path
+) -> Sequence[tuple[str, Any]]:
+    """Return the recorded settings that are foreign. UserError for those of which neither the key nor a group above it
+    is typed."""
+    foreign = [(key, value) for key, value in settings if is_foreign(key, value, folder)]
     refuse(
         [
             f"{key}={plain(shown(value))} is not taken from {plain(folder)}; if you trust it, type it again"
-            for key, value in values.items()
-            if not any(f"{key}.".startswith(f"{word}.") for word in typed) and is_foreign(key, value, folder)
+            for key, value in foreign
+            if not any(f"{key}.".startswith(f"{word}.") for word in typed)
         ]
     )
+    return foreign
 
 
 def is_foreign(key: str, value: Any, folder: Path) -> bool:
@@ -65,15 +64,19 @@ def is_foreign(key: str, value: Any, folder: Path) -> bool:
         return any(is_foreign(key if name is None else f"{key}.{name}", item, folder) for name, item in items)
     group, _, name = key.partition(".")
     of_conf = [read_choice(group, choice).values.get(name) for choice in choices(group)] if group in _GROUPS else []
-    if value is None or value in of_conf:
+    if value in (None, False, *of_conf):
         return False
-    word = f"{key}={value}"
-    if code := _CODE.fullmatch(word):
-        module, names = filter(None, code.groups())
+    text = str(value)
+    if _WORD.fullmatch(key):
+        return not re.fullmatch(r"\w[\w-]*", text)
+    if _FILE.fullmatch(key):
+        return not text.startswith("hub:") and not Path(text).expanduser().resolve().is_relative_to(
+            Path.cwd().resolve()
+        )
+    if _CODE.fullmatch(key) or (key in _CALLED and ":" in text):
+        module, _, names = text.rpartition(":" if ":" in text else ".")
         return not all(_is_here(module, one.strip(), folder) for one in names.split(","))
-    if file := _FILE.fullmatch(word):
-        return not Path(file[1]).expanduser().resolve().is_relative_to(Path.cwd().resolve())
-    return any(re.fullmatch(danger, word, re.S) for danger in _DANGERS)
+    return isinstance(value, str) and bool(_NUMBER.fullmatch(key) or re.search(r"\$\{[^}]*:", text))
 
 
 def _is_here(module: str, name: str, folder: Path) -> bool:

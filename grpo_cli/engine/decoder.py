@@ -131,9 +131,10 @@ class Decoder:
     def can_be_native(self) -> bool:
         fits = self.device.type == "cpu" and {self.dtype, self.precision} <= {*ops.PRECISIONS}
         fits = fits and self.layout.dim <= ops.MOST_DIM and self.layout.dim % 2 == 0
-        norms = [norm for layer in self.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-        fits = fits and all(isinstance(norm_of(norm), Norm) for norm in (*norms, self.model.model.norm))
-        return fits and all(activation_of(layer.mlp.act_fn) is F.silu for layer in self.layers)
+        inner = self.model.model
+        norms = [norm for layer in inner.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        fits = fits and all(isinstance(norm_of(norm), Norm) for norm in (*norms, inner.norm))
+        return fits and all(activation_of(layer.mlp.act_fn) is F.silu for layer in inner.layers)
 
     @property
     def _is_small(self) -> bool:

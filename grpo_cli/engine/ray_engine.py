@@ -1,43 +1,49 @@
 """`engine=ray`: rollouts by actors of Ray, here or on other machines, with the same protocol as the other engines.
 
-A rollout is a function of the weights and its request, so it is the same on any worker. Ray restarts a worker
-that dies, on another node if need be, and any worker repeats its call: Ray's own retries would stay with a lost node.
+A rollout is a function of the weights and its request, so it is the same on any worker: Ray restarts a worker that
+dies, and repeats its call.
 """
 
 from __future__ import annotations
 
 import atexit
-import ipaddress
+import copy
+import hashlib
 import logging
 import os
+import platform
 import secrets
 import signal
+import socket
 import tempfile
 import time
 import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import psutil
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
+import grpo_cli
 from grpo_cli.engine.common import EngineParts, SequenceEngine, together
-from grpo_cli.engine.ray_worker import Delivery, RolloutWorker, hollow, numbers, place
-from grpo_cli.engine.sequence import Sequence
-from grpo_cli.interfaces import Engine, facts
-from grpo_cli.support.errors import UserError, reason_of
+from grpo_cli.interfaces import Engine
+from grpo_cli.support.errors import UserError, explained, reason_of
 from grpo_cli.support.extras import require
+from grpo_cli.support.processor import flush_denormals
 from grpo_cli.support.ranges import Count
 from grpo_cli.types import EngineStats, Request, Rollout
 
-TRIES = 3  # calls in a row during which a worker dies
-START = 300.0  # the most seconds until the first worker runs
+TRIES = 3  # of a call whose worker dies
+START = 300.0  # the most seconds until all workers run
 FIRST = 0.9  # the part of its share that each worker gets first; the rest balances the load
 # These affect bits when a process starts (`processor.set_variables`); workers must have the same.
 _HANDED_ON = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_WAIT_POLICY")
@@ -48,7 +54,6 @@ _JOINED = {"RAY_gcs_server_port_wait_time_s": "1"}
 _ON = "continue with grpo train resume=auto"
 
 
-@facts(stops_early=False)
 class RayEngine(SequenceEngine):
     """Rollouts by `workers` actors of Ray, whose engines `build` makes."""
 
@@ -71,27 +76,26 @@ class RayEngine(SequenceEngine):
         model = parts.model
         if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
             raise UserError("engine=ray cannot send quantised weights: use model.quantize=none, or engine=torch")
-        if gpus > 1 and gpus % 1:
-            raise UserError(f"engine.gpus={gpus:g} of a worker: use 0, a part of one, or a whole number")
-        self._timeout, self._device, self._place = timeout, next(model.parameters()).device, place()
+        require("ray", "engine=ray")
+        self._timeout, self._device = timeout, next(model.parameters()).device
         # The trainer is idle while workers run; if all are on this machine, they share its threads.
         cpus = threads or max(1, torch.get_num_threads() // (workers if address is None else 1))
-        self._processes = connect(address, workers, {"CPU": cpus, "GPU": gpus})
-        import ray
-
         environment = {name: os.environ[name] for name in (*_HANDED_ON, "PYTHONPATH") if name in os.environ}
-        environment["OMP_NUM_THREADS"] = str(cpus)
-        process = {"env_vars": environment}
-        actor: Any = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1, runtime_env=process)(RolloutWorker)
-        self._actors = [actor.remote("cuda" if gpus else "cpu") for _ in range(workers)]
-        self._places: dict[int, Mapping[str, Any]] = {}  # of the workers that run, by their numbers
-        self._deaths = Counter[int]()  # of each worker since its last answer
-        # Ray's references to the answers to come, each with its worker, and with what was sent; of its place, nothing.
-        self._calls: dict[Any, tuple[int, Seq[Sequence]]] = {}
-        for number in range(workers):
-            self._start(number)
-        # Without a prefix to read, lengths are learned here, of all rollouts, and the workers get what was learned.
-        self._predicts = parts.predictor.prefix_tokens == 0
+        process = {"env_vars": environment | {"OMP_NUM_THREADS": str(cpus)}}
+        each = f"{cpus} CPUs and {gpus:g} GPUs at engine.address={address or 'null'}"
+        with explained(f"engine=ray cannot start {workers} workers of {each}", "; see ray status there"):
+            self._processes = connect(address, workers * cpus)
+            import ray
+
+            words: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus, "runtime_env": process}
+            words |= {"max_restarts": -1, "max_task_retries": TRIES - 1}
+            actor: Any = ray.remote(**words)(RolloutWorker)
+            self._actors = [actor.remote("cuda" if gpus else "cpu") for _ in range(workers)]
+            self._places = ray.get([one.place.remote() for one in self._actors], timeout=START)
+        ours = place()["software"]
+        for there in self._places:
+            if there["software"] != ours:
+                raise UserError(f"{there['host']} has {there['software']}, not {ours}: install the same everywhere")
         self._frozen = ray.put((hollow(model), numbers(model, trained=False), build))
         self._weights: Any = None  # a reference too
         self._facts: Mapping[str, Any] = {}
@@ -106,138 +110,109 @@ class RayEngine(SequenceEngine):
         self._stats = EngineStats()
         if not requests:
             return
-        start = self._last_answer = time.monotonic()
+        start, kind = time.monotonic(), self._device.type
         with self._parts.span("weights"):
             self._check_ray()
             if self._weights is None:  # once per version; workers keep the previous one while they use it
                 self._weights = ray.put(numbers(self._parts.model, trained=True))
-        own = {"engine/weight_update_seconds": time.monotonic() - start, "engine/requests_again": 0.0}
-        costs, accuracy = list[EngineStats](), dict[str, float]()
-        sequences = [Sequence(index, request) for index, request in enumerate(requests)]
-        if self._predicts:
-            self._predict(sequences)
-        finished = list[tuple[Sequence, Rollout]]()
-        queue = deque(portions(sequences, len(self._actors), self._parts.sampler.all_at_once))
-        try:
-            while len(finished) < len(requests):
-                for number in sorted(self._places.keys() - {number for number, _ in self._calls.values()}):
-                    if queue:
-                        self._send(number, queue.popleft())
-                with self._parts.span("decode"):  # waiting for the workers
-                    ready, _ = ray.wait([*self._calls], timeout=1.0)
-                self._check_ray()
-                for reference in ready:
-                    number, portion = self._calls.pop(reference)
-                    delivery = self._receive(number, reference)
-                    if delivery is not None:
-                        costs.append(delivery.stats)
-                        for sequence, rollout in zip(portion, delivery.rollouts, strict=True):
-                            finished.append((sequence, replace(rollout, request=sequence.request)))
-                            yield finished[-1][1]
-                    elif portion:
-                        own["engine/requests_again"] += len(portion)
-                        queue.appendleft(portion)
-            if self._predicts:
-                accuracy |= self._learn(finished)
-        finally:
-            # A worker that still computes begins the next call after this one.
-            self._calls = {reference: call for reference, call in self._calls.items() if not call[1]}
-            total = together([EngineStats(details=own | {"engine/workers": float(len(self._places))}), *costs])
-            self._stats = replace(total, details={**total.details, **accuracy})
-
-    def _start(self, number: int) -> None:
-        """Request the place of a worker, which comes once Ray has found room on a node and started it."""
-        self._places.pop(number, None)
-        self._calls[self._actors[number].place.options(max_task_retries=-1).remote()] = number, ()
-
-    def _send(self, number: int, portion: Seq[Sequence]) -> None:
-        kind = self._device.type
+        costs = [EngineStats(details={"engine/weight_update_seconds": time.monotonic() - start})]
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        requests, learned = [one.request for one in portion], self.state_dict() if self._predicts else None
-        call = self._actors[number].generate.remote((self._frozen, self._weights), requests, learned, autocast)
-        self._calls[call] = number, portion
-
-    def _receive(self, number: int, reference: Any) -> Delivery | None:
-        """Return the answer that has come. None if that was the worker's place, or if it has died."""
-        import ray
-
-        worker = f"worker {number} on {self._places.get(number, {}).get('host', 'a new node')}"
+        queue = deque(portions(len(requests), len(self._actors), self._parts.sampler.all_at_once))
+        idle, calls, answered = [*self._actors], dict[Any, Any](), time.monotonic()
         try:
-            answer = ray.get(reference)
-        except ray.exceptions.RayTaskError as error:
-            refused = isinstance(error.cause, UserError)
-            raise UserError(str(error.cause) if refused else f"{worker}: {reason_of(error.cause)}; {_ON}") from error
-        except ray.exceptions.RayError as error:
-            self._deaths[number] += 1
-            if self._deaths[number] == TRIES:
-                raise UserError(f"{worker} died in {TRIES} calls in a row: see Ray's log; {_ON}") from error
-            self._parts.warn(f"{worker} died: Ray restarts it, and any worker repeats its call")
-            self._start(number)
-            return None
-        self._last_answer = time.monotonic()
-        if isinstance(answer, Delivery):
-            self._deaths[number], self._facts = 0, answer.facts
-            for text in answer.warnings:
-                self._warn_once(text)
-            return answer
-        self._check_place(answer)
-        self._places[number] = answer
-        return None
-
-    def _check_place(self, there: Mapping[str, Any]) -> None:
-        """UserError if a worker has another software."""
-        name, here = f"a worker on {there['host']}", self._place
-        if there["software"] != here["software"]:
-            raise UserError(f"{name} has {there['software']}, not {here['software']}: install the same everywhere")
-        if self._device.type == "cpu" and there["threads"] != here["threads"]:
-            self._warn_once(
-                f"rollouts equal engine=torch's up to rounding: workers have {there['threads']} threads "
-                f"(engine.threads), the trainer {here['threads']} (OMP_NUM_THREADS)"
-            )
+            while queue or calls:
+                while queue and idle:  # a worker that still computes for an earlier iterator begins after that
+                    given, actor = {index: requests[index] for index in queue.popleft()}, idle.pop()
+                    calls[actor.generate.remote((self._frozen, self._weights), given, autocast)] = actor
+                with self._parts.span("decode"):  # waiting for the workers
+                    ready, _ = ray.wait([*calls], timeout=1.0)
+                self._check_ray()
+                if not ready and time.monotonic() - answered > self._timeout:
+                    waited = f"no worker has answered for {self._timeout:g} s (engine.timeout)"
+                    raise UserError(f"engine=ray: {waited}: see ray status; {_ON}")
+                for reference in ready:
+                    idle.append(calls.pop(reference))
+                    rollouts, stats, self._facts, warned = _answer(reference)
+                    costs.append(stats)
+                    for text in warned:
+                        self._warn_once(text)
+                    for index, rollout in rollouts.items():
+                        yield replace(rollout, request=requests[index])
+                    answered = time.monotonic()
+        finally:
+            self._stats = together(costs)
 
     def _check_ray(self) -> None:
-        """UserError if Ray itself has ended, or if no worker answers."""
+        """UserError if Ray itself has ended: it ends a process that uses a dead store, without a word."""
         import ray
 
-        # Ray notices the end of its processes seconds later, and ends a process that uses a dead store.
         ended = any(not child.is_running() or child.status() == psutil.STATUS_ZOMBIE for child in self._processes)
         here = "" if ended else ray.get_runtime_context().get_node_id()
         if here not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
             raise UserError(f"Ray itself has ended, and with it all workers: {_ON}")
-        patience = self._timeout if self._places else START
-        if time.monotonic() - self._last_answer > patience:
-            raise UserError(
-                f"engine=ray: no worker has answered for {patience:g} s (engine.timeout): see ray status; {_ON}"
-            )
 
     def facts(self) -> Mapping[str, Any]:
-        """Return, for `summary.json`, the facts of a worker's engine, and where workers run."""
-        return {**self._facts, "workers": {str(number): dict(one) for number, one in sorted(self._places.items())}}
+        """Return, for `summary.json`, the facts of a worker's engine, and where workers started."""
+        return {**self._facts, "workers": self._places}
 
     def update_weights(self) -> None:
         """Have the next `generate` send the new weights."""
         self._weights = None
 
 
-def portions(sequences: Seq[Sequence], workers: int, at_once: bool) -> list[Seq[Sequence]]:
-    """Return the sequences, the longest first, in the order in which idle workers get them. Neighbours stay together,
-    as samples of a prompt share its keys. `at_once`: a portion is one batch, so each worker gets one."""
-    lengths = [1.0 if one.predicted is None else one.predicted for one in sequences]
-    order = np.argsort(-np.array(lengths), kind="stable")
-    shares = np.arange(1, workers + 1) / workers
-    ends = shares if at_once or workers == 1 else np.concatenate([FIRST * shares, FIRST + (1 - FIRST) * shares])
-    done = np.cumsum(np.array(lengths)[order])
-    cuts = np.searchsorted(done, ends[:-1] * done[-1], side="right")
-    return [[sequences[index] for index in piece] for piece in np.split(order, cuts) if len(piece)]
+def _answer(reference: Any) -> Any:
+    """Return what a worker has returned. UserError for what it raised, and for one that died too often."""
+    import ray
+
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", error)
+        if isinstance(cause, UserError):
+            raise UserError(str(cause)) from error
+        raise UserError(f"a worker of engine=ray: {reason_of(cause)}; see Ray's log; {_ON}") from error
 
 
-def connect(address: str | None, workers: int, each: Mapping[str, int | float]) -> set[psutil.Process]:
+class RolloutWorker:
+    """An actor with a copy of the model and an engine of its own. Ray may restart its process and repeat a call."""
+
+    def __init__(self, device: str) -> None:
+        self._device, self._version = torch.device(device), ""
+        self._engine: Engine | None = None
+        self._warnings: list[str] = []
+
+    def place(self) -> Mapping[str, Any]:
+        """Return where this process runs, once it does."""
+        return place()
+
+    def generate(
+        self, references: Seq[Any], requests: Mapping[int, Request], autocast: torch.dtype | None
+    ) -> tuple[Mapping[int, Rollout], EngineStats, Mapping[str, Any], Seq[str]]:
+        """Return the rollouts of numbered requests, their cost, the engine's facts and its warnings. `references` into
+        Ray's store: to the model without numbers, its frozen numbers and `build`; and to the trained numbers."""
+        import ray
+
+        frozen, weights = references
+        flush_denormals()
+        if self._engine is None:
+            self._model, untrained, build = ray.get(frozen)
+            fill(self._model, untrained | ray.get(weights), self._device)
+            self._engine = build(self._model, warn=self._warnings.append)
+        elif self._version != weights.hex():
+            fill(self._model, ray.get(weights), self._device)
+            self._engine.update_weights()
+        self._version = weights.hex()
+        with torch.autocast(self._device.type, autocast) if autocast else nullcontext():
+            made = {id(rollout.request): rollout for rollout in self._engine.generate([*requests.values()])}
+        warned, self._warnings[:] = tuple(self._warnings), []
+        rollouts = {index: made[id(request)] for index, request in requests.items()}
+        return rollouts, self._engine.stats(), dict(self._engine.facts()), warned
+
+
+def connect(address: str | None, cpus: int) -> set[psutil.Process]:
     """Connect to Ray, in place of an earlier connection of this process. `address` None: start it here, for this run,
-    with room for `workers` that need `each` of its resources; it listens on this machine only, and asks for a token,
-    since Ray runs the code that it is sent. Returns the processes of a Ray that was started."""
-    require("ray", "engine=ray")
-    if address is not None and "://" in address:
-        raise UserError(f"engine.address={address}: use auto, or host:port of a cluster's head, as 10.0.0.1:6379")
+    with so many CPUs; it listens on this machine only, and asks for a token, since Ray runs the code that it is sent.
+    Returns the processes of a Ray that was started."""
     os.environ |= _QUIET | (_JOINED if address else _OWN)
     how: dict[str, Any] = {"address": address}
     if address is None:
@@ -245,8 +220,7 @@ def connect(address: str | None, workers: int, each: Mapping[str, int | float]) 
         # Paths of sockets are limited to about a hundred characters.
         folder = tempfile.TemporaryDirectory("", f"grpo_ray_{os.getpid()}_", "/tmp", ignore_cleanup_errors=True)
         atexit.register(folder.cleanup)
-        how = {"address": "local", "num_cpus": workers * int(each["CPU"]), "include_dashboard": False}
-        how["_temp_dir"] = folder.name
+        how = {"address": "local", "num_cpus": cpus, "include_dashboard": False, "_temp_dir": folder.name}
     import ray
 
     ray.shutdown()
@@ -255,25 +229,56 @@ def connect(address: str | None, workers: int, each: Mapping[str, int | float]) 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about Ray's own code
             ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **how)
-        hosts, free = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]], ray.available_resources()
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        place = "on this machine" if address is None else f"at engine.address={address}"
-        raise UserError(f"Ray {place}: {reason_of(error)}; for a cluster, try ray status there") from error
     finally:
         signal.signal(signal.SIGTERM, handler)  # a run stops by its own
-    refuse_public(hosts)
-    for name, number in each.items():
-        have = free.get(name, 0.0)
-        if have < workers * number:  # Ray would let them wait forever
-            raise UserError(
-                f"engine.workers={workers} need {workers * number:g} {name}, and Ray has {have:g}: lower "
-                "engine.workers, engine.threads or engine.gpus"
-            )
     return set(psutil.Process().children()) - before if address is None else set()
 
 
-def refuse_public(hosts: Iterable[str]) -> None:
-    """UserError for a public host without a token: Ray runs the code that it is sent."""
-    for host in hosts:
-        if ipaddress.ip_address(host).is_global and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-            raise UserError(f"engine.address: {host} is public: set RAY_AUTH_MODE=token on every node")
+def place() -> dict[str, Any]:
+    """Return where this process runs, and its software."""
+    package, source = Path(grpo_cli.__file__).parent, hashlib.sha256()
+    for file in sorted([*package.rglob("*.py"), *package.rglob("*.c")]):
+        source.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
+    ours = f"Python {platform.python_version()}, torch {torch.__version__}, grpo-cli {source.hexdigest()[:9]}"
+    return {"host": socket.gethostname(), "pid": os.getpid(), "software": ours}
+
+
+def portions(requests: int, workers: int, at_once: bool) -> list[list[int]]:
+    """Return the numbers of the requests that idle workers get together, in this order. Neighbours stay together, as
+    samples of a prompt share its keys. `at_once`: a portion is one batch, so each worker gets one."""
+    first = requests if at_once or workers == 1 else round(FIRST * requests)
+    pieces = [*np.array_split(np.arange(first), workers), *np.array_split(np.arange(first, requests), workers)]
+    return [piece.tolist() for piece in pieces if len(piece)]
+
+
+def hollow(model: nn.Module) -> nn.Module:
+    """Return a copy for generation without the numbers of parameters and buffers, which `fill` sets."""
+    memo: dict[int, Any] = {}  # tensors in it are not copied, and tied ones stay tied
+    for tensor in _tensors(model).values():
+        one = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        memo[id(tensor)] = nn.Parameter(one, requires_grad=False) if isinstance(tensor, nn.Parameter) else one
+    return copy.deepcopy(model, memo).eval()
+
+
+def numbers(model: nn.Module, trained: bool) -> dict[str, np.ndarray]:
+    """Return the bytes of all trained tensors, or of all others. On a CPU they are the model's own memory."""
+    tensors = {name: tensor.detach() for name, tensor in _tensors(model).items() if tensor.requires_grad == trained}
+    return {name: tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy() for name, tensor in tensors.items()}
+
+
+def fill(model: nn.Module, given: Mapping[str, np.ndarray], device: torch.device) -> None:
+    """Set tensors of a model that was `hollow`. On a CPU they share the memory of `given`; on a GPU addresses stay."""
+    own = _tensors(model)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        for name, array in given.items():
+            tensor = torch.from_numpy(array).view(own[name].dtype).view(own[name].shape)
+            if own[name].is_cuda:
+                own[name].copy_(tensor)
+            else:
+                own[name].data = tensor.to(device)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers, each once, persistent or not."""
+    return dict(chain(model.named_parameters(), model.named_buffers()))

@@ -72,10 +72,7 @@ class VllmEngine(ServingEngine):
         check_context(requests, self._limit(), ", or raise engine.max_model_len or sampler.kv_budget if they limit it")
         for temperature in (request.sampling.temperature for request in requests):
             if not (temperature == 0 or 0.01 <= temperature <= 2):
-                raise UserError(
-                    f"sampling.temperature={temperature}: engine=vllm clamps it to 0.01 to 2 (or 0, greedy), and would "
-                    "sample from another distribution"
-                )
+                raise UserError(f"sampling.temperature={temperature}: engine=vllm takes 0.01 to 2, or 0, greedy")
         return {"engine/weight_update_seconds": self._wake(requests)}
 
     def _advance(self, serving: Serving, entered: Seq[Sequence]) -> None:

@@ -33,22 +33,15 @@ class Served:
         attention = inner.model.layers[0].self_attn
         dim: int = attention.head_dim
         if not attention.q_proj.weight.is_floating_point():
-            raise UserError(
-                "engine=vllm cannot serve a quantised base: its weights are packed, and vLLM would be another sampler "
-                "than the policy; load the model unquantised, or use engine=torch"
-            )
+            raise UserError("engine=vllm cannot serve a quantised base: use model.quantize=none, or engine=torch")
         # Never tied: if kernels repack the head, vLLM's reloading would not update it.
         config = inner.config.to_dict() | {"architectures": [type(inner).__name__], "tie_word_embeddings": False}
         if head_sizes is None or dim in head_sizes:
             return cls(config, dim, dim)
         larger = [size for size in sorted(head_sizes) if size > dim]
-        sizes = ", ".join(map(str, head_sizes))
-        if not larger or hasattr(attention, "q_norm"):
-            why = "none of them is larger" if not larger else "its norms of queries and keys forbid larger heads"
-            raise UserError(
-                f"engine=vllm cannot serve {type(inner).__name__} with heads of {dim} numbers here: its kernels take "
-                f"{sizes}, and {why}; use engine=torch"
-            )
+        if not larger or hasattr(attention, "q_norm"):  # whose norms forbid larger heads
+            found = f"{type(inner).__name__} with heads of {dim} numbers"
+            raise UserError(f"engine=vllm cannot serve {found} here, only of {head_sizes}; use engine=torch")
         rope = dict(config["rope_parameters"]) | {"partial_rotary_factor": (dim + 0.5) / larger[0]}
         as_llama = {
             "architectures": ["LlamaForCausalLM"],
@@ -64,8 +57,8 @@ class Served:
         """UserError for head sizes with which vLLM's rotary kernel for CPUs would crash the process."""
         if device.type == "cpu" and dtype.itemsize == 2 and self.head_dim % 16:
             raise UserError(
-                f"engine=vllm on a CPU cannot compute heads of {self.head_dim} numbers in {str(dtype)[6:]}, only of "
-                "multiples of 16; use model.dtype=float32 model.autocast=none, or engine=torch"
+                f"engine=vllm on a CPU computes heads of {self.head_dim} numbers, no multiple of 16, in float32 only: "
+                "use model.dtype=float32 model.autocast=none, or engine=torch"
             )
 
     def token_bytes(self, dtype: torch.dtype) -> int:

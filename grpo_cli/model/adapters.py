@@ -57,13 +57,11 @@ def with_adapters(model: Any, settings: ModelSettings) -> Any:
         return model
     from torch import nn  # imported here, so that listing a folder does not wait for it
 
-    lora = settings.lora
+    lora, name = settings.lora, type(model).__name__
     linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for target in lora.targets:
         if target not in linear:
-            raise UserError(
-                f"model.lora.targets: {type(model).__name__} has no linear layer {target}{closest(target, linear)}"
-            )
+            raise UserError(f"model.lora.targets: {name} has no linear layer {target}{closest(target, linear)}")
     with _quiet() as peft:
         shape = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
         kind = {"use_dora": lora.dora, "use_rslora": lora.rslora, "task_type": "CAUSAL_LM"}

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from grpo_cli.model.checks import ARCHITECTURES, window_of
-from grpo_cli.support.errors import UserError
 
 PACKING = "grpo_packed"  # the name that transformers has for the attention of `model.packed`
 _NO_MASK = torch.empty(0, 0, 0, 0)
@@ -99,13 +98,11 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight, without gradient and with adapters merged, by its name in the model's saved folder.
 
     Weights without adapters are the model's own tensors, not copies; a merged one exists only while it is the current
-    one. Tied weights are yielded under each of their names. UserError for adapters on quantised weights.
+    one. Tied weights are yielded under each of their names.
     """
     inner = unwrapped(model)
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         path, adapted, rest = name.partition(".base_layer")
-        if adapted and not parameter.is_floating_point():
-            raise UserError(f"engine=vllm cannot merge adapters into quantised weights: load {path} unquantised")
         if adapted and rest == ".weight":
             layer = deepcopy(inner.get_submodule(path))
             layer.merge()

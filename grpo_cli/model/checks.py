@@ -25,10 +25,8 @@ def architecture_of(config: Mapping[str, Any], any_family: bool = False) -> str:
     causal = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if any_family else ARCHITECTURES).get(model_type, model_type)
     name = str((config.get("architectures") or [causal])[0])
     if not any_family and name not in ARCHITECTURES.values():
-        raise UserError(
-            f"the architecture {name} is not supported, only {', '.join(ARCHITECTURES.values())}; for other causal "
-            "models use engine=generate, which is slow"
-        )
+        known = ", ".join(ARCHITECTURES.values())
+        raise UserError(f"the architecture {name} is not supported, only {known}; for others use engine=generate")
     if any_family and causal == model_type and "auto_map" not in config:
         raise UserError(f"the architecture {name} ({model_type}) is no causal language model that transformers knows")
     return name
@@ -63,15 +61,13 @@ def check_config(config: PreTrainedConfig, any_family: bool = False) -> None:
     context = context_of(config)
     if not any_family and (window := window_of(config)) is not None:
         raise UserError(
-            f"{config.model_type} model with a sliding window of {window} tokens: the engine attends to the whole "
-            "context; set sliding_window to null in its config.json if no sequence is longer, or use engine=generate"
+            f"model.path has a sliding window of {window} tokens: use engine=generate, or set it to null in config.json"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     short = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and (short is None or short < context):
         raise UserError(
-            f"{config.model_type} model with RoPE of type longrope, whose frequencies change beyond {short} of its "
-            f"{context} positions, where cached keys would be wrong; choose a model with RoPE of another type"
+            f"RoPE of type longrope makes cached keys wrong beyond {short} of {context} positions: take another model"
         )
 
 
@@ -89,8 +85,7 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, path: str) 
     largest, size = max(tokenizer.get_vocab().values(), default=-1), model.config.get_text_config().vocab_size
     if largest >= size:
         raise UserError(
-            f"model.path={path}: the tokenizer has token ids up to {largest}, but the model has only {size} embeddings "
-            "(vocab_size); put the model's own tokenizer into its folder"
+            f"model.path={path}: token ids up to {largest}, but only {size} embeddings: save the model's own tokenizer"
         )
 
 

@@ -26,7 +26,7 @@ from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
 
-CARD, TAG = "README.md", "grpo-cli"  # an export is known by this tag of its card
+CARD = "README.md"
 _SECONDS = 10.0  # to wait for the hub
 
 
@@ -67,15 +67,14 @@ def licence_of(path: str) -> str | None:
     """Return the licence that the card of a base (a folder or a hub id) names, if any."""
     try:
         source = source_of(path)
-        card = HfApi().model_info(source, timeout=_SECONDS).card_data if isinstance(source, str) else _card(source)
+        if isinstance(source, str):
+            card = HfApi().model_info(source, timeout=_SECONDS).card_data
+        else:
+            card = ModelCard.load(source / CARD, ignore_metadata_errors=True).data
         licence = card.get("license") if card is not None else None
     except Exception:  # a base that is gone, a file, or the hub's client, which raises those of httpx or of httpx2
         return None
     return None if licence is None else plain(licence)
-
-
-def _card(folder: Path) -> ModelCardData:
-    return ModelCard.load(folder / CARD, ignore_metadata_errors=True).data
 
 
 def write_card(folder: Path, base: str, licence: str | None, text: str) -> None:
@@ -87,7 +86,7 @@ def write_card(folder: Path, base: str, licence: str | None, text: str) -> None:
         license=licence,
         library_name="peft" if has_adapters(folder) else "transformers",
         pipeline_tag="text-generation",
-        tags=["grpo", TAG],
+        tags=["grpo", "grpo-cli"],
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n## Use\n\n{use}").save(folder / CARD)
 
@@ -98,11 +97,3 @@ def _used(folder: Path, base: str) -> str:
         evaluated = f"lm_eval --model hf --model_args pretrained={base},peft=<this folder>,tokenizer=<this folder>"
         return f"    {evaluated}\n\nFor vLLM export the run with --merge.\n"
     return "    vllm serve <this folder>\n    lm_eval --model hf --model_args pretrained=<this folder>\n"
-
-
-def is_export(folder: Path) -> bool:
-    """True if the folder holds a model that was written here, and may be replaced."""
-    try:
-        return TAG in (_card(folder).tags or ())
-    except (OSError, ValueError, TypeError):
-        return False

@@ -15,7 +15,6 @@ class Facts(TypedDict, total=False):
     one_turn: bool  # a collector or a search can do so only where a reply is one turn
     evicts: bool  # a sparsity drops KV entries
     is_policy: bool  # an engine draws from the trainer's own policy (left to `engine.inner` where there is one)
-    stops_early: bool  # an engine can stop rollouts before their end
     any_family: bool  # an engine takes causal models of any family, not only Llama-shaped ones
     answers_in_place: bool  # an engine's `generate` takes `replies`, and continues with a row once its turn is answered
 

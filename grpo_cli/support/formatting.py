@@ -69,15 +69,10 @@ def legible(text: str) -> str:
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", _SEQUENCE.sub("", text))
 
 
-_UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
-_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", 1)}
-
-
 def parse_bytes(text: str | int) -> int:
     """Return `512MiB`, `1.5GB` or a plain number in bytes; 0 for what is no size, or none of 1 byte to 2^63."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
-    found = float(match[1]) * _UNITS.get(match[2].lower(), 0) if match else 0
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:(?:([kmgtp])(i?))?b)?\s*", str(text).lower())
+    found = float(match[1]) * (1024 if match[3] else 1000) ** " kmgtp".index(match[2] or " ") if match else 0
     return int(found) if found < 2**63 else 0
 
 

@@ -1,4 +1,4 @@
-"""Keeps code that is not ours from changing the run: what it leaves of shared state, its children, its time and memory.
+"""Keeps code that is not ours from changing the run: what it leaves of shared state, and its children.
 
 Children that it forks inherit neither the signal handlers nor the locks of the run, nor its end.
 """
@@ -6,80 +6,32 @@ Children that it forks inherit neither the signal handlers nor the locks of the 
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
-from typing import Any
+from contextlib import ExitStack, chdir, contextmanager, redirect_stderr, redirect_stdout
 
-_SIZE = Path("/proc/self/statm")  # of this process, in pages
 _undone: list[Callable[[], None]] = []
 _masks = threading.local()
 
 
 @contextmanager
-def left_unchanged() -> Iterator[list[str]]:
-    """Put back what the body has changed, and list it at the end. Only in the main thread: others run side by side."""
-    changed: list[str] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield changed
-        return
-    before = [(name, read(), read, put_back) for name, (read, put_back) in _states().items()]
-    try:
-        yield changed
-    finally:
-        for name, value, read, put_back in before:
-            if read() != value:
-                put_back(value)
-                changed.append(name)
-
-
-def _states() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Return how each state is read, and how it is put back."""
-    states: dict[str, Any] = {"os.chdir": (os.getcwd, os.chdir)}
-    for name in ("stdout", "stderr"):
-        states[f"sys.{name}"] = partial(getattr, sys, name), partial(setattr, sys, name)
-    for stop in (signal.SIGTERM, signal.SIGINT):
-        states[f"the handler of {stop.name}"] = partial(signal.getsignal, stop), partial(signal.signal, stop)
-    if torch := sys.modules.get("torch"):
-        for kind in ("cpu", "cuda"):
-            pair = partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)
-            states[f"torch.autocast({kind})"] = pair
-        states["torch.set_grad_enabled"] = torch.is_grad_enabled, torch.set_grad_enabled
-        for name in ("default_dtype", "default_device", "num_threads"):
-            states[f"torch.set_{name}"] = getattr(torch, f"get_{name}"), getattr(torch, f"set_{name}")
-    return states
-
-
-@contextmanager
-def limited(seconds: float, memory: int) -> Iterator[None]:
-    """Raise TimeoutError after so many seconds, and MemoryError for so many bytes more.
-
-    On the main thread alone, which is the one that signals interrupt; other threads meet the limit on memory too.
-    """
-    if threading.current_thread() is not threading.main_thread():
+def left_unchanged() -> Iterator[None]:
+    """Put back what the body changes of the current folder, the streams and PyTorch's modes. Only in the main thread:
+    others run side by side."""
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            stack.enter_context(chdir("."))
+            stack.enter_context(redirect_stdout(sys.stdout))
+            stack.enter_context(redirect_stderr(sys.stderr))
+            if torch := sys.modules.get("torch"):
+                stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                for kind in ("cpu", "cuda"):
+                    stack.callback(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind))
         yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"it takes more than {seconds:g} s")
-
-    handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    try:
-        if _SIZE.exists():
-            most = int(_SIZE.read_text().split()[0]) * resource.getpagesize() + memory
-            resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(soft, most), hard))
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -137,13 +137,6 @@ def start_peak(device: torch.device) -> None:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak_metrics(device: torch.device) -> dict[str, float]:
-    """Return the peak bytes so far, and of a GPU those that its allocator reserved, as metrics."""
-    peaks = {"memory/peak_bytes": float(peak_bytes(device))}
-    reserved = device.type == "cuda" and torch.cuda.max_memory_reserved(device)
-    return peaks | ({"memory/reserved_peak_bytes": float(reserved)} if reserved else {})
-
-
 # CUDA's own memory of each process, which PyTorch does not count: context, kernels, libraries. An allowance: it is 0.3
 # to 0.6 GB by card and driver, and cannot be queried without NVIDIA's management library.
 CONTEXT = 512 * 2**20
@@ -192,8 +185,7 @@ _OUT_OF_MEMORY = "out of memory|MemoryAllocation|OUT_OF_MEMORY|ALLOC_FAILED|ALLO
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return all tensors in nested dataclasses, tuples and lists, but not in modules."""
-    if isinstance(value, Tensor):
-        return [value]
-    parts = [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else value
-    return [tensor for part in parts for tensor in tensors_of(part)] if isinstance(parts, tuple | list) else []
+    """Return all tensors in nested dataclasses."""
+    if is_dataclass(value):
+        return [tensor for part in vars(value).values() for tensor in tensors_of(part)]
+    return [value] if isinstance(value, Tensor) else []

@@ -29,11 +29,6 @@ def spans_around(error: BaseException) -> tuple[str, ...]:
     return getattr(error, _SPANS, ())
 
 
-class _Span:
-    def __init__(self, name: str, start: Any) -> None:
-        self.name, self.start = name, start
-
-
 class Meter:
     """Measures wall-clock seconds by name.
 
@@ -52,13 +47,13 @@ class Meter:
         self._device = torch.device(device)
         self._on_phase, self._on_progress = on_phase or (lambda names: None), on_progress
         self._now: Callable[[], Any] = _event if self._device.type == "cuda" else clock
-        self._open: list[_Span] = []
+        self._open: list[tuple[str, Any]] = []  # outermost first, with their starts
         self._times: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def span(self, name: str) -> Iterator[Count]:
         """Time the body under `name`, even if it raises. Yield the function that reports its progress."""
-        span = _Span(name, self._now())
+        span, counts = (name, self._now()), name not in self._names()  # else the outer one counts this time
         self._open.append(span)
         self._on_phase(self._names())
         try:
@@ -68,15 +63,12 @@ class Meter:
                 setattr(error, _SPANS, self._names())
             raise
         finally:
-            self._credit(span, self._now())
+            self._times += [(*span, self._now())] * counts
             self._open.remove(span)  # not a pop: a generator's body may end out of order
             self._on_phase(self._names())
 
     def take(self) -> Mapping[str, float]:
-        """Return `time/<name>` in seconds since the last `take`. An open span counts up to now, the rest next time."""
-        now = self._now() if self._open else None
-        for span in self._open:
-            self._credit(span, now)
+        """Return `time/<name>` in seconds of all spans that have ended since the last `take`."""
         on_gpu = self._device.type == "cuda"
         if self._times and on_gpu:
             torch.cuda.synchronize(self._device)
@@ -87,14 +79,8 @@ class Meter:
         self._times.clear()
         return seconds
 
-    def _credit(self, span: _Span, now: Any) -> None:
-        outer = self._open[: self._open.index(span)]
-        if all(span.name != other.name for other in outer):  # else that span counts this time
-            self._times.append((span.name, span.start, now))
-        span.start = now
-
     def _names(self) -> tuple[str, ...]:
-        return tuple(span.name for span in self._open)
+        return tuple(name for name, _ in self._open)
 
 
 def _event() -> Any:

@@ -47,6 +47,7 @@ class ProcessLauncher(Launcher):
         self._sweep: Sweep = task_function.sweep  # type: ignore[attr-defined]
         self._loader: ConfigLoader = hydra_context.config_loader
         self._config = config
+        self._computed = dict[str, int]()  # the first job of each computation
         # Unresolved: `m=${n}` means each job's n.
         typed: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
         self._typed, self._typed_of_hydra = typed["task"], typed["hydra"]
@@ -103,10 +104,10 @@ class ProcessLauncher(Launcher):
             del cfg["hydra"]
         job = Job(number, folder, given, label)
         try:
-            self._sweep.check(cfg)
+            first = self._computed.setdefault(self._sweep.check(cfg), number)
         except UserError as error:
             return replace(job, refusal=str(error))
-        return job
+        return job if first == number else replace(job, refusal=f"it would repeat job {first}")
 
     def _state(self, job: Job) -> JobState:
         """Return the state that a job begins with: done, skipped or waiting. UserError if its folder holds another job,

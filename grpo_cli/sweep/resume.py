@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -28,11 +27,12 @@ _FOR_OPTUNA = {"max_failure_rate": "1.0", "n_jobs": "${oc.select:hydra.launcher.
 class Sweep:
     """A command's sweep: what the launcher must know, and the states of its jobs.
 
-    `check` raises UserError for a job's config that cannot be run. `of_hydra` are Hydra's words, for every job.
+    `check` returns what a job's config computes, UserError if it cannot be run. `of_hydra` are Hydra's words, for every
+    job.
     """
 
     command: str
-    check: Callable[[DictConfig], Any]
+    check: Callable[[DictConfig], str]
     resume: bool = False
     of_hydra: Sequence[str] = ()
     folder: Path | None = None
@@ -70,7 +70,7 @@ class Sweep:
         return text
 
 
-def sweep_of(command: str, given: Sequence[str], check: Callable[[DictConfig], Any]) -> tuple[list[str], Sweep]:
+def sweep_of(command: str, given: Sequence[str], check: Callable[[DictConfig], str]) -> tuple[list[str], Sweep]:
     """Return the overrides of a sweep, and what the launcher has to know of it.
 
     With `resume=sweep` they are those that the sweep began with, UserError if they cannot be found.

@@ -1,10 +1,4 @@
-"""The state of a sweep's jobs, from its folder. Starts none.
-
-<sweep>/sweep.json           what was asked for, and the list of jobs
-<sweep>/<number>/            a run's folder, as if it had been started by hand
-<sweep>/<number>/status.json the state of the job (`JobState`)
-<sweep>/<number>/log.txt     its output
-"""
+"""The state of a sweep's jobs, from their folders, which are those of runs. Starts none."""
 
 from __future__ import annotations
 

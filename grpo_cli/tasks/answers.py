@@ -21,7 +21,7 @@ _MOST_MARKS = 16  # from the end, that are looked at
 _TAIL = 2048  # characters from the end in which an answer that is not marked is looked for
 
 _MARK = re.compile(r"####|<answer>|\\(?:boxed|fbox)\s?(?=[{0-9A-Za-z])")
-_WORD = re.compile(r"[^\w\\]*[A-Za-z][a-z]+[ ,:]")  # a sentence or a heading begins
+_WORD = re.compile(r"[^\w\\]*[A-Za-z][a-z]+(?:[ ,:]|$)")  # a sentence or a heading begins
 _STATED = re.compile(r"\banswer[*_]{0,2}\s?(?:(?:is|equals|=)\s?:?|:)[*_]{0,2}\s?", re.IGNORECASE)
 # Dollars around a formula touch it, and no number follows; those of "$3 and $4" are money.
 FORMULA = re.compile(
@@ -82,19 +82,22 @@ def gold_number(text: str) -> Fraction | None:
 
 
 def _marked(text: str) -> Answer | None:
-    """Return the last marked answer; a heading `#### Step 2` or an empty box is none."""
+    """Return the last marked answer that is not empty; a line `#### Explanation` counts where there is no other."""
+    heading = None
     for mark in reversed(deque(_MARK.finditer(text), maxlen=_MOST_MARKS)):
         rest = text[mark.end() : mark.end() + MAX_ANSWER + 2]
         if mark[0] == "####":
-            found, _, below = rest.partition("\n")
-            found = "" if _WORD.match(found) and below.strip() else found
+            found = rest.partition("\n")[0]
         elif mark[0] == "<answer>":
             found = rest.partition("</answer>")[0]
         else:
             found = braced(rest) if rest.startswith("{") else rest[:1]
         if found.strip() and len(found) <= MAX_ANSWER:
-            return Answer(found.strip(), mark[0].strip())
-    return None
+            answer = Answer(found.strip(), mark[0].strip())
+            if mark[0] != "####" or not _WORD.match(answer.text):
+                return answer
+            heading = heading or answer
+    return heading
 
 
 def _stated(tail: str) -> str:

@@ -79,9 +79,8 @@ class Jsonl(DialogueTask):
         self._source, self._eval_fraction = source, eval_fraction
         self._eval_source = eval_path or (default_eval_path if path is None else None)
         self._eval_key = "task.eval_path" if eval_path else "task.path"  # what helps where the hub does not
-        self._shown = self._examples(few_shot)
-        texts = tuple((problem.question, str(value_of(problem.row, answer_field)).strip()) for problem in self._shown)
-        self._prompting = replace(self._prompting, examples=texts)
+        if few_shot:
+            self._prompting = replace(self._prompting, examples=self._examples(few_shot))
         opens = (self._environment.opens,) if self._environment else ()
         self._limits = (self._prompting, max_prompt_tokens, warn, *opens)
         if path and self._own_problems[0]:
@@ -139,37 +138,33 @@ class Jsonl(DialogueTask):
         return LazyPrompts("eval", self._held_out, *self._limits)
 
     @cached_property
-    def _held_out(self) -> Sequence[Problem]:
+    def _held_out(self) -> list[Problem]:
         if self._eval_source is None:
             return self._own_problems[1]
-        return self._without_shown(self._read(self._eval_source, self._eval_key))
+        return self._without_examples(self._read(self._eval_source, self._eval_key))
 
     @cached_property
     def _own_problems(self) -> tuple[list[Problem], list[Problem]]:
         """The problems of `path` to train on and, without an eval source, those to evaluate on."""
-        problems = self._without_shown(self._all)
-        if self._eval_source is not None:
-            return problems, []
-        return split_by_hash(problems, self._eval_fraction, self._source)
+        problems = self._without_examples(self._all)
+        return (problems, []) if self._eval_source else split_by_hash(problems, self._eval_fraction, self._source)
 
     @cached_property
     def _all(self) -> list[Problem]:
         return self._read(self._source, "task.path")
 
-    def _without_shown(self, problems: list[Problem]) -> list[Problem]:
-        shown = {problem.question for problem in self._shown}
-        return [problem for problem in problems if problem.question not in shown]
+    def _without_examples(self, problems: list[Problem]) -> list[Problem]:
+        examples = dict(self._prompting.examples)
+        return [problem for problem in problems if problem.question not in examples]
 
-    def _examples(self, count: int) -> list[Problem]:
-        """Return the first `count` problems of what is trained on."""
-        if count == 0:
-            return []
+    def _examples(self, count: int) -> tuple[tuple[str, str], ...]:
+        """Return the first `count` questions of what is trained on, with their answers as they were written."""
         problems = self._all[:count]
         if len(problems) < count:
             raise UserError(f"task.few_shot={count}, but {self._source} has only {len(problems)} problems")
         if chat := next((problem for problem in problems if problem.messages), None):
             raise UserError(f"{chat.place}: messages are no example, and are put as they are: set task.few_shot=0")
-        return problems
+        return tuple((it.question, str(value_of(it.row, self._fields[1])).strip()) for it in problems)
 
     def _read(self, source: str, key: str) -> list[Problem]:
         """Read a source's problems. Those whose answer the judge cannot read are left out with a warning. Raise

@@ -92,7 +92,7 @@ def unit(words: str) -> Unit | None:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Written:
     """The parts of an answer: whose value it is (`x =`), an expression, its number if it is one, and its unit."""
 
     name: str
@@ -101,7 +101,7 @@ class Parts:
     unit: Unit
 
 
-def read(expression: str) -> Parts:
+def read(expression: str) -> Written:
     """Return the parts of an answer, in one way of writing for what differs in layout alone.
 
     >>> read(r"x = \\dfrac 12").body, read(r"5\\text{ cm}").value, read("$1{,}000.$").body, read(r"\\pi r^ 2 ").body
@@ -116,10 +116,10 @@ def read(expression: str) -> Parts:
         text = text[text.index("=") + 1 :].strip()
     name = named[1] if named else ""
     if (found := quantity(f" {text}")) and (of := unit(found[1])):
-        return Parts(name, rf"\frac{{{found[0].numerator}}}{{{found[0].denominator}}}", found[0], of)
+        return Written(name, rf"\frac{{{found[0].numerator}}}{{{found[0].denominator}}}", found[0], of)
     behind = _UNIT.search(text)
     of = unit("".join(it or "" for it in behind.groups())) if behind else None
-    return Parts(name, _body(text[: behind.start()] if behind and of else text), None, of or (Fraction(1), ()))
+    return Written(name, _body(text[: behind.start()] if behind and of else text), None, of or (Fraction(1), ()))
 
 
 def _body(text: str) -> str:

@@ -11,7 +11,6 @@ from typing import Any, TypedDict
 from unittest.mock import patch
 
 from grpo_cli.support.errors import UserError, closest, explained
-from grpo_cli.support.isolation import limited
 from grpo_cli.types import Prompt
 
 Message = Mapping[str, Any]  # of a chat: a role and a content
@@ -19,7 +18,7 @@ Tokenizer = Any  # of Hugging Face, which has no type for all of them
 
 PLACEHOLDER = "{question}"
 _TURN, _SAID = "TURN-OF-THE-MODEL", "MESSAGE-{}-TO-IT"  # stand for texts in a template
-MOST_SECONDS, MOST_BYTES, MOST_TEXT = 10.0, 1 << 30, 10_000_000  # of one rendering, and of what it makes
+MOST_TEXT = 10_000_000  # of one rendering
 TODAY = datetime(2024, 7, 26)  # for templates that read the clock: the date that Llama 3.2's has without one
 
 
@@ -250,17 +249,16 @@ class Prompting:
 
     def _applied(self, messages: Sequence[Message], opened: bool) -> str:
         """Return the template's text, at the same moment for every run. Raise UserError for a template that fails, or
-        takes too long."""
+        makes too much text."""
         words = {**self.chat_template_kwargs, "tools": list(self.tools) or None}
         roles = " and a ".join(dict.fromkeys(message["role"] for message in messages))
         advice = "; try task.system_prompt=null, or task.use_chat_template=false for the plain task.template"
         # a template's clock is this module's: there is no other way to set it
         clock = patch("transformers.utils.chat_template_utils.datetime", _Stopped)
-        with explained(f"the tokenizer's chat template refused a {roles} message", advice):
-            with limited(MOST_SECONDS, MOST_BYTES), clock:
-                text: str = self.tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=opened, tokenize=False, **words
-                )
+        with explained(f"the tokenizer's chat template refused a {roles} message", advice), clock:
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=opened, tokenize=False, **words
+            )
             if len(text.encode()) > MOST_TEXT:
                 raise MemoryError("it makes too much text")
         return text

@@ -28,7 +28,6 @@ class Progress:
     empty_steps: int = 0
     bad_in_a_row: int = 0
     first_accuracy: float | None = None  # None before the first evaluation
-    best_accuracy: float | None = None
     final_accuracy: float | None = None
     final_accuracy_step: int | None = None  # of the last evaluation
 

@@ -88,9 +88,7 @@ def settings_of(*words: str, command: str = "train") -> RunSettings:
     """The settings of `grpo <command> <words>`."""
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = hydra.compose(command, ["run_dir=outputs/bench", *words])
-    return decided(
-        read_settings(cfg, ProfileRunSettings) if command == "profile" else read_settings(cfg, RunSettings), print
-    )
+    return decided(read_settings(cfg, ProfileRunSettings if command == "profile" else RunSettings))
 
 
 def engine_of(model: Any, eos: Sequence[int], *words: str, **more: Any) -> Engine:

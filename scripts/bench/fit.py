@@ -121,7 +121,7 @@ def ways(args: argparse.Namespace, words: Sequence[str]) -> Iterator[tuple[str, 
     """Yield every way of making this step."""
     sys.path.append("")  # the current folder, as for `grpo`
     with a_folder() as place, chdir(place):
-        run = prepare(settings_of(*words, *LEAN), lambda line: None)
+        run = prepare(settings_of(*words, *LEAN))
         step = Planner.of(run, torch.device("cpu")).step  # with completions of full length
     for way, parts, slots in itertools.product(args.ways, args.parts, args.slots):
         few = () if slots == 1 else ("sampler=infinite", f"sampler.slots={max(1, step.rollouts.rollouts // slots)}")

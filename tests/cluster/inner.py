@@ -7,7 +7,6 @@ import signal
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import made
@@ -24,19 +23,14 @@ def slowed(seconds: float, name: str) -> AbstractContextManager[None]:
 
 
 def build(
-    model: Any, *, warn: Any, scheduler: str, predictor: Any, seconds: float = 0.0, fails: str = "", dies: str = ""
+    model: Any, *, warn: Any, scheduler: str, predictor: Any, seconds: float = 0.0, fails: str = "", dies: bool = False
 ) -> Any:
-    """The torch engine, two slots, with `seconds` for each step. While the file `dies` is there, the process dies with
-    each call."""
+    """The torch engine, two slots, with `seconds` for each step; or one whose process dies with each call."""
     if fails:
         raise UserError(fails) if fails.startswith("lower") else RuntimeError(fails)
     parts = {"scheduler": ready("scheduler", scheduler), "predictor": predictor()}
     span = partial(slowed, seconds)
     engine = make_engine(model, sampler=made.infinite(slots=2), span=span, warn=warn, **parts)
-    generate = engine.generate
-
-    def generate_or_die(requests: Any) -> Any:
-        return os.kill(os.getpid(), signal.SIGKILL) if dies and Path(dies).exists() else generate(requests)
-
-    engine.generate = generate_or_die
+    if dies:
+        engine.generate = lambda requests: os.kill(os.getpid(), signal.SIGKILL)
     return engine

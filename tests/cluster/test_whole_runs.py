@@ -81,9 +81,9 @@ def test_a_killed_worker_changes_no_episode(tmp_path):
     words = ("task=guess", "sampling.max_turn_tokens=4")
     said, _ = killed_at(tmp_path / "ray", 2, "ray::RolloutWorker", signal.SIGKILL, *words)
     ended(tmp_path / "alone", *words)
-    assert "died: Ray restarts it" in said and "completed at step 5" in said
+    assert "completed at step 5" in said
     summary = json.loads((tmp_path / "ray" / "summary.json").read_text())
-    assert summary["engine"]["invariant"] and summary["engine"]["workers"].keys() & {"0", "1"}
+    assert summary["engine"]["invariant"] and len(summary["engine"]["workers"]) == 2
     assert told(tmp_path / "ray")[1] == told(tmp_path / "alone")[1]
     assert [row["turns/mean"] for row in rows(tmp_path / "ray")[1:]][0] > 1
 
@@ -135,7 +135,7 @@ def test_a_run_joins_a_cluster_that_asks_for_a_token(tmp_path, left_alone, monke
             said = process.communicate()[0]
             if process.returncode == 0:
                 break
-            assert "and Ray has" in said or "Ray at engine.address" in said, said
+            assert "engine=ray cannot start" in said, said
     finally:
         family = [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]
         for one in family:
@@ -153,4 +153,4 @@ def test_no_cluster_is_an_error_of_one_sentence(tmp_path):
         process = started(tmp_path / "run", "engine=ray", address)
         said = process.communicate()[0]
     assert process.returncode == 2 and "Traceback" not in said, said
-    assert said.splitlines()[-1].startswith("error: Ray at engine.address="), said
+    assert said.splitlines()[-1].startswith("error: engine=ray cannot start 1 workers"), said

@@ -137,20 +137,14 @@ def _memory(tensor: Any) -> int:
 
 
 @contextmanager
-def gpu(
-    monkeypatch: pytest.MonkeyPatch, drawn: Callable[[int, int], np.ndarray] | None = None, host: bool = False
-) -> Iterator[Watched]:
-    """A GPU. `drawn` says which tokens are fetched: of the how many-th time, and of how many rows (else token 5).
-    `host`: what lies on the host has memory, and what is computed there is."""
+def gpu(monkeypatch: pytest.MonkeyPatch, host: bool = False) -> Iterator[Watched]:
+    """A GPU, which draws token 5. `host`: what lies on the host has memory, and what is computed there is."""
     fake = FakeTensorMode()
     watched = Watched(fake, host)
 
-    times = iter(range(10**6))
-
     def values(tensor: torch.Tensor) -> np.ndarray:
-        found, columns = np.zeros(tensor.shape, np.float32), tensor.shape[1]
-        tokens = np.full(columns, 5) if drawn is None else drawn(next(times), columns)
-        found[0] = tokens.astype(np.int32).view(np.float32)
+        found = np.zeros(tensor.shape, np.float32)
+        found[0] = np.full(tensor.shape[1], 5, np.int32).view(np.float32)
         return found
 
     if not host:
@@ -177,23 +171,9 @@ def _guarded() -> Iterator[None]:
         guards[cuda] = before
 
 
-QWEN3_1_7B = dict(
-    model_type="qwen3",
-    vocab_size=151_936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=40_960,
-    tie_word_embeddings=True,
-)
-
-
 def model_of(watched: Watched, dtype: torch.dtype = torch.bfloat16, **changed: Any) -> Any:
-    """A model of Qwen3-1.7B's shapes but for what is `changed`, without weights."""
-    config = AutoConfig.for_model(**QWEN3_1_7B | changed)
+    """A Qwen3 without weights, with four queries for a key."""
+    config = AutoConfig.for_model("qwen3", num_key_value_heads=8, tie_word_embeddings=True, **changed)
     with CUDA:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     watched.weights = set(map(_memory, model.parameters()))

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import made
@@ -37,24 +36,11 @@ from grpo_cli.interfaces import Runtime
 from grpo_cli.rules.advantage import advantages
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import Sampling
-from grpo_cli.types import (
-    ENVIRONMENT,
-    GIVEN,
-    EngineStats,
-    Finish,
-    Prompt,
-    Request,
-    Reward,
-    Rollout,
-    Span,
-)
+from grpo_cli.types import ENVIRONMENT, GIVEN, EngineStats, Finish, Prompt, Request, Reward, Rollout, Span
 
 
 def problems(count: int) -> list[Prompt]:
     return [Prompt(f"p{place}", (0,), "") for place in range(count)]
-
-
-# ---- sharing out
 
 
 @settings(max_examples=100)
@@ -78,21 +64,12 @@ def test_no_division_of_the_rollouts_expects_more_mixed_groups_than_the_one_that
     assert best - large <= expected(found) <= best + 1e-12
 
 
-# ---- dars
-
-
 @pytest.mark.parametrize(
     ("n", "most", "weighting", "divided", "expected"),
-    [
-        (8, 32, "equal", False, [24, 11, 3, 1, 0, 0, 0, 0, 0]),
-        (8, 64, "hard", True, [23, 14, 6, 3, 0, 0, 0, 0, 0]),
-    ],
+    [(8, 32, "equal", False, [24, 11, 3, 1, 0, 0, 0, 0, 0]), (8, 64, "hard", True, [23, 14, 6, 3, 0, 0, 0, 0, 0])],
 )
 def test_dars_asks_for_what_the_paper_does(n, most, weighting, divided, expected):
     assert [missing(solved, n, most, weighting, divided) for solved in range(n + 1)] == expected
-
-
-# Advantages of single tokens, weights of problems, groups that are stored or read, and replies that begin with tokens
 
 
 HALF = math.sqrt(0.5)  # the advantage of the better of two, but for eps
@@ -103,17 +80,14 @@ def runtime(task: Any) -> Runtime:
     return Runtime(torch.device("cpu"), None, None, 0, task, Scripted(), (9,))
 
 
-def test_only_tokens_of_the_newest_weights_and_given_ones_are_trained_on() -> None:
+def test_only_tokens_of_the_newest_weights_and_given_ones_are_trained_on():
     spans = (Span(GIVEN, 1), Span(3, 1), Span(4, 1)), (Span(3, 2),)
     rollouts = tuple(replace(one, spans=of) for one, of in zip(TWO.rollouts, spans, strict=True))
     found = advantages(made.advantage("fresh"), replace(TWO, rollouts=rollouts), [0, 1])
     assert found.numpy() == pytest.approx(np.array([[HALF, 0, HALF], [0, 0, 0]]), abs=5e-4)
 
 
-# Groups of other steps
-
-
-def test_stored_groups_take_the_place_of_new_ones_and_cost_nothing() -> None:
+def test_stored_groups_take_the_place_of_new_ones_and_cost_nothing():
     """Half of four problems are new. Of p0 to p3, p3 is solved by none and not stored; then p4 and p5 beside two of
     p0, p1 and p2."""
     engine, order = Scripted(lambda r: r.sample == 0 and r.prompt.id != "p3"), OnceInOrder(problems(20))
@@ -146,7 +120,7 @@ class Known(Scripted):
         return " ".join(map(str, token_ids))
 
 
-def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_path: Path) -> None:
+def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_path):
     base = {"step": 1, "prompt_id": "p0", "prompt": "0", "reply": "5 9", "finish": "eos", "parts": {}}
     base |= {"token_ids": [5, 9], "logprobs": [None, -0.5]}
     rows = [json.dumps({**base, "sample": place, "reward": float(place)}) for place in (0, 1)]
@@ -160,9 +134,6 @@ def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_pat
     assert read.rollouts[1].token_ids == (5, 9) and read.rollouts[1].spans == (Span(GIVEN, 1), Span(0, 1))
     assert math.isnan(read.rollouts[0].sampler_logprobs[0]) and read.rollouts[0].sampler_logprobs[1] == -0.5
     assert [group.prompt.id for group in collection.finished_groups] == ["p1"]
-
-
-# Tokens that are given
 
 
 class Solving(Known):
@@ -179,7 +150,7 @@ class Going(Scripted):
             yield Rollout(request, (7, 7, 9), (-1.0,) * 3, Finish.EOS)
 
 
-def test_the_harder_a_problem_is_the_more_of_its_solution_is_given() -> None:
+def test_the_harder_a_problem_is_the_more_of_its_solution_is_given():
     """Of two plain replies each, one to p0 is right and none to p1: 0.4 and 0.8 of 10 tokens for the other two."""
     rule = make("collector", made.part("collector", "hint", noise=0.0))
     rule.setup(runtime(Solving()))
@@ -195,7 +166,7 @@ def test_the_harder_a_problem_is_the_more_of_its_solution_is_given() -> None:
     assert advantages(arms, right, [2, 3]).tolist() == [[0.5] * 7, [0] * 4 + [-0.5] * 3]
 
 
-# What goes by how long rollouts are: tail batching (arXiv 2509.21009), SortedRL (2603.23414) and the shortest of a
+# Rules that go by lengths
 
 
 class ByLength(Scripted):
@@ -224,10 +195,7 @@ class ByLength(Scripted):
         return Reward(float(len(rollout) > 1))
 
 
-# Tail batching
-
-
-def test_long_problems_are_set_aside_and_come_together_worked_by_hand() -> None:
+def test_long_problems_are_set_aside_and_come_together_worked_by_hand():
     """Two problems a step and one more under way; the lengths of one rollout each. In step 0 p0 and p2 end after 4
     tokens, of which p1 has as many; so step 1 with p3, p4 and p5; then two are aside, and step 2 is theirs."""
     lengths = {"p0": 2, "p1": 9, "p2": 4, "p3": 3, "p4": 3, "p5": 8, "p6": 1, "p7": 2, "p8": 5}
@@ -247,17 +215,14 @@ def test_long_problems_are_set_aside_and_come_together_worked_by_hand() -> None:
     ]
 
 
-def test_what_a_checkpoint_holds_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_what_a_checkpoint_holds_goes_on_to_the_bit(tmp_path):
     words = ["collector=tail", "collector.surplus=1.0", "train.prompts=3", "train.steps=5", "record.rollouts=-1"]
     words += ["optim.lr=1e-3", "sampling.max_new_tokens=40"]
     cut_off_and_resumed(tmp_path, *words, step=5)
     assert rows(tmp_path / "alone")[1]["collect/set_aside"]
 
 
-# Length-sorted updates
-
-
-def test_a_load_is_trained_on_from_its_shortest_to_its_longest_before_the_next_begins() -> None:
+def test_a_load_is_trained_on_from_its_shortest_to_its_longest_before_the_next_begins():
     """Three steps of two problems: p0 and p3, p4 and p1, p2 and p5. Then the next load."""
     lengths = {"p0": 1, "p1": 7, "p2": 9, "p3": 2, "p4": 5, "p5": 12} | {f"p{place}": place for place in range(6, 12)}
     engine, rule, curriculum = Continued(lengths), Sorted(loads=3), OnceInOrder(problems(12))
@@ -276,26 +241,20 @@ class Continued(ByLength):
         super().__init__(lambda request: lengths[request.prompt.id.partition("+")[0]] - request.resumed_tokens)
 
 
-# The shortest of a group
-
-
-def test_the_shortest_are_kept_and_of_equally_long_ones_the_likeliest() -> None:
+def test_the_shortest_are_kept_and_of_equally_long_ones_the_likeliest():
     replies = [(-1.0,) * 5, (-2.0,) * 3, (-0.5,) * 3, (-9.0,), (-1.0,) * 3]
     kept = choose(made.downsample("shortest"), scored(*[0.0] * 5, logprobs=replies), 3, np.random.default_rng(0))
     assert kept == [2, 3, 4]
 
 
-# What the policy's own pass reads in rollouts, and the rules that go by it: probe, arrol, lookahead.
+# Rules that read the policy
 
 
 EOS = 99
 BENCH = Runtime(torch.device("cpu"), None, None, 0, Scripted(), Scripted(), (EOS,))
 
 
-# ---- what is read
-
-
-def test_all_is_as_one_reads_it_in_the_whole_models_answer() -> None:
+def test_all_is_as_one_reads_it_in_the_whole_models_answer():
     """Row by row, from logits and hidden states as transformers gives them; an environment's tokens are passed over."""
     model = small_model("qwen3", num_hidden_layers=3)
     rollouts = list(make_engine(small_model()).generate(some_requests(prompts=2, n=2, tokens=14, temperature=0.7)))
@@ -319,7 +278,7 @@ def test_all_is_as_one_reads_it_in_the_whole_models_answer() -> None:
         assert found.features[row] == pytest.approx(wanted.numpy(), abs=1e-5)
 
 
-def test_the_ridge_is_the_closed_form_on_a_window_of_steps() -> None:
+def test_the_ridge_is_the_closed_form_on_a_window_of_steps():
     rng = np.random.default_rng(1)
     features, targets = rng.standard_normal((30, 4)) * [1, 10, 0.1, 1] + 3, rng.random(30)
     probe = RidgeProbe(window=2, least=30, ridge=0.05, layer=None)
@@ -331,10 +290,7 @@ def test_the_ridge_is_the_closed_form_on_a_window_of_steps() -> None:
     assert probe.predict(features) == pytest.approx(centred @ weights + targets.mean(), abs=1e-12)
 
 
-# ---- advantage=probe
-
-
-def test_the_others_features_predict_a_rollouts_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_others_features_predict_a_rollouts_baseline(monkeypatch):
     """After a step in which the reward is 0.2 + 0.5 x of the first feature, and the other is noise: of 1, 0 and 0.5 the
     others predict 0.325, 0.575 and 0.45. Until enough is known the baseline is the mean of the others' rewards."""
     known: list[Any] = []
@@ -354,8 +310,6 @@ def test_the_others_features_predict_a_rollouts_baseline(monkeypatch: pytest.Mon
     assert advantages(rule, [1.0, 0.0, 0.0], rows) == pytest.approx([1 - 0.325, -0.575, -0.45], abs=1e-5)
     assert advantages(fresh, [1.0, 0.25, 0.0], rows) == pytest.approx([0.875, -0.25, -0.625])
 
-
-# ---- collector=arrol
 
 PROBLEMS = [Prompt(f"q{i}", (i, 1), "") for i in range(40)]
 
@@ -378,7 +332,7 @@ class Growing(Scripted):
         return EngineStats(decode_steps=1, slots=1, slot_utilisation=1.0)
 
 
-def test_wrong_ones_are_given_up_once_they_are_told_from_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_ones_are_given_up_once_they_are_told_from_right_ones(monkeypatch):
     """The features say how long a rollout will be. What is given up is not judged, and at least two stay."""
     looked: list[list[int]] = []
 
@@ -405,8 +359,6 @@ def test_wrong_ones_are_given_up_once_they_are_told_from_right_ones(monkeypatch:
     assert np.mean(solved) > 5 / 11, "a larger share than without"
 
 
-# ---- collector=lookahead
-
 LONGEST = 24
 
 
@@ -420,9 +372,7 @@ class Spelled(Growing):
             yield Rollout(request, tokens, (-1.0,) * len(tokens), Finish.LENGTH)
 
 
-def test_siblings_share_exactly_their_prefix(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_siblings_share_exactly_their_prefix(monkeypatch):
     """The root hesitates at tokens 2 and 5. At the first look, after four tokens, a branch begins at 2, at the second
     one at 5, and nothing at 5 in the branch, which has had its own token there in the chunk that it was born in."""
 
@@ -445,10 +395,7 @@ def test_siblings_share_exactly_their_prefix(
     assert (metrics["collect/branches"], metrics["collect/pruned"]) == (2.0, 0.0)
 
 
-# ---- whole runs
-
-
-def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_to_the_bit(tmp_path):
     words = ["collector=arrol", "collector.at=3", "collector.warmup=0", "collector.min_rollouts=4"]
     words += ["collector.window=2", "advantage=probe", "advantage.min_rollouts=4"]
     words += ["train.prompts=4", "sampling.max_new_tokens=32"]

@@ -1,4 +1,4 @@
-"""Rollouts on a GPU that is not there: nothing of another device or type meets, and how often the host has to wait.
+"""Rollouts and updates on a GPU that is not there: no two devices or types meet, and how often the host has to wait.
 
 The numbers are what a change may not make worse. The host reads what a step has drawn: that is the one wait.
 """
@@ -13,23 +13,25 @@ from typing import Any
 from unittest.mock import patch
 
 import made
-import numpy as np
 import pytest
 import torch
 from fake_cuda import CUDA, Watched, gpu, model_of
 from made import infinite
-from small import make_generation, some_requests
+from small import make_generation, scored, some_requests
 from talk import Talk
 
 from grpo_cli.collect.episodes import Conversation, Spent
-from grpo_cli.engine.eviction import Budget
+from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.scheduling import Fifo
-from grpo_cli.methods.h2o import H2o
-from grpo_cli.methods.rkv import Rkv
-from grpo_cli.methods.snapkv import SnapKv
-from grpo_cli.methods.streaming_llm import Streaming
+from grpo_cli.learner.batch import collate
+from grpo_cli.learner.learner import Learner
+from grpo_cli.model import flash
 from grpo_cli.model.adapters import with_adapters
+from grpo_cli.model.packed import allow_packing
+from grpo_cli.native.ops import flat
+from grpo_cli.settings import Sampling
+from grpo_cli.support.meter import Meter
 from grpo_cli.tasks.turns import at_once
 from grpo_cli.types import EngineStats, Request
 
@@ -101,25 +103,14 @@ def test_rows_that_end_and_rows_that_enter_cost_one_wait_together(monkeypatch: p
     assert found.waits == [1, 2, 2, 2, 2, 1, 2, 1, 1, 1, 1]
 
 
-EVICTION: dict[str, Any] = dict(budget=4, buffer=2, window=2, sinks=1)
-POLICIES = {
-    Streaming: {},
-    H2o: {},
-    SnapKv: {"kernel": 3},
-    Rkv: {"kernel": 3, "importance": 0.3, "threshold": 0.5},
-}
-
-
 @pytest.mark.parametrize(
     ("policy", "protect", "fixed"),
-    [(Streaming, True, False), (H2o, False, True), (SnapKv, True, False), (Rkv, False, True)],
+    [("streaming", True, False), ("h2o", False, True), ("snapkv", True, False), ("rkv", False, True)],
 )
-def test_evictions_wait_for_nothing(
-    policy: type[Budget], protect: bool, fixed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evictions_wait_for_nothing(policy: str, protect: bool, fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many rows are cut down in a step: here all six, three at a time, in every other one."""
-    requests = some_requests(prompts=2, n=3, tokens=9)
-    sparsity = policy(**EVICTION, **POLICIES[policy], protect_prompt=protect, per_head=True)
+    words: dict[str, Any] = dict(budget=4, buffer=2, window=2, sinks=1, protect_prompt=protect, per_head=True)
+    requests, sparsity = some_requests(prompts=2, n=3, tokens=9), ready("sparsity", policy, **words)
     with gpu(monkeypatch) as watched:
         model = model_of(watched, **SMALL | {"num_hidden_layers": 2})
         found = trial(watched, model, requests, sparsity=sparsity, fixed=fixed)
@@ -141,7 +132,7 @@ def test_answers_of_an_environment_wait_for_nothing(fixed: bool, monkeypatch: py
 
     conversation = Conversation(InTurns(turns=3), lambda rollout: rollout, Spent())
     requests = some_requests(prompts=2, n=2, tokens=30, max_turn_tokens=3)
-    with gpu(monkeypatch, lambda time, rows: np.full(rows, 7)) as watched:
+    with gpu(monkeypatch) as watched:
         found = trial(watched, model_of(watched, **SMALL), requests, fixed=fixed, answers=conversation)
     assert found.lengths == [3 + 2 + 3 + 2 + 3] * 4 and max(found.waits) == 1
     # The first token comes from the prefill.
@@ -158,3 +149,57 @@ def test_kernels_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
             taken.append(trial(watched, model, requests).kernels[-1])
     # One of a layer's six lays out queries by key head, in place of three copies inside the operation.
     assert (taken[1] - taken[0], 2 * taken[0] - taken[1]) == (1, 61)
+
+
+# Updates, but for the backward pass, which PyTorch begins on a real one only
+
+
+@pytest.mark.parametrize(
+    ("packs", "precision", "adapters", "tokens"),
+    [(False, "bfloat16", False, 28), (True, "float32", True, 28), (True, "autocast", True, 7)],
+)
+def test_an_update_mixes_no_devices_and_waits_thrice_whatever_it_is_cut_into(
+    packs: bool, precision: str, adapters: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rollouts of three tokens of each of two prompts of four, in four micro-batches and one. The host waits for
+    the metrics, the gradient's norm among them, for log-probabilities, and for whether the weights are finite; for what
+    other passes find it waits once."""
+    batch = collate([scored(0, 0, prompt=(place,) * 4, replies=[(1, 2, 3)] * 2) for place in range(2)])
+    batch = replace(batch, advantages=torch.ones(len(batch.token_ids)))
+    # Waits, but not where tensors are fake.
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", pytest.fail)
+    with gpu(monkeypatch, host=True) as watched:
+        model = model_of(watched, torch.bfloat16 if precision == "bfloat16" else torch.float32, **SMALL)
+        allow_packing(model)  # as `load_model` does
+        model = adapted(model) if adapters else model
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+
+        def backward(loss: Any) -> None:
+            assert loss.device.type == "cuda" and loss.requires_grad
+            for weight in trained:
+                weight.grad = torch.zeros_like(weight)
+
+        monkeypatch.setattr(torch.Tensor, "backward", backward)
+        monkeypatch.setattr("grpo_cli.learner.forward.packs_rows", lambda *_: packs)
+        settings = made.model("", autocast="bfloat16" if precision == "autocast" else "none")
+        train = made.train(micro_batch_tokens=tokens)
+        learner = Learner(model, made.loss(), settings, Sampling.plain(3), train, made.optim(), Meter(), pytest.fail)
+        watched.waits.clear()
+        assert learner.logprobs(model, batch).shape == (12,) and watched.waits == ["_to_copy"]
+        for _ in range(2):
+            watched.waits.clear()
+            assert learner.update(batch, 0).moved and watched.waits == ["_to_copy", "_to_copy", "_local_scalar_dense"]
+
+
+@pytest.mark.parametrize("trees", [((6, 9, 5), (10,)), ((6, 14, 10),)], ids=["two", "one"])
+def test_the_kernel_of_a_gpu_is_called_as_it_is_declared(
+    trees: Sequence[Sequence[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees and plain sequences through PyTorch's own operators, and back, without a wait. (Autograd itself wants a
+    driver.)"""
+    with gpu(monkeypatch) as watched, torch.no_grad():
+        q, k, v = (torch.empty(30, heads, 64, device=CUDA, dtype=torch.bfloat16) for heads in (6, 2, 2))
+        out, logs = flash.forward(q, k, v, flat(trees), 0.125)
+        gradients = flash.backward(out, q, k, v, out, logs, flat(trees), 0.125)
+    assert out.shape == q.shape and [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
+    assert not watched.waits

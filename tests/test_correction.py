@@ -310,6 +310,16 @@ def test_an_update_is_worth_its_effective_sample_size():
     assert rate_factor("linear", found, found) == rate_factor("sqrt", found, 0.1) == 1.0
 
 
+def test_given_tokens_and_rows_that_count_nothing_have_no_part_in_the_sample_size():
+    batch = batch_of(rollout(0, (GIVEN, 1), (5, 1)), rollout(1, (4, 2)), rollout(2, (5, 2)), rollout(3, (GIVEN, 2)))
+    third = batch.per_token(torch.tensor([False, False, True, False]))
+    logprobs = batch.sampler_logprobs + 9.0 * third
+    logprobs[0] = -50.0  # of a given token
+    assert effective_share(replace(batch, weights=batch.weights * ~third), logprobs) == 1.0
+    assert effective_share(batch, logprobs) == pytest.approx(1 / 3, rel=1e-3)
+    assert effective_share(replace(batch, weights=0 * batch.weights), logprobs) == 1.0
+
+
 def uneven() -> Batch:
     """Rows of 4, 2, 3 and 1 tokens, whose sampler was off by up to e^2."""
     batch = make_batch([(1, [4, 2]), (1, [3]), (2, [1])])

@@ -1,4 +1,5 @@
-"""Tests whether the bits of a row of a decode step depend on its batch, and finds the padding with which they do not.
+"""Tests whether the bits of a row of a decode step depend on its batch, finds the padding with which they do not, and
+compares C with PyTorch.
 
 The bits of a row of a float32 product depend on the kernel, which the library chooses by the numbers of rows, columns
 and threads and by the processor. MKL documents a mode in which they do not matter (`processor.py`), on Intel
@@ -16,7 +17,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo_cli.engine.attention import paged_attention
 from grpo_cli.engine.decoder import Decoder, Padding
+from grpo_cli.engine.kv_cache import BLOCK, PagedCache
+from grpo_cli.engine.layers import EAGER
+from grpo_cli.engine.sampling import draw, drawing_of
+from grpo_cli.engine.sequence import Rows
+from grpo_cli.native.library import library
+from grpo_cli.settings import Sampling
 
 # Numbers of rows to test: all small ones, where kernels change, and some large ones, where work is divided differently.
 # Fewer for a block with so many weights that the largest would take seconds.
@@ -27,6 +35,8 @@ HEAD_ROWS = 32  # the head is as large as several blocks
 
 # By shapes, precision and threads: the padding that was found (None: none).
 _FOUND: dict[Hashable, Padding | None] = {}
+# By library, shapes and precision: whether C agrees with PyTorch.
+_AGREES: dict[Hashable, bool] = {}
 
 
 def without_company(decoder: Decoder) -> tuple[Decoder, bool]:
@@ -81,3 +91,35 @@ def _hidden_of_block(decoder: Decoder, tokens: Tensor) -> Float[Tensor, "N H"]:
         return (q + (k + v).repeat_interleave(decoder.layout.group, dim=1)).flatten(1)
 
     return decoder.run(tokens, torch.arange(len(tokens)) % 64, attend, decoder.functions)
+
+
+def computes_the_same(native: Decoder) -> bool:
+    """True if C, whose compiler may be faulty, finds what PyTorch's operations find, but for rounding."""
+    key = (library("decode"), native.layout, native.dtype, native.precision)
+    if key not in _AGREES:
+        with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+            block = replace(native, layers=native.layers[:1])
+            found = zip(_found_by(block.prepared()), _found_by(replace(block, functions=EAGER).prepared()), strict=True)
+            most = 1e-4 if native.precision == torch.float32 else 0.05
+            _AGREES[key] = all(bool((one - other).abs().max() <= most * other.abs().max()) for one, other in found)
+    return _AGREES[key]
+
+
+def _found_by(decoder: Decoder) -> tuple[Tensor, ...]:
+    """Return a block's output; of attention over two blocks of each row and of its prompt, the sums and what each key
+    receives; and log-probabilities drawn."""
+    rows, layout, numbers = 9, decoder.layout, torch.Generator().manual_seed(1)
+    hidden = _hidden_of_block(decoder, torch.arange(rows) % decoder.model.config.vocab_size)
+    cache = PagedCache(layout, 4 * rows, decoder.device)
+    for memory in cache.memory:
+        memory.copy_(torch.randn(memory.shape, generator=numbers))
+    own, prompt = torch.arange(4 * rows).view(2, rows, 2)
+    some, uniform = torch.full((rows,), BLOCK + 5), torch.rand(rows, generator=numbers, dtype=torch.float64)
+    drawing = drawing_of([Sampling.plain(1)] * rows, decoder.device, decoder.is_native)
+    step = Rows(some, some, some, own[:, 1], some, some, uniform, own, prompt, drawing)
+    heads = layout.heads * layout.group, layout.heads, layout.heads
+    q, k, v = (torch.randn(rows, count, layout.dim, generator=numbers).to(layout.dtype) for count in heads)
+    paid = list[Tensor]()
+    attend = paged_attention(decoder.backend, step, cache, decoder.scale, lambda _, received: paid.append(received))
+    attended = attend(0, q, k, v)
+    return hidden.float(), attended.float(), *paid, draw(torch.randn(rows, 99, generator=numbers), uniform, drawing)[1]

@@ -13,7 +13,7 @@ import torch
 from grpo_cli.engine.common import EngineParts, SequenceEngine, check_context
 from grpo_cli.engine.cuda_graph import CudaGraphs
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.determinism import without_company
+from grpo_cli.engine.determinism import computes_the_same, without_company
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.layers import NATIVE, Compiled
@@ -23,7 +23,7 @@ from grpo_cli.interfaces import EnvironmentAnswers, facts
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.checks import context_of
 from grpo_cli.model.compiling import Compiler
-from grpo_cli.native.library import library, tried
+from grpo_cli.native.library import tried
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.ranges import Count
@@ -94,11 +94,10 @@ class TorchEngine(SequenceEngine):
         """Choose C and the padding for the model, precision and threads; warn once if bits depend on the batch."""
         if self._native is True and not self._decoder.is_native:
             slower = "decode steps run slower, in PyTorch's operations: {}; engine.native=false accepts that"
-            self._native = "not for this device, precision or size of heads"
+            native, self._native = replace(self._decoder, functions=NATIVE), "not for this device, precision or heads"
             if self._decoder.can_be_native:
-                self._native = tried(lambda: bool(library("decode")), slower, self._parts.warn)
-            if self._native is True:
-                self._decoder = replace(self._decoder, functions=NATIVE)
+                self._native = tried(lambda: computes_the_same(native), slower, self._parts.warn)
+            self._decoder = native if self._native is True else self._decoder
         decoder = replace(self._decoder, may_pack=self._packed_weights)
         self._decoder, self._is_invariant = without_company(decoder)
         if decoder.promises_bits and not self._is_invariant:

@@ -67,7 +67,11 @@ def adapted_model() -> Any:
     from grpo_cli.model.adapters import with_adapters
 
     lora = made.lora(rank=2, alpha=8.0, dropout=0.5, targets=("q_proj", "v_proj", "down_proj"))
-    model = with_adapters(small_model(), replace(made.model(), lora=lora)).eval()
+    return moved(with_adapters(small_model(), replace(made.model(), lora=lora)).eval())
+
+
+def moved(model: Any) -> Any:
+    """The model with what is trained of it moved: new adapters add nothing."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in (weight for weight in model.parameters() if weight.requires_grad):

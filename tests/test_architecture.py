@@ -72,3 +72,19 @@ def test_the_trainer_knows_no_concrete_part():
 def test_published_methods_are_named_by_their_yaml_alone():
     users = {module for module in FILES for other in own_imports(module) if other.startswith("methods/")}
     assert {module for module in users if not module.startswith(("methods/", "experimental/"))} == set()
+
+
+# Where a choice is made or a run is put together; words there that mean something else than the choice of that name.
+KNOWS_NO_CHOICE = re.compile("config/.*|step|train|experiment|evaluate|select")
+OTHER_MEANING = {
+    "config/prepare": {"none", "full"},  # values of model.quantize and model.gradient_checkpointing
+    "config/auto": {"hf", "none"},  # the base of other models; a value of model.autocast
+}
+
+
+def test_parts_are_asked_and_not_known_by_the_names_of_their_choices():
+    names, known = {file.stem for file in PACKAGE.parent.glob("conf/*/[!_]*.yaml")}, {}
+    for module in filter(KNOWS_NO_CHOICE.fullmatch, FILES):
+        constants = {node.value for node in ast.walk(TREES[module]) if isinstance(node, ast.Constant)}
+        known |= {module: found} if (found := constants & names) else {}
+    assert known == OTHER_MEANING

@@ -110,7 +110,7 @@ def test_a_part_of_ones_own_inherits_only_what_it_takes(monkeypatch: pytest.Monk
             assert set(part) == {*kept, "_target_", "zzz"}, (choice, name)
 
 
-# Every number of every setting is tried by test_bad_commands.py; here is one of each kind, range and relation.
+# The ranges of every setting are tried in test_experiment.py; here is one of each kind, range and relation.
 REFUSED = {
     "n=abc": "n=abc",
     "n=0": "n=0",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import made
 import pytest
 import torch
-from small import completions, describe, plain_batch, small_model
+from small import completions, plain_batch, small_model
 from test_learner import make_learner
 from test_passes import make_batch
 from test_seams import Spy, close, quiet, said_by
@@ -21,7 +20,7 @@ from test_train import Recorder, lasting, make_trainer
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.config.choices import choices
 from grpo_cli.interfaces import Correction
-from grpo_cli.learner.batch import collate, corrected, rows_of, verdict_on
+from grpo_cli.learner.batch import collate, corrected, verdict_on
 from grpo_cli.learner.old_policy import AveragedPolicy
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.metrics import reuse_metrics
@@ -29,7 +28,7 @@ from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import GIVEN, Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span, Totals
+from grpo_cli.types import GIVEN, Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
 PRESETS = {name: made.correction(name) for name in choices("correction")}
 WEIGHTLESS = ("none",)  # which measures xi and does nothing about it
@@ -102,11 +101,9 @@ def test_the_release_normalises_before_it_rejects():
     assert metrics["mismatch/rejected"] == 0.5 and metrics["mismatch/weight_mean"] == near(1.3 / mean)
 
 
-def test_batch_normalised_weights_have_mean_one():
-    part = made.correction(importance="token", is_threshold=2.0, batch_normalise=True)
-    metrics = apply(part, [[0.1, 0.7, 5.0], [1.0, 0.9, 0.3]], [[1, 1, 1], [1, 1, 0]])[2]
-    assert metrics["mismatch/weight_mean"] == near(1)
-    weights = apply(replace(part, importance="sequence"), [[0.5, 1.0, 1.0], [1.5, 1.0, 9.0]], [[1, 1, 1], [1, 1, 0]])[0]
+def test_batch_normalised_weights_of_sequences_have_mean_one():
+    part = made.correction(importance="sequence", is_threshold=2.0, batch_normalise=True)
+    weights = apply(part, [[0.5, 1.0, 1.0], [1.5, 1.0, 9.0]], [[1, 1, 1], [1, 1, 0]])[0]
     assert weights[0] == near([0.5] * 3) and weights[1] == near([1.5, 1.5, 0])  # mean of sequences, not of tokens
 
 
@@ -185,106 +182,6 @@ def test_a_correction_is_shown_the_drawn_tokens_alone_and_given_ones_share_the_f
     assert weighted.weights[:3].tolist() == pytest.approx([3.0, 4.5, 4.5]), "the row's weight is multiplied"
 
 
-def aged(monkeypatch: pytest.MonkeyPatch, change: Callable[[Rollout, int], Rollout]) -> None:
-    """Every rollout of a run as `change` makes it, which is told of the version that drew it."""
-    run = StepCollection.run
-
-    def changed(self: StepCollection, collector: Any) -> list[ScoredGroup]:
-        scored = run(self, collector)
-        groups = [replace(g, rollouts=tuple(change(r, self.version) for r in g.rollouts)) for g in scored]
-        self.changed = {g.prompt.id: g for g in groups}
-        return groups
-
-    finished = StepCollection.finished_groups.fget
-    of_changed = lambda self: [self.changed[g.prompt.id] for g in finished(self)]  # noqa: E731
-    monkeypatch.setattr(StepCollection, "run", changed)
-    monkeypatch.setattr(StepCollection, "finished_groups", property(of_changed))
-
-
-def given_then_old(made_now: Rollout, version: int) -> Rollout:
-    """The first token is given, the second is of three updates ago."""
-    given, old = min(1, len(made_now)), min(1, len(made_now) - 1)
-    spans = (Span(GIVEN, given), Span(version - 3, old), Span(version, len(made_now) - given - old))
-    return replace(made_now, sampler_logprobs=(math.nan, *made_now.sampler_logprobs[1:]), spans=spans)
-
-
-def test_no_number_of_a_step_with_given_tokens_is_nan(tmp_path, monkeypatch):
-    aged(monkeypatch, given_then_old)
-    spy, recorder = Spy(), Recorder()
-    parts = {"correction": made.correction("mis"), "downsample": lambda group, keep, rng: list(range(keep))}
-    settings = replace(quiet(tmp_path, steps=2, minibatches=2), m=2)
-    trainer = make_trainer(settings, loss=spy, trackers=(recorder,), **parts)
-    trainer._learner.updates = 10
-    assert trainer.fit()["skipped_updates"] == 0
-    for batch in spy.batches:
-        assert all(not tensor.isnan().any() for tensor in vars(batch).values() if isinstance(tensor, torch.Tensor))
-        given = batch.token_ages == GIVEN
-        assert given.any() and set(batch.weights[given].tolist()) <= {1.0} and batch.loss_mask[given].all()
-    for record in recorder.records[1:]:
-        assert all(map(math.isfinite, record.metrics.values()))
-        assert record.metrics["off/given_share"] > 0
-        assert 0 < record.metrics["off/ess"] <= 1 and all(map(describe, record.metrics))
-
-
-class Table:
-    """Two tokens of three, the second's distribution depending on the first: every string can be counted."""
-
-    def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.logits = torch.randn(4, 3, generator=generator, dtype=torch.float64).requires_grad_()
-
-    def logprobs(self) -> torch.Tensor:
-        """Of all nine strings: zero for the prompt, then of both tokens."""
-        table = self.logits.log_softmax(dim=1)
-        rows = [torch.stack([table.new_zeros(()), table[0, a], table[1 + a, b]]) for a in range(3) for b in range(3)]
-        return torch.stack(rows)
-
-
-REWARDS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, -0.5, 0.7, 0.1, -2.0])
-
-
-def mean_gradient(policy: Table, sampler: torch.Tensor, rule: Any) -> torch.Tensor:
-    """Of the loss, on average over what `sampler` draws (log-probabilities of each string's tokens): string by string,
-    through verdict and loss as a step goes through them."""
-    ids = torch.tensor([[0, a, b] for a in range(3) for b in range(3)])
-    mask = torch.ones(9, 3, dtype=torch.bool)
-    mask[:, 0] = False
-    token_ages = torch.full((9, 3), 2)
-    batch = plain_batch(
-        mask, input_ids=ids, sampler_logprobs=sampler.float(), advantages=REWARDS, token_ages=token_ages
-    )
-    batch = corrected(batch, verdict_on(rule, batch, policy.logprobs().detach().float()[:, 1:].flatten()))
-    chances = sampler.sum(dim=1).exp()
-    gradient = torch.zeros_like(policy.logits)
-    for string, chance in enumerate(chances.tolist()):
-        # One sequence, of at most one token: the sum over what it has.
-        output = made.loss(aggregation="constant")(
-            policy.logprobs()[string, 1:], rows_of(batch, torch.tensor([string])), Totals(1, 2, 1)
-        )
-        gradient += chance * torch.autograd.grad(output.loss, policy.logits)[0]
-    return gradient
-
-
-def lagged(*versions: int) -> torch.Tensor:
-    """The first token drawn by the table of one version, the second by that of another."""
-    with torch.no_grad():
-        first, second = (Table(version).logprobs() for version in versions)
-    return torch.stack([first[:, 0], first[:, 1], second[:, 2]], dim=1)
-
-
-@pytest.mark.parametrize("versions", [(0, 0), (2, 2), (3, 1)])
-def test_importance_weights_of_sequences_have_no_bias_at_any_lag(versions):
-    """Version 0 is the policy; a partial rollout has two. Exact: all strings are counted, none is sampled."""
-    policy = Table(0)
-    objective = (policy.logprobs().sum(dim=1).exp() * REWARDS).sum()
-    (exact,) = torch.autograd.grad(-objective, policy.logits)
-    found = mean_gradient(policy, lagged(*versions), made.correction(importance="sequence"))
-    assert torch.allclose(found, exact, atol=1e-6)
-    if versions != (0, 0):
-        uncorrected = mean_gradient(policy, lagged(*versions), made.correction())
-        assert not torch.allclose(uncorrected, exact, atol=1e-2)
-
-
 def test_how_much_is_old_or_given_is_told_of_the_tokens_that_are_trained_on():
     batch = batch_of(rollout(0, (GIVEN, 1), (3, 2), (5, 1)), rollout(1, (4, 2)), rollout(2, (1, 4)))
     weights = batch.weights * batch.per_token(torch.tensor([1.0, 1.0, 0.0]))  # the oldest counts nothing
@@ -358,11 +255,16 @@ UNCLIPPED = made.loss(clip_low=1.0, clip_high=1e6)
 def test_drawn_measures_from_where_each_token_was_drawn_and_makes_no_pass(tmp_path, monkeypatch):
     """All is of two updates ago, and the sampler was e^0.3 off: xi would be e^-0.3, and is 1."""
 
-    def older(one: Any, version: int) -> Any:
+    def older(one: Rollout, version: int) -> Rollout:
         logprobs = tuple(logprob + 0.3 for logprob in one.sampler_logprobs)
         return replace(one, sampler_logprobs=logprobs, spans=(Span(version - 2, len(one)),))
 
-    aged(monkeypatch, older)
+    def aged(self: StepCollection, collector: Any) -> list[ScoredGroup]:
+        groups = run(self, collector)
+        return [replace(g, rollouts=tuple(older(one, self.version) for one in g.rollouts)) for g in groups]
+
+    run = StepCollection.run
+    monkeypatch.setattr(StepCollection, "run", aged)
     spy, recorder = Spy(), Recorder()
     settings = quiet(tmp_path, **MANY)
     trainer = make_trainer(settings, loss=spy, correction=made.correction("mis", prox="sampler"), trackers=(recorder,))

@@ -9,29 +9,12 @@ import torch
 from captured import Again
 from made import full, infinite, micro, prefix_head
 from orders import AnyOrder, Forgetful
-from small import contents, make_engine, policy_logprobs, small_model, some_requests
-from tiny_hf import FAMILIES, LLAMA3_ROPE
+from small import contents, make_engine, small_model, some_requests
 
 from grpo_cli.engine.scheduling import Lpt
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt, Request
-
-
-@pytest.mark.parametrize(
-    ("family", "config"),
-    [
-        *((family, {"num_key_value_heads": heads}) for family, heads in zip(FAMILIES, (1, 2, 4, 2), strict=True)),
-        ("llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
-        ("qwen3", {"head_dim": 16, "attention_bias": True}),
-        ("mistral", {"head_dim": 16, "tie_word_embeddings": False}),
-    ],
-)
-def test_with_a_dense_cache_the_sampler_is_the_policy(family: str, config: dict[str, Any]) -> None:
-    model = small_model(family, **config)
-    for rollout in make_engine(model).generate(some_requests(prompts=2, n=3)):
-        logprobs = torch.tensor(rollout.sampler_logprobs)
-        torch.testing.assert_close(logprobs, policy_logprobs(model, rollout), atol=2e-5, rtol=0)
 
 
 def test_a_predictor_sees_the_state_after_each_request_s_own_prefix_and_learns_from_the_same() -> None:

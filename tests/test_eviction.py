@@ -177,6 +177,7 @@ def noted() -> Iterator[dict[int, list[tuple[int, Tensor]]]]:
         prompt, kept = evictor.of_prompt(sequences[0]), evict(evictor, sequences, cache)
         for row, sequence in enumerate(sequences):
             evictions.setdefault(sequence.index, []).append((prompt, kept[:, row].clone()))
+            assert len(sequence.blocks) == blocks_for(evictor.policy.budget + 1), "for the next key, and no more"
         return kept
 
     with patch.object(Evictor, "evict", evicting):
@@ -319,6 +320,13 @@ def test_a_budget_that_is_never_reached_is_dense_bit_for_bit(policy: type[Budget
         assert stats.details["engine/evictions"] == 0
     _, engine = generate(make(policy, **words, budget=longest - 5, buffer=4), requests, eos_token_ids=())
     assert engine.stats().details["engine/evictions"] == (4 if words["protect_prompt"] else 2), "one key less"
+
+
+def test_blocks_that_are_not_needed_after_an_eviction_are_given_back_at_once() -> None:
+    """Each time 30 keys were in 4 blocks, and 10 and the next one are in 2."""
+    with noted() as evictions:
+        generate(make(Streaming, buffer=20), some_requests(prompts=1, n=2, tokens=60), eos_token_ids=())
+    assert [len(some) for some in evictions.values()] == [2, 2]
 
 
 def test_memory_is_what_the_shapes_say_and_half_of_it_makes_twice_the_slots() -> None:

@@ -101,7 +101,7 @@ EXPLAINED = {
     "sampler": ("\n  sampler=full      (the default) All rollouts", "conf/sampler/"),
     "sampler=infinite": ("\n  sampler.slots=null  ", "conf/sampler/infinite.yaml and builds grpo_cli.engine.samplers"),
     "experiment=pods_arithmetic": ("  train.prompts=8 ",),
-    "loss.clip_high": ("loss.clip_high=0.2 ", "How far it may rise", "loss.clip_high=4.0 ", "conf/loss/cispo.yaml:"),
+    "loss.clip_high": ("loss.clip_high=0.2 ", "How far it may rise", "loss.clip_high=4.0 ", "loss.clip_high=0.28"),
     "eval.problems": ("eval.problems=auto", "conf/_run.yaml:"),
     "lora": ("model.lora.rank=0 ",),
     "train.epochs=4": ("train.epochs=1 ",),

@@ -14,7 +14,7 @@ import made
 import pytest
 import torch
 from families import foreign_folder
-from small import VOCABULARY, make_engine, plain_batch, small_model, some_requests
+from small import VOCABULARY, make_engine, moved, plain_batch, policy_logprobs, small_model, some_requests
 from test_learner import make_learner
 from tiny_hf import make_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -157,27 +157,10 @@ def test_all_ends_of_a_reply_are_found_and_padding_falls_back_to_the_end():
         eos_token_ids(model, tokenizer)
 
 
-def test_the_shipped_tokenizer_has_a_token_for_every_character(tiny):
-    text, tokenizer = "0123456789+-*/()=,:", tiny[1]
-    ids = tokenizer.encode(text)
-    assert len(ids) == len(set(ids)) == len(text)
-    assert tokenizer.decode([*ids, tokenizer.eos_token_id, tokenizer.pad_token_id], skip_special_tokens=True) == text
-
-
 # Adapters
 
 
 LORA = made.lora(rank=4, alpha=8.0, dropout=0.0, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
-
-
-def moved(model: Any, seed: int = 0) -> Any:
-    """The model with adapters that do something: new ones add nothing."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight += torch.randn(weight.shape, generator=generator) * 0.1
-    return model
 
 
 def ids(rows: int = 2, columns: int = 12) -> torch.Tensor:
@@ -204,12 +187,8 @@ def test_rollouts_go_through_the_adapters(family, kind):
     lora = replace(LORA, dora=kind == "dora", rslora=kind == "rslora")
     model = moved(with_adapters(small_model(family), settings(lora=lora))).eval()
     for rollout in make_engine(model).generate(some_requests(prompts=2, n=2)):
-        start = len(rollout.request.prompt.token_ids)
-        row = torch.tensor([[*rollout.request.prompt.token_ids, *rollout.token_ids]])
-        with torch.no_grad():
-            said = model(input_ids=row).logits.log_softmax(-1)[0, start - 1 : -1]
-        expected = said.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(rollout.sampler_logprobs), expected, atol=2e-5, rtol=0)
+        found = torch.tensor(rollout.sampler_logprobs)
+        torch.testing.assert_close(found, policy_logprobs(model, rollout), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("packs", [False, True])

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,21 @@ def test_in_another_users_folder_no_library_is_kept(small, monkeypatch):
     monkeypatch.setattr(loader.os, "getuid", lambda: os.stat(small).st_uid + 1)
     library("small")
     assert not list(small.rglob("*.so"))
+
+
+def test_two_processes_compile_at_once_and_an_interrupted_one_leaves_nothing_that_is_loaded(small):
+    """Neither compiles before both have begun."""
+    cache, compiler = small / "cache" / "grpo-cli", small / "cc"
+    cache.mkdir(parents=True, mode=0o700)
+    (cache / "tmp_of_one_that_was_killed").mkdir()
+    waiting = f"touch {small}/$PPID.begun; until [ $(ls {small}/*.begun | wc -l) = 2 ]; do sleep 0.1; done"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *small.c*) {waiting};; esac\nexec {shutil.which("cc")} "$@"\n')
+    compiler.chmod(0o755)
+    words = f"l.FLAGS, l.SOURCES, l.COMPILERS = {loader.FLAGS}, l.Path('{loader.SOURCES}'), ['{compiler}']"
+    code = f"from grpo_cli.native import library as l; {words}; print(l.library('small')._name)"
+    both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    (first, second), (kept,) = ([one.communicate()[0].strip() for one in both], cache.glob("*.so"))
+    assert first == second == str(kept)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_parameters": DYNAMIC, "attention_bias": True, "mlp_bias": True}),
     ("mistral", {"tie_word_embeddings": False, "head_dim": 16}),
     ("qwen2", {}),
+    ("qwen2", {"num_key_value_heads": 4}),
     ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": False}),
 ]
 

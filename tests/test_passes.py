@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from small import VOCABULARY, require_c, scored, small_model
+from test_learner import make_learner
 from tiny_hf import FAMILIES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -91,11 +92,6 @@ def test_micro_batches_take_each_row_once_and_keep_to_the_budget(tokens):
     for rows in parts:
         ids, trees, _ = pack(rows_of(batch, torch.tensor(rows)))
         assert (len(ids) <= tokens or len(rows) == 1) and sum(map(sum, trees)) == len(ids)
-
-
-def make_learner(model: Any) -> Learner:
-    settings = made.model(""), Sampling.plain(9), made.train(micro_batch_tokens=10_000, logprob_chunk=64), made.optim()
-    return Learner(model, made.loss(), *settings, Meter())
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])

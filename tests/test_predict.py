@@ -14,7 +14,6 @@ from small import make_engine, small_model, some_requests
 
 from grpo_cli.engine.length_predictor import PrefixHead
 from grpo_cli.engine.scheduling import Lpt
-from grpo_cli.rules.ridge import fit_ridge
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Prompt, Request, Rollout
@@ -90,12 +89,3 @@ def test_what_the_prefix_head_learns_from_and_what_it_may_predict():
     predictor.learn([rollout(request("a", 7, limit=50), 50)], torch.randn(1, 3))
     assert predictor.predict([asked], torch.zeros(1, 3)) == [pytest.approx(46.0)], "cut off, and seen"
     assert predictor.predict([request("a", limit=20)], torch.zeros(1, 3)) == [16.0], "its own limit"
-
-
-def test_the_ridge_is_the_closed_form() -> None:
-    rng = np.random.default_rng(1)
-    features, targets = rng.standard_normal((30, 4)) * [1, 10, 0.1, 1] + 3, rng.random(30)
-    head = fit_ridge(features, targets, np.array([0.05]))
-    centred = (features - features.mean(0)) / features.std(0)
-    weights = np.linalg.solve(centred.T @ centred + 0.05 * 30 * np.eye(4), centred.T @ (targets - targets.mean()))
-    assert head(features) == pytest.approx(centred @ weights + targets.mean(), abs=1e-12)

@@ -156,18 +156,6 @@ def test_a_run_is_a_function_of_its_seed(tmp_path):
     assert [step["mismatch/ratio_min"] for step in steps] == pytest.approx([1.0] * 4, abs=1e-3)
 
 
-def test_k_steps_resume_k_steps_equals_2k_steps_bit_for_bit(tmp_path):
-    """With several updates and a correction."""
-    words = {"epochs": 2, "minibatches": 2}
-    correct = made.correction(importance="token", is_threshold=2.0)
-    whole = final_weights(settings_for(tmp_path / "whole", **words), correction=correct)
-    make_trainer(settings_for(tmp_path / "half", steps=2, **words), correction=correct).fit()
-    checkpoint = newest(tmp_path / "half")
-    summary = make_trainer(settings_for(tmp_path / "half", **words), checkpoint=checkpoint, correction=correct).fit()
-    assert (checkpoint.name, summary["step"]) == ("step_000002", 4)
-    assert same(whole, weights(newest(tmp_path / "half")))
-
-
 def with_sampler_off_by(model: Any, shift: Callable[[Rollout], float]) -> Any:
     """An engine whose log-probabilities are wrong by `shift`, as an engine's with evicted keys are."""
     engine = make_engine(model)

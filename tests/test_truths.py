@@ -13,7 +13,7 @@ import made
 import numpy as np
 import pytest
 import torch
-from small import kept_by, small_model
+from small import kept_by, scored, small_model
 from typer.testing import CliRunner
 
 from grpo_cli import metrics, select
@@ -23,15 +23,12 @@ from grpo_cli.config.choices import choices, shipped
 from grpo_cli.learner import batch
 from grpo_cli.learner.forward import Padded
 from grpo_cli.methods import pods
-from grpo_cli.settings import Sampling
-from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Verdict
+from grpo_cli.types import Batch, Reward, ScoredGroup, Verdict
 
 
 def a_group() -> ScoredGroup:
-    prompt = Prompt("p", (5, 6, 7), "")
-    requests = [Request(prompt, i, i, Sampling.plain(128)) for i in range(4)]
-    rollouts = tuple(Rollout(it, (8 + it.sample, 9, 1), (-0.5, -1.0, -0.1 * it.sample), Finish.EOS) for it in requests)
-    return ScoredGroup(prompt, rollouts, tuple(Reward(float(i % 2), {"part": 1.0}) for i in range(4)))
+    words = {"replies": [(8 + i, 9, 1) for i in range(4)], "logprobs": [(-0.5, -1.0, -0.1 * i) for i in range(4)]}
+    return scored(*(Reward(float(i % 2), {"part": 1.0}) for i in range(4)), prompt=(5, 6, 7), **words)
 
 
 def a_batch() -> Batch:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from made import infinite
 from small import adapted_model, contents, make_engine, small_model, some_requests
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_cli.engine import layers
@@ -25,31 +24,6 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_pack():
         pytest.skip("this PyTorch has no packed products")
     monkeypatch.setattr(layers, "PACKED_FROM", 0)
-
-
-class Casts(TorchDispatchMode):
-    """Counts the weights that are cast: of one shape with a parameter, from float32 to bfloat16."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.addresses, self.count = {weight.data_ptr() for weight in model.parameters()}, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.addresses:
-            self.count += out.dtype == torch.bfloat16
-        return out
-
-
-@pytest.mark.parametrize("adapted", [False, True])
-def test_rollouts_cast_each_weight_once(adapted):
-    model, counts = adapted_model() if adapted else small_model(), list[int]()
-    for tokens in (4, 12):
-        engine = make_engine(model, eos_token_ids=(10**6,))
-        with torch.autocast("cpu", torch.bfloat16), Casts(model) as casts:
-            list(engine.generate(some_requests(prompts=1, n=2, tokens=tokens)))
-        counts.append(casts.count)
-    assert counts[0] == counts[1] > 0, "however many steps there are"
 
 
 @pytest.mark.usefixtures("packed")

@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import advantages_of, make_engine, scored, small_model, some_requests
 from test_partial import held_of
-from test_resume import cut_off_and_resumed, rows, trained
-from test_resume import rows as records
+from test_resume import cut_off_and_resumed, rows
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.config.instantiate import make, ready
@@ -72,12 +71,9 @@ def test_dars_asks_for_what_the_paper_does(n, most, weighting, divided, expected
     assert [missing(solved, n, most, weighting, divided) for solved in range(n + 1)] == expected
 
 
+BENCH = Runtime(torch.device("cpu"), None, None, 0, Scripted(), Scripted(), (99,))
 HALF = math.sqrt(0.5)  # the advantage of the better of two, but for eps
 TWO = scored(1.0, 0.0, replies=[(1, 2, 3), (4, 5)], logprobs=[(-0.1, -0.2, -3.0), (-0.5, -0.5)])
-
-
-def runtime(task: Any) -> Runtime:
-    return Runtime(torch.device("cpu"), None, None, 0, task, Scripted(), (9,))
 
 
 def test_only_tokens_of_the_newest_weights_and_given_ones_are_trained_on():
@@ -126,7 +122,7 @@ def test_groups_of_another_run_are_trained_on_with_its_log_probabilities(tmp_pat
     rows = [json.dumps({**base, "sample": place, "reward": float(place)}) for place in (0, 1)]
     (tmp_path / "rollouts.jsonl").write_text("\n".join(rows) + "\n")
     rule = make("collector", made.part("collector", "folder", path=str(tmp_path)))
-    rule.setup(runtime(Known()))
+    rule.setup(replace(BENCH, task=Known()))
     engine = Scripted()
     collection = collection_of(engine, InOrder(problems(9)[1:]), n=2, prompts=2, sampling=Sampling.plain(8))
     new, read = collection.run(rule)
@@ -153,7 +149,7 @@ class Going(Scripted):
 def test_the_harder_a_problem_is_the_more_of_its_solution_is_given():
     """Of two plain replies each, one to p0 is right and none to p1: 0.4 and 0.8 of 10 tokens for the other two."""
     rule = make("collector", made.part("collector", "hint", noise=0.0))
-    rule.setup(runtime(Solving()))
+    rule.setup(replace(BENCH, task=Solving()))
     engine = Going(lambda r: r.prompt.id == "p0" and r.sample == 0)
     groups = collection_of(engine, InOrder(problems(2)), n=4, prompts=2, sampling=Sampling.plain(30)).run(rule)
     assert [[num_given(one) for one in group.rollouts] for group in groups] == [[0, 0, 4, 4], [0, 0, 8, 8]]
@@ -215,13 +211,6 @@ def test_long_problems_are_set_aside_and_come_together_worked_by_hand():
     ]
 
 
-def test_what_a_checkpoint_holds_goes_on_to_the_bit(tmp_path):
-    words = ["collector=tail", "collector.surplus=1.0", "train.prompts=3", "train.steps=5", "record.rollouts=-1"]
-    words += ["optim.lr=1e-3", "sampling.max_new_tokens=40"]
-    cut_off_and_resumed(tmp_path, *words, step=5)
-    assert rows(tmp_path / "alone")[1]["collect/set_aside"]
-
-
 def test_a_load_is_trained_on_from_its_shortest_to_its_longest_before_the_next_begins():
     """Three steps of two problems: p0 and p3, p4 and p1, p2 and p5. Then the next load."""
     lengths = {"p0": 1, "p1": 7, "p2": 9, "p3": 2, "p4": 5, "p5": 12} | {f"p{place}": place for place in range(6, 12)}
@@ -248,10 +237,6 @@ def test_the_shortest_are_kept_and_of_equally_long_ones_the_likeliest():
 
 
 # Rules that read the policy
-
-
-EOS = 99
-BENCH = Runtime(torch.device("cpu"), None, None, 0, Scripted(), Scripted(), (EOS,))
 
 
 def test_all_is_as_one_reads_it_in_the_whole_models_answer():
@@ -395,14 +380,14 @@ def test_siblings_share_exactly_their_prefix(monkeypatch):
     assert (metrics["collect/branches"], metrics["collect/pruned"]) == (2.0, 0.0)
 
 
-def test_a_resumed_run_goes_on_to_the_bit(tmp_path):
-    words = ["collector=arrol", "collector.at=3", "collector.warmup=0", "collector.min_rollouts=4"]
-    words += ["collector.window=2", "advantage=probe", "advantage.min_rollouts=4"]
-    words += ["train.prompts=4", "sampling.max_new_tokens=32"]
-    whole, folder = tmp_path / "whole", tmp_path / "run"
-    trained(whole, *words, "train.steps=3")
-    trained(folder, *words, "train.steps=2")
-    trained(folder, *words, "train.steps=3", f"resume={folder}")
-    assert records(folder) == records(whole)
-    last = records(whole)[-1]
-    assert last["prune/kept"] < 1 and last["probe/rows"] > 0
+PROBED = "collector=arrol collector.at=3 collector.warmup=0 collector.min_rollouts=4 collector.window=2 advantage=probe"
+PROBED += " advantage.min_rollouts=4 train.prompts=4 sampling.max_new_tokens=32"
+TAIL = "collector=tail collector.surplus=1.0 train.prompts=3 optim.lr=1e-3 sampling.max_new_tokens=40"
+
+
+@pytest.mark.parametrize(("words", "steps"), [(TAIL, 5), (PROBED, 3)])
+def test_what_a_checkpoint_holds_goes_on_to_the_bit(words, steps, tmp_path):
+    words = (*words.split(), "record.rollouts=-1", f"train.steps={steps}")
+    cut_off_and_resumed(tmp_path, *words, step=steps)
+    _, first, *_, last = rows(tmp_path / "alone")
+    assert first.get("collect/set_aside") or (last["prune/kept"] < 1 and last["probe/rows"] > 0)

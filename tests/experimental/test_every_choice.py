@@ -25,6 +25,7 @@ WITH = {
     "advantage=probe": f"advantage.min_rollouts=4 {ARROL}",
     "collector=arrol": ARROL,
     "collector=dars": "advantage=dr_grpo",
+    "collector=hint": "correction=mis train.minibatches=2",
     "collector=lookahead": "collector.tau_abs=0.01 collector.tau_rel=0.99 collector.chunk=2",
     "advantage=median": "n=5",
     "curriculum=dps": "task.train_problems=4",

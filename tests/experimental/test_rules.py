@@ -102,10 +102,6 @@ def test_a_reply_whose_end_is_certain_has_a_narrower_clip():
     assert output.loss.item() == pytest.approx(-sum(2 + 1 + clip for clip in clips) / 6)
 
 
-def close(values: list[float]) -> Any:
-    return pytest.approx(values, abs=1e-7)
-
-
 def test_rollouts_are_made_two_at_a_time_until_the_first_success_or_the_bound():
     """Of n = 4, at most 9: p0 is solved at once, p1 by its 6th, p2 by its 9th and last, p3 never."""
     solves = {"p0": 0, "p1": 5, "p2": 8, "p3": 99}
@@ -140,10 +136,10 @@ def test_all_right_answers_and_some_wrong_ones_are_kept_of_32_at_most_8(right, w
 def test_the_baseline_is_the_posterior_mean():
     """2 of 8 right, Beta(1, 1): 3/10. Of the 3 kept, 1 right: 2/5. Beta(1/2, 3/2) and 8: 2.5/10."""
     rewards, kept = [1.0, 1.0, *[0.0] * 6], [0, 6, 7]
-    assert advantages_of(made.advantage("beta"), rewards, kept) == close([0.7, -0.3, -0.3])
-    assert advantages_of(made.advantage("beta", stats_over="kept"), rewards, kept) == close([0.6, -0.4, -0.4])
+    assert advantages_of(made.advantage("beta"), rewards, kept) == pytest.approx([0.7, -0.3, -0.3])
+    assert advantages_of(made.advantage("beta", stats_over="kept"), rewards, kept) == pytest.approx([0.6, -0.4, -0.4])
     prior = made.advantage("beta", prior_right=0.5, prior_wrong=1.5)
-    assert advantages_of(prior, rewards, kept) == close([0.75, -0.25, -0.25])
+    assert advantages_of(prior, rewards, kept) == pytest.approx([0.75, -0.25, -0.25])
 
 
 def test_a_prompt_gets_the_lengths_of_its_recorded_steps_in_turn_also_after_a_resume(tmp_path):
@@ -267,6 +263,3 @@ def test_accuracy_is_of_the_searched_answer_and_tokens_are_those_of_all_replies(
     names = ("accuracy", "tokens", "sequential")
     assert [found.metrics[f"search/{name}"] for name in names] == [0.5, sum(lengths), max(lengths)]
     assert [(one.sample, one.reason, one.reply) for one in found.examples] == [(1, "searched", right[0])] * 2
-
-
-# ---- what is refused

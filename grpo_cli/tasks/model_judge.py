@@ -116,7 +116,7 @@ class ModelJudge(Judge):
         return [{"score": self._known[name]} if name in self._known else {} for name in names]
 
     def _question(self, one: Completion) -> str:
-        words = {"question": one.question, "answer": one.answer, "reply": one.reply}
+        words = {"question": one.question, "answer": one.reference, "reply": one.reply}
         return _FIELD.sub(lambda field: words[field[1]], self._template)
 
     def _digest(self, question: str) -> str:

@@ -70,8 +70,7 @@ class Judgement(BaseModel):
 
 
 class ModelJudge(Judge):
-    """A judge with the reward part `score`, from 0 to 1. A completion without a judgement has no part and is left
-    out."""
+    """A judge with the part `score`, from 0 to 1. A completion without a judgement has no part and is left out."""
 
     main = "score"
 

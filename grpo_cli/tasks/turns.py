@@ -3,7 +3,7 @@
 Each is a pure function of a row and of what the model has written so far, as text. An object of a class has a state;
 where it is missing, a new object is made and gets the earlier turns again, so none has to be stored. Calls of tools are
 data: a name and arguments for a function of the user's own. Nothing that a model wrote is executed, and nothing that it
-wrote ends a run: a call that cannot be read, and an error of the user's code, are answered by what is wrong.
+wrote ends a run: for a call that cannot be read, and for an error of the user's code, the observation names the fault.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _cut(text: str) -> str:
     return text[:MOST_CHARACTERS].encode("utf-8", "replace").decode()
 
 
-def _observed(function: str, call: Callable[[], Any], seconds: float, who: str, ends: bool = False) -> Observation:
+def _observe(function: str, call: Callable[[], Any], seconds: float, who: str, ends: bool = False) -> Observation:
     """Return the text of a call's value, cut, or of its error: a model may have caused any. With `ends`, None is the
     end of the episode."""
     fault = ""
@@ -198,7 +198,7 @@ def _call(functions: Functions, turn: str, start: int) -> tuple[Call | str, int]
 
 
 class Environment:
-    """Functions that the model may call: what answers a turn, from its text, the prompt and its row."""
+    """Functions that the model may call: a source of observations, from a turn's text, the prompt and its row."""
 
     role, scores = "tool", False
 
@@ -222,7 +222,7 @@ class Environment:
     def _called(self, functions: Functions, turn: str, who: str) -> Observation:
         """Return the results of a turn's calls, one message each; no messages for a turn without a call."""
         found = [
-            Observation([f"error: {call}"], failed=1) if isinstance(call, str) else _observed(*call, self._seconds, who)
+            Observation([f"error: {call}"], failed=1) if isinstance(call, str) else _observe(*call, self._seconds, who)
             for call in calls_of(functions, turn, self._thinks)
         ]
         messages = [message for one in found for message in one.messages or ()]
@@ -256,9 +256,9 @@ class Episodes(Environment):
             instance = self._waiting.pop((prompt.id, tuple(turns[:-1])), None)
         if instance is None:
             instance = self._replayed(row, turns[:-1], who)
-        found = self._observation(instance, turns[-1], who)
+        found = self._observe_turn(instance, turns[-1], who)
         if not self._checked:
-            again = self._observation(self._replayed(row, turns[:-1], who), turns[-1], who)
+            again = self._observe_turn(self._replayed(row, turns[:-1], who), turns[-1], who)
             if again.messages != found.messages:
                 raise UserError(f"{self.name} answered the same turns in two ways: let randomness follow from the row")
             self._checked = True
@@ -294,16 +294,16 @@ class Episodes(Environment):
 
         return _with_timeout(begin, self._seconds, who)
 
-    def _observation(self, instance: Any, turn: str, who: str) -> Observation:
+    def _observe_turn(self, instance: Any, turn: str, who: str) -> Observation:
         if self._responds:
-            return _observed("respond", lambda: instance.respond(turn), self._seconds, who, ends=True)
+            return _observe("respond", lambda: instance.respond(turn), self._seconds, who, ends=True)
         return self._called({word: getattr(instance, word) for word in self._methods}, turn, who)
 
     def _replayed(self, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Any:
         """Return a new object that has had these turns."""
         instance = self._reset(row, who)[0]
         for turn in turns:
-            self._observation(instance, turn, who)
+            self._observe_turn(instance, turn, who)
         return instance
 
 
@@ -322,7 +322,7 @@ class DialogueTask(TextTask, ABC):
         chat_template_kwargs: Mapping[str, Any] | None,
         warn: Callable[[str], None],
     ) -> None:
-        """Set how questions are put, and what answers the model. Raise UserError for a template that cannot do so."""
+        """Set the prompting and the environment. Raise UserError for a chat template that does not serve them."""
         prompting = Prompting.of(tokenizer, settings, chat_template_kwargs)
         self._environment = environment = environment_of(settings, prompting)
         self._prompting, self._warn, self._failed = prompting, warn, 0

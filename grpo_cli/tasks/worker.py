@@ -28,8 +28,7 @@ LIBRARIES = ("latex2sympy2_extended", "math_verify", "mpmath", "sympy")
 
 
 def serve(prepare: Callable[[], Handler], seconds: float, pipe: Connection) -> None:
-    """Reply with what `prepare` makes until the pipe is closed. `seconds` is what one question may take by the asker's
-    clock."""
+    """Reply with what `prepare` makes until the pipe is closed. One question may take `seconds`."""
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, MEMORY)
     try:

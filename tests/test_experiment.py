@@ -56,12 +56,10 @@ def marked(logprobs, batch, totals):
 
 marked.needs_reference = True
 
-class NoDetails:
+class NoNext:
     needs_lengths = False
 
     def start(self, waiting, slots): ...
-
-    def plan(self, waiting, running, free): ...
 """
 
 
@@ -104,8 +102,8 @@ def checked(m: int = 16, **changed: dict[str, Any]) -> None:
 
 
 def test_a_part_that_lacks_members_is_refused_and_a_loss_that_says_so_gets_its_reference(user_module):
-    with pytest.raises(UserError, match="scheduler: user_rules.NoDetails lacks details"):
-        checked(scheduler={"_target_": f"{user_module}.NoDetails"})
+    with pytest.raises(UserError, match="scheduler: user_rules.NoNext lacks next"):
+        checked(scheduler={"_target_": f"{user_module}.NoNext"})
     checked(loss={"_target_": f"{user_module}.marked"})
 
 

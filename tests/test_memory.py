@@ -68,11 +68,11 @@ def test_what_shapes_alone_decide_has_the_bytes_that_one_counts_by_hand():
         assert abs(sizes[WEIGHTS] - 4 * NUMBERS) <= 16 and sizes[REFERENCE] == sizes[WEIGHTS]
         assert (sizes[OPTIMIZER], sizes[WORKSPACE]) == (9, 7)
     assert found["optimizer"][GRADIENTS] == 4 * NUMBERS
-    # Four rows of 16 keys (the last token is never fed back) in blocks of 16, two prompts in one each; on a GPU, where
+    # Four rows of 16 keys (the last token is never fed back) in blocks of 8, two prompts in one each; on a GPU, where
     # all is allocated at once, both prompts' also for one slot.
     token = 2 * 4 * 1 * 4 * 4
-    assert found["decode"][KV] == (4 * 16 + 2 * 16) * token
-    assert [planned(device, slots=1)["decode"][KV] for device in (CPU, GPU)] == [32 * token, 48 * token]
+    assert found["decode"][KV] == (4 * 16 + 2 * 8) * token
+    assert [planned(device, slots=1)["decode"][KV] for device in (CPU, GPU)] == [24 * token, 32 * token]
     # Of 4 rows, or of all rows of a step: logits, and two numbers for each in float32 (three for drawing).
     assert found["ref_logprobs"][LOGITS] == 4 * 20 * (4 + 8) and found["decode"][LOGITS] == 4 * 20 * (4 + 12)
     # A small model's weights are joined on a CPU, and a parked optimizer is not there before the update.

@@ -12,7 +12,7 @@ import torch
 from made import mean_length, prefix_head
 from small import make_engine, small_model, some_requests
 
-from grpo_cli.engine.length_predictor import PrefixHead, accuracy, kendall_tau
+from grpo_cli.engine.length_predictor import PrefixHead
 from grpo_cli.engine.scheduling import Lpt
 from grpo_cli.rules.ridge import fit_ridge
 from grpo_cli.settings import Sampling
@@ -28,14 +28,6 @@ def request(prompt_id: str, sample: int = 0, limit: int = 100, prompt_tokens: in
 def rollout(asked: Request, length: int) -> Rollout:
     finish = Finish.LENGTH if length == asked.sampling.max_new_tokens else Finish.EOS
     return Rollout(asked, tuple(range(length)), (0.0,) * length, finish)
-
-
-def test_kendall_tau_is_corrected_for_ties():
-    for first, second, tau in (([1, 2, 3], [10, 20, 30], 1), ([1, 2, 3], [30, 20, 10], -1), ([5, 5, 5], [1, 2, 3], 0)):
-        assert kendall_tau(first, second) == tau
-    # Of six pairs two are tied by the first and one by the second; of the others two agree and one does not.
-    assert kendall_tau([1, 1, 2, 2], [1, 2, 3, 1]) == pytest.approx((2 - 1) / math.sqrt(4 * 5))
-    assert accuracy([], []) == {}
 
 
 def test_a_mean_is_of_the_prompt_if_it_was_seen_and_else_of_all_and_older_lengths_count_less():
@@ -66,7 +58,7 @@ def test_an_engine_reports_how_true_the_predictions_were():
 
 def generate(
     predictor: PrefixHead, seed: int, count: int = 64, width: int = 12, noise: float = 0.1
-) -> tuple[Sequence[float] | None, list[int], dict[str, float]]:
+) -> tuple[Sequence[float] | None, list[int]]:
     """One `generate` whose lengths are hidden in the first direction of the states."""
     random = torch.Generator().manual_seed(seed)
     hidden = torch.randn(count, width, generator=random)
@@ -76,19 +68,16 @@ def generate(
     predicted = predictor.predict(asked, hidden)
     order = torch.randperm(count, generator=random).tolist()
     predictor.learn([rollout(asked[i], remaining[i] + predictor.prefix_tokens) for i in order], hidden[order])
-    return predicted, remaining, accuracy(predicted or [], remaining[: len(predicted or [])])
+    return predicted, remaining
 
 
 def test_the_prefix_head_learns_to_read_the_hidden_state_and_a_resumed_one_goes_on_bit_for_bit():
     predictor, twin, resumed = prefix_head(prefix_tokens=4), prefix_head(prefix_tokens=4), prefix_head(prefix_tokens=4)
     assert [generate(one, seed=0)[0] for one in (predictor, twin)] == [None, None]
     resumed.load_state(predictor.state())
-    predicted, remaining, metrics = generate(predictor, seed=1)
+    predicted, remaining = generate(predictor, seed=1)
     assert predicted == generate(twin, seed=1)[0] == generate(resumed, seed=1)[0] and len(predicted) == 64
-    assert metrics["predictor/kendall_tau"] > 0.85
-    assert metrics["predictor/mean_absolute_error"] < 0.3 * sum(remaining) / len(remaining)
-    with pytest.raises(UserError, match="another width"):
-        generate(predictor, seed=2, width=13)
+    assert np.mean(np.abs(np.subtract(predicted, remaining))) < 0.3 * np.mean(remaining)
     with pytest.raises(UserError, match="predictor"):
         predictor.load_state(mean_length().state())
 

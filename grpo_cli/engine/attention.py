@@ -11,7 +11,6 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.engine.kv_cache import BLOCK, PagedCache
@@ -31,40 +30,25 @@ def paged_attention(backend: str, rows: Rows, cache: PagedCache, scale: float, n
 
 
 def reference(rows: Rows, cache: PagedCache, scale: float, note: Note | None = None) -> Attention:
-    """Attention in PyTorch's operations. Sums are made block by block, then in pairs, so that blocks which other rows
-    have change no bit; scores are in float32 at least."""
-    count, blocks = rows.own.shape[0], torch.cat([rows.prompt, rows.own], dim=1)
+    """Attention in PyTorch's operations; scores are in float32 at least."""
+    blocks, own = torch.cat([rows.prompt, rows.own], dim=1), BLOCK * rows.prompt.shape[1]
     place = torch.arange(BLOCK * blocks.shape[1], device=blocks.device)
-    own = BLOCK * rows.prompt.shape[1]
-    hidden = torch.where(place < own, place >= rows.seen[:, None], place - own > rows.held[:, None])
-    hidden = hidden.view(count, 1, 1, -1)
+    hidden = torch.where(place < own, place >= rows.seen[:, None], place - own > rows.held[:, None])[:, None, None]
     inside = rows.held.remainder(BLOCK)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = cache.keys[layer], cache.values[layer]
-        keys[rows.write_to, :, inside], values[rows.write_to, :, inside] = k.to(keys.dtype), v.to(values.dtype)
-        (_, heads, dim), exact = k.shape, torch.promote_types(keys.dtype, torch.float32)
-        asked = q.to(keys.dtype).view(count, 1, heads, -1, dim).expand(-1, blocks.shape[1], -1, -1, -1)
-        scores = (asked.to(exact) @ keys[blocks].to(exact).mT * scale).permute(0, 2, 3, 1, 4).flatten(3)
+        views = cache.keys[layer], cache.values[layer]
+        for view, new in zip(views, (k, v), strict=True):
+            view[rows.write_to, :, inside] = new.to(view.dtype)
+        keys, values = cache.read(views, blocks, len(place))
+        exact = torch.promote_types(keys.dtype, torch.float32)
+        scores = q.to(keys.dtype).unflatten(1, (k.shape[1], -1)).to(exact) @ keys.to(exact).mT * scale
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(keys.dtype)
-        by_block = weights.unflatten(3, (-1, BLOCK)).permute(0, 3, 1, 2, 4)
-        unseen = hidden.view(count, -1, 1, BLOCK, 1)
-        parts = (by_block @ values[blocks].masked_fill(unseen, 0.0)).to(exact)
-        of_prompt, mine = parts.split([rows.prompt.shape[1], rows.own.shape[1]], dim=1)
-        out = _summed(mine) + (_summed(of_prompt) if of_prompt.shape[1] else 0.0)
         if note is not None:
             note(layer, weights.mean(2, dtype=torch.float32))
-        return out.flatten(1).to(keys.dtype)
+        return (weights @ values.masked_fill(hidden.mT, 0.0)).flatten(1)
 
     return attend
-
-
-def _summed(x: Float[Tensor, "R K *n"]) -> Tensor:
-    """Sum in pairs over K, so that further blocks only add zeros and no bit depends on K."""
-    while (blocks := x.shape[1]) > 1:
-        even = x[:, : blocks // 2 * 2 : 2] + x[:, 1::2]
-        x = torch.cat([even, x[:, -1:]], dim=1) if blocks % 2 else even
-    return x[:, 0]
 
 
 def in_c(rows: Rows, cache: PagedCache, scale: float, note: Note | None = None) -> Attention:
@@ -123,7 +107,7 @@ def triton_attention(
     """
     from grpo_cli.engine.triton_attention import launch
 
-    return launch(q, k, v, keys, values, own, BLOCK, held, write_at, keys, values, prompt, BLOCK, seen, scale)
+    return launch(q, k, v, keys, values, BLOCK, own, held, write_at, prompt, seen, scale)
 
 
 @triton_attention.register_fake

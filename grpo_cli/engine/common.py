@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from grpo_cli.engine.eviction import Budget, Dense
-from grpo_cli.engine.length_predictor import Predictor, accuracy
+from grpo_cli.engine.length_predictor import Predictor
 from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Decode, Sequence
@@ -76,11 +76,12 @@ class SequenceEngine:
             sequence.predicted = length
 
     def _learn(self, served: Seq[tuple[Sequence, Rollout]]) -> Mapping[str, float]:
-        """Pass finished rollouts to the predictor; return metrics of what it had predicted of them."""
+        """Pass finished rollouts to the predictor; return a metric of what it had predicted of them."""
         taught = [(s, r) for s, r in served if r.request.teaches_length and r.finish is not Finish.PARTIAL]
         self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
-        known = [(s.predicted, len(r) - self._predictor.prefix_tokens) for s, r in taught if s.predicted is not None]
-        return accuracy([predicted for predicted, _ in known], [true for _, true in known])
+        prefix = self._predictor.prefix_tokens
+        errors = [abs(s.predicted - (len(r) - prefix)) for s, r in taught if s.predicted is not None]
+        return {"predictor/mean_absolute_error": float(np.mean(errors))} if errors else {}
 
 
 def _hidden(sequences: Seq[Sequence]) -> torch.Tensor | None:
@@ -117,7 +118,7 @@ class Tally:
 
 
 # Details that are summed (as are those in seconds); of bytes the largest counts, all others are averaged over steps.
-_SUMMED = {"engine/evictions", "engine/restarts", "engine/restarted_tokens"}
+_SUMMED = {"engine/evictions", "engine/restarts"}
 
 
 def together(parts: Seq[EngineStats]) -> EngineStats:

@@ -1,12 +1,11 @@
 """Decode steps of fixed shape, so that a GPU can replay each as one CUDA graph instead of hundreds of launches.
 
 A step is a forward pass and the drawing after it. Rows come in few numbers and tables in one width (`RunningBatch` with
-`fill`), so few shapes occur. Filling up changes no bits, so an uncaptured step gives the same result.
+`fill`), so few shapes occur.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import is_dataclass, replace
 from functools import cache
@@ -18,37 +17,28 @@ from torch import Tensor
 from grpo_cli.engine.sequence import Rows
 from grpo_cli.support.memory import tensors_of
 
-# A shape is captured when it occurs for the second time: capturing costs about three launched steps.
-WORTH_CAPTURING = 2
-
-
 # For each row: its last hidden state [R, H], its next token and that token's log-probability.
 StepOutput = tuple[Tensor, ...]
-Step = Callable[[Rows], StepOutput]
 # Runs the function, and returns its results and a function that replays it with the same addresses.
 Capture = Callable[[Callable[[], StepOutput]], tuple[StepOutput, Callable[[], StepOutput]]]
 
 
 class GraphedSteps:
-    """Runs `step`, once for each call, and captures the shapes that come up often."""
+    """Runs a step, captured once for each shape."""
 
-    def __init__(self, step: Step, capture: Capture) -> None:
-        self._step, self._capture = step, capture
-        self._seen: Counter[Hashable] = Counter()
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
         self._captured: dict[Hashable, tuple[list[Tensor], Callable[[], StepOutput]]] = {}
 
-    def __call__(self, rows: Rows) -> StepOutput:
+    def __call__(self, step: Callable[[Rows], StepOutput], rows: Rows) -> StepOutput:
         given = tensors_of(rows)
         shape = (rows.drawing.flags, *(tensor.shape for tensor in given))
         if shape in self._captured:
             inputs, replay = self._captured[shape]
             torch._foreach_copy_(inputs, given)
             return replay()
-        self._seen[shape] += 1
-        if self._seen[shape] < WORTH_CAPTURING:
-            return self._step(rows)
         own = _cloned(rows)
-        result, replay = self._capture(lambda: self._step(own))
+        result, replay = self._capture(lambda: step(own))
         self._captured[shape] = tensors_of(own), replay
         return result
 

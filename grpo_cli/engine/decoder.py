@@ -14,24 +14,27 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from grpo_cli.engine import layers
 from grpo_cli.engine.attention import paged_attention, runs_triton
 from grpo_cli.engine.eviction import Evictor
-from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, round_up
+from grpo_cli.engine.kv_cache import KvLayout, PagedCache, round_up
 from grpo_cli.engine.layers import (
     EAGER,
     NATIVE,
     Block,
+    Compiled,
     Functions,
+    Norm,
     Weights,
+    activation_of,
     can_pack,
     is_plain,
     linear_layers,
     norm_of,
-    serves_natively,
 )
 from grpo_cli.engine.sequence import Rows, bucket
 from grpo_cli.model.anatomy import unwrapped
@@ -39,18 +42,7 @@ from grpo_cli.model.packed import causal
 from grpo_cli.model.transfer import send
 from grpo_cli.native import ops
 
-
-@dataclass(frozen=True)
-class Prefilled:
-    """Prompts after their forward pass: keys and values [layers, P, heads, width, dim], and next-token logits.
-
-    `received`, if requested, is the attention that each key received from its prompt's queries (see `methods/h2o.py`).
-    """
-
-    keys: Tensor
-    values: Tensor
-    logits: Float[Tensor, "P V"]
-    received: Float[Tensor, "L P H W"] | None
+TILE = 16  # prompts are padded to multiples of so many tokens, to be few widths
 
 
 @dataclass(frozen=True)
@@ -99,8 +91,7 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.model.model.embed_tokens.weight.device
-        return device
+        return torch.device(self.model.model.embed_tokens.weight.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,8 +119,8 @@ class Decoder:
 
     @property
     def promises_bits(self) -> bool:
-        """True if a row's bits should not depend on its batch: float32 on a CPU, autocast or not."""
-        return self.device.type == "cpu" and self.precision == torch.float32
+        """True if a row's bits should not depend on its batch: float32 in C, autocast or not."""
+        return self.is_native and self.precision == torch.float32
 
     @property
     def is_native(self) -> bool:
@@ -140,7 +131,10 @@ class Decoder:
     def can_be_native(self) -> bool:
         fits = self.device.type == "cpu" and {self.dtype, self.precision} <= {*ops.PRECISIONS}
         fits = fits and self.layout.dim <= ops.MOST_DIM and self.layout.dim % 2 == 0
-        return fits and serves_natively(self.layers, self.model.model.norm)
+        inner = self.model.model
+        norms = [norm for layer in inner.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        fits = fits and all(isinstance(norm_of(norm), Norm) for norm in (*norms, inner.norm))
+        return fits and all(activation_of(layer.mlp.act_fn) is F.silu for layer in inner.layers)
 
     @property
     def _is_small(self) -> bool:
@@ -172,10 +166,14 @@ class Decoder:
         rows = hidden.shape[0]
         return self.head(_to(hidden.to(self.precision), self.padding.padded_rows(rows)))[:rows]
 
-    def prefill(self, prompts: Sequence[Sequence[int]], needs_received: bool) -> Prefilled:
-        """Run prompts whose lengths round up to the same multiple of a tile, so that bits are those of any batch."""
-        width = round_up(max(len(ids) for ids in prompts), BLOCK)
-        assert all(round_up(len(ids), BLOCK) == width for ids in prompts), "one width per prefill"
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], needs_received: bool
+    ) -> tuple[Float[Tensor, "L P H W D"], Float[Tensor, "L P H W D"], Float[Tensor, "P V"], list[Tensor]]:
+        """Run prompts whose lengths round up to the same multiple of a tile, so that bits are those of any batch.
+        Return keys, values and next-token logits, and by layer, if requested, the attention [P, H, W] that each key
+        received from its prompt's queries (see `methods/h2o.py`)."""
+        width = round_up(max(len(ids) for ids in prompts), TILE)
+        assert all(round_up(len(ids), TILE) == width for ids in prompts), "one width per prefill"
         count, dim = len(prompts), self.layout.dim
         padded = np.array([[*p, *[p[-1]] * (width - len(p))] for p in prompts])
         ids, last = send(self.device, padded, np.array([row * width + len(p) - 1 for row, p in enumerate(prompts)]))
@@ -194,27 +192,14 @@ class Decoder:
 
         positions = torch.arange(width, device=self.device).repeat(count)
         hidden = self.run(ids.view(-1), positions, attend, self.functions)
-        return Prefilled(
-            torch.stack(keys),
-            torch.stack(values),
-            self.logits(hidden[last]),
-            torch.stack(received) if needs_received else None,
-        )
+        return torch.stack(keys), torch.stack(values), self.logits(hidden[last]), received
 
     def step(self, rows: Rows, cache: PagedCache, evictor: Evictor | None = None) -> Float[Tensor, "R H"]:
         """Feed one token per row: write each row's key and value, and return the last hidden state."""
         note = evictor.see_received if evictor is not None and evictor.policy.needs_received else None
         attend = paged_attention(self.backend, rows, cache, self.scale, note)
-        functions = self.compiled or self.functions
-        if evictor is None:
-            return self.run(rows.tokens, rows.positions, attend, functions)
-        evictor.prepare(rows)
-
-        def seen(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            evictor.see_queries(layer, q)
-            return attend(layer, q, k, v)
-
-        return self.run(rows.tokens, rows.positions, seen, functions)
+        attend = attend if evictor is None else evictor.watching(rows, attend)
+        return self.run(rows.tokens, rows.positions, attend, self.compiled or self.functions)
 
     def run(
         self,
@@ -226,7 +211,7 @@ class Decoder:
         """Run the blocks over a flat run of tokens; `attend` gets rotated q, k, v as [N, heads, dim], without padding
         rows, and returns [N, heads * dim]."""
         count, dtype = tokens.shape[0], self.precision
-        total = max(self.padding.padded_rows(count), bucket(count) if functions.compiled else 0)
+        total = max(self.padding.padded_rows(count), bucket(count) if isinstance(functions, Compiled) else 0)
         hidden, delta = _to(self.model.model.embed_tokens(tokens), total), None
         cos, sin = self.model.model.rotary_emb(hidden, positions[None])
         dim = cos.shape[-1]

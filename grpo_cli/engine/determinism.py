@@ -1,5 +1,4 @@
-"""Tests whether the bits of a row of a decode step depend on its batch, finds the padding with which they do not, and
-compares C with PyTorch.
+"""Tests whether the bits of a row of a decode step depend on its batch, and finds the padding with which they do not.
 
 The bits of a row of a float32 product depend on the kernel, which the library chooses by the numbers of rows, columns
 and threads and by the processor. MKL documents a mode in which they do not matter (`processor.py`), on Intel
@@ -10,23 +9,14 @@ with which one row's bits are the same in all of them. The test runs what decodi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.engine.attention import paged_attention
 from grpo_cli.engine.decoder import Decoder, Padding
-from grpo_cli.engine.kv_cache import BLOCK, PagedCache
-from grpo_cli.engine.layers import EAGER
-from grpo_cli.engine.sampling import draw, drawing_of
-from grpo_cli.engine.sequence import Rows
-from grpo_cli.native.library import library
-from grpo_cli.settings import Sampling
 
 # Numbers of rows to test: all small ones, where kernels change, and some large ones, where work is divided differently.
 # Fewer for a block with so many weights that the largest would take seconds.
@@ -35,40 +25,29 @@ WORK, LEAST_OF_ROWS = 2**32, 128
 HEAD_ROWS = 32  # the head is as large as several blocks
 
 
-# By shapes, precision, threads and library: the padding that was found (None: none), and whether C agrees.
-_FOUND: dict[Hashable, Any] = {}
+# By shapes, precision and threads: the padding that was found (None: none).
+_FOUND: dict[Hashable, Padding | None] = {}
 
 
 def without_company(decoder: Decoder) -> tuple[Decoder, bool]:
     """Return the decoder with the padding for its model on this machine, and True if with it a row's bits were the same
     in every batch tested; it packs weights unless bits hold only without. Takes 0.05 s for the embedded model, 0.4 s at
-    hidden size 576. Only float32 on a CPU is tested; elsewhere nothing is promised."""
-    if not decoder.promises_bits:
-        return replace(decoder, padding=Padding()), False
-    for some in (decoder, replace(decoder, may_pack=False)):
-        if padding := _once(_find_padding, some):
+    hidden size 576. Only float32 in C is tested; elsewhere nothing is promised."""
+    for some in (decoder, replace(decoder, may_pack=False)) if decoder.promises_bits else ():
+        if padding := _padding(some):
             return replace(some, padding=padding), True
-    return replace(decoder, padding=Padding(1, 8 * torch.get_num_threads())), False
+    return replace(decoder, padding=Padding()), False
 
 
-def _once(find: Callable[[Decoder], Any], decoder: Decoder, library: Any = None) -> Any:
-    """Try the first block out, once for each shape, number of threads and library."""
-    key = (find, library, torch.get_num_threads(), decoder.packs, decoder.is_native, decoder.layout, decoder.dtype)
-    key = (*key, decoder.model.config.vocab_size, *_weight_shapes(decoder))
-    if key not in _FOUND:
+def _padding(decoder: Decoder) -> Padding | None:
+    """Find the padding by the first block, once for each shape and number of threads."""
+    key = (torch.get_num_threads(), decoder.packs, decoder.layout, decoder.dtype, decoder.model.config.vocab_size)
+    if (key := (*key, *(weight.shape for weight in decoder.model.model.layers[0].parameters()))) not in _FOUND:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            _FOUND[key] = find(replace(decoder, layers=decoder.layers[:1]).prepared())
+            block = replace(decoder, layers=decoder.layers[:1]).prepared()
+            tried = (replace(block, padding=Padding(*numbers)) for numbers in _row_paddings(torch.get_num_threads()))
+            _FOUND[key] = next((each.padding for each in tried if _rows_agree(each)), None)
     return _FOUND[key]
-
-
-def _weight_shapes(decoder: Decoder) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a block's weights, adapters included."""
-    return tuple(tuple(weight.shape) for weight in decoder.model.model.layers[0].parameters())
-
-
-def _find_padding(decoder: Decoder) -> Padding | None:
-    found = (replace(decoder, padding=Padding(*numbers)) for numbers in _row_paddings(torch.get_num_threads()))
-    return next((each.padding for each in found if _rows_agree(each)), None)
 
 
 def _row_paddings(threads: int) -> Iterator[tuple[int, int]]:
@@ -82,54 +61,23 @@ def _row_paddings(threads: int) -> Iterator[tuple[int, int]]:
 
 def _rows_agree(decoder: Decoder) -> bool:
     """True if a block, the last norm and the head give the first rows the same bits, however many follow."""
-    weights = sum(math.prod(shape) for shape in _weight_shapes(decoder))
+    weights = sum(weight.numel() for weight in decoder.model.model.layers[0].parameters())
     most = min(max(WORK // weights, LEAST_OF_ROWS), ROWS[-1])
     counts = [*ROWS, *(decoder.padding.least + count for count in ROWS[:33])]
     sizes = sorted({size for count in counts if (size := decoder.padding.padded_rows(count)) <= most})
     tokens = torch.randint(decoder.model.config.vocab_size, (most,), generator=torch.Generator().manual_seed(0))
-    reference = hidden_of_block(decoder, tokens)
+    reference = _hidden_of_block(decoder, tokens)
     few = reference[:HEAD_ROWS]
     logits = decoder.logits(few)
-    if not all(torch.equal(hidden_of_block(decoder, tokens[:size]), reference[:size]) for size in sizes):
+    if not all(torch.equal(_hidden_of_block(decoder, tokens[:size]), reference[:size]) for size in sizes):
         return False
     return all(torch.equal(decoder.logits(few[:count]), logits[:count]) for count in (1, 2, 3, 9, 17))
 
 
-def hidden_of_block(decoder: Decoder, tokens: Tensor) -> Float[Tensor, "N H"]:
+def _hidden_of_block(decoder: Decoder, tokens: Tensor) -> Float[Tensor, "N H"]:
     """Compute the block with attention replaced by a function of each row's own query, key and value."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q + (k + v).repeat_interleave(decoder.layout.group, dim=1)).flatten(1)
 
     return decoder.run(tokens, torch.arange(len(tokens)) % 64, attend, decoder.functions)
-
-
-def computes_the_same(native: Decoder) -> bool:
-    """True if C finds what PyTorch's operations find, but for rounding."""
-    return bool(_once(_agrees, native, library("decode")))
-
-
-def _agrees(native: Decoder) -> bool:
-    found = zip(_found_by(native), _found_by(replace(native, functions=EAGER).prepared()), strict=True)
-    most = 1e-4 if native.precision == torch.float32 else 0.05
-    return all(bool((one - other).abs().max() <= most * other.abs().max()) for one, other in found)
-
-
-def _found_by(decoder: Decoder) -> tuple[Tensor, ...]:
-    """Return a block's output; of attention over two blocks of each row and of its prompt, the sums and what each key
-    receives; and log-probabilities drawn."""
-    rows, layout, numbers = 9, decoder.layout, torch.Generator().manual_seed(1)
-    hidden = hidden_of_block(decoder, torch.arange(rows) % decoder.model.config.vocab_size)
-    cache = PagedCache(layout, 4 * rows, decoder.device)
-    for memory in cache.memory:
-        memory.copy_(torch.randn(memory.shape, generator=numbers))
-    own, prompt = torch.arange(4 * rows).view(2, rows, 2)
-    some, uniform = torch.full((rows,), BLOCK + 5), torch.rand(rows, generator=numbers, dtype=torch.float64)
-    drawing = drawing_of([Sampling.plain(1)] * rows, decoder.device, decoder.is_native)
-    step = Rows(some, some, some, own[:, 1], some, some, uniform, own, prompt, drawing)
-    heads = layout.heads * layout.group, layout.heads, layout.heads
-    q, k, v = (torch.randn(rows, count, layout.dim, generator=numbers).to(layout.dtype) for count in heads)
-    paid = list[Tensor]()
-    attend = paged_attention(decoder.backend, step, cache, decoder.scale, lambda _, received: paid.append(received))
-    attended = attend(0, q, k, v)
-    return hidden.float(), attended.float(), *paid, draw(torch.randn(rows, 99, generator=numbers), uniform, drawing)[1]

@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
+from grpo_cli.engine.attention import Attention
 from grpo_cli.engine.kv_cache import BLOCK, KvLayout, PagedCache, blocks_for, table_of
 from grpo_cli.engine.sequence import Rows, Sequence
 from grpo_cli.interfaces import facts
@@ -169,8 +170,8 @@ class Evictor:
         if self._received is not None:
             self._received[:, sequence.slot] = 0.0
             if self._prompt_width and sequence.prompt is not None and sequence.prompt.received is not None:
-                of_prompt = sequence.prompt.received
-                self._received[:, sequence.slot, :, : of_prompt.shape[-1]] = of_prompt
+                length = sequence.prompt.length
+                self._received[:, sequence.slot, :, :length] = sequence.prompt.received[..., :length]
         for note, kept in zip(self._notes, sequence.notes, strict=bool(sequence.notes)):
             note[:, sequence.slot] = kept
         sequence.notes = ()
@@ -179,17 +180,19 @@ class Evictor:
         """Keep the statistics of a sequence whose slot another one takes."""
         sequence.notes = tuple(note[:, sequence.slot].clone() for note in self._notes)
 
-    def prepare(self, rows: Rows) -> None:
-        """Note where the rows of a step record."""
+    def watching(self, rows: Rows, attend: Attention) -> Attention:
+        """Return the attention of a step which records the queries, too."""
         self._slots, self._own = rows.slots, BLOCK * rows.own.shape[1]
-        if self._queries is not None:
-            self._write_at = rows.slots * self.policy.window + rows.positions % self.policy.window
+        if self._queries is None:
+            return attend
+        queries, write_at = self._queries, rows.slots * self.policy.window + rows.positions % self.policy.window
 
-    def see_queries(self, layer: int, queries: Float[Tensor, "R HG D"]) -> None:
-        """Record a layer's queries."""
-        if self._queries is not None:
-            places = self._queries[layer].flatten(0, 1)
-            places.index_copy_(0, self._write_at, queries.to(places.dtype).reshape(-1, *places.shape[1:]))
+        def seen(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            places = queries[layer].flatten(0, 1)
+            places.index_copy_(0, write_at, q.to(places.dtype).reshape(-1, *places.shape[1:]))
+            return attend(layer, q, k, v)
+
+        return seen
 
     def see_received(self, layer: int, paid: Float[Tensor, "R H n"]) -> None:
         """Record the attention that the keys of each row's prompt and then its own received."""

@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from itertools import chain
+from itertools import chain, groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_cli.engine.admission import Admission, Memory
+from grpo_cli.engine.admission import Admission, Forecast
 from grpo_cli.engine.common import EngineParts, Tally
 from grpo_cli.engine.cuda_graph import Capture, GraphedSteps, StepOutput
-from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.decoder import TILE, Decoder
 from grpo_cli.engine.eviction import Budget, Evictor
 from grpo_cli.engine.kv_cache import BLOCK, CachedPrompt, PagedCache, blocks_for, round_up, table_of
 from grpo_cli.engine.samplers import KvPlan
@@ -31,7 +31,7 @@ from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Rows, RunningBatch, Sequence, Status
 from grpo_cli.interfaces import EnvironmentAnswers
 from grpo_cli.model.transfer import read, send
-from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
+from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
 # The most tokens of one prefill, padding included: bounds its activations, whatever the number of prompts.
 PREFILL_TOKENS = 16_384
@@ -41,8 +41,8 @@ class Generation:
     """The state while one list of requests is served. Requests whose prompts have the same id share a prefill.
 
     `prefix`: how many tokens every rollout makes before lengths are predicted. With `capture`, steps have fixed shapes
-    and are captured (see `cuda_graph.py`). Once `enough` returns True for a finished rollout, serving is `halted`.
-    `details` are named numbers that are reported with the cost.
+    and are captured (see `cuda_graph.py`). Once `enough` returns True for a finished rollout, serving is `halted`. No
+    part refers to it, so keys, values and copies of weights are freed with it, before the update.
     """
 
     def __init__(
@@ -65,25 +65,18 @@ class Generation:
         if isinstance(sparsity, Budget):
             self._evictor = Evictor(sparsity, plan.layout, slots + fills, blocks, decoder.scale, device)
         self._sequences = [Sequence(index, request) for index, request in enumerate(requests)]
-        self.waiting = list(self._sequences)
-        self._paused = set[Sequence]()
-        self._memory: Memory | None = None
+        self.waiting, self._paused = list(self._sequences), list[Sequence]()
+        self._forecast: Forecast | None = None
         if plan.is_bounded:
-            longest, evicts = max(s.limit for s in self._sequences), self._evictor is not None
-            prefixed = prefix if plan.parked_blocks else 0
-            self._memory = Memory(self._cache, plan.own_blocks, longest, prefixed, evicts, self._paused)
-        self._admission = Admission(slots, sampler.refills, self._memory)
+            self._forecast = Forecast(BLOCK * plan.own_blocks, max(sequence.limit for sequence in self._sequences) / 2)
+        self._admission = Admission(slots, sampler.refills)
         self._batch = RunningBatch(slots, blocks, device, decoder.is_native, self._cache.count if fills else None)
-        self._run_step: Callable[[Rows], StepOutput] = self._compute
-        if capture is not None:
-            self._run_step = GraphedSteps(self._compute, capture)
+        self._graphs = None if capture is None else GraphedSteps(capture)
         self._answers, self._enough, self.halted = answers, enough, False
         self._unanswered: dict[int, Sequence] = {}  # by the number of the answer from its environment
-        self._eos, self._decode = frozenset(parts.eos_token_ids), parts.decode
-        self.details: dict[str, float] = {}
-        self._span = parts.span
+        self._eos, self._decode, self._span = frozenset(parts.eos_token_ids), parts.decode, parts.span
         self._unfinished = Counter(request.prompt.id for request in requests)
-        self._preempted = self._preempted_tokens = self._most_running = self._most_held = 0
+        self._preempted = self._most_running = self._most_held = 0
         self._tally = Tally(slots)
 
     def serve(self, scheduler: Scheduler, pause_at: int | None = None) -> Iterator[tuple[Sequence, Rollout]]:
@@ -92,12 +85,10 @@ class Generation:
         With `pause_at`, a sequence that has made so many tokens without ending pauses with its last hidden state, and
         waits for the next `serve`. When it is `halted`, all unfinished ones are yielded partial.
         """
-        if self._memory is not None:
-            self._memory.reserve = 0 if pause_at is None else len(self._sequences) * self.plan.parked_blocks
         self._admission.start(scheduler, self.waiting)
         self.waiting, running = [], self._batch.sequences
         while not self.halted and (len(self._admission) or running or self._unanswered):
-            done = self._begin(self._admission.admit(running))
+            done = self._begin(self._admission.admit(running, self._takes_room))
             if not done and running:
                 with self._span("decode"):
                     done = self._step(pause_at)
@@ -111,26 +102,17 @@ class Generation:
                 if sequence.status is not Status.FINISHED:
                     yield sequence, self._finish(sequence, Finish.PARTIAL)
 
-    def end(self) -> None:
-        """Free keys, values and copies of weights now: in a cycle through its step they would stay for the update."""
-        del self._run_step
-
     @torch.inference_mode()
     def _begin(self, sequences: Seq[Sequence]) -> list[Sequence]:
         """Start the sequences, or let them continue; a new one draws its first token from its prompt's logits, without
         a decode step. Returns those that end with it."""
         if not sequences:
             return []
-        self._prefill({s.request.prompt.id: s.request.prompt for s in sequences if s.prompt is None and not s.made})
+        prompts = dict.fromkeys(s.prompt for s in sequences if s.prompt is not None)
+        self._prefill([prompt for prompt in prompts if prompt.logits is None])
         numbers = uniforms([s.request.seed for s in sequences], max(s.limit for s in sequences) + 1)
         for sequence, own in zip(sequences, numbers, strict=True):
-            if sequence.status is Status.PAUSED:
-                self._paused.remove(sequence)
-            else:
-                sequence.prompt = self._cache.prompts[sequence.request.prompt.id]
-                sequence.prompt.users += 1
             sequence.status, sequence.uniforms = Status.RUNNING, own
-            sequence.blocks += self._cache.take(blocks_for(sequence.held + 1) - len(sequence.blocks))
             self._batch.add(sequence)
             if self._evictor is not None:
                 self._evictor.begin(sequence)
@@ -139,46 +121,38 @@ class Generation:
         new = [sequence for sequence in sequences if not sequence.made]
         if not new:
             return []
-        logits = torch.stack([s.prompt.logits for s in new if s.prompt is not None])
+        logits = torch.stack([x for s in new if s.prompt is not None and (x := s.prompt.logits) is not None])
         (first,) = send(self._decoder.device, np.array([s.uniforms[0] for s in new]))
         by = drawing_of([s.request.sampling for s in new], self._decoder.device, self._decoder.is_native)
         return self._append(new, *read(*draw(logits, first, by)))
 
-    def _prefill(self, prompts: Mapping[str, Prompt]) -> None:
-        """Prefill prompts that are not cached, those of one padded width together."""
-        widths: dict[int, list[str]] = {}
-        for name, prompt in prompts.items():
-            if name not in self._cache.prompts:
-                widths.setdefault(round_up(len(prompt.token_ids), BLOCK), []).append(name)
-        for width, names in widths.items():
-            at_once = max(1, PREFILL_TOKENS // width)
-            for start in range(0, len(names), at_once):
-                with self._span("prefill"):
-                    self._prefill_together({name: prompts[name].token_ids for name in names[start : start + at_once]})
-
-    def _prefill_together(self, prompts: Mapping[str, Seq[int]]) -> None:
+    def _prefill(self, prompts: Seq[CachedPrompt]) -> None:
+        """Prefill prompts, those of one padded width together."""
         policy = None if self._evictor is None else self._evictor.policy
         needs_received = policy is not None and policy.needs_received and not policy.protect_prompt
-        done = self._decoder.prefill([*prompts.values()], needs_received)
-        for place, (name, ids) in enumerate(prompts.items()):
-            received = None if done.received is None else done.received[:, place]
-            blocks = self._cache.take(blocks_for(len(ids)))
-            self._cache.prompts[name] = CachedPrompt(blocks, len(ids), done.logits[place].clone(), received)
-            self._tally.prefilled += len(ids)
-        table = table_of([self._cache.prompts[name].blocks for name in prompts], fill=-1)
-        self._cache.write(table, done.keys, done.values)
+        for width, alike in groupby(sorted(prompts, key=_width), _width):
+            some, at_once = list(alike), max(1, PREFILL_TOKENS // width)
+            for together in (some[start : start + at_once] for start in range(0, len(some), at_once)):
+                with self._span("prefill"):
+                    token_ids = [prompt.token_ids for prompt in together]
+                    keys, values, logits, received = self._decoder.prefill(token_ids, needs_received)
+                    self._cache.write(table_of([prompt.blocks for prompt in together], -1), keys, values)
+                    for place, prompt in enumerate(together):
+                        prompt.logits = logits[place].clone()
+                        prompt.received = torch.stack([of[place] for of in received]) if received else None
+                        self._tally.prefilled += prompt.length
 
     @torch.inference_mode()
     def _step(self, pause_at: int | None) -> list[Sequence]:
         """Make one token for every running sequence; return those that have ended."""
         self._take_blocks()
-        prompt_keys, running = self._cache.prompt_tokens, list(self._batch.sequences)
+        running, prompt_keys = list(self._batch.sequences), sum(one.length for one in self._cache.prompts.values())
         if self._evictor is not None:
             self._evictor.make_room(running, self._cache)
         held = sum([sequence.held + 1 for sequence in running]) + sum([sequence.held for sequence in self._paused])
         self._most_held = max(self._most_held, held + prompt_keys)
         rows = self._batch.rows()
-        hidden, *drawn = self._run_step(rows)
+        hidden, *drawn = self._compute(rows) if self._graphs is None else self._graphs(self._compute, rows)
         columns = read(*(x[: len(running)] for x in drawn))
         self._tally.steps += 1
         self._tally.row_steps += len(running)
@@ -215,21 +189,50 @@ class Generation:
             return left // BLOCK + 1 - len(sequence.blocks)
 
         while wanted := [(s, count) for s in running if (count := missing(s)) > 0]:
-            if sum(count for _, count in wanted) <= (len(cache.free) if self._memory is None else self._memory.free):
+            if self._has_free(sum(count for _, count in wanted)):
                 for sequence, count in wanted:
                     self._batch.grow(sequence, cache.take(count))
                 return
-            if not cache.drop_idle_prompts():
-                assert self._memory is not None and len(running) > 1, "there is room for one sequence"
-                self._memory.was_exhausted = True
-                self._preempt(youngest := min(reversed(running), key=lambda sequence: sequence.made))
-                self._admission.put_first(youngest)
+            assert len(running) > 1, "there is room for one sequence"
+            self._preempt(youngest := min(reversed(running), key=lambda sequence: sequence.made))
+            self._admission.put_first(youngest)
+
+    def _has_free(self, blocks: int, of: Sequence | None = None) -> bool:
+        """Make so many blocks free, for a sequence: first of prompts that no sequence reads, then of paused ones."""
+        while len(self._cache.free) < blocks:
+            if not self._cache.drop_idle_prompts(() if of is None else (of.request.prompt.id,)):
+                paused = [sequence for sequence in self._paused if sequence is not of]
+                if not paused:
+                    return False
+                self._preempt(paused[-1])
+        return True
+
+    def _takes_room(self, sequence: Sequence, running: Seq[Sequence]) -> bool:
+        """Give a sequence, and its prompt, the blocks that it begins with, if that leaves as many as all will need."""
+        cache, (name, ids) = self._cache, (sequence.request.prompt.id, sequence.request.prompt.token_ids)
+        own, pauses = blocks_for(sequence.held + 1) - len(sequence.blocks), sequence.status is Status.PAUSED
+        of_prompt = 0 if pauses or name in cache.prompts else blocks_for(len(ids))
+        if running and self._forecast is not None:
+            kept = [prompt.blocks for key, prompt in cache.prompts.items() if prompt.users or key == name]
+            room = cache.count - of_prompt - sum(map(len, kept))
+            if self._forecast.held([*running, sequence]) > BLOCK * room:
+                return False
+        if not self._has_free(own + of_prompt, sequence):
+            return False
+        if pauses:
+            self._paused.remove(sequence)
+        else:
+            if of_prompt:
+                cache.prompts[name] = CachedPrompt(cache.take(of_prompt), ids)
+            sequence.prompt = cache.prompts[name]
+            sequence.prompt.users += 1
+        sequence.blocks += cache.take(own)
+        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self._preempted += 1
-        self._preempted_tokens += sequence.made
         self._stop(sequence, Status.PREEMPTED)
-        sequence.made = sequence.held = 0
+        sequence.made, sequence.held, sequence.notes = 0, 0, ()
 
     def _pause(self, sequences: Seq[Sequence], running: Seq[Sequence], hidden: Tensor) -> None:
         """They keep their keys and hidden states, and wait for the next `serve`."""
@@ -251,7 +254,7 @@ class Generation:
             self._batch.remove(sequence)
         sequence.status = status
         if status is Status.PAUSED:
-            self._paused.add(sequence)
+            self._paused.append(sequence)
             return
         self._cache.give_back(sequence.blocks)
         sequence.blocks = []
@@ -262,14 +265,13 @@ class Generation:
     def _settle(self, done: Seq[Sequence]) -> Iterator[tuple[Sequence, Rollout]]:
         """Yield the sequences that have ended; with environments, the others' turns are answered."""
         for sequence in done:
-            if self._answers is None or sequence.is_full:
+            if self._answers is None or not sequence.has_room(0):
                 yield sequence, self._finish(sequence)
             else:
                 self._unanswered[self._answers.ask(sequence.rollout())] = sequence
 
     def _take_answers(self) -> Iterator[tuple[Sequence, Rollout]]:
-        """Continue or end the sequences whose environments have answered. The others stop running: they pause, or are
-        preempted where there is no spare room."""
+        """Continue or end the sequences whose environments have answered. The others pause."""
         if self._answers is None or not self._unanswered:
             return
         late = set(self._unanswered.values())
@@ -280,15 +282,11 @@ class Generation:
                 yield sequence, self._finish(sequence, Finish.LENGTH if answer else None)
                 continue
             sequence.read(answer)
-            if sequence.status is Status.PREEMPTED:
+            if sequence.status is not Status.RUNNING:
                 self._admission.put_first(sequence)
-            elif sequence.status is Status.PAUSED:
-                self._admission.return_soon(sequence)
         for sequence in self._unanswered.values():
             if sequence.status is Status.RUNNING:
-                paused_blocks = sum(len(one.blocks) for one in (*self._paused, sequence))
-                has_room = paused_blocks <= self.plan.spare_blocks
-                self._stop(sequence, Status.PAUSED) if has_room else self._preempt(sequence)
+                self._stop(sequence, Status.PAUSED)
 
     def _finish(self, sequence: Sequence, finish: Finish | None = None) -> Rollout:
         """Return the rollout of a sequence, which gives back its blocks and its share of the prompt's."""
@@ -298,21 +296,20 @@ class Generation:
         if not self._unfinished[name] and name in self._cache.prompts:
             self._cache.drop_prompt(name)
         self._tally.generated += rollout.num_sampled
-        if self._memory is not None:
-            self._memory.finish(len(rollout))
+        if self._forecast is not None:
+            self._forecast.finish(len(rollout))
         return rollout
 
-    def stats(self) -> EngineStats:
-        """Return the cost of serving so far."""
-        tally, bytes_per_token = self._tally, self.plan.layout.bytes_per_token
-        details = {"engine/kv_held_bytes": float(self._most_held * bytes_per_token)}
-        if tally.steps:
-            details["engine/rows_mean"] = tally.row_steps / tally.steps
-        if self._memory is not None:
-            tally.slots = self._most_running
+    def stats(self, details: Mapping[str, float]) -> EngineStats:
+        """Return the cost of serving so far, with further `details`."""
+        details = {**details, "engine/kv_held_bytes": float(self._most_held * self.plan.layout.bytes_per_token)}
+        if self._forecast is not None:
+            self._tally.slots = self._most_running
             details["engine/restarts"] = float(self._preempted)
-            details["engine/restarted_tokens"] = float(self._preempted_tokens)
         if self._evictor is not None:
             details["engine/evictions"] = float(self._evictor.evictions)
-            details["engine/kv_saving_allocated"] = self.plan.saved
-        return tally.stats(self._cache.peak_bytes, {**details, **self.details})
+        return self._tally.stats(self._cache.peak_bytes, details)
+
+
+def _width(prompt: CachedPrompt) -> int:
+    return round_up(prompt.length, TILE)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from grpo_cli.model.transfer import send
 
-BLOCK = 16  # tokens of a block; decode.c reads as many keys at a time
+BLOCK = 8  # tokens of a block, PAGE of decode.c: of a sequence half of one is empty on average
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -27,7 +27,7 @@ def round_up(count: int, multiple: int) -> int:
 
 def blocks_for(tokens: int) -> int:
     """
-    >>> blocks_for(16), blocks_for(17)
+    >>> blocks_for(8), blocks_for(9)
     (1, 2)
     """
     return -(-tokens // BLOCK)
@@ -63,10 +63,14 @@ class CachedPrompt:
     received, if an eviction policy needs it. `users` are the sequences that read its keys."""
 
     blocks: list[int]
-    length: int
-    logits: Float[Tensor, "V"]
+    token_ids: Sequence[int]
+    logits: Float[Tensor, "V"] | None = None  # until it is prefilled
     received: Float[Tensor, "L H W"] | None = None
     users: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
 
 
 class PagedCache:
@@ -101,10 +105,6 @@ class PagedCache:
     def give_back(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             heapq.heappush(self.free, block)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(prompt.length for prompt in self.prompts.values())
 
     def drop_prompt(self, name: str) -> None:
         self.give_back(self.prompts.pop(name).blocks)

@@ -4,9 +4,9 @@ Weights are the trainer's, or copies in the precision of the step; layers that s
 CPU it is packed into oneDNN's layout. Adapters are merged into float32 copies; in bfloat16 they stay separate: what
 they add is often lost when it is rounded together with the weight. Their dropout is for updates only.
 
-Norms, rotation and activation compute what the modules compute, with the same rounding, in fewer calls; on a CPU in
-such a way that a row's bits do not depend on the rest of the batch. They run in PyTorch's operations, in C on a CPU
-(`native/decode.c`: a few calls a layer in place of some forty), or through torch.compile.
+Norms, rotation and activation compute what the modules compute, with the same rounding, in fewer calls. They run in
+PyTorch's operations, in C on a CPU (`native/decode.c`: a few calls a layer in place of some forty, and a row's bits do
+not depend on the rest of the batch), or through torch.compile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from grpo_cli.native import ops
 
@@ -30,15 +29,8 @@ Products = Callable[[Float[Tensor, "N I"]], Sequence[Tensor]]
 # The number of weights from which copies are packed: more than fit a processor's caches, from which unpacked ones are
 # read just as fast. Preparing a packed product for a new number of rows takes a millisecond, too long for few weights.
 PACKED_FROM = 2**23
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """x A^T B^T, to be scaled and added to its layer's output."""
-
-    down: Float[Tensor, "r I"]
-    up: Float[Tensor, "O r"]
-    scale: float
+# A [r, I], B [O, r] and s of x A^T B^T s, which is added to a layer's output.
+Adapter = tuple[Tensor, Tensor, float]
 
 
 @dataclass(frozen=True)
@@ -87,25 +79,19 @@ class Each:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights in `dtype`. Those that are in it already are not copied, unless all are `packed`, or `joined` for fewer
-    products."""
+    """Weights in `dtype`. Those in it are not copied, unless all are `packed`, or `joined` for fewer products."""
 
     dtype: torch.dtype
     packed: bool
     joined: bool = False
 
     def of(self, layer: Any) -> Product:
-        """Return one layer's product. A layer that cannot be copied (quantised, or with other than low-rank adapters)
-        is used as it is."""
+        """Return one layer's product. A layer that cannot be copied (quantised, or with other than low-rank adapters),
+        or would be only to merge its adapters, is used as it is."""
         adapters, base = adapters_of(layer), getattr(layer, "base_layer", layer)
-        if adapters is None or type(base) is not nn.Linear:
+        if adapters is None or type(base) is not nn.Linear or adapters and self._merges and not self._copies(base):
             return layer
-        if self._copies(base):
-            return self._product([base], [adapters])
-        plain = Linear(base.weight.detach(), None if base.bias is None else base.bias.detach())
-        if adapters:
-            return layer if self._merges else self._beside(plain, [base], [adapters])
-        return plain
+        return self._product([base], [adapters])
 
     def together(self, *layers: Any) -> Products:
         """Return one product for all layers, if all are copied."""
@@ -137,21 +123,19 @@ class Weights:
     def _multiply(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         if not self.packed:
             return Linear(weight, bias)
-        if isinstance(weight, FakeTensor):  # which cannot be packed, and packed would take the same bytes
-            return Linear(weight.clone(), bias)
         packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise.default
         return lambda x: multiply(x, packed, bias, "none", [], None)
 
     def _beside(self, product: Product, bases: Sequence[nn.Linear], adapters: Sequence[Sequence[Adapter]]) -> Product:
         """Compute the adapters: all down projections as one product, all up projections as another."""
-        downs = _joined([adapter.down.detach().to(self.dtype) for own in adapters for adapter in own])
+        downs = _joined([down.detach().to(self.dtype) for own in adapters for down, _, _ in own])
         sizes = [base.out_features for base in bases]
         ups = downs.new_zeros(sum(sizes), len(downs))
         last = 0
         for end, size, own in zip(accumulate(sizes), sizes, adapters, strict=True):
-            for adapter in own:
-                first, last = last, last + len(adapter.down)
-                ups[end - size : end, first:last] = adapter.up.detach() * adapter.scale
+            for down, up, scale in own:
+                first, last = last, last + len(down)
+                ups[end - size : end, first:last] = up.detach() * scale
         return Beside(product, self._multiply(downs), self._multiply(ups))
 
 
@@ -167,7 +151,7 @@ def adapters_of(layer: Any) -> list[Adapter] | None:
         or any(layer.lora_B[name].bias is not None for name in names)
     ):
         return None
-    return [Adapter(down[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in names]
+    return [(down[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in names]
 
 
 def linear_layers(module: nn.Module) -> Iterator[nn.Linear]:
@@ -181,8 +165,8 @@ def can_pack() -> bool:
 
 
 def _merged(weight: Tensor, adapters: Sequence[Adapter]) -> Tensor:
-    for one in adapters:
-        weight = torch.addmm(weight, one.up.detach(), one.down.detach(), alpha=one.scale)
+    for down, up, scale in adapters:
+        weight = torch.addmm(weight, up.detach(), down.detach(), alpha=scale)
     return weight
 
 
@@ -215,7 +199,7 @@ class Block:
             o_proj=weights.of(attention.o_proj),
             post_norm=norm_of(layer.post_attention_layernorm),
             gate_up=weights.together(mlp.gate_proj, mlp.up_proj),
-            activation=_activation(mlp.act_fn),
+            activation=activation_of(mlp.act_fn),
             down_proj=weights.of(mlp.down_proj),
         )
 
@@ -239,7 +223,7 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu":
             return F.rms_norm(x.float(), self.weight.shape, eps=self.epsilon).to(x.dtype) * self.weight
-        root = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        root = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # the same bits in any batch
         return (x * root.square_().div_(x.shape[-1]).add_(self.epsilon).rsqrt_()).to(x.dtype) * self.weight
 
 
@@ -251,10 +235,7 @@ def norm_of(module: Any) -> Any:
 
 
 class Functions:
-    """A layer before and after its attention, in PyTorch's operations. `delta` is what `add` has left to the next norm.
-    `compiled` ones have fixed shapes."""
-
-    compiled = False
+    """A layer around its attention, in PyTorch's operations. `delta` is what `add` has left to the next norm."""
 
     def before(
         self, block: Block, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype
@@ -311,7 +292,7 @@ class Native(Functions):
 
 
 class Compiled(Functions):
-    compiled = True
+    """The same through torch.compile, which has fixed shapes."""
 
     def __init__(self, compiler: Callable[[Callable[..., Any]], Any]) -> None:
         self.before = compiler(EAGER.before)  # type: ignore[method-assign]
@@ -321,24 +302,6 @@ class Compiled(Functions):
 EAGER, NATIVE = Functions(), Native()
 
 
-def _activation(module: Any) -> Any:
-    """Return the module, or for SiLU a version that gives an element the same bits at any position.
-
-    PyTorch's silu is vectorised except for the end of each thread's share, where it uses a different exponential, so
-    that bits depend on the number of rows. `exp` alone is computed the same way throughout.
-    """
-    return _silu if type(module).__name__ in ("SiLU", "SiLUActivation") else module
-
-
-def _silu(x: Float[Tensor, "N F"]) -> Float[Tensor, "N F"]:
-    """x / (1 + exp(-x)). A GPU treats all elements alike, and one call is cheaper than four."""
-    if x.device.type != "cpu" or x.dtype != torch.float32:
-        return F.silu(x)
-    return x / x.neg().exp_().add_(1.0)
-
-
-def serves_natively(layers: Sequence[Any], last: Any) -> bool:
-    """True if such layers, with such a last norm, can run here."""
-    norms = [last, *(norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm))]
-    activations = (_activation(layer.mlp.act_fn) for layer in layers)
-    return all(type(norm_of(norm)) is Norm for norm in norms) and all(each is _silu for each in activations)
+def activation_of(module: Any) -> Any:
+    """Return the module, or a function for SiLU, so that a layer is plain."""
+    return F.silu if type(module).__name__ in ("SiLU", "SiLUActivation") else module

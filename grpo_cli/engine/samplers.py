@@ -32,16 +32,14 @@ class Sampler:
     kv_budget: Bytes | None
 
     def slots_for(self, requests: int, per_step: int | None) -> int:
-        """Return how many of so many requests may run at a time if memory allows it; `per_step` rollouts are made in a
-        step, if known."""
+        """Return how many requests may run at a time if memory allows it; `per_step` rollouts are made in a step."""
         if self.kv_budget is not None:
             return min(requests, self.slots or requests)
         slots = max(per_step or 0, LEAST_AT_ONCE) if self.all_at_once else self.slots or DEFAULT_SLOTS
         return min(requests, slots)
 
     def budget_for(self, prompt: int, tokens: int) -> int | None:
-        """Return `kv_budget` in bytes. UserError if it holds no sequence that takes so many for its prompt and for its
-        tokens."""
+        """Return `kv_budget` in bytes. UserError if it does not hold one sequence of so many bytes."""
         if self.kv_budget is None:
             return None
         budget = parse_bytes(self.kv_budget)
@@ -84,22 +82,19 @@ class Infinite(Sampler):
 class KvPlan:
     """The blocks of a generation, computed from its requests, the model and the sampler's limits.
 
-    A sequence starts with `first_blocks` of its own and takes more as it grows, until they hold `keys`. A prompt of at
-    most `prompt_blocks` is stored once, from the start of its first rollout to the end of its last. With
-    `parked_blocks` every rollout makes a prefix first, for the predictor, and keeps so many blocks until it continues.
+    A sequence takes blocks as it grows, at most `own_blocks`. A prompt of at most `prompt_blocks` is stored once, from
+    the start of its first rollout to the end of its last. With `parked_blocks` every rollout makes a prefix first, for
+    the predictor, and keeps so many blocks until it continues.
     """
 
     layout: KvLayout
     slots: int  # sequences that run at a time
     blocks: int  # of the pool
     is_bounded: bool  # by sampler.kv_budget
-    keys: int
-    first_blocks: int
+    own_blocks: int
     prompt_blocks: int
     parked_blocks: int
-    lacks_room: bool  # for prefixes, which are left out
     spare_blocks: int  # for sequences that pause
-    saved: float  # the share of the blocks that dense sequences at their longest would need
 
     @classmethod
     def of(
@@ -112,37 +107,22 @@ class KvPlan:
         prefix: int,
         pauses: bool,
     ) -> KvPlan:
-        """Compute a plan. With `prefix`, every rollout should make so many tokens before the rest is ordered, and wait
-        with their keys. `pauses`: sequences wait for environments, as many as can run if memory has no bound.
-
-        Making all prefixes first costs slots. No order is twice as fast as another (Graham), so under a `kv_budget` it
-        may cost at most half of them; otherwise there is no prefix round.
-        """
+        """Compute a plan. With `prefix`, every rollout makes so many tokens before the rest is ordered, and waits with
+        their keys, unless all run at a time or memory has a bound. `pauses`: sequences wait for environments, as many
+        as can run; under a bound no blocks are reserved for them."""
         lengths = {request.prompt.id: len(request.prompt.token_ids) for request in requests}
         new = max(request.sampling.max_new_tokens for request in requests)
         both = max(lengths[request.prompt.id] + request.sampling.max_new_tokens for request in requests)
-        keys, dense = sparsity.capacity(new, both), blocks_for(Dense().capacity(new, both))
-        own, prompt = blocks_for(keys), blocks_for(max(lengths.values()))
-        prompts, count = prompt * len(lengths), len(requests)
-        # One more token is drawn than is fed; a token's key is written in the next step.
-        parked = blocks_for(sparsity.capacity(prefix + 1, max(lengths.values()) + prefix + 1)) if prefix else 0
-        first = own if isinstance(sparsity, Budget) else 1
-        slots = to_the_end = sampler.slots_for(count, per_step)
+        own, prompt, count = blocks_for(sparsity.capacity(new, both)), blocks_for(max(lengths.values())), len(requests)
+        prompts = prompt * len(lengths)
+        slots, all_at_once = sampler.slots_for(count, per_step), prompts + count * own
         budget = sampler.budget_for(prompt * layout.block_bytes, own * layout.block_bytes)
         bound = 0 if budget is None else budget // layout.block_bytes
-        if bound:
-            with_prompts = bound // (prompt + own)
-            fitting = with_prompts if with_prompts < len(lengths) else (bound - prompts) // own
-            slots, to_the_end = min(slots, (bound - prompt) // first), min(slots, fitting)
-        wanted = parked > 0 and to_the_end < count
-        has_room = not bound or 2 * min(slots, (bound - prompts - count * parked) // own) >= to_the_end
-        parked = parked if wanted and has_room else 0
+        # One more token is drawn than is fed; a token's key is written in the next step.
+        prefixed = sparsity.capacity(prefix + 1, max(lengths.values()) + prefix + 1)
+        parked = blocks_for(prefixed) if prefix and slots < count and not bound else 0
+        # An evicting sequence soon holds what it may, and so does its slot.
+        slots = min(slots, (bound - prompt) // (own if isinstance(sparsity, Budget) else 1)) if bound else slots
         spare = 0 if bound else count * parked + slots * own * pauses
-        blocks = prompts + min(count * own, slots * own + spare)
-        saved = 1 - (prompts + slots * own) / (prompts + slots * dense)
-        blocks = min(blocks, bound) if bound else blocks
-        return cls(layout, slots, blocks, bound > 0, keys, first, prompt, parked, wanted and not has_room, spare, saved)
-
-    @property
-    def own_blocks(self) -> int:
-        return blocks_for(self.keys)
+        blocks = min(all_at_once, bound or prompts + slots * own + spare)
+        return cls(layout, slots, blocks, bound > 0, own, prompt, parked, spare)

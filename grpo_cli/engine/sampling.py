@@ -76,8 +76,7 @@ def drawing_of(settings: Sequence[Sampling], device: torch.device, natively: boo
 
 
 def draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], by: Drawing) -> tuple[Tensor, Tensor]:
-    """Draw one token per row; returns them with their log-probabilities, float32. A greedy row draws from a point mass,
-    so its log-probability is 0."""
+    """Draw one token per row; returns them with their log-probabilities, float32, which are 0 in greedy rows."""
     if by.natively and not by.truncated:
         return ops.draw(logits, uniform, by.temperature)
     as_it_is = logits.dtype == torch.float32 or logits.device.type != "cpu"

@@ -5,18 +5,14 @@ so any of them is within 2 - 1/slots of the shortest possible makespan, whatever
 
 With continuous sampling the decode steps are the makespan of the lengths on the slots: `lpt` is good there, `fptas`
 close to the optimum (as far as the predictions are true; `lpt` bears their errors better), and `sjf`, the published
-refill rule, the worst, because its longest sequences start last.
-
-In rounds (`micro` sampling) the decode steps are the sum of the longest length of each round. That sum is least when
-the sequences are cut, longest first, into consecutive rounds: this is `lpt`, and `fptas` is the same. `sjf` cuts from
-the other end: as good when the slots divide the sequences evenly, else the incomplete round is made of the longest.
+refill rule, the worst, because its longest sequences start last. In rounds (`micro` sampling) they are the sum of the
+longest length of each round, which is least for the longest first.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from itertools import chain
 from typing import Annotated, Protocol, runtime_checkable
@@ -25,7 +21,6 @@ import numpy as np
 from pydantic import Field
 
 from grpo_cli.engine.sequence import Sequence
-from grpo_cli.support.ranges import OneOf
 
 
 @runtime_checkable
@@ -37,18 +32,12 @@ class Scheduler(Protocol):
     def needs_lengths(self) -> bool:
         """True if it is useless without predicted lengths, and so refused with `predictor=none`."""
 
-    @property
-    def details(self) -> Mapping[str, float]:
-        """Metrics of the plan that was followed; empty when there are none."""
-
     def start(self, waiting: Seq[Sequence], slots: int, refills: bool) -> None:
-        """Forget the previous `generate` and plan a new one. With `refills` a free slot is taken at once, else all are
-        taken together, in rounds."""
+        """Plan a new `generate`. With `refills` a free slot is taken at once, else all are, in rounds."""
 
     def next(self, running: Seq[Sequence]) -> Sequence:
         """Return the waiting sequence that begins next, beside those that run. It is called for a free slot, at most
-        once for each sequence. Under a tight `sampler.kv_budget` the sequence may start later, but never after one that
-        was returned later and needs as much memory."""
+        once for each sequence. Under a tight `sampler.kv_budget` the sequence may start later."""
 
 
 def planned_steps(waiting: Seq[Sequence]) -> dict[Sequence, int]:
@@ -65,20 +54,15 @@ def planned_steps(waiting: Seq[Sequence]) -> dict[Sequence, int]:
     }
 
 
-def ordered(steps: Mapping[Sequence, int], sign: int) -> list[Sequence]:
-    """Return sequences in the order of their planned steps times `sign`; ties stay as they are."""
-    return sorted(steps, key=lambda sequence: sign * steps[sequence])
-
-
 class Fifo:
     """First come, first served, by the requests' order; the base of all fixed orders."""
 
     needs_lengths = False
-    details: Mapping[str, float] = {}
     sign = 0
 
     def start(self, waiting: Seq[Sequence], slots: int, refills: bool) -> None:
-        self._queue = deque(ordered(planned_steps(waiting), self.sign))
+        steps = planned_steps(waiting)
+        self._queue = deque(sorted(steps, key=lambda sequence: self.sign * steps[sequence]))
 
     def next(self, running: Seq[Sequence]) -> Sequence:
         return self._queue.popleft()
@@ -103,33 +87,24 @@ class Fptas:
 
     Infinite Sampling's "FPTAS" stage; what exactly the paper minimises is not public. Here it is the makespan of the
     predicted lengths (`assign`). A free slot takes the next of the list whose sequence has ended; with an empty list it
-    takes from the others by `refill`. While predictions are true this never makes the plan longer: the sequence starts
-    no later than it would have. In rounds, and without a prediction, there are no lists, and the longest go first.
+    takes the shortest of the others, as published. While predictions are true this never makes the plan longer: the
+    sequence starts no later than it would have. In rounds, and without a prediction, there are no lists, and the
+    longest go first.
     """
 
     needs_lengths = True
 
-    def __init__(
-        self,
-        *,
-        epsilon: Annotated[float, Field(gt=0)],
-        max_states: Annotated[int, Field(ge=1)],
-        refill: Annotated[str, OneOf(("sjf", "lpt"))],
-    ) -> None:
-        self._epsilon, self._max_states, self._refill = epsilon, max_states, refill
-        self.details: Mapping[str, float] = {}
+    def __init__(self, *, epsilon: Annotated[float, Field(gt=0)]) -> None:
+        self._epsilon = epsilon
 
     def start(self, waiting: Seq[Sequence], slots: int, refills: bool) -> None:
-        steps = planned_steps(waiting)
-        self._lists, self.details = list[list[Sequence]](), {}
+        steps, self._lists = planned_steps(waiting), list[list[Sequence]]()
         if refills and any(sequence.predicted is not None for sequence in waiting):
-            jobs, lengths = [*steps], [*steps.values()]
-            lists = assign(lengths, slots, self._epsilon, self._max_states)
-            self._lists = [[jobs[place] for place in places] for places in lists]
-            self.details = {"engine/plan_makespan": float(makespan(lists, lengths))}
+            jobs = [*steps]
+            self._lists = [[jobs[i] for i in places] for places in assign([*steps.values()], slots, self._epsilon)]
         self._latest: list[Sequence | None] = [None] * len(self._lists)  # that each list has sent out
-        sign = 1 if self._lists and self._refill == "sjf" else -1
-        self._waiting = dict.fromkeys(ordered(steps, sign))
+        sign = 1 if self._lists else -1
+        self._waiting = dict.fromkeys(sorted(steps, key=lambda sequence: sign * steps[sequence]))
 
     def next(self, running: Seq[Sequence]) -> Sequence:
         busy = set[Sequence | None](running)
@@ -148,18 +123,12 @@ Lists = list[list[int]]  # the jobs of each slot, by their place in the list of 
 
 # The most slots for which the dynamic programme is tried: its states grow as (jobs / epsilon) ** (slots - 1).
 DYNAMIC_SLOTS = 3
-# A share of the makespan too small to start it for: any predicted length is further off.
-WORTHWHILE = 0.001
+MAX_STATES = 20_000
 
 
 def lower_bound(lengths: Seq[int], slots: int) -> int:
     """No schedule is shorter than its longest job, nor than an equal share of all the work."""
     return max(max(lengths), -(-sum(lengths) // slots))
-
-
-def longest_first(lengths: Seq[int]) -> list[int]:
-    """Return the jobs by falling length, equal ones by their place."""
-    return sorted(range(len(lengths)), key=lambda job: (-lengths[job], job))
 
 
 def makespan(lists: Seq[Seq[int]], lengths: Seq[int]) -> int:
@@ -171,7 +140,7 @@ def lpt(lengths: Seq[int], slots: int) -> Lists:
     """Longest job first, each to the slot with the least load: at most 4/3 - 1/(3 slots) of the optimum (Graham)."""
     lists: Lists = [[] for _ in range(slots)]
     loads = [(0, slot) for slot in range(slots)]
-    for job in longest_first(lengths):
+    for job in sorted(range(len(lengths)), key=lambda job: -lengths[job]):
         load, slot = loads[0]
         lists[slot].append(job)
         heapq.heapreplace(loads, (load + lengths[job], slot))
@@ -188,7 +157,7 @@ def trimmed_programme(lengths: Seq[int], slots: int, epsilon: float, below: int,
 
     Returns None if no list is better than `below`, or if there are more than `max_states` states after a job.
     """
-    order = longest_first(lengths)
+    order = sorted(range(len(lengths)), key=lambda job: -lengths[job])
     # Loads are whole: a smaller cell would merge nothing.
     cell = max(1.0, epsilon * lower_bound(lengths, slots) / len(lengths))
     loads, choices = np.zeros((1, slots), dtype=np.int64), np.zeros((1, 0), dtype=np.int64)
@@ -204,12 +173,12 @@ def trimmed_programme(lengths: Seq[int], slots: int, epsilon: float, below: int,
     return [[job for job, chosen in zip(order, best, strict=True) if chosen == slot] for slot in range(slots)]
 
 
-def assign(lengths: Seq[int], slots: int, epsilon: float, max_states: int) -> Lists:
+def assign(lengths: Seq[int], slots: int, epsilon: float, max_states: int = MAX_STATES) -> Lists:
     """Return LPT's lists, or for up to three slots better ones of the trimmed programme; in each list the longest
     jobs are first. Lengths are at least 1."""
     assert slots >= 1 and lengths and min(lengths) >= 1, "a plan needs a slot and jobs that take time"
     best = lpt(lengths, slots)
     in_hand = makespan(best, lengths)
-    if slots <= DYNAMIC_SLOTS and in_hand / lower_bound(lengths, slots) - 1 > min(epsilon, WORTHWHILE):
+    if slots <= DYNAMIC_SLOTS and in_hand > 1.001 * lower_bound(lengths, slots):  # predictions are further off
         best = trimmed_programme(lengths, slots, epsilon, in_hand, max_states) or best
     return best

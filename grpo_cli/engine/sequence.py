@@ -1,5 +1,4 @@
-"""Sequences, each a request and everything that has happened to it, and the arrays of a decode step over those that
-run."""
+"""Sequences, each a request and all that has happened to it, and the arrays of a decode step over those that run."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.engine.kv_cache import BLOCK, CachedPrompt
+from grpo_cli.engine.kv_cache import BLOCK, CachedPrompt, blocks_for
 from grpo_cli.engine.sampling import Drawing, drawing_of
 from grpo_cli.model.transfer import send
 from grpo_cli.types import ENVIRONMENT, Finish, Request, Rollout, Span
@@ -98,12 +97,8 @@ class Sequence:
         text = decode([*before, *self.tokens[max(0, start) :]])
         return any(string in text for string in self.request.sampling.stop)
 
-    @property
-    def is_full(self) -> bool:
-        return len(self.tokens) >= self.limit
-
     def has_room(self, tokens: int) -> bool:
-        """True if it can make another token after so many more."""
+        """True if it can make another token after so many."""
         return len(self.tokens) + tokens < self.limit
 
     def read(self, answer: Seq[int]) -> None:
@@ -138,8 +133,7 @@ def bucket(rows: int) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """The inputs of a decode step: what its rows read, where they write, and how they sample. A table has any block
-    where a row has none."""
+    """The inputs of a decode step: what its rows read, where they write, and how they sample. Tables are padded."""
 
     tokens: Int[Tensor, "R"]
     positions: Int[Tensor, "R"]
@@ -168,26 +162,23 @@ class RunningBatch:
         self._free, self._fill = list(range(slots))[::-1], fill
         self._device, self._natively = device, natively
         self._drawing: Drawing | None = None  # until sequences change
-        self._tables: list[Tensor] = []  # the rows of both, until one changes
 
     def add(self, sequence: Sequence) -> None:
         self.sequences.append(sequence)
         sequence.slot, prompt = self._free.pop(), [] if sequence.prompt is None else sequence.prompt.blocks
         self._own[sequence.slot, : len(sequence.blocks)] = sequence.blocks
         self._prompts[sequence.slot, : len(prompt)] = prompt
-        self._drawing, self._tables = None, []
+        self._drawing = None
 
     def remove(self, sequence: Sequence) -> None:
         self.sequences.remove(sequence)
         self._free.append(sequence.slot)
-        sequence.slot, self._drawing, self._tables = -1, None, []
+        sequence.slot, self._drawing = -1, None
 
     def grow(self, sequence: Sequence, blocks: Seq[int]) -> None:
         """Give it more blocks."""
-        start = len(sequence.blocks)
         sequence.blocks += blocks
-        self._own[sequence.slot, start : len(sequence.blocks)] = blocks
-        self._tables = []
+        self._own[sequence.slot, : len(sequence.blocks)] = sequence.blocks
 
     def rows(self) -> Rows:
         """Lay out what the decoder reads and samples by for one more token of each sequence."""
@@ -199,16 +190,14 @@ class RunningBatch:
         missing = 0 if self._fill is None else bucket(len(running)) - len(running)
         numbers += [(0, 0, 0, self._fill or 0, 0, len(self._own) - 1)] * missing
         columns = np.array(numbers, dtype=np.int64).T.copy()
-        uniforms, tables = np.array([*[s.uniforms[s.made] for s in running], *[0.0] * missing]), list[np.ndarray]()
-        if not self._tables:
-            own, prompt = self._own.shape[1], self._prompts.shape[1]
-            if self._fill is None:
-                own, prompt = max([len(s.blocks) for s in running]), -(-max([s.seen for s in running]) // BLOCK)
-            tables = [self._own[columns[5], :own], self._prompts[columns[5], :prompt]]
+        uniforms = np.array([*[s.uniforms[s.made] for s in running], *[0.0] * missing])
+        own, prompt = self._own.shape[1], self._prompts.shape[1]
+        if self._fill is None:
+            own, prompt = max([len(s.blocks) for s in running]), blocks_for(max([s.seen for s in running]))
         if self._drawing is None:
             settings = [s.request.sampling for s in running]
             self._drawing = drawing_of([*settings, *settings[:1] * missing], self._device, self._natively)
-        arrived = [*send(self._device, *columns, uniforms, *tables), *self._tables]
+        tables = self._own[columns[5], :own], self._prompts[columns[5], :prompt]
+        arrived = send(self._device, *columns, uniforms, *tables)
         tokens, positions, held, write_to, seen, slots, uniform, own_table, prompt_table = arrived
-        self._tables = arrived[7:]
         return Rows(tokens, positions, held, write_to, seen, slots, uniform, own_table, prompt_table, self._drawing)

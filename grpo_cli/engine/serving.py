@@ -109,7 +109,7 @@ class ServingEngine(SequenceEngine):
             self._stop(serving)
             if predicts and given == len(requests):
                 details |= self._learn(serving.ended)
-            self._stats = serving.tally.stats(self._kv_bytes, details | dict(self._scheduler.details))
+            self._stats = serving.tally.stats(self._kv_bytes, details)
 
     @abstractmethod
     def _start(self, requests: Seq[Request]) -> Mapping[str, float]:

@@ -13,7 +13,7 @@ import torch
 from grpo_cli.engine.common import EngineParts, SequenceEngine, check_context
 from grpo_cli.engine.cuda_graph import CudaGraphs
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.determinism import computes_the_same, without_company
+from grpo_cli.engine.determinism import without_company
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.layers import NATIVE, Compiled
@@ -23,7 +23,7 @@ from grpo_cli.interfaces import EnvironmentAnswers, facts
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.checks import context_of
 from grpo_cli.model.compiling import Compiler
-from grpo_cli.native.library import tried
+from grpo_cli.native.library import library, tried
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.ranges import Count
@@ -33,7 +33,7 @@ from grpo_cli.types import EngineStats, Prompt, Request, Rollout
 
 @facts(is_policy=True, answers_in_place=True)
 class TorchEngine(SequenceEngine):
-    """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend only on its request, if
+    """Rollouts by the trainer's own modules. With float32 in C a rollout's bits depend only on its request, if
     `determinism.py` finds that possible, which `facts` reports.
 
     `decode` turns tokens into text; it is used only for requests with stop strings.
@@ -91,16 +91,14 @@ class TorchEngine(SequenceEngine):
         give_back_freed(all_of_it=False)
 
     def _prepare(self) -> None:
-        """Choose C and the padding for the current model, precision and threads; warn once if bits depend on the
-        batch."""
+        """Choose C and the padding for the model, precision and threads; warn once if bits depend on the batch."""
         if self._native is True and not self._decoder.is_native:
-            native = replace(self._decoder, functions=NATIVE)
             slower = "decode steps run slower, in PyTorch's operations: {}; engine.native=false accepts that"
-            if not self._decoder.can_be_native:
-                self._native = "not for this device, precision or size of heads"
-            else:
-                self._native = tried(lambda: computes_the_same(native), slower, self._parts.warn)
-            self._decoder = native if self._native is True else self._decoder
+            self._native = "not for this device, precision or size of heads"
+            if self._decoder.can_be_native:
+                self._native = tried(lambda: bool(library("decode")), slower, self._parts.warn)
+            if self._native is True:
+                self._decoder = replace(self._decoder, functions=NATIVE)
         decoder = replace(self._decoder, may_pack=self._packed_weights)
         self._decoder, self._is_invariant = without_company(decoder)
         if decoder.promises_bits and not self._is_invariant:
@@ -116,7 +114,6 @@ class TorchEngine(SequenceEngine):
         return {
             "invariant": self._is_invariant,
             "threads": torch.get_num_threads() if self._decoder.device.type == "cpu" else None,
-            "decode_threads": self._threads,
             "padding": asdict(self._decoder.padding) if known else None,
             "packed_weights": self._decoder.packs if known else None,
             "native": self._native if known else None,
@@ -124,18 +121,14 @@ class TorchEngine(SequenceEngine):
 
     def _serve(self, generation: Generation) -> Iterator[Rollout]:
         """Yield rollouts, with predicted lengths if the scheduler needs them. Sets `stats` however it ends."""
-        prefix, plan = self._prefix, generation.plan
-        if plan.lacks_room:
-            self._warn_once(
-                f"sampler.kv_budget cannot hold the first {prefix} tokens of all rollouts beside half of the slots, so "
-                "lengths are not predicted: raise it, or use predictor=mean"
-            )
+        prefix, plan, details = self._prefix, generation.plan, dict[str, float]()
+        if prefix and plan.is_bounded:
+            self._warn_once("predictor=prefix predicts nothing under a sampler.kv_budget: use predictor=mean")
         try:
             if plan.parked_blocks:
                 # Every rollout makes prefix + 1 tokens (the state after `prefix` of them yields one more), then waits
                 # with its keys kept. The cost, those keys and a partly idle last round, is counted.
                 yield from (rollout for _, rollout in generation.serve(Fifo(), pause_at=prefix + 1))
-                generation.details["engine/probe_steps"] = float(generation.stats().decode_steps)
             if not generation.halted:
                 predicting = plan.parked_blocks > 0 or self._predictor.prefix_tokens == 0
                 if predicting:
@@ -145,11 +138,9 @@ class TorchEngine(SequenceEngine):
                     served.append(one)
                     yield one[1]
                 if predicting:
-                    generation.details |= self._learn(served)
-                generation.details |= self._scheduler.details
+                    details |= self._learn(served)
         finally:
-            self._stats = generation.stats()
-            generation.end()
+            self._stats = generation.stats(details)
 
     def _check(self, requests: Seq[Request]) -> None:
         prompts: dict[str, Prompt] = {}

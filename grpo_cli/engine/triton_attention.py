@@ -40,8 +40,8 @@ def _attend(q, keys, values, pages, page, low, high, head, top, total, out, scal
 
 
 @triton.jit
-def _paged(q, k, v, own_keys, own_values, own_pages, own_levels, own_page, held, write_at, prompt_keys, prompt_values,
-           prompt_pages, prompt_levels, prompt_page, prompt_held, out, levels, q_row, k_row, v_row, scale,
+def _paged(q, k, v, keys, values, page, own_pages, own_levels, held, write_at,
+           prompt_pages, prompt_levels, prompt_held, out, levels, q_row, k_row, v_row, scale,
            H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
            SPLITS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """A part of the keys of one row and key head; the first part also writes and reads the new key."""
@@ -58,16 +58,16 @@ def _paged(q, k, v, own_keys, own_values, own_pages, own_levels, own_page, held,
         new_k = tl.load(k + row * k_row + head * D + dims, mask=dims < D, other=0.0)
         new_v = tl.load(v + row * v_row + head * D + dims, mask=dims < D, other=0.0)
         at = (tl.load(write_at + row).to(tl.int64) * H + head) * D + dims
-        tl.store(own_keys + at, new_k, mask=dims < D)
-        tl.store(own_values + at, new_v, mask=dims < D)
+        tl.store(keys + at, new_k, mask=dims < D)
+        tl.store(values + at, new_v, mask=dims < D)
         top = tl.sum(query.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
         total, found = total + 1.0, found + new_v.to(tl.float32)[None, :]
     top, total, found = _attend(
-        query, prompt_keys, prompt_values, prompt_pages + row * prompt_levels, prompt_page,
+        query, keys, values, prompt_pages + row * prompt_levels, page,
         low, tl.minimum(high, before), head, top, total, found, scale, H, D, DP, BLOCK, EXACT,
     )  # fmt: skip
     top, total, found = _attend(
-        query, own_keys, own_values, own_pages + row * own_levels, own_page,
+        query, keys, values, own_pages + row * own_levels, page,
         tl.maximum(low - before, 0), high - before, head, top, total, found, scale, H, D, DP, BLOCK, EXACT,
     )  # fmt: skip
     if SPLITS == 1:
@@ -92,10 +92,8 @@ def _join(parts, levels, out, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.cons
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor,
-    own_keys: Tensor, own_values: Tensor, own_pages: Tensor, own_page: int, held: Tensor, write_at: Tensor,
-    prompt_keys: Tensor, prompt_values: Tensor, prompt_pages: Tensor, prompt_page: int, prompt_held: Tensor,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, page: int,
+    own: Tensor, held: Tensor, write_at: Tensor, prompt: Tensor, seen: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
     """Compute `paged_attention`; a row's keys are split between programs until there are about PROGRAMS."""
     (rows, queries, dim), heads = q.shape, k.shape[1]
@@ -106,8 +104,7 @@ def launch(
     levels = parts.new_empty(rows, queries, splits, dtype=torch.float32)
     group, wide = queries // heads, max(16, triton.next_power_of_2(dim))
     _paged[rows, heads, splits](
-        q, k, v, own_keys, own_values, own_pages, own_pages.shape[1], own_page, held, write_at,
-        prompt_keys, prompt_values, prompt_pages, prompt_pages.shape[1], prompt_page, prompt_held, parts, levels,
+        q, k, v, keys, values, page, own, own.shape[1], held, write_at, prompt, prompt.shape[1], seen, parts, levels,
         q.stride(0), k.stride(0), v.stride(0), scale * 1.4426950408889634,
         H=heads, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, DP=wide, BLOCK=BLOCK, SPLITS=splits,
         EXACT="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,

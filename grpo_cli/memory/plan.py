@@ -10,7 +10,7 @@ import torch
 
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.generation import PREFILL_TOKENS
-from grpo_cli.engine.kv_cache import BLOCK, KvLayout, blocks_for, round_up
+from grpo_cli.engine.kv_cache import BLOCK, KvLayout, blocks_for
 from grpo_cli.engine.samplers import KvPlan, Sampler
 from grpo_cli.engine.sampling import rows_at_once
 from grpo_cli.memory.allocations import ACTIVATIONS, LOGITS
@@ -180,9 +180,8 @@ def _rollouts(model: ShapeModel, step: StepShape, sampler: Sampler, work: Worklo
     prompts = sorted((BLOCK * blocks_for(tokens) for tokens in work.prompts), reverse=True)[:rows]
     begun = kv = cache.blocks * layout.block_bytes
     if model.on_cpu:  # where memory counts once it is written
-        own = rows * token * round_up(min(work.longest, cache.keys), BLOCK) + cache.spare_blocks * layout.block_bytes
-        first = rows * cache.first_blocks * layout.block_bytes
-        begun, kv = (min(kv, token * sum(prompts) + held) for held in (first, own))
+        own = rows * min(blocks_for(work.longest), cache.own_blocks) + cache.spare_blocks
+        begun, kv = (min(kv, token * sum(prompts) + held * layout.block_bytes) for held in (rows, own))
     passed = min(max(PREFILL_TOKENS, max(prompts)), sum(prompts))
     drawn = min(rows, rows_at_once(model.vocabulary)) if model.on_cpu else rows
     # with probabilities and their sums in float32

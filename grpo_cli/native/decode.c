@@ -10,6 +10,7 @@
 
 #define MOST_VECTORS 16 /* of a head: 256 numbers */
 #define CHUNK 256       /* keys whose scores are kept */
+#define PAGE 8          /* keys of a page, an even number: BLOCK of engine/kv_cache.py */
 #define MUCH (1 << 16)  /* numbers that are worth waking other threads for */
 
 /* Lane i of the result is the sum of vector i. Vectors are joined in pairs, each time with half as many lanes of each. */
@@ -28,7 +29,7 @@ INLINE Vec sums(Vec x[LANES]) {
 }
 
 /* What the layers of a step have in common: engine/attention.py lays it out. Of prompts and of a row's own keys: the pages
-   [rows, most] that they lie in, LANES in each, and how many they are; and the page that takes a row's next key. */
+   [rows, most] that they lie in, PAGE in each, and how many they are; and the page that takes a row's next key. */
 typedef struct {
     int64_t rows, heads, group, dim, half;
     const int64_t *page, *pages[2];
@@ -76,7 +77,7 @@ INLINE void multiply(Vec found[4], const char *key, const Queries *queries, int 
     }
 }
 
-/* Add `count` weighted values, `few` vectors of each from vector `begin` on; `weights` of a query are CHUNK apart. In pairs,
+/* Add `count` weighted values of a page, `few` vectors of each from vector `begin` on; `weights` of a query are CHUNK apart. In pairs,
    two vectors hold numbers 0 to 3, 8 to 11, 16 to 19, 24 to 27 and the others, and weights are rounded as values are. */
 INLINE void add_values(
     Vec into[4][MOST_VECTORS], const char *values, int count, const float *weights, int begin, int few, int group, int dim,
@@ -88,7 +89,8 @@ INLINE void add_values(
     if (IN_PAIRS(half, dim)) {
         uint32_t pairs[4][LANES / 2];
         for (int g = 0; g < group; g++) {
-            const __m256i near = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(weights + g * CHUNK));
+            const __m512 some = _mm512_maskz_loadu_ps((1 << PAGE) - 1, weights + g * CHUNK);
+            const __m256i near = (__m256i)_mm512_cvtneps_pbh(some);
             _mm256_storeu_si256((__m256i *)pairs[g], near);
         }
         for (int j = 0; j < count; j += 2) {
@@ -137,23 +139,26 @@ INLINE void attend_some(
             if (!IN_PAIRS(half, dim)) queries.numbers[g][i] = load(query, g * dim + i * LANES, half, dim - i * LANES);
         }
     }
-    const int64_t columns = (of->most[0] + of->most[1]) * LANES, held[2] = {of->held[0][row], of->held[1][row] + 1};
+    /* A query's scores, of which the last tile may reach beyond the last page. */
+    const int64_t columns = (of->most[0] + of->most[1]) * PAGE + LANES, held[2] = {of->held[0][row], of->held[1][row] + 1};
     for (int s = 0; s < 2; s++) {
-        const int64_t *pages = of->pages[s] + row * of->most[s], ahead = s ? of->most[0] * LANES : 0;
+        const int64_t *pages = of->pages[s] + row * of->most[s], ahead = s ? of->most[0] * PAGE : 0;
         for (int64_t first = 0; first < held[s]; first += CHUNK) {
             const int count = held[s] - first < CHUNK ? (int)(held[s] - first) : CHUNK;
-            size_t tiles[CHUNK / LANES];
+            size_t places[CHUNK / PAGE];
             Vec best[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
             for (int from = 0; from < count; from += LANES) {
-                const size_t at = (pages[(first + from) / LANES] * of->heads + head) * LANES * bytes;
-                tiles[from / LANES] = at;
                 const int some = count - from < LANES ? count - from : LANES;
                 Vec parts[4][LANES];
-                for (int j = 0; j < some; j++) {
-                    Vec found[4];
-                    multiply(found, (const char *)keys + at + (size_t)j * bytes, &queries, group, dim, half);
+                for (int page = 0; page < some; page += PAGE) {
+                    const size_t at = (pages[(first + from + page) / PAGE] * of->heads + head) * PAGE * bytes;
+                    places[(from + page) / PAGE] = at;
+                    for (int j = page; j < some && j < page + PAGE; j++) {
+                        Vec found[4];
+                        multiply(found, (const char *)keys + at + (size_t)(j - page) * bytes, &queries, group, dim, half);
 #pragma GCC unroll 4
-                    for (int g = 0; g < group; g++) parts[g][j] = found[g];
+                        for (int g = 0; g < group; g++) parts[g][j] = found[g];
+                    }
                 }
                 for (int j = some; j < LANES; j++) /* there a page may hold anything */
                     for (int g = 0; g < group; g++) parts[g][j] = (Vec){};
@@ -185,10 +190,10 @@ INLINE void attend_some(
                 for (int g = 0; g < group; g++)
 #pragma GCC unroll 16
                     for (int i = 0; i < few; i++) sums_of[g][i] = into[g][begin + i];
-                for (int from = 0; from < count; from += LANES) {
-                    const char *tile = (const char *)values + tiles[from / LANES];
-                    const int some = count - from < LANES ? count - from : LANES;
-                    add_values(sums_of, tile, some, weights[0] + from, begin, few, group, dim, half);
+                for (int from = 0; from < count; from += PAGE) {
+                    const char *page = (const char *)values + places[from / PAGE];
+                    const int some = count - from < PAGE ? count - from : PAGE;
+                    add_values(sums_of, page, some, weights[0] + from, begin, few, group, dim, half);
                 }
 #pragma GCC unroll 4
                 for (int g = 0; g < group; g++)
@@ -207,30 +212,31 @@ INLINE void attend_some(
         for (int i = 0; i < vectors; i++)
             store(out, g * dim + i * LANES, into[g][i] / whole, half, dim - i * LANES);
         for (int s = 0; received && s < 2; s++)
-            for (int64_t j = s ? of->most[0] * LANES : 0, end = j + held[s]; j < end; j += LANES) {
-                Vec score, so_far;
+            for (int64_t j = s ? of->most[0] * PAGE : 0, end = j + held[s]; j < end; j += LANES) {
+                const size_t size = (end - j < LANES ? end - j : LANES) * sizeof *received;
+                Vec score, so_far = {};
                 memcpy(&score, scores + g * columns + j, sizeof score);
-                memcpy(&so_far, received + j, sizeof so_far);
+                memcpy(&so_far, received + j, size);
                 so_far += exponential(score - top[g]) / (whole * of->group);
-                memcpy(received + j, &so_far, sizeof so_far);
+                memcpy(received + j, &so_far, size);
             }
     }
 }
 
 /* Write each row's key and value, and attend to its prompt's keys and then to its own. q, k, v are [rows, heads * group or
-   heads, dim] with rows `..._step` numbers apart; keys and values of the layer are [pages, heads, LANES, dim]; out is [rows,
-   heads * group * dim]. Unless it is null, `received` [rows, heads, all pages * LANES], of zeros, becomes the attention that
+   heads, dim] with rows `..._step` numbers apart; keys and values of the layer are [pages, heads, PAGE, dim]; out is [rows,
+   heads * group * dim]. Unless it is null, `received` [rows, heads, all pages * PAGE], of zeros, becomes the attention that
    each key receives, the mean over the group. */
 void attend(
     const Step *of, float scale, const void *q, int64_t q_step, const void *k, int64_t k_step, const void *v,
     int64_t v_step, void *keys, void *values, void *out, float *received
 ) {
     const int64_t rows = of->rows, heads = of->heads, group = of->group, dim = of->dim, half = of->half;
-    const int64_t *pages = of->pages[1], *held = of->held[1], most = of->most[1], columns = (of->most[0] + most) * LANES;
+    const int64_t *pages = of->pages[1], *held = of->held[1], most = of->most[1], columns = (of->most[0] + most) * PAGE;
     const size_t size = half ? 2 : 4, bytes = dim * size;
     for (int64_t row = 0; row < rows; row++)
         for (int64_t head = 0; head < heads; head++) {
-            size_t at = ((of->page[row] * heads + head) * LANES + held[row] % LANES) * bytes;
+            size_t at = ((of->page[row] * heads + head) * PAGE + held[row] % PAGE) * bytes;
             memcpy((char *)keys + at, (const char *)k + (row * k_step + head * dim) * size, bytes);
             memcpy((char *)values + at, (const char *)v + (row * v_step + head * dim) * size, bytes);
         }
@@ -238,13 +244,13 @@ void attend(
     for (int64_t row = 0; row < rows; row++)
         for (int64_t head = 0; head < heads; head++) {
             if (row + 1 < rows) { /* the first keys and values of the next row */
-                size_t at = (pages[(row + 1) * most] * heads + head) * LANES * bytes;
-                for (size_t i = 0; i < LANES * bytes && i < (size_t)(held[row + 1] + 1) * bytes; i += 64) {
+                size_t at = (pages[(row + 1) * most] * heads + head) * PAGE * bytes;
+                for (size_t i = 0; i < PAGE * bytes && i < (size_t)(held[row + 1] + 1) * bytes; i += 64) {
                     __builtin_prefetch((const char *)keys + at + i);
                     __builtin_prefetch((const char *)values + at + i);
                 }
             }
-            float *scores = received ? malloc(4 * columns * sizeof *scores) : NULL;
+            float *scores = received ? malloc(4 * (columns + LANES) * sizeof *scores) : NULL;
             float *mine = received ? received + (row * heads + head) * columns : NULL;
             for (int64_t g = 0; g < group; g += 4) {
                 const int some = group - g < 4 ? (int)(group - g) : 4;

@@ -108,7 +108,7 @@ def test_rollouts_are_those_of_this_process_whoever_dies_and_whoever_stops_askin
     ("predictor", "figure"),
     [
         (partial(MeanLength, decay=0.5), "predictor/mean_absolute_error"),
-        (partial(made.prefix_head, {"seed": 0}, prefix_tokens=2), "engine/probe_steps"),
+        (partial(made.prefix_head, {"seed": 0}, prefix_tokens=2), "engine/kv_held_bytes"),
     ],
 )
 def test_lengths_are_predicted_where_what_they_are_predicted_from_is(ray_engine, predictor, figure):

@@ -63,7 +63,7 @@ def trial(watched: Watched, model: Any, requests: Sequence[Request], *, fixed: b
     with patch.object(Generation, "_step", marked):
         found = [rollout for _, rollout in generation.serve(Fifo())]
     taken = ([after - before for before, after in pairwise(of)] for of in zip(*marks, strict=True))
-    return Trial(*taken, watched.casts - cast, generation.stats(), [len(rollout) for rollout in found])
+    return Trial(*taken, watched.casts - cast, generation.stats({}), [len(rollout) for rollout in found])
 
 
 def adapted(model: Any) -> Any:

@@ -32,7 +32,7 @@ from grpo_cli.model.packed import allow_packing
 from grpo_cli.native.ops import flat
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import Meter
-from grpo_cli.tasks.turns import at_once
+from grpo_cli.tasks.turns import completed_future
 from grpo_cli.types import EngineStats, Request
 
 SMALL: dict[str, Any] = dict(num_hidden_layers=1, vocab_size=600, hidden_size=64, intermediate_size=96)
@@ -128,7 +128,7 @@ def test_answers_of_an_environment_wait_for_nothing(fixed: bool, monkeypatch: py
             return [5, 6]
 
         def respond(self, prompt: Any, turns: Any) -> Any:
-            return at_once(["it goes on"])
+            return completed_future(["it goes on"])
 
     conversation = Conversation(InTurns(turns=3), lambda rollout: rollout, Spent())
     requests = some_requests(prompts=2, n=2, tokens=30, max_turn_tokens=3)

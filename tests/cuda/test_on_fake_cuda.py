@@ -188,7 +188,7 @@ def test_an_update_mixes_no_devices_and_waits_thrice_whatever_it_is_cut_into(
         assert learner.logprobs(model, batch).shape == (12,) and watched.waits == ["_to_copy"]
         for _ in range(2):
             watched.waits.clear()
-            assert learner.update(batch, 0).moved and watched.waits == ["_to_copy", "_to_copy", "_local_scalar_dense"]
+            assert learner.update(batch, 0).stepped and watched.waits == ["_to_copy", "_to_copy", "_local_scalar_dense"]
 
 
 @pytest.mark.parametrize("trees", [((6, 9, 5), (10,)), ((6, 14, 10),)], ids=["two", "one"])

@@ -29,7 +29,7 @@ from grpo_cli.support.errors import UserError
 
 CONF = config_dir()
 GROUP_FILES = sorted([*CONF.glob("*/[!_]*.yaml"), *EXPERIMENTAL.glob("*/[!_]*.yaml")])
-# Named experiments are composed and checked in test_methods.py, experimental choices in experimental/test_every_choice.py.
+# Named experiments are checked in test_methods.py, experimental choices in experimental/test_every_choice.py.
 CHOICES = [file for file in GROUP_FILES if file.parent.name != "experiment"]
 GROUPS = sorted({file.parent.name for file in CHOICES})
 

@@ -25,8 +25,8 @@ from grpo_cli.engine.sequence import Sequence
 
 @runtime_checkable
 class Scheduler(Protocol):
-    """Orders the waiting sequences. Schedulers change time, never tokens; where generation stops early (`enough`), they
-    decide which rollouts finish in time."""
+    """An order of the waiting sequences. It changes time, never tokens; where generation stops early (`enough`), it
+    decides which rollouts finish in time."""
 
     @property
     def needs_lengths(self) -> bool:
@@ -137,7 +137,8 @@ def makespan(lists: Seq[Seq[int]], lengths: Seq[int]) -> int:
 
 
 def lpt(lengths: Seq[int], slots: int) -> Lists:
-    """Return the jobs of each slot, the longest first, each to the slot with the least load: at most 4/3 - 1/(3 slots) of the optimum (Graham)."""
+    """Return the jobs of each slot, each given to the least loaded, the longest first: at most 4/3 - 1/(3 slots) of
+    the optimum (Graham)."""
     lists: Lists = [[] for _ in range(slots)]
     loads = [(0, slot) for slot in range(slots)]
     for job in sorted(range(len(lengths)), key=lambda job: -lengths[job]):
@@ -148,7 +149,8 @@ def lpt(lengths: Seq[int], slots: int) -> Lists:
 
 
 def trimmed_programme(lengths: Seq[int], slots: int, epsilon: float, below: int, max_states: int) -> Lists | None:
-    """Return the trimmed dynamic programme over slot loads: an FPTAS for a fixed number of slots (Horowitz and Sahni).
+    """Return each slot's jobs by a trimmed dynamic programme over slot loads: an FPTAS for a fixed number of slots
+    (Horowitz and Sahni).
 
     A state is the loads after the first i jobs, in any order. States whose sorted loads fall into the same cells of
     width `epsilon * lower_bound / jobs` are merged, keeping the real loads of one; as each merge moves a load by less

@@ -30,7 +30,7 @@ _FEWER_LOGITS, _RECOMPUTED, _OFFLOADED = {CHUNK: 128}, {RECOMPUTE: "full"}, {REC
 _WAYS: tuple[Values, ...] = tuple(way | few for way in ({}, _RECOMPUTED, _OFFLOADED) for few in ({}, _FEWER_LOGITS))
 SHARE = 0.9  # of free memory: plans are meant to be within a tenth of what a run takes
 # A plan may take this share of the limit, and on a CPU leaves at least so many bytes, by which equal runs differ.
-MARGIN, BESIDE = 0.95, 32 * 2**20
+MARGIN, CPU_RESERVE = 0.95, 32 * 2**20
 FEW_TOKENS = 1024  # a pass of fewer is slower than recomputing in a larger one
 _COSTS = {
     TOKENS: "more and smaller passes",
@@ -98,7 +98,7 @@ def room_of(settings: RunSettings, device: torch.device, workspace: int, warn: C
 
 def within(given: int, device: torch.device) -> int:
     """Return the bytes of `given` that a plan may reach."""
-    return max(0, min(int(MARGIN * given), given - (BESIDE if device.type == "cpu" else 0)))
+    return max(0, min(int(MARGIN * given), given - (CPU_RESERVE if device.type == "cpu" else 0)))
 
 
 def choosable(planner: Planner, typed: Set[str]) -> frozenset[str]:
@@ -135,7 +135,7 @@ def cheapest_fit(planner: Planner, room: int, may: Set[str], name: str) -> Fitte
             break
     else:
         least = planner.plan({**ways[-1], **more, **dict.fromkeys(may & {TOKENS, SLOTS}, 1)})
-        enough = math.ceil(max(least.peak / MARGIN, least.peak + BESIDE) / 2**20)
+        enough = math.ceil(max(least.peak / MARGIN, least.peak + CPU_RESERVE) / 2**20)
         table = "\n".join(breakdown(least, least.fullest))
         raise UserError(
             f"{name}: at most {gib(room)} may be held, and the least that would do with what is typed is "

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo_cli.collect.equal import max_rollouts_at_once
 from grpo_cli.collect.warmup import sft
 from grpo_cli.config.choices import ENGINE_PARTS
 from grpo_cli.config.instantiate import Factories
@@ -42,8 +43,8 @@ from grpo_cli.train import Trainer
 from grpo_cli.types import Record
 
 
-def is_ours(settings: RunSettings | EvalRunSettings) -> bool:
-    """True if rollouts are made by the engine that allocates through PyTorch and whose shapes are known."""
+def uses_torch_engine(settings: RunSettings | EvalRunSettings) -> bool:
+    """Return whether `engine=torch` makes the rollouts: it allocates through PyTorch, and its shapes are known."""
     kind = pkgutil.resolve_name(str(settings.parts["engine"]["_target_"]))
     return isinstance(kind, type) and issubclass(kind, TorchEngine)
 
@@ -61,7 +62,7 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     checkpoint = checkpoint_to_resume(settings, console.warn)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     runtime = set_up(prepared, weights, console.warn)
-    if is_ours(settings):  # compiles C and tries the model's bits before the clock of training starts
+    if uses_torch_engine(settings):  # compiles C and tries the model's bits before the clock of training starts
         with torch.autocast(runtime.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
             list(runtime.engine.generate([]))
     for line in introduction(replace(settings, model=weights), runtime):
@@ -82,7 +83,7 @@ def set_up(
 ) -> Runtime:
     """Load the model and build its task and engine; `engine` is offered to the engine's builder first."""
     settings, device = run.settings, run.device
-    if device.type == "cuda" and is_ours(settings):
+    if device.type == "cuda" and uses_torch_engine(settings):
         expand_segments()
     check_device(weights, device)
     tokenizer = load_tokenizer(weights)
@@ -98,7 +99,9 @@ def set_up(
         warn(doubt)
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     # For workers of engine=ray, which may not have the code of a custom collector.
-    per_step = run.at_once if isinstance(settings, RunSettings) else None
+    per_step = None
+    if isinstance(settings, RunSettings):
+        per_step = max_rollouts_at_once(run.rules.collector, settings.n, settings.train.prompts)
     of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
     more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
     return Runtime(device, model, tokenizer, pad, task, make_engine(settings, run.parts, model, eos, pad, **more), eos)
@@ -198,7 +201,7 @@ def evaluate_model(run: Prepared[EvalRunSettings]) -> EvalResult:
     try:
         runtime, start = set_up(run, settings.model), time.perf_counter()
         with torch.autocast(runtime.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
-            found = search_with(runtime, run.made, settings.eval, settings.sampling, settings.seed)
+            found = search_with(runtime, run.search, settings.eval, settings.sampling, settings.seed)
             greedy = evaluate_with(runtime, settings.eval, settings.sampling, settings.seed, settings.eval.split)
         result = EvalResult({**greedy.metrics, **found.metrics}, greedy.examples + found.examples)
         write_samples(Path(settings.run_dir), result.examples)

@@ -143,7 +143,7 @@ class Curriculum(Protocol):
     """The choice of the next prompts."""
 
     def pick(self, step: int, count: int, without: Set[str]) -> Sequence[Prompt]:
-        """Return `count` different problems for step `step` (from 0), none whose id is in `without`."""
+        """Return `count` different prompts for step `step` (from 0), none whose id is in `without`."""
 
 
 @runtime_checkable
@@ -174,7 +174,7 @@ class StepRollouts(Protocol):
     """The means by which a collector makes one step's groups."""
 
     n: int  # rollouts of a plain group
-    prompts: int  # problems of a plain step
+    prompts: int  # of a plain step
     sampling: Sampling
     step: int
     version: int  # updates that the weights have seen, which a `Span` names
@@ -190,13 +190,13 @@ class StepRollouts(Protocol):
         """All groups so far, in order of their first request, each sorted by sample."""
 
     def pick(self, count: int, without: Set[str] = frozenset()) -> Sequence[Prompt]:
-        """Return `count` problems of the curriculum that are new to this step and whose ids are not in `without`; fewer
+        """Return `count` prompts of the curriculum that are new to this step and whose ids are not in `without`; fewer
         if the task has no more."""
 
     def generate(
         self, requests: Iterable[tuple[Prompt, int] | Group], *, enough: int | None = None, limit: int | None = None
     ) -> Sequence[Group]:
-        """Return the requested groups, with all that the step has of them: so many more rollouts of a problem, or the
+        """Return the requested groups, with all that the step has of them: so many more rollouts of a prompt, or the
         rest of a group's partial ones. They stay partial once `enough` groups are whole, or at `limit` tokens each."""
 
     def score(self, groups: Iterable[Group]) -> list[ScoredGroup]:

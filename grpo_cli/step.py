@@ -1,4 +1,4 @@
-"""One step: rollouts -> scored groups -> batch -> selection and correction -> updates -> what rules learn -> record."""
+"""One step: rollouts -> scored groups -> batch -> correction -> selection -> updates -> what rules learn -> record."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from grpo_cli.types import Batch, Record, ScoredGroup, Verdict
 
 
 class Step:
-    """Runs the steps of training. It owns the learner; the run's counters are passed in."""
+    """The steps of a training run, with their learner. The run's counters are passed in."""
 
     def __init__(self, settings: RunSettings, parts: Parts) -> None:
         self._settings, self._parts, self._runtime, self._span = settings, parts, parts.runtime, parts.meter.span
@@ -38,7 +38,7 @@ class Step:
         self.learner = Learner(
             model, parts.rules.loss, settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn
         )
-        self._problems = len(parts.runtime.task.prompts("train"))
+        self._prompt_count = len(parts.runtime.task.prompts("train"))
         for rule in vars(parts.rules).values():
             if isinstance(rule, SetUp):
                 rule.setup(parts.runtime)
@@ -49,26 +49,26 @@ class Step:
         self._old_policy_first = correction.needs_old_logprobs or several or self.learner.has_dropout
 
     def run(self, step: int, progress: Progress) -> Record:
-        """Run step number `step`, from 0; add what was done to `progress`."""
+        """Run step `step`, from 0, and add what was done to `progress`. The record has the number of finished steps."""
         if self._parts.warmup is not None and step < self._parts.warmup.steps:
             return self._sft_step(self._parts.warmup, step, progress)
         start = time.perf_counter()
         with self._span("step"):
             self.learner.park()
-            rollouts = self._rollouts(step, progress)
-            groups = rollouts.run(self._parts.rules.collector)
-            trained = self._learn(groups, rollouts.version, step, progress)
-            finished = rollouts.finished_groups
+            collection = self._new_collection(step, progress)
+            groups = collection.run(self._parts.rules.collector)
+            trained = self._learn(groups, collection.version, step, progress)
+            finished = collection.finished_groups
             observed = rule_state.observe(self._parts, step, groups, finished)
         progress.train_seconds += time.perf_counter() - start
-        stats, record = rollouts.stats, self._settings.record
-        metrics = step_metrics(progress, finished, stats, trained) | rollouts.metrics() | observed
+        stats, record = collection.stats, self._settings.record
+        metrics = step_metrics(progress, finished, stats, trained) | collection.metrics() | observed
         metrics["prompts/distinct"] = float(len(self._runtime.history))
         metrics["memory/peak_bytes"] = float(peak_bytes(self._runtime.device))
         if stats.generated_tokens:
-            metrics["speed/tokens_per_second"] = stats.generated_tokens / rollouts.rollout_seconds
+            metrics["speed/tokens_per_second"] = stats.generated_tokens / collection.rollout_seconds
         rows = examples(self._runtime.task, finished, trained.selected, record.rollouts, record.tokens)
-        return Record(step, metrics, rows)
+        return Record(step + 1, metrics, rows)
 
     def _sft_step(self, warmup: Warmup, step: int, progress: Progress) -> Record:
         start = time.perf_counter()
@@ -76,9 +76,9 @@ class Step:
             batch = collate(warmup.groups(step), self.learner.updates)
             updates = self._update(batch, step, progress, warmup)
         progress.train_seconds += time.perf_counter() - start
-        return Record(step, warmup_metrics(progress, updates, batch))
+        return Record(step + 1, warmup_metrics(progress, updates, batch))
 
-    def _rollouts(self, step: int, progress: Progress) -> StepCollection:
+    def _new_collection(self, step: int, progress: Progress) -> StepCollection:
         settings, runtime, most = self._settings, self._runtime, self._settings.train.max_generated
         return StepCollection(
             n=settings.n,
@@ -91,7 +91,7 @@ class Step:
             task=runtime.task,
             history=runtime.history,
             version=self.learner.updates,
-            problems=self._problems,
+            prompt_count=self._prompt_count,
             tokens_left=math.inf if most is None else most - progress.generated_tokens,
             truncated=settings.train.truncated,
             span=self._span,
@@ -99,19 +99,20 @@ class Step:
         )
 
     def _learn(self, groups: Sequence[ScoredGroup], version: int, step: int, progress: Progress) -> TrainedStep:
-        """Select what is trained on, correct its mismatch with the sampler, and update with it.
+        """Correct the mismatch with the sampler, select what is trained on, and update with it.
 
-        A correction that can reject runs on all rollouts, before any are chosen. Another one runs on the chosen rows:
-        before the updates if old log-probabilities are needed by then, else after them, with those of the first update.
+        A correction that can reject runs on all rollouts, before any are chosen. Other corrections run on the chosen
+        rows: before the updates if these need old log-probabilities, else after them, with the log-probabilities of the
+        first update's forward pass.
         """
         everything, verdict = collate(groups, version), None
         reasons = cut_off(groups, self._settings.train.truncated)
         if any(reasons):
-            everything = without_rows(everything, [bool(why) for why in reasons])
+            everything = without_rows(everything, [bool(reason) for reason in reasons])
         if self._parts.rules.correction.rejects:
             with self._span("logprobs"):
                 everything, verdict = self._corrected(everything)
-            reasons = [cut or why for cut, why in zip(reasons, verdict.reasons, strict=True)]
+            reasons = [cut or rejected for cut, rejected in zip(reasons, verdict.reasons, strict=True)]
         selected = self._select(groups, reasons, step)
         if not any(selection.indices for selection in selected):
             self._warn_of_rejection(step, selected)
@@ -119,11 +120,10 @@ class Step:
             return TrainedStep((), selected, 0, verdict.metrics if verdict else {})
         batch, rejections = self._batch_of(selected, everything), list[str]()
         with self._span("logprobs"):
-            if self._parts.reference is not None:
+            if (reference := self._parts.reference) is not None:
                 with self._span("ref_logprobs"):
-                    adapters = self._parts.reference is not self._parts.runtime.model
-                    ref = self.learner.logprobs(self._parts.reference, batch, adapters)
-                    batch = replace(batch, ref_logprobs=ref)
+                    with_adapters = reference is not self._runtime.model
+                    batch = replace(batch, ref_logprobs=self.learner.logprobs(reference, batch, with_adapters))
             if verdict is None and (self._old_policy_first or self.old_policy.differs):
                 batch, verdict = self._corrected(batch)
                 rejections += verdict.reasons
@@ -133,8 +133,8 @@ class Step:
             self._warn_of_rejection(step, selected)
         with self._span("update"):
             updates = self._update(batch, step, progress)
-        progress.empty_steps += not any(update.moved or update.fault for update in updates)
-        if verdict is None and updates:  # the learner's own pass was made before the policy moved
+        progress.empty_steps += not any(update.stepped or update.fault for update in updates)
+        if verdict is None and updates:  # the first update's forward pass was made before the policy changed
             verdict = verdict_on(self._parts.rules.correction, batch, updates[0].logprobs)
         mismatch = verdict.metrics if verdict else {}
         return TrainedStep(updates, selected, tokens, {**mismatch, **reuse, **self._end_old_policy(updates, mismatch)})
@@ -142,19 +142,19 @@ class Step:
     def _corrected(self, batch: Batch) -> tuple[Batch, Verdict]:
         """Return the batch with the old policy's log-probabilities and the correction applied, and its verdict."""
         with self._span("old_logprobs"):
-            policy = self.old_policy.logprobs(batch)
-        verdict = verdict_on(self._parts.rules.correction, batch, policy)
-        return corrected(replace(batch, old_logprobs=policy), verdict), verdict
+            old_logprobs = self.old_policy.logprobs(batch)
+        verdict = verdict_on(self._parts.rules.correction, batch, old_logprobs)
+        return corrected(replace(batch, old_logprobs=old_logprobs), verdict), verdict
 
     def _select(self, groups: Sequence[ScoredGroup], reasons: Sequence[str], step: int) -> list[Selection]:
         """Choose rollouts of each group, of which `reasons` leave some out, and compute their advantages."""
         rules, settings, left, selected = self._parts.rules, self._settings, iter(reasons), list[Selection]()
         for group in groups:
             rng = np.random.default_rng(seed_of(settings.seed, step, group.prompt.id, "downsample"))
-            why, counted = [next(left) for _ in group.rollouts], rules.correction.count_rejected
+            group_reasons, count_rejected = [next(left) for _ in group.rollouts], rules.correction.count_rejected
             # m = n trains on all, also of a group that is larger than n
             keep = settings.m if settings.m < settings.n else len(group.rollouts)
-            selected.append(select(group, why, keep, rules.downsample, rules.advantage, rng, counted))
+            selected.append(select(group, group_reasons, keep, rules.downsample, rules.advantage, rng, count_rejected))
         return selected
 
     def _batch_of(self, selected: Sequence[Selection], everything: Batch) -> Batch:
@@ -165,34 +165,34 @@ class Step:
         return batch
 
     def _update(self, batch: Batch, step: int, progress: Progress, warmup: Warmup | None = None) -> tuple[Update, ...]:
-        """Update with every epoch's minibatches in turn. A faulty one changes nothing and is counted; one without
-        gradient changes nothing; one without a token left to train on, and so without divisors, is skipped."""
-        settings, begun, updates = self._settings, self.learner.updates, list[Update]()
-        own = (warmup.loss, warmup.rate) if warmup else ()
+        """Make each epoch's updates. Count a faulty update and leave the weights alone; skip a minibatch without
+        trained tokens, which has no divisors."""
+        settings, before, updates = self._settings, self.learner.updates, list[Update]()
+        loss_and_rate = (warmup.loss, warmup.rate) if warmup else ()
         for epoch in range(settings.train.epochs):
             rng = np.random.default_rng(seed_of(settings.seed, step, epoch, "minibatches"))
-            for part in minibatches(batch, settings.train.minibatches, rng):
-                if not part.loss_mask.any():
+            for minibatch in minibatches(batch, settings.train.minibatches, rng):
+                if not minibatch.loss_mask.any():
                     continue
-                if self.learner.updates == begun and not self.old_policy.differs:
+                if self.learner.updates == before and not self.old_policy.differs:
                     # Until the first optimizer step the learner is the old policy: another pass would differ by
-                    # rounding and dropout, which the loss would take for a policy that has moved, and clip.
-                    part = replace(part, old_logprobs=None)
-                update = self.learner.update(part, step, *own)
+                    # rounding and dropout, which the loss would take for a policy that has changed, and clip.
+                    minibatch = replace(minibatch, old_logprobs=None)
+                update = self.learner.update(minibatch, step, *loss_and_rate)
                 updates.append(update)
-                if update.moved:
+                if update.stepped:
                     self.old_policy.after_update()
                 if update.fault is None:
                     progress.bad_in_a_row = 0
                 else:
-                    self._skip(part, update.fault, step, progress)
-        if self.learner.updates > begun:
+                    self._skip(minibatch, update.fault, step, progress)
+        if self.learner.updates > before:
             self._runtime.engine.update_weights()
         return tuple(updates)
 
     def _end_old_policy(self, updates: Sequence[Update], mismatch: Mapping[str, float]) -> Mapping[str, float]:
-        """Pass the old policy the share of tokens that were neither masked nor clipped, if weights moved."""
-        clipped = [update.metrics.get("loss/clip_fraction", 0.0) for update in updates if update.moved]
+        """Pass the old policy the share of tokens that were neither masked nor clipped, if weights changed."""
+        clipped = [update.metrics.get("loss/clip_fraction", 0.0) for update in updates if update.stepped]
         left = 1.0 - mismatch.get("mismatch/masked_tokens", 0.0)
         return self.old_policy.end_step(left * (1.0 - sum(clipped) / len(clipped))) if clipped else {}
 
@@ -212,7 +212,7 @@ class Step:
             )
 
     def _warn_of_rejection(self, step: int, selected: Sequence[Selection]) -> None:
-        if all(why == CUT_OFF for selection in selected for why in selection.reasons):
+        if all(reason == CUT_OFF for selection in selected for reason in selection.reasons):
             why = "was cut off (train.truncated=leave_out): raise sampling.max_new_tokens or use train.truncated=train"
         else:
             why = "was rejected or cut off: see mismatch/log_ratio_q001; widen correction's bounds or sparsity.budget"

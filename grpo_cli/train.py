@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from grpo_cli.types import Record
 
 
 class Trainer:
-    """Runs a training from its first (or resumed) step to its last, and writes its records however it ends."""
+    """A training run from its first (or resumed) step to its last, whose records are written however it ends."""
 
     def __init__(self, settings: RunSettings, parts: Parts, checkpoint: Path | None = None) -> None:
         self._settings = settings
@@ -49,18 +49,18 @@ class Trainer:
             self._restore(checkpoint)
 
     def fit(self, stop: Stop | None = None) -> dict[str, Any]:
-        """Train to the last step, or until a signal asks to stop; returns what `summary.json` says.
+        """Train to the last step, or until a signal stops the run; return the content of `summary.json`.
 
-        `stop`: given by a caller that already handles signals; otherwise they are handled while this runs.
+        `stop` comes from a caller that already handles signals; otherwise they are handled while this runs.
         """
         status, fault = "failed", None
         self._stop = self._stop if stop is None else stop
         # A run that is killed from here on must not keep the summary of an earlier one.
         (self._run_dir / layout.SUMMARY).unlink(missing_ok=True)
         with self._stop if stop is None else nullcontext():
-            self._clear_leftovers()
+            clear_leftovers(self._run_dir)
             try:
-                with ends_children():
+                with ends_children():  # a forked child would save, and close the trackers
                     self._loop()
                 status = "completed" if self._is_done() else "interrupted"
             except KeyboardInterrupt:
@@ -70,7 +70,7 @@ class Trainer:
                 fault = f"{type(error).__name__}: {error}"
                 raise
             finally:
-                self._clear_leftovers()
+                clear_leftovers(self._run_dir)
                 summary = self._summary(status, fault)
                 try:
                     self._write_summary(summary)
@@ -91,22 +91,21 @@ class Trainer:
     def _loop(self) -> None:
         settings, progress = self._settings, self._progress
         if not self._resumed:
-            if self._stop:
+            if self._stop.requested:
                 return self._parts.say("stopped before the first step: there is nothing to save")
             self._log(Record(0, self._evaluate()))
             self._save()
-        while not self._is_done() and not self._stop:
-            with ends_children():
+        while not self._is_done() and not self._stop.requested:
+            with ends_children():  # a forked child would make the next step
                 record = self._step.run(progress.step, progress)
-            progress.step += 1
+            progress.step = record.step
             progress.updates = self._learner.updates
-            record = replace(record, step=progress.step)
             last = self._is_done()
             if settings.eval.every and (last or progress.step % settings.eval.every == 0):
                 record = replace(record, metrics={**record.metrics, **self._evaluate()})
             # The record before the checkpoint: resuming deletes later rows, and could not write one that is missing.
             self._log(record)
-            if last or self._stop or progress.step % settings.train.checkpoint_every == 0:
+            if last or self._stop.requested or progress.step % settings.train.checkpoint_every == 0:
                 self._save()
         self._saver.join()
         if not self._saved():  # the signal came after the last check
@@ -147,34 +146,30 @@ class Trainer:
         parts, step, keep = self._parts, self._progress.step, self._settings.train.keep_checkpoints
         root = self._run_dir / layout.CHECKPOINTS
         with parts.meter.span("checkpoint"):
-            state: dict[str, Any] = {
+            unchanging: dict[str, Any] = {
                 "progress": dict(vars(self._progress)),
                 "engine": dict(parts.runtime.engine.state_dict()),
                 "rng": rng_state(),
                 "rules": rule_state.state_of(parts),
                 "records": [dict(files.state_dict()) for files in self._files],
+                "schedule": schedule_of(self._settings.optim, self._settings.train),
             }
-            changing: dict[str, Any] = {"optimizer": self._learner.state_dict()}
-            changing["schedule"] = schedule_of(self._settings.optim, self._settings.train)
+            overwritten: dict[str, Any] = {"optimizer": self._learner.state_dict()}  # in place, by the next update
             if (old_policy := self._step.old_policy.state_dict()) is not None:
-                changing["old_policy"] = old_policy
+                overwritten["old_policy"] = old_policy
 
             def write(copied: Mapping[str, Any]) -> None:
                 save_model = partial(parts.save_model, state_dict=copied["weights"])
-                save_checkpoint(root, step, save_model, {**state, **copied["state"]}, keep)
+                save_checkpoint(root, step, save_model, {**unchanging, **copied["state"]}, keep)
 
             model = parts.runtime.model
             frozen = (weight for weight in model.parameters() if not weight.requires_grad)
             weights = model.state_dict() if self._saver.lazy else None
-            self._saver.save({"state": changing, "weights": weights}, write, frozen)
+            self._saver.save({"state": overwritten, "weights": weights}, write, frozen)
 
     def _saved(self) -> bool:
         saved = self._run_dir / layout.CHECKPOINTS / layout.step_folder(self._progress.step)
         return (saved / layout.COMPLETE).exists()
-
-    def _clear_leftovers(self) -> None:
-        with suppress(OSError):  # they are never mistaken for complete files
-            clear_leftovers(self._run_dir)
 
     def _restore(self, checkpoint: Path) -> None:
         """Restore everything but the weights, which are loaded with the model."""
@@ -183,14 +178,15 @@ class Trainer:
             self._progress = Progress(**state["progress"])
             if self._progress.step != layout.step_of(checkpoint.name):
                 raise ValueError(f"it is of step {self._progress.step}")
-            self._learner.updates = self._progress.updates
+            engine, rules, records, rng = (state[name] for name in ("engine", "rules", "records", "rng"))
             self._learner.load_state_dict(state["optimizer"])
-            self._parts.runtime.engine.load_state_dict(state["engine"])
-            rule_state.restore(self._parts, state["rules"])
-            self._step.old_policy.load_state_dict(state.get("old_policy"))
-            set_rng_state(state["rng"])
-            for files, recorded in zip(self._files, state["records"], strict=False):
-                files.load_state_dict(recorded)
+        self._learner.updates = self._progress.updates
+        self._parts.runtime.engine.load_state_dict(engine)
+        rule_state.restore(self._parts, rules)
+        self._step.old_policy.load_state_dict(state.get("old_policy"))
+        set_rng_state(rng)
+        for files, recorded in zip(self._files, records, strict=True):
+            files.load_state_dict(recorded)
         if "schedule" in state and self._progress.step < self._settings.train.steps:
             optim, train = self._settings.optim, self._settings.train
             if jump := rate_jump(state["schedule"], optim, train, self._progress.step):

@@ -2,7 +2,7 @@
 
 Each is frozen, and its type says which stage it has reached:
 prompt -> request -> rollout (-> request, for the rest of a partial one) -> group -> scored group ->
-selection (`select.py`), batch -> update (`learner/learner.py`) -> record.
+batch -> verdict -> selection (`select.py`) -> update (`learner/learner.py`) -> record.
 """
 
 from __future__ import annotations

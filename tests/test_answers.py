@@ -16,7 +16,7 @@ from tiny_hf import make_tokenizer
 from words import rollout_of, task_of
 
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.answers import MAX_ANSWER, MAX_DIGITS, final_answer, final_number, gold_number
+from grpo_cli.tasks.answers import MAX_ANSWER, MAX_DIGITS, final_answer, final_number, reference_number
 from grpo_cli.tasks.judges import Completion
 from grpo_cli.tasks.math_judge import MathJudge, compare_written
 from grpo_cli.tasks.problems import Problem
@@ -93,7 +93,7 @@ def test_what_is_no_plain_number_is_no_answer(text: str) -> None:
     ],
 )
 def test_a_gold_answer_is_never_guessed_among_several_numbers(text: str, value: str | None) -> None:
-    assert gold_number(text) == (Fraction(value) if value else None)
+    assert reference_number(text) == (Fraction(value) if value else None)
 
 
 LINES = Path(__file__).with_name("judge_pairs.txt").read_text("utf-8").splitlines()
@@ -107,11 +107,11 @@ NUMBERS = PAIRS[: [line.startswith("#") for line in LINES].index(True, 2) - 2]
 def test_published_formats_of_numbers_are_told_apart_and_recognised(form: str, marked: bool) -> None:
     """An answer that is not marked and no number is passed over for the last number of the text."""
     assert len(NUMBERS) >= 100
-    for gold, answer, expected in NUMBERS:
+    for reference, answer, expected in NUMBERS:
         if marked or answer not in ("18x", "x + 1 = 18"):
             found = final_number(form.format(answer))
-            same = found == (gold_number(gold), marked)
-            assert ("equal" if same else "different") == expected, (gold, answer, found)
+            same = found == (reference_number(reference), marked)
+            assert ("equal" if same else "different") == expected, (reference, answer, found)
 
 
 EXPRESSIONS = [
@@ -176,12 +176,12 @@ def judge() -> Iterator[MathJudge]:
 
 def judged(judge: MathJudge, *pairs: tuple[str, str]) -> list[dict[str, float]]:
     problem = Problem(1, "line 1", "q", "")
-    return judge([Completion("it", [rf"\boxed{{{answer}}}"], gold, True, 1, problem) for gold, answer in pairs])
+    return judge([Completion("it", [rf"\boxed{{{answer}}}"], right, True, 1, problem) for right, answer in pairs])
 
 
 def test_published_formats_of_answers_are_told_apart_and_recognised(judge: MathJudge) -> None:
-    assert len({(gold, answer) for gold, answer, _ in PAIRS}) == len(PAIRS) >= 300
-    parts = judged(judge, *((gold, answer) for gold, answer, _ in PAIRS))
+    assert len({(reference, answer) for reference, answer, _ in PAIRS}) == len(PAIRS) >= 300
+    parts = judged(judge, *((reference, answer) for reference, answer, _ in PAIRS))
     found = [(*pair, "equal" if it["correct"] else "different") for pair, it in zip(PAIRS, parts, strict=True)]
     assert [it for it in found if it[2:] == ("different", "equal")] == []
     missed = [it for it in found if it[2:] == ("equal", "different")]
@@ -244,10 +244,10 @@ def test_hostile_texts_take_time_in_proportion_to_their_length() -> None:
     # limit only ends the hang.
     code = (
         "import json, sys\n"
-        "from grpo_cli.tasks.answers import final_answer, final_number, gold_number\n"
+        "from grpo_cli.tasks.answers import final_answer, final_number, reference_number\n"
         "for piece in json.load(sys.stdin):\n"
         "    text = piece * (100_000 // len(piece))\n"
-        "    final_answer(text), final_number('1' + text + 'a'), gold_number('answer is ' + text)\n"
+        "    final_answer(text), final_number('1' + text + 'a'), reference_number('answer is ' + text)\n"
     )
     texts, root = json.dumps(ADVERSARIAL), Path(__file__).parents[1]
     subprocess.run([sys.executable, "-c", code], input=texts, text=True, check=True, timeout=300, cwd=root)

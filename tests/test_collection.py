@@ -33,7 +33,7 @@ PROBLEMS = [Prompt(f"q{i}", (i, 1), "") for i in range(10)]
 
 
 def step_of(script: Scripted, *, prompts: int = 2, step: int = 4, **words: Any) -> StepCollection:
-    words = {"seed": 7, "sampling": Sampling.plain(8), "problems": len(PROBLEMS)} | words
+    words = {"seed": 7, "sampling": Sampling.plain(8), "prompt_count": len(PROBLEMS)} | words
     return collection_of(script, Epochs(PROBLEMS, prompts, 7), n=3, prompts=prompts, step=step, **words)
 
 
@@ -90,13 +90,13 @@ WRONG: Mapping[str, Any] = {
     r"returned \[\]: return a list": lambda step: [],
     "returned <generator": lambda step: (one for one in equal(step)),
     "returned 'q' unscored": lambda step: ["q"],
-    "returned problem '.*-0' unscored: return what step.score": lambda step: step.generate([(step.pick(1)[0], 2)]),
-    "returned problem '.*-0' twice": lambda step: equal(step)[:1] * 2,
-    "returned problem '.*-0' unscored:": lambda step: [replace(equal(step)[0], rewards=(Reward(1.0),))],
+    "returned prompt '.*-0' unscored: return what step.score": lambda step: step.generate([(step.pick(1)[0], 2)]),
+    "returned prompt '.*-0' twice": lambda step: equal(step)[:1] * 2,
+    "returned prompt '.*-0' unscored:": lambda step: [replace(equal(step)[0], rewards=(Reward(1.0),))],
     r"requests \('p', 2\): give step": lambda step: step.generate([("p", 2)]),
-    "or .problem, number.": lambda step: step.generate([(step.pick(1)[0], -2)]),
-    "two problems with the id '.*-0'": changed,
-    f"requests {10**15} problems": lambda step: step.pick(10**15),
+    "or .prompt, number.": lambda step: step.generate([(step.pick(1)[0], -2)]),
+    "two prompts with the id '.*-0'": changed,
+    f"requests {10**15} prompts": lambda step: step.pick(10**15),
     "has no end: it made 40 calls in one step": endless,
     r"raised ZeroDivisionError: .*test_collection.py, line \d+": lambda step: step.n // 0,
 }

@@ -21,7 +21,7 @@ from grpo_cli.cli.hydra_run import with_line_breaks
 from grpo_cli.config.choices import EXPERIMENTAL, choices, config_dir, groups_of, parts_of, shipped
 from grpo_cli.config.compose import read_settings
 from grpo_cli.config.instantiate import RECIPE, without_inherited
-from grpo_cli.config.prepare import check
+from grpo_cli.config.prepare import build_and_check
 from grpo_cli.config.recorded import over
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import EvalRunSettings, RunSettings
@@ -40,19 +40,19 @@ def settings(*overrides: str) -> RunSettings:
 
 def refusal(*overrides: str) -> str:
     with pytest.raises(UserError) as refused:
-        check(settings(*overrides))
+        build_and_check(settings(*overrides))
     return str(refused.value)
 
 
 def test_the_defaults_are_accepted_and_typed():
     run = settings()
-    check(run)
+    build_and_check(run)
     assert (run.n, run.m, run.seed, run.resume) == (16, 16, 0, None)
     assert run.optim.betas == (0.9, 0.99) and isinstance(settings("optim.lr=1").optim.lr, float)
     assert run.sampling.max_new_tokens == 128
     assert set(run.parts) == set(parts_of("train"))
     evaluation = read_settings(compose("sampling.top_p=0.9", "eval.problems=-1", command="eval"), EvalRunSettings)
-    check(evaluation)  # which may truncate, and takes all problems
+    build_and_check(evaluation)  # which may truncate, and takes all problems
     assert set(evaluation.parts) == set(parts_of("eval"))
 
 
@@ -63,11 +63,11 @@ def test_every_choice_can_be_composed(group: str) -> None:
         if (EXPERIMENTAL / group / f"{choice}.yaml").is_file():
             continue
         if group not in groups_of("train"):
-            check(read_settings(compose(f"{group}={choice}", command="eval"), EvalRunSettings))
+            build_and_check(read_settings(compose(f"{group}={choice}", command="eval"), EvalRunSettings))
             continue
         required = [f"{group}.{key}={trace}" for key, value in shipped(group, choice).items() if value == "???"]
         besides = ["predictor=mean"] * (group == "scheduler") + ["m=8"] * (group == "downsample" and choice != "all")
-        check(settings(f"{group}={choice}", *besides, *required))
+        build_and_check(settings(f"{group}={choice}", *besides, *required))
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -175,7 +175,7 @@ def test_settings_that_cannot_work_are_refused_by_their_key(words: str, key: str
 )
 def test_all_errors_are_listed_at_once_and_none_twice(words: str, keys: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as refused:
-        check(settings(*words.split()))
+        build_and_check(settings(*words.split()))
     assert len(refused.value.problems) == len(keys), refused.value
     assert all(any(key in line for line in refused.value.problems) for key in keys)
 

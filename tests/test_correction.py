@@ -242,7 +242,7 @@ def test_without_optim_ess_it_is_measured_where_anything_is_old_and_changes_noth
     assert old["optim/lr"] == new["optim/lr"] == 0.25 and 0 < old["off/ess"] < 1 and "off/ess" not in new
     broken = replace(batch, sampler_logprobs=batch.sampler_logprobs.index_fill(0, torch.tensor([9]), math.nan))
     update = make_learner(small_model(), ess="sqrt").update(broken, 0)
-    assert update.fault == "off/ess is nan" and not update.moved
+    assert update.fault == "off/ess is nan" and not update.stepped
 
 
 # The old policy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -26,7 +27,9 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (place := tmp_path / "jupyter" / "kernels" / "here").mkdir(parents=True)
     (place / "kernel.json").write_text(json.dumps({**spec, "language": "python"}))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    assert not any(cell.outputs for cell in notebook.cells if cell.cell_type == "code"), "it is kept without"
+    kept = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert ["image/png" in output.get("data", {}) for output in kept].count(True) == 2
+    assert not [output for output in kept if re.search("[ ~]/", output.get("text", ""))], "no place of a machine"
     here = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="here", resources=here).execute()
     outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]

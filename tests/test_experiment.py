@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from grpo_cli.config.choices import choices, parts_of, shipped
 from grpo_cli.config.instantiate import _takes, make
-from grpo_cli.config.prepare import check, pick_device
+from grpo_cli.config.prepare import build_and_check, pick_device
 from grpo_cli.config.read import read
 from grpo_cli.support.errors import UserError
 
@@ -98,7 +98,7 @@ def test_a_rule_that_cannot_work_is_refused_before_a_run_or_a_sweep_begins(user_
 
 
 def checked(m: int = 16, **changed: dict[str, Any]) -> None:
-    check(replace(made.settings(), m=m, parts={**made.settings().parts, **changed}))
+    build_and_check(replace(made.settings(), m=m, parts={**made.settings().parts, **changed}))
 
 
 def test_a_part_that_lacks_members_is_refused_and_a_loss_that_says_so_gets_its_reference(user_module):

@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from grpo_cli.config.compose import settings_of
-from grpo_cli.config.prepare import check
+from grpo_cli.config.prepare import build_and_check
 from grpo_cli.engine.transformers_engine import GenerateEngine
 from grpo_cli.experiment import build
 from grpo_cli.learner.learner import Learner
@@ -161,7 +161,7 @@ def test_a_model_that_is_not_served_rightly_is_refused(
 def test_what_it_cannot_do_is_refused_before_a_model_is_read() -> None:
     words = ["sampler=infinite", "sparsity=snapkv", "correction=sparse_rl", "scheduler=lpt"]
     with pytest.raises(UserError) as refused:
-        check(settings_of("engine=generate", "logger=jsonl", "run_dir=x", *words))
+        build_and_check(settings_of("engine=generate", "logger=jsonl", "run_dir=x", *words))
     assert all(word in str(refused.value) for word in ("sampler=infinite", "sparsity=snapkv", "predictor=mean"))
 
 

@@ -84,12 +84,12 @@ def test_a_gradient_of_zero_is_no_update_and_one_whose_norm_is_too_small_for_a_n
     model, factors = small_model(), [1.0, factor]
     loss = lambda logprobs, *_: LossOutput(factors[0] * logprobs.sum(), {})  # noqa: E731
     learner = make_learner(model, loss, weight_decay=0.5, eps=1e-38)
-    assert learner.update(make_batch(), 0).moved
+    assert learner.update(make_batch(), 0).stepped
     before, state = [weight.detach().clone() for weight in model.parameters()], copy.deepcopy(learner.state_dict())
     factors.pop(0)
     update = learner.update(make_batch(), 1)
     moved = factor > 0
-    assert (update.moved, update.fault, update.metrics["optim/grad_norm"]) == (moved, None, 0.0)
+    assert (update.stepped, update.fault, update.metrics["optim/grad_norm"]) == (moved, None, 0.0)
     assert learner.updates == 1 + moved and same_state(learner.state_dict(), state) != moved
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)) != moved
 

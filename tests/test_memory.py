@@ -54,7 +54,7 @@ def shapes(device: torch.device, *words: str) -> ShapeModel:
 def step(slots: int | None = None, **words: Any) -> StepShape:
     sampler = full() if slots is None else infinite(slots=slots)
     given = {"m": WORK.n, "sampler": sampler, "sparsity": Dense(), "evaluation": None, "tokens": 64, "chunk": 4}
-    return StepShape(WORK, **{**given, "share": True, **words})
+    return StepShape(WORK, **{**given, "shares_prompts": True, **words})
 
 
 def planned(device: torch.device = GPU, *words: str, **of: Any) -> Any:
@@ -85,7 +85,10 @@ def test_what_shapes_alone_decide_has_the_bytes_that_one_counts_by_hand():
 
 def test_a_step_counts_a_shared_prompt_once_and_cuts_passes_at_a_row_or_more():
     one = step(tokens=30)
-    assert one.tokens_of_update == 5 + 7 + 4 * 17 and replace(one, share=False).tokens_of_update == 2 * 12 + 4 * 17
+    assert (
+        one.tokens_of_update == 5 + 7 + 4 * 17
+        and replace(one, shares_prompts=False).tokens_of_update == 2 * 12 + 4 * 17
+    )
     assert one.in_a_pass(80) == 30 and replace(one, tokens=1).in_a_pass(80) == 24 and one.in_a_pass(9) == 9
     assert replace(one, minibatches=3).tokens_of_update == 27
 
@@ -171,7 +174,7 @@ def chosen(room: int, device: torch.device = CPU, typed: frozenset[str] = frozen
 
 
 def tokens_chosen(room: int, *words: str) -> int:
-    found: int = fit.chosen(planner(CPU, AUTO, *words).of_updates, room, {fit.TOKENS}, AUTO).values[fit.TOKENS]
+    found: int = fit.chosen(planner(CPU, AUTO, *words).without_rollouts, room, {fit.TOKENS}, AUTO).values[fit.TOKENS]
     return found
 
 

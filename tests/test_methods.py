@@ -19,7 +19,7 @@ from test_resume import records, rows, trained
 from typed import done, refused
 
 from grpo_cli.config.choices import choices
-from grpo_cli.config.prepare import check
+from grpo_cli.config.prepare import build_and_check
 from grpo_cli.learner.batch import collate, rows_of, totals
 from grpo_cli.learner.forward import Padded
 from grpo_cli.methods import pods
@@ -207,7 +207,7 @@ def test_loss_and_gradient_are_those_of_the_kept_rollouts_alone(keep, stats_over
 @pytest.mark.parametrize("name", [name for name in choices("experiment") if name != "none"])
 def test_every_experiment_can_be_run_as_it_stands_and_pods_trains_on_a_quarter_chosen_by_variance(name):
     run = composed(f"experiment={name}")
-    check(run)
+    build_and_check(run)
     if name.startswith("pods_"):
         assert (run.n, run.m) == (64, 16) and run.parts["advantage"]["stats_over"] == "kept"
         assert run.parts["downsample"]["_target_"] == "grpo_cli.methods.pods.maxvar"

@@ -153,7 +153,7 @@ def engine_says(warned: list[str]) -> Any:
 def learner_says(warned: list[str]) -> Any:
     settings = made.model(""), Sampling.plain(4), made.train(), made.optim()
     learner = Learner(small_model(), made.loss(), *settings, Meter(), warned.append)
-    assert learner.update(make_batch(), 0).moved
+    assert learner.update(make_batch(), 0).stepped
     return learner.native
 
 

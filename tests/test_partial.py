@@ -154,7 +154,7 @@ def test_half_a_group_and_one_begun_with_other_sampling_are_refused() -> None:
         return [one for one in step.score(step.generate(((p, 3) for p in step.pick(4)), enough=2)) if one.rollouts]
 
     engine, rule = Drawn(), Partial(surplus=1.0, max_lag=4)
-    with pytest.raises(UserError, match="returned problem 'q.*' with unfinished rollouts: generate them first"):
+    with pytest.raises(UserError, match="returned prompt 'q.*' with unfinished rollouts: generate them first"):
         step_of(engine, 0).run(half)
     step_of(engine, 0).run(rule)
     held = held_of(rule)

@@ -15,7 +15,7 @@ from made import composed
 
 from grpo_cli.cli.mistakes import listed
 from grpo_cli.config.choices import choices, groups_of, is_experimental, read_command
-from grpo_cli.config.prepare import check
+from grpo_cli.config.prepare import build_and_check
 from grpo_cli.support.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -87,7 +87,7 @@ def test_the_settings_of_every_command_can_be_read(name, tmp_path, monkeypatch):
         here = [word for word in words if "=" in word and not word.startswith(ELSEWHERE)]
         given = [first_of(override) for override in OverridesParser.create().parse_overrides(here)]
         try:
-            check(composed(*given, command=name))
+            build_and_check(composed(*given, command=name))
         except (UserError, HydraException) as error:
             pytest.fail(f"grpo {name} {shlex.join(words)}: {error}")
 

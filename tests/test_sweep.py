@@ -148,8 +148,8 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(tmp_path, p
 
 def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path, pretended):
     """The exit code is the number of jobs that failed. A sweep that is there is refused and stays as it was."""
-    first = grpo("train", "-m", "seed=13,13,1,2", "hydra.sweep.dir=s")
-    assert first.exit_code == 2 and "4 jobs: 2 done, 2 failed" in first.stdout and "job 2  seed=1: done" in first.stdout
+    first = grpo("train", "-m", "seed=13,1", "n=4,5", "m=4", "hydra.sweep.dir=s")
+    assert first.exit_code == 2 and "4 jobs: 2 done, 2 failed" in first.stdout and "seed=1 n=4: done" in first.stdout
     pretended.clear()
     before = {path: path.read_bytes() for path in tmp_path.rglob("s/**/*.*")}
     assert "s already holds a sweep" in grpo("train", "-m", "seed=3,4", "hydra.sweep.dir=s").stderr

@@ -147,13 +147,13 @@ def note(event):
 def reduced(text):
     note(f"reduce {text}")
 
-def verify(gold, answer, **words):
-    reduced(str(gold))
+def verify(reference, answer, **words):
+    reduced(str(reference))
     print("a library that talks", flush=True)  # no reply; at once, as what `note` writes
     if str(answer) in RAISED:
         raise RAISED[str(answer)]
     note([resource.getrlimit(what)[0] for what in (resource.RLIMIT_AS, resource.RLIMIT_CORE, resource.RLIMIT_CPU)])
-    return gold == answer
+    return reference == answer
 """
 
 
@@ -168,7 +168,7 @@ def library(tmp_path: Path) -> Path:
 
 
 def asked(library: Path, *questions: tuple[str, str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The replies to pairs of a gold answer and an answer, and what the library was asked to do."""
+    """The replies to pairs of a reference and an answer, and what the library was asked to do."""
     pipe, there = Pipe()
     program = subprocess.Popen(
         [sys.executable, "-P", worker.__file__, "math", "30", str(there.fileno())],
@@ -179,8 +179,8 @@ def asked(library: Path, *questions: tuple[str, str]) -> tuple[list[dict[str, An
     )
     there.close()
     replies = [json.loads(pipe.recv_bytes())]
-    for gold, answer in questions:
-        pipe.send_bytes(json.dumps({"gold": gold, "answer": answer}).encode())
+    for reference, answer in questions:
+        pipe.send_bytes(json.dumps({"reference": reference, "answer": answer}).encode())
         replies.append(json.loads(pipe.recv_bytes()))
     pipe.close()
     events = program.communicate(timeout=60)[1].splitlines()
@@ -204,7 +204,7 @@ def test_each_answer_is_compared_with_the_gold_one_and_what_fails_has_a_name(lib
 def test_the_library_keeps_nothing_of_an_answer(library: Path) -> None:
     """Its caches kept numbers of many megabytes, until there was no memory for the comparisons that came after."""
     events = asked(library, ("a", "b"), ("a", "huge"), ("a", "b"))[1][3:]
-    assert events.count("reduce a") == 3 and events.count("parse a") == 1  # the gold answer is the worker's own
+    assert events.count("reduce a") == 3 and events.count("parse a") == 1  # the reference is the worker's own
 
 
 def test_memory_and_processor_time_have_an_end_even_if_the_asker_has_gone(library: Path) -> None:

@@ -113,9 +113,9 @@ def _sweep(command: str, words: Sequence[str]) -> None:
 
     def check_job(cfg: DictConfig) -> str:
         settings = settings_from(of_hydra(command, cfg, start.record))
-        from grpo_cli.config.prepare import check, effective
+        from grpo_cli.config.prepare import build_and_check, effective
 
-        check(settings)
+        build_and_check(settings)
         return repr(effective(settings))
 
     def job(cfg: DictConfig) -> Any:

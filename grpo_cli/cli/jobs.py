@@ -20,11 +20,12 @@ from grpo_cli import experiment
 from grpo_cli.config.auto import AUTO, MAY_BE_AUTO
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.compose import settings_from
-from grpo_cli.config.overrides import is_ours, key_of, leaves
+from grpo_cli.config.overrides import is_package_target, key_of, leaves
 from grpo_cli.config.prepare import prepare
 from grpo_cli.config.recorded import OF_A_RESUME, Command
-from grpo_cli.memory import explain, fit
+from grpo_cli.memory import fit
 from grpo_cli.memory import profile as profiling
+from grpo_cli.memory.out_of_memory import explaining_out_of_memory
 from grpo_cli.runs import record as records
 from grpo_cli.runs.files import json_line, read_object, write_object
 from grpo_cli.runs.find import completed_steps
@@ -57,16 +58,16 @@ def train(command: Command, settings: RunSettings) -> Any:
         print(f"{settings.run_dir} has done its {settings.train.steps} steps; train.steps=... asks for more")
         return None
     run = prepare(settings)
-    with started(command, run.settings) as go_on, explain.memory_explained(run), Stop(to_stderr) as stop:
+    with run_folder(command, run.settings) as record_changes, explaining_out_of_memory(run), Stop(to_stderr) as stop:
         trainer = experiment.build(run)
-        go_on()
+        record_changes()
         return trainer.fit(stop)["final_accuracy"]
 
 
 def evaluate(command: Command, settings: EvalRunSettings) -> Any:
     """Evaluate, print a table, and return the accuracy."""
     run = prepare(settings)
-    with started(command, run.settings):
+    with run_folder(command, run.settings):
         metrics = experiment.evaluate_model(run).metrics
     table = Table("", "value", "95 % interval")
     for name, value in metrics.items():
@@ -82,7 +83,7 @@ def evaluate(command: Command, settings: EvalRunSettings) -> Any:
 def profile(command: Command, settings: ProfileRunSettings) -> Any:
     """Profile, print what was found, and return the peak memory."""
     run = prepare(settings, profiling.fast_when_planned(settings.profile.for_gpu))
-    with started(command, run.settings):
+    with run_folder(command, run.settings):
         peak = profiling.profile(run, command.typed, to_stderr, experiment.say_to_stderr, console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")
         write_object(Path(settings.run_dir) / SUMMARY, {"status": "completed", "peak_bytes": peak})
@@ -93,20 +94,19 @@ JOBS: Mapping[str, Callable[[Command, Any], Any]] = {"train": train, "eval": eva
 
 
 @contextmanager
-def started(command: Command, settings: RunSettings | EvalRunSettings) -> Iterator[Callable[[], None]]:
-    """Lock the command's folder, which a refusal in the body leaves as it was.
+def run_folder(command: Command, settings: RunSettings | EvalRunSettings) -> Iterator[Callable[[], None]]:
+    """Lock the command's folder, which a refusal in the body leaves as it was, and record the command in it.
 
-    `auto` is recorded as in `settings`. Yields a function to call when a resumed run is about to continue: it records
-    and prints the settings that changed. UserError if another process or another run has the folder; then nothing in
-    it is touched.
+    `auto` is recorded as in `settings`. Yield `record_changes`, to be called when a resumed run is about to continue.
+    UserError if another process or another run has the folder; then nothing in it is touched.
     """
     folder = Path(settings.run_dir)
     is_resumed = command.name == "train" and isinstance(settings, RunSettings) and settings.resume is not None
-    _before(command.name, folder, is_resumed)  # once before the lock: a refusal leaves the folder untouched
+    _record_to_continue(command.name, folder, is_resumed)  # once before the lock: a refusal leaves the folder untouched
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         with sole_use(folder, to_stderr):
-            before = _before(command.name, folder, is_resumed)
+            before = _record_to_continue(command.name, folder, is_resumed)
             record = _record(command, settings, before if is_resumed else None)
             if before is None:
                 records.write_record(folder, record)
@@ -115,7 +115,7 @@ def started(command: Command, settings: RunSettings | EvalRunSettings) -> Iterat
             elif before.overrides != record.overrides:
                 raise _taken(folder, before)
             with records.emptied_if_refused(folder) if before is None else nullcontext():
-                yield lambda: None if before is None else _go_on(folder, before, record)
+                yield lambda: None if before is None else _record_changes(folder, before, record)
     finally:
         for path in new:
             if path.is_dir() and not any(path.iterdir()):
@@ -140,7 +140,7 @@ def _record(
     return records.RunRecord(command.name, tuple(typed), choices, kept, about)
 
 
-def _before(command: str, folder: Path, is_resumed: bool) -> records.RunRecord | None:
+def _record_to_continue(command: str, folder: Path, is_resumed: bool) -> records.RunRecord | None:
     """Return the record of the run that the command may continue; None if the folder is free."""
     before = records.read_record(folder)
     if is_resumed:
@@ -148,9 +148,9 @@ def _before(command: str, folder: Path, is_resumed: bool) -> records.RunRecord |
     left = [name for name in _LEFT_BY_A_RUN if (folder / name).exists() and (folder / name).stat().st_size]
     if before is None and not left and not (folder / CHECKPOINTS).exists():
         return None
-    # The same command restarts an evaluation or a profile that was cut short.
-    ended = read_object(folder / SUMMARY).get("status") == "completed"
-    if before is None or not before.command == command != "train" or ended:
+    # An evaluation or a profile that was cut short is made again by the same command.
+    restarts = before is not None and before.command == command and command != "train"
+    if not restarts or read_object(folder / SUMMARY).get("status") == "completed":
         raise _taken(folder, before)
     return before
 
@@ -161,14 +161,14 @@ def _taken(folder: Path, before: records.RunRecord | None) -> UserError:
     return UserError(f"{folder} already holds {what}. {on} another folder with hydra.run.dir=<folder>.")
 
 
-def _go_on(folder: Path, before: records.RunRecord, record: records.RunRecord) -> None:
+def _record_changes(folder: Path, before: records.RunRecord, record: records.RunRecord) -> None:
     """Record the settings of a resumed run if they have changed, and print those that are in both and differ."""
     if dict(before.config) == record.config:
         return
     then, now = ({**one.choices, **leaves("", one.config)} for one in (before, record))
     changed = list(before.about.get("changed", ()))
     for key in [key for key in then if key in now and then[key] != now[key]]:
-        if not (key.endswith("_target_") and is_ours(then[key]) and is_ours(now[key])):
+        if not (key.endswith("_target_") and is_package_target(then[key]) and is_package_target(now[key])):
             changed.append(f"{key}={plain(shown(now[key]))} (was {plain(shown(then[key]))})")
             to_stderr(f"changed since the run began: {changed[-1]}")
     records.write_record(folder, replace(record, about={**record.about, "changed": changed}))

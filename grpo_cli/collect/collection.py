@@ -33,7 +33,7 @@ MOST_ROLLOUTS = 2**22  # and prompts, of a step: each is a Python object
 class StepCollection:
     """A step's rollouts: what a collector makes them with (see `interfaces.StepRollouts`), and what became of them.
 
-    `problems` is how many the task has, and `tokens_left` how many tokens the run is to generate yet.
+    `prompt_count` is how many the task has, and `tokens_left` how many tokens the run is to generate yet.
     """
 
     n: int
@@ -46,7 +46,7 @@ class StepCollection:
     task: Task
     history: History
     version: int = 0
-    problems: int | float = math.inf
+    prompt_count: int | float = math.inf
     tokens_left: int | float = math.inf
     truncated: str = "train"
     span: Callable[[str], AbstractContextManager[Count]] = lambda name: nullcontext(uncounted)
@@ -75,10 +75,11 @@ class StepCollection:
         return Group(self._prompts[name], tuple(own[sample] for sample in sorted(own)))
 
     def pick(self, count: int, without: Set[str] = frozenset()) -> Sequence[Prompt]:
+        """Return new prompts of the curriculum, and keep them as this step's."""
         self._called()
-        self._refuse_many("problems", len(self._prompts) + count)
+        self._refuse_many("prompts", len(self._prompts) + count)
         known = self._prompts.keys() | without
-        count = int(min(count, self.problems - len(known)))
+        count = int(min(count, self.prompt_count - len(known)))
         found = self.curriculum.pick(self.step, count, known) if count > 0 else ()
         self._prompts |= {prompt.id: prompt for prompt in found}
         return found
@@ -90,25 +91,28 @@ class StepCollection:
 
     def _refuse_many(self, what: str, count: int) -> None:
         if count > MOST_ROLLOUTS:
-            raise UserError(f"the collector requests {count} {what} in a step: lower its settings, n or train.prompts")
+            raise UserError(
+                f"the collector requests {count} {what}, of {MOST_ROLLOUTS} at most: lower n or train.prompts"
+            )
 
     def generate(self, requests: Iterable[Any], *, enough: int | None = None, limit: int | None = None) -> list[Group]:
+        """Make what the requested groups lack, and return them."""
         self._called()
         count_all, requested = sum(map(len, self._rollouts.values())), dict[str, None]()
         partial: dict[tuple[str, int], Rollout] = {}
-        for request in requests:
-            added = request.rollouts if isinstance(request, Group) else ()
-            prompt, count = (request.prompt, 0) if isinstance(request, Group) else _pair(request)
+        for wanted in requests:
+            added = wanted.rollouts if isinstance(wanted, Group) else ()
+            prompt, count = (wanted.prompt, 0) if isinstance(wanted, Group) else _pair(wanted)
             count_all += count
             self._refuse_many("rollouts", count_all)
             if self._prompts.setdefault(prompt.id, prompt) != prompt:
-                raise UserError(f"the collector requests two problems with the id {prompt.id!r}: give each its own")
+                raise UserError(f"the collector requests two prompts with the id {prompt.id!r}: give each its own")
             own = self._rollouts.setdefault(prompt.id, {})
             for rollout in added or self._new(prompt, len(own), count):
                 known = own.setdefault(rollout.request.sample, rollout)
                 if known.request != rollout.request:
                     raise UserError(
-                        f"the collector resumes problem {prompt.id!r}, of which this step has another group: pass its "
+                        f"the collector resumes prompt {prompt.id!r}, of which this step has another group: pass its "
                         "id to step.pick(count, without=...)"
                     )
                 if known.finish is Finish.PARTIAL:
@@ -128,9 +132,11 @@ class StepCollection:
         seeds = {sample: seed_of(self.seed, self.step, prompt.id, sample) for sample in range(first, first + count)}
         return [unstarted(Request(prompt, sample, seed, self.sampling)) for sample, seed in seeds.items()]
 
-    def _make(self, partial: Sequence[Rollout], goal: Goal | None, limit: int | None) -> None:
-        if limit is not None:
-            self._limited, partial = True, [with_limit(one, limit) for one in partial if len(one) < limit]
+    def _make(self, partial: Sequence[Rollout], goal: Goal | None, token_limit: int | None) -> None:
+        """Continue partial rollouts until the goal is reached, to `token_limit` tokens each at most."""
+        if token_limit is not None:
+            unmet = [one for one in partial if len(one) < token_limit]
+            self._limited, partial = True, [with_limit(one, token_limit) for one in unmet]
         if not partial:
             return
         start, tokens = time.perf_counter(), 0
@@ -139,12 +145,13 @@ class StepCollection:
             for done, rollout in enumerate(ended, 1):
                 own, sample = self._rollouts[rollout.request.prompt.id], rollout.request.sample
                 tokens += len(rollout) - len(own[sample])
-                own[sample] = rollout if limit is None else without_limit(rollout, own[sample])
+                own[sample] = rollout if token_limit is None else without_limit(rollout, own[sample])
                 count(done, len(partial), tokens)
         self.rollout_seconds += time.perf_counter() - start
         self._rounds += 1
 
     def score(self, groups: Iterable[Group]) -> list[ScoredGroup]:
+        """Judge the finished rollouts that were not judged before, and return the groups with their rewards."""
         self._called()
         groups = [self._current(group) for group in groups]
         unscored = [unjudged for group in groups if (unjudged := self._unjudged(group)).rollouts]
@@ -180,6 +187,7 @@ class StepCollection:
         return len({reward.answer for rollout, reward in pairs if rollout.finish is not left_out}) > 1
 
     def note(self, figure: str, value: int | float) -> None:
+        """Record a number for `metrics`."""
         self._notes[f"collect/{figure}"] = float(value)
 
     def run(self, collector: Collector) -> list[ScoredGroup]:
@@ -196,24 +204,20 @@ class StepCollection:
 
     def _checked(self, collector: Collector) -> list[ScoredGroup]:
         returned: Any = collector(self)
-        fault = f"collector {name_of(collector)}"
+        fault = f"collector {name_of(collector)} returned"
         if not isinstance(returned, Sequence) or not returned:
-            raise UserError(f"{fault} returned {returned!r:.40}: return a list of what step.score(...) returns")
+            raise UserError(f"{fault} {returned!r:.40}: return a list of what step.score(...) returns")
         names = set[str]()
         for group in returned:
-            sizes = (
-                {len(group.rewards), len(group.rollouts), len(_ended(group))} if isinstance(group, ScoredGroup) else {0}
-            )
-            if len(sizes) > 1 or 0 in sizes:
-                named = f"problem {group.prompt.id!r}" if isinstance(group, Group | ScoredGroup) else f"{group!r:.40}"
-                raise UserError(f"{fault} returned {named} unscored: return what step.score(...) returns")
+            scored = isinstance(group, ScoredGroup) and 0 < len(group.rewards) == len(group.rollouts)
+            if not scored or len(_ended(group)) < len(group.rollouts):
+                named = f"prompt {group.prompt.id!r}" if isinstance(group, Group | ScoredGroup) else f"{group!r:.40}"
+                raise UserError(f"{fault} {named} unscored: return what step.score(...) returns")
             if group.prompt.id in names:
-                raise UserError(f"{fault} returned problem {group.prompt.id!r} twice: return each group once")
+                raise UserError(f"{fault} prompt {group.prompt.id!r} twice: return each group once")
             own = self._rollouts.get(group.prompt.id, {}).values()
             if not self._limited and any(one.finish is Finish.PARTIAL for one in own):
-                raise UserError(
-                    f"{fault} returned problem {group.prompt.id!r} with unfinished rollouts: generate them first"
-                )
+                raise UserError(f"{fault} prompt {group.prompt.id!r} with unfinished rollouts: generate them first")
             names.add(group.prompt.id)
             check_rewards(group)
             check_sampling(group.rollouts[0].request, self.sampling)
@@ -252,13 +256,13 @@ class StepCollection:
         }
 
 
-def _pair(request: Any) -> tuple[Prompt, int]:
-    """Return a request for new rollouts. UserError for anything else."""
+def _pair(wanted: Any) -> tuple[Prompt, int]:
+    """Return a prompt and how many new rollouts of it are wanted. UserError for anything else."""
     with suppress(TypeError, ValueError):
-        prompt, count = request
+        prompt, count = wanted
         if isinstance(prompt, Prompt) and operator.index(count) >= 0:
             return prompt, operator.index(count)
-    raise UserError(f"the collector requests {request!r:.40}: give step.generate(...) groups, or (problem, number)")
+    raise UserError(f"the collector requests {wanted!r:.40}: give step.generate(...) groups, or (prompt, number)")
 
 
 def _ended(group: Group | ScoredGroup) -> tuple[Rollout, ...]:

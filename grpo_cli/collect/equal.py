@@ -11,7 +11,7 @@ def equal(step: StepRollouts) -> list[ScoredGroup]:
     return step.score(step.generate((prompt, step.n) for prompt in step.pick(step.prompts)))
 
 
-def at_once(collector: object, n: int, prompts: int) -> int:
+def max_rollouts_at_once(collector: object, n: int, prompts: int) -> int:
     """Return the most rollouts that a collector requests at a time: by its own `at_once`, else a plain step's."""
     own = getattr(collector, "at_once", None)
     return int(own(n, prompts)) if own is not None else n * prompts

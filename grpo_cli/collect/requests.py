@@ -92,7 +92,7 @@ def check_sampling(request: Request, now: Sampling) -> None:
     if changed := [key for key, value in vars(now).items() if begun[key] != value]:
         before, here = (" ".join(f"sampling.{key}={of[key]}" for key in changed) for of in (begun, vars(now)))
         raise UserError(
-            f"rollouts of problem {request.prompt.id!r} were begun with {before}, and this run has {here}: resume with "
+            f"rollouts of prompt {request.prompt.id!r} were begun with {before}, and this run has {here}: resume with "
             "the former, or start a new run"
         )
 
@@ -105,9 +105,9 @@ class Goal:
         self._left = Counter(rollout.request.prompt.id for rollout in under_way)
 
     def __call__(self, rollout: Rollout) -> bool:
-        problem = rollout.request.prompt.id
-        self._left[problem] -= 1
-        self._lacking -= not self._left[problem]
+        name = rollout.request.prompt.id
+        self._left[name] -= 1
+        self._lacking -= not self._left[name]
         return self._lacking <= 0
 
 

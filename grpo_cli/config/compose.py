@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config.auto import decided, decided_model, fill
 from grpo_cli.config.choices import choices, config_dir, parts_of, shipped
-from grpo_cli.config.overrides import is_ours, key_of, leaves
+from grpo_cli.config.overrides import is_package_target, key_of, leaves
 from grpo_cli.config.read import read
 from grpo_cli.config.recorded import Command, start_of
 from grpo_cli.runs.record import RunRecord
@@ -84,7 +84,7 @@ def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = 
         if not isinstance(part, dict) or "_target_" not in part:
             problems.append(f"{group} names nothing to build: choose one of {', '.join(choices(group))}")
             continue
-        if not is_ours(part["_target_"]):
+        if not is_package_target(part["_target_"]):
             from grpo_cli.config.instantiate import without_inherited
 
             part = without_inherited(group, part, keys)

@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo_cli import interfaces
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
-from grpo_cli.config.overrides import is_ours
+from grpo_cli.config.overrides import is_package_target
 from grpo_cli.config.read import read
 from grpo_cli.engine.length_predictor import NoPredictor, Predictor
 from grpo_cli.engine.samplers import Sampler
@@ -183,7 +183,7 @@ def _takes(code: Any) -> dict[str, Any] | None:
     None where it takes any. Types of a user's code are not read."""
     constructor = isinstance(code, type) and not dataclasses.is_dataclass(code)
     typed = code.__init__ if constructor else code
-    hints = typing.get_type_hints(typed, include_extras=True) if is_ours(code.__module__) else {}
+    hints = typing.get_type_hints(typed, include_extras=True) if is_package_target(code.__module__) else {}
     takes = dict[str, Any]()
     for name, parameter in inspect.signature(code).parameters.items():
         if parameter.kind is not parameter.VAR_KEYWORD:

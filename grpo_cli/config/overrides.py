@@ -16,8 +16,8 @@ def leaves(key: str, value: Any) -> dict[str, Any]:
     return {leaf: found for name, item in below.items() for leaf, found in leaves(name, item).items()}
 
 
-def is_ours(target: Any) -> bool:
-    """Return True if a part is code of this package."""
+def is_package_target(target: Any) -> bool:
+    """Return whether a `_target_` is code of this package."""
     return str(target).startswith("grpo_cli.")
 
 

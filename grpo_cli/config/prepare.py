@@ -12,17 +12,17 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import torch
 
 from grpo_cli.collect.collection import MOST_ROLLOUTS, StepCollection
-from grpo_cli.collect.equal import at_once, equal
+from grpo_cli.collect.equal import equal
 from grpo_cli.config.auto import decided
 from grpo_cli.config.instantiate import INNER, Factories
 from grpo_cli.history import History
-from grpo_cli.interfaces import Curriculum, Engine, Rules, SetUp, Task
+from grpo_cli.interfaces import Curriculum, Engine, Rules, Search, SetUp, Task
 from grpo_cli.learner.batch import collate, corrected, rows_of, totals, verdict_on
 from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.rules.advantage import advantages
@@ -36,57 +36,55 @@ from grpo_cli.support.processor import flush_denormals
 from grpo_cli.types import EngineStats, Finish, LossOutput, Prompt, Request, Reward, Rollout, Verdict
 
 Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
-MOST_TRIED, ENOUGH = 4096, 1024  # rollouts of a group, and of a step of small groups: more take seconds
+# The most rollouts of a synthetic group, and of a synthetic step of several: more take seconds.
+MAX_SYNTHETIC_GROUP, MAX_SYNTHETIC_STEP = 4096, 1024
 
 
 @dataclass(frozen=True)
 class Prepared(Generic[Settings]):
-    """A command before its model is loaded. `made` are the rules of a run, or the search of an evaluation."""
+    """A command before its model is loaded. A training has `rules`, an evaluation has a `search`."""
 
     settings: Settings
     parts: Factories
-    made: Any
+    rules_or_search: Rules | Search
     device: torch.device
 
     @property
     def rules(self) -> Rules:
-        rules: Rules = self.made
-        return rules
+        return cast(Rules, self.rules_or_search)
 
     @property
-    def at_once(self) -> int:
-        """The most rollouts that a step of a training requests at a time."""
-        settings: Any = self.settings
-        return at_once(self.rules.collector, settings.n, settings.train.prompts)
+    def search(self) -> Search:
+        return cast(Search, self.rules_or_search)
 
 
 def prepare(settings: Settings, fast: bool | None = None) -> Prepared[Settings]:
-    """UserError with everything that can be refused before a model is read. `fast` as in `config.auto`."""
-    parts, made = check(settings)
+    """Build and check what needs no model. UserError lists everything that is refused. `fast` as in `config.auto`."""
+    parts, rules_or_search = build_and_check(settings)
     device = pick_device(settings.device)
     if isinstance(settings, RunSettings):
         keep_freed(settings.fit_bytes)
         check_optimizer(settings.optim, device)
-    return Prepared(decided(settings, fast), parts, made, device)
+    return Prepared(decided(settings, fast), parts, rules_or_search, device)
 
 
-def check(settings: RunSettings | EvalRunSettings) -> tuple[Factories, Any]:
-    """Return the factories of a run's parts, and its rules, tried once (of an evaluation its search). UserError lists
-    everything that cannot be used."""
-    parts, made = Factories.of(settings.parts), None
-    problems = [*conflicts(settings, parts)]
-    with gathered(problems):
+def build_and_check(settings: RunSettings | EvalRunSettings) -> tuple[Factories, Any]:
+    """Build the factories of the parts, and a training's rules, which are tried once, or an evaluation's search.
+    UserError lists everything that cannot be used."""
+    parts, rules_or_search = Factories.of(settings.parts), None
+    messages = [*conflicts(settings, parts)]
+    with gathered(messages):
         parts.engine_parts({"seed": settings.seed}, early=True)
-    with gathered(problems):
+    with gathered(messages):
         if isinstance(settings, EvalRunSettings):
-            made = parts["search"].make()
+            rules_or_search = parts["search"].make()
         else:
             n, m, prompts = settings.n, settings.m, settings.train.prompts
-            made = parts.rules({"n": n, "m": m, "prompts": prompts})
+            rules_or_search = rules = parts.rules({"n": n, "m": m, "prompts": prompts})
             if m <= n:
-                try_rules(made, n, m, prompts)
-    refuse(problems)
-    return parts, made
+                try_rules(rules, n, m, prompts)
+    refuse(messages)
+    return parts, rules_or_search
 
 
 def effective(settings: Settings) -> Settings:
@@ -97,7 +95,7 @@ def effective(settings: Settings) -> Settings:
 
 
 def pick_device(word: str) -> torch.device:
-    """`auto`, `cpu` or `cuda`. A sweep's job that shares a GPU is limited to its share of the memory."""
+    """Return the device of `auto`, `cpu` or `cuda`. A sweep's job that shares a GPU gets its share of the memory."""
     flush_denormals()  # called before anything computes
     if word == "cpu" or (word == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -111,14 +109,15 @@ def pick_device(word: str) -> torch.device:
 
 
 def conflicts(settings: RunSettings | EvalRunSettings, parts: Factories) -> Iterator[str]:
-    """Yield each pair of settings that would silently ruin a run, or do less than it says."""
+    """Yield a message for each setting, or combination, that would silently ruin a run or do less than it says."""
     yield from _model(settings.model)
     turns = settings.parts["task"].get("turns") or 1
-    for group in parts.by_group:
-        if turns > 1 and parts.fact(group, "one_turn"):
-            yield f"{parts.named(group)} is for replies of one turn, not for task.turns={turns}: use task.turns=1"
-        if parts.fact(group, "resumes") and parts.fact("sparsity", "evicts"):
-            yield f"{parts.named(group)} resumes what {parts.named('sparsity')} has dropped: use sparsity=dense"
+    for part in parts.by_group:
+        if turns > 1 and parts.fact(part, "one_turn"):
+            yield f"{parts.named(part)} is for replies of one turn, not for task.turns={turns}: use task.turns=1"
+        if parts.fact(part, "resumes") and parts.fact("sparsity", "evicts"):
+            evicted = f"whose KV entries {parts.named('sparsity')} has evicted"
+            yield f"{parts.named(part)} cannot resume rollouts {evicted}: use sparsity=dense"
     if isinstance(settings, RunSettings):
         yield from _of_a_step(settings, parts)
         yield from _updates(settings)
@@ -186,20 +185,22 @@ def _sampler_as_old_policy(parts: Factories) -> Iterator[str]:
         parts.named("sparsity"): parts.fact("sparsity", "evicts"),
         parts.named("collector"): parts.fact("collector", "resumes") and not parts.fact("collector", "stops"),
     }
+    instead = "use correction.prox=step_start"
     for other in (other for other, differs in others.items() if differs):
-        yield f"correction.prox=sampler takes {other} for the old policy, which it is not: use prox=step_start"
+        yield f"correction.prox=sampler takes {other} for the old policy, which it is not: {instead}"
     if parts["correction"].make().needs_old_logprobs:
-        yield f"{parts.named('correction')} compares what correction.prox=sampler makes one: use prox=step_start"
+        needs = f"{parts.named('correction')} needs a ratio other than 1"
+        yield f"{needs}, but correction.prox=sampler makes it 1: {instead}"
 
 
 def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
-    """UserError for a rule that cannot be used. One that has `setup` waits for its run."""
-    rules, size = copy.deepcopy(rules), min(n, MOST_TRIED + n % 2)  # as odd as n, which rules may require
-    tried = {group for group, rule in vars(rules).items() if not isinstance(rule, SetUp)}
-    name = {group: f"{group} {name_of(rule)}" for group, rule in vars(rules).items()}
+    """Check the rules on synthetic rollouts, but for those that have `setup`. UserError for one that cannot be used."""
+    rules, size = copy.deepcopy(rules), min(n, MAX_SYNTHETIC_GROUP + n % 2)  # of n's parity, which rules may require
+    tried = {part for part, rule in vars(rules).items() if not isinstance(rule, SetUp)}
+    name = {part: f"{part} {name_of(rule)}" for part, rule in vars(rules).items()}
     if "collector" in tried:
-        _step(size, max(1, min(prompts, ENOUGH // size))).run(rules.collector)
-    [group] = _step(size, 1).run(equal)
+        _synthetic_collection(size, max(1, min(prompts, MAX_SYNTHETIC_STEP // size))).run(rules.collector)
+    [group] = _synthetic_collection(size, 1).run(equal)
     keep = size if m == n else min(m, size - 1)
     kept = list(range(size - keep, size))
     if "downsample" in tried:
@@ -224,12 +225,12 @@ def try_rules(rules: Rules, n: int, m: int, prompts: int) -> None:
             raise UserError(f"{name['loss']} returned {output!r:.60}: return a LossOutput, finite and with a gradient")
 
 
-def _step(n: int, prompts: int) -> StepCollection:
-    parts: dict[str, Any] = dict.fromkeys(("engine", "task", "curriculum"), _MadeUp())  # type: ignore[abstract]
+def _synthetic_collection(n: int, prompts: int) -> StepCollection:
+    parts: dict[str, Any] = dict.fromkeys(("engine", "task", "curriculum"), _Synthetic())  # type: ignore[abstract]
     return StepCollection(n=n, prompts=prompts, sampling=Sampling.plain(8), seed=0, step=0, history=History(), **parts)
 
 
-class _MadeUp(Engine, Task, Curriculum):
+class _Synthetic(Engine, Task, Curriculum):
     """Engine, task and curriculum of a synthetic step, whose every second answer is right."""
 
     reads_stop_strings = False

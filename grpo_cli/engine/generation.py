@@ -74,8 +74,7 @@ class Generation:
         self._graphs = None if capture is None else GraphedSteps(capture)
         self._answers, self._enough, self.halted = answers, enough, False
         self._unanswered: dict[int, Sequence] = {}  # by the number of the answer from its environment
-        self._eos, self._decode = frozenset(parts.eos_token_ids), parts.decode
-        self._span = parts.span
+        self._eos, self._decode, self._span = frozenset(parts.eos_token_ids), parts.decode, parts.span
         self._unfinished = Counter(request.prompt.id for request in requests)
         self._preempted = self._most_running = self._most_held = 0
         self._tally = Tally(slots)

@@ -19,7 +19,7 @@ from grpo_cli.interfaces import Runtime
 from grpo_cli.model.checks import context_of
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.answers import final_number, gold_number
+from grpo_cli.tasks.answers import final_number, reference_number
 from grpo_cli.types import Finish, Prompt, Rollout
 
 Replies = list[list[Rollout]]  # of each prompt, in order of the sample number
@@ -86,7 +86,7 @@ class Searching:
     @property
     def has_numbers(self) -> bool:
         """True if every prompt's answer is a number, so that equal ones can be counted."""
-        return all(gold_number(prompt.answer) is not None for prompt in self.prompts)
+        return all(reference_number(prompt.answer) is not None for prompt in self.prompts)
 
     def answer(self, reply: Rollout) -> str | None:
         """Return the number that a completion ends with; None if there is none, or if the completion was cut off."""

@@ -32,17 +32,17 @@ from grpo_cli.types import Batch, Totals
 class Update:
     """The result of a batch. `logprobs` are the learner's own, dropout included, from before the step.
 
-    `fault` says what was not finite. `moved` says whether the optimizer stepped; without gradient it does not.
+    `fault` names what was not finite. `stepped`: the optimizer made its step, which it does not without a gradient.
     """
 
     metrics: Mapping[str, float]
     logprobs: Float[Tensor, "N"]
     fault: str | None
-    moved: bool
+    stepped: bool
 
 
 class Learner:
-    """A model and the AdamW that trains it (every parameter that asks for a gradient).
+    """A model and the AdamW that trains it (every parameter that requires a gradient).
 
     `updates` counts the optimizer steps begun, including those before the checkpoint that was restored.
     """
@@ -77,7 +77,7 @@ class Learner:
         self._optimizer = make_optimizer(self._parameters, optim)
 
     def park(self) -> None:
-        """Move the optimizer's state to the host before rollouts, if that is asked for, until it is needed."""
+        """With `optim.park`, move the optimizer's state to the host until the next update."""
         if self._optim.park:
             self.before_change()
             move_state(self._optimizer, to_host=True)
@@ -105,54 +105,54 @@ class Learner:
         Raises UserError if the step leaves a weight that is not finite; none of them is to be saved then."""
         loss, optim, sums = loss or self._loss, self._optim, dict[str, Tensor]()
         divisors, trained = totals(batch, self._max_new_tokens), int(batch.trained_mask.sum())
-        parts, logprobs = self._parts(batch, loss), list[Tensor]()
+        parts, passes = self._micro_batches(batch, loss), list[Tensor]()
         self._optimizer.zero_grad(set_to_none=True)
         with self._span("update") as count, computing_with(self.threads):
-            for done, (rows, moves) in enumerate(parts, 1):
-                values, shares = self._pass(rows_of(batch, rows), loss, divisors, trained, moves)
-                logprobs.append(values)
+            for done, (rows, has_gradient) in enumerate(parts, 1):
+                values, shares = self._pass(rows_of(batch, rows), loss, divisors, trained, has_gradient)
+                passes.append(values)
                 sums |= {name: share + sums.get(name, 0.0) for name, share in shares.items()}
                 count(done, len(parts))
             with self._span("optimizer"):
                 sums["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, optim.max_grad_norm)
                 numbers = [number.detach().to(self._device).double() for number in sums.values()]
                 metrics = dict(zip(sums, torch.stack(numbers).cpu().tolist(), strict=True))
-                own = _in_order(batch, [rows for rows, _ in parts], logprobs)
+                logprobs = _in_order(batch, [rows for rows, _ in parts], passes)
                 if optim.ess != "none" or batch.token_ages is not None:
-                    metrics["off/ess"] = effective_share(batch, own)
+                    metrics["off/ess"] = effective_share(batch, logprobs)
                 rate = learning_rate(optim, step, self._train.steps) if rate is None else rate
-                fault, moved = self._move(metrics, rate, step)
+                fault, stepped = self._optimizer_step(metrics, rate, step)
         self._optimizer.zero_grad(set_to_none=True)
         give_back_freed(all_of_it=False)
-        return Update(metrics, own, fault, moved)
+        return Update(metrics, logprobs, fault, stepped)
 
-    def _parts(self, batch: Batch, loss: LossFn) -> list[tuple[Tensor, bool]]:
+    def _micro_batches(self, batch: Batch, loss: LossFn) -> list[tuple[Tensor, bool]]:
         """Return the rows of each micro-batch, and whether it has a gradient: groups whose advantages are all 0 have
-        none of a loss that `needs_advantage`."""
-        moving, parts = torch.ones(len(batch.prompts), dtype=torch.bool), list[tuple[Tensor, bool]]()
+        none with a loss that `needs_advantage`."""
+        groups, parts = torch.ones(len(batch.prompts), dtype=torch.bool), list[tuple[Tensor, bool]]()
         if getattr(loss, "needs_advantage", False):
-            moving[:] = False
-            moving[batch.group[batch.any(batch.trained_mask & (batch.advantages != 0))]] = True
-        for moves in (True, False):
-            rows = (moving[batch.group] == moves).nonzero()[:, 0]
+            groups[:] = False
+            groups[batch.group[batch.any(batch.trained_mask & (batch.advantages != 0))]] = True
+        for has_gradient in (True, False):
+            rows = (groups[batch.group] == has_gradient).nonzero()[:, 0]
             if len(rows):
-                parts += [(rows[some], moves) for some in self._forward.cut(rows_of(batch, rows))]
+                parts += [(rows[some], has_gradient) for some in self._forward.cut(rows_of(batch, rows))]
         return parts
 
     def _pass(
-        self, part: Batch, loss: LossFn, divisors: Totals, trained: int, moves: bool
+        self, part: Batch, loss: LossFn, divisors: Totals, trained: int, has_gradient: bool
     ) -> tuple[Float[Tensor, "N"], Mapping[str, Tensor]]:
-        """Compute a micro-batch forward and, if it `moves` weights, backward: its log-probabilities, and its shares of
-        the metrics of a batch with `trained` tokens."""
+        """Compute a micro-batch forward and, if it has a gradient, backward. Return its log-probabilities, and its
+        shares of the metrics of a batch with `trained` tokens."""
         there, counted = to_device(part, self._device), part.trained_mask[part.response_mask]
         entropies = torch.zeros(len(counted), device=self._device)
-        self._model.train(moves)  # recomputation and dropout are for gradients
+        self._model.train(has_gradient)  # recomputation and dropout are for gradients
         try:
-            with torch.set_grad_enabled(moves):
+            with torch.set_grad_enabled(has_gradient):
                 with self._span("forward"), self.autocast():
                     values = self._forward.logprobs(self._model, part, entropies)
                 output = loss(values, there, divisors)
-            if moves:
+            if has_gradient:
                 with self._span("backward"):
                     output.loss.backward()
         finally:
@@ -163,9 +163,10 @@ class Learner:
             shares["policy/entropy"] = entropies.masked_fill(counts == 0, 0.0).sum() / trained
         return values.detach(), shares
 
-    def _move(self, metrics: dict[str, float], rate: float, step: int) -> tuple[str | None, bool]:
-        """Make one optimizer step, if the gradient is finite and there is any: without one, the moments of earlier ones
-        and weight decay would move the weights. Notes the rate in `metrics`, which `optim.ess` may have lowered."""
+    def _optimizer_step(self, metrics: dict[str, float], rate: float, step: int) -> tuple[str | None, bool]:
+        """Make one optimizer step, if all metrics are finite and any gradient is not 0: else earlier moments and weight
+        decay would change the weights. Return the fault, and whether it stepped; add the rate, which `optim.ess` may
+        lower, to `metrics`."""
         fault = next((f"{name} is {v}" for name, v in metrics.items() if not torch.isfinite(torch.tensor(v))), None)
         if fault is not None:
             return fault, False
@@ -179,13 +180,13 @@ class Learner:
         self.before_change()
         if self._optim.park:
             move_state(self._optimizer, to_host=False)
-        self.updates += 1  # first: an interrupted step may have moved some of the weights
+        self.updates += 1  # first: an interrupted step may have changed some of the weights
         self._optimizer.step()
         require_finite_weights(self._parameters, self._optim, step, rate)
         return None, True
 
     def _has_gradient(self) -> bool:
-        """Return whether any number of the gradient is not 0: the squares of small ones, and so their norm, can be."""
+        """Return whether any number of the gradient is not 0: the norm of small ones can be 0, as their squares are."""
         found = [p.grad.any() for p in self._parameters if p.grad is not None]
         return bool(found) and bool(torch.stack(found).any())
 

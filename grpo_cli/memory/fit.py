@@ -17,7 +17,7 @@ import torch
 
 from grpo_cli.config.auto import AUTO
 from grpo_cli.config.prepare import Prepared
-from grpo_cli.memory.explain import NOTHING_FITS, breakdown
+from grpo_cli.memory.out_of_memory import NOTHING_FITS, breakdown
 from grpo_cli.memory.plan import MemoryPlan
 from grpo_cli.memory.planner import CHUNK, OFFLOAD, PARK, RECOMPUTE, SLOTS, TOKENS, Planner, Values, process_alone
 from grpo_cli.settings import RunSettings
@@ -70,7 +70,7 @@ def choose(run: Prepared[Any], typed: Set[str], say: Callable[[str], None]) -> t
     planner = replace(planner, step=replace(planner.step, workspace=workspace))
     room, settings = room_of(run.settings, run.device, workspace, say), run.settings
     if settings.fit == "none" or settings.resume is not None:
-        name, planner, may = f"{TOKENS}=auto", planner.of_updates, frozenset({TOKENS})
+        name, planner, may = f"{TOKENS}=auto", planner.without_rollouts, frozenset({TOKENS})
     else:
         name, may = f"fit={settings.fit}", choosable(planner, typed)
     fitted = chosen(planner, room, may, name)
@@ -123,7 +123,7 @@ def chosen(planner: Planner, room: int, may: Set[str], name: str) -> Fitted:
     def fits(values: Values, of: Planner = planner) -> bool:
         return of.plan(values).peak <= room
 
-    auto, updates = planner.run.settings.train.micro_batch_tokens == AUTO, planner.of_updates
+    auto, updates = planner.run.settings.train.micro_batch_tokens == AUTO, planner.without_rollouts
     ways, small = [way for way in _WAYS if way.keys() <= may], {TOKENS: FEW_TOKENS} if TOKENS in may else {}
     way = next((way for way in ways if fits(way, updates) or fits({**way, **small}, updates)), ways[-1])
     for more in ({}, {PARK: True}) if PARK in may else ({},):
@@ -147,7 +147,7 @@ def chosen(planner: Planner, room: int, may: Set[str], name: str) -> Fitted:
 def most(planner: Planner, key: str, room: int, values: Values) -> int:
     """Return the largest micro-batch or number of slots with which a step fits; 0 if not even one does."""
     rollouts = planner.step.rollouts
-    every = rollouts.rollouts if key == SLOTS else rollouts.tokens(planner.step.m, planner.step.share)
+    every = rollouts.rollouts if key == SLOTS else rollouts.tokens(planner.step.m, planner.step.shares_prompts)
     return largest(every, lambda number: planner.plan({**values, key: number}).peak <= room)
 
 

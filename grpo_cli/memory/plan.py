@@ -49,9 +49,9 @@ class Workload:
         prompts = (Prompt(str(i), (0,) * tokens, "") for i, tokens in enumerate(self.prompts))
         return [Request(prompt, 0, 0, sampling) for prompt in prompts] * self.n
 
-    def tokens(self, take: int, share: bool) -> int:
-        """Return the tokens of a pass over `take` rollouts of each prompt; with `share` a prompt counts once."""
-        return sum(prompt * (1 if share else take) + take * self.longest for prompt in self.prompts)
+    def tokens(self, take: int, shares_prompts: bool) -> int:
+        """Return the tokens of a pass over `take` rollouts of each prompt, which counts once if it `shares_prompts`."""
+        return sum(prompt * (1 if shares_prompts else take) + take * self.longest for prompt in self.prompts)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StepShape:
     evaluation: Workload | None
     tokens: int
     chunk: int
-    share: bool
+    shares_prompts: bool
     prefix: int = 0  # tokens of every rollout before the rest is ordered by predicted length
     packed: bool = False  # weights of the engine, which matters on a CPU only
     minibatches: int = 1
@@ -84,7 +84,7 @@ class StepShape:
 
     @property
     def tokens_of_update(self) -> int:
-        return -(-self.rollouts.tokens(self.m, self.share) // self.minibatches)
+        return -(-self.rollouts.tokens(self.m, self.shares_prompts) // self.minibatches)
 
     def in_a_pass(self, of: int) -> int:
         """Return the tokens of the largest pass over `of` tokens."""
@@ -165,7 +165,7 @@ def _update(model: ShapeModel, step: StepShape) -> dict[str, Sizes]:
 
 def _no_gradients(model: ShapeModel, step: StepShape, take: int) -> Sizes:
     """Predict log-probabilities of `take` rollouts of each prompt."""
-    tokens = step.in_a_pass(step.rollouts.tokens(take, step.share))
+    tokens = step.in_a_pass(step.rollouts.tokens(take, step.shares_prompts))
     some = min(step.chunk, tokens)
     logits = model.logits_bytes(some) + model.softmax_bytes(some)
     return {**model.line_without_gradients(model.layers, tokens), LOGITS: logits}

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.collect.equal import equal
+from grpo_cli.collect.equal import equal, max_rollouts_at_once
 from grpo_cli.config.auto import AUTO
 from grpo_cli.config.compose import model_of
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.prepare import Prepared
-from grpo_cli.experiment import is_ours
+from grpo_cli.experiment import uses_torch_engine
 from grpo_cli.learner.forward import packs_rows
 from grpo_cli.learner.logprobs import chosen_logprobs
 from grpo_cli.learner.old_policy import average_bytes, pass_before
@@ -34,7 +34,7 @@ Values = Mapping[str, Any]  # by dotted key
 TOKENS, CHUNK, SLOTS = "train.micro_batch_tokens", "train.logprob_chunk", "sampler.slots"
 RECOMPUTE, OFFLOAD, PARK = "model.gradient_checkpointing", "model.offload_activations", "optim.park"
 AS_IT_IS: Values = MappingProxyType({})
-ALL_AT_ONCE = 1 << 30  # tokens
+UNLIMITED_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Planner:
     run: Prepared[Any]
     device: torch.device
     step: StepShape
-    shapes: Callable[[str, bool], ShapeModel]  # of a model that recomputes, and offloads activations
+    shapes: Callable[[str, bool], ShapeModel]  # by model.gradient_checkpointing and model.offload_activations
 
     @classmethod
     def of(cls, run: Prepared[Any], device: torch.device, workspace: int = 0) -> Planner:
-        """Build it for a process that holds `workspace` bytes without the run."""
+        """Build the planner of a process that holds `workspace` bytes without the run."""
         settings, (rollouts, evaluation) = run.settings, _workloads(run)
         model, train, correction = settings.model, settings.train, run.rules.correction
 
@@ -57,22 +57,23 @@ class Planner:
             return ShapeModel(replace(model, gradient_checkpointing=recompute, offload_activations=offload), device)
 
         built = run.parts.engine_parts({"seed": settings.seed})
-        m = settings.m if settings.m < settings.n else rollouts.n
-        before = correction.needs_old_logprobs or train.epochs * train.minibatches > 1 or model.lora.dropout > 0
-        over_all = correction.rejects and pass_before(correction.prox, True)
+        m, updates = min(settings.m, settings.n), train.epochs * train.minibatches
+        old_logprobs_first = correction.needs_old_logprobs or updates > 1 or model.lora.dropout > 0
+        corrects_all = correction.rejects and pass_before(correction.prox, True)
+        corrects_m = pass_before(correction.prox, old_logprobs_first)
         step = StepShape(
             rollouts=rollouts,
             m=m,
-            sampler=built["sampler"] if is_ours(settings) else None,
+            sampler=built["sampler"] if uses_torch_engine(settings) else None,
             sparsity=built["sparsity"],
             evaluation=evaluation,
-            tokens=ALL_AT_ONCE if train.micro_batch_tokens == AUTO else train.micro_batch_tokens,
+            tokens=UNLIMITED_TOKENS if train.micro_batch_tokens == AUTO else train.micro_batch_tokens,
             chunk=train.logprob_chunk,
-            share=packs_rows(model, device, window_of(model_config(model, any_family=True)) is None),
+            shares_prompts=packs_rows(model, device, window_of(model_config(model, any_family=True)) is None),
             prefix=built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0,
             packed=bool(settings.parts["engine"].get("packed_weights")),
             minibatches=train.minibatches,
-            logprobs_of=rollouts.n if over_all else m if pass_before(correction.prox, before) else 0,
+            logprobs_of=settings.n if corrects_all else m if corrects_m else 0,
             reference=run.rules.loss.needs_reference,
             second_model=not model.adapted or model.adapter is not None,
             optimizer=_optimizer_bytes(settings, shapes(model.gradient_checkpointing, model.offload_activations)),
@@ -82,8 +83,8 @@ class Planner:
         return cls(run, device, step, shapes)
 
     @property
-    def of_updates(self) -> Planner:
-        """The planner of a step without rollouts."""
+    def without_rollouts(self) -> Planner:
+        """The planner of a step's updates alone."""
         return replace(self, step=replace(self.step, sampler=None))
 
     def plan(self, values: Values = AS_IT_IS) -> MemoryPlan:
@@ -133,7 +134,7 @@ def not_planned(run: Prepared[Any]) -> tuple[str, ...]:
     """Return what of a run's memory cannot be computed from shapes."""
     resumes, several = fact(run.rules.collector, "resumes"), getattr(run.rules.collector, "func", None) is not equal
     notes = {
-        "rollouts of another engine: prefill, decode and eval are missing": not is_ours(run.settings),
+        "rollouts of another engine: prefill, decode and eval are missing": not uses_torch_engine(run.settings),
         "rollouts that are left partial: all are taken to end in their step": resumes,
         "several rounds of rollouts: the most that the collector requests at a time count": several and not resumes,
     }
@@ -142,7 +143,8 @@ def not_planned(run: Prepared[Any]) -> tuple[str, ...]:
 
 def _workloads(run: Prepared[Any]) -> tuple[Workload, Workload | None]:
     """Return a step's rollouts and an evaluation's, on the first prompts of the task."""
-    settings, problems, model = run.settings, -(-(run.at_once or 0) // run.settings.n), run.settings.model
+    settings, model = run.settings, run.settings.model
+    count = -(-max_rollouts_at_once(run.rules.collector, settings.n, settings.train.prompts) // settings.n)
     # A plan needs only a preset's shape, if there is one, and the embedded tokenizer.
     tokenizer = load_tokenizer(model if model.architecture is None else replace(model, random_init=True))
     # Without its warnings, which the run itself gives.
@@ -152,8 +154,9 @@ def _workloads(run: Prepared[Any]) -> tuple[Workload, Workload | None]:
     def work(prompts: Sequence[Any], n: int) -> Workload:
         return Workload(tuple(len(prompt.token_ids) for prompt in prompts), n, settings.sampling.max_new_tokens)
 
-    step = Epochs(task.prompts("train"), settings.train.prompts, settings.seed).pick(0, problems, frozenset())
+    picked = Epochs(task.prompts("train"), settings.train.prompts, settings.seed).pick(0, count, frozenset())
     held_out = task.prompts("eval")
     examined = [held_out[i] for i in range(min(settings.eval.problems, len(held_out)))]
     wanted = getattr(getattr(settings, "profile", None), "eval", True) and settings.eval.every > 0
-    return work(step, settings.n), work(examined, 1 + settings.eval.k) if wanted else None
+    evaluation = work(examined, 1 + settings.eval.k) if wanted else None  # one greedy, k sampled
+    return work(picked, settings.n), evaluation

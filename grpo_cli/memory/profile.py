@@ -16,8 +16,8 @@ from grpo_cli.config.auto import AUTO
 from grpo_cli.config.overrides import key_of
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.memory import fit
-from grpo_cli.memory.explain import breakdown, memory_explained
 from grpo_cli.memory.measure import measure
+from grpo_cli.memory.out_of_memory import breakdown, explaining_out_of_memory
 from grpo_cli.memory.plan import KINDS, MemoryPlan
 from grpo_cli.memory.planner import TOKENS, Planner, not_planned, process_alone
 from grpo_cli.report.tables import Table, print_table
@@ -47,20 +47,20 @@ def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, w
     """Measure (unless `profile.plan_only`), plan, write `profile.json` and show it; return the peak memory. What `fit`
     would choose is reported, and not used."""
     settings, wanted = run.settings, run.settings.profile
-    if wanted.lengths != "natural" and not experiment.is_ours(settings):
+    if wanted.lengths != "natural" and not experiment.uses_torch_engine(settings):
         raise UserError(f"profile.lengths={wanted.lengths} forces lengths, which only engine=torch can do")
     device = torch.device("cuda") if wanted.for_gpu else run.device
     gpu = wanted.for_gpu if isinstance(wanted.for_gpu, str) else "a GPU"
     room = settings.fit_bytes or int(GPUS.get(gpu, 0)) or total_bytes(device)
     planner, within = Planner.of(run, device, process_alone(device)), fit.within(room, device)
     if settings.train.micro_batch_tokens == AUTO:
-        tokens = fit.chosen(planner.of_updates, within, {TOKENS}, f"{TOKENS}=auto").values[TOKENS]
+        tokens = fit.chosen(planner.without_rollouts, within, {TOKENS}, f"{TOKENS}=auto").values[TOKENS]
         settings = replace(settings, train=replace(settings.train, micro_batch_tokens=tokens))
         run = replace(run, settings=settings)
         planner = replace(planner, run=run, step=replace(planner.step, tokens=tokens))
     measured = None
     if not wanted.plan_only:
-        with memory_explained(run):
+        with explaining_out_of_memory(run):
             measured = measure(run, say, warn)
     named = torch.cuda.get_device_name(device) if run.device.type == "cuda" else f"cpu ({platform.machine()})"
     plan = planner.plan()

@@ -80,12 +80,12 @@ def load_model(
 
 
 def _recompute(model: PreTrainedModel, settings: ModelSettings) -> None:
-    name, what, ours = type(model).__name__, settings.gradient_checkpointing, is_llama_shaped(model)
+    name, what, llama_shaped = type(model).__name__, settings.gradient_checkpointing, is_llama_shaped(model)
     if what == "full" and not model.supports_gradient_checkpointing:
         raise UserError(f"model.gradient_checkpointing=full is not supported by {name}; use none")
-    if settings.offload_activations and not ours:
+    if settings.offload_activations and not llama_shaped:
         raise UserError(f"model.offload_activations=true needs Llama-shaped layers, and {name} has others; use false")
-    if what == "full" or (what == "elementwise" and ours):
+    if what == "full" or (what == "elementwise" and llama_shaped):
         offload = partial(save_on_cpu, pin_memory=True)
         recompute_layers(model, what, offload if settings.offload_activations else nullcontext)
 
@@ -165,10 +165,10 @@ def save_pretrained(
     For a model with adapters only these are written, as PEFT does; `with_base` also saves the base weights, if they are
     stored nowhere else. `state_dict`: a copy of the model's, which is saved in its place.
     """
-    given: dict[str, Any] = {} if state_dict is None else {"state_dict": dict(state_dict)}
+    kwargs: dict[str, Any] = {} if state_dict is None else {"state_dict": dict(state_dict)}
     if adapted := hasattr(model, "peft_config"):
-        given["save_embedding_layers"] = False  # else PEFT asks the hub whether the base's vocabulary has changed
-    model.save_pretrained(folder, **given)
+        kwargs["save_embedding_layers"] = False  # else PEFT asks the hub whether the base's vocabulary has changed
+    model.save_pretrained(folder, **kwargs)
     tokenizer.save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):  # these are written for their owner alone
         shutil.copymode(folder / "tokenizer_config.json", weights)
@@ -214,15 +214,15 @@ def _read_weights(
     source: Path | str, config: PreTrainedConfig, dtype: torch.dtype, settings: ModelSettings, device: torch.device
 ) -> PreTrainedModel:
     """Return the model with its weights: 4-bit ones are NF4 with quantised scales (arXiv 2305.14314)."""
-    words: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": settings.trust_remote_code}
+    kwargs: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": settings.trust_remote_code}
     if settings.quantize != "none":
         kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, f"load_in_{settings.quantize}": True}
         computed_in = torch.bfloat16 if settings.autocast == "bfloat16" else dtype
-        words["quantization_config"] = BitsAndBytesConfig(**kind, bnb_4bit_compute_dtype=computed_in)
-        words["device_map"] = {"": device}
+        kwargs["quantization_config"] = BitsAndBytesConfig(**kind, bnb_4bit_compute_dtype=computed_in)
+        kwargs["device_map"] = {"": device}
     with _reading(source, "safetensors weights"):
         load: Any = AutoModelForCausalLM.from_pretrained  # its annotation lacks the pair that it returns here
-        model, info = load(source, use_safetensors=True, output_loading_info=True, **words)
+        model, info = load(source, use_safetensors=True, output_loading_info=True, **kwargs)
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"model {source} lacks {len(missing)} weights of its architecture, such as {missing[0]}")
     return model
@@ -232,6 +232,5 @@ def _reading(source: Path | str, what: str) -> AbstractContextManager[None]:
     if isinstance(source, Path):
         return explained(f"model folder {source}: its {what} cannot be read")
     unread = f"model.path={source} is not a folder here, and its {what} could not be fetched from the hub"
-    return explained(
-        unread, "; give a folder (scripts/get_smollm2.sh makes one) or another id (to grpo export: --base)"
-    )
+    advice = "; give a folder (scripts/get_smollm2.sh makes one) or another id (for grpo export, pass --base=<folder>)"
+    return explained(unread, advice)

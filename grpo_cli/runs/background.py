@@ -20,9 +20,10 @@ _Pairs = list[tuple[Tensor, Tensor]]  # bytes to copy, from where to where
 
 
 class Saver:
-    """Saves at once, or with `lazy` in the background, one at a time. `span` measures what that keeps training from.
+    """A writer of checkpoints: at once, or with `lazy` in the background, one at a time. `span` measures for how long
+    training waits.
 
-    What fails in the background is raised by the next `join`, or the next `save`, which joins the one before.
+    An error in the background is raised by the next `join`, or the next `save`, which joins the one before.
     """
 
     def __init__(self, lazy: bool, span: Callable[[str], AbstractContextManager[Any]]) -> None:
@@ -30,14 +31,14 @@ class Saver:
         self._copying: Future[None] | None = None
         self._writing: Future[object] | None = None
 
-    def save(self, moving: Any, write: Callable[[Any], object], frozen: Iterable[Tensor] = ()) -> None:
-        """Call `write` with `moving`: nested dictionaries, lists and tuples of tensors and plain values, of whose
-        tensors only those in the storages of `frozen` will never change."""
+    def save(self, overwritten: Any, write: Callable[[Any], object], frozen: Iterable[Tensor] = ()) -> None:
+        """Call `write` with what the next update overwrites: nested dictionaries, lists and tuples of tensors and plain
+        values. Tensors in the storages of `frozen` never change."""
         if not self.lazy:
-            write(moving)
+            write(overwritten)
             return
         self.join()
-        pairs, snapshot = _snapshot(moving, {_place(tensor) for tensor in frozen})
+        pairs, snapshot = _snapshot(overwritten, {_place(tensor) for tensor in frozen})
         gpu = next((source.device for source, _ in pairs if source.is_cuda), None)
         # on a GPU, sources are right behind this place in its queue
         ready = None if gpu is None else torch.cuda.current_stream(gpu).record_event()
@@ -60,22 +61,22 @@ class Saver:
                 writing.result()
 
 
-def _snapshot(moving: Any, frozen: set[tuple[int, int]]) -> tuple[_Pairs, Any]:
-    """Return the bytes to copy; and `moving` with tensors that lie where they go, which share memory where the
-    originals do, so that it is pickled to the same bytes."""
+def _snapshot(values: Any, frozen: set[tuple[int, int]]) -> tuple[_Pairs, Any]:
+    """Return the bytes to copy, and the values with tensors that lie where these go. They share memory where the
+    originals do, so that they are pickled to the same bytes."""
     pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-    moved: dict[int, Any] = {}
-    for tensor in (leaf for leaf in tree_leaves(moving) if isinstance(leaf, Tensor)):
+    copies: dict[int, Any] = {}
+    for tensor in (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)):
         storage, place = tensor.untyped_storage(), _place(tensor)
         if place in frozen:
-            moved[id(tensor)] = tensor
+            copies[id(tensor)] = tensor
             continue
         if place not in pairs:
             source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             pairs[place] = source, torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=tensor.is_cuda)
         empty, target = torch.empty(0, dtype=tensor.dtype), pairs[place][1].untyped_storage()
-        moved[id(tensor)] = empty.set_(target, tensor.storage_offset(), tensor.size(), tensor.stride())
-    return list(pairs.values()), copy.deepcopy(moving, moved)
+        copies[id(tensor)] = empty.set_(target, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return list(pairs.values()), copy.deepcopy(values, copies)
 
 
 def _copy(pairs: _Pairs, ready: Any) -> None:

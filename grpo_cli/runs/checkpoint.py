@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +65,16 @@ def _save_state(path: Path, state: Mapping[str, Any]) -> None:
 def clear_leftovers(run_dir: Path) -> None:
     """Remove what a killed process left half written in a run's folder; finish a save of which only the renaming was
     missing."""
-    for path in run_dir.glob(f".*{UNFINISHED}"):
-        path.unlink()
-    for path in (run_dir / CHECKPOINTS).glob(".step_*"):
-        folder = path.with_name(step_folder(step_of(path.name) or 0))
-        if (path / COMPLETE).exists() and damage_of(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(path, folder)
-        else:
-            shutil.rmtree(path)
+    with suppress(OSError):  # what stays is never mistaken for complete files
+        for path in run_dir.glob(f".*{UNFINISHED}"):
+            path.unlink()
+        for path in (run_dir / CHECKPOINTS).glob(".step_*"):
+            folder = path.with_name(step_folder(step_of(path.name) or 0))
+            if (path / COMPLETE).exists() and damage_of(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                os.replace(path, folder)
+            else:
+                shutil.rmtree(path)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
@@ -85,14 +86,14 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def damaged(folder: Path) -> Iterator[None]:
-    """Turn any error of reading a checkpoint's state, or of taking values from it, into a UserError."""
+    """Turn any error of reading values from a checkpoint's state into a UserError."""
     try:
         yield
     except UserError:  # a refusal of a rule
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
-        raise UserError(f"{folder / TRAINER_STATE} is damaged ({reason}); choose another checkpoint") from error
+        raise UserError(f"{folder / TRAINER_STATE} is damaged ({reason}); resume from an earlier checkpoint") from error
 
 
 def rng_state() -> dict[str, Any]:

@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Stop:
-    """Remembers which signal came; true once one has. A SIGINT after another signal interrupts at once.
+    """The first signal that came, if any has. A SIGINT after another signal interrupts at once.
 
     Handles signals inside a `with` on it, in the main thread only. An ignored SIGHUP (`nohup`) stays ignored.
     """
@@ -29,7 +29,8 @@ class Stop:
         self._in_children = ExitStack()
         self.stopped_by: str | None = None
 
-    def __bool__(self) -> bool:
+    @property
+    def requested(self) -> bool:
         return self.stopped_by is not None
 
     def __enter__(self) -> Stop:
@@ -42,7 +43,7 @@ class Stop:
     def __exit__(self, *_: object) -> None:
         self._in_children.close()
         self._put_back()
-        if self:
+        if self.requested:
             for child in multiprocessing.active_children():  # at its exit, Python would wait for them
                 child.kill()
 
@@ -52,7 +53,7 @@ class Stop:
         self._before = {}
 
     def _note(self, number: int, frame: Any) -> None:
-        if self and number == signal.SIGINT:
+        if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.stopped_by = self.stopped_by or signal.Signals(number).name
         with suppress(OSError, RuntimeError):  # the terminal is gone, or busy with another line

@@ -31,7 +31,7 @@ FORMULA = re.compile(
 
 @dataclass(frozen=True)
 class Answer:
-    """The final answer of a text, as it was written, and its mark: `####`, `<answer>`, `\\boxed`; empty for none."""
+    """The final answer of a text, with ASCII digits and signs, and its mark: `####`, `<answer>`, `\\boxed` or none."""
 
     text: str
     mark: str = ""
@@ -43,7 +43,7 @@ def final_answer(text: str) -> Answer | None:
     >>> final_answer(r"so $x=2$ and \\boxed{\\frac{1}{2}}.")
     Answer(text='\\\\frac{1}{2}', mark='\\\\boxed')
     """
-    text = in_ascii(text)
+    text = with_ascii_digits(text)
     if marked := _marked(text):
         return marked
     tail = text[-_TAIL:]
@@ -58,27 +58,27 @@ def final_number(text: str) -> tuple[Fraction | None, bool]:
     >>> final_number("He pays 3 * $6 = $18.\\n#### $18.00")
     (Fraction(18, 1), True)
     """
-    text = in_ascii(text)
+    text = with_ascii_digits(text)
     if marked := _marked(text):
-        value = number(marked.text, alone=marked.mark != "####")
+        value = number(marked.text, refuse_more_numbers=marked.mark != "####")
         if value is not None or not _WORD.match(marked.text):
             return value, True
-    value = number(_stated(text[-_TAIL:]))
+    value = number(_stated(text[-_TAIL:]), refuse_more_numbers=False)
     return _last_number(text)[0] if value is None else value, False
 
 
-def gold_number(text: str) -> Fraction | None:
+def reference_number(text: str) -> Fraction | None:
     """Return the number in a data set's answer field: marked, stated, or a field that is one number, besides a
     currency, a percent sign (50% is 50) or a unit. It is never guessed from a text with several numbers.
 
-    >>> gold_number("-$1,234.50 per day"), gold_number("1 1/2"), gold_number("3 or 4")
+    >>> reference_number("-$1,234.50 per day"), reference_number("1 1/2"), reference_number("3 or 4")
     (Fraction(-2469, 2), Fraction(3, 2), None)
     """
-    text = in_ascii(text)
+    text = with_ascii_digits(text)
     if marked := _marked(text):
-        return number(marked.text, alone=marked.mark != "####")
-    stated = number(_stated(text[-_TAIL:]))
-    return number(text, alone=True) if stated is None else stated
+        return number(marked.text, refuse_more_numbers=marked.mark != "####")
+    stated = number(_stated(text[-_TAIL:]), refuse_more_numbers=False)
+    return number(text, refuse_more_numbers=True) if stated is None else stated
 
 
 def _marked(text: str) -> Answer | None:
@@ -167,33 +167,33 @@ _POWERED = re.compile(_OPERATED)
 _DECIMAL = re.compile(r"(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)?(?:\.[0-9]+)?")
 _ANOTHER_NUMBER = re.compile(r"(?<![A-Za-z^0-9])(?<!\^\{)[0-9]")
 # Left of an equals sign, a name or a calculation is no part of the answer; `2x = 8` and `x + 1 = 8` are equations.
-_VARIABLE = re.compile(r"(?<![A-Za-z])(?:[a-fi-kn-rt-z]|[A-Z])(?![A-Za-z])")
+_LETTER = re.compile(r"(?<![A-Za-z])(?:[a-fi-kn-rt-z]|[A-Z])(?![A-Za-z])")
 _WORKED = re.compile(r"(?<![_{0-9])[0-9]|[-+*/^<>,]")
 
 
-def number(text: str, alone: bool = False) -> Fraction | None:
+def number(text: str, *, refuse_more_numbers: bool) -> Fraction | None:
     """Return the number that a text begins with, else the one after its last equals sign (`3 * 4 = 12`); None where it
-    begins an expression or, with `alone`, where another number follows."""
+    begins an expression or, with `refuse_more_numbers`, where another number follows."""
     *working, last = text.split("=")
-    equation = any(_VARIABLE.search(it) and _WORKED.search(it) for it in working)
-    found = (quantity(it, alone) for it in ((text,) if equation else (text, last)))
+    equation = any(_LETTER.search(it) and _WORKED.search(it) for it in working)
+    found = (quantity(it, refuse_more_numbers=refuse_more_numbers) for it in ((text,) if equation else (text, last)))
     return next((it[0] for it in found if it), None)
 
 
-def quantity(text: str, alone: bool = True) -> tuple[Fraction, str] | None:
+def quantity(text: str, *, refuse_more_numbers: bool) -> tuple[Fraction, str] | None:
     """Return the number that a text begins with and what stands behind it; None where it begins an expression or, with
-    `alone`, where another number follows.
+    `refuse_more_numbers`, where another number follows.
 
-    >>> quantity("$1{,}234.50"), quantity("3\\text{ p.m.}"), quantity("3x")
-    ((Fraction(2469, 2), 'dollar'), (Fraction(3, 1), 'p.m'), None)
+    >>> [quantity(it, refuse_more_numbers=True) for it in ("$1{,}234.50", "3\\\\text{ p.m.}", "3x")]
+    [(Fraction(2469, 2), 'dollar'), (Fraction(3, 1), 'p.m'), None]
     """
-    text = _plain(text)
+    text = _without_latex(text)
     match = _LEADING.match(text)
     value = _value(match) if match else None
     if match is None or value is None or _GOES_ON.match(text, match.end()):
         return None
     rest = text[match.end() :].strip(" .,")
-    if alone and (rest.startswith("!") or _ANOTHER_NUMBER.search(rest)):
+    if refuse_more_numbers and (rest.startswith("!") or _ANOTHER_NUMBER.search(rest)):
         return None
     money = _MONEY.get((match["money"] or "").strip(), "")
     return value, rest if rest.lower().startswith(money) else f"{money} {rest}".strip()
@@ -201,7 +201,7 @@ def quantity(text: str, alone: bool = True) -> tuple[Fraction, str] | None:
 
 def _last_number(text: str) -> tuple[Fraction | None, str]:
     """Return the last number of a text, and its text. The end of a run such as `1,2,3`, which is no number, counts."""
-    last = last_match(_ANYWHERE, _plain(text))
+    last = last_match(_ANYWHERE, _without_latex(text))
     if last is None or _POWERED.match(last.string, last.end()):
         return None, ""
     value, shown = _value(last), last[0]
@@ -226,10 +226,10 @@ def braced(window: str) -> str:
     return ""
 
 
-def in_ascii(text: str) -> str:
+def with_ascii_digits(text: str) -> str:
     """Return the text with digits, signs, spaces, fractions and powers of other scripts as ASCII writes them.
 
-    >>> in_ascii("\u22121\u00bd \u00d7 10\u00b2")
+    >>> with_ascii_digits("\u22121\u00bd \u00d7 10\u00b2")
     '-1 1/2 * 10^{2}'
     """
     if text.isascii():
@@ -243,7 +243,7 @@ def _plain_script(match: re.Match[str]) -> str:
     return f"^{{{power}}}" if power else f"_{{{index}}}" if index else f"{whole} {fraction}" if whole else fraction
 
 
-def _plain(text: str) -> str:
+def _without_latex(text: str) -> str:
     """Return the text without what LaTeX writes around numbers, and with digits that are grouped joined."""
     text = _DIGIT_GAP.sub("", text)
     if "\\" in text:
@@ -255,7 +255,7 @@ def _plain(text: str) -> str:
 
 
 def _plain_fraction(match: re.Match[str]) -> str:
-    """`\\frac{3}{4}` as `3/4`, and `1\\frac{3}{4}` as `1 3/4`."""
+    """Return `\\frac{3}{4}` as `3/4`, and `1\\frac{3}{4}` as `1 3/4`."""
     upper, lower = match[1] or match[3], match[2] or match[4]
     mixed = match.start() > 0 and match.string[match.start() - 1].isdigit()
     end = " " if match.string[match.end() : match.end() + 1].isdigit() else ""
@@ -263,7 +263,7 @@ def _plain_fraction(match: re.Match[str]) -> str:
 
 
 def _unrolled(match: re.Match[str]) -> str:
-    """`0.1\\overline{6}` as `15/90`."""
+    """Return `0.1\\overline{6}` as `15/90`."""
     once, again = match[1] + match[2], match[3]
     return f"{int(once + again) - int(once or 0)}/{10 ** len(match[2]) * (10 ** len(again) - 1)}"
 

@@ -21,7 +21,7 @@ from grpo_cli.tasks.formats import OverlongTokens, overlong
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.judges import Weighing, Weights
 from grpo_cli.tasks.prompting import Tokenizer, encode_behind, verbatim
-from grpo_cli.tasks.turns import at_once
+from grpo_cli.tasks.turns import completed_future
 from grpo_cli.types import Finish, Prompt, Reward, Rollout
 
 _LINE = re.compile(r"(0|[1-9][0-9]{0,3})([+-][1-9][0-9]{0,3})*")
@@ -105,7 +105,7 @@ class Arithmetic(GeneratedTask[Sum]):
     def draw(self, rng: Random, size: int) -> Sum:
         return draw_sum(rng, size, *self._limits)
 
-    def answer(self, problem: Sum) -> str:
+    def reference(self, problem: Sum) -> str:
         return str(sum(problem.terms))
 
     def solution(self, prompt: Prompt) -> Sequence[int]:
@@ -121,9 +121,9 @@ class Arithmetic(GeneratedTask[Sum]):
 class Calculator(Arithmetic):
     """The task `arithmetic` in several turns, with a tool that has to be used, and used rightly.
 
-    A turn that ends with `=` asks the calculator for what stands before it, which it writes behind: `123+45-6=` becomes
-    `123+45-6=162`. What a model writes is split at signs and added up; what is no sum is answered by `?`. The last
-    number of the episode is judged, be it the model's or the calculator's.
+    A turn that ends with `=` calls the calculator, which appends the value of what stands before it: `123+45-6=`
+    becomes `123+45-6=162`. What a model writes is split at signs and added up; what is no sum is answered by `?`. The
+    last number of the episode is judged, be it the model's or the calculator's.
     """
 
     name = "calculator"
@@ -143,6 +143,7 @@ class Calculator(Arithmetic):
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
         text = self.text(turns[-1])
         if not text.endswith("="):
-            return at_once(None)
+            return completed_future(None)
         sum_of = text[:-1].rpartition("=")[2]
-        return at_once([str(sum(map(int, re.findall(r"[+-]?[0-9]+", sum_of)))) if _LINE.fullmatch(sum_of) else "?"])
+        value = str(sum(map(int, re.findall(r"[+-]?[0-9]+", sum_of)))) if _LINE.fullmatch(sum_of) else "?"
+        return completed_future([value])

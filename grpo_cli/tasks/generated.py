@@ -53,17 +53,17 @@ class GeneratedTask(TextTask, ABC, Generic[P]):
     def draw(self, rng: Random, size: int) -> P:
         """Return a problem of either split. Its text decides the split."""
 
-    def answer(self, problem: P) -> str:
-        """Return the answer that the judge compares with."""
+    def reference(self, problem: P) -> str:
+        """Return what a completion's answer is compared with."""
         return str(problem)
 
     def question(self, problem: P, rng: Random) -> str:
-        """Return the text of its prompt. No two problems of `eval` share it and the answer."""
+        """Return the text of its prompt. No two problems of `eval` share it and the reference."""
         return f"{problem}="
 
-    def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
-        """Return the tokens of what the environment says, in an episode of several turns."""
-        return encode_behind(self._prompting.tokenizer, "".join(said), turns[-1])
+    def between(self, turns: Sequence[Sequence[int]], messages: Sequence[str]) -> Sequence[int]:
+        """Return the tokens of an observation, in an episode of several turns."""
+        return encode_behind(self._prompting.tokenizer, "".join(messages), turns[-1])
 
     def _problem(self, prompt: Prompt) -> tuple[P, str]:
         """Return the problem that a prompt was made of, and its text."""
@@ -89,7 +89,7 @@ class GeneratedTask(TextTask, ABC, Generic[P]):
                 if not is_held_out(str(problem)):
                     continue
                 question = self.question(problem, rng)
-                if (name := (question, self.answer(problem))) not in found:
+                if (name := (question, self.reference(problem))) not in found:
                     found[name] = problem, question
                     break
             else:
@@ -100,4 +100,4 @@ class GeneratedTask(TextTask, ABC, Generic[P]):
         return list(found.values())
 
     def _prompt(self, prompt_id: str, problem: P, question: str) -> Prompt:
-        return Prompt(prompt_id, self._prompting.encode(question), self.answer(problem))
+        return Prompt(prompt_id, self._prompting.encode(question), self.reference(problem))

@@ -18,7 +18,7 @@ from pydantic import Field
 from grpo_cli.tasks.arithmetic import last_number
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.prompting import Tokenizer, verbatim
-from grpo_cli.tasks.turns import at_once
+from grpo_cli.tasks.turns import completed_future
 from grpo_cli.types import Prompt, Reward, Rollout
 
 
@@ -79,7 +79,7 @@ class Guess(GeneratedTask[Hidden]):
 
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
         left, found = self._played(prompt, turns)
-        return at_once(None if found else [f",{left.range}"])
+        return completed_future(None if found else [f",{left.range}"])
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         found = float(self._played(prompt, rollout.turns)[1])

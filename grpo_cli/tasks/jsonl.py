@@ -114,7 +114,7 @@ class Jsonl(DialogueTask):
         return Completion(
             place=f"sample {rollout.request.sample} of prompt {prompt.id}",
             turns=[self.text(turn) for turn in rollout.turns],
-            answer=prompt.answer,
+            reference=prompt.answer,
             finished=rollout.finish.complete,
             length=rollout.num_sampled,
             problem=self._problem(prompt),
@@ -169,15 +169,15 @@ class Jsonl(DialogueTask):
     def _read(self, source: str, key: str) -> list[Problem]:
         """Read a source's problems. Those whose answer the judge cannot read are left out with a warning. Raise
         UserError for more than `MOST_UNREADABLE` of them."""
-        found = [(it, self._judge.gold(it.answer)) for it in read_problems(source, key, *self._fields)]
-        if bad := [problem for problem, answer in found if answer is None]:
+        found = [(it, self._judge.reference(it.answer)) for it in read_problems(source, key, *self._fields)]
+        if bad := [problem for problem, reference in found if reference is None]:
             others = f" (and {len(bad) - 1} more of {len(found)} rows)" if len(bad) > 1 else ""
             answer = bad[0].answer if len(bad[0].answer) <= 80 else f"...{bad[0].answer[-80:]}"
             fault = f"{bad[0].place}{others}: no answer was understood in the field {self._fields[1]!r}: {answer!r}"
             if len(bad) > MOST_UNREADABLE * len(found):
                 raise UserError(f"{fault}; {self._judge.advice}")
             self._warn(f"{fault}; such rows are left out")
-        return [replace(problem, answer=answer) for problem, answer in found if answer is not None]
+        return [replace(problem, answer=reference) for problem, reference in found if reference is not None]
 
 
 def _judge(reward: str, main: str, seconds: float, workers: int, environment: Environment | None) -> Judge:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.answers import final_number, gold_number
+from grpo_cli.tasks.answers import final_number, reference_number
 from grpo_cli.tasks.formats import FORMATS, OVERLONG
 from grpo_cli.tasks.problems import Problem, of_json
 from grpo_cli.types import LARGEST_REWARD, Reward
@@ -28,12 +28,12 @@ Weights = Mapping[str, Weight | None]
 class Completion:
     """One rollout as a judge reads it; a reward function may take all but `place` and `problem` by these names.
 
-    `place` names it in messages, `answer` is its prompt's gold answer, `reply` the last of the model's `turns`.
+    `place` names it in messages, `reference` is its prompt's answer, `reply` the last of the model's `turns`.
     """
 
     place: str
     turns: list[str]
-    answer: str
+    reference: str
     finished: bool
     length: int
     problem: Problem
@@ -53,7 +53,7 @@ class Completion:
 
 class Judge(ABC):
     """A source of named parts of each completion's reward, none where it has come to no judgement. `advice` describes
-    how an answer must be written for `gold` to read it; any text will do unless a judge says otherwise.
+    how an answer must be written for `reference` to read it; any text will do unless a judge says otherwise.
 
     `main` is the one part that is rewarded; None where all parts are, each with a weight of 1.
     """
@@ -61,8 +61,8 @@ class Judge(ABC):
     main: str | None = None
     advice = "let it be text"
 
-    def gold(self, text: str) -> str | None:
-        """Return the answer in a data set's answer field, or None if there is none."""
+    def reference(self, text: str) -> str | None:
+        """Return the reference in a data set's answer field, or None if there is none."""
         return text
 
     def take_metrics(self) -> Mapping[str, float]:
@@ -81,15 +81,15 @@ class Numbers(Judge):
     def __init__(self, main: str) -> None:
         self.main = main
 
-    def gold(self, text: str) -> str | None:
-        value = gold_number(text)
+    def reference(self, text: str) -> str | None:
+        value = reference_number(text)
         return None if value is None else str(value)
 
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
         parts = []
         for completion in completions:
             value, marked = final_number(completion.reply)
-            right = value == Fraction(completion.answer)
+            right = value == Fraction(completion.reference)
             parts.append({"correct": float(right), "correct_strict": float(right and marked)})
         return parts
 

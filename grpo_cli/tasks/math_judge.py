@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from grpo_cli.support.extras import require
-from grpo_cli.tasks.answers import FORMULA, MAX_ANSWER, final_answer, in_ascii, inside, quantity
+from grpo_cli.tasks.answers import FORMULA, MAX_ANSWER, final_answer, inside, quantity, with_ascii_digits
 from grpo_cli.tasks.judges import Completion, Judge
 from grpo_cli.tasks.workers import Workers
 
@@ -66,10 +66,10 @@ _POWERS = {"square": 2, "sq": 2, "squared": 2, "^2": 2, "cubic": 3, "cu": 3, "cu
 Unit = tuple[Fraction, tuple[str, ...]]
 
 
-def unit(words: str) -> Unit | None:
+def read_unit(words: str) -> Unit | None:
     """Return the size of a unit and what it measures; None for what is no unit.
 
-    >>> unit("cm^2"), unit("red apples"), unit("x + y")
+    >>> read_unit("cm^2"), read_unit("red apples"), read_unit("x + y")
     ((Fraction(1, 10000), ('length 2',)), (Fraction(1, 1), ('red 1', 'apple 1')), None)
     """
     text = re.sub(r"[.{}'-]", "", words.lower()).replace("mph", "mile per hour").replace("/", " per ")
@@ -107,7 +107,7 @@ def read(expression: str) -> Written:
     >>> read(r"x = \\dfrac 12").body, read(r"5\\text{ cm}").value, read("$1{,}000.$").body, read(r"\\pi r^ 2 ").body
     ('\\\\frac{1}{2}', Fraction(5, 1), '\\\\frac{1000}{1}', '\\\\pi r^2')
     """
-    text = in_ascii(expression).replace("~", " ").strip().rstrip(".").strip()
+    text = with_ascii_digits(expression).replace("~", " ").strip().rstrip(".").strip()
     if formula := FORMULA.fullmatch(text):
         text = inside(formula)
     text = _DEGREES.sub(r"\\text{ degrees }", text)
@@ -115,11 +115,11 @@ def read(expression: str) -> Written:
     if named:
         text = text[text.index("=") + 1 :].strip()
     name = named[1] if named else ""
-    if (found := quantity(f" {text}")) and (of := unit(found[1])):
-        return Written(name, rf"\frac{{{found[0].numerator}}}{{{found[0].denominator}}}", found[0], of)
+    if (found := quantity(f" {text}", refuse_more_numbers=True)) and (unit := read_unit(found[1])):
+        return Written(name, rf"\frac{{{found[0].numerator}}}{{{found[0].denominator}}}", found[0], unit)
     behind = _UNIT.search(text)
-    of = unit("".join(it or "" for it in behind.groups())) if behind else None
-    return Written(name, _body(text[: behind.start()] if behind and of else text), None, of or (Fraction(1), ()))
+    unit = read_unit("".join(it or "" for it in behind.groups())) if behind else None
+    return Written(name, _body(text[: behind.start()] if behind and unit else text), None, unit or (Fraction(1), ()))
 
 
 def _body(text: str) -> str:
@@ -146,13 +146,13 @@ def _is_word(letters: str) -> bool:
     return letters.isupper() or "o" in some or spoken
 
 
-def compare_written(gold: str, answer: str) -> bool | tuple[str, str]:
+def compare_written(reference: str, answer: str) -> bool | tuple[str, str]:
     """Return whether two answers are equal where their writing tells; else the expressions to compare by algebra.
 
     They are equal by writing as quantities (a unit may be left out, cents are hundredths of dollars) and as texts, and
     different as quantities, by their units, by their words, and by digits that only look alike.
     """
-    one, other = read(gold), read(answer)
+    one, other = read(reference), read(answer)
     names = one.name.strip(), other.name.strip()
     if names[0] != names[1] and any(all(map(kind.fullmatch, names)) for kind in (_VARIABLE, _FUNCTION)):
         return False
@@ -173,14 +173,15 @@ def compare_written(gold: str, answer: str) -> bool | tuple[str, str]:
     return here, there
 
 
-def _same(value: Fraction, of: Unit, other: Fraction, other_of: Unit) -> bool:
-    if of[1] and other_of[1]:
-        return of[1] == other_of[1] and value * of[0] == other * other_of[0]
-    if ("percent 1",) in (of[1], other_of[1]):
+def _same(value: Fraction, unit: Unit, other_value: Fraction, other_unit: Unit) -> bool:
+    (size, kinds), (other_size, other_kinds) = unit, other_unit
+    if kinds and other_kinds:
+        return kinds == other_kinds and value * size == other_value * other_size
+    if ("percent 1",) in (kinds, other_kinds):
         # 50% is 0.5, and the 50 that a question asks for; but hardly 0.5% is 0.5
-        part, plain = (value, other) if of[1] else (other, value)
+        part, plain = (value, other_value) if kinds else (other_value, value)
         return part / 100 == plain or (part == plain and abs(part) > 1)
-    return value == other
+    return value == other_value
 
 
 class MathJudge(Judge):
@@ -193,9 +194,9 @@ class MathJudge(Judge):
         require("math_verify", "task.reward=math", "answers that are plain numbers need none: task.reward=numbers")
         self.main = main
         self._workers = Workers("math", workers, seconds)
-        self._known: dict[tuple[str, str], str] = {}
+        self._part_by_pair: dict[tuple[str, str], str] = {}
 
-    def gold(self, text: str) -> str | None:
+    def reference(self, text: str) -> str | None:
         """Return the last box of a worked solution, what follows its `####`, or the whole of a short text."""
         if "####" in text or "\\boxed" in text or "\\fbox" in text:
             found = final_answer(text)
@@ -204,26 +205,26 @@ class MathJudge(Judge):
 
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
         found = [final_answer(completion.reply) for completion in completions]
-        pairs = [(one.answer, it.text) if it else None for one, it in zip(completions, found, strict=True)]
+        pairs = [(one.reference, it.text) if it else None for one, it in zip(completions, found, strict=True)]
         self._compare({pair for pair in pairs if pair})
         judged = []
         for pair, it in zip(pairs, found, strict=True):
-            verdict = self._known[pair] if pair else ""
-            parts = {part: float(verdict == part) for part in ("correct", "over_limit", "incomparable")}
+            part = self._part_by_pair[pair] if pair else ""
+            parts = {name: float(part == name) for name in ("correct", "over_limit", "incomparable")}
             judged.append(parts | {"correct_strict": parts["correct"] if it and it.mark else 0.0})
         return judged
 
     def _compare(self, pairs: set[tuple[str, str]]) -> None:
-        """Note which part each pair of a gold answer and an answer counts for, if any."""
-        if len(self._known) > _REMEMBERED:
-            self._known.clear()
-        written = {pair: compare_written(*pair) for pair in pairs - self._known.keys()}
-        left = {pair: {"gold": it[0], "answer": it[1]} for pair, it in written.items() if not isinstance(it, bool)}
-        replies = dict(zip(left, self._workers.ask([*left.values()]), strict=True))
-        for pair, verdict in written.items():
-            reply = replies.get(pair, {"equal": verdict})
-            failed = "over_limit" if "limit" in reply else "incomparable"
-            self._known[pair] = ("correct" if reply["equal"] else "") if "equal" in reply else failed
+        """Note which part each pair of a reference and an answer counts for, if any."""
+        if len(self._part_by_pair) > _REMEMBERED:
+            self._part_by_pair.clear()
+        written = {pair: compare_written(*pair) for pair in pairs - self._part_by_pair.keys()}
+        left = {pair: {"reference": it[0], "answer": it[1]} for pair, it in written.items() if not isinstance(it, bool)}
+        results = dict(zip(left, self._workers.ask([*left.values()]), strict=True))
+        for pair, outcome in written.items():
+            result = results.get(pair, {"equal": outcome})
+            failed = "over_limit" if "limit" in result else "incomparable"
+            self._part_by_pair[pair] = ("correct" if result["equal"] else "") if "equal" in result else failed
 
     def close(self) -> None:
         """End the workers; they end by themselves with this object."""

@@ -70,8 +70,7 @@ class Judgement(BaseModel):
 
 
 class ModelJudge(Judge):
-    """A judge with the reward part `score`, from 0 to 1. A completion without a judgement has no part and is left
-    out."""
+    """A judge with the part `score`, from 0 to 1. A completion without a judgement has no part and is left out."""
 
     main = "score"
 
@@ -116,7 +115,7 @@ class ModelJudge(Judge):
         return [{"score": self._known[name]} if name in self._known else {} for name in names]
 
     def _question(self, one: Completion) -> str:
-        words = {"question": one.question, "answer": one.answer, "reply": one.reply}
+        words = {"question": one.question, "answer": one.reference, "reply": one.reply}
         return _FIELD.sub(lambda field: words[field[1]], self._template)
 
     def _digest(self, question: str) -> str:

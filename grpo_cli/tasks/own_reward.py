@@ -17,8 +17,8 @@ from grpo_cli.tasks.judges import Completion, Judge
 from grpo_cli.types import LARGEST_REWARD
 
 # What a function may request by the names of its arguments: values of one rollout, or lists of all of a step's.
-PER_ROLLOUT = {name: name for name in ("reply", "turns", "answer", "question", "row", "finished", "length")}
-PER_STEP = {f"{name}s": name for name in ("answer", "question", "row", "length")}
+PER_ROLLOUT = {it: it for it in "reply turns answer question row finished length".split()} | {"answer": "reference"}
+PER_STEP = {f"{name}s": PER_ROLLOUT[name] for name in ("answer", "question", "row", "length")}
 PER_STEP |= {"replies": "reply", "finished": "finished"}
 
 
@@ -30,13 +30,14 @@ class OwnReward(Judge):
         """Take the function of this name, if none is given."""
         self._name = name
         self._function = own(name, "task.reward") if function is None else function
-        self._words, self._takes_many = _words(name, self._function)
+        self._field_by_argument, self._takes_many = _arguments(name, self._function)
 
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
         if self._takes_many:
             values = self._of_all(completions) if completions else []
         else:
-            values = [self._called({w: getattr(one, w) for w in self._words}, one.place) for one in completions]
+            fields = self._field_by_argument.items()
+            values = [self._called({name: getattr(it, key) for name, key in fields}, it.place) for it in completions]
         return [self._parts(value, completion) for value, completion in zip(values, completions, strict=True)]
 
     def _called(self, kwargs: Mapping[str, Any], place: str) -> Any:
@@ -46,7 +47,7 @@ class OwnReward(Judge):
 
     def _of_all(self, completions: Sequence[Completion]) -> Sequence[Any]:
         place = f"the {len(completions)} rollouts from {completions[0].place} on"
-        kwargs = {name: [getattr(one, PER_STEP[name]) for one in completions] for name in self._words}
+        kwargs = {name: [getattr(it, key) for it in completions] for name, key in self._field_by_argument.items()}
         values = self._called(kwargs, place)
         with own_code(f"task.reward={self._name}, reading what it returned,"):
             is_list = not isinstance(values, (str, bytes, Mapping)) and hasattr(values, "__len__")
@@ -88,21 +89,21 @@ def own(name: str, key: str) -> Any:
     return function
 
 
-def _words(name: str, function: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
-    """Return the arguments that it gets, and whether those are lists of all rollouts."""
+def _arguments(name: str, function: Callable[..., Any]) -> tuple[dict[str, str], bool]:
+    """Return the arguments that it gets, each with its field of a completion; True if each is a list of a step's."""
     try:
         signature = inspect.signature(function)
         takes_many = any(word in PER_STEP and word not in PER_ROLLOUT for word in signature.parameters)
         known = PER_STEP if takes_many else PER_ROLLOUT
         takes_any = any(it.kind is it.VAR_KEYWORD for it in signature.parameters.values())
-        words = tuple(known if takes_any else [word for word in signature.parameters if word in known])
-        signature.bind(**dict.fromkeys(words))
+        arguments = {word: known[word] for word in (known if takes_any else signature.parameters) if word in known}
+        signature.bind(**arguments)
     except (TypeError, ValueError) as error:  # another argument; a function written in C without names
         raise UserError(
             f"task.reward={name}: {error}; by name it can get {', '.join(PER_ROLLOUT)} of one rollout, or lists of "
             f"all: {', '.join(PER_STEP)}"
         ) from error
-    return words, takes_many
+    return arguments, takes_many
 
 
 def _real(value: Any) -> float:

@@ -1,9 +1,9 @@
 """The observations of a model in an episode of several turns: by a class of one's own, or by functions as tools.
 
-Each is a pure function of a row and of what the model has written so far, as text. A class has a state: it is made
-again and hears the earlier turns again wherever that is needed, so none has to be stored. Calls of tools are data: a
-name and arguments for a function of the user's own. Nothing that a model wrote is executed, and nothing that it wrote
-ends a run: a call that cannot be read, and an error of the user's code, are answered by what is wrong.
+Each is a pure function of a row and of what the model has written so far, as text. An object of a class has a state;
+where it is missing, a new object is made and gets the earlier turns again, so none has to be stored. Calls of tools are
+data: a name and arguments for a function of the user's own. Nothing that a model wrote is executed, and nothing that it
+wrote ends a run: for a call that cannot be read, and for an error of the user's code, the observation names the fault.
 """
 
 from __future__ import annotations
@@ -71,20 +71,20 @@ def environment_of(settings: TurnSettings, prompting: Prompting) -> Environment 
     if not given:
         return None
     ((key, value),) = given.items()
-    words = (f"task.{key}={value}", settings["respond_seconds"], prompting.opens_thought)
+    arguments = (f"task.{key}={value}", settings["respond_seconds"], prompting.opens_thought)
     if key == "environment":
-        return Episodes(own(value, "task.environment"), *words)
+        return Episodes(own(value, "task.environment"), *arguments)
     module, _, names = value.partition(":")
     functions = [own(f"{module}:{word.strip()}", "task.tools") for word in names.split(",")]
-    return Environment({getattr(function, "__name__", str(function)): function for function in functions}, *words)
+    return Environment({getattr(function, "__name__", str(function)): function for function in functions}, *arguments)
 
 
 class _Late(UserError):
     """A call of a user's code that has not returned in time."""
 
 
-def _begun(call: Callable[[], Any]) -> Future[Any]:
-    """Return what a call will return or raise, in a thread of its own that ends with the program."""
+def _in_thread(call: Callable[[], Any]) -> Future[Any]:
+    """Start a call in a thread of its own that ends with the program; return the future of its result."""
     done: Future[Any] = Future()
 
     def run() -> None:
@@ -97,9 +97,9 @@ def _begun(call: Callable[[], Any]) -> Future[Any]:
     return done
 
 
-def _limited(call: Callable[[], Any], seconds: float, who: str) -> Any:
+def _with_timeout(call: Callable[[], Any], seconds: float, who: str) -> Any:
     """Return what a user's code returns, awaited. Raise UserError if it is late or would end the process."""
-    done = _begun(call)
+    done = _in_thread(call)
     if not wait([done], seconds).done:
         raise _Late(f"{who} has not returned within task.respond_seconds={seconds:g}: raise it, or see why it waits")
     if isinstance(error := done.exception(), KeyboardInterrupt | SystemExit):
@@ -114,17 +114,17 @@ def _awaited(value: Any) -> Any:
     return asyncio.run(result()) if inspect.isawaitable(value) else value
 
 
-def _plain(text: str) -> str:
+def _cut(text: str) -> str:
     """Return the beginning of a text, without lone surrogates, which UTF-8 cannot hold."""
     return text[:MOST_CHARACTERS].encode("utf-8", "replace").decode()
 
 
-def _observed(function: str, call: Callable[[], Any], seconds: float, who: str, ends: bool = False) -> Observation:
+def _observe(function: str, call: Callable[[], Any], seconds: float, who: str, ends: bool = False) -> Observation:
     """Return the text of a call's value, cut, or of its error: a model may have caused any. With `ends`, None is the
     end of the episode."""
     fault = ""
     try:
-        text = _limited(lambda: _text(_awaited(call()), ends), seconds, f"{who} {function}")
+        text = _with_timeout(lambda: _text(_awaited(call()), ends), seconds, f"{who} {function}")
     except _Late:
         text, fault = f"error: no answer in {seconds:g} seconds", f"took more than {seconds:g} seconds"
     except UserError:
@@ -133,7 +133,7 @@ def _observed(function: str, call: Callable[[], Any], seconds: float, who: str, 
         text, fault = _ADDRESS.sub("", f"error: {type(error).__name__}: {text_of(error)}"), raised(error)
     if text is None:
         return Observation(None)
-    failed, message = int(bool(fault)), _plain(text)
+    failed, message = int(bool(fault)), _cut(text)
     if message != text:
         fault = fault or f"returned more than {MOST_CHARACTERS} characters, or some that UTF-8 cannot hold: it was cut"
     return Observation([message], failed, (f"{function} {fault}",) if fault else ())
@@ -198,7 +198,7 @@ def _call(functions: Functions, turn: str, start: int) -> tuple[Call | str, int]
 
 
 class Environment:
-    """Functions that the model may call: what answers a turn, from its text, the prompt and its row."""
+    """Functions that the model may call: a source of observations, from a turn's text, the prompt and its row."""
 
     role, scores = "tool", False
 
@@ -212,7 +212,7 @@ class Environment:
             self.tools = tuple(map(get_json_schema, functions.values()))
 
     def observe(self, prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Observation:
-        """Answer the last of the turns; `who` names the request in errors."""
+        """Return what the model reads after the last turn; `who` names the request in errors."""
         return self._called(self._functions, turns[-1], who)
 
     def opens(self, row: Mapping[str, Any], place: str) -> str:
@@ -222,7 +222,7 @@ class Environment:
     def _called(self, functions: Functions, turn: str, who: str) -> Observation:
         """Return the results of a turn's calls, one message each; no messages for a turn without a call."""
         found = [
-            Observation([f"error: {call}"], failed=1) if isinstance(call, str) else _observed(*call, self._seconds, who)
+            Observation([f"error: {call}"], failed=1) if isinstance(call, str) else _observe(*call, self._seconds, who)
             for call in calls_of(functions, turn, self._thinks)
         ]
         messages = [message for one in found for message in one.messages or ()]
@@ -244,10 +244,10 @@ class Episodes(Environment):
         if not self._responds and not self._methods:
             raise UserError(f"{name} has no method that answers: add typed methods as tools, or respond")
         with own_code(who := f"{name}, made without arguments,"):
-            instance = _limited(made, seconds, who)
+            instance = _with_timeout(made, seconds, who)
         super().__init__({word: getattr(instance, word) for word in self._methods}, name, seconds, thinks)
         self.role, self.scores = "tool" if self._methods else "user", hasattr(made, "get_reward")
-        # Objects that wait for a next turn, by the turns that they have heard: the newest.
+        # The newest objects that wait for a next turn, by the turns that they have had.
         self._waiting: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._lock, self._checked = threading.Lock(), False
 
@@ -256,9 +256,9 @@ class Episodes(Environment):
             instance = self._waiting.pop((prompt.id, tuple(turns[:-1])), None)
         if instance is None:
             instance = self._replayed(row, turns[:-1], who)
-        found = self._answered(instance, turns[-1], who)
+        found = self._observe_turn(instance, turns[-1], who)
         if not self._checked:
-            again = self._answered(self._replayed(row, turns[:-1], who), turns[-1], who)
+            again = self._observe_turn(self._replayed(row, turns[:-1], who), turns[-1], who)
             if again.messages != found.messages:
                 raise UserError(f"{self.name} answered the same turns in two ways: let randomness follow from the row")
             self._checked = True
@@ -274,13 +274,13 @@ class Episodes(Environment):
         result of them."""
         who = f"{self.name}, get_reward for the row {str(row)[:80]},"
         instance = self._replayed(row, turns[:-1] if self._methods else turns, who)
-        return _limited(lambda: _awaited(instance.get_reward()), self._seconds, who)
+        return _with_timeout(lambda: _awaited(instance.get_reward()), self._seconds, who)
 
     def opens(self, row: Mapping[str, Any], place: str) -> str:
         who = f"{self.name}, reset for {place},"
         with own_code(who):
             text = self._reset(row, who)[1]
-        if text is not None and (not isinstance(text, str) or text != _plain(text)):
+        if text is not None and (not isinstance(text, str) or text != _cut(text)):
             raise UserError(
                 f"{who} returned a {type(text).__name__}: return None, or text behind the question, in UTF-8 and of up "
                 f"to {MOST_CHARACTERS} characters"
@@ -292,23 +292,23 @@ class Episodes(Environment):
             instance = self._made()
             return instance, _awaited(instance.reset(**row))
 
-        return _limited(begin, self._seconds, who)
+        return _with_timeout(begin, self._seconds, who)
 
-    def _answered(self, instance: Any, turn: str, who: str) -> Observation:
+    def _observe_turn(self, instance: Any, turn: str, who: str) -> Observation:
         if self._responds:
-            return _observed("respond", lambda: instance.respond(turn), self._seconds, who, ends=True)
+            return _observe("respond", lambda: instance.respond(turn), self._seconds, who, ends=True)
         return self._called({word: getattr(instance, word) for word in self._methods}, turn, who)
 
     def _replayed(self, row: Mapping[str, Any], turns: Sequence[str], who: str) -> Any:
-        """Return a new object that has heard these turns."""
+        """Return a new object that has had these turns."""
         instance = self._reset(row, who)[0]
         for turn in turns:
-            self._answered(instance, turn, who)
+            self._observe_turn(instance, turn, who)
         return instance
 
 
 class DialogueTask(TextTask, ABC):
-    """A task of text that is a `Dialogue`: its environment hears and returns text, and here are the tokens."""
+    """A task of text that is a `Dialogue`: its environment reads and returns text, and this class converts tokens."""
 
     turns = 1
     turn_ends: Sequence[str] = ()
@@ -322,7 +322,7 @@ class DialogueTask(TextTask, ABC):
         chat_template_kwargs: Mapping[str, Any] | None,
         warn: Callable[[str], None],
     ) -> None:
-        """Set how questions are put, and what answers the model. Raise UserError for a template that cannot do so."""
+        """Set the prompting and the environment. Raise UserError for a chat template that does not serve them."""
         prompting = Prompting.of(tokenizer, settings, chat_template_kwargs)
         self._environment = environment = environment_of(settings, prompting)
         self._prompting, self._warn, self._failed = prompting, warn, 0
@@ -334,24 +334,24 @@ class DialogueTask(TextTask, ABC):
 
     @abstractmethod
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
-        """Return what an environment knows of a problem."""
+        """Return the row of a problem, for its environment."""
 
-    def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
+    def between(self, turns: Sequence[Sequence[int]], messages: Sequence[str]) -> Sequence[int]:
         assert self._environment is not None
-        return self._prompting.between(turns[-1], said, self._environment.role)
+        return self._prompting.between(turns[-1], messages, self._environment.role)
 
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
-        heard, row, environment = [self.text(turn) for turn in turns], self.row_of(prompt), self._environment
+        turn_texts, row, environment = [self.text(turn) for turn in turns], self.row_of(prompt), self._environment
         assert environment is not None
-        who = f"{environment.name}, asked after turn {len(turns)} of prompt {prompt.id},"
+        who = f"{environment.name}, called after turn {len(turns)} of prompt {prompt.id},"
 
         def observed() -> Sequence[str] | None:
             with self._room, own_code(who):
-                found = environment.observe(prompt, row, heard, who)
+                found = environment.observe(prompt, row, turn_texts, who)
                 self._note(found)
             return found.messages
 
-        return _begun(observed)
+        return _in_thread(observed)
 
     def take_metrics(self) -> Mapping[str, float]:
         """Return the metrics of environments since the last call."""
@@ -361,18 +361,18 @@ class DialogueTask(TextTask, ABC):
             failed, self._failed = self._failed, 0
         return {"turns/errors": float(failed)}
 
-    def _note(self, reply: Observation) -> None:
+    def _note(self, observation: Observation) -> None:
         assert self._environment is not None
         with self._lock:
-            self._failed += reply.failed
-            for fault in reply.faults:
+            self._failed += observation.failed
+            for fault in observation.faults:
                 if (kind := fault.partition(":")[0]) not in self._known_faults:
                     self._known_faults.add(kind)
-                    self._warn(f"{self._environment.name}: {fault}; turns/errors counts such answers")
+                    self._warn(f"{self._environment.name}: {fault}; turns/errors counts such observations")
 
 
-def at_once(messages: Sequence[str] | None) -> Future[Sequence[str] | None]:
-    """Return an observation that is there already."""
+def completed_future(messages: Sequence[str] | None) -> Future[Sequence[str] | None]:
+    """Return the future of an observation that is there already."""
     done: Future[Sequence[str] | None] = Future()
     done.set_result(messages)
     return done

@@ -133,7 +133,7 @@ class WordProblems(DialogueTask, GeneratedTask[Story]):
     def draw(self, rng: Random, size: int) -> Story:
         return draw_story(rng, size, *self._level)
 
-    def answer(self, problem: Story) -> str:
+    def reference(self, problem: Story) -> str:
         return str(problem.answer)
 
     def question(self, problem: Story, rng: Random) -> str:

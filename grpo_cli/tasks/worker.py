@@ -28,8 +28,7 @@ LIBRARIES = ("latex2sympy2_extended", "math_verify", "mpmath", "sympy")
 
 
 def serve(prepare: Callable[[], Handler], seconds: float, pipe: Connection) -> None:
-    """Reply with what `prepare` makes until the pipe is closed. `seconds` is what one question may take by the asker's
-    clock."""
+    """Reply with what `prepare` makes until the pipe is closed. One question may take `seconds`."""
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, MEMORY)
     try:
@@ -59,11 +58,11 @@ def _limit(what: int, most: int) -> None:
 
 
 def comparisons() -> Handler:
-    """Return what answers whether `gold` and `answer` are `equal`."""
+    """Return the handler that finds whether `reference` and `answer` are `equal`."""
     from math_verify import verify
 
-    def equal(gold: str, answer: str) -> bool:
-        one, other = _gold(gold), _parsed(answer)
+    def equal(reference: str, answer: str) -> bool:
+        one, other = _parsed_reference(reference), _parsed(answer)
         if one is None or other is None or not verify(one, other, timeout_seconds=None, raise_on_error=True):
             return False
         return _alike(one, other)
@@ -71,12 +70,12 @@ def comparisons() -> Handler:
     equal("x+1", "1+x")  # the first comparison loads a grammar: not on a question's time
     # The libraries' caches would keep huge numbers until a small question has no memory left; sympy's own
     # `clear_cache` does not know all of them.
-    found = (it for it in gc.get_objects() if isinstance(it, type(_gold)))
+    found = (it for it in gc.get_objects() if isinstance(it, type(_parsed_reference)))
     caches = [cache for cache in found if cache.__module__.partition(".")[0] in LIBRARIES]
 
     def answer(question: Any) -> dict[str, Any]:
         try:
-            return {"equal": equal(question["gold"], question["answer"])}
+            return {"equal": equal(question["reference"], question["answer"])}
         finally:
             for cache in caches:
                 cache.cache_clear()
@@ -106,7 +105,7 @@ def _parsed(text: str) -> Any:
         return None
 
 
-_gold = lru_cache(maxsize=16)(_parsed)  # the replies to one question come one after the other
+_parsed_reference = lru_cache(maxsize=16)(_parsed)  # the replies to one question come one after the other
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -46,7 +46,7 @@ class _Phase:
 
 
 class ConsoleTracker:
-    """Shows records as they come. `record.step` counts finished steps, up to `total_steps`.
+    """The view of a run, from its records as they come. `record.step` counts finished steps, up to `total_steps`.
 
     In a terminal: a view redrawn twice a second, with progress, reward, evaluation, speed, the time of each phase,
     memory, a right and a wrong completion; what does not fit into a line is cut. Otherwise (a file, a pipe, a CI log):
@@ -102,10 +102,11 @@ class ConsoleTracker:
         if name != "rollout" or self._foreseen or len(self._finished) > 1:
             return
         if waited >= FORESEEN_SECONDS and done >= FORESEEN_SHARE * total:
-            self._foreseen, step = True, waited / done * total
-            run = step * (self._total - (self._step or 0))
-            smaller = f"; smaller steps: {self._smaller}" if self._smaller and run > LONG_RUN else ""
-            self.say(f"a step's rollouts take about {duration(step)}, the run more than {duration(run)}{smaller}")
+            self._foreseen, step_seconds = True, waited / done * total
+            run_seconds = step_seconds * (self._total - (self._step or 0))
+            smaller = f"; smaller steps: {self._smaller}" if self._smaller and run_seconds > LONG_RUN else ""
+            step, run = duration(step_seconds), duration(run_seconds)
+            self.say(f"a step's rollouts take about {step}, the run more than {run}{smaller}")
 
     def _phase_line(self) -> str:
         """Return the innermost open phase that counts, or else the innermost, with its progress and the time left."""

@@ -32,7 +32,7 @@ from grpo_cli.model.packed import allow_packing
 from grpo_cli.native.ops import flat
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import Meter
-from grpo_cli.tasks.turns import at_once
+from grpo_cli.tasks.turns import completed_future
 from grpo_cli.types import EngineStats, Request
 
 SMALL: dict[str, Any] = dict(num_hidden_layers=1, vocab_size=600, hidden_size=64, intermediate_size=96)
@@ -128,7 +128,7 @@ def test_answers_of_an_environment_wait_for_nothing(fixed: bool, monkeypatch: py
             return [5, 6]
 
         def respond(self, prompt: Any, turns: Any) -> Any:
-            return at_once(["it goes on"])
+            return completed_future(["it goes on"])
 
     conversation = Conversation(InTurns(turns=3), lambda rollout: rollout, Spent())
     requests = some_requests(prompts=2, n=2, tokens=30, max_turn_tokens=3)
@@ -188,7 +188,7 @@ def test_an_update_mixes_no_devices_and_waits_thrice_whatever_it_is_cut_into(
         assert learner.logprobs(model, batch).shape == (12,) and watched.waits == ["_to_copy"]
         for _ in range(2):
             watched.waits.clear()
-            assert learner.update(batch, 0).moved and watched.waits == ["_to_copy", "_to_copy", "_local_scalar_dense"]
+            assert learner.update(batch, 0).stepped and watched.waits == ["_to_copy", "_to_copy", "_local_scalar_dense"]
 
 
 @pytest.mark.parametrize("trees", [((6, 9, 5), (10,)), ((6, 14, 10),)], ids=["two", "one"])

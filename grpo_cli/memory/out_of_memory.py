@@ -1,5 +1,4 @@
-"""An explanation of what a phase holds, and which setting would lower it: the message in place of a failed
-allocation."""
+"""The message for a failed allocation: what its phase holds, and which settings would lower that."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def breakdown(plan: MemoryPlan, phase: str) -> list[str]:
 
 
 @contextmanager
-def memory_explained(run: Prepared[Any]) -> Iterator[None]:
+def explaining_out_of_memory(run: Prepared[Any]) -> Iterator[None]:
     """Turn a failed allocation into a UserError: the phase, what it was expected to hold, and what would lower that."""
     try:
         yield

@@ -104,7 +104,7 @@ def _prompts_of(task: Task, settings: ExamSettings, split: str) -> list[Prompt]:
 
 
 def write_samples(run_dir: Path, examples: Sequence[Example]) -> None:
-    """`samples.jsonl` of a run's folder."""
+    """Write the `samples.jsonl` of a run's folder."""
     rows = (json_line(example.row()) for example in examples)
     write_atomically(run_dir / SAMPLES, "".join(f"{row}\n" for row in rows).encode())
 

@@ -32,8 +32,7 @@ METRICS: Mapping[str, str] = {
     "response/truncated": "Share of rollouts that were cut off at sampling.max_new_tokens or, in the last turn of an "
     "episode, at sampling.max_turn_tokens.",
     "turns/mean": "Mean number of the model's turns in an episode, where the task has several.",
-    "turns/errors": "Answers of environments since the last step that name an error: of a tool call that could not be "
-    "read, or of the user's code.",
+    "turns/errors": "Observations that name an error: of a tool call that could not be read, or of the user's code.",
     "tokens/environment": "Tokens of the step that environments answered: read, not sampled, and not trained on.",
     "prompts/distinct": "Different problems that rollouts were made of since the run began.",
     "collect/rounds": "Rounds in which the collector requested the step's rollouts.",
@@ -91,7 +90,7 @@ METRICS: Mapping[str, str] = {
     "engine/slot_utilisation": "Share of slot-steps that produced a token.",
     "engine/kv_peak_bytes": "Most bytes of the key-value pool in use, in whole blocks; on a GPU all of the pool.",
     "engine/kv_held_bytes": "Most bytes of it that rollouts and prompts held at once, without what is empty.",
-    "engine/restarts": "Rollouts that were preempted because sampler.kv_budget ran out.",
+    "engine/preemptions": "How often a rollout was preempted because sampler.kv_budget ran out.",
     "engine/prefill_tokens": "Prompt tokens that were run through the model.",
     "engine/weight_update_seconds": "Seconds until an engine with weights of its own had those of this step.",
     "engine/<detail>": "A detail that the chosen engine, scheduler or sparsity reports about itself.",

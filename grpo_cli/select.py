@@ -30,9 +30,9 @@ NO_TOKEN = "empty: no response token"
 class Selection:
     """A scored group, and what happened to its rollouts.
 
-    `indices` are those in the batch, `advantages` theirs in the same order; `reasons` says for each rollout of the
-    group why it is not trained on, and is empty for one that is (for chosen ones, final only after `finalised` checks
-    weights)."""
+    `indices` are the places in the group of those in the batch, `advantages` are in the same order. `reasons` holds for
+    each rollout of the group why it is not trained on, empty for one that is (for chosen ones, final only after
+    `finalised` checks weights)."""
 
     group: ScoredGroup
     indices: tuple[int, ...]

@@ -15,7 +15,7 @@ from grpo_cli.collect import rule_state
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.interfaces import Parts, SetUp, Warmup
-from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on, without_rows
+from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on, with_rows_untrained
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
 from grpo_cli.metrics import reuse_metrics
@@ -108,7 +108,7 @@ class Step:
         everything, verdict = collate(groups, version), None
         reasons = cut_off(groups, self._settings.train.truncated)
         if any(reasons):
-            everything = without_rows(everything, [bool(reason) for reason in reasons])
+            everything = with_rows_untrained(everything, [bool(reason) for reason in reasons])
         if self._parts.rules.correction.rejects:
             with self._span("logprobs"):
                 everything, verdict = self._corrected(everything)

@@ -60,7 +60,7 @@ class Trainer:
         with self._stop if stop is None else nullcontext():
             clear_leftovers(self._run_dir)
             try:
-                with ends_children():  # a forked child would save, and close the trackers
+                with ends_children():  # a child forked by an evaluation must not write the summary
                     self._loop()
                 status = "completed" if self._is_done() else "interrupted"
             except KeyboardInterrupt:
@@ -91,12 +91,12 @@ class Trainer:
     def _loop(self) -> None:
         settings, progress = self._settings, self._progress
         if not self._resumed:
-            if self._stop.requested:
+            if self._stop.stopped_by:
                 return self._parts.say("stopped before the first step: there is nothing to save")
             self._log(Record(0, self._evaluate()))
             self._save()
-        while not self._is_done() and not self._stop.requested:
-            with ends_children():  # a forked child would make the next step
+        while not self._is_done() and not self._stop.stopped_by:
+            with ends_children():  # nor one forked by a step log and save it
                 record = self._step.run(progress.step, progress)
             progress.step = record.step
             progress.updates = self._learner.updates
@@ -105,10 +105,11 @@ class Trainer:
                 record = replace(record, metrics={**record.metrics, **self._evaluate()})
             # The record before the checkpoint: resuming deletes later rows, and could not write one that is missing.
             self._log(record)
-            if last or self._stop.requested or progress.step % settings.train.checkpoint_every == 0:
+            if last or self._stop.stopped_by or progress.step % settings.train.checkpoint_every == 0:
                 self._save()
         self._saver.join()
-        if not self._saved():  # the signal came after the last check
+        newest = self._run_dir / layout.CHECKPOINTS / layout.step_folder(progress.step)
+        if not (newest / layout.COMPLETE).exists():  # the signal came after the last check
             self._save()
             self._saver.join()
 
@@ -166,10 +167,6 @@ class Trainer:
             frozen = (weight for weight in model.parameters() if not weight.requires_grad)
             weights = model.state_dict() if self._saver.lazy else None
             self._saver.save({"state": overwritten, "weights": weights}, write, frozen)
-
-    def _saved(self) -> bool:
-        saved = self._run_dir / layout.CHECKPOINTS / layout.step_folder(self._progress.step)
-        return (saved / layout.COMPLETE).exists()
 
     def _restore(self, checkpoint: Path) -> None:
         """Restore everything but the weights, which are loaded with the model."""

@@ -132,7 +132,7 @@ def make_engine(model: Any, **words: Any) -> TorchEngine:
 
 def make_generation(decoder: Decoder, requests: Sequence[Request], **parts: Any) -> Generation:
     """All at once with everything off, but for what is given."""
-    own = {name: parts.pop(name) for name in ("prefix", "capture", "answers") if name in parts}
+    own = {name: parts.pop(name) for name in ("prefix", "capture", "observations") if name in parts}
     defaults: dict[str, Any] = dict(sampler=full(), sparsity=Dense(), eos_token_ids=(EOS,))
     defaults |= dict(model=decoder.model, scheduler=Fifo(), predictor=NoPredictor())
     return Generation(decoder, EngineParts(**(defaults | parts)), requests, **own)

@@ -131,12 +131,12 @@ def test_seeds_keep_names_apart_and_groups_are_whole_whatever_ends_first() -> No
 def test_costs_of_rounds_are_put_together() -> None:
     one = EngineStats(10, 40, 5, slots=4, slot_utilisation=1.0, kv_peak_bytes=100)
     two = EngineStats(30, 30, 5, slots=2, slot_utilisation=0.5, kv_peak_bytes=300)
-    one = replace(one, details={"engine/workers": 4.0, "engine/restarts": 1.0, "engine/kv_held_bytes": 70.0})
-    two = replace(two, details={"engine/workers": 1.0, "engine/restarts": 2.0, "engine/kv_held_bytes": 60.0})
+    one = replace(one, details={"engine/workers": 4.0, "engine/preemptions": 1.0, "engine/kv_held_bytes": 70.0})
+    two = replace(two, details={"engine/workers": 1.0, "engine/preemptions": 2.0, "engine/kv_held_bytes": 60.0})
     both, mean = together([one, two]), (4 * 10 + 1 * 30) / 40
     assert (both.decode_steps, both.generated_tokens, both.prefill_tokens) == (40, 70, 10)
     assert both.slot_utilisation == pytest.approx((40 + 30) / (40 + 60)) and both.kv_peak_bytes == 300
-    assert both.details == {"engine/workers": mean, "engine/restarts": 3.0, "engine/kv_held_bytes": 70.0}
+    assert both.details == {"engine/workers": mean, "engine/preemptions": 3.0, "engine/kv_held_bytes": 70.0}
     assert together([one]) is one
 
 

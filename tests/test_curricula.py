@@ -53,7 +53,7 @@ def test_an_order_leaves_out_what_a_step_has_and_takes_any_number() -> None:
     for step in range(50):
         found = ids(order.pick(step, 1 + step % 5, without))
         assert len(set(found)) == 1 + step % 5 and without.isdisjoint(found)
-    with pytest.raises(UserError, match="picks 8 different problems, but the task has 7"):
+    with pytest.raises(UserError, match="picks 8 different prompts, but the task has 7"):
         order.pick(50, 6, without)
     plain = Epochs(problems(7), 1, 0)
     taken = [place for count in (1, 2, 3, 1) for place in plain.places(0, count, NOBODY)]

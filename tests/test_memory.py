@@ -170,12 +170,12 @@ def planner(device: torch.device = CPU, *words: str) -> Planner:
 
 def chosen(room: int, device: torch.device = CPU, typed: frozenset[str] = frozenset()) -> fit.Fitted:
     plans = planner(device)
-    return fit.chosen(plans, room, fit.choosable(plans, typed), "fit=auto")
+    return fit.cheapest_fit(plans, room, fit.choosable(plans, typed), "fit=auto")
 
 
 def tokens_chosen(room: int, *words: str) -> int:
-    found: int = fit.chosen(planner(CPU, AUTO, *words).without_rollouts, room, {fit.TOKENS}, AUTO).values[fit.TOKENS]
-    return found
+    updates = planner(CPU, AUTO, *words).without_rollouts
+    return int(fit.cheapest_fit(updates, room, {fit.TOKENS}, AUTO).values[fit.TOKENS])
 
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
@@ -215,7 +215,7 @@ def test_more_than_there_is_is_refused_and_what_is_free_is_planned_for(monkeypat
     def room(word: str) -> int:
         return fit.room_of(settings_of(*RUN, f"fit={word}"), CPU, 0, said.append)
 
-    assert room("1GB") == 400 * MIB - fit.BESIDE and "fit=1GB" in said[0] and "400.0 MiB" in said[0]
+    assert room("1GB") == 400 * MIB - fit.CPU_RESERVE and "fit=1GB" in said[0] and "400.0 MiB" in said[0]
     assert room("auto") == room("none") == (300 + 90) * MIB and len(said) == 1
     with pytest.raises(UserError, match="fit=1PB.* fit=auto"):
         room("1PB")

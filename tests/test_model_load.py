@@ -186,7 +186,7 @@ def test_the_reference_is_the_model_with_its_adapters_off(packs, monkeypatch):
     monkeypatch.setattr("grpo_cli.learner.forward.packs_rows", lambda *_: packs)
     model = moved(with_adapters(small_model(), settings(lora=LORA)))
     learner, batch = make_learner(model), plain_batch((torch.arange(12) > 4).expand(2, 12), ids())
-    below = learner.logprobs(model, batch, adapters=False)
+    below = learner.logprobs(model, batch, with_adapters=False)
     torch.testing.assert_close(below, make_learner(small_model()).logprobs(small_model(), batch), atol=1e-5, rtol=0)
     assert not torch.allclose(learner.logprobs(model, batch), below, atol=1e-2), "and on again afterwards"
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]

@@ -156,6 +156,17 @@ def test_a_run_is_a_function_of_its_seed(tmp_path):
     assert [step["mismatch/ratio_min"] for step in steps] == pytest.approx([1.0] * 4, abs=1e-3)
 
 
+def test_a_fault_of_a_part_is_no_damage_of_the_checkpoint(tmp_path):
+    make_trainer(settings_for(tmp_path, steps=2)).fit()
+
+    class Faulty(FakeEngine):
+        def load_state_dict(self, state: Any) -> None:
+            raise KeyError("a fault")
+
+    with pytest.raises(KeyError, match="a fault"):
+        make_trainer(settings_for(tmp_path), checkpoint=newest(tmp_path), engine=lambda model: Faulty())
+
+
 def with_sampler_off_by(model: Any, shift: Callable[[Rollout], float]) -> Any:
     """An engine whose log-probabilities are wrong by `shift`, as an engine's with evicted keys are."""
     engine = make_engine(model)

@@ -59,12 +59,12 @@ def play(
 
 
 def has_turns(task: Task) -> bool:
-    """True if an environment may answer the model."""
+    """Return whether an environment may answer the model."""
     return isinstance(task, Dialogue) and task.turns > 1
 
 
 def fits(rollout: Rollout, reply: Sequence[int]) -> bool:
-    """True if at least one token of the model fits behind the observation."""
+    """Return whether at least one token of the model fits behind the observation."""
     return len(rollout) + len(reply) < rollout.request.sampling.max_new_tokens
 
 
@@ -76,17 +76,17 @@ class Conversation:
         self._task, self._whole, self._spent = task, whole, spent
         self._numbers = count()
         self._open: dict[int, tuple[Episode, Future[Sequence[str] | None]]] = {}
-        self._fresh = False  # whether something was asked since the last look
+        self._fresh = False  # whether an answer was requested since the last look
 
     def ask(self, rollout: Rollout) -> int:
-        """Ask about a finished turn; returns the number that identifies its answer."""
+        """Request the answer to a finished turn; return the number that identifies it."""
         episode, number = self._whole(rollout), next(self._numbers)
-        said: Future[Sequence[str] | None] = Future()
+        answer: Future[Sequence[str] | None] = Future()
         if len(episode.turns) < self._task.turns:
-            said = self._task.respond(episode.request.prompt, episode.turns)
+            answer = self._task.respond(episode.request.prompt, episode.turns)
         else:
-            said.set_result(None)
-        self._open[number], self._fresh = (episode, said), True
+            answer.set_result(None)
+        self._open[number], self._fresh = (episode, answer), True
         return number
 
     def answers(self, wait: bool) -> Sequence[tuple[int, tuple[int, ...] | None]]:
@@ -94,7 +94,7 @@ class Conversation:
         start = time.monotonic()
         until, self._fresh = start + GRACE * self._fresh, False
         while True:
-            done = [number for number, (_, said) in self._open.items() if said.done()]
+            done = [number for number, (_, answer) in self._open.items() if answer.done()]
             if len(done) == len(self._open) or (done if wait else time.monotonic() >= until):
                 break
             time.sleep(POLL)
@@ -103,8 +103,8 @@ class Conversation:
         return [(number, self._reply(number)) for number in done]
 
     def _reply(self, number: int) -> tuple[int, ...] | None:
-        episode, said = self._open.pop(number)
-        messages = said.result()
+        episode, answer = self._open.pop(number)
+        messages = answer.result()
         if messages is None:
             return None
         reply = tuple(self._task.between(episode.turns, messages))
@@ -119,23 +119,23 @@ def _in_rounds(
     conversation = Conversation(task, lambda episode: episode, spent)
     left, stopped = list(partial), False
     while left and not stopped:
-        asked: dict[Request, int] = {}
+        numbers: dict[Request, int] = {}
         replies: dict[int, tuple[int, ...] | None] = {}
 
-        def ask(episode: Episode, asked: dict[Any, int] = asked) -> None:
+        def ask(episode: Episode, numbers: dict[Any, int] = numbers) -> None:
             is_full = len(episode) >= episode.request.sampling.max_new_tokens
-            if not is_full and episode.request not in asked:
-                asked[episode.request] = conversation.ask(episode)
+            if not is_full and episode.request not in numbers:
+                numbers[episode.request] = conversation.ask(episode)
 
-        def reply_to(episode: Episode, asked: Any = asked, replies: Any = replies) -> tuple[int, ...] | None:
-            number = asked.get(episode.request)
+        def reply_to(episode: Episode, numbers: Any = numbers, replies: Any = replies) -> tuple[int, ...] | None:
+            number = numbers.get(episode.request)
             while number is not None and number not in replies:
                 replies.update(conversation.answers(wait=True))
             return replies.get(number)
 
         def stops(episode: Episode) -> bool:
             nonlocal stopped
-            assert enough is not None, "asked only if there is such a thing"
+            assert enough is not None, "else this is not called"
             ask(episode)
             stopped = reply_to(episode) is None and enough(episode)
             return stopped
@@ -169,17 +169,16 @@ def _generated(
     spent: Spent,
     **answers: Conversation,
 ) -> Iterator[Episode]:
-    """Generate the rest of each. A custom engine need not support stopping unless it
-    is asked to stop."""
+    """Generate the rest of each. Without `enough`, a custom engine need not be able to stop early."""
     of = {_key(request): one for request, one in zip(requests, partial, strict=True)}
 
     def whole(rest: Rollout) -> Episode:
         return joined(of[_key(rest.request)], rest, version)
 
-    asked: Any = engine
+    any_engine: Any = engine
     stops = () if enough is None else (lambda rest: enough(whole(rest)),)
-    for rest in asked.generate(requests, *stops, **answers):
-        assert rest.finish is not Finish.PARTIAL or enough, "an engine stops nothing unless it is asked to"
+    for rest in any_engine.generate(requests, *stops, **answers):
+        assert rest.finish is not Finish.PARTIAL or enough, "without `enough` an engine stops nothing"
         yield whole(rest)
     spent.costs.append(engine.stats())
 

@@ -22,7 +22,7 @@ class Epochs:
 
     def __init__(self, prompts: Sequence[Prompt], per_step: int, seed: int) -> None:
         if len(prompts) < per_step:
-            raise UserError(f"train.prompts={per_step} is more than the task's {len(prompts)} problems: lower it")
+            raise UserError(f"train.prompts={per_step} is more than the task's {len(prompts)} prompts: lower it")
         if isinstance(prompts, (list, tuple)):
             check_ids(prompts, "prompts to train on")
         self._prompts, self._per_step, self._seed = prompts, per_step, seed
@@ -36,7 +36,7 @@ class Epochs:
         """Return the indices of the next `count` prompts in the task's sequence."""
         if count + len(without) > len(self._prompts):
             raise UserError(
-                f"step {step + 1} picks {count + len(without)} different problems, but the task has "
+                f"step {step + 1} picks {count + len(without)} different prompts, but the task has "
                 f"{len(self._prompts)}: lower train.prompts or the rule's pool"
             )
         if self._epoch < 0:
@@ -92,5 +92,5 @@ def require_revisits(name: str, prompts: int, per_step: int, steps: int, history
         fitting = max(per_step, visits // 4)
         raise UserError(
             f"curriculum={name} learns from earlier visits, but train.steps={steps} of train.prompts={per_step} visit "
-            f"{prompts} problems {visits} times: take task.train_problems={fitting}, or curriculum=epochs"
+            f"{prompts} prompts {visits} times: take task.train_problems={fitting}, or curriculum=epochs"
         )

@@ -38,7 +38,7 @@ def requests_for(
     prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, step: int | str, held_out: bool = False
 ) -> list[Request]:
     """Return `n` requests per prompt, prompt by prompt; randomness is a function of (seed, step, prompt, sample)."""
-    check_ids(prompts, "prompts asked about together")
+    check_ids(prompts, "prompts evaluated together")
     return [
         Request(prompt, sample, seed_of(seed, step, prompt.id, sample), sampling, held_out)
         for prompt in prompts
@@ -52,7 +52,7 @@ def group_rollouts(prompts: Sequence[Prompt], rollouts: Iterable[Rollout]) -> li
     of: dict[Prompt, list[Rollout]] = {prompt: [] for prompt in prompts}
     for rollout in rollouts:
         prompt = rollout.request.prompt
-        assert prompt in of, f"a rollout of a prompt that was not asked about: {prompt.id}"
+        assert prompt in of, f"a rollout of a prompt that was not requested: {prompt.id}"
         of[prompt].append(rollout)
     return [Group(prompt, tuple(sorted(of[prompt], key=lambda rollout: rollout.request.sample))) for prompt in prompts]
 

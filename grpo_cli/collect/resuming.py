@@ -1,6 +1,6 @@
 """Partial rollouts: the request that continues one where it was stopped, and the joining of both into one rollout.
 
-An engine is asked for a longer prompt, so it remembers nothing of what was stopped. Number t of a random stream is a
+An engine gets a longer prompt, so it remembers nothing of what was stopped. Number t of a random stream is a
 hash of `seed + t * golden ratio` (`engine/sampling.py`), so with the seed moved on by k of these the torch engine
 draws the very tokens that it would have sampled, and log-probabilities agree to rounding: the first k are read, not
 decoded.

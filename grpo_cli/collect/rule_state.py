@@ -38,8 +38,8 @@ def _task_of(parts: Parts) -> str:
     """Return a digest of a task's number of prompts, and of the first, the middle and the last of them."""
     prompts = parts.runtime.task.prompts("train")
     some = [prompts[place] for place in (0, len(prompts) // 2, len(prompts) - 1)] if len(prompts) else []
-    said = repr([len(prompts), [(prompt.id, prompt.token_ids, prompt.answer) for prompt in some]])
-    return hashlib.sha256(said.encode()).hexdigest()
+    text = repr([len(prompts), [(prompt.id, prompt.token_ids, prompt.answer) for prompt in some]])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def restore(parts: Parts, state: Mapping[str, Any]) -> None:

@@ -51,8 +51,8 @@ def from_plain(state: Mapping[str, Any]) -> Any:
     prompt, fates = Prompt(name, tuple(ids), answer), state["rollouts"]
     tokens = [state[name].split([fate["length"] for fate in fates]) for name in ("token_ids", "logprobs")]
     rollouts = tuple(
-        _rollout(prompt, fate, tuple(ids.tolist()), tuple(said.tolist()))
-        for fate, ids, said in zip(fates, *tokens, strict=True)
+        _rollout(prompt, fate, tuple(ids.tolist()), tuple(logprobs.tolist()))
+        for fate, ids, logprobs in zip(fates, *tokens, strict=True)
     )
     if "rewards" not in state:
         return Group(prompt, rollouts)

@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.config.choices import groups_of, read_command
-from grpo_cli.config.overrides import is_ours, key_of, leaves, value_of
+from grpo_cli.config.overrides import is_package_target, key_of, leaves, value_of
 from grpo_cli.config.trust import refuse_foreign
 from grpo_cli.runs.find import find_checkpoint, never_saved, resolve_run
 from grpo_cli.runs.layout import RUN, step_of
@@ -83,7 +83,7 @@ def over(command: str, record: RunRecord | None, decided: Mapping[str, Any], typ
 def _choice(record: RunRecord, group: str) -> str | None:
     """Return a run's choice of a group; None if it has a part of the user's own."""
     part = record.config.get(group)
-    own = isinstance(part, dict) and not is_ours(part.get("_target_", "grpo_cli."))
+    own = isinstance(part, dict) and not is_package_target(part.get("_target_", "grpo_cli."))
     return None if own else record.choices.get(group)
 
 

@@ -11,16 +11,16 @@ from grpo_cli.engine.kv_cache import BLOCK
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.engine.sequence import Sequence
 
-# Takes the memory that a sequence needs beside those that run; returns False if there is too little.
-TakesRoom = Callable[[Sequence, Seq[Sequence]], bool]
+# Takes the memory that a sequence needs beside those that run; returns False, and takes none, if there is too little.
+TryTakeRoom = Callable[[Sequence, Seq[Sequence]], bool]
 
 
 class Admission:
     """The waiting sequences of one `generate`, and how many may run: `slots` at a time. With `refills` a waiting one
     takes the place of each that ends (continuous batching), else all of a round end before the next one begins.
 
-    One that has to wait for room stays ahead of all that are chosen later, while others begin. One that has begun
-    before comes first, and in a round that goes on.
+    A sequence that waits for room stays ahead of all that are chosen later, while others begin. One that has begun
+    before comes first, and may continue while a round still runs.
     """
 
     def __init__(self, slots: int, refills: bool) -> None:
@@ -36,15 +36,15 @@ class Admission:
         self._scheduler, self._waiting = scheduler, set(waiting)
         scheduler.start(waiting, self._slots, self._refills)
 
-    def admit(self, running: Seq[Sequence], takes_room: TakesRoom = lambda *_: True) -> list[Sequence]:
+    def admit(self, running: Seq[Sequence], try_take_room: TryTakeRoom = lambda *_: True) -> list[Sequence]:
         """Return the sequences that begin, or continue, now."""
-        beside, put_off, begins = [*running], list[Sequence](), self._refills or not running
-        while len(beside) < self._slots and (self._chosen or begins and self._waiting):
+        beside, put_off, may_begin = [*running], list[Sequence](), self._refills or not running
+        while len(beside) < self._slots and (self._chosen or may_begin and self._waiting):
             if not self._chosen:
                 self._chosen.append(self._scheduler.next(beside))
                 self._waiting.remove(self._chosen[0])  # a scheduler returns waiting sequences, once each
             sequence = self._chosen.pop(0)
-            can = (begins or sequence.tokens) and takes_room(sequence, beside)
+            can = (may_begin or sequence.tokens) and try_take_room(sequence, beside)
             (beside if can else put_off).append(sequence)
         self._chosen = put_off + self._chosen
         assert beside or not len(self), "something enters when nothing runs"
@@ -72,7 +72,7 @@ class Forecast:
 
     def held(self, sequences: Seq[Sequence]) -> float:
         """Return the tokens that they hold together on average from now to their ends, with half of each one's last
-        block, which is empty. One that exceeds its expected length is expected to make half the mean more."""
+        block, which is empty. Each is expected to make at least half the mean more than it has now."""
         made = np.array([sequence.made for sequence in sequences])
         mean = (self._tokens + made.sum()) / self._finished
         expected = [mean if sequence.predicted is None else sequence.predicted for sequence in sequences]

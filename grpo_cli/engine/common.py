@@ -118,7 +118,7 @@ class Tally:
 
 
 # Details that are summed (as are those in seconds); of bytes the largest counts, all others are averaged over steps.
-_SUMMED = {"engine/evictions", "engine/restarts"}
+_SUMMED = {"engine/evictions", "engine/preemptions"}
 
 
 def together(parts: Seq[EngineStats]) -> EngineStats:

@@ -1,11 +1,10 @@
 """One call of `generate`: its sequences, its cache, and the loop that serves what waits.
 
 begin     admitted sequences draw their first tokens; a prompt is prefilled unless it already was
-step      one batched forward pass, one more token for every running sequence
+step      one batched forward pass, one more token for every running sequence, unless a first token has ended one
 settle    those that have ended become rollouts; their blocks and (after a prompt's last sample) its blocks are freed
-
-In an episode of several turns a sequence keeps running while its environment answers, and reads the answer token by
-token in the steps that run anyway. If the answer takes time, the sequence pauses, and another one runs meanwhile.
+observe   those whose turn has ended read an observation token by token, in the steps that run anyway; while it is
+          awaited, the sequence pauses and another one runs
 """
 
 from __future__ import annotations
@@ -52,28 +51,28 @@ class Generation:
         requests: Seq[Request],
         prefix: int = 0,
         capture: Capture | None = None,
-        answers: EnvironmentAnswers | None = None,
+        observations: EnvironmentAnswers | None = None,
         enough: Callable[[Rollout], bool] | None = None,
     ) -> None:
         sampler, sparsity, per_step = parts.sampler, parts.sparsity, parts.rollouts_per_step
         self._decoder = decoder = decoder.prepared(sparsity.needs_received)
-        self.plan = plan = KvPlan.of(decoder.layout, sampler, sparsity, requests, per_step, prefix, answers is not None)
-        fills, slots, device = capture is not None, plan.slots, decoder.device
-        self._cache = PagedCache(plan.layout, plan.blocks, device, fills)
+        pauses, padding_slot = observations is not None, int(capture is not None)
+        self.plan = plan = KvPlan.of(decoder.layout, sampler, sparsity, requests, per_step, prefix, pauses)
+        slots, device, block_limits = plan.slots, decoder.device, (plan.own_blocks, plan.prompt_blocks)
+        self._cache = PagedCache(plan.layout, plan.blocks, device, capture is not None)
         self._evictor: Evictor | None = None
-        blocks = plan.own_blocks, plan.prompt_blocks
         if isinstance(sparsity, Budget):
-            self._evictor = Evictor(sparsity, plan.layout, slots + fills, blocks, decoder.scale, device)
+            self._evictor = Evictor(sparsity, plan.layout, slots + padding_slot, block_limits, decoder.scale, device)
         self._sequences = [Sequence(index, request) for index, request in enumerate(requests)]
         self.waiting, self._paused = list(self._sequences), list[Sequence]()
-        self._forecast: Forecast | None = None
-        if plan.is_bounded:
-            self._forecast = Forecast(BLOCK * plan.own_blocks, max(sequence.limit for sequence in self._sequences) / 2)
+        longest = max(sequence.limit for sequence in self._sequences)
+        self._forecast = Forecast(BLOCK * plan.own_blocks, longest / 2) if plan.is_bounded else None
         self._admission = Admission(slots, sampler.refills)
-        self._batch = RunningBatch(slots, blocks, device, decoder.is_native, self._cache.count if fills else None)
+        padding_block = self._cache.count if padding_slot else None
+        self._batch = RunningBatch(slots, block_limits, device, decoder.is_native, padding_block)
         self._graphs = None if capture is None else GraphedSteps(capture)
-        self._answers, self._enough, self.halted = answers, enough, False
-        self._unanswered: dict[int, Sequence] = {}  # by the number of the answer from its environment
+        self._observations, self._enough, self.halted = observations, enough, False
+        self._awaiting_observation: dict[int, Sequence] = {}  # by the number of its request
         self._eos, self._decode, self._span = frozenset(parts.eos_token_ids), parts.decode, parts.span
         self._unfinished = Counter(request.prompt.id for request in requests)
         self._preempted = self._most_running = self._most_held = 0
@@ -87,17 +86,17 @@ class Generation:
         """
         self._admission.start(scheduler, self.waiting)
         self.waiting, running = [], self._batch.sequences
-        while not self.halted and (len(self._admission) or running or self._unanswered):
-            done = self._begin(self._admission.admit(running, self._takes_room))
-            if not done and running:
+        while not self.halted and (len(self._admission) or running or self._awaiting_observation):
+            done = self._begin(self._admission.admit(running, self._try_take_room))
+            if not done and running:  # else free slots are filled first
                 with self._span("decode"):
                     done = self._step(pause_at)
-            for sequence, rollout in chain(self._settle(done), self._take_answers()):
+            for sequence, rollout in chain(self._settle(done), self._take_observations()):
                 self.halted = self.halted or self._enough is not None and self._enough(rollout)
                 yield sequence, rollout
         if self.halted:
-            while self._unanswered:  # so that what is partial continues with a turn of the model
-                yield from self._take_answers()
+            while self._awaiting_observation:  # so that a partial rollout ends where the model writes next
+                yield from self._take_observations()
             for sequence in self._sequences:
                 if sequence.status is not Status.FINISHED:
                     yield sequence, self._finish(sequence, Finish.PARTIAL)
@@ -105,7 +104,7 @@ class Generation:
     @torch.inference_mode()
     def _begin(self, sequences: Seq[Sequence]) -> list[Sequence]:
         """Start the sequences, or let them continue; a new one draws its first token from its prompt's logits, without
-        a decode step. Returns those that end with it."""
+        a decode step. Return those that end, or whose turn ends, with it."""
         if not sequences:
             return []
         prompts = dict.fromkeys(s.prompt for s in sequences if s.prompt is not None)
@@ -116,7 +115,8 @@ class Generation:
             self._batch.add(sequence)
             if self._evictor is not None:
                 self._evictor.begin(sequence)
-            sequence.made += not sequence.made and bool(sequence.tokens)  # it reads them again
+            if not sequence.made and sequence.tokens:  # it was preempted: its first token is known, the others are read
+                sequence.made = 1
         self._most_running = max(self._most_running, len(self._batch.sequences))
         new = [sequence for sequence in sequences if not sequence.made]
         if not new:
@@ -131,8 +131,9 @@ class Generation:
         policy = None if self._evictor is None else self._evictor.policy
         needs_received = policy is not None and policy.needs_received and not policy.protect_prompt
         for width, alike in groupby(sorted(prompts, key=_width), _width):
-            some, at_once = list(alike), max(1, PREFILL_TOKENS // width)
-            for together in (some[start : start + at_once] for start in range(0, len(some), at_once)):
+            some, prompts_per_prefill = list(alike), max(1, PREFILL_TOKENS // width)
+            for start in range(0, len(some), prompts_per_prefill):
+                together = some[start : start + prompts_per_prefill]
                 with self._span("prefill"):
                     token_ids = [prompt.token_ids for prompt in together]
                     keys, values, logits, received = self._decoder.prefill(token_ids, needs_received)
@@ -144,7 +145,7 @@ class Generation:
 
     @torch.inference_mode()
     def _step(self, pause_at: int | None) -> list[Sequence]:
-        """Make one token for every running sequence; return those that have ended."""
+        """Make one token for every running sequence; return those that end, or whose turn ends, with it."""
         self._take_blocks()
         running, prompt_keys = list(self._batch.sequences), sum(one.length for one in self._cache.prompts.values())
         if self._evictor is not None:
@@ -168,14 +169,14 @@ class Generation:
         return hidden, *draw(self._decoder.logits(hidden), rows.uniform, rows.drawing)
 
     def _append(self, sequences: Seq[Sequence], tokens: np.ndarray, logprobs: np.ndarray) -> list[Sequence]:
-        """Add the tokens that were drawn, except to a sequence that still has tokens to read; return those that end."""
+        """Add drawn tokens, but not to sequences that still read; return those that end, or whose turn ends."""
         ended = []
         for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
             if s.made < len(s.tokens):
                 s.made += 1
                 continue
             s.append(token, logprob)
-            if s.ends(self._eos, self._decode, self._answers is not None):
+            if s.ends(self._eos, self._decode, self._observations is not None):
                 ended.append(s)
         return ended
 
@@ -189,7 +190,7 @@ class Generation:
             return left // BLOCK + 1 - len(sequence.blocks)
 
         while wanted := [(s, count) for s in running if (count := missing(s)) > 0]:
-            if self._has_free(sum(count for _, count in wanted)):
+            if self._make_free(sum(count for _, count in wanted)):
                 for sequence, count in wanted:
                     self._batch.grow(sequence, cache.take(count))
                 return
@@ -197,29 +198,29 @@ class Generation:
             self._preempt(youngest := min(reversed(running), key=lambda sequence: sequence.made))
             self._admission.put_first(youngest)
 
-    def _has_free(self, blocks: int, of: Sequence | None = None) -> bool:
-        """Make so many blocks free, for a sequence: first of prompts that no sequence reads, then of paused ones."""
+    def _make_free(self, blocks: int, reader: Sequence | None = None) -> bool:
+        """Free blocks of idle prompts, then of paused sequences, but not `reader`'s; return True if enough are free."""
         while len(self._cache.free) < blocks:
-            if not self._cache.drop_idle_prompts(() if of is None else (of.request.prompt.id,)):
-                paused = [sequence for sequence in self._paused if sequence is not of]
+            if not self._cache.drop_idle_prompts(() if reader is None else (reader.request.prompt.id,)):
+                paused = [sequence for sequence in self._paused if sequence is not reader]
                 if not paused:
                     return False
                 self._preempt(paused[-1])
         return True
 
-    def _takes_room(self, sequence: Sequence, running: Seq[Sequence]) -> bool:
-        """Give a sequence, and its prompt, the blocks that it begins with, if that leaves as many as all will need."""
+    def _try_take_room(self, sequence: Sequence, running: Seq[Sequence]) -> bool:
+        """Give a sequence and its prompt their first blocks, if that leaves enough for all; return True if so."""
         cache, (name, ids) = self._cache, (sequence.request.prompt.id, sequence.request.prompt.token_ids)
-        own, pauses = blocks_for(sequence.held + 1) - len(sequence.blocks), sequence.status is Status.PAUSED
-        of_prompt = 0 if pauses or name in cache.prompts else blocks_for(len(ids))
+        own, was_paused = blocks_for(sequence.held + 1) - len(sequence.blocks), sequence.status is Status.PAUSED
+        of_prompt = 0 if was_paused or name in cache.prompts else blocks_for(len(ids))
         if running and self._forecast is not None:
             kept = [prompt.blocks for key, prompt in cache.prompts.items() if prompt.users or key == name]
             room = cache.count - of_prompt - sum(map(len, kept))
             if self._forecast.held([*running, sequence]) > BLOCK * room:
                 return False
-        if not self._has_free(own + of_prompt, sequence):
+        if not self._make_free(own + of_prompt, sequence):
             return False
-        if pauses:
+        if was_paused:
             self._paused.remove(sequence)
         else:
             if of_prompt:
@@ -235,7 +236,7 @@ class Generation:
         sequence.made, sequence.held, sequence.notes = 0, 0, ()
 
     def _pause(self, sequences: Seq[Sequence], running: Seq[Sequence], hidden: Tensor) -> None:
-        """They keep their keys and hidden states, and wait for the next `serve`."""
+        """Pause sequences: they keep their keys and hidden states, and wait for the next `serve`."""
         if not sequences:
             return
         (index,) = send(hidden.device, np.array([running.index(sequence) for sequence in sequences]))
@@ -263,28 +264,28 @@ class Generation:
             sequence.prompt = None
 
     def _settle(self, done: Seq[Sequence]) -> Iterator[tuple[Sequence, Rollout]]:
-        """Yield the sequences that have ended; with environments, the others' turns are answered."""
+        """Yield finished rollouts; request an observation for each other sequence."""
         for sequence in done:
-            if self._answers is None or not sequence.has_room(0):
+            if self._observations is None or not sequence.has_room(0):
                 yield sequence, self._finish(sequence)
             else:
-                self._unanswered[self._answers.ask(sequence.rollout())] = sequence
+                self._awaiting_observation[self._observations.ask(sequence.rollout())] = sequence
 
-    def _take_answers(self) -> Iterator[tuple[Sequence, Rollout]]:
-        """Continue or end the sequences whose environments have answered. The others pause."""
-        if self._answers is None or not self._unanswered:
+    def _take_observations(self) -> Iterator[tuple[Sequence, Rollout]]:
+        """Continue or end the sequences whose observations have arrived; pause the others that await one."""
+        if self._observations is None or not self._awaiting_observation:
             return
-        late = set(self._unanswered.values())
-        idle = self.halted or not (len(self._admission) or any(s not in late for s in self._batch.sequences))
-        for number, answer in self._answers.answers(wait=idle):
-            sequence = self._unanswered.pop(number)
-            if answer is None or not sequence.has_room(len(answer)):
-                yield sequence, self._finish(sequence, Finish.LENGTH if answer else None)
+        awaiting = set(self._awaiting_observation.values())
+        must_wait = self.halted or not (len(self._admission) or any(s not in awaiting for s in self._batch.sequences))
+        for number, observation in self._observations.answers(wait=must_wait):
+            sequence = self._awaiting_observation.pop(number)
+            if observation is None or not sequence.has_room(len(observation)):
+                yield sequence, self._finish(sequence, Finish.LENGTH if observation else None)
                 continue
-            sequence.read(answer)
+            sequence.read(observation)
             if sequence.status is not Status.RUNNING:
                 self._admission.put_first(sequence)
-        for sequence in self._unanswered.values():
+        for sequence in self._awaiting_observation.values():
             if sequence.status is Status.RUNNING:
                 self._stop(sequence, Status.PAUSED)
 
@@ -305,7 +306,7 @@ class Generation:
         details = {**details, "engine/kv_held_bytes": float(self._most_held * self.plan.layout.bytes_per_token)}
         if self._forecast is not None:
             self._tally.slots = self._most_running
-            details["engine/restarts"] = float(self._preempted)
+            details["engine/preemptions"] = float(self._preempted)
         if self._evictor is not None:
             details["engine/evictions"] = float(self._evictor.evictions)
         return self._tally.stats(self._cache.peak_bytes, details)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from grpo_cli.model.transfer import send
 
-BLOCK = 8  # tokens of a block, PAGE of decode.c: of a sequence half of one is empty on average
+BLOCK = 8  # tokens of a block, as PAGE in decode.c; on average half of a sequence's last block is empty
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -49,7 +49,7 @@ class KvLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """c_kv: 2 * layers * key-value heads * head dimension * bytes per element."""
+        """Compute 2 * layers * key-value heads * head dimension * bytes per element."""
         return 2 * self.layers * self.heads * self.dim * self.dtype.itemsize
 
     @property

@@ -83,7 +83,7 @@ class KvPlan:
     """The blocks of a generation, computed from its requests, the model and the sampler's limits.
 
     A sequence takes blocks as it grows, at most `own_blocks`. A prompt of at most `prompt_blocks` is stored once, from
-    the start of its first rollout to the end of its last. With `parked_blocks` every rollout makes a prefix first, for
+    the start of its first rollout to the end of its last. With `prefix_blocks` every rollout makes a prefix first, for
     the predictor, and keeps so many blocks until it continues.
     """
 
@@ -93,7 +93,7 @@ class KvPlan:
     is_bounded: bool  # by sampler.kv_budget
     own_blocks: int
     prompt_blocks: int
-    parked_blocks: int
+    prefix_blocks: int
     spare_blocks: int  # for sequences that pause
 
     @classmethod
@@ -119,10 +119,10 @@ class KvPlan:
         budget = sampler.budget_for(prompt * layout.block_bytes, own * layout.block_bytes)
         bound = 0 if budget is None else budget // layout.block_bytes
         # One more token is drawn than is fed; a token's key is written in the next step.
-        prefixed = sparsity.capacity(prefix + 1, max(lengths.values()) + prefix + 1)
-        parked = blocks_for(prefixed) if prefix and slots < count and not bound else 0
+        prefix_keys = sparsity.capacity(prefix + 1, max(lengths.values()) + prefix + 1)
+        prefix_blocks = blocks_for(prefix_keys) if prefix and slots < count and not bound else 0
         # An evicting sequence soon holds what it may, and so does its slot.
         slots = min(slots, (bound - prompt) // (own if isinstance(sparsity, Budget) else 1)) if bound else slots
-        spare = 0 if bound else count * parked + slots * own * pauses
+        spare = 0 if bound else count * prefix_blocks + slots * own * pauses
         blocks = min(all_at_once, bound or prompts + slots * own + spare)
-        return cls(layout, slots, blocks, bound > 0, own, prompt, parked, spare)
+        return cls(layout, slots, blocks, bound > 0, own, prompt, prefix_blocks, spare)

@@ -25,8 +25,8 @@ from grpo_cli.engine.sequence import Sequence
 
 @runtime_checkable
 class Scheduler(Protocol):
-    """Orders the waiting sequences. Schedulers change time, never tokens; where generation stops early (`enough`), they
-    decide which rollouts finish in time."""
+    """An order of the waiting sequences. It changes time, never tokens; where generation stops early (`enough`), it
+    decides which rollouts finish in time."""
 
     @property
     def needs_lengths(self) -> bool:
@@ -102,7 +102,7 @@ class Fptas:
         if refills and any(sequence.predicted is not None for sequence in waiting):
             jobs = [*steps]
             self._lists = [[jobs[i] for i in places] for places in assign([*steps.values()], slots, self._epsilon)]
-        self._latest: list[Sequence | None] = [None] * len(self._lists)  # that each list has sent out
+        self._latest: list[Sequence | None] = [None] * len(self._lists)  # the sequence of each list that started last
         sign = 1 if self._lists else -1
         self._waiting = dict.fromkeys(sorted(steps, key=lambda sequence: sign * steps[sequence]))
 
@@ -127,7 +127,7 @@ MAX_STATES = 20_000
 
 
 def lower_bound(lengths: Seq[int], slots: int) -> int:
-    """No schedule is shorter than its longest job, nor than an equal share of all the work."""
+    """Return a lower bound of the makespan: the longest job, or an equal share of all the work."""
     return max(max(lengths), -(-sum(lengths) // slots))
 
 
@@ -137,7 +137,8 @@ def makespan(lists: Seq[Seq[int]], lengths: Seq[int]) -> int:
 
 
 def lpt(lengths: Seq[int], slots: int) -> Lists:
-    """Longest job first, each to the slot with the least load: at most 4/3 - 1/(3 slots) of the optimum (Graham)."""
+    """Return the jobs of each slot, each given to the least loaded, the longest first: at most 4/3 - 1/(3 slots) of
+    the optimum (Graham)."""
     lists: Lists = [[] for _ in range(slots)]
     loads = [(0, slot) for slot in range(slots)]
     for job in sorted(range(len(lengths)), key=lambda job: -lengths[job]):
@@ -148,7 +149,8 @@ def lpt(lengths: Seq[int], slots: int) -> Lists:
 
 
 def trimmed_programme(lengths: Seq[int], slots: int, epsilon: float, below: int, max_states: int) -> Lists | None:
-    """Return the trimmed dynamic programme over slot loads: an FPTAS for a fixed number of slots (Horowitz and Sahni).
+    """Return each slot's jobs by a trimmed dynamic programme over slot loads: an FPTAS for a fixed number of slots
+    (Horowitz and Sahni).
 
     A state is the loads after the first i jobs, in any order. States whose sorted loads fall into the same cells of
     width `epsilon * lower_bound / jobs` are merged, keeping the real loads of one; as each merge moves a load by less

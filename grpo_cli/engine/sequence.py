@@ -26,14 +26,14 @@ LEAST_ROWS = 16
 class Status(Enum):
     WAITING = auto()
     RUNNING = auto()
-    PAUSED = auto()  # keeps its blocks: waits for its environment, or for a predicted length
+    PAUSED = auto()  # keeps its blocks: waits for an observation, or for a predicted length
     PREEMPTED = auto()  # has given its blocks back, and will read its tokens again
     FINISHED = auto()
 
 
 @dataclass(eq=False)
 class Sequence:
-    """`index` is that of its request. `tokens` are all that are known: sampled, and the environment's answers.
+    """`index` is that of its request. `tokens` are all that are known: sampled, and observations.
 
         a prompt of 3 tokens, 5 made      p p p | g g g g g      the last token's key is written by the next step,
         held, while nothing was evicted               k k k k    so there is one key less than tokens made
@@ -47,7 +47,7 @@ class Sequence:
     status: Status = Status.WAITING
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    given: list[tuple[int, int]] = field(default_factory=list)  # the environment's tokens, from where to where
+    observed: list[tuple[int, int]] = field(default_factory=list)  # observations' tokens, from where to where
     finish: Finish | None = None
     made: int = 0
     held: int = 0
@@ -79,7 +79,7 @@ class Sequence:
         self.made += 1
 
     def ends(self, eos: Collection[int], decode: Decode | None, in_turns: bool = False) -> bool:
-        """True if it, or its turn, ends with the token that was sampled last; sets `finish`."""
+        """Return True, and set `finish`, if it, or its turn, ends with the token that was sampled last."""
         self.finish = None
         if self.tokens[-1] in eos:
             self.finish = Finish.EOS
@@ -90,7 +90,7 @@ class Sequence:
         return self.finish is not None
 
     def _stops(self, decode: Decode | None) -> bool:
-        """True if the end of its turn contains a stop string."""
+        """Return True if the end of its turn contains a stop string."""
         assert decode is not None, "stop strings need a decoder"
         start = max(len(self.tokens) - self._tail, self._turn_start)
         before = self.request.prompt.token_ids[start:] if start < 0 else ()
@@ -98,21 +98,21 @@ class Sequence:
         return any(string in text for string in self.request.sampling.stop)
 
     def has_room(self, tokens: int) -> bool:
-        """True if it can make another token after so many."""
+        """Return True if it can make another token after so many."""
         return len(self.tokens) + tokens < self.limit
 
-    def read(self, answer: Seq[int]) -> None:
-        """Add the environment's answer to its turn, which it reads next."""
+    def read(self, observation: Seq[int]) -> None:
+        """Add an observation, which it reads next, and begin a turn."""
         self.finish, start = None, len(self.tokens)
-        self.tokens += answer
-        self.logprobs += [nan] * len(answer)
+        self.tokens += observation
+        self.logprobs += [nan] * len(observation)
         self._turn_start = len(self.tokens)
-        self.given.append((start, self._turn_start))
+        self.observed.append((start, self._turn_start))
 
     def rollout(self, finish: Finish | None = None) -> Rollout:
         """Return the rollout of what it has made so far."""
         spans, last = list[Span](), 0
-        for start, end in self.given:
+        for start, end in self.observed:
             spans += [Span(0, start - last)] * (start > last) + [Span(ENVIRONMENT, end - start)]
             last = end
         if spans and last < len(self.tokens):

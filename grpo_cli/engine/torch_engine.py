@@ -124,12 +124,12 @@ class TorchEngine(SequenceEngine):
         if prefix and plan.is_bounded:
             self._warn_once("predictor=prefix predicts nothing under a sampler.kv_budget: use predictor=mean")
         try:
-            if plan.parked_blocks:
+            if plan.prefix_blocks:
                 # Every rollout makes prefix + 1 tokens (the state after `prefix` of them yields one more), then waits
                 # with its keys kept. The cost, those keys and a partly idle last round, is counted.
                 yield from (rollout for _, rollout in generation.serve(Fifo(), pause_at=prefix + 1))
             if not generation.halted:
-                predicting = plan.parked_blocks > 0 or self._predictor.prefix_tokens == 0
+                predicting = plan.prefix_blocks > 0 or self._predictor.prefix_tokens == 0
                 if predicting:
                     self._predict(generation.waiting)
                 served = list[tuple[Sequence, Rollout]]()

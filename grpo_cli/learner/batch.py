@@ -65,10 +65,10 @@ def totals(batch: Batch, max_new_tokens: int) -> Totals:
 
 
 def verdict_on(correction: Correction, batch: Batch, old_logprobs: Float[Tensor, "N"]) -> Verdict:
-    """Return a correction's verdict on the sampled tokens of a batch, given the old policy's log-probabilities.
+    """Return a correction's verdict on the sampled tokens of a batch, by the old policy's log-probabilities.
 
-    Given tokens get weight 1 where their row is trained on, and stay if any token of the row is left. A row without a
-    sampled token is not subject to the correction.
+    Copied tokens (`GIVEN`: of a prefix or a demonstration) get weight 1 where their row is trained on, and stay if any
+    sampled token of the row does. A row without a sampled token is not subject to the correction.
     """
     verdict = correction(batch, old_logprobs)
     sampled = batch.sampled_mask
@@ -93,8 +93,8 @@ def corrected(batch: Batch, verdict: Verdict) -> Batch:
     return replace(batch, weights=weights, loss_mask=batch.loss_mask & verdict.mask)
 
 
-def without_rows(batch: Batch, rows: Sequence[bool]) -> Batch:
-    """Return the batch with nothing to train on in these rows, which stay in it."""
+def with_rows_untrained(batch: Batch, rows: Sequence[bool]) -> Batch:
+    """Return the batch with the weights of these rows set to 0, and their tokens out of `loss_mask`."""
     left = ~batch.per_token(torch.tensor(rows))
     return replace(batch, weights=batch.weights * left, loss_mask=batch.loss_mask & left)
 

@@ -89,11 +89,11 @@ class Learner:
         return torch.autocast(self._device.type, dtype=getattr(torch, self._autocast_word))
 
     @torch.no_grad()
-    def logprobs(self, model: Any, batch: Batch, adapters: bool = True) -> Float[Tensor, "N"]:
-        """Compute log-probabilities of the batch's response tokens under `model`, or what is below its `adapters`,
-        without gradient. They are on the CPU."""
+    def logprobs(self, model: Any, batch: Batch, with_adapters: bool = True) -> Float[Tensor, "N"]:
+        """Compute log-probabilities of the batch's response tokens under `model`, or under what lies below its
+        adapters, without gradient. They are on the CPU."""
         parts = [torch.tensor(rows) for rows in self._forward.cut(batch)]
-        off = nullcontext() if adapters else model.disable_adapter()
+        off = nullcontext() if with_adapters else model.disable_adapter()
         with self.autocast(), computing_with(self.threads), off:
             values = [self._forward.logprobs(model, rows_of(batch, rows)) for rows in parts]
         return _in_order(batch, parts, values)

@@ -29,8 +29,8 @@ from grpo_cli.support.memory import free_bytes, resident_bytes, total_bytes
 _FEWER_LOGITS, _RECOMPUTED, _OFFLOADED = {CHUNK: 128}, {RECOMPUTE: "full"}, {RECOMPUTE: "full", OFFLOAD: True}
 _WAYS: tuple[Values, ...] = tuple(way | few for way in ({}, _RECOMPUTED, _OFFLOADED) for few in ({}, _FEWER_LOGITS))
 SHARE = 0.9  # of free memory: plans are meant to be within a tenth of what a run takes
-# Of the given memory, and on a CPU at least so many bytes, by which runs of the same settings differ.
-MARGIN, BESIDE = 0.95, 32 * 2**20
+# A plan may take this share of the limit, and on a CPU leaves at least so many bytes, by which equal runs differ.
+MARGIN, CPU_RESERVE = 0.95, 32 * 2**20
 FEW_TOKENS = 1024  # a pass of fewer is slower than recomputing in a larger one
 _COSTS = {
     TOKENS: "more and smaller passes",
@@ -62,8 +62,8 @@ class Fitted:
 
 
 def choose(run: Prepared[Any], typed: Set[str], say: Callable[[str], None]) -> tuple[str, ...]:
-    """Choose for a run on its own device, report it, and return the choices as they would be typed: with `fit` of all
-    that is not typed, else the micro-batch, for which updates alone are planned."""
+    """Choose for a run on its own device, report it, and return the choices as overrides. With `fit` these are of all
+    settings that were not typed; without it, or with `resume`, the micro-batch alone, planned for the update."""
     planner = Planner.of(run, run.device)
     planner.plan()  # loads libraries, which the program then holds
     workspace = process_alone(run.device)
@@ -73,7 +73,7 @@ def choose(run: Prepared[Any], typed: Set[str], say: Callable[[str], None]) -> t
         name, planner, may = f"{TOKENS}=auto", planner.without_rollouts, frozenset({TOKENS})
     else:
         name, may = f"fit={settings.fit}", choosable(planner, typed)
-    fitted = chosen(planner, room, may, name)
+    fitted = cheapest_fit(planner, room, may, name)
     for line in fitted.lines(name, room):
         say(line)
     infinite = ("sampler=infinite",) if SLOTS in fitted.values and "slots" not in settings.parts["sampler"] else ()
@@ -98,7 +98,7 @@ def room_of(settings: RunSettings, device: torch.device, workspace: int, warn: C
 
 def within(given: int, device: torch.device) -> int:
     """Return the bytes of `given` that a plan may reach."""
-    return max(0, min(int(MARGIN * given), given - (BESIDE if device.type == "cpu" else 0)))
+    return max(0, min(int(MARGIN * given), given - (CPU_RESERVE if device.type == "cpu" else 0)))
 
 
 def choosable(planner: Planner, typed: Set[str]) -> frozenset[str]:
@@ -113,7 +113,7 @@ def choosable(planner: Planner, typed: Set[str]) -> frozenset[str]:
     return frozenset(may - typed | ({TOKENS} if auto else set()))
 
 
-def chosen(planner: Planner, room: int, may: Set[str], name: str) -> Fitted:
+def cheapest_fit(planner: Planner, room: int, may: Set[str], name: str) -> Fitted:
     """Choose for `room` bytes among the keys that `may` be chosen. UserError with the least that would do if none
     suffices.
 
@@ -135,7 +135,7 @@ def chosen(planner: Planner, room: int, may: Set[str], name: str) -> Fitted:
             break
     else:
         least = planner.plan({**ways[-1], **more, **dict.fromkeys(may & {TOKENS, SLOTS}, 1)})
-        enough = math.ceil(max(least.peak / MARGIN, least.peak + BESIDE) / 2**20)
+        enough = math.ceil(max(least.peak / MARGIN, least.peak + CPU_RESERVE) / 2**20)
         table = "\n".join(breakdown(least, least.fullest))
         raise UserError(
             f"{name}: at most {gib(room)} may be held, and the least that would do with what is typed is "

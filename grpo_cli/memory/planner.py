@@ -60,7 +60,6 @@ class Planner:
         m, updates = min(settings.m, settings.n), train.epochs * train.minibatches
         old_logprobs_first = correction.needs_old_logprobs or updates > 1 or model.lora.dropout > 0
         corrects_all = correction.rejects and pass_before(correction.prox, True)
-        corrects_m = pass_before(correction.prox, old_logprobs_first)
         step = StepShape(
             rollouts=rollouts,
             m=m,
@@ -73,7 +72,7 @@ class Planner:
             prefix=built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0,
             packed=bool(settings.parts["engine"].get("packed_weights")),
             minibatches=train.minibatches,
-            logprobs_of=settings.n if corrects_all else m if corrects_m else 0,
+            logprobs_of=settings.n if corrects_all else m if pass_before(correction.prox, old_logprobs_first) else 0,
             reference=run.rules.loss.needs_reference,
             second_model=not model.adapted or model.adapter is not None,
             optimizer=_optimizer_bytes(settings, shapes(model.gradient_checkpointing, model.offload_activations)),
@@ -158,5 +157,4 @@ def _workloads(run: Prepared[Any]) -> tuple[Workload, Workload | None]:
     held_out = task.prompts("eval")
     examined = [held_out[i] for i in range(min(settings.eval.problems, len(held_out)))]
     wanted = getattr(getattr(settings, "profile", None), "eval", True) and settings.eval.every > 0
-    evaluation = work(examined, 1 + settings.eval.k) if wanted else None  # one greedy, k sampled
-    return work(picked, settings.n), evaluation
+    return work(picked, settings.n), work(examined, 1 + settings.eval.k) if wanted else None  # one greedy, k sampled

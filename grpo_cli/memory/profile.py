@@ -54,7 +54,7 @@ def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, w
     room = settings.fit_bytes or int(GPUS.get(gpu, 0)) or total_bytes(device)
     planner, within = Planner.of(run, device, process_alone(device)), fit.within(room, device)
     if settings.train.micro_batch_tokens == AUTO:
-        tokens = fit.chosen(planner.without_rollouts, within, {TOKENS}, f"{TOKENS}=auto").values[TOKENS]
+        tokens = fit.cheapest_fit(planner.without_rollouts, within, {TOKENS}, f"{TOKENS}=auto").values[TOKENS]
         settings = replace(settings, train=replace(settings.train, micro_batch_tokens=tokens))
         run = replace(run, settings=settings)
         planner = replace(planner, run=run, step=replace(planner.step, tokens=tokens))
@@ -86,7 +86,7 @@ def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, w
     if settings.fit_bytes is not None:
         name, may = f"fit={settings.fit}", fit.choosable(planner, {key_of(word) for word in typed})
         try:
-            for line in fit.chosen(planner, within, may, name).lines(name, within):
+            for line in fit.cheapest_fit(planner, within, may, name).lines(name, within):
                 say(line)
         except UserError as error:
             say(str(error))

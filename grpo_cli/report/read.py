@@ -33,7 +33,7 @@ _AN_ACCURACY = re.compile(r"eval/(accuracy|pass@[1-9][0-9]*)")
 
 
 class State(StrEnum):
-    """The state of a run: how it ended, or that it runs yet."""
+    """The state of a run: how it ended, or that it is still running."""
 
     COMPLETED = "completed"
     RUNNING = "running"

@@ -34,10 +34,11 @@ class Correct:
     """A correction by its settings (an `interfaces.Correction`).
 
     A weight that is masked to 0 still counts in the loss's divisor, a token outside the band does not. The mean of
-    normalised weights is over all rollouts of the batch (token: their response tokens), rejected ones included.
+    normalised weights is over all rollouts of the batch (token: their sampled tokens), rejected ones included.
     """
 
     importance: Annotated[str, OneOf(("none", "token", "sequence"))]
+    # `is_` stands for importance sampling: bounds of a weight, and what becomes of one beyond them
     is_threshold: Bound
     is_threshold_low: Bound
     is_mode: Annotated[str, OneOf(("truncate", "mask"))]
@@ -107,7 +108,7 @@ class Correct:
         return f"importance: no weight in [{self.is_threshold_low}, {self.is_threshold}] (product of xi {product:.2g})"
 
     def _vetoed(self, batch: Batch, log_ratio: Float[Tensor, "N"]) -> Bool[Tensor, "B"]:
-        """Return which sequences have an impossible token. Not clamped, so that any `veto` can be reached."""
+        """Return which sequences have a token with xi, here not clamped, below `veto`."""
         veto = -math.inf if self.rejection == "none" else math.log(self.veto)
         return batch.any(log_ratio < veto)
 
@@ -143,7 +144,7 @@ def log_mismatch_ratio(batch: Batch, old_logprobs: Float[Tensor, "N"]) -> Float[
     missing = int((~sampler.isfinite() & mask).sum())
     if missing:
         raise UserError(
-            f"the engine gave no finite sampler log-probability for {missing} of {int(mask.sum())} response tokens, so "
+            f"the engine gave no finite sampler log-probability for {missing} of {int(mask.sum())} sampled tokens, so "
             "the mismatch cannot be known (recomputed ones would make every xi 1 and hide it): use an engine that "
             "reports the log-probability of each token it samples, such as engine=torch"
         )
@@ -153,10 +154,10 @@ def log_mismatch_ratio(batch: Batch, old_logprobs: Float[Tensor, "N"]) -> Float[
 def mismatch_metrics(
     batch: Batch, log_ratio: Float[Tensor, "N"], weights: Float[Tensor, "N"], kept: Bool[Tensor, "N"]
 ) -> Mapping[str, float]:
-    """Measure how far sampler and policy are apart, over all response tokens, and what the correction did about it.
+    """Measure how far sampler and policy are apart, over all sampled tokens, and what the correction did about it.
 
     `mismatch/kl` is the k3 estimate of KL(sampler || policy), mean of xi - 1 - log xi: never negative. The quantiles
-    are the 0.1 % and 1 % ones of log xi. `rejected` is the share of answered sequences, and `masked_tokens` of response
+    are the 0.1 % and 1 % ones of log xi. `rejected` is the share of answered sequences, and `masked_tokens` of sampled
     tokens, that add nothing to the policy loss, whatever took them out. `weight_mean` is over tokens left in the mask.
     One transfer from the device for all of them. With no response token at all there is no mismatch.
     """

@@ -20,8 +20,7 @@ _Pairs = list[tuple[Tensor, Tensor]]  # bytes to copy, from where to where
 
 
 class Saver:
-    """A writer of checkpoints: at once, or with `lazy` in the background, one at a time. `span` measures for how long
-    training waits.
+    """A writer of checkpoints: at once, or with `lazy` in the background. `span` measures the time that training waits.
 
     An error in the background is raised by the next `join`, or the next `save`, which joins the one before.
     """

@@ -98,7 +98,7 @@ def completed_steps(folder: Path) -> int | None:
 
 
 def _newest_run(train: Path) -> Path:
-    # Runs of a sweep are one level down.
+    # Folders of runs that a user placed one level down count too; a sweep's do not (resume=sweep).
     runs = [path.parent for depth in ("*", "*/*") for path in train.glob(f"{depth}/{CHECKPOINTS}")]
     unfinished = {run: completed_steps(run) is None for run in runs}
     for run in sorted(runs, key=lambda run: (unfinished[run], _last_saved(run), run), reverse=True):

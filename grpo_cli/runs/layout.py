@@ -24,7 +24,7 @@ MULTIRUN = OUTPUTS / "multirun"
 RUN, LOCK = "run.json", ".lock"
 METRICS, ROLLOUTS, SUMMARY = "metrics.jsonl", "rollouts.jsonl", "summary.json"
 SAMPLES = "samples.jsonl"  # of an evaluation: every answer
-JUDGEMENTS = "judgements.jsonl"  # of task.reward=judge: what the judge has said, by a hash of the question
+JUDGEMENTS = "judgements.jsonl"  # of task.reward=judge: the judge's scores, by a hash of the question
 PROFILE = "profile.json"  # of a profile: everything measured and predicted
 STATUS, LOG, SWEEP = "status.json", "log.txt", "sweep.json"
 HYDRAS_SWEEP = "multirun.yaml"  # written by Hydra into a sweep's folder, whatever the launcher

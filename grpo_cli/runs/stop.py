@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Stop:
-    """The first signal that came, if any has. A SIGINT after another signal interrupts at once.
+    """The first signal that came, `stopped_by`; None before. A SIGINT after another signal interrupts at once.
 
     Handles signals inside a `with` on it, in the main thread only. An ignored SIGHUP (`nohup`) stays ignored.
     """
@@ -28,10 +28,6 @@ class Stop:
         self._before: dict[signal.Signals, Any] = {}
         self._in_children = ExitStack()
         self.stopped_by: str | None = None
-
-    @property
-    def requested(self) -> bool:
-        return self.stopped_by is not None
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
@@ -43,7 +39,7 @@ class Stop:
     def __exit__(self, *_: object) -> None:
         self._in_children.close()
         self._put_back()
-        if self.requested:
+        if self.stopped_by:
             for child in multiprocessing.active_children():  # at its exit, Python would wait for them
                 child.kill()
 
@@ -53,7 +49,7 @@ class Stop:
         self._before = {}
 
     def _note(self, number: int, frame: Any) -> None:
-        if self.requested and number == signal.SIGINT:
+        if self.stopped_by and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.stopped_by = self.stopped_by or signal.Signals(number).name
         with suppress(OSError, RuntimeError):  # the terminal is gone, or busy with another line

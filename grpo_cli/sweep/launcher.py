@@ -47,7 +47,7 @@ class ProcessLauncher(Launcher):
         self._sweep: Sweep = task_function.sweep  # type: ignore[attr-defined]
         self._loader: ConfigLoader = hydra_context.config_loader
         self._config = config
-        self._computed = dict[str, int]()  # the first job of each computation
+        self._computed = dict[str, int]()  # the first job with each set of settings
         # Unresolved: `m=${n}` means each job's n.
         typed: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
         self._typed, self._typed_of_hydra = typed["task"], typed["hydra"]
@@ -82,7 +82,7 @@ class ProcessLauncher(Launcher):
             states = {job: self._state(job) for job in jobs}
             if initial_job_idx == 0:
                 say(f"sweep in {self._sweep.folder}, {len(self._places)} at a time")
-            self._list(jobs)
+            self._write_sweep(jobs)
             pool = Pool(self._places, self._sweep.command_of, say)
             try:
                 pool.run(states)
@@ -126,7 +126,7 @@ class ProcessLauncher(Launcher):
             return replace(status, state="done", reason=None, exit_code=0)
         return replace(status, state="waiting" if job.refusal is None else "skipped", reason=job.refusal)
 
-    def _list(self, jobs: Sequence[Job]) -> None:
+    def _write_sweep(self, jobs: Sequence[Job]) -> None:
         """Write `sweep.json`: what resuming needs, and the jobs so far."""
         listed = [
             {"number": job.number, "folder": os.path.relpath(job.folder, self._folder), "overrides": job.overrides}
@@ -138,7 +138,8 @@ class ProcessLauncher(Launcher):
         write_object(self._folder / SWEEP, {**about, "hydra": of_hydra, "jobs": listed})
 
     def _returned(self, job: Job) -> JobReturn:
-        """Return the result for the sweeper. Hydra's basic one stops at a failure, so to it all have completed."""
+        """Return the result for the sweeper; a BasicSweeper, which would stop at a failed job, gets every job as
+        completed."""
         status, objective = self._sweep.states[job], self._sweep.objective
         value = read_object(job.folder / SUMMARY).get(objective)
         is_basic, done = self._config.hydra.sweeper._target_.endswith(".BasicSweeper"), status.state == "done"

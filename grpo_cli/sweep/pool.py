@@ -54,10 +54,10 @@ class Pool:
         waiting = deque(job for job, status in states.items() if status.state == "waiting")
         with Stop(self._say) as stop:
             try:
-                while self._running or (waiting and not stop.requested):
-                    while waiting and self._free and not stop.requested:
+                while self._running or (waiting and not stop.stopped_by):
+                    while waiting and self._free and not stop.stopped_by:
                         self._start(waiting.popleft())
-                    if stop.requested and not self.stopped:
+                    if stop.stopped_by and not self.stopped:
                         self._end(signal.SIGTERM)
                     self._wait()
             except KeyboardInterrupt:  # the second signal

@@ -133,7 +133,7 @@ def test_answers_of_an_environment_wait_for_nothing(fixed: bool, monkeypatch: py
     conversation = Conversation(InTurns(turns=3), lambda rollout: rollout, Spent())
     requests = some_requests(prompts=2, n=2, tokens=30, max_turn_tokens=3)
     with gpu(monkeypatch) as watched:
-        found = trial(watched, model_of(watched, **SMALL), requests, fixed=fixed, answers=conversation)
+        found = trial(watched, model_of(watched, **SMALL), requests, fixed=fixed, observations=conversation)
     assert found.lengths == [3 + 2 + 3 + 2 + 3] * 4 and max(found.waits) == 1
     # The first token comes from the prefill.
     assert found.stats.generated_tokens == 4 * 9 and found.stats.decode_steps == 13 - 1

@@ -102,6 +102,7 @@ EXPLAINED = {
     "sampler=infinite": ("\n  sampler.slots=null  ", "conf/sampler/infinite.yaml and builds grpo_cli.engine.samplers"),
     "experiment=pods_arithmetic": ("  train.prompts=8 ",),
     "loss.clip_high": ("loss.clip_high=0.2 ", "How far it may rise", "loss.clip_high=4.0 ", "loss.clip_high=0.28"),
+    "loss.aggregation": ("loss.aggregation=token ", "conf/loss/dapo.yaml:"),
     "eval.problems": ("eval.problems=auto", "conf/_run.yaml:"),
     "lora": ("model.lora.rank=0 ",),
     "train.epochs=4": ("train.epochs=1 ",),

@@ -38,7 +38,6 @@ bits = optimizer.state[weight]["exp_avg"].view(torch.int32).abs()
 print([int(((half > 0) & (half < 1 << 23)).sum()) for half in bits.chunk(2)])
 """
 WEIGHTS = "checkpoints/step_000002/model.safetensors"
-MANY_THREADS = [2, *(pytest.param(count, marks=pytest.mark.matrix) for count in (1, 3, 8, 16))]
 
 
 def test_averages_of_no_gradient_come_to_be_0_in_every_thread() -> None:

@@ -172,16 +172,6 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=ids()).logits
 
 
-def test_only_adapters_are_trained_and_new_ones_change_nothing():
-    plain = small_model()
-    before = logits(plain)
-    model = with_adapters(plain, settings(lora=LORA))
-    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    assert len(trained) == 2 * 2 * 5 and all(".lora_" in name for name in trained)
-    assert torch.equal(logits(model), before)
-    assert not torch.equal(logits(moved(model)), before)
-
-
 @pytest.mark.parametrize(("family", "kind"), [("qwen2", "plain"), ("qwen3", "rslora"), ("llama", "dora")])
 def test_rollouts_go_through_the_adapters(family, kind):
     lora = replace(LORA, dora=kind == "dora", rslora=kind == "rslora")
@@ -199,7 +189,8 @@ def test_the_reference_is_the_model_with_its_adapters_off(packs, monkeypatch):
     below = learner.logprobs(model, batch, with_adapters=False)
     torch.testing.assert_close(below, make_learner(small_model()).logprobs(small_model(), batch), atol=1e-5, rtol=0)
     assert not torch.allclose(learner.logprobs(model, batch), below, atol=1e-2), "and on again afterwards"
-    assert any(weight.requires_grad for weight in model.parameters())
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert len(trained) == 2 * 2 * 5 and all(".lora_" in name for name in trained)
 
 
 @pytest.mark.parametrize("kinds", [{}, {"dora": True}, {"rslora": True}], ids=str)

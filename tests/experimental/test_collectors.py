@@ -17,6 +17,7 @@ from bank import InOrder, Scripted, collection_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import advantages_of, make_engine, scored, small_model, some_requests
+from test_methods import problems
 from test_partial import held_of
 from test_resume import cut_off_and_resumed, rows
 
@@ -36,10 +37,6 @@ from grpo_cli.rules.advantage import advantages
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import Sampling
 from grpo_cli.types import ENVIRONMENT, GIVEN, EngineStats, Finish, Prompt, Request, Reward, Rollout, Span
-
-
-def problems(count: int) -> list[Prompt]:
-    return [Prompt(f"p{place}", (0,), "") for place in range(count)]
 
 
 @settings(max_examples=100)

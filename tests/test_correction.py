@@ -107,16 +107,6 @@ def test_batch_normalised_weights_of_sequences_have_mean_one():
     assert weights[0] == near([0.5] * 3) and weights[1] == near([1.5, 1.5, 0])  # mean of sequences, not of tokens
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_without_a_mismatch_no_preset_changes_anything(name):
-    part = PRESETS[name]
-    weights, kept, metrics = apply(part, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], [[1, 1, 1], [1, 0, 0]])
-    assert weights == [[1, 1, 1], [1, 0, 0]] and kept == [[1, 1, 1], [1, 0, 0]]
-    ones = {f"mismatch/{name}" for name in ("ratio_mean", "ratio_min", "weight_mean")}
-    assert metrics == {name: name in ones for name in metrics}
-    assert part.needs_old_logprobs == (name not in WEIGHTLESS) and isinstance(part, Correction)
-
-
 def test_quantiles_are_over_response_tokens():
     """1001 tokens, log xi = 0, -1, ... -1000 percent: the 0.1 % quantile is the second smallest, 1 % the eleventh."""
     log_ratio = -torch.arange(1001, dtype=torch.float32)[None] / 100

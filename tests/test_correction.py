@@ -107,6 +107,13 @@ def test_batch_normalised_weights_of_sequences_have_mean_one():
     assert weights[0] == near([0.5] * 3) and weights[1] == near([1.5, 1.5, 0])  # mean of sequences, not of tokens
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_without_a_mismatch_no_preset_changes_anything(name):
+    weights, kept, _ = apply(PRESETS[name], [[1.0] * 3] * 2, [[1, 1, 1], [1, 0, 0]])
+    assert weights == kept == [[1, 1, 1], [1, 0, 0]]
+    assert PRESETS[name].needs_old_logprobs == (name not in WEIGHTLESS)
+
+
 def test_quantiles_are_over_response_tokens():
     """1001 tokens, log xi = 0, -1, ... -1000 percent: the 0.1 % quantile is the second smallest, 1 % the eleventh."""
     log_ratio = -torch.arange(1001, dtype=torch.float32)[None] / 100

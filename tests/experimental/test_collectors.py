@@ -159,9 +159,6 @@ def test_the_harder_a_problem_is_the_more_of_its_solution_is_given():
     assert advantages(arms, right, [2, 3]).tolist() == [[0.5] * 7, [0] * 4 + [-0.5] * 3]
 
 
-# Rules that go by lengths
-
-
 class ByLength(Scripted):
     """Each rollout has so many tokens as a table says of its problem; it is right if they are more than one."""
 
@@ -231,9 +228,6 @@ def test_the_shortest_are_kept_and_of_equally_long_ones_the_likeliest():
     replies = [(-1.0,) * 5, (-2.0,) * 3, (-0.5,) * 3, (-9.0,), (-1.0,) * 3]
     kept = choose(made.downsample("shortest"), scored(*[0.0] * 5, logprobs=replies), 3, np.random.default_rng(0))
     assert kept == [2, 3, 4]
-
-
-# Rules that read the policy
 
 
 def test_all_is_as_one_reads_it_in_the_whole_models_answer():

@@ -20,7 +20,7 @@ from test_train import Recorder, lasting, make_trainer
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.config.choices import choices
 from grpo_cli.interfaces import Correction
-from grpo_cli.learner.batch import collate, corrected, verdict_on
+from grpo_cli.learner.batch import collate, corrected, rows_of, verdict_on
 from grpo_cli.learner.old_policy import AveragedPolicy
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.metrics import reuse_metrics
@@ -28,7 +28,7 @@ from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import GIVEN, Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
+from grpo_cli.types import GIVEN, Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span, Totals
 
 PRESETS = {name: made.correction(name) for name in choices("correction")}
 WEIGHTLESS = ("none",)  # which measures xi and does nothing about it
@@ -177,6 +177,65 @@ def test_a_correction_is_shown_the_drawn_tokens_alone_and_given_ones_share_the_f
     assert verdict.metrics["mismatch/ratio_mean"] == pytest.approx((1.5 + 1.5 + math.exp(-20)) / 3)
     weighted = corrected(replace(batch, weights=batch.weights * 3.0), verdict)
     assert weighted.weights[:3].tolist() == pytest.approx([3.0, 4.5, 4.5]), "the row's weight is multiplied"
+
+
+class Table:
+    """Two tokens of three, the second's distribution depending on the first: every string can be counted."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.logits = torch.randn(4, 3, generator=generator, dtype=torch.float64).requires_grad_()
+
+    def logprobs(self) -> torch.Tensor:
+        """Of all nine strings: zero for the prompt, then of both tokens."""
+        table = self.logits.log_softmax(dim=1)
+        rows = [torch.stack([table.new_zeros(()), table[0, a], table[1 + a, b]]) for a in range(3) for b in range(3)]
+        return torch.stack(rows)
+
+
+REWARDS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, -0.5, 0.7, 0.1, -2.0])
+
+
+def mean_gradient(policy: Table, sampler: torch.Tensor, rule: Any) -> torch.Tensor:
+    """Of the loss, on average over what `sampler` draws (log-probabilities of each string's tokens): string by string,
+    through verdict and loss as a step goes through them."""
+    ids = torch.tensor([[0, a, b] for a in range(3) for b in range(3)])
+    mask = torch.ones(9, 3, dtype=torch.bool)
+    mask[:, 0] = False
+    token_ages = torch.full((9, 3), 2)
+    batch = plain_batch(
+        mask, input_ids=ids, sampler_logprobs=sampler.float(), advantages=REWARDS, token_ages=token_ages
+    )
+    batch = corrected(batch, verdict_on(rule, batch, policy.logprobs().detach().float()[:, 1:].flatten()))
+    chances = sampler.sum(dim=1).exp()
+    gradient = torch.zeros_like(policy.logits)
+    for string, chance in enumerate(chances.tolist()):
+        # One sequence, of at most one token: the sum over what it has.
+        output = made.loss(aggregation="constant")(
+            policy.logprobs()[string, 1:], rows_of(batch, torch.tensor([string])), Totals(1, 2, 1)
+        )
+        gradient += chance * torch.autograd.grad(output.loss, policy.logits)[0]
+    return gradient
+
+
+def lagged(*versions: int) -> torch.Tensor:
+    """The first token drawn by the table of one version, the second by that of another."""
+    with torch.no_grad():
+        first, second = (Table(version).logprobs() for version in versions)
+    return torch.stack([first[:, 0], first[:, 1], second[:, 2]], dim=1)
+
+
+@pytest.mark.parametrize("versions", [(0, 0), (2, 2), (3, 1)])
+def test_importance_weights_of_sequences_have_no_bias_at_any_lag(versions):
+    """Version 0 is the policy; a partial rollout has two. Exact: all strings are counted, none is sampled."""
+    policy = Table(0)
+    objective = (policy.logprobs().sum(dim=1).exp() * REWARDS).sum()
+    (exact,) = torch.autograd.grad(-objective, policy.logits)
+    found = mean_gradient(policy, lagged(*versions), made.correction(importance="sequence"))
+    assert torch.allclose(found, exact, atol=1e-6)
+    if versions != (0, 0):
+        uncorrected = mean_gradient(policy, lagged(*versions), made.correction())
+        assert not torch.allclose(uncorrected, exact, atol=1e-2)
 
 
 def test_how_much_is_old_or_given_is_told_of_the_tokens_that_are_trained_on():

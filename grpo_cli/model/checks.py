@@ -26,7 +26,8 @@ def architecture_of(config: Mapping[str, Any], any_family: bool = False) -> str:
     name = str((config.get("architectures") or [causal])[0])
     if not any_family and name not in ARCHITECTURES.values():
         known = ", ".join(ARCHITECTURES.values())
-        raise UserError(f"the architecture {name} is not supported, only {known}; for others use engine=generate")
+        named = f"{name}, of model.path or model.architecture,"
+        raise UserError(f"{named} is not supported, only {known}; for others use engine=generate")
     if any_family and causal == model_type and "auto_map" not in config:
         raise UserError(f"the architecture {name} ({model_type}) is no causal language model that transformers knows")
     return name

@@ -249,7 +249,7 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(word, monkeypatch, tmp_path)
         group, name = key.split(".")
         assert record["config"][group][name] == value and f"{key}={value} " in begun
         assert f"{key}={value}" not in record["overrides"]
-    monkeypatch.setattr(fit, "chosen", lambda *given: pytest.fail("a resumed run was planned again"))
+    monkeypatch.setattr(fit, "cheapest_fit", lambda *given: pytest.fail("a resumed run was planned again"))
     done("train", "resume=fitted", "train.steps=4", "fit=3GB")
     typed = [f"{key}={str(value).lower()}" for key, value in values.items()]
     sampler = ["sampler=infinite"] if fit.SLOTS in values else []

@@ -206,7 +206,7 @@ def _stays_close(
 def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
     """Fewest tokens to put in, take out or exchange.
 
-    >>> edit_distance("kitten", "sitting"), edit_distance("", "ab"), edit_distance("ab", "ab")
+    >>> edit_distance(b"kitten", b"sitting"), edit_distance(b"", b"ab"), edit_distance(b"ab", b"ab")
     (3, 2, 0)
     """
     row = list(range(len(b) + 1))

@@ -57,6 +57,6 @@ def test_random_weights_of_a_preset_end_with_the_tokenizers_end_alone():
 
 def test_a_folder_speaks_for_itself_and_numbers_that_make_no_model_are_refused():
     assert model_config(settings("qwen3_4b", "model.path=tiny")).hidden_size == 96
-    for word, reason in (("hidden_size=wide", "Qwen3ForCausalLM: .*hidden_size"), ("model_type=gpt2", "gpt2, of model.path")):
+    for word, reason in (("hidden_size=wide", "Qwen3ForCausalLM: .*hidden_size"), ("model_type=gpt2", "gpt2, of")):
         with pytest.raises(UserError, match=reason):
             model_config(settings("qwen3_0_6b", f"model.architecture.{word}"))

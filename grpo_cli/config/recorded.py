@@ -39,8 +39,8 @@ class Command:
 
 @dataclass(frozen=True)
 class Start:
-    """What Hydra is to compose for a command: a configuration by its name, and words over it. `typed` are those of the
-    command line but for the run that they name, `record` is that run's."""
+    """The configuration that Hydra composes for a command, by its name, and the overrides of it. `typed` are those of
+    the command line without the run that they name, `record` is that run's."""
 
     config: str
     words: Sequence[str]

@@ -66,7 +66,7 @@ class Forecast:
         self._keys, self._finished, self._tokens = keys, 1, start
 
     def finish(self, tokens: int) -> None:
-        """Count a finished rollout of so many tokens."""
+        """Count a finished rollout of `tokens` tokens."""
         self._finished += 1
         self._tokens += tokens
 

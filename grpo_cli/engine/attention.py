@@ -78,7 +78,7 @@ def in_c(rows: Rows, cache: PagedCache, scale: float, note: Note | None = None) 
 
 
 def runs_triton(device: torch.device, dim: int) -> bool:
-    """True if the kernel can run there, for heads of so many numbers."""
+    """True if the kernel can run on this device, for heads of this dimension."""
     if device.type != "cuda" or dim > 256 or torch.version.hip:
         return False
     if not torch.cuda.is_available():  # tensors without memory

@@ -42,7 +42,7 @@ from grpo_cli.model.packed import causal
 from grpo_cli.model.transfer import send
 from grpo_cli.native import ops
 
-TILE = 16  # prompts are padded to multiples of so many tokens, to be few widths
+TILE = 16  # prompts are padded to a multiple of this number of tokens, so that few widths occur
 
 
 @dataclass(frozen=True)

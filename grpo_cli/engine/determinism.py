@@ -27,7 +27,7 @@ from grpo_cli.native.library import library
 from grpo_cli.settings import Sampling
 
 # Numbers of rows to test: all small ones, where kernels change, and some large ones, where work is divided differently.
-# Fewer for a block with so many weights that the largest would take seconds.
+# A block with many weights is tested with fewer, since the largest would take seconds.
 ROWS = (*range(1, 34), 63, 100, 257, 512)
 WORK, LEAST_OF_ROWS = 2**32, 128
 HEAD_ROWS = 32  # the head is as large as several blocks

@@ -81,8 +81,8 @@ class Generation:
     def serve(self, scheduler: Scheduler, pause_at: int | None = None) -> Iterator[tuple[Sequence, Rollout]]:
         """Serve everything that waits, in the scheduler's order, and yield what ends.
 
-        With `pause_at`, a sequence that has made so many tokens without ending pauses with its last hidden state, and
-        waits for the next `serve`. When it is `halted`, all unfinished ones are yielded partial.
+        With `pause_at`, a sequence that has made this number of tokens without ending pauses with its last hidden
+        state, and waits for the next `serve`. When it is `halted`, all unfinished ones are yielded partial.
         """
         self._admission.start(scheduler, self.waiting)
         self.waiting, running = [], self._batch.sequences

@@ -211,8 +211,8 @@ class RolloutWorker:
 
 def connect(address: str | None, cpus: int) -> set[psutil.Process]:
     """Connect to Ray, in place of an earlier connection of this process. `address` None: start it here, for this run,
-    with so many CPUs; it listens on this machine only, and asks for a token, since Ray runs the code that it is sent.
-    Returns the processes of a Ray that was started."""
+    with `cpus` CPUs; it listens on this machine only, and requires a token, since Ray runs the code that it receives.
+    Return the processes of a Ray that was started."""
     os.environ |= _QUIET | (_JOINED if address else _OWN)
     how: dict[str, Any] = {"address": address}
     if address is None:

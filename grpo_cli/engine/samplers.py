@@ -39,7 +39,7 @@ class Sampler:
         return min(requests, slots)
 
     def budget_for(self, prompt: int, tokens: int) -> int | None:
-        """Return `kv_budget` in bytes. UserError if it does not hold one sequence of so many bytes."""
+        """Return `kv_budget` in bytes. UserError if it does not hold one sequence."""
         if self.kv_budget is None:
             return None
         budget = parse_bytes(self.kv_budget)
@@ -84,7 +84,7 @@ class KvPlan:
 
     A sequence takes blocks as it grows, at most `own_blocks`. A prompt of at most `prompt_blocks` is stored once, from
     the start of its first rollout to the end of its last. With `prefix_blocks` every rollout makes a prefix first, for
-    the predictor, and keeps so many blocks until it continues.
+    the predictor, and keeps `prefix_blocks` blocks until it continues.
     """
 
     layout: KvLayout

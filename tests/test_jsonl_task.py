@@ -172,11 +172,12 @@ BAD_FILES = [
     (['{"question": "\\ud800", "answer": "1"}'], "{path}, line 1: field 'question' has half of a surrogate pair"),
     ([GOOD, FIVE], "{path}, line 2: no answer was understood in the field 'answer': 'five'; end it with '#### 42'"),
     ([GOOD, GOOD], "task.path={path} holds 1 question"),
-    ([GOOD.encode() + b'\n{"question": "caf\xe9"}\n'], "{path}, line 2 cannot be read as JSON"),
+    ([GOOD.encode() + b'\n{"question": "caf\xe9"}\n'], "{path}, line 2 is not UTF-8: save"),
 ]
 BAD_TABLES = [
     (["question,answer", "a, b,1"], "{path}, line 2 has not one cell for each field: quote commas"),
     (["question,answer", '"a'], "{path}, line 2 cannot be read as CSV: unexpected end of data"),
+    (["question;answer", "a;1"], "the fields are: question;answer; cells are separated by commas"),
     (["question,answer"], "task.path={path} is empty"),
 ]
 

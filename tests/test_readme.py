@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "grpo_cli" / "docs"
 PAGES = [*ROOT.glob("*.md"), *(page for of in ("grpo_cli", "conf", "scripts") for page in (ROOT / of).rglob("*.md"))]
 # Where they stand they need a file or a folder that is not here.
-ELSEWHERE = ("resume=", "checkpoint=", "hydra.", "hydra/", "--config-dir", "experiment=mine", "experiment=sweep")
+ELSEWHERE = ("resume=", "checkpoint=", "hydra", "experiment=mine", "experiment=sweep", "downsample=middle")
 FILE = re.compile(r"^    # (\w+\.py)\n(?:(?!    grpo )(?:    .*)?\n)*", re.MULTILINE)
 
 

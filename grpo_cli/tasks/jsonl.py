@@ -124,6 +124,8 @@ class Jsonl(DialogueTask):
     def _train(self) -> LazyPrompts:
         train, evaluated = self._own_problems[0], {problem.question for problem in self._held_out}
         left = [problem for problem in train if problem.question not in evaluated]
+        if train and not left:
+            raise UserError(f"all of {self._source} is also in {self._eval_source}; give two files of different rows")
         if len(left) < len(train):
             self._warn(
                 f"{len(train) - len(left)} of the {len(train)} problems of {self._source} are also in "

@@ -97,13 +97,13 @@ def _rows_of_table(file: Any) -> Iterator[tuple[int, Any]]:
 
 def _rows_of_csv(file: Any, source: str) -> Iterator[tuple[int, Any]]:
     """Yield a dict of texts for each row below the first, which has the names of the fields."""
-    reader = csv.DictReader((line.removeprefix(_BYTE_ORDER_MARK).decode("utf-8") for line in file), strict=True)
+    reader = csv.DictReader((_text(line, where(source, number)) for number, line in enumerate(file, 1)), strict=True)
     try:
         for row in reader:
             if None in row or None in row.values():
                 raise UserError(f"{where(source, reader.line_num)} has not one cell for each field: quote commas")
             yield reader.line_num, row
-    except (csv.Error, UnicodeDecodeError) as error:
+    except csv.Error as error:
         raise UserError(f"{where(source, reader.reader.line_num)} cannot be read as CSV: {error}") from error
 
 
@@ -111,12 +111,19 @@ def _rows_of_lines(file: Any, source: str) -> Iterator[tuple[int, Any]]:
     """Yield the JSON value of each line, or the items of the one array that the file is."""
     whole = file.peek(1 << 12).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
     for number, line in enumerate([file.read()] if whole else file, 1):
-        if text := line.removeprefix(_BYTE_ORDER_MARK).strip():
+        if text := _text(line, where(source, number)).strip():
             try:
-                row = json.loads(text.decode("utf-8"), parse_float=Decimal, parse_constant=_not_a_number)
-            except (ValueError, RecursionError) as error:  # also of what is no UTF-8
+                row = json.loads(text, parse_float=Decimal, parse_constant=_not_a_number)
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{where(source, number)} cannot be read as JSON: {error}") from error
             yield from enumerate(row, 1) if whole else [(number, row)]
+
+
+def _text(line: bytes, place: str) -> str:
+    try:
+        return line.removeprefix(_BYTE_ORDER_MARK).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place} is not UTF-8: save the file as UTF-8") from error
 
 
 def _not_a_number(word: str) -> NoReturn:
@@ -177,6 +184,9 @@ def _field(row: Any, name: str, word: str, place: str) -> Any:
         value = value_of(row, name)
     except KeyError as error:
         found = ", ".join(map(plain, row)) or "none"
+        if len(row) == 1:
+            found += "; cells are separated by commas" * (";" in found)
+            found += "; a file of JSON is one array, or an object per line" * isinstance(*row.values(), list)
         raise UserError(f"{place} has no field {name!r} (task.{word}_field); the fields are: {found}") from error
     text, wrong = str(value), ""
     if isinstance(value, list) and word == "question":

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from grpo_cli.report.read import Run, State, read_all
 from grpo_cli.runs import layout
-from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import duration, plain, shown
 
 COLUMNS = ("command", "state", "task", "model", "n", "m", "steps", "accuracy", "age", "folder")
@@ -17,9 +16,7 @@ WRITTEN = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.RUN)  # their t
 
 def list_runs(folder: Path) -> None:
     """Print the trainings and evaluations in or below a folder. UserError if it is not a folder."""
-    if not folder.is_dir() and folder != Path("outputs"):
-        raise UserError(f"{plain(folder)} is not a folder: name one that holds runs; {FOLDERS}")
-    found = read_all([folder]) if folder.is_dir() else []
+    found = [] if folder == Path("outputs") and not folder.exists() else read_all([folder])
     runs = sorted((run for run in found if run.recorded.command in ("train", "eval")), key=_last_written, reverse=True)
     if not runs:
         print(f"no runs in or below {plain(folder)}: {FOLDERS}")

@@ -7,8 +7,8 @@ from __future__ import annotations
 import functools
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_cli import __version__
 from grpo_cli.runs.files import content, sha256, write_object
-from grpo_cli.runs.layout import LOCK, METRICS, ROLLOUTS, RUN
+from grpo_cli.runs.layout import RUN
 from grpo_cli.support.errors import UserError
 
 SOURCE = Path(__file__).resolve().parents[2]
@@ -79,20 +79,6 @@ def read_record(folder: Path) -> RunRecord | None:
             f"{path} is damaged ({reason}); put it back, or start a new run from a checkpoint of this one "
             "(model.path=<checkpoint>)"
         ) from error
-
-
-@contextmanager
-def emptied_if_refused(run_dir: Path) -> Iterator[None]:
-    """Empty a new run's folder after a refusal, unless the run has begun."""
-    try:
-        yield
-    except UserError:
-        left = {path.name: path for path in run_dir.iterdir()}
-        has_begun = METRICS in left and left[METRICS].stat().st_size > 0
-        if not has_begun and left.keys() <= {RUN, LOCK, METRICS, ROLLOUTS}:
-            for path in left.values():
-                path.unlink()
-        raise
 
 
 @functools.cache

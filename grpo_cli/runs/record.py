@@ -54,14 +54,10 @@ def digests(names: Iterable[Any]) -> dict[str, str]:
 
 def check_data(folder: Path, before: RunRecord, now: RunRecord) -> None:
     """UserError if a file that the run began with holds other data now: prompts are known by their lines."""
-    data = before.about.get("data")
-    then = data if isinstance(data, dict) else {}
+    then = before.about.get("data", {})
     for name, digest in now.about["data"].items():
         if then.get(name, digest) != digest:
-            raise UserError(
-                f"{name} has changed since the run in {folder} began; put it back, or start a new run "
-                "(model.path=<checkpoint>)"
-            )
+            raise UserError(f"{name} has changed since the run in {folder} began; put it back, or start a new run")
 
 
 def read_record(folder: Path) -> RunRecord | None:
@@ -75,10 +71,7 @@ def read_record(folder: Path) -> RunRecord | None:
         return None
     except (OSError, ValidationError) as error:
         reason = error if isinstance(error, OSError) else error.errors()[0]["msg"]
-        raise UserError(
-            f"{path} is damaged ({reason}); put it back, or start a new run from a checkpoint of this one "
-            "(model.path=<checkpoint>)"
-        ) from error
+        raise UserError(f"{path} is damaged ({reason}); put it back, or begin with model.path=<checkpoint>") from error
 
 
 @functools.cache
@@ -93,11 +86,10 @@ def commit_of(folder: Path) -> str | None:
 
     Neither the current directory, the environment nor a parent folder can make git report another repository.
     """
-    where = [f"--git-dir={folder / '.git'}", f"--work-tree={folder}"]
+    git = ["git", "--no-optional-locks", f"--git-dir={folder / '.git'}", f"--work-tree={folder}"]
     described = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        command = ["git", "--no-optional-locks", *where, *described]
-        found = subprocess.run(command, cwd=folder, capture_output=True, timeout=GIT_SECONDS)
+        found = subprocess.run([*git, *described], cwd=folder, capture_output=True, timeout=GIT_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return found.stdout.decode().strip() if found.returncode == 0 else None

@@ -1,7 +1,4 @@
-"""`grpo train --help` and `grpo explain`: what stands in `conf/`, `metrics.py` and `concepts.yaml`, line by line.
-
-The sentences of `metrics.py` are read from its source, since importing it loads PyTorch.
-"""
+"""`grpo train --help` and `grpo explain`: what stands in `conf/`, `metrics.py` and `concepts.yaml`, line by line."""
 
 from __future__ import annotations
 
@@ -76,7 +73,7 @@ def _meanings(name: str) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def _metrics() -> Mapping[str, str]:
-    """Return names and sentences of `metrics.METRICS`."""
+    """Return names and sentences of `metrics.METRICS`, read from its source, since importing it loads PyTorch."""
     source = Path(__file__).parents[1].joinpath("metrics.py").read_text(encoding="utf-8")
     named = [node.value for node in ast.parse(source).body if isinstance(node, ast.AnnAssign) and node.value]
     return next(dict(ast.literal_eval(value)) for value in named if isinstance(value, ast.Dict))

@@ -44,7 +44,7 @@ def export(place: Path, target: Path, merge: bool, base: str | None = None, dtyp
     with folder_written_atomically(folder) as written:
         write_model(at, checkpoint, written, merge, _sampling(record), lambda tokenizer: turn_end(tokenizer)[1])
         licence = None if settings.random_init else licence_of(settings.path)
-        facts = {"base": Path(settings.path).name, "its licence": licence or "unknown: its files do not tell"}
+        facts = {"base": Path(settings.path).resolve().name, "its licence": licence or "unknown: its files do not tell"}
         facts["weights"] = settings.dtype + (", adapters merged" if merge else "")
         facts |= {} if record is None else _measured(record, checkpoint)
         rows = [f"| {key} | {plain(value).replace('|', '&#124;')} |" for key, value in facts.items()]
@@ -63,10 +63,10 @@ def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
 
 def _sampling(record: RunRecord | None) -> dict[str, Any]:
     """Return the settings that the run's rollouts were sampled with, by the names of `transformers` and vLLM."""
-    if record is None:
-        return {}
-    given, names = record.config.get("sampling", {}), ("temperature", "top_p", "top_k", "max_new_tokens")
-    return {"do_sample": True} | {name: given[name] for name in names if isinstance(given.get(name), int | float)}
+    given = {} if record is None else record.config["sampling"]
+    names = ("temperature", "top_p", "top_k", "max_new_tokens")
+    kept = {name: given[name] for name in names if isinstance(given.get(name), int | float)}
+    return kept and {"do_sample": True, **kept}
 
 
 def _measured(record: RunRecord, checkpoint: Path) -> dict[str, str]:

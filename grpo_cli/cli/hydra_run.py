@@ -78,17 +78,14 @@ def explained(command: str, words: Sequence[str], composing: Callable[[], bool] 
         if not composing():
             raise
         refuse([*unknown(command, words)])
-        raise UserError(_explanation(words, error)) from error
-
-
-def _explanation(words: Sequence[str], error: Exception) -> str:
-    """Return what Hydra found. It names no word where a value is of a wrong type, or a folder cannot be written."""
-    if isinstance(error, OverrideParseException):
-        return f"{error.override} cannot be read: {as_text(str(error.override)) or 'write key=value or group=choice'}"
-    if sweep := re.match(r"(?:Ambiguous .*?|Sweep parameters) '(.+?)'(?:\n| requires)", str(error), re.S):
-        key, _, value = sweep[1].partition("=")
-        return f"{sweep[1]} is a sweep: add -m; a list is typed {shlex.quote(f'{key}=[{value}]')}, {as_text(sweep[1])}"
-    return f"{' '.join(f'{word:.60}' for word in words)}: {error}".split("\n\n")[0].strip()
+        text = f"{' '.join(f'{word:.60}' for word in words)}: {error}".split("\n\n")[0].strip()
+        if isinstance(error, OverrideParseException):
+            word = str(error.override)
+            text = f"{word} cannot be read: {as_text(word) or 'write key=value or group=choice'}"
+        elif sweep := re.match(r"(?:Ambiguous .*?|Sweep parameters) '(.+?)'(?:\n| requires)", str(error), re.S):
+            a_list = shlex.quote("{}=[{}]".format(*sweep[1].split("=", 1)))
+            text = f"{sweep[1]} is a sweep: add -m; a list is typed {a_list}, {as_text(sweep[1])}"
+        raise UserError(text) from error
 
 
 def _run(command: Command) -> Any:

@@ -59,10 +59,9 @@ def offered(ctx: Any, incomplete: str) -> list[str]:
 
     groups = groups_of(ctx.info_name)
     before = [word for word in ctx.params.get("overrides") or () if word != "="]
+    words = [f"{group}={choice}" for group in groups for choice in choices(group)]
     if before and before[-1] in groups:
         words = list(choices(before[-1]))
-    else:
-        words = [f"{group}={choice}" for group in groups for choice in choices(group)]
     return [word for word in words if word.startswith(incomplete)]
 
 

@@ -1,7 +1,4 @@
-"""Messages about unusable command lines: what was typed, and what it should have been. Imports no Hydra.
-
-`elsewhere.yaml` has what TRL and verl call a setting.
-"""
+"""Messages about unusable command lines: what was typed, and what it should have been. Imports no Hydra."""
 
 from __future__ import annotations
 
@@ -91,7 +88,7 @@ def _known_keys(command: str, words: Sequence[str]) -> dict[str, str]:
 
 @functools.cache
 def listed(name: str) -> Any:
-    """Return the content of a file beside this one, such as `elsewhere`."""
+    """Return the content of a file beside this one: `concepts`, or `elsewhere`, what TRL and verl call a setting."""
     return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
 
 

@@ -52,6 +52,6 @@ def _found(folder: Path, step: int | None) -> Recording:
         raise UserError(f"{plain(folder)} holds no rollouts; grpo ls lists runs")
     if not found.rollouts:
         there = f"steps {found.steps[0]} to {found.steps[-1]}" if found.steps else "no step (record.rollouts=0?)"
-        which = "" if step is None else f" of --step={step}"
-        raise UserError("\n".join([f"{plain(found.file)} holds no rollouts{which}, but of {there}", *found.notes]))
+        wanted = "no rollouts" if step is None else f"no rollouts of --step={step}"
+        raise UserError("\n".join([f"{plain(found.file)} holds {wanted}, but of {there}", *found.notes]))
     return found

@@ -37,7 +37,8 @@ from grpo_cli.types import (
 
 @runtime_checkable
 class Task(Protocol):
-    """Problems and their judge. A task holds the tokenizer; nothing else turns text into tokens or back."""
+    """Problems and their judge. A task holds the tokenizer; nothing else turns text into tokens or back. With a method
+    `raw_text(token_ids)`, which keeps special tokens, records show what the model read."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """Return the prompts of `train` or `eval`, disjoint, each with its own id, always in the same order."""
@@ -97,7 +98,7 @@ class Stateful(Protocol):
     """A part whose state is in each checkpoint, such as a tracker whose files belong to the run."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return plain values and tensors, none of which changes later; of a rule with its name as `kind`."""
+        """Return plain values and tensors, none of which changes later, to resume exactly; a rule adds its `kind`."""
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore what `state_dict` returned; None if the checkpoint has nothing. UserError if it cannot continue."""

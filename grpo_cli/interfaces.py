@@ -37,7 +37,8 @@ from grpo_cli.types import (
 
 @runtime_checkable
 class Task(Protocol):
-    """Problems and their judge. A task holds the tokenizer; nothing else turns text into tokens or back."""
+    """Problems and their judge. A task holds the tokenizer; nothing else turns text into tokens or back. With a method
+    `raw_text(token_ids)`, which keeps special tokens, records show what the model read."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """Return the prompts of `train` or `eval`, disjoint, each with its own id, always in the same order."""
@@ -50,43 +51,27 @@ class Task(Protocol):
 
 
 @runtime_checkable
-class HasRawText(Task, Protocol):
-    """A task whose prompts are recorded with their special tokens; those of others as `text`."""
-
-    def raw_text(self, token_ids: Sequence[int]) -> str: ...
-
-
-@runtime_checkable
 class BatchTask(Task, Protocol):
-    """A task that judges many rollouts at once more cheaply than one by one; see `collect.requests.score_all`."""
-
     def rewards(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Sequence[Reward]:
-        """Return one reward for each prompt and rollout, in their order."""
+        """Return one reward for each prompt and rollout, in their order: cheaper than one by one."""
 
 
 @runtime_checkable
 class KnowsSolutions(Task, Protocol):
-    """A task that knows right completions, to imitate."""
-
     def solution(self, prompt: Prompt) -> Sequence[int]:
-        """Return the tokens of a right completion, without the end of its turn."""
+        """Return the tokens of a right completion to imitate, without the end of its turn."""
 
 
 @runtime_checkable
 class HasMetrics(Task, Protocol):
-    """A task that counts what judging takes."""
-
     def take_metrics(self) -> Mapping[str, float]:
-        """Return metrics by their full names, since the last call."""
+        """Return what judging took since the last call: metrics by their full names."""
 
 
 @runtime_checkable
 class Dialogue(Task, Protocol):
-    """A task whose problems are episodes: the model and its environment take turns, until one of them ends it.
-
-    What the environment answers is a pure function of the prompt and the model's turns. So an episode that is cut off,
-    made twice, or resumed by another process comes out the same, and no environment is ever stored.
-    """
+    """A task of episodes: the model and its environment take turns, until one of them ends it. The environment's
+    answers are a pure function of the prompt and the model's turns, so that no environment is ever stored."""
 
     turns: int  # the most of the model; with 1 there is no dialogue
     turn_ends: Sequence[str]  # strings that end a turn besides `sampling.stop`
@@ -96,23 +81,31 @@ class Dialogue(Task, Protocol):
         they were sampled, with the token or stop string that ended it. The future always ends."""
 
     def between(self, turns: Sequence[Sequence[int]], messages: Sequence[str]) -> Sequence[int]:
-        """Return the tokens of these messages, from the end of the last turn to the beginning of the next: at least
-        one."""
+        """Return the tokens of these messages, from the end of the last turn to the next one's begin: at least one."""
 
 
 @runtime_checkable
 class EnvironmentAnswers(Protocol):
-    """The environments' answers in one `generate`, for an engine whose rows wait in their slots (answers_in_place)."""
-
     def ask(self, rollout: Rollout) -> int:
-        """Request the answer to the rollout's turn, which is over; return the answer's number."""
+        """Request the answer to a rollout's turn, which is over, while its row waits; return the answer's number."""
 
     def answers(self, wait: bool) -> Sequence[tuple[int, tuple[int, ...] | None]]:
         """Return new answers: numbers, and tokens or None where the episode is over. With `wait` at least one."""
 
 
 @runtime_checkable
-class Engine(Protocol):
+class Stateful(Protocol):
+    """A part whose state is in each checkpoint, such as a tracker whose files belong to the run."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return plain values and tensors, none of which changes later, to resume exactly; a rule adds its `kind`."""
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restore what `state_dict` returned; None if the checkpoint has nothing. UserError if it cannot continue."""
+
+
+@runtime_checkable
+class Engine(Stateful, Protocol):
     """Makes rollouts. Each request comes back exactly once, in order of finishing."""
 
     reads_stop_strings: bool  # a rollout ends at one of `sampling.stop`; if not, stop strings are refused
@@ -132,41 +125,23 @@ class Engine(Protocol):
     def facts(self) -> Mapping[str, Any]:
         """Return what `summary.json` records of the engine."""
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return what a checkpoint must keep so that a resumed run equals this one: plain values and tensors."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
 
 @runtime_checkable
 class Curriculum(Protocol):
-    """The choice of the next prompts."""
-
     def pick(self, step: int, count: int, without: Set[str]) -> Sequence[Prompt]:
         """Return `count` different prompts for step `step` (from 0), none whose id is in `without`."""
 
 
 @runtime_checkable
 class SetUp(Protocol):
-    """A rule that uses the model, the task, the engine or the history of its run."""
-
     def setup(self, runtime: Runtime) -> None:
-        """Take what it needs, once, before the first step."""
+        """Take what a rule needs of its run (the model, the task, the history), once, before the first step."""
 
 
 @runtime_checkable
-class Observes(Protocol):
-    """A curriculum or a rule that learns from each step. Its state is part of the checkpoint."""
-
+class Observes(Stateful, Protocol):
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """Learn from a step's groups: a curriculum from all, a rule from those that the collector returned. Return
-        metrics by their full names."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return plain values and tensors, none of which changes later; `kind` names the rule they belong to."""
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore what `state_dict` returned; None if the checkpoint has nothing. UserError if it cannot continue."""
+        """Learn from a step's groups, a rule from those that the collector returned; return metrics by full names."""
 
 
 @runtime_checkable
@@ -211,34 +186,31 @@ class StepRollouts(Protocol):
 
 @runtime_checkable
 class Collector(Protocol):
-    """Returns the groups that a step trains on. One that requests more than n * prompts rollouts at a time has a method
-    `at_once(n, prompts)` that returns the most."""
-
-    def __call__(self, step: StepRollouts) -> Sequence[ScoredGroup]: ...
+    def __call__(self, step: StepRollouts) -> Sequence[ScoredGroup]:
+        """Return the groups that a step trains on. A collector that requests more than n * prompts rollouts at a time
+        has a method `at_once(n, prompts)` that returns the most."""
 
 
 @runtime_checkable
 class Downsample(Protocol):
-    """Returns `keep` distinct indices into a larger group: the rollouts that are trained on; fewer with `keeps_fewer`.
-    `rng` is the group's own stream (seed, step, prompt)."""
-
-    def __call__(self, group: ScoredGroup, keep: int, rng: np.random.Generator) -> Sequence[int]: ...
+    def __call__(self, group: ScoredGroup, keep: int, rng: np.random.Generator) -> Sequence[int]:
+        """Return `keep` distinct indices into a larger group: the rollouts that are trained on; fewer with
+        `keeps_fewer`. `rng` is the group's own stream (seed, step, prompt)."""
 
 
 @runtime_checkable
 class Advantage(Protocol):
-    """Returns the advantages of a group's kept rollouts (indices into it): [K], or [K, T] to weigh tokens, with T the
-    length of the longest of them. The group has the rollouts that count in its statistics."""
-
-    def __call__(self, group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, "K *T"]: ...
+    def __call__(self, group: ScoredGroup, kept: Sequence[int]) -> Float[Tensor, "K *T"]:
+        """Return the advantages of a group's kept rollouts (indices into it): [K], or [K, T] to weigh tokens, with T
+        the length of the longest of them. The group has the rollouts that count in its statistics."""
 
 
 @runtime_checkable
 class Correction(Protocol):
     """Sampler/policy mismatch: importance weights and the tokens left to train on, from xi = policy / sampler.
 
-    Called once in a step: on all rollouts if it `rejects`, with advantages of 0, as none is known yet; else on those
-    that are trained on. The mismatch is measured whatever is applied, of the tokens of `batch.sampled_mask`.
+    Called once in a step, on the rollouts that are trained on; if it `rejects` on all, with advantages of 0. The
+    mismatch is measured in any case, of the tokens of `batch.sampled_mask`.
     """
 
     needs_old_logprobs: bool  # weights or mask depend on xi; if not, the learner's own forward pass may come first
@@ -252,60 +224,41 @@ class Correction(Protocol):
 
 @runtime_checkable
 class Loss(Protocol):
-    """Log-probabilities to a scalar. Divisors come from `totals`, so micro-batching cannot change the sum.
-
-    Called where `batch.loss_mask` leaves a token. A plain function may have `needs_reference` as an attribute; with a
-    true `needs_advantage`, groups whose advantages are all 0 have no backward pass.
-    """
+    """Log-probabilities to a scalar. Divisors come from `totals`, so micro-batching cannot change the sum. Called where
+    `batch.loss_mask` leaves a token. A plain function may have `needs_reference` as an attribute; with a true
+    `needs_advantage`, groups whose advantages are all 0 have no backward pass."""
 
     needs_reference: bool  # it reads `batch.ref_logprobs`, for which the run keeps the model as it was at the start
 
     def __call__(self, logprobs: Float[Tensor, "N"], batch: Batch, totals: Totals) -> LossOutput: ...
 
 
-LossFn = Callable[[Tensor, Batch, Totals], LossOutput]  # of a step: a `Loss`, or that of a warm-up
-
-
 @runtime_checkable
 class Tracker(Protocol):
-    """A destination of records."""
-
-    def log(self, record: Record) -> None: ...
+    def log(self, record: Record) -> None:
+        """Keep a record."""
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """End, once, however the run ended; `summary` is the content of `summary.json`."""
 
 
 @runtime_checkable
-class RecordFiles(Tracker, Protocol):
-    """A tracker whose files are part of a checkpoint."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return what identifies everything logged by now, once it is on disk."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut off what was logged later. UserError if the files began with something else."""
-
-
-@runtime_checkable
 class Search(Protocol):
-    """One answer to each problem of an evaluation, made of several replies, of which it sees no reward."""
-
     def __call__(
         self, runtime: Runtime, prompts: Sequence[Prompt], sampling: Sampling, seed: int
     ) -> tuple[Sequence[Rollout], Mapping[str, float]] | None:
-        """Return one whole rollout for each prompt, in their order, and metrics of what they cost; None: no search."""
+        """Return one whole rollout for each prompt, in their order, made of several replies without their rewards, and
+        metrics of what they cost; None: no search."""
 
 
 @dataclass(frozen=True)
 class Warmup:
-    """The first `steps` of a run, which need no rollouts: `groups` returns what each (from 0) is trained on. `rate` is
-    the learning rate (None: that of other steps)."""
+    """The first `steps` of a run, which need no rollouts."""
 
     steps: int
-    rate: float | None
-    groups: Callable[[int], Sequence[ScoredGroup]]
-    loss: LossFn
+    rate: float | None  # the learning rate; None: that of other steps
+    groups: Callable[[int], Sequence[ScoredGroup]]  # what a step, from 0, is trained on
+    loss: Callable[[Tensor, Batch, Totals], LossOutput]
 
 
 @dataclass(frozen=True)
@@ -321,8 +274,6 @@ class Rules:
 
 @dataclass(frozen=True)
 class Runtime:
-    """The runtime of training and evaluation."""
-
     device: torch.device
     model: Any
     tokenizer: Any

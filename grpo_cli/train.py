@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_cli.collect import rule_state
 from grpo_cli.evaluate import evaluate_with
-from grpo_cli.interfaces import Parts, RecordFiles
+from grpo_cli.interfaces import Parts, Stateful
 from grpo_cli.learner.learner import rate_jump, schedule_of
 from grpo_cli.runs import layout
 from grpo_cli.runs.background import Saver
@@ -42,7 +42,7 @@ class Trainer:
         self._saver = Saver(settings.train.checkpoint == "lazy", parts.meter.span)
         self._learner.before_change = self._saver.wait_until_copied
         self._health = HealthCheck()
-        self._files = [tracker for tracker in parts.trackers if isinstance(tracker, RecordFiles)]
+        self._files = [tracker for tracker in parts.trackers if isinstance(tracker, Stateful)]
         self._stop = Stop(parts.say)
         self._resumed = checkpoint is not None
         if checkpoint is not None:

@@ -98,9 +98,9 @@ def test_a_help_page_is_of_the_choices_that_stand_beside_it() -> None:
 
 
 EXPLAINED = {
-    "sampler": ("\n  sampler=full      (the default) All rollouts", "conf/sampler/"),
-    "sampler=infinite": ("\n  sampler.slots=null  ", "conf/sampler/infinite.yaml and builds grpo_cli.engine.samplers"),
-    "experiment=pods_arithmetic": ("  train.prompts=8 ",),
+    "sampler": ("\nsampler=full      (the default) All rollouts", "conf/sampler/"),
+    "sampler=infinite": ("\nsampler.slots=null  ", "(conf/sampler/infinite.yaml)"),
+    "experiment=pods_arithmetic": ("\ntrain.prompts=8 ",),
     "loss.clip_high": ("loss.clip_high=0.2 ", "How far it may rise", "loss.clip_high=4.0 ", "loss.clip_high=0.28"),
     "loss.aggregation": ("loss.aggregation=token ", "conf/loss/dapo.yaml:"),
     "eval.problems": ("eval.problems=auto", "conf/_run.yaml:"),
@@ -109,8 +109,8 @@ EXPLAINED = {
     "epochs": ("train.epochs=1 ",),
     "maxvar": ("downsample=maxvar: ",),
     "kl": ("loss/kl", "mismatch/kl"),
-    "eval/pass@7": ("eval/pass@7: Probability that at least one of k",),
-    "beta": ("is loss.kl_coef here",),
+    "eval/pass@7": ("eval/pass@<k>:  Probability that at least one of k",),
+    "beta": ("loss.kl_coef here",),
     "PODS": ("pods: ",),
     "Batch_Size": ("batch size: ",),
 }

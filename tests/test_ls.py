@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from pathlib import Path
 
 import made
-from rich.console import Console
 from test_report import launched, leave
 from typed import done
-
-from grpo_cli.cli import ls
 
 
 def listed(*arguments: str) -> list[str]:
@@ -36,12 +32,11 @@ def test_runs_are_listed_with_their_settings_and_what_they_reached_the_newest_fi
     hub = {"settings": {**SETTINGS, "m": 4}, "choices": {"task": "math", "model": "hf"}}
     leave(elsewhere / "outputs/train/going", (0.25,), **hub, status=None)
     head, *rows = listed()
-    assert head == "command state task model n m steps accuracy interval of age folder"
+    assert head == "command state task model n m steps accuracy age folder"
     assert rows[0].startswith("train unfinished math Qwen/Qwen3-0.6B 8 4 0/20 0.250 ")
     assert rows[0].endswith(" outputs/train/going")
-    sure = "0.100..0.900"  # what `leave` writes
-    assert rows[1] == f"train failed gsm8k tiny 8 8 10/20 0.400 {sure} - 3h00m outputs/train/broke"
-    assert rows[2] == f"train completed gsm8k tiny 8 8 20/20 0.700 {sure} - 2 days outputs/train/old"
+    assert rows[1] == "train failed gsm8k tiny 8 8 10/20 0.400 3h00m outputs/train/broke"
+    assert rows[2] == "train completed gsm8k tiny 8 8 20/20 0.700 2 days outputs/train/old"
     assert rows[3].startswith("outputs/train/going: no summary.json, and no process is at it")
     assert rows[4] == "outputs/train/broke: RuntimeError: it broke"
 
@@ -52,17 +47,16 @@ def test_jobs_of_a_sweep_are_listed_before_they_begin_and_evaluations_with_their
     launched(sweep / "1", "skipped", "m=32 must be at most n=16", ["n=16", "m=32"])
     jobs = [{"folder": f"{sweep}/{i}", "overrides": ["n=4"]} for i in range(3)]
     (sweep / "sweep.json").write_text(json.dumps({"jobs": jobs}))
-    known = {"eval/accuracy_low": 0.3, "eval/accuracy_high": 0.8625, "problems": 8}
     for command in ("eval", "profile"):
         folder = elsewhere / "outputs" / command
         made.record(folder, {"seed": 0}, choices={"task": "math", "model": "tiny"}, command=command)
         told = {"status": "completed", "eval/accuracy": 0.625, "checkpoint": None, "engine": {"threads": 1}}
-        (folder / "summary.json").write_text(json.dumps(told | known))
+        (folder / "summary.json").write_text(json.dumps(told))
     rows = {row.rpartition("/")[2]: row for row in listed("outputs")[1:] if ": " not in row}
     assert rows.keys() == {"0", "1", "2", "eval"} and rows["0"].startswith("train completed ")
     assert rows["1"].startswith("train skipped - - 16 32 ")
     assert rows["2"].startswith("train waiting - - 4 - 0/? - -")
-    assert rows["eval"].startswith("eval completed math tiny - - - 0.625 0.300..0.863 8")
+    assert rows["eval"].startswith("eval completed math tiny - - - 0.625 ")
 
 
 def test_damaged_files_cost_a_remark_and_nothing_else(elsewhere):
@@ -74,13 +68,3 @@ def test_damaged_files_cost_a_remark_and_nothing_else(elsewhere):
     assert "".join(lines).isprintable() and len([line for line in lines if line.startswith("train")]) == 2
     remarks = [line.partition(": ")[2] for line in lines if "[red]: " in line]
     assert [remark.split(" ")[0] for remark in remarks[1:]] == ["run.json", "summary.json", "metrics.jsonl:"]
-
-
-def test_a_narrow_screen_leaves_out_what_is_least_needed(elsewhere, monkeypatch):
-    leave(elsewhere / "outputs/train/a_folder_with_quite_a_long_name", (0.5,), settings=SETTINGS)
-    screen = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
-    monkeypatch.setattr(ls.terminal, "console", lambda: screen)
-    ls.list_runs(Path("outputs"))
-    head, row = screen.file.getvalue().splitlines()
-    assert head.split() == ["state", "model", "steps", "accuracy", "folder"]
-    assert len(row) <= 80 and row.endswith("outputs/train/a_folder_with_quite_a_long_name")

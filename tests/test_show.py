@@ -132,13 +132,11 @@ def test_an_evaluation_has_no_steps_and_bad_input_is_answered_with_what_there_is
     said = done("show", evaluation)
     assert "e  evaluation: 1 of 1 recorded" in said and "2 tokens, eos  greedy" in said
     folder, empty = run(tmp_path / "r", row(), row(step=7), "{\n"), run(tmp_path / "empty")
-    (tmp_path / "sweep.json").write_text(json.dumps({"jobs": [{"folder": "/elsewhere/0", "overrides": []}]}))
     for words, way_out in (
         ((evaluation, "--step", "1"), "samples.jsonl"),
         ((folder, "--step", str(10**9)), "1 to 7"),
         ((folder, "--prompt", "pp"), "did you mean p?"),
         ((empty,), "record.rollouts=0"),
         ((f"{folder}/rollouts.jsonl",), "rollouts.jsonl"),
-        ((str(tmp_path),), f"{tmp_path}/0"),
     ):
         assert way_out in refused("show", *words)

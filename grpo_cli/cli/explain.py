@@ -1,20 +1,18 @@
-"""`grpo train --help` and `grpo explain`: what stands in `conf/`, `metrics.py` and `concepts.yaml`, line by line.
-
-The sentences of `metrics.py` are read from its source, since importing it loads PyTorch.
-"""
+"""`grpo train --help` and `grpo explain`: what stands in `conf/`, `metrics.py` and `concepts.yaml`, line by line."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import re
+import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from grpo_cli.cli.mistakes import listed, meant_by, no_choice, removed
+from grpo_cli.cli.mistakes import listed, meant_by, no_choice
 from grpo_cli.config.choices import Setting, choices, config_dir, groups_of, marked, read_choice, read_command
-from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError, closest, refuse
 
 WIDEST = 38  # columns of a setting; a longer one pushes its comment to the right
@@ -33,60 +31,62 @@ def print_help(command: str, words: Sequence[str]) -> None:
     say_rows(_rows(file.settings))
     for group, choice in chosen.items():
         say("")
-        _say_choice(group, choice)
+        say_rows(_choice(group, choice))
     say(f"\n== Examples ==\n\n{about['footer']}\n\ngrpo {command} --cfg job prints the settings and runs nothing.")
 
 
 def explain(word: str) -> None:
     """Explain a word. UserError, with the nearest known one, if it is unknown."""
-    name, _, choice = word.partition("=")
-    metrics, concepts, settings, groups = _metrics(), listed("concepts"), _settings(), _groups()
-    known = [*metrics, *settings, *(choice for group in groups for choice in choices(group)), *groups, *concepts]
-    typed = {key.lower(): key for key in known}
-    name = typed.get(name.lower().replace("_", " "), typed.get(name.lower(), name))
-    if choice and name in groups:
-        if choice not in choices(name):
-            raise UserError(no_choice(name, choice))
-        _say_where(name, choice)
+    group, _, choice = word.partition("=")
+    if choice and group in _groups():
+        refuse([no_choice(group, choice)] * (choice not in choices(group)))
+        say_rows(_choice(group, choice))
         return
-    about = {name: concepts[name]} if name in concepts and not choice else {}
-    found = [row for key, rows in settings.items() if f".{name}." in f".{key}." for row in rows.items()]
-    having, ours = [group for group in groups if name in choices(group)], meant_by(name)
-    if name in groups:
-        _say_group(name)
-    elif found:
-        say_rows((left, f"{comment} ({', '.join(places)})") for (left, comment), places in found)
-    else:
-        for group in having:
-            _say_where(group, name)
-        about |= _metrics_of(name)
-    for term, text in about.items():
-        say(f"{term}: {text}")
-    if ours is not None and ours.rpartition(".")[2] != name:
-        say(f"{name} of TRL or verl is {ours} here: grpo explain {ours.partition('=')[0]}")
-    elif not (about or found or having or name in groups):
-        refuse([*removed([word])])
+    known = [*_metrics(), *_settings(), *(choice for group in _groups() for choice in choices(group))]
+    known += [*_groups(), *listed("concepts")]
+    name = {key.lower().replace(" ", "_"): key for key in known}.get(group.lower().replace(" ", "_"), group)
+    if not (rows := [*_meanings(name)]):
         raise UserError(f"{word} is no group, choice, setting or metric{closest(name, known)}")
+    say_rows(rows)
+
+
+def _meanings(name: str) -> Iterator[tuple[str, str]]:
+    """Yield what a word stands for, each with its explanation: a group, or settings, or choices and metrics; a concept;
+    and what TRL and verl mean by it."""
+    found = [row for key, rows in _settings().items() if f".{name}." in f".{key}." for row in rows.items()]
+    if name in _groups():
+        default = read_command("train").choices.get(name)
+        yield f"{name}:", f"a group of settings; grpo explain {name}=<choice> lists those of one (conf/{name}/)"
+        for one in choices(name):
+            yield f"{name}={marked(name, one)}", "(the default) " * (one == default) + read_choice(name, one).about
+    elif found:
+        yield from ((left, f"{comment} ({', '.join(places)})") for (left, comment), places in found)
+    else:
+        for group in (group for group in _groups() if name in choices(group)):
+            yield from _choice(group, name)
+        yield from _metrics_of(name)
+    if name in listed("concepts"):
+        yield f"{name}:", listed("concepts")[name]
+    if (ours := meant_by(name)) is not None and ours.rpartition(".")[2] != name:
+        yield f"{name} (TRL, verl)", f"{ours} here: grpo explain {ours.partition('=')[0]}"
 
 
 @functools.cache
 def _metrics() -> Mapping[str, str]:
-    """Return names and sentences of `metrics.METRICS`."""
+    """Return names and sentences of `metrics.METRICS`, read from its source, since importing it loads PyTorch."""
     source = Path(__file__).parents[1].joinpath("metrics.py").read_text(encoding="utf-8")
     named = [node.value for node in ast.parse(source).body if isinstance(node, ast.AnnAssign) and node.value]
     return next(dict(ast.literal_eval(value)) for value in named if isinstance(value, ast.Dict))
 
 
-def _metrics_of(word: str) -> dict[str, str]:
-    """Return the metric with this name (placeholders such as `<k>` filled in), or those whose names hold the word."""
+def _metrics_of(word: str) -> Iterator[tuple[str, str]]:
+    """Yield the metric with this name (placeholders such as `<k>` filled in), or those whose names hold the word."""
     for name, sentence in _metrics().items():
         pattern = re.sub(r"<[a-z]+>", "[^/]+", re.escape(name).replace("<k>", "[1-9][0-9]*"))
-        if re.fullmatch(pattern, word):
-            return {word: sentence}
-    return {name: text for name, text in _metrics().items() if word in {*re.split(r"[/_@]", name), *name.split("/")}}
+        if re.fullmatch(pattern, word) or word in {*re.split(r"[/_@]", name), *name.split("/")}:
+            yield f"{name}:", sentence
 
 
-@functools.cache
 def _groups() -> list[str]:
     """Return the groups that have choices, such as `loss` and `hydra/launcher`."""
     return sorted({file.parent.relative_to(config_dir()).as_posix() for file in config_dir().rglob("*/*.yaml")} - {"."})
@@ -108,29 +108,11 @@ def _settings() -> Mapping[str, Mapping[tuple[str, str], list[str]]]:
     return found
 
 
-def _say_group(group: str) -> None:
-    say(f"{group}: a group of settings in conf/{group}/, of which one choice is made")
-    default, every = read_command("train").choices.get(group), choices(group)
-    about = {one: f"{'(the default) ' * (one == default)}{read_choice(group, one).about}" for one in every}
-    say_rows((f"  {group}={marked(group, one)}", text) for one, text in about.items())
-    say(f"grpo explain {group}={every[0]} lists the settings of one.")
-
-
-def _say_where(group: str, choice: str) -> None:
-    """Print a choice, its settings, and where they stand."""
-    _say_choice(group, choice, "  ")
+def _choice(group: str, choice: str) -> Iterator[tuple[str, str]]:
+    """Yield a choice with its explanation and the place of its file, and its settings."""
     file = read_choice(group, choice)
-    if marked(group, choice) != choice:
-        say("experimental: may change or go (grpo_cli/experimental/README.md)")
-    builds = file.values.get("_target_")
-    say(f"It stands in {file.place}" + (f" and builds {builds}." if builds else "."))
-
-
-def _say_choice(group: str, choice: str, indent: str = "") -> None:
-    file = read_choice(group, choice)
-    prefix = "" if group == "experiment" else f"{group.replace('/', '.')}."
-    say(f"{group}={choice}: {file.about}")
-    say_rows(_rows(file.settings, f"{indent}{prefix}"))
+    yield f"{group}={choice}:", f"{file.about} ({file.place})"
+    yield from _rows(file.settings, "" if group == "experiment" else f"{group.replace('/', '.')}.")
 
 
 def _rows(settings: Mapping[str, Setting], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -142,12 +124,10 @@ def _rows(settings: Mapping[str, Setting], prefix: str = "") -> Iterator[tuple[s
 
 def say(text: str, hanging: int = 0) -> None:
     """Print lines: wrapped with a hanging indent in a terminal, unwrapped in a pipe or a file."""
-    console = terminal.console()
-    width = console.width if console.is_terminal else 10_000_000
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000_000
     for line in text.split("\n"):
         indent = " " * min(hanging, width // 2)
-        wrapped = textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
-        console.print(wrapped, markup=False, highlight=False, soft_wrap=True)
+        print(textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
 
 
 def say_rows(rows: Iterable[tuple[str, str]]) -> None:

@@ -12,7 +12,7 @@ from grpo_cli.config.overrides import key_of
 from grpo_cli.config.recorded import weights_in
 from grpo_cli.model.adapters import base_of, has_adapters
 from grpo_cli.model.export import licence_of, write_card, write_model
-from grpo_cli.model.load import DTYPES, at_checkpoint
+from grpo_cli.model.load import at_checkpoint
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.read import read_rows
 from grpo_cli.runs.files import folder_written_atomically
@@ -34,8 +34,6 @@ def export(place: Path, target: Path, merge: bool, base: str | None = None, dtyp
 
     UserError if there is no checkpoint, if `target` is there already, and as in `write_model`; then nothing is written.
     """
-    if dtype not in (None, *DTYPES):
-        raise UserError(f"--dtype={dtype} must be one of {', '.join(DTYPES)}")
     checkpoint, record = weights_in(place.expanduser(), str(place))
     given = {key: value for key, value in (("path", base), ("dtype", dtype)) if value is not None}
     settings = model_of("hf", **_of_the_model(record, checkpoint) | given, autocast="none")
@@ -46,10 +44,8 @@ def export(place: Path, target: Path, merge: bool, base: str | None = None, dtyp
     with folder_written_atomically(folder) as written:
         write_model(at, checkpoint, written, merge, _sampling(record), lambda tokenizer: turn_end(tokenizer)[1])
         licence = None if settings.random_init else licence_of(settings.path)
-        near = Path(settings.path).expanduser()
-        name = near.resolve().name if near.is_dir() else settings.path  # without the folders of this machine
-        facts = {"base": name, "its licence": licence or "unknown: its files do not tell"}
-        facts |= {"weights": settings.dtype + (", adapters merged" if merge else "")}
+        facts = {"base": Path(settings.path).resolve().name, "its licence": licence or "unknown: its files do not tell"}
+        facts["weights"] = settings.dtype + (", adapters merged" if merge else "")
         facts |= {} if record is None else _measured(record, checkpoint)
         rows = [f"| {key} | {plain(value).replace('|', '&#124;')} |" for key, value in facts.items()]
         recipe = ["## Recipe", "", "What was typed:", "", *_recipe(record), ""] if record else []
@@ -67,19 +63,22 @@ def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
 
 def _sampling(record: RunRecord | None) -> dict[str, Any]:
     """Return the settings that the run's rollouts were sampled with, by the names of `transformers` and vLLM."""
-    if record is None:
-        return {}
-    given, names = record.config.get("sampling", {}), ("temperature", "top_p", "top_k", "max_new_tokens")
-    return {"do_sample": True} | {name: given[name] for name in names if isinstance(given.get(name), int | float)}
+    given = {} if record is None else record.config["sampling"]
+    names = ("temperature", "top_p", "top_k", "max_new_tokens")
+    kept = {name: given[name] for name in names if isinstance(given.get(name), int | float)}
+    return kept and {"do_sample": True, **kept}
 
 
 def _measured(record: RunRecord, checkpoint: Path) -> dict[str, str]:
     """Return what the run's records state until the exported step."""
-    folder, step = checkpoint.parent.parent, step_of(checkpoint.name)
-    facts = {"steps": str(step), "accuracy before": "not measured", "accuracy after": "not measured"}
-    for row in read_rows(folder / METRICS)[0]:
-        if GREEDY in row and (step is None or row["step"] <= step):
-            accuracy = f"{row[GREEDY]:.3f} at step {row['step']:.0f} (95 % interval {certainty(row)} problems)"
+    facts = {
+        "steps": str(step_of(checkpoint.name)),
+        "accuracy before": "not measured",
+        "accuracy after": "not measured",
+    }
+    for row in read_rows(checkpoint.parent.parent / METRICS)[0]:
+        if GREEDY in row and row["step"] <= int(facts["steps"]):
+            accuracy = f"{row[GREEDY]:.3f} at step {row['step']:.0f} (95% interval {certainty(row)} problems)"
             facts["accuracy after" if row["step"] else "accuracy before"] = accuracy
     versions = ", ".join(f"{name} {value}" for name, value in record.about.get("code", {}).items())
     return facts | {"seed": shown(record.config.get("seed")), "versions": versions}

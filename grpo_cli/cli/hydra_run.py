@@ -14,11 +14,11 @@ from typing import Any
 import hydra
 import typer
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_cli.cli.mistakes import as_text, no_choice, unknown, unusable
+from grpo_cli.cli.mistakes import as_text, unknown, unusable
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import composed, new_folder_names, of_hydra, settings_from
 from grpo_cli.config.overrides import key_of, quoted
@@ -27,7 +27,6 @@ from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.sweep.resume import Sweep, sweep_of
 
 _TEX = "abla|atural|cong|earrow|e|eg|eq|ewcommand|ewline|exists|geq|gtr|i|leq|less|mid|ot|otin|u|warrow"
-MOST_FAILED = 100  # exit codes above 125 have other meanings to the shell
 
 
 def hand_over(
@@ -43,7 +42,7 @@ def hand_over(
             if not own.is_dir():
                 raise UserError(f"--config-dir={own} is not a folder: name the one that holds your choices")
             words = [f"hydra.searchpath=[file://{own.absolute()}]", *words]
-        refuse([*unusable(command, words, is_sweep)])
+        refuse([*unusable(words, is_sweep)])
         if is_sweep and not only_print:
             _sweep(command, words)
             return
@@ -75,41 +74,30 @@ def explained(command: str, words: Sequence[str], composing: Callable[[], bool] 
     longer `composing`, an error is a bug, and keeps its traceback."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException, OSError) as error:
+    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
         if not composing():
             raise
         refuse([*unknown(command, words)])
-        refers = [f"{word}: " for word in words if "${" in word and isinstance(error, OmegaConfBaseException)]
-        raise UserError("".join(refers[:1]) + _explanation(error)) from error
-
-
-def _explanation(error: Any) -> str:
-    """Return what Hydra found, in one sentence."""
-    if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file is not None:
-        group, _, choice = error.missing_cfg_file.rpartition("/")
-        return no_choice(group, choice, [option for option in error.options if not option.startswith("_")])
-    if isinstance(error, OverrideParseException):
-        return f"{error.override} cannot be read: {as_text(str(error.override)) or 'write key=value or group=choice'}"
-    if sweep := re.match(r"(?:Ambiguous .*?|Sweep parameters) '(.+?)'(?:\n| requires)", str(error), re.S):
-        key, _, value = sweep[1].partition("=")
-        return f"{sweep[1]} is a sweep: add -m; a list is typed {shlex.quote(f'{key}=[{value}]')}, {as_text(sweep[1])}"
-    if isinstance(error, OSError):
-        where = error.filename or "the sweep's folder"  # a full disk names no file
-        return f"cannot write {where}: {error.strerror or error}; choose another folder with hydra.sweep.dir=<folder>"
-    return str(error).split("\n\n")[0].strip()
+        text = f"{' '.join(f'{word:.60}' for word in words)}: {error}".split("\n\n")[0].strip()
+        if isinstance(error, OverrideParseException):
+            word = str(error.override)
+            text = f"{word} cannot be read: {as_text(word) or 'write key=value or group=choice'}"
+        elif sweep := re.match(r"(?:Ambiguous .*?|Sweep parameters) '(.+?)'(?:\n| requires)", str(error), re.S):
+            a_list = shlex.quote("{}=[{}]".format(*sweep[1].split("=", 1)))
+            text = f"{sweep[1]} is a sweep: add -m; a list is typed {a_list}, {as_text(sweep[1])}"
+        raise UserError(text) from error
 
 
 def _run(command: Command) -> Any:
     """Read a command's settings, and then load PyTorch to do its work."""
     settings = settings_from(command)
-    from grpo_cli.cli.jobs import JOBS, fitted
+    from grpo_cli.cli.jobs import JOBS
 
-    return JOBS[command.name](command, fitted(command, settings) if command.name == "train" else settings)
+    return JOBS[command.name](command, settings)
 
 
 def _sweep(command: str, words: Sequence[str]) -> None:
-    """Let Hydra run the sweep, compare its jobs, and exit: with the number of failed ones, or 2 if a profile is missing
-    or no job could be run."""
+    """Let Hydra run the sweep, compare its jobs, and exit with the number of failed ones."""
 
     def check_job(cfg: DictConfig) -> str:
         settings = settings_from(of_hydra(command, cfg, start.record))
@@ -124,7 +112,7 @@ def _sweep(command: str, words: Sequence[str]) -> None:
         return _run(of_hydra(command, cfg, start.record))
 
     words, sweep = sweep_of(command, words, check_job)
-    started, code = list[DictConfig](), 130
+    started, is_interrupted = list[DictConfig](), False
     job.sweep = sweep  # type: ignore[attr-defined]  # functions may have attributes
     new_folder_names()
     try:
@@ -134,30 +122,25 @@ def _sweep(command: str, words: Sequence[str]) -> None:
                 program: Any = GlobalHydra.instance().hydra
                 named = [word for word in words if key_of(word) == "checkpoint"]  # each job reads it again
                 program.multirun(start.config, job, [*start.words, *named])
-        code = _compared(sweep)
     except KeyboardInterrupt:
-        if not sweep.states:
-            raise
-    except ValueError:
+        is_interrupted = True
+    except ValueError:  # without any result a sweeper has no best one, and reports that itself
         if not sweep.states or sweep.counts()["done"]:
-            raise  # without any result a sweeper has no best one, and reports that itself
-        code = _compared(sweep)
-    if not sweep.states:
-        return
-    typer.echo(sweep.summary())
-    if sweep.counts()["skipped"] == len(sweep.states):
-        reasons = dict.fromkeys(str(status.reason) for status in sweep.states.values())
-        raise UserError("\n".join(["no combination can be run:", *reasons]))
-    raise typer.Exit(code)
+            raise
+    if sweep.states:
+        _show(sweep)
+    failed = min(sweep.counts()["failed"], 100)  # codes above 125 have other meanings to the shell
+    raise typer.Exit(130 if is_interrupted else failed)
 
 
-def _compared(sweep: Sweep) -> int:
-    """Print the evaluations or profiles of a finished sweep side by side, and return its exit code."""
+def _show(sweep: Sweep) -> None:
+    """Print the evaluations or profiles of a sweep side by side, and its summary. UserError if no job can be run."""
     from grpo_cli.report.side_by_side import show_evaluations, show_profiles
 
     done = [(job.label, job.folder) for job in sweep.done()]
     if done and sweep.command != "train":
         (show_evaluations if sweep.command == "eval" else show_profiles)(done)
-    if sweep.command == "profile":
-        return 0 if len(done) == len(sweep.states) else 2
-    return min(sweep.counts()["failed"], MOST_FAILED)
+    typer.echo(sweep.summary())
+    if sweep.counts()["skipped"] == len(sweep.states):
+        reasons = dict.fromkeys(str(status.reason) for status in sweep.states.values())
+        raise UserError("\n".join(["no combination can be run:", *reasons]))

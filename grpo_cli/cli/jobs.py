@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,13 +14,12 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from rich.table import Table
 
 from grpo_cli import experiment
 from grpo_cli.config.auto import AUTO, MAY_BE_AUTO
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.compose import settings_from
-from grpo_cli.config.overrides import is_package_target, key_of, leaves
+from grpo_cli.config.overrides import key_of, leaves
 from grpo_cli.config.prepare import prepare
 from grpo_cli.config.recorded import OF_A_RESUME, Command
 from grpo_cli.memory import fit
@@ -29,7 +28,7 @@ from grpo_cli.memory.out_of_memory import explaining_out_of_memory
 from grpo_cli.runs import record as records
 from grpo_cli.runs.files import json_line, read_object, write_object
 from grpo_cli.runs.find import completed_steps
-from grpo_cli.runs.layout import CHECKPOINTS, METRICS, PROFILE, ROLLOUTS, RUN, SAMPLES, SUMMARY
+from grpo_cli.runs.layout import CHECKPOINTS, LOCK, METRICS, PROFILE, ROLLOUTS, RUN, SAMPLES, SUMMARY
 from grpo_cli.runs.lock import sole_use
 from grpo_cli.runs.stop import Stop
 from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
@@ -40,7 +39,7 @@ from grpo_cli.support.terminal import console, to_stderr
 _LEFT_BY_A_RUN = (METRICS, ROLLOUTS, SAMPLES, PROFILE, SUMMARY)
 
 
-def fitted(command: Command, settings: RunSettings) -> RunSettings:
+def _fitted(command: Command, settings: RunSettings) -> RunSettings:
     """Return a training's settings with what `fit` or an automatic micro-batch chooses, which goes into the command
     too. A resumed run computes as it began."""
     if (settings.fit == "none" or settings.resume is not None) and settings.train.micro_batch_tokens != AUTO:
@@ -57,25 +56,23 @@ def train(command: Command, settings: RunSettings) -> Any:
     if settings.resume is not None and completed_steps(Path(settings.resume)) == settings.train.steps:
         print(f"{settings.run_dir} has done its {settings.train.steps} steps; train.steps=... asks for more")
         return None
-    run = prepare(settings)
-    with run_folder(command, run.settings) as record_changes, explaining_out_of_memory(run), Stop(to_stderr) as stop:
+    run = prepare(_fitted(command, settings))
+    in_folder = run_folder(command, run.settings, is_resumed=settings.resume is not None)
+    with in_folder as record_changes, explaining_out_of_memory(run), Stop(to_stderr) as stop:
         trainer = experiment.build(run)
         record_changes()
         return trainer.fit(stop)["final_accuracy"]
 
 
 def evaluate(command: Command, settings: EvalRunSettings) -> Any:
-    """Evaluate, print a table, and return the accuracy."""
+    """Evaluate, print the metrics, and return the accuracy."""
     run = prepare(settings)
     with run_folder(command, run.settings):
         metrics = experiment.evaluate_model(run).metrics
-    table = Table("", "value", "95 % interval")
     for name, value in metrics.items():
-        low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
+        ends = " to ".join(f"{metrics[end]:.4g}" for end in (f"{name}_low", f"{name}_high") if end in metrics)
         if not name.endswith(("_low", "_high")):
-            interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
-            table.add_row(name.removeprefix("eval/"), f"{value:.0f}" if value >= 2 else f"{value:.3f}", interval)
-    console().print(table)
+            print(f"{name.removeprefix('eval/'):<20}{value:<8.4g}{ends and f'95% interval {ends}'}".rstrip())
     print(f"every answer ({settings.eval.split} split): {settings.run_dir}/{SAMPLES}")
     return metrics["eval/accuracy"]
 
@@ -94,32 +91,52 @@ JOBS: Mapping[str, Callable[[Command, Any], Any]] = {"train": train, "eval": eva
 
 
 @contextmanager
-def run_folder(command: Command, settings: RunSettings | EvalRunSettings) -> Iterator[Callable[[], None]]:
-    """Lock the command's folder, which a refusal in the body leaves as it was, and record the command in it.
+def run_folder(
+    command: Command, settings: RunSettings | EvalRunSettings, is_resumed: bool = False
+) -> Iterator[Callable[[], None]]:
+    """Lock the command's folder and record the command in it; a refusal in the body leaves no trace of a new run.
 
     `auto` is recorded as in `settings`. Yield `record_changes`, to be called when a resumed run is about to continue.
-    UserError if another process or another run has the folder; then nothing in it is touched.
+    UserError if another process or another run has the folder.
     """
     folder = Path(settings.run_dir)
-    is_resumed = command.name == "train" and isinstance(settings, RunSettings) and settings.resume is not None
-    _record_to_continue(command.name, folder, is_resumed)  # once before the lock: a refusal leaves the folder untouched
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         with sole_use(folder, to_stderr):
-            before = _record_to_continue(command.name, folder, is_resumed)
+            before = records.read_record(folder)
             record = _record(command, settings, before if is_resumed else None)
-            if before is None:
-                records.write_record(folder, record)
-            elif is_resumed:
+            if before is not None and is_resumed:
                 records.check_data(folder, before, record)
-            elif before.overrides != record.overrides:
-                raise _taken(folder, before)
-            with records.emptied_if_refused(folder) if before is None else nullcontext():
+            elif not _is_free(folder, before, record):
+                raise UserError(
+                    f"{folder} already holds a run: continue a training with resume={folder}, or choose another folder "
+                    "with hydra.run.dir=<folder>"
+                )
+            else:
+                records.write_record(folder, record)
+            try:
                 yield lambda: None if before is None else _record_changes(folder, before, record)
+            except UserError:
+                for name in () if is_resumed or _has_records(folder) else (RUN, LOCK, *_LEFT_BY_A_RUN):
+                    (folder / name).unlink(missing_ok=True)
+                raise
     finally:
         for path in new:
             if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
+
+
+def _is_free(folder: Path, before: records.RunRecord | None, record: records.RunRecord) -> bool:
+    """True if the folder holds no run, or the same evaluation or profile, which was cut short."""
+    if before is None:
+        return not _has_records(folder)
+    is_over = record.command == "train" or read_object(folder / SUMMARY).get("status") == "completed"
+    return not is_over and (before.command, before.overrides) == (record.command, record.overrides)
+
+
+def _has_records(folder: Path) -> bool:
+    files = (path for path in (folder / name for name in _LEFT_BY_A_RUN) if path.exists())
+    return (folder / CHECKPOINTS).exists() or any(path.stat().st_size for path in files)
 
 
 def _record(
@@ -140,27 +157,6 @@ def _record(
     return records.RunRecord(command.name, tuple(typed), choices, kept, about)
 
 
-def _record_to_continue(command: str, folder: Path, is_resumed: bool) -> records.RunRecord | None:
-    """Return the record of the run that the command may continue; None if the folder is free."""
-    before = records.read_record(folder)
-    if is_resumed:
-        return before
-    left = [name for name in _LEFT_BY_A_RUN if (folder / name).exists() and (folder / name).stat().st_size]
-    if before is None and not left and not (folder / CHECKPOINTS).exists():
-        return None
-    # An evaluation or a profile that was cut short is made again by the same command.
-    restarts = before is not None and before.command == command and command != "train"
-    if not restarts or read_object(folder / SUMMARY).get("status") == "completed":
-        raise _taken(folder, before)
-    return before
-
-
-def _taken(folder: Path, before: records.RunRecord | None) -> UserError:
-    what = f"a run of grpo {before.command}" if before else f"the records of a run, without its {RUN}"
-    on = f"Continue that run with resume={folder}, or choose" if before and before.command == "train" else "Choose"
-    return UserError(f"{folder} already holds {what}. {on} another folder with hydra.run.dir=<folder>.")
-
-
 def _record_changes(folder: Path, before: records.RunRecord, record: records.RunRecord) -> None:
     """Record the settings of a resumed run if they have changed, and print those that are in both and differ."""
     if dict(before.config) == record.config:
@@ -168,7 +164,6 @@ def _record_changes(folder: Path, before: records.RunRecord, record: records.Run
     then, now = ({**one.choices, **leaves("", one.config)} for one in (before, record))
     changed = list(before.about.get("changed", ()))
     for key in [key for key in then if key in now and then[key] != now[key]]:
-        if not (key.endswith("_target_") and is_package_target(then[key]) and is_package_target(now[key])):
-            changed.append(f"{key}={plain(shown(now[key]))} (was {plain(shown(then[key]))})")
-            to_stderr(f"changed since the run began: {changed[-1]}")
+        changed.append(f"{key}={plain(shown(now[key]))} (was {plain(shown(then[key]))})")
+        to_stderr(f"changed since the run began: {changed[-1]}")
     records.write_record(folder, replace(record, about={**record.about, "changed": changed}))

@@ -10,7 +10,6 @@ import io
 import os
 import shlex
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -18,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from grpo_cli import __version__
-from grpo_cli.support.errors import UserError, closest, gathered, refuse
+from grpo_cli.support.errors import UserError, gathered, refuse
 from grpo_cli.support.formatting import legible
 from grpo_cli.support.processor import set_variables
 from grpo_cli.support.terminal import outlive_the_reader
@@ -27,17 +26,7 @@ from grpo_cli.support.terminal import outlive_the_reader
 def fail(error: UserError | str) -> NoReturn:
     """End the program as for every mistake: one message and exit code 2."""
     typer.echo(f"error: {legible(str(error))}", err=True)
-    raise typer.Exit(2)
-
-
-def folder(text: str | Path) -> Path:
-    """Return a folder as typed. An empty word is refused: it would mean the current directory."""
-    if not str(text).strip():
-        raise typer.BadParameter("it is empty: name a folder (. is the current directory)")
-    return Path(text)
-
-
-a_folder = partial(typer.Argument, parser=folder)
+    sys.exit(2)
 
 
 class _Group(TyperGroup):
@@ -61,22 +50,19 @@ app = typer.Typer(
 
 
 def offered(ctx: Any, incomplete: str) -> list[str]:
-    """Return completions of the word being typed: `sam` to `sampler=full`, `sampler=in` to `sampler=infinite`.
+    """Return completions of the word being typed: `sampler=in` to `sampler=infinite`.
 
     Bash splits words at `=`: then `incomplete` is what follows it, and `words` ends with the group (and `=`, once
-    something follows). If only one group matches, its choices are offered, so that no shell ends the word at `=`.
+    something follows).
     """
     from grpo_cli.config.choices import choices, groups_of
 
     groups = groups_of(ctx.info_name)
     before = [word for word in ctx.params.get("overrides") or () if word != "="]
+    words = [f"{group}={choice}" for group in groups for choice in choices(group)]
     if before and before[-1] in groups:
-        return [choice for choice in choices(before[-1]) if choice.startswith(incomplete)]
-    typed, equals, _ = incomplete.partition("=")
-    begun = [group for group in groups if (group == typed if equals else group.startswith(typed))]
-    if len(begun) == 1:
-        return [word for choice in choices(begun[0]) if (word := f"{begun[0]}={choice}").startswith(incomplete)]
-    return [f"{group}=" for group in begun]
+        words = list(choices(before[-1]))
+    return [word for word in words if word.startswith(incomplete)]
 
 
 def _add(name: str, about: str) -> None:
@@ -119,10 +105,10 @@ def main() -> None:
     try:
         os.getcwd()
         set_variables()
-    except (FileNotFoundError, UserError) as error:
-        gone = "the current directory no longer exists; change into another one"
-        typer.echo(f"error: {error if isinstance(error, UserError) else gone}", err=True)
-        sys.exit(2)
+    except FileNotFoundError:
+        fail("the current directory no longer exists; change into another one")
+    except UserError as error:
+        fail(error)
     app(prog_name="grpo")
 
 
@@ -135,8 +121,10 @@ def grpo(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 @app.command(epilog="an example is: grpo report outputs/train")
 def report(
-    folders: Annotated[list[Path], a_folder(help="Run folders, sweep folders, or any folder that contains them.")],
-    out: Annotated[Path | None, typer.Option(parser=folder, help="Where to write; else below outputs/report.")] = None,
+    folders: Annotated[
+        list[Path], typer.Argument(help="Run folders, sweep folders, or any folder that contains them.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Where to write; else below outputs/report.")] = None,
     target: Annotated[float | None, typer.Option(help="The accuracy to reach. Default: 95 % of the highest.")] = None,
     metric: Annotated[str, typer.Option(help="Which accuracy: greedy, or sampled as eval/pass@1.")] = "eval/accuracy",
     base: Annotated[str | None, typer.Option(help="The arm to compare with, such as n=8. Default: the first.")] = None,
@@ -149,7 +137,7 @@ def report(
 
 @app.command(epilog="an example is: grpo show outputs/train/my_run")
 def show(
-    folder: Annotated[Path, a_folder(help="A run or evaluation folder.")],
+    folder: Annotated[Path, typer.Argument(help="A run or evaluation folder.")],
     step: Annotated[int | None, typer.Option(help="Which step. Default: the last one.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Only the prompt with this id.")] = None,
     best: Annotated[int, typer.Option(min=0, help="Only this many, of the highest rewards.", show_default=False)] = 0,
@@ -163,7 +151,7 @@ def show(
 
 @app.command("ls", epilog="an example is: grpo ls outputs")
 def list_runs(
-    folder: Annotated[Path, a_folder(help="Where to look for runs, subfolders included.")] = Path("outputs"),
+    folder: Annotated[Path, typer.Argument(help="Where to look for runs, subfolders included.")] = Path("outputs"),
 ) -> None:
     """List runs, newest first: status, settings and accuracy."""
     from grpo_cli.cli.ls import list_runs as ls
@@ -188,8 +176,8 @@ def explain(
 
 @app.command(epilog="an example is: grpo export outputs/train/my_run my_model")
 def export(
-    run: Annotated[Path, a_folder(help="A run, one of its checkpoints, or a folder of adapters.")],
-    out: Annotated[Path, a_folder(help="A new folder.")],
+    run: Annotated[Path, typer.Argument(help="A run, one of its checkpoints, or a folder of adapters.")],
+    out: Annotated[Path, typer.Argument(help="A new folder.")],
     merge: Annotated[bool, typer.Option("--merge", help="Make adapters part of the weights of their base.")] = False,
     base: Annotated[str | None, typer.Option(help="The adapters' base: a folder or hub id. Else the run's.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16. Default: as trained.")] = None,
@@ -202,20 +190,9 @@ def export(
 
 
 @app.command(epilog="an example is: grpo init my_experiment")
-def init(folder: Annotated[Path, a_folder(help="A new folder.")]) -> None:
+def init(folder: Annotated[Path, typer.Argument(help="A new folder.")]) -> None:
     """Write an experiment of your own to start from."""
     from grpo_cli.cli.init import init as written
 
     commands = written(folder)
     typer.echo("\n".join([f"cd {shlex.quote(str(folder))}", *commands]))
-
-
-@app.command(epilog="an example is: grpo docs quickstart")
-def docs(page: Annotated[str | None, typer.Argument(help="Which page. Default: a list of all.")] = None) -> None:
-    """List the pages about grpo-cli, or print one."""
-    folder = Path(__file__).parents[1] / "docs"
-    pages = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.md"))}
-    if page not in (None, *pages):
-        fail(f"there is no page {page}{closest(str(page), pages)}; grpo docs lists them")
-    listed = [f"{name:<17}{text.splitlines()[2].partition('. ')[0].rstrip('.')}" for name, text in pages.items()]
-    typer.echo(pages[page] if page else "\n".join([*listed, f"\ngrpo docs <page> prints one; all are in {folder}"]))

@@ -1,7 +1,4 @@
-"""Messages about unusable command lines: what was typed, and what it should have been. Imports no Hydra.
-
-`elsewhere.yaml` has what TRL and verl call a setting, `removed.yaml` what is gone.
-"""
+"""Messages about unusable command lines: what was typed, and what it should have been. Imports no Hydra."""
 
 from __future__ import annotations
 
@@ -16,34 +13,23 @@ from typing import Any
 import yaml
 
 from grpo_cli.config.choices import choices, groups_of, marked, read_choice, read_command
-from grpo_cli.config.overrides import key_of, quoted, value_of
+from grpo_cli.config.overrides import quoted, value_of
 from grpo_cli.support.errors import closest
 from grpo_cli.support.extras import EXTRAS, absent, installed
 
-LAST = "3d24e82"  # the last commit that has what is gone
-# What Hydra answers with a traceback, or misunderstands.
-_UNUSABLE = {
-    r"(?!~[^~=]|\+{0,2}[^~=+][^=]*=).*": "cannot be read: write key=value or group=choice",
-    r"[^=]*=.*\d{1000}.*": "has a number of more than 1000 digits: give a shorter one",
-    r"hydra\.job\.chdir=(?!false$|null$).*": "moves a run from the folder to which its paths refer: leave it out",
-    r"hydra\.sweeper\.max_batch_size=(?!null$|0*[1-9]\d*$).*": "must be a whole number of at least 1, or null",
-}
 
-
-def unusable(command: str, words: Sequence[str], is_sweep: bool) -> Iterator[str]:
-    """Yield what is wrong with words before Hydra reads them."""
-    if flag := next((word.partition("=")[0] for word in words if word.startswith("-")), ""):
-        yield _without_dashes(command, flag, words)
-        return
-    yield from removed(words)
+def unusable(words: Sequence[str], is_sweep: bool) -> Iterator[str]:
+    """Yield what is wrong with words that Hydra would misunderstand."""
     for word in words:
-        key, _, value = word.lstrip("+").partition("=")
-        if reason := next((why for pattern, why in _UNUSABLE.items() if re.fullmatch(pattern, word, re.S)), None):
-            yield f"{word:.60} {reason}"
-        elif key in groups_of(command) and value in ("null", "true", "false", "") and not word.startswith("~"):
-            yield no_choice(key, value)
+        key, _, value = word.partition("=")
+        if word.startswith("-"):
+            name = key.lstrip("-").replace("-", "_")
+            ours = meant_by(name) or name
+            yield f"{key} is no option; settings are typed without dashes: {ours if '=' in ours else f'{ours}=...'}"
         elif key == "resume" and value != "null" and (value == "sweep") != is_sweep:
             yield f"{word}: a sweep continues with -m resume=sweep, one run with resume=<folder> and without -m"
+        elif key == "hydra.job.chdir" and value != "false":
+            yield f"{word} moves a run from the folder to which its paths refer: leave it out"
 
 
 def as_text(word: str) -> str:
@@ -58,35 +44,23 @@ def unknown(command: str, words: Sequence[str]) -> Iterator[str]:
     """Yield what is wrong with each key and choice that is not known."""
     known, has_own = _known_keys(command, words), any(word.startswith("hydra.searchpath") for word in words)
     for key, _, value in (word.partition("=") for word in words if re.match(r"[^-+~=][^=]*=", word)):
+        plugin = f"hydra_plugins.hydra_{value.partition('_')[0]}_{key.removeprefix('hydra/')}"
         if key in groups_of(command):
-            if re.fullmatch(r"[\w./\\-]+", value) and value not in choices(key) and not has_own:
-                yield no_choice(key, value)
+            named = [one for one in value.split(",") if re.fullmatch(r"[\w./\\-]*", one) and not has_own]
+            yield from (no_choice(key, one) for one in named if one not in choices(key))
+        elif plugin in EXTRAS and not installed(plugin):
+            yield absent(plugin, f"{key}={value}")
         elif key not in known and not key.startswith(("hydra.", "hydra/")) and "@" not in key:
             yield _no_setting(key, known)
 
 
-def no_choice(group: str, choice: str, options: Sequence[str] = ()) -> str:
-    """Return that a group has no such choice, with those that it has, in `conf/` or among these."""
-    options = options or choices(group)
-    for module in EXTRAS:
-        if module.startswith(f"hydra_plugins.hydra_{choice.partition('_')[0]}_") and not installed(module):
-            return absent(module, f"{group}={choice}")
+def no_choice(group: str, choice: str) -> str:
+    """Return that a group has no such choice, with those that it has."""
+    options = choices(group)
     hint, example = closest(choice, options, partial(marked, group)), {"model": "hf", "task": "jsonl"}.get(group)
     if example and re.search(r"[/.\\]", choice):
         hint = f"; a path is given as {group}={example} {group}.path={choice}"
     return f"{group}={choice} is not one of the choices {', '.join(marked(group, one) for one in options)}{hint}"
-
-
-def _without_dashes(command: str, flag: str, words: Sequence[str]) -> str:
-    """Return the answer to a setting that is typed as an option, whose value may be the next of the command's words."""
-    key, known = flag.lstrip("-").replace("-", "_"), _known_keys(command, ())
-    below = [name for name in known if name.endswith(f".{key}")]
-    meant = key if key in known else meant_by(key) or (below[0] if len(below) == 1 else None)
-    if meant is None:
-        return f"{flag} is no option, and {_no_setting(key, known)}; settings are typed without dashes: n=32"
-    value = re.search(rf"^{re.escape(flag)}[=\n]([^-=\n][^=\n]*)$", "\n".join(words), re.M)
-    typed = meant if "=" in meant else shlex.quote(f"{meant}={value[1] if value else '...'}")
-    return f"{flag} is no option; settings are typed without dashes: {typed}"
 
 
 def _no_setting(key: str, known: Mapping[str, str]) -> str:
@@ -114,7 +88,7 @@ def _known_keys(command: str, words: Sequence[str]) -> dict[str, str]:
 
 @functools.cache
 def listed(name: str) -> Any:
-    """Return the content of a file beside this one, such as `elsewhere`."""
+    """Return the content of a file beside this one: `concepts`, or `elsewhere`, what TRL and verl call a setting."""
     return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
 
 
@@ -123,12 +97,3 @@ def meant_by(key: str) -> str | None:
     parts, rows = key.split("."), listed("elsewhere")
     tails = [".".join(parts[start:]) for start in range(len(parts))]
     return next((row["ours"] for tail in tails for row in rows if tail in row["trl"] + row["verl"]), None)
-
-
-def removed(words: Sequence[str]) -> Iterator[str]:
-    """Yield, for each word that sets something removed, one sentence on why."""
-    reasons = listed("removed")
-    for word in words:
-        key, choice = key_of(word), word.partition("=")[2]
-        if name := next((one for one in (f"{key}={choice}", key, key.partition(".")[0]) if one in reasons), None):
-            yield f"{name} was removed: {reasons[name]}; the last commit that has it is {LAST}"

@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from grpo_cli.report.read import jobs_of
 from grpo_cli.report.rollouts import Recorded, Recording, extremes, read_recording, visible
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError, closest
@@ -23,9 +22,7 @@ def show_rollouts(
     chosen = [row for row in found.rollouts if prompt in (None, row.prompt_id)]
     if not chosen:
         prompts = [row.prompt_id for row in found.rollouts]
-        raise UserError(
-            f"--prompt={prompt} has no rollouts here, {plain(prompts[0])} has{closest(str(prompt), prompts)}"
-        )
+        raise UserError(f"--prompt={prompt} has no rollouts; {plain(prompts[0])} has{closest(str(prompt), prompts)}")
     groups: dict[str, list[Recorded]] = {}
     for row in extremes(chosen, best, worst) if best or worst else chosen:
         groups.setdefault(row.prompt_id, []).append(row)
@@ -52,10 +49,9 @@ def _found(folder: Path, step: int | None) -> Recording:
     """Return what is recorded of a step. UserError with what there is instead."""
     found = read_recording(folder, step)
     if found is None:
-        named = [f"{plain(folder)} is a sweep; name one of its jobs:", *map(plain, jobs_of(folder))]
-        raise UserError("\n".join(named) if named[1:] else f"{plain(folder)} holds no rollouts; grpo ls lists runs")
+        raise UserError(f"{plain(folder)} holds no rollouts; grpo ls lists runs")
     if not found.rollouts:
-        there = f"there are steps {found.steps[0]} to {found.steps[-1]}" if found.steps else "no step is recorded"
-        asked = "no step has ended yet, or record.rollouts=0" if step is None else f"--step={step}: {there}"
-        raise UserError("\n".join([f"{plain(found.file)} holds no such rollouts: {asked}", *found.notes]))
+        there = f"steps {found.steps[0]} to {found.steps[-1]}" if found.steps else "no step (record.rollouts=0?)"
+        wanted = "no rollouts" if step is None else f"no rollouts of --step={step}"
+        raise UserError("\n".join([f"{plain(found.file)} holds {wanted}, but of {there}", *found.notes]))
     return found

@@ -70,8 +70,8 @@ class Factory:
             self._check_call(self.code, "cannot be made", **arguments)
             with own_code_unless_ours(name, self.code):
                 made = self.code(**arguments)
-        has = {**getattr(protocol, "__annotations__", {}), **vars(protocol)}
-        if lacking := [word for word in has if not word.startswith("_") and not hasattr(made, word)]:
+        has = {word for kind in protocol.__mro__ for word in (*vars(kind), *vars(kind).get("__annotations__", ()))}
+        if lacking := sorted(word for word in has if not word.startswith("_") and not hasattr(made, word)):
             raise UserError(f"{self.group}: {self.target} lacks {', '.join(lacking)} of {name_of(protocol)}")
         if call:
             names = list(inspect.signature(call).parameters)[1:]

@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.interfaces import LossFn
 from grpo_cli.learner.batch import rows_of, to_device, tokens_of, totals
 from grpo_cli.learner.forward import make_forward
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights, state_by_name
@@ -25,7 +24,9 @@ from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSetti
 from grpo_cli.support.memory import give_back_freed
 from grpo_cli.support.meter import Meter
 from grpo_cli.support.threads import computing_with, threads_for
-from grpo_cli.types import Batch, Totals
+from grpo_cli.types import Batch, LossOutput, Totals
+
+LossFn = Callable[[Tensor, Batch, Totals], LossOutput]  # a `Loss`, or that of a warm-up
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,6 @@ def resolve_run(resume: str) -> Path:
     if resume == "auto":
         return _newest_run(OUTPUTS / "train")
     path = Path(resume).expanduser().resolve()
-    path = path.parent if path.name == CHECKPOINTS else path
     is_run = (path / CHECKPOINTS).is_dir() or (path / RUN).exists()
     if not path.is_dir() or not (is_run or step_of(path.name) is not None):
         raise UserError(
@@ -99,14 +98,9 @@ def completed_steps(folder: Path) -> int | None:
 
 def _newest_run(train: Path) -> Path:
     # Folders of runs that a user placed one level down count too; a sweep's do not (resume=sweep).
-    runs = [path.parent for depth in ("*", "*/*") for path in train.glob(f"{depth}/{CHECKPOINTS}")]
-    unfinished = {run: completed_steps(run) is None for run in runs}
-    for run in sorted(runs, key=lambda run: (unfinished[run], _last_saved(run), run), reverse=True):
+    saved = [path for depth in ("*", "*/*") for path in train.glob(f"{depth}/{CHECKPOINTS}/step_*/{COMPLETE}")]
+    newest = sorted(saved, key=lambda path: path.stat().st_mtime, reverse=True)
+    for run in sorted({path.parents[2]: None for path in newest}, key=lambda run: completed_steps(run) is not None):
         if find_checkpoint(run).path is not None:
             return run.resolve()
     raise UserError(f"resume=auto found no run with a complete checkpoint in {train}. Name a folder: resume=<run>")
-
-
-def _last_saved(run: Path) -> float:
-    """Return when the run's newest checkpoint was saved."""
-    return max((path.stat().st_mtime for path in run.glob(f"{CHECKPOINTS}/step_*/{COMPLETE}")), default=0.0)

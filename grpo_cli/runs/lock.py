@@ -1,8 +1,7 @@
 """One process per run folder: a lock that is released when its holder dies.
 
 `flock` on `<folder>/.lock`, which meanwhile names the holder; the kernel releases it however the process ends. On NFS
-(Linux 2.6.12 and later) it works across machines; a file system without it (Lustre mounted without `-o flock`, some
-FUSE ones) gives no protection, which is reported. The package `filelock` leaves a marker file behind there instead.
+it works across machines; a file system without it (Lustre mounted without `-o flock`) gives no protection: a warning.
 """
 
 from __future__ import annotations

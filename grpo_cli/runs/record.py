@@ -7,8 +7,8 @@ from __future__ import annotations
 import functools
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_cli import __version__
 from grpo_cli.runs.files import content, sha256, write_object
-from grpo_cli.runs.layout import LOCK, METRICS, ROLLOUTS, RUN
+from grpo_cli.runs.layout import RUN
 from grpo_cli.support.errors import UserError
 
 SOURCE = Path(__file__).resolve().parents[2]
@@ -54,14 +54,10 @@ def digests(names: Iterable[Any]) -> dict[str, str]:
 
 def check_data(folder: Path, before: RunRecord, now: RunRecord) -> None:
     """UserError if a file that the run began with holds other data now: prompts are known by their lines."""
-    data = before.about.get("data")
-    then = data if isinstance(data, dict) else {}
+    then = before.about.get("data", {})
     for name, digest in now.about["data"].items():
         if then.get(name, digest) != digest:
-            raise UserError(
-                f"{name} has changed since the run in {folder} began; put it back, or start a new run "
-                "(model.path=<checkpoint>)"
-            )
+            raise UserError(f"{name} has changed since the run in {folder} began; put it back, or start a new run")
 
 
 def read_record(folder: Path) -> RunRecord | None:
@@ -75,24 +71,7 @@ def read_record(folder: Path) -> RunRecord | None:
         return None
     except (OSError, ValidationError) as error:
         reason = error if isinstance(error, OSError) else error.errors()[0]["msg"]
-        raise UserError(
-            f"{path} is damaged ({reason}); put it back, or start a new run from a checkpoint of this one "
-            "(model.path=<checkpoint>)"
-        ) from error
-
-
-@contextmanager
-def emptied_if_refused(run_dir: Path) -> Iterator[None]:
-    """Empty a new run's folder after a refusal, unless the run has begun."""
-    try:
-        yield
-    except UserError:
-        left = {path.name: path for path in run_dir.iterdir()}
-        has_begun = METRICS in left and left[METRICS].stat().st_size > 0
-        if not has_begun and left.keys() <= {RUN, LOCK, METRICS, ROLLOUTS}:
-            for path in left.values():
-                path.unlink()
-        raise
+        raise UserError(f"{path} is damaged ({reason}); put it back, or begin with model.path=<checkpoint>") from error
 
 
 @functools.cache
@@ -107,11 +86,10 @@ def commit_of(folder: Path) -> str | None:
 
     Neither the current directory, the environment nor a parent folder can make git report another repository.
     """
-    where = [f"--git-dir={folder / '.git'}", f"--work-tree={folder}"]
+    git = ["git", "--no-optional-locks", f"--git-dir={folder / '.git'}", f"--work-tree={folder}"]
     described = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        command = ["git", "--no-optional-locks", *where, *described]
-        found = subprocess.run(command, cwd=folder, capture_output=True, timeout=GIT_SECONDS)
+        found = subprocess.run([*git, *described], cwd=folder, capture_output=True, timeout=GIT_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return found.stdout.decode().strip() if found.returncode == 0 else None

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from grpo_cli.interfaces import HasRawText, Task
+from grpo_cli.interfaces import Task
 from grpo_cli.select import Selection
 from grpo_cli.types import Example, Rollout, ScoredGroup
 
 
 def raw_text(task: Task, token_ids: Sequence[int]) -> str:
     """Return what a model read, special tokens included."""
-    return task.raw_text(token_ids) if isinstance(task, HasRawText) else task.text(token_ids)
+    return str(getattr(task, "raw_text", task.text)(token_ids))
 
 
 def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: str, advantage: float | None) -> Example:

@@ -81,7 +81,7 @@ def explained(command: str, words: Sequence[str], composing: Callable[[], bool] 
         text = f"{' '.join(f'{word:.60}' for word in words)}: {error}".split("\n\n")[0].strip()
         if isinstance(error, OverrideParseException):
             word = str(error.override)
-            text = f"{word} cannot be read: {as_text(word) or 'write key=value or group=choice'}"
+            text = f"{word} cannot be read: {as_text(word) or 'write key=value or group=choice, without spaces'}"
         elif sweep := re.match(r"(?:Ambiguous .*?|Sweep parameters) '(.+?)'(?:\n| requires)", str(error), re.S):
             a_list = shlex.quote("{}=[{}]".format(*sweep[1].split("=", 1)))
             text = f"{sweep[1]} is a sweep: add -m; a list is typed {a_list}, {as_text(sweep[1])}"

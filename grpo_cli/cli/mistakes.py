@@ -22,7 +22,9 @@ def unusable(words: Sequence[str], is_sweep: bool) -> Iterator[str]:
     """Yield what is wrong with words that Hydra would misunderstand."""
     for word in words:
         key, _, value = word.partition("=")
-        if word.startswith("-"):
+        if key == "--config":
+            yield "a file of settings is an experiment: --config-dir=<folder> experiment=<name> (grpo init writes one)"
+        elif word.startswith("-"):
             name = key.lstrip("-").replace("-", "_")
             ours = meant_by(name) or name
             yield f"{key} is no option; settings are typed without dashes: {ours if '=' in ours else f'{ours}=...'}"
@@ -60,6 +62,8 @@ def no_choice(group: str, choice: str) -> str:
     hint, example = closest(choice, options, partial(marked, group)), {"model": "hf", "task": "jsonl"}.get(group)
     if example and re.search(r"[/.\\]", choice):
         hint = f"; a path is given as {group}={example} {group}.path={choice}"
+    elif Path("conf", group, f"{choice}.yaml").is_file():
+        hint = "; conf/ has it: add --config-dir=conf"
     return f"{group}={choice} is not one of the choices {', '.join(marked(group, one) for one in options)}{hint}"
 
 
@@ -67,11 +71,14 @@ def _no_setting(key: str, known: Mapping[str, str]) -> str:
     """Return what an unknown key may have meant: a setting of another choice of its group, a name of TRL or verl, a
     misspelling."""
     group, _, word = key.partition(".")
+    if (ours := meant_by(key)) == key:  # of another command
+        ours = next((one for one in known if one.endswith(f".{word}")), None)
     if having := [f"{group}={one}" for one in choices(group) if group and word in read_choice(group, one).settings]:
-        return f"{key} is not a setting of this {group}, but of {', '.join(having)}"
+        instead = f"; did you mean {ours}?" if ours else ""
+        return f"{key} is not a setting of this {group}, but of {', '.join(having)}{instead}"
     if known.get(key.rpartition(".")[0]) == "{}":  # it takes any key
         return f"{key} is new to {group}: type +{key}=..."
-    ours, near = meant_by(key), [one for one in known if "." not in key or "." in one]
+    near = [one for one in known if "." not in key or "." in one]
     return f"{key} is not a setting{f'; did you mean {ours}?' if ours else closest(key, near)}"
 
 

@@ -129,14 +129,15 @@ def test_a_job_that_would_repeat_another_is_skipped(tmp_path, pretended):
 
 def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(tmp_path, pretended, monkeypatch):
     """The first job presses ctrl-C, and runs until it is told to stop."""
-    waits = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"
+    waits, own = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done", f"--config-dir={tmp_path}/mine"
+    (tmp_path / "mine").mkdir()
     with monkeypatch.context() as patched:
         presses = ["sh", "-c", f"trap 'exit 0' TERM; kill -INT $PPID; {waits}"]
         patched.setattr(resume.Sweep, "command_of", lambda self, job: presses)
-        result = grpo("train", "-m", "seed=1,2,3", "hydra.sweep.dir=s")
+        result = grpo("train", "-m", own, "seed=1,2,3", "hydra.sweep.dir=s")
     assert result.exit_code == 130 and "SIGINT: stopping after this step" in result.stdout
-    assert "3 jobs: 1 done, 2 waiting\ngo on with: grpo train -m resume=sweep hydra.sweep.dir=s\n" in result.stdout
-    assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 0
+    assert f"3 jobs: 1 done, 2 waiting\ngo on with: grpo train -m {own} resume=sweep hydra.sweep.dir=s\n" in result.stdout
+    assert grpo("train", "-m", own, "resume=sweep", "hydra.sweep.dir=s").exit_code == 0
     assert [command[-2] for command in pretended] == ["seed=2", "seed=3"]
     for held, message in (("s/1", "job 1 of s is still running (process "), ("s", "s is in use by process ")):
         with sole_use(tmp_path / held, print):

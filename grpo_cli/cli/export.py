@@ -12,7 +12,7 @@ from grpo_cli.config.overrides import key_of
 from grpo_cli.config.recorded import weights_in
 from grpo_cli.model.adapters import base_of, has_adapters
 from grpo_cli.model.export import licence_of, write_card, write_model
-from grpo_cli.model.load import at_checkpoint
+from grpo_cli.model.load import TINY, at_checkpoint
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.read import read_rows
 from grpo_cli.runs.files import folder_written_atomically
@@ -44,7 +44,8 @@ def export(place: Path, target: Path, merge: bool, base: str | None = None, dtyp
     with folder_written_atomically(folder) as written:
         write_model(at, checkpoint, written, merge, _sampling(record), lambda tokenizer: turn_end(tokenizer)[1])
         licence = None if settings.random_init else licence_of(settings.path)
-        facts = {"base": Path(settings.path).resolve().name, "its licence": licence or "unknown: its files do not tell"}
+        base = f"{Path(settings.path).resolve().name}{' (it comes with grpo-cli)' * (settings.path == TINY)}"
+        facts = {"base": base, "its licence": licence or "unknown: its files do not tell"}
         facts["weights"] = settings.dtype + (", adapters merged" if merge else "")
         facts |= {} if record is None else _measured(record, checkpoint)
         rows = [f"| {key} | {plain(value).replace('|', '&#124;')} |" for key, value in facts.items()]

@@ -96,4 +96,6 @@ def _used(folder: Path, base: str) -> str:
     if has_adapters(folder):
         evaluated = f"lm_eval --model hf --model_args pretrained={base},peft=<this folder>,tokenizer=<this folder>"
         return f"    {evaluated}\n\nFor vLLM export the run with --merge.\n"
-    return "    vllm serve <this folder>\n    lm_eval --model hf --model_args pretrained=<this folder>\n"
+    asked = """from transformers import pipeline as p; print(p("text-generation", "<this folder>")("<prompt>"))"""
+    served = "    vllm serve <this folder>\n    lm_eval --model hf --model_args pretrained=<this folder>\n"
+    return f"    python -c '{asked}'\n{served}"

@@ -64,7 +64,9 @@ class Sweep:
         counts = self.counts()
         text = f"{len(self.states)} jobs: {', '.join(f'{count} {state}' for state, count in sorted(counts.items()))}"
         if counts["failed"] or counts["waiting"]:
-            text += f"\ngo on with: grpo {self.command} -m {RESUME} hydra.sweep.dir={shlex.quote(str(self.folder))}"
+            own = [f"--config-dir={word.partition('file://')[2][:-1]}" for word in self.of_hydra if "file://" in word]
+            words = ["-m", *own, RESUME, f"hydra.sweep.dir={self.folder}"]
+            text += f"\ngo on with: grpo {self.command} {shlex.join(words)}"
         if self.command == "train" and counts["done"]:
             text += f"\ncompare them: grpo report {shlex.quote(str(self.folder))}"
         return text

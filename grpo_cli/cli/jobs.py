@@ -14,7 +14,6 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from rich.table import Table
 
 from grpo_cli import experiment
 from grpo_cli.config.auto import AUTO, MAY_BE_AUTO
@@ -26,6 +25,7 @@ from grpo_cli.config.recorded import OF_A_RESUME, Command
 from grpo_cli.memory import fit
 from grpo_cli.memory import profile as profiling
 from grpo_cli.memory.out_of_memory import explaining_out_of_memory
+from grpo_cli.report.tables import Table, print_table
 from grpo_cli.runs import record as records
 from grpo_cli.runs.files import json_line, read_object, write_object
 from grpo_cli.runs.find import completed_steps
@@ -69,13 +69,13 @@ def evaluate(command: Command, settings: EvalRunSettings) -> Any:
     run = prepare(settings)
     with run_folder(command, run.settings):
         metrics = experiment.evaluate_model(run).metrics
-    table = Table("", "value", "95 % interval")
+    rows = list[tuple[str, ...]]()
     for name, value in metrics.items():
         low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
         if not name.endswith(("_low", "_high")):
             interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
-            table.add_row(name.removeprefix("eval/"), f"{value:.0f}" if value >= 2 else f"{value:.3f}", interval)
-    console().print(table)
+            rows.append((name.removeprefix("eval/"), f"{value:.0f}" if value >= 2 else f"{value:.3f}", interval))
+    print_table(console(), Table(("", "value", "95 % interval"), tuple(rows), frozenset({"value"})))
     print(f"every answer ({settings.eval.split} split): {settings.run_dir}/{SAMPLES}")
     return metrics["eval/accuracy"]
 

@@ -78,7 +78,7 @@ def test_what_shapes_alone_decide_has_the_bytes_that_one_counts_by_hand():
     # A small model's weights are joined on a CPU, and a parked optimizer is not there before the update.
     assert planned(CPU)["decode"][ACTIVATIONS] - planned()["decode"][ACTIVATIONS] == 4 * (LINEAR + 160)
     kept = [planned(CPU, f"model.autocast={word}")["optimizer"][WORKSPACE] for word in ("bfloat16", "none")]
-    assert kept[0] - kept[1] == 40 * 2**20, "by oneDNN, of products in bfloat16"
+    assert kept[0] - kept[1] == 52 * 2**20, "by oneDNN, of products in bfloat16"
     parked = planned(parks=True, optimizer=100, evaluation=WORK)
     assert {name for name, sizes in parked.items() if sizes[OPTIMIZER]} == {"forward", "backward", "optimizer"}
 

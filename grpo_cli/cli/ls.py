@@ -12,16 +12,8 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import duration, plain, shown
 
 COLUMNS = ("command", "state", "task", "model", "n", "m", "steps", "accuracy", "interval", "of", "age", "folder")
-LEAST_NEEDED = (
-    "interval",
-    "of",
-    "command",
-    "age",
-    "m",
-    "n",
-    "task",
-    "model",
-)  # left out, in this order, of a narrow screen
+# Left out, in this order, of a narrow screen.
+LEAST_NEEDED = ("interval", "of", "command", "age", "m", "n", "task", "model")
 FOLDERS = "grpo train leaves runs in outputs/train, grpo eval in outputs/eval, grpo train -m in outputs/multirun"
 WRITTEN = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.RUN)  # their times show when a run was alive
 

@@ -92,7 +92,8 @@ def test_a_help_page_has_every_setting_in_a_line_with_its_value_and_its_comment(
 
 def test_a_help_page_is_of_the_choices_that_stand_beside_it() -> None:
     page = said("train", "sampler=infinite", "-m", "seed=1,2", "experiment=pods_arithmetic", "--help")
-    assert "sampler=infinite: " in page and "sampler.slots=null" in page and "\nn=64 " in page
+    assert "sampler=infinite: " in page and "sampler.slots=null" in page and page.count("\nn=64 ") == 2
+    assert "\nmodel=smollm2_135m: " in said("train", "experiment=own_smollm2", "--help")
     assert "loss=" not in said("eval", "--help") and "\nprofile.plan_only=false " in said("profile", "--help")
     assert "did you mean grpo?" in refused("train", "loss=grop", "--help")
 

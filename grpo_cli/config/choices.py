@@ -106,7 +106,7 @@ def read_conf(file: Path) -> ConfFile:
     values, groups, settings = dict[str, Any](), dict[str, str](), dict[str, Setting]()
     for entry in own.pop("defaults", []):
         if isinstance(entry, dict):
-            groups |= {group.removeprefix("override "): choice for group, choice in entry.items()}
+            groups |= {group.removeprefix("override ").lstrip("/"): choice for group, choice in entry.items()}
         elif entry != "_self_":  # a base, beside the file or in its group of `conf/`
             beside = file.parent / f"{entry}.yaml"
             base = read_conf(beside if beside.is_file() else config_dir() / file.parent.name / beside.name)

@@ -105,7 +105,7 @@ def _show(console: Console, found: Mapping[str, Any], plan: MemoryPlan) -> None:
     lines += breakdown(plan, plan.fullest)
     lines.append(f"{gib(plan.peak)} {verdict} {gib(fits['room_bytes'])}; the largest n that fits: {largest}{more}.")
     for line in lines:
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 
 def _phases(measured: Mapping[str, Any], plan: MemoryPlan) -> Table:

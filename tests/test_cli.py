@@ -19,7 +19,7 @@ from grpo_cli import __version__
 from grpo_cli.cli import jobs
 from grpo_cli.cli.hydra_run import with_checkpoint
 from grpo_cli.cli.main import offered
-from grpo_cli.config.overrides import quoted, unquoted, value_of
+from grpo_cli.config.overrides import quoted, value_of
 from grpo_cli.runs.record import read_record
 from grpo_cli.support.errors import UserError
 
@@ -121,7 +121,7 @@ def test_what_a_person_got_wrong_is_one_message_and_exit_code_2(
 @pytest.mark.parametrize("name", ["out/lr=1e-3", "a, b", "it's ${n}", "~/x=1", "plain"])
 def test_the_first_word_of_an_evaluation_may_be_a_folder_of_any_name(name: str) -> None:
     words = with_checkpoint([name, "seed=1", "~logger"])
-    assert unquoted(quoted(name)) == name
+    assert value_of("x", [f"x={quoted(name)}"]) == name
     assert value_of("checkpoint", words) == name and words[1:] == ["seed=1", "~logger"]
     for setting in ("seed=1", "~logger", "+a.b=1", "hydra/launcher=processes", "=5"):
         assert with_checkpoint([setting, "n=1"]) == [setting, "n=1"]

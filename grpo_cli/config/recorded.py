@@ -51,9 +51,9 @@ class Start:
 def start_of(command: str, typed: Sequence[str]) -> Start:
     """Return the start of a command, from `conf/` or from the run that `resume=` or `checkpoint=` names. UserError if
     that cannot be continued or evaluated."""
-    if command == "train" and value_of("resume", typed) not in (None, "null"):
+    if command == "train" and value_of("resume", typed) is not None:
         return _to_resume(typed)
-    if command == "eval" and value_of("checkpoint", typed) not in (None, "null"):
+    if command == "eval" and value_of("checkpoint", typed) is not None:
         return _to_evaluate(typed)
     return Start(command, typed, typed)
 

@@ -202,7 +202,7 @@ class ProfileSettings(Strict):
     eval: bool
     lengths: Literal["natural", "full"]
     plan_only: bool
-    for_gpu: bool | GpuWord
+    for_gpu: Literal[False] | GpuWord
     trace: bool
 
 

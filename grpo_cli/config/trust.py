@@ -1,7 +1,7 @@
-"""Checks what a recorded run names: no code runs that is neither a choice of grpo_cli nor in the current directory.
+"""Checks what a recorded run names, since a run folder is untrusted input.
 
-A run folder is untrusted input. Code and files of elsewhere, and whatever configures Hydra, a tracker, a judge or an
-engine's library, have to be typed again on this command line, unless they have a value of `conf/`.
+Unless it has a value of `conf/`, a setting must be typed again that names code or files outside the current directory,
+or that configures Hydra, a tracker, a judge's server or an engine's library.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _GROUPS = {*groups_of("train"), *groups_of("eval")}
 # What may only name code of the current directory, what may only lead to below it, and what is always typed again:
 # references that Hydra resolves by code are.
 _CODE = re.compile(r"[^=]*(\._|@).*|task\.(reward|environment|tools)=.*:.*", re.S)
-_FILE = re.compile(rf"({'|'.join(_GROUPS)}|hydra/\w+|task\.((eval_)?path|judge\.prompt)|train\.warmup_path)=.*", re.S)
+_FILE = re.compile(r"(task\.((eval_)?path|judge\.prompt)|train\.warmup_path)=.*", re.S)
 _TYPED = re.compile(
-    r"hydra\.(?!launcher\.(jobs|gpus)=).*|logger\.(?!(name|group|tags|mode)=).*|task\.judge\.(key|base_url)=.*"
-    r"|engine\.(address|options).*|.*\.trust_remote_code=.*|.*=.*(\$\{[^}]*:|\0).*",
+    r"(?!hydra(\.launcher\.(jobs|gpus)|/(launcher|sweeper))=[\w-]+\Z)hydra[./].*|engine\.(address|options).*"
+    r"|logger\.(?!(name|group|tags|mode)=).*|task\.judge\.(key|base_url)=.*|.*\.trust_remote_code=.*"
+    rf"|({'|'.join(_GROUPS)})=(?![\w-]+\Z).*|.*=.*(\$\{{[^}}]*:|\0).*",
     re.S,
 )
 
@@ -47,9 +48,10 @@ def refuse_foreign(settings: Iterable[tuple[str, Any]], typed: Iterable[str], fo
 
 def is_foreign(key: str, value: Any, folder: Path) -> bool:
     """Return True if a setting of the run in `folder` is dangerous, and neither a value of `conf/` nor found here."""
-    if isinstance(value, Mapping | list):
-        below = value.items() if isinstance(value, Mapping) else ((None, item) for item in value)
-        return any(is_foreign(key if name is None else f"{key}.{name}", item, folder) for name, item in below)
+    if isinstance(value, list):
+        return any(is_foreign(key, item, folder) for item in value)
+    if isinstance(value, Mapping):
+        return any(is_foreign(f"{key}.{name}", item, folder) for name, item in value.items())
     group, _, name = key.partition(".")
     of_conf = [read_choice(group, choice).values.get(name) for choice in choices(group)] if group in _GROUPS else []
     word, text = f"{key}={value}", str(value)
@@ -58,15 +60,13 @@ def is_foreign(key: str, value: Any, folder: Path) -> bool:
     if _CODE.fullmatch(word):
         module, _, names = text.rpartition(":" if ":" in text else ".")
         return not all(_is_here(module, one.strip(), folder) for one in names.split(","))
-    if _TYPED.fullmatch(word):
-        return True
-    is_below = Path(os.path.realpath(os.path.expanduser(text))).is_relative_to(Path.cwd())
-    return bool(_FILE.fullmatch(word)) and not is_below
+    if _FILE.fullmatch(word) and not _TYPED.fullmatch(word):
+        return not Path(os.path.realpath(os.path.expanduser(text))).is_relative_to(Path.cwd())
+    return bool(_TYPED.fullmatch(word))
 
 
 def _is_here(module: str, name: str, folder: Path) -> bool:
-    """Return True if a module of the current directory that did not come with the run defines this name. Imports it,
-    since a name may be imported from elsewhere."""
+    """Return True if a module of the current directory that did not come with the run defines this name. Imports it."""
     top, here, run = module.partition(".")[0], Path.cwd(), folder.resolve()
     came_along = here.is_relative_to(run) or run.is_relative_to(here / top)
     with own_code(f"the module {module}"), suppress(ImportError, ValueError):

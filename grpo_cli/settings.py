@@ -138,6 +138,7 @@ class TrainSettings(Strict):
     count_by: Literal["rollout", "prompt"]
     truncated: Literal["train", "leave_out", "zero"]
     max_generated: Annotated[float, Field(gt=0)] | None
+    max_seconds: Annotated[float, Field(gt=0)] | None
     warmup: Literal["none", "sft"]
     warmup_steps: Count
     warmup_path: str | None

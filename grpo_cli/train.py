@@ -115,8 +115,8 @@ class Trainer:
 
     def _is_done(self) -> bool:
         train, progress = self._settings.train, self._progress
-        is_spent = train.max_generated is not None and progress.generated_tokens >= train.max_generated
-        return progress.step >= train.steps or is_spent
+        spent = ((progress.generated_tokens, train.max_generated), (progress.train_seconds, train.max_seconds))
+        return progress.step >= train.steps or any(most is not None and used >= most for used, most in spent)
 
     def _evaluate(self) -> dict[str, float]:
         """Return the metrics of an evaluation; its time counts in `time/eval`, not in the training clock."""

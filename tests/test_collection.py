@@ -151,6 +151,8 @@ def test_a_run_ends_once_it_has_generated_enough(tmp_path: Path) -> None:
     short = metrics_of(make_trainer(enough))
     assert short == whole[:3] and "eval/accuracy" in short[-1]
     assert newest(tmp_path / "short").name == "step_000002"
+    timed = metrics_of(make_trainer(settings_for(tmp_path / "time", max_seconds=1e-9)))
+    assert len(timed) == 2 and timed[1].items() >= whole[1].items() and "eval/accuracy" in timed[1]
 
 
 MINE = """

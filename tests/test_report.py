@@ -221,6 +221,17 @@ def test_arms_are_compared_seed_by_seed_with_the_one_that_is_named(tmp_path):
         reported(tmp_path / "runs", base="n=9")
 
 
+def test_how_many_times_as_fast_an_arm_is_is_a_geometric_mean_over_the_seeds_that_get_there(tmp_path):
+    """Ratios 2 and 8: 4, times or by 2 to the power of Student's 12.706 with one degree of freedom."""
+    for seed, (slow, accuracy) in enumerate(((2.0, 0.9), (8.0, 0.9), (5.0, 0.2))):
+        leave(tmp_path / f"a{seed}", (0.1, 0.9), settings={"n": 8, "seed": seed}, seconds_per_step=slow)
+        leave(tmp_path / f"b{seed}", (0.1, accuracy), settings={"n": 16, "seed": seed})
+    base, fast = compared(tmp_path).arms
+    found = fast.speedup(base, 0.8)
+    assert found is not None and found.mean == pytest.approx(4) and found.low == pytest.approx(4 / 2**12.706, rel=1e-3)
+    assert found.high * found.low == pytest.approx(16) and fast.speedup(base, 0.95) is None
+
+
 def test_a_run_that_did_not_complete_changes_no_mean_and_a_repeated_seed_counts_once(tmp_path):
     for seed in range(2):
         leave(tmp_path / str(seed), settings={"seed": seed})

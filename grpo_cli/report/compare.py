@@ -69,6 +69,16 @@ class Arm:
         pairs = [(run.final_accuracy, of_base.get(run.recorded.seed)) for run in self.runs]
         return estimate(mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None)
 
+    def speedup(self, base: Arm, accuracy: float) -> Estimate | None:
+        """Return how many times faster than `base` it reaches an accuracy: the geometric mean over the seeds with which
+        both do."""
+        mine, theirs = (
+            {run.recorded.seed: run.curve.first_reaching(accuracy) for run in arm.runs} for arm in (self, base)
+        )
+        pairs = ((seconds, theirs.get(seed)) for seed, seconds in mine.items())
+        found = estimate(math.log(of_base / seconds) for seconds, of_base in pairs if seconds and of_base)
+        return found and Estimate(*map(math.exp, (found.mean, found.low, found.high)), over=found.over)
+
     def mean(self, figure: str) -> Estimate | None:
         """Return the mean over seeds of a nonnegative figure of the runs such as `peak_bytes`."""
         return estimate((getattr(run, figure) for run in self.runs), 0.0)

@@ -97,6 +97,10 @@ def arm_table(comparison: Comparison) -> Table:
     cells["time to target" if target is None else f"time to {target:.3f}"] = [
         NOTHING if target is None else _reached(arm, target) for arm in arms
     ]
+    if base and target is not None:
+        cells["times as fast"] = [
+            "" if arm is base else _with_interval(arm.speedup(base, target), ".2f") for arm in arms
+        ]
     for name, (figure, form) in MEANS.items():
         cells[name] = [form(mean.mean) if (mean := arm.mean(figure)) else NOTHING for arm in arms]
     numeric = frozenset(cells) - {"arm"}
@@ -141,7 +145,7 @@ def footnotes(comparison: Comparison) -> list[str]:
     else:
         notes.append(
             f"Time to an accuracy of {comparison.target:.3f}: training seconds up to the first evaluation that reaches "
-            "it, mean over the runs that get there."
+            "it, mean over the runs that get there; times as fast: geometric mean over the seeds with which both do."
         )
     codes = Counter(", ".join(f"{name} {version}" for name, version in run.code.items()) for run in averaged)
     if len(codes) > 1:
@@ -168,6 +172,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 def _arm_json(arm: Arm, comparison: Comparison) -> dict[str, Any]:
     estimates = {"final_accuracy": arm.final_accuracy}
     estimates["difference"] = arm.less(comparison.base) if comparison.base else None
+    if comparison.base and comparison.target is not None:
+        estimates["speedup"] = arm.speedup(comparison.base, comparison.target)
     estimates |= {figure: arm.mean(figure) for figure, _ in MEANS.values()}
     return {
         "settings": arm.settings,

@@ -101,7 +101,7 @@ REFUSED = {
     "train -m resume=empty seed=1,2": ("without -m",),
     "train resume=sweep": ("with -m",),
     "train -m resume=sweep hydra.sweep.dir=empty": ("empty holds no sweep",),
-    "eval checkpoint=nowhere": ("checkpoint=nowhere is not a folder",),
+    "eval checkpoint=nowhere": ("checkpoint=nowhere holds no",),
     "eval checkpoint=empty": ("checkpoint=empty holds no complete checkpoint",),
     "eval loss=grpo": ("loss is not a setting",),
     "train -m n=0,1": ("n=0 must be",),

@@ -28,7 +28,7 @@ UPDATE = ("forward", "backward", "optimizer")
 # A CPU's allocator keeps this part of what comes and goes in a phase, between blocks of many sizes, and not more.
 _COME_AND_GO = (GRADIENTS, KV, LOGITS, ACTIVATIONS)
 _KEPT, _MOST_KEPT = 0.8, 160 * 2**20
-_BY_ONEDNN = 40 * 2**20  # kept of products in bfloat16 on a CPU, of which a step has each number of rows
+_BY_ONEDNN = 52 * 2**20  # kept of products in bfloat16 on a CPU, of which a step has each number of rows
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def make_engine(
 ) -> Engine:
     """Build the rollout engine with its sampler, scheduler, predictor and sparsity."""
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
-    built = parts.engine_parts(offered)
+    built = parts.engine_parts(settings.seed)
     names = [field.name for field in fields(EngineParts)]
     given = EngineParts(**{name: value for name, value in {**offered, **built}.items() if name in names})
     engine: Engine = parts["engine"].make({**offered, **built, "parts": given})
@@ -148,7 +148,7 @@ def worker_engine(
 ) -> Engine:
     """Build the engine of a worker of `engine=ray`."""
     parts = Factories.of({name: settings.parts[name] for name in ENGINE_PARTS})
-    parts = Factories({**parts.by_group, "engine": parts.engines()[-1]})
+    parts = Factories({**parts, "engine": parts.sampling_engine})
     return make_engine(settings, parts, model, eos, pad, decode=decode, **more)
 
 

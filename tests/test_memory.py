@@ -302,13 +302,13 @@ def test_a_plan_reads_no_weights_and_no_problems_of_the_hub_and_runs_nothing(mon
 
 def test_a_plan_for_a_gpu_has_its_memory_its_precision_and_its_allocators_ways(monkeypatch):
     """Nothing is resident beside the tensors, and 4 bits can be planned for; a T4 has no bfloat16."""
-    monkeypatch.setattr("grpo_cli.support.processor.fast_in_bfloat16", lambda device: False)
+    monkeypatch.setattr("grpo_cli.config.auto.fast_in_bfloat16", lambda device: False)
     words = ["model.lora.rank=2", "model.quantize=4bit", "fit=2GB"]
     words += ["model.gradient_checkpointing=full", "model.offload_activations=true"]
-    found, _ = profile("profile.for_gpu=true", *LAYER, *words)
+    found, _ = profile("profile.for_gpu=l4", *LAYER, *words)
     assert (found["settings"]["model"]["dtype"], found["settings"]["model"]["autocast"]) == ("bfloat16", "bfloat16")
     held = [phase["held_by"] for phase in found["predicted"]["phases"].values()]
-    assert {sizes["workspace"] for sizes in held} == {0} and found["device"] == "a GPU of 1.86 GiB"
+    assert {sizes["workspace"] for sizes in held} == {0} and found["device"] == "l4 of 1.86 GiB"
     found, _ = profile(*LAYER, "profile.for_gpu=t4", out="old")
     assert found["device"] == "t4 of 14.90 GiB" and found["fit"]["room_bytes"] == 16 * 10**9
     assert found["settings"]["model"]["autocast"] == "none" and set(GPUS) == set(get_args(GpuWord))

@@ -122,7 +122,7 @@ def test_a_run_goes_on_as_it_began_on_another_machine_and_with_another_recipe(tm
     monkeypatch.chdir(tmp_path)
 
     def on(fast: bool, *words: str) -> None:
-        monkeypatch.setattr("grpo_cli.support.processor.fast_in_bfloat16", lambda device: fast)
+        monkeypatch.setattr("grpo_cli.config.auto.fast_in_bfloat16", lambda device: fast)
         done(*words)
 
     train = ("train", *SHORT, "sampling.max_new_tokens=4", "model.lora.rank=1", "hydra.run.dir=run")

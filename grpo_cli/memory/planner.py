@@ -58,7 +58,7 @@ class Planner:
         def shapes(recompute: str, offload: bool) -> ShapeModel:
             return ShapeModel(replace(model, gradient_checkpointing=recompute, offload_activations=offload), device)
 
-        built = run.parts.engine_parts({"seed": settings.seed})
+        built = run.parts.engine_parts(settings.seed)
         m, updates = min(settings.m, settings.n), train.epochs * train.minibatches
         old_logprobs_first = correction.needs_old_logprobs or updates > 1 or model.lora.dropout > 0
         corrects_all = correction.rejects and pass_before(correction.prox, True)

@@ -130,10 +130,9 @@ def _rows(
 ) -> Iterator[tuple[str, str]]:
     """Yield settings as they are typed, with the values that are `given` or else their own, each with its comment."""
     for key, setting in settings.items():
-        if value := given.get(f"{prefix}{key}", setting.value):
-            yield f"{prefix}{key}={value}", setting.comment
-        elif setting.comment:
-            yield f"{prefix}{key}:", setting.comment
+        value = given.get(f"{prefix}{key}", setting.value)
+        if value or setting.comment:
+            yield f"{prefix}{key}{f'={value}' if value else ':'}", setting.comment
 
 
 def say(text: str, hanging: int = 0) -> None:

@@ -72,10 +72,11 @@ def evaluate(command: Command, settings: EvalRunSettings) -> Any:
         metrics = experiment.evaluate_model(run).metrics
     rows = list[tuple[str, ...]]()
     for name, value in metrics.items():
-        low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
+        ends = [f"{metrics[end]:.3f}" for end in (f"{name}_low", f"{name}_high") if end in metrics]
         if not name.endswith(("_low", "_high")):
-            interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
-            rows.append((name.removeprefix("eval/"), f"{value:.0f}" if value >= 2 else f"{value:.3f}", interval))
+            rows.append(
+                (name.removeprefix("eval/"), f"{value:.0f}" if value >= 2 else f"{value:.3f}", " to ".join(ends))
+            )
     print_table(console(), Table(("", "value", "95 % interval"), tuple(rows), frozenset({"value"})))
     print(f"every answer ({settings.eval.split} split): {settings.run_dir}/{SAMPLES}")
     return metrics["eval/accuracy"]

@@ -166,16 +166,15 @@ def explain(
     ] = None,
 ) -> None:
     """Explain a choice, setting, metric or concept."""
-    from grpo_cli.cli.explain import explain as explain_word
-    from grpo_cli.cli.explain import list_words
+    from grpo_cli.cli import explain as pages
 
     if not words:
-        list_words()
+        pages.list_words()
     unknown = list[str]()
     for place, word in enumerate(words or ()):
         typer.echo("\n" * (place > 0), nl=False)
         with gathered(unknown):
-            explain_word(word)
+            pages.explain(word)
     refuse(unknown)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from grpo_cli.collect.equal import max_rollouts_at_once
 from grpo_cli.collect.warmup import sft
-from grpo_cli.config.choices import ENGINE_PARTS
+from grpo_cli.config.choices import ENGINE_PARTS, choices, read_choice
 from grpo_cli.config.instantiate import Factories
 from grpo_cli.config.prepare import Prepared, prepare
 from grpo_cli.config.recorded import checkpoint_to_resume
@@ -37,7 +37,7 @@ from grpo_cli.support.terminal import to_stderr
 from grpo_cli.tasks.demonstrations import demonstrations
 from grpo_cli.tasks.prompting import turn_end
 from grpo_cli.tracking.console import ConsoleTracker
-from grpo_cli.tracking.introduction import doubts, doubts_of_prompts, introduction, smaller
+from grpo_cli.tracking.introduction import doubts, doubts_of_prompts, doubts_of_shape, introduction, smaller
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.train import Trainer
 from grpo_cli.types import Record
@@ -67,7 +67,8 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
             list(runtime.engine.generate([]))
     for line in introduction(replace(settings, model=weights), runtime):
         console.say(line)
-    for line in doubts(settings):
+    presets = {name: read_choice("model", name).values for name in choices("model")}
+    for line in (*doubts(settings), *doubts_of_shape(settings, runtime.model.config, presets)):
         console.warn(line)
     files = JsonlTracker(Path(settings.run_dir), settings.resume is not None, settings.accept_damage, console.warn)
     if checkpoint is None and settings.resume is not None:  # it begins again
@@ -125,7 +126,7 @@ def make_engine(
 ) -> Engine:
     """Build the rollout engine with its sampler, scheduler, predictor and sparsity."""
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
-    built = parts.engine_parts(offered)
+    built = parts.engine_parts(settings.seed)
     names = [field.name for field in fields(EngineParts)]
     given = EngineParts(**{name: value for name, value in {**offered, **built}.items() if name in names})
     engine: Engine = parts["engine"].make({**offered, **built, "parts": given})
@@ -147,7 +148,7 @@ def worker_engine(
 ) -> Engine:
     """Build the engine of a worker of `engine=ray`."""
     parts = Factories.of({name: settings.parts[name] for name in ENGINE_PARTS})
-    parts = Factories({**parts.by_group, "engine": parts.engines()[-1]})
+    parts = Factories({**parts, "engine": parts.sampling_engine})
     return make_engine(settings, parts, model, eos, pad, decode=decode, **more)
 
 

@@ -20,6 +20,7 @@ STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 MOST_SAMPLES = 2**16
 Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
+Many = Annotated[int, Field(ge=1, le=2**22)]  # rollouts or prompts of a step: each is a Python object
 Steps = Annotated[int, Field(ge=1, le=10**9)]
 Device = Literal["auto", "cpu", "cuda"]
 Temperature = Field(ge=1e-4, le=1e4)
@@ -81,7 +82,7 @@ class LoraSettings(Strict):
     rank: Annotated[int, Field(ge=0)]
     alpha: Annotated[float, Field(gt=0, le=1e6)]
     dropout: Annotated[float, Field(ge=0, lt=1)]
-    targets: tuple[str, ...]
+    targets: Annotated[tuple[str, ...], Field(min_length=1)]
     dora: bool
     rslora: bool
 
@@ -123,7 +124,7 @@ class ModelSettings(Strict):
 @dataclass(frozen=True)
 class TrainSettings(Strict):
     steps: Steps
-    prompts: Count
+    prompts: Many
     micro_batch_tokens: Count | Literal["auto"]  # decided before anything is built (`profile.micro_batch`)
     epochs: Count
     minibatches: Count
@@ -202,7 +203,7 @@ class ProfileSettings(Strict):
     eval: bool
     lengths: Literal["natural", "full"]
     plan_only: bool
-    for_gpu: bool | GpuWord
+    for_gpu: Literal[False] | GpuWord
     trace: bool
 
 
@@ -211,8 +212,8 @@ class RunSettings(Strict):
     """A whole training run. `parts` holds the swappable groups (task, engine, loss, ...) as plain mappings, each with
     the `_target_` that builds it."""
 
-    n: Count
-    m: Count
+    n: Many
+    m: Many
     seed: Seed
     resume: str | None
     accept_damage: bool

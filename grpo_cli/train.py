@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from grpo_cli.runs.background import Saver
 from grpo_cli.runs.checkpoint import clear_leftovers, damaged, load_state, rng_state, save_checkpoint, set_rng_state
 from grpo_cli.runs.files import write_object
 from grpo_cli.runs.record import code_version
-from grpo_cli.runs.stop import Stop
+from grpo_cli.runs.stop import Stop, Stopped
 from grpo_cli.settings import RunSettings
 from grpo_cli.step import Step
 from grpo_cli.support.errors import UserError
@@ -40,7 +40,7 @@ class Trainer:
         self._learner = self._step.learner
         self._progress = Progress()
         self._saver = Saver(settings.train.checkpoint == "lazy", parts.meter.span)
-        self._learner.before_change = self._saver.wait_until_copied
+        self._learner.before_change = self._before_change
         self._health = HealthCheck()
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, Stateful)]
         self._stop = Stop(parts.say)
@@ -94,10 +94,16 @@ class Trainer:
             if self._stop.stopped_by:
                 return self._parts.say("stopped before the first step: there is nothing to save")
             self._log(Record(0, self._evaluate()))
-            self._save()
+        state = self._state()
+        if not self._resumed:
+            self._save(state)
         while not self._is_done() and not self._stop.stopped_by:
-            with ends_children():  # nor one forked by a step log and save it
+            record = None
+            # A step that has changed no weights is left at a signal: a resumed run makes it again.
+            with ends_children(), suppress(Stopped), self._stop.leaving():  # nor may a child forked by a step save it
                 record = self._step.run(progress.step, progress)
+            if record is None:
+                break
             progress.step = record.step
             progress.updates = self._learner.updates
             last = self._is_done()
@@ -105,12 +111,13 @@ class Trainer:
                 record = replace(record, metrics={**record.metrics, **self._evaluate()})
             # The record before the checkpoint: resuming deletes later rows, and could not write one that is missing.
             self._log(record)
+            state = self._state()
             if last or self._stop.stopped_by or progress.step % settings.train.checkpoint_every == 0:
-                self._save()
+                self._save(state)
         self._saver.join()
         newest = self._run_dir / layout.CHECKPOINTS / layout.step_folder(progress.step)
-        if not (newest / layout.COMPLETE).exists():  # the signal came after the last check
-            self._save()
+        if not (newest / layout.COMPLETE).exists():  # the signal came after the last check, or in a step
+            self._save(state)
             self._saver.join()
 
     def _is_done(self) -> bool:
@@ -141,20 +148,27 @@ class Trainer:
         for warning in self._health.check(record.metrics):
             self._parts.warn(warning)
 
-    def _save(self) -> None:
+    def _before_change(self) -> None:
+        self._stop.may_leave = False
+        self._saver.wait_until_copied()
+
+    def _state(self) -> dict[str, Any]:
+        """Return what a checkpoint of the last finished step has besides weights, optimizer state and record files."""
+        return {
+            "progress": dict(vars(self._progress)),
+            "engine": dict(self._parts.runtime.engine.state_dict()),
+            "rng": rng_state(),
+            "rules": rule_state.state_of(self._parts),
+            "schedule": schedule_of(self._settings.optim, self._settings.train),
+        }
+
+    def _save(self, state: Mapping[str, Any]) -> None:
         """Save the last finished step; with train.checkpoint=lazy, copy weights and optimizer state and write them in
         the background."""
         parts, step, keep = self._parts, self._progress.step, self._settings.train.keep_checkpoints
         root = self._run_dir / layout.CHECKPOINTS
         with parts.meter.span("checkpoint"):
-            unchanging: dict[str, Any] = {
-                "progress": dict(vars(self._progress)),
-                "engine": dict(parts.runtime.engine.state_dict()),
-                "rng": rng_state(),
-                "rules": rule_state.state_of(parts),
-                "records": [dict(files.state_dict()) for files in self._files],
-                "schedule": schedule_of(self._settings.optim, self._settings.train),
-            }
+            unchanging = {**state, "records": [dict(files.state_dict()) for files in self._files]}
             overwritten: dict[str, Any] = {"optimizer": self._learner.state_dict()}  # in place, by the next update
             if (old_policy := self._step.old_policy.state_dict()) is not None:
                 overwritten["old_policy"] = old_policy

@@ -42,8 +42,8 @@ ensure_venv() {
         return
     fi
     rm -f "$installed"
-    echo "Installing grpo-cli${extras:+ with $extras} into .venv" >&2
-    .venv/bin/python -m pip install --disable-pip-version-check --quiet --editable ".${extras:+[$extras]}" || return 1
+    echo "Installing grpo-cli${extras:+ with $extras} into .venv; on Linux PyTorch brings gigabytes for GPUs" >&2
+    .venv/bin/python -m pip install --disable-pip-version-check --editable ".${extras:+[$extras]}" || return 1
     # The extra gym builds pycosat, which has no wheels: a machine with a C compiler gets it too.
     if [[ ",$extras," == *,dev,* ]] \
         && ! .venv/bin/python -m pip install --disable-pip-version-check --quiet --editable ".[$extras,gym]"; then

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.config.auto import decided
 from grpo_cli.config.choices import config_dir, shipped
-from grpo_cli.config.compose import COMMANDS, model_of, read_settings, settings_of
+from grpo_cli.config.compose import KINDS, model_of, read_settings, settings_of
 from grpo_cli.config.instantiate import ready
 from grpo_cli.runs.record import RunRecord, read_record, write_record
 from grpo_cli.settings import LoraSettings, ModelSettings, OptimSettings, RunSettings, TrainSettings
@@ -81,8 +81,7 @@ def configuration(*overrides: str, command: str = "train") -> DictConfig:
 
 def composed(*overrides: str, command: str = "train") -> Any:
     """As `settings_of`, of any command, in a moment."""
-    (kind,) = (kind for kind, name in COMMANDS.items() if name == command)
-    return decided(read_settings(configuration(*overrides, command=command), kind))
+    return decided(read_settings(configuration(*overrides, command=command), KINDS[command]))
 
 
 _defaults = functools.cache(settings_of)

@@ -78,7 +78,7 @@ def test_published_methods_are_named_by_their_yaml_alone():
 KNOWS_NO_CHOICE = re.compile("config/.*|step|train|experiment|evaluate|select")
 OTHER_MEANING = {
     "config/prepare": {"none", "full"},  # values of model.quantize and model.gradient_checkpointing
-    "config/auto": {"hf", "none"},  # the base of other models; a value of model.autocast
+    "config/auto": {"none"},  # a value of model.autocast
 }
 
 

@@ -19,7 +19,7 @@ from grpo_cli import __version__
 from grpo_cli.cli import jobs
 from grpo_cli.cli.hydra_run import with_checkpoint
 from grpo_cli.cli.main import offered
-from grpo_cli.config.overrides import quoted, unquoted, value_of
+from grpo_cli.config.overrides import quoted, value_of
 from grpo_cli.runs.record import read_record
 from grpo_cli.support.errors import UserError
 
@@ -99,7 +99,7 @@ REFUSED = {
     "train -m resume=empty seed=1,2": ("without -m",),
     "train resume=sweep": ("with -m",),
     "train -m resume=sweep hydra.sweep.dir=empty": ("empty holds no sweep",),
-    "eval checkpoint=nowhere": ("checkpoint=nowhere is not a folder",),
+    "eval checkpoint=nowhere": ("checkpoint=nowhere holds no",),
     "eval checkpoint=empty": ("checkpoint=empty holds no complete checkpoint",),
     "eval loss=grpo": ("loss is not a setting",),
     "train -m n=0,1": ("n=0 must be",),
@@ -119,7 +119,7 @@ def test_what_a_person_got_wrong_is_one_message_and_exit_code_2(
 @pytest.mark.parametrize("name", ["out/lr=1e-3", "a, b", "it's ${n}", "~/x=1", "plain"])
 def test_the_first_word_of_an_evaluation_may_be_a_folder_of_any_name(name: str) -> None:
     words = with_checkpoint([name, "seed=1", "~logger"])
-    assert unquoted(quoted(name)) == name
+    assert value_of("x", [f"x={quoted(name)}"]) == name
     assert value_of("checkpoint", words) == name and words[1:] == ["seed=1", "~logger"]
     for setting in ("seed=1", "~logger", "+a.b=1", "hydra/launcher=processes", "=5"):
         assert with_checkpoint([setting, "n=1"]) == [setting, "n=1"]

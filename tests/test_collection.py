@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import made
 import pytest
 from bank import Scripted, collection_of
 from test_train import lasting, make_trainer, newest, settings_for
@@ -21,8 +20,6 @@ from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
 from grpo_cli.collect.requests import group_rollouts, requests_for, seed_of
-from grpo_cli.config.instantiate import Factories
-from grpo_cli.config.prepare import try_rules
 from grpo_cli.engine.common import together
 from grpo_cli.interfaces import StepRollouts
 from grpo_cli.settings import Sampling
@@ -90,12 +87,12 @@ WRONG: Mapping[str, Any] = {
     r"returned \[\]: return a list": lambda step: [],
     "returned <generator": lambda step: (one for one in equal(step)),
     "returned 'q' unscored": lambda step: ["q"],
-    "returned prompt '.*-0' unscored: return what step.score": lambda step: step.generate([(step.pick(1)[0], 2)]),
-    "returned prompt '.*-0' twice": lambda step: equal(step)[:1] * 2,
-    "returned prompt '.*-0' unscored:": lambda step: [replace(equal(step)[0], rewards=(Reward(1.0),))],
+    "returned prompt '.*' unscored: return what step.score": lambda step: step.generate([(step.pick(1)[0], 2)]),
+    "returned prompt '.*' twice": lambda step: equal(step)[:1] * 2,
+    "returned prompt '.*' unscored:": lambda step: [replace(equal(step)[0], rewards=(Reward(1.0),))],
     r"requests \('p', 2\): give step": lambda step: step.generate([("p", 2)]),
     "or .prompt, number.": lambda step: step.generate([(step.pick(1)[0], -2)]),
-    "two prompts with the id '.*-0'": changed,
+    "two prompts with the id '.*'": changed,
     f"requests {10**15} prompts": lambda step: step.pick(10**15),
     "has no end: it made 40 calls in one step": endless,
     r"raised ZeroDivisionError: .*test_collection.py, line \d+": lambda step: step.n // 0,
@@ -103,11 +100,10 @@ WRONG: Mapping[str, Any] = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_cannot_be_collected_is_found_on_a_made_up_step(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_collected_stops_the_run_by_name(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collection_module, "MOST_CALLS", 40)
-    rules = replace(Factories.of(made.settings().parts).rules(), collector=WRONG[words])
     with pytest.raises(UserError, match=words) as refused:
-        try_rules(rules, n=4, m=4, prompts=3)
+        step_of(Scripted(lambda request: True)).run(WRONG[words])
     assert "collector" in str(refused.value) and (len(str(refused.value).split()) <= 25 or "line" in words)
 
 

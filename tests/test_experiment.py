@@ -79,7 +79,11 @@ def test_a_part_gets_its_own_words_and_the_objects_that_it_names(user_module):
 @pytest.mark.parametrize(
     ("changed", "key", "way_out"),
     [
-        ({"advantage": made.part("advantage", "grpo", stat_over="kept")}, "advantage.stat_over", "mean stats_over?"),
+        (
+            {"advantage": made.part("advantage", "grpo", stat_over="kept")},
+            "advantage.stat_over",
+            "mean advantage.stats_",
+        ),
         ({"loss": made.part("loss", "grpo", aggregation="mean")}, "loss.aggregation=mean", "one of sequence"),
         ({"downsample": {"_target_": "nowhere.rule"}}, "downsample._target_=nowhere.rule", "module.name"),
         ({"downsample": {"_target_": "user_rules.too_few"}}, "user_rules.too_few", "return 2 different"),
@@ -87,7 +91,7 @@ def test_a_part_gets_its_own_words_and_the_objects_that_it_names(user_module):
         ({"downsample": {"_target_": "user_rules.last"}}, "downsample._target_", "+downsample.<argument>=..."),
         ({"downsample": {"_target_": "user_rules.crash"}}, "user_rules.crash", "line "),
         ({"advantage": {"_target_": "user_rules.infinite"}}, "advantage user_rules.infinite", "NaN or infinity"),
-        ({"loss": {"_target_": "user_rules.detached"}}, "loss user_rules.detached", "with a gradient"),
+        ({"loss": {"_target_": "user_rules.detached"}}, "loss user_rules.detached", "does not require grad"),
         ({"loss": {"_target_": "user_rules.compared"}}, "loss user_rules.compared", "TypeError"),
     ],
 )

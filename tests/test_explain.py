@@ -10,7 +10,7 @@ from typed import grpo, refused
 
 from grpo_cli.cli.explain import explain
 from grpo_cli.cli.mistakes import listed
-from grpo_cli.config.choices import Setting, choices, flow, parts_of, read_choice, read_command, read_conf
+from grpo_cli.config.choices import Setting, choices, parts_of, read_choice, read_command, read_conf
 from grpo_cli.metrics import METRICS
 
 GROUPS = sorted({*parts_of("train"), *parts_of("eval")})
@@ -36,8 +36,7 @@ parts:
   # Of the whole.
   first: "a: b"
   second: ~
-  lines:
-    - x
+  lines: [x]
 """
 
 
@@ -54,11 +53,11 @@ def test_a_file_s_comments_are_read_along_with_those_of_its_bases(tmp_path):
     assert (found.about, found.values["_target_"]) == ("What the choice is: in two lines.", "some.thing")
     assert found.settings == {
         "far": Setting("2", "Farther.", "choice.yaml:9"),
-        "low": Setting("0.001", "Both ends.", "choice.yaml:10"),
+        "low": Setting("1.0e-3", "Both ends.", "choice.yaml:10"),
         "high": Setting("0.9", "Both ends.", "_base.yaml:7"),
         "parts": Setting("", "", "choice.yaml:11"),
-        "parts.first": Setting("'a: b'", "Of the whole.", "choice.yaml:13"),
-        "parts.second": Setting("null", "Of the whole.", "choice.yaml:14"),
+        "parts.first": Setting('"a: b"', "Of the whole.", "choice.yaml:13"),
+        "parts.second": Setting("~", "Of the whole.", "choice.yaml:14"),
         "parts.lines": Setting("[x]", "Of the whole.", "choice.yaml:15"),
     }
 
@@ -67,13 +66,6 @@ def test_every_command_and_choice_says_what_it_is_and_what_each_of_its_settings_
     files = [read_command(command) for command in ("train", "eval", "profile")]
     for file in files + [read_choice(group, choice) for group in ("model", *GROUPS) for choice in choices(group)]:
         assert file.about and [one.place for one in file.settings.values() if one.value and not one.comment] == []
-
-
-@pytest.mark.parametrize("value", [None, True, 0.5, 1e-8, "", "auto", "a: b", "a\nb", [1, "x"], {"k": 1}, "${n}"])
-def test_a_value_is_one_line_that_reads_back(value):
-    import yaml
-
-    assert "\n" not in flow(value) and yaml.safe_load(flow(value)) == value
 
 
 def test_a_help_page_has_every_setting_in_a_line_with_its_value_and_its_comment() -> None:
@@ -92,7 +84,8 @@ def test_a_help_page_has_every_setting_in_a_line_with_its_value_and_its_comment(
 
 def test_a_help_page_is_of_the_choices_that_stand_beside_it() -> None:
     page = said("train", "sampler=infinite", "-m", "seed=1,2", "experiment=pods_arithmetic", "--help")
-    assert "sampler=infinite: " in page and "sampler.slots=null" in page and "\nn=64 " in page
+    assert "sampler=infinite: " in page and "sampler.slots=null" in page and page.count("\nn=64 ") == 2
+    assert "\nmodel=smollm2_135m: " in said("train", "experiment=own_smollm2", "--help")
     assert "loss=" not in said("eval", "--help") and "\nprofile.plan_only=false " in said("profile", "--help")
     assert "did you mean grpo?" in refused("train", "loss=grop", "--help")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import textwrap
 from pathlib import Path
 
@@ -40,8 +41,9 @@ def commands() -> list[tuple[str, ...]]:
     found = set()
     for page in PAGES:
         for line in re.findall(r"(?:^    |`)grpo ([a-z][^`#\n]*)", page.read_text(), re.MULTILINE):
-            words = shlex.split(re.sub(r"<[^>]*>|\.\.\.", "somewhere", line.rstrip("\\ ")))
-            found.add(tuple(word for word in words if not word.startswith("-")))
+            line = re.sub(r"<[^>]*>|\.\.\.", "somewhere", line.rstrip("\\ "))
+            assert not subprocess.run(["bash", "-n", "-c", f"grpo {line}"]).returncode, line
+            found.add(tuple(word for word in shlex.split(line) if not word.startswith("-")))
     return sorted(found)
 
 

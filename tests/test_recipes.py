@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import made
 import pytest
@@ -14,6 +15,7 @@ from small import some_and_the_rest
 from typed import done
 
 from grpo_cli.config.auto import decided
+from grpo_cli.config.choices import read_choice
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
 from grpo_cli.memory.planner import Planner
@@ -21,7 +23,7 @@ from grpo_cli.runs.record import read_record
 from grpo_cli.support import processor
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.processor import fast_in_bfloat16
-from grpo_cli.tracking.introduction import doubts
+from grpo_cli.tracking.introduction import doubts, doubts_of_shape
 
 COOKBOOK = (Path(__file__).parents[1] / "grpo_cli" / "docs" / "cookbook.md").read_text()
 TRAINED = r"^    grpo train (.*?) *# (\d+) GB.*$"
@@ -53,6 +55,13 @@ def test_the_rate_is_the_models_and_the_reply_length_the_tasks_unless_something_
 def test_a_rate_that_ruins_a_model_is_doubted(words, key):
     told = list(doubts(settings_of("model=qwen2_5_0_5b", "task=gsm8k", *words.split())))
     assert len(told) == bool(key) and all(text.startswith(key) for text in told)
+
+
+@pytest.mark.parametrize(("lr", "told"), [("seed=0", 1), ("optim.lr=1e-5", 0)])
+def test_the_preset_of_a_folder_s_shape_is_named_where_its_rate_is_another(lr, told):
+    presets = {"smollm2_135m": read_choice("model", "smollm2_135m").values}
+    shape = SimpleNamespace(**presets["smollm2_135m"]["architecture"])
+    assert len([*doubts_of_shape(settings_of("model=hf", "model.path=m", lr), shape, presets)]) == told
 
 
 # As long as the problems of GSM8K are on average, in characters; a plan counts a token for each, three times too many.
@@ -113,7 +122,7 @@ def test_a_run_goes_on_as_it_began_on_another_machine_and_with_another_recipe(tm
     monkeypatch.chdir(tmp_path)
 
     def on(fast: bool, *words: str) -> None:
-        monkeypatch.setattr("grpo_cli.support.processor.fast_in_bfloat16", lambda device: fast)
+        monkeypatch.setattr("grpo_cli.config.auto.fast_in_bfloat16", lambda device: fast)
         done(*words)
 
     train = ("train", *SHORT, "sampling.max_new_tokens=4", "model.lora.rank=1", "hydra.run.dir=run")

@@ -17,7 +17,7 @@ from rich.console import Console
 from typed import done
 
 from grpo_cli.report.compare import Comparison, compare
-from grpo_cli.report.curves import curve_of, deviation, mean_curve
+from grpo_cli.report.curves import curve_of, half_width, mean_curve
 from grpo_cli.report.make import make, training_runs
 from grpo_cli.report.overview import in_files, overview
 from grpo_cli.report.read import GREEDY, Run, State, read_all, read_rows, read_run
@@ -283,7 +283,7 @@ def test_curves_of_different_evaluations_are_averaged_where_all_are():
     assert mean.steps == (0, 10, 20)  # the second one ends at 20, and is at 0.25 half-way
     assert mean.accuracy == pytest.approx((0.0, 0.625, 0.75))
     assert mean.axes["clock/train_seconds"] == (0.0, 20.0, 40.0)
-    assert deviation([often, seldom])[1] == pytest.approx(0.75 / 2**0.5)
+    assert half_width([often, seldom])[1] == pytest.approx(12.7062 * 0.75 / 2, rel=1e-4)  # 12.7: Student's, one degree
     assert mean_curve([often, late]).steps == mean_curve([]).steps == ()
 
 

@@ -61,7 +61,7 @@ def test_a_report_has_a_prompt_s_group_of_the_first_step_and_of_the_last(tmp_pat
     rows = [row(step=1, prompt_id="q", reply="of another"), row(step=1, sample=1, reply="3", reward=0.0)]
     rows += [row(step=1, reply="*\n2*"), row(step=2, reply="between"), row(step=3)]
     expected = """\
-## After 1 steps
+## Step 1
 
     1+1=
 
@@ -74,7 +74,7 @@ def test_a_report_has_a_prompt_s_group_of_the_first_step_and_of_the_last(tmp_pat
 
         3
 
-## After 3 steps
+## Step 3
 
     1+1=
 

@@ -135,7 +135,7 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(tmp_path, p
         presses = ["sh", "-c", f"trap 'exit 0' TERM; kill -INT $PPID; {waits}"]
         patched.setattr(resume.Sweep, "command_of", lambda self, job: presses)
         result = grpo("train", "-m", own, "seed=1,2,3", "hydra.sweep.dir=s")
-    assert result.exit_code == 130 and "SIGINT: stopping after this step" in result.stdout
+    assert result.exit_code == 130 and "SIGINT: stopping, and saving what is finished" in result.stdout
     assert f"1 done, 2 waiting\ngo on with: grpo train -m {own} resume=sweep hydra.sweep.dir=s\n" in result.stdout
     assert grpo("train", "-m", own, "resume=sweep", "hydra.sweep.dir=s").exit_code == 0
     assert [command[-2] for command in pretended] == ["seed=2", "seed=3"]

@@ -261,9 +261,12 @@ def test_what_a_signal_cut_short_continues_as_if_there_had_been_none(tmp_path):
     alone, cut = Recorder(), Recorder()
     learning = lambda model: make_engine(model, predictor=mean_length())  # noqa: E731  # of evaluations, too
     make_trainer(settings_for(tmp_path / "alone"), engine=learning, trackers=(alone,)).fit()
-    task = After(5, lambda: press("SIGTERM"))  # the first evaluation judges 9
     settings, parts = settings_for(tmp_path / "cut"), dict[str, Any](engine=learning, trackers=(cut,))
-    assert make_trainer(settings, task=task, **parts).fit()["step"] == 0
+    # The first evaluation judges 9, which it goes on with; a step's rollouts are left, and made again.
+    assert make_trainer(settings, task=After(5, lambda: press("SIGTERM")), **parts).fit()["step"] == 0
+    task, checkpoint = After(12 + 2, lambda: press("SIGINT")), newest(tmp_path / "cut")
+    assert make_trainer(settings, task=task, checkpoint=checkpoint, **parts).fit()["step"] == 1
+    assert newest(tmp_path / "cut").name == "step_000001" and task.left == 0
     make_trainer(settings, checkpoint=newest(tmp_path / "cut"), **parts).fit()
     assert [timeless(record) for record in cut.records] == [timeless(record) for record in alone.records]
     states = [load_state(newest(tmp_path / name)) for name in ("alone", "cut")]

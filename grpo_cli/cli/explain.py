@@ -15,24 +15,34 @@ from grpo_cli.cli.mistakes import listed, meant_by, no_choice
 from grpo_cli.config.choices import Setting, choices, config_dir, groups_of, marked, read_choice, read_command
 from grpo_cli.support.errors import UserError, closest, refuse
 
+NOTHING_GIVEN: Mapping[str, str] = {}
 WIDEST = 38  # columns of a setting; a longer one pushes its comment to the right
 
 
 def print_help(command: str, words: Sequence[str]) -> None:
     """Print the help page of a command with the choices among these words. UserError for one that does not exist."""
     file, typed = read_command(command), dict(word.partition("=")[::2] for word in words)
-    chosen = {group: typed.get(group, file.choices[group]) for group in groups_of(command)}
+    named = typed.get("experiment", "none")
+    recipe = read_choice("experiment", named if named in choices("experiment") else "none")
+    chosen = {group: {**file.choices, **recipe.choices, **typed}[group] for group in groups_of(command)}
     refuse([no_choice(*one) for one in chosen.items() if one[1] not in choices(one[0])])
+    given = {key: one.value for key, one in recipe.settings.items() if one.value} | typed
     about = file.values["hydra"]["help"]
     say(f"grpo {command}: {about['header']}\n\n== Choices (group=choice) ==\n")
     for group in reversed(chosen):
         say(f"{group}: {', '.join(marked(group, choice) for choice in choices(group))}")
     say("\n== Settings and their values (key=value) ==\n")
-    say_rows(_rows(file.settings))
+    say_rows(_rows(file.settings, "", given))
     for group, choice in chosen.items():
         say("")
-        say_rows(_choice(group, choice))
+        say_rows(_choice(group, choice, given))
     say(f"\n== Examples ==\n\n{about['footer']}\n\ngrpo {command} --cfg job prints the settings and runs nothing.")
+
+
+def list_words() -> None:
+    """Print the groups and the concepts that can be explained."""
+    say(f"groups: {', '.join(_groups())}\n\nconcepts: {', '.join(listed('concepts'))}\n")
+    say("Every choice, setting and metric too: grpo explain maxvar optim.lr policy/entropy")
 
 
 def explain(word: str) -> None:
@@ -67,7 +77,7 @@ def _meanings(name: str) -> Iterator[tuple[str, str]]:
         yield from _metrics_of(name)
     if name in listed("concepts"):
         yield f"{name}:", listed("concepts")[name]
-    if (ours := meant_by(name)) is not None and ours.rpartition(".")[2] != name:
+    if (ours := meant_by(name)) is not None and name not in (ours, ours.rpartition(".")[2]):
         yield f"{name} (TRL, verl)", f"{ours} here: grpo explain {ours.partition('=')[0]}"
 
 
@@ -108,18 +118,21 @@ def _settings() -> Mapping[str, Mapping[tuple[str, str], list[str]]]:
     return found
 
 
-def _choice(group: str, choice: str) -> Iterator[tuple[str, str]]:
+def _choice(group: str, choice: str, given: Mapping[str, str] = NOTHING_GIVEN) -> Iterator[tuple[str, str]]:
     """Yield a choice with its explanation and the place of its file, and its settings."""
     file = read_choice(group, choice)
     yield f"{group}={choice}:", f"{file.about} ({file.place})"
-    yield from _rows(file.settings, "" if group == "experiment" else f"{group.replace('/', '.')}.")
+    yield from _rows(file.settings, "" if group == "experiment" else f"{group.replace('/', '.')}.", given)
 
 
-def _rows(settings: Mapping[str, Setting], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield settings as they are typed, each with its comment."""
+def _rows(
+    settings: Mapping[str, Setting], prefix: str = "", given: Mapping[str, str] = NOTHING_GIVEN
+) -> Iterator[tuple[str, str]]:
+    """Yield settings as they are typed, with the values that are `given` or else their own, each with its comment."""
     for key, setting in settings.items():
-        if setting.value or setting.comment:
-            yield f"{prefix}{key}{f'={setting.value}' if setting.value else ':'}", setting.comment
+        value = given.get(f"{prefix}{key}", setting.value)
+        if value or setting.comment:
+            yield f"{prefix}{key}{f'={value}' if value else ':'}", setting.comment
 
 
 def say(text: str, hanging: int = 0) -> None:

@@ -25,6 +25,7 @@ from grpo_cli.config.recorded import OF_A_RESUME, Command
 from grpo_cli.memory import fit
 from grpo_cli.memory import profile as profiling
 from grpo_cli.memory.out_of_memory import explaining_out_of_memory
+from grpo_cli.report.tables import Table, print_table
 from grpo_cli.runs import record as records
 from grpo_cli.runs.files import json_line, read_object, write_object
 from grpo_cli.runs.find import completed_steps
@@ -66,14 +67,18 @@ def train(command: Command, settings: RunSettings) -> Any:
 
 
 def evaluate(command: Command, settings: EvalRunSettings) -> Any:
-    """Evaluate, print the metrics, and return the accuracy."""
+    """Evaluate, print a table, and return the accuracy."""
     run = prepare(settings)
     with run_folder(command, run.settings):
         metrics = experiment.evaluate_model(run).metrics
+    rows = list[tuple[str, ...]]()
     for name, value in metrics.items():
-        ends = " to ".join(f"{metrics[end]:.4g}" for end in (f"{name}_low", f"{name}_high") if end in metrics)
+        ends = [f"{metrics[end]:.3f}" for end in (f"{name}_low", f"{name}_high") if end in metrics]
         if not name.endswith(("_low", "_high")):
-            print(f"{name.removeprefix('eval/'):<20}{value:<8.4g}{ends and f'95% interval {ends}'}".rstrip())
+            rows.append(
+                (name.removeprefix("eval/"), f"{value:.0f}" if value >= 2 else f"{value:.3f}", " to ".join(ends))
+            )
+    print_table(console(), Table(("", "value", "95 % interval"), tuple(rows), frozenset({"value"})))
     print(f"every answer ({settings.eval.split} split): {settings.run_dir}/{SAMPLES}")
     return metrics["eval/accuracy"]
 

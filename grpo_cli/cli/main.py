@@ -161,16 +161,20 @@ def list_runs(
 
 @app.command(epilog="an example is: grpo explain sampler kl train.epochs")
 def explain(
-    words: Annotated[list[str], typer.Argument(help="Such as sampler, maxvar, train.epochs, kl, group.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(help="Such as sampler, maxvar, kl, group. Default: a list.")
+    ] = None,
 ) -> None:
     """Explain a choice, setting, metric or concept."""
-    from grpo_cli.cli.explain import explain as explain_word
+    from grpo_cli.cli import explain as pages
 
+    if not words:
+        pages.list_words()
     unknown = list[str]()
-    for place, word in enumerate(words):
+    for place, word in enumerate(words or ()):
         typer.echo("\n" * (place > 0), nl=False)
         with gathered(unknown):
-            explain_word(word)
+            pages.explain(word)
     refuse(unknown)
 
 

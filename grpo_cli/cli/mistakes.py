@@ -45,7 +45,7 @@ def as_text(word: str) -> str:
 def unknown(command: str, words: Sequence[str]) -> Iterator[str]:
     """Yield what is wrong with each key and choice that is not known."""
     known, has_own = _known_keys(command, words), any(word.startswith("hydra.searchpath") for word in words)
-    for key, _, value in (word.partition("=") for word in words if re.match(r"[^-+~=][^=]*=", word)):
+    for key, _, value in (word.partition("=") for word in words if re.match(r"[^-+~={\s][^={\s]*=", word)):
         plugin = f"hydra_plugins.hydra_{value.partition('_')[0]}_{key.removeprefix('hydra/')}"
         if key in groups_of(command):
             named = [one for one in value.split(",") if re.fullmatch(r"[\w./\\-]*", one) and not has_own]

@@ -5,12 +5,11 @@ Numbers come from the `recipe` of the model or the task in `conf/`, precisions f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from grpo_cli.config.choices import shipped
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
+from grpo_cli.support.processor import fast_in_bfloat16
 
 AUTO = "auto"
 # The part whose recipe has the number, and its key there.
@@ -20,40 +19,32 @@ _BY_RECIPE = {
     **{f"eval.{word}": ("task", f"eval_{word}") for word in ("problems", "every")},
 }
 MAY_BE_AUTO = {"model.dtype", "model.autocast", "train.micro_batch_tokens", *_BY_RECIPE}
-# A user's own part without a recipe uses that of the base file of the shipped ones.
-_BASE = {"model": "hf", "task": "_text"}
 Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
 
 
 def fill(values: dict[str, Any]) -> None:
-    """Replace `auto` in a composed configuration with the numbers of the recipes."""
+    """Replace `auto` in a composed configuration with the numbers of the recipes; without one it is refused later."""
+    adapted = _get(values, "model", "adapter") or _get(values, "model", "lora", "rank")
     for key, (part, word) in _BY_RECIPE.items():
         group, _, name = key.partition(".")
-        if isinstance(values.get(group), dict) and values[group].get(name) == AUTO:
-            values[group][name] = _of_the_recipe(values, part, word)
+        if _get(values, group, name) == AUTO:
+            word = "lora_lr" if adapted and word == "lr" else word
+            found = _get(values, part, "recipe", word)
+            if word == "max_new_tokens" and isinstance(found, int):
+                found *= _get(values, "task", "turns") or 1  # an episode has as many replies
+            numbers = [one for one in (found, _get(values, "model", "recipe", word)) if isinstance(one, int | float)]
+            values[group][name] = min(numbers, default=AUTO)  # of the model at most
 
 
-def _of_the_recipe(values: Mapping[str, Any], part: str, word: str) -> Any:
-    """Return the part's value, capped by the model's. An episode has as many replies as turns."""
-    recipe, of_model = shipped(part, _BASE[part])["recipe"] | _recipe(values.get(part)), _recipe(values.get("model"))
-    lora = values["model"].get("lora")
-    if word == "lr" and (values["model"].get("adapter") or (isinstance(lora, dict) and lora.get("rank"))):
-        word = "lora_lr"
-    turns = values["task"].get("turns", 1) if word == "max_new_tokens" else 1
-    found, most = recipe[word] * turns if isinstance(turns, int) and turns > 1 else recipe[word], of_model.get(word)
-    return found if most is None else min(found, most)
-
-
-def _recipe(part: Any) -> Mapping[str, Any]:
-    found = part.get("recipe") if isinstance(part, dict) else None
-    return found if isinstance(found, dict) else {}
+def _get(values: Any, *keys: str) -> Any:
+    """Return a nested value; None if there is none."""
+    for key in keys:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
 
 
 def decided(settings: Settings, fast: bool | None = None) -> Settings:
-    """Return the settings with precisions decided. `fast`: True if the device is faster in bfloat16 than in float32;
-    None: find out."""
-    from grpo_cli.support.processor import fast_in_bfloat16  # loads torch
-
+    """Return the settings with precisions. `fast`: the device is faster in bfloat16 than in float32; None: find out."""
     fast = fast_in_bfloat16(settings.device) if fast is None else fast
     return replace(settings, model=decided_model(settings.model, fast))
 

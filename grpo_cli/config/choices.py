@@ -1,30 +1,30 @@
 """Reads the files of `conf/` and `experimental/conf/`: values, and the comments above them, which YAML parsers drop.
 
-They are the one place of defaults and of their documentation: help pages and `grpo explain` print them. Nothing is
-composed, and neither Hydra nor torch is imported.
+Help pages and `grpo explain` print them. Nothing is composed, and neither Hydra nor torch is imported.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if compiled
-EXPERIMENTAL = Path(__file__).resolve().parent.parent / "experimental" / "conf"
+_ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTAL = _ROOT / "grpo_cli" / "experimental" / "conf"
 ENGINE_PARTS = ("engine", "sampler", "scheduler", "predictor", "sparsity")
 _NO_SETTINGS = {"defaults", "hydra", "_target_", "_partial_"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of a file: its value in YAML ("" for a group of settings), its comment, and its place."""
+    """A key of a file: its value as written there ("" for a group of settings), its comment, and its place."""
 
     value: str
     comment: str
@@ -33,8 +33,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class ConfFile:
-    """A file with what its base files add: `about` is the comment at its head, `choices` are its defaults in each
-    group, `settings` are in order by key (`lora.rank`)."""
+    """A file with what its bases add: the comment at its head, values, a choice of each group, settings by key."""
 
     about: str
     place: str
@@ -46,9 +45,7 @@ class ConfFile:
 @functools.cache
 def config_dir() -> Path:
     """Return `conf/`: inside the package in an installed wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent.parent
-    folders = (package / "conf", package.parent / "conf")
-    return next(folder for folder in folders if (folder / "train.yaml").is_file())
+    return next(folder for folder in (_ROOT / "grpo_cli/conf", _ROOT / "conf") if (folder / "train.yaml").is_file())
 
 
 def is_experimental(group: str, choice: str) -> bool:
@@ -94,8 +91,8 @@ def choice_of(group: str, part: Mapping[str, Any]) -> str:
     """Return the choice that needs the fewest other settings to give this part; for a user's own part its target."""
     files = {choice: read_choice(group, choice).values for choice in choices(group)}
     same = [choice for choice, values in files.items() if values.get("_target_") == part["_target_"]]
-    alike = {choice: sum(part.get(key) == value for key, value in files[choice].items()) for choice in same}
-    return max(alike, key=alike.__getitem__, default=str(part["_target_"]))
+    shared = {choice: sum(part.get(key) == value for key, value in files[choice].items()) for choice in same}
+    return max(shared, key=shared.__getitem__, default=str(part["_target_"]))
 
 
 @functools.cache
@@ -106,30 +103,32 @@ def read_conf(file: Path) -> ConfFile:
     values, groups, settings = dict[str, Any](), dict[str, str](), dict[str, Setting]()
     for entry in own.pop("defaults", []):
         if isinstance(entry, dict):
-            groups |= {group.removeprefix("override "): choice for group, choice in entry.items()}
+            groups |= {group.removeprefix("override ").lstrip("/"): choice for group, choice in entry.items()}
         elif entry != "_self_":  # a base, beside the file or in its group of `conf/`
             beside = file.parent / f"{entry}.yaml"
             base = read_conf(beside if beside.is_file() else config_dir() / file.parent.name / beside.name)
             values, groups = _over(values, base.values), {**base.choices, **groups}
             settings = {**settings, **base.settings}
+    place = file.relative_to(_ROOT) if file.is_relative_to(_ROOT) else file.name
     head = next((row for row, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    place = file.name
-    for folder, name in ((EXPERIMENTAL, "grpo_cli/experimental/conf"), (config_dir(), "conf")):
-        place = f"{name}/{file.relative_to(folder)}" if file.is_relative_to(folder) else place
-    above: dict[str, str] = {}
-    for key, setting in _settings(yaml.compose(text, _LOADER), [""] * head + lines[head:], place):
-        group = key.rpartition(".")[0]
-        shared = above.get(group, "") if setting.value else ""
-        comment = setting.comment or (settings[key].comment if key in settings else shared)
-        above[group] = comment if setting.value else ""
-        settings[key] = replace(setting, comment=comment)
-    return ConfFile(_comment_above(lines, head), place, _over(values, own), groups, settings)
 
+    def read_settings(node: Any, prefix: str = "") -> None:
+        above = ""
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            name, row = prefix + key.value, key.start_mark.line
+            if name in _NO_SETTINGS:
+                continue
+            is_group = isinstance(value, yaml.MappingNode) and not value.flow_style
+            written = "" if is_group else text[value.start_mark.index : value.end_mark.index]
+            inherited = settings[name].comment if name in settings else ""
+            comment = _comment_above(lines[head:row]) or inherited or ("" if is_group else above)
+            above = "" if is_group else comment
+            settings[name] = Setting(written, comment, f"{place}:{row + 1}")
+            if is_group:
+                read_settings(value, f"{name}.")
 
-def flow(value: Any) -> str:
-    """Return a value on one line, as typed after `key=`."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
-    return json.dumps(value, ensure_ascii=False) if "\n" in text else text
+    read_settings(yaml.compose(text, _LOADER))
+    return ConfFile(_comment_above(lines[:head]), str(place), _over(values, own), groups, settings)
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,21 +137,8 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return {**below, **above, **both}
 
 
-def _settings(node: Any, lines: Sequence[str], file: str, prefix: str = "") -> Iterator[tuple[str, Setting]]:
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        if key.value in _NO_SETTINGS and not prefix:
-            continue
-        row, below = key.start_mark.line, isinstance(value, yaml.MappingNode) and not value.flow_style
-        text = "" if below else flow(yaml.constructor.SafeConstructor().construct_document(value))
-        yield prefix + key.value, Setting(text, _comment_above(lines, row), f"{file}:{row + 1}")
-        if below:
-            yield from _settings(value, lines, file, f"{prefix}{key.value}.")
-
-
-def _comment_above(lines: Sequence[str], row: int) -> str:
-    """Return the comment directly above a row, on one line."""
-    first = row
-    while first and lines[first - 1].lstrip().startswith("#"):
-        first -= 1
-    words = (line.strip().removeprefix("#").strip() for line in lines[first:row])
-    return " ".join(line for line in words if not line.startswith("@package"))
+def _comment_above(lines: Sequence[str]) -> str:
+    """Return the comment that these lines end with, on one line."""
+    comment = itertools.takewhile(lambda line: line.startswith("#"), (line.strip() for line in reversed(lines)))
+    words = [line.removeprefix("#").strip() for line in comment]
+    return " ".join(line for line in reversed(words) if not line.startswith("@package"))

@@ -24,12 +24,12 @@ from grpo_cli.support.processor import fast_in_bfloat16
 
 Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
 
-COMMANDS: Mapping[type[Any], str] = {RunSettings: "train", EvalRunSettings: "eval", ProfileRunSettings: "profile"}
+KINDS: Mapping[str, type[Any]] = {"train": RunSettings, "eval": EvalRunSettings, "profile": ProfileRunSettings}
 
 
 def composed(name: str, typed: Sequence[str]) -> Command:
-    """Return a command's settings: those of `conf/` or of the run that `resume=` or `checkpoint=` names, below what is
-    typed. UserError if there is no such run; errors of Hydra for words that it cannot compose."""
+    """Return a command with its settings. UserError if the run that it names cannot be continued or evaluated; errors
+    of Hydra for words that it cannot compose."""
     start = start_of(name, typed)
     new_folder_names()
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
@@ -41,20 +41,20 @@ def composed(name: str, typed: Sequence[str]) -> Command:
     with read_write(about.runtime), open_dict(about.runtime):
         about.runtime.output_dir = os.path.abspath(about.run.dir)
     settings = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-    return of_hydra(name, settings, start.record, start.typed)
+    return of_hydra(name, settings, start.record)
 
 
-def of_hydra(name: str, cfg: Any, record: RunRecord | None, typed: Sequence[str] | None = None) -> Command:
+def of_hydra(name: str, cfg: Any, record: RunRecord | None) -> Command:
     """Return the command that Hydra has composed, also as a job of a sweep, over the settings of a recorded run."""
     about, cfg.run_dir = HydraConfig.get(), str(cfg.run_dir)
-    typed = about.overrides.task if typed is None else typed
-    made = {str(group): str(choice) for group, choice in about.runtime.choices.items()}
-    keys = {key_of(word) for word in typed}
+    keys = {key_of(word) for word in about.overrides.task}
     if name == "eval" and "task.path" in keys and not keys & {"task.eval_path", "task.eval_fraction", "task._target_"}:
         # A file that is typed is evaluated whole, unless the run was trained on it.
         if "eval_fraction" in cfg.task and (record is None or record.config["task"].get("path") != cfg.task.path):
             cfg.task.eval_path, cfg.task.eval_fraction = None, 1.0
-    return Command(name, cfg, tuple(typed), made if record is None else {**record.choices, **made})
+    chosen = {} if record is None else dict(record.choices)
+    chosen |= {str(group): str(choice) for group, choice in about.runtime.choices.items()}
+    return Command(name, cfg, tuple(about.overrides.task), chosen)
 
 
 def new_folder_names() -> None:
@@ -64,8 +64,7 @@ def new_folder_names() -> None:
 
 def settings_from(command: Command) -> Any:
     """Return the settings of a composed command."""
-    (kind,) = (kind for kind, name in COMMANDS.items() if name == command.name)
-    return read_settings(command.cfg, kind, command.typed)
+    return read_settings(command.cfg, KINDS[command.name], command.typed)
 
 
 def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = ()) -> Settings:
@@ -79,7 +78,7 @@ def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = 
     fill(values)
     values.pop("experiment", None)  # its settings are in the other keys
     keys, parts, problems = {key_of(word) for word in typed}, dict[str, Any](), list[str]()
-    for group in parts_of(COMMANDS[kind]):
+    for group in parts_of("eval" if kind is EvalRunSettings else "train"):
         part = values.pop(group, None)
         if not isinstance(part, dict) or "_target_" not in part:
             problems.append(f"{group} names nothing to build: choose one of {', '.join(choices(group))}")
@@ -89,8 +88,7 @@ def read_settings(cfg: DictConfig, kind: type[Settings], typed: Sequence[str] = 
 
             part = without_inherited(group, part, keys)
         parts[group] = part
-        lacking = [key for key, value in leaves(group, part).items() if value == "???"]
-        problems += [f"{key} has no value; give {key}=..." for key in lacking]
+    problems += [f"{key} has no value; give {key}=..." for key, value in leaves("", parts).items() if value == "???"]
     with gathered(problems):
         settings: Settings = read(kind, values | {"parts": parts}, cfg)
     if problems and (typed_parts := parts.keys() & {key.partition(".")[0] for key in keys}):

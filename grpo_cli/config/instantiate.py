@@ -1,8 +1,7 @@
 """Builds the parts of a configuration: `factory` reads a part's settings, once, and `Factory.make` calls what it names.
 
 A part gets the arguments of its YAML and those offered objects (model, tokenizer, seed, ...) that its signature names.
-The protocol of each group says what else a part must have: a new kind of rule is a protocol and a field of
-`interfaces.Rules`, its module, its YAML, and its call in `step.py`.
+A new kind of rule is a protocol and a field of `interfaces.Rules`, its module, its YAML, and its call in `step.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from grpo_cli.engine.samplers import Sampler
 from grpo_cli.engine.scheduling import Scheduler
 from grpo_cli.interfaces import Rules
 from grpo_cli.settings import Strict
-from grpo_cli.support.errors import UserError, closest, gathered, own_code, own_code_unless_ours, refuse
+from grpo_cli.support.errors import UserError, gathered, own_code, own_code_unless_ours, refuse
 from grpo_cli.support.facts import name_of
 
 RULES: Mapping[str, Any] = typing.get_type_hints(Rules)
@@ -36,11 +35,6 @@ PROTOCOLS: Mapping[str, Any] = {
 }
 RECIPE = "recipe"  # a task's values for other groups (`config.auto`)
 _NO_ARGUMENTS = ("_target_", "_partial_", RECIPE)
-INNER = "inner"  # the key by which an engine names its workers' engine
-
-
-class MissingArgument(UserError):
-    """An argument of a part that is neither among its settings nor offered."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +46,11 @@ class Factory:
     code: Any
     settings: Mapping[str, Any]
 
-    @property
-    def target(self) -> str:
-        return str(self.part["_target_"])
-
     def make(self, offered: Mapping[str, Any] | None = None) -> Any:
         """Build the part; a function whose protocol is a call gets its settings bound. UserError if an argument is
         missing, or if the part lacks what its protocol has."""
         protocol = PROTOCOLS.get(self.group, object)
-        call, name = vars(protocol).get("__call__"), f"{self.group}._target_={self.target}"
+        call, target = vars(protocol).get("__call__"), self.part["_target_"]
         if call and not isinstance(self.code, type):
             made: Any = partial(self.code, **self.settings)
             made.needs_reference = bool(getattr(self.code, "needs_reference", False))  # of a loss
@@ -68,11 +58,11 @@ class Factory:
             takes = inspect.signature(self.code).parameters
             arguments = {word: value for word, value in (offered or {}).items() if word in takes} | dict(self.settings)
             self._check_call(self.code, "cannot be made", **arguments)
-            with own_code_unless_ours(name, self.code):
+            with own_code_unless_ours(f"{self.group}._target_={target}", self.code):
                 made = self.code(**arguments)
         has = {word for kind in protocol.__mro__ for word in (*vars(kind), *vars(kind).get("__annotations__", ()))}
         if lacking := sorted(word for word in has if not word.startswith("_") and not hasattr(made, word)):
-            raise UserError(f"{self.group}: {self.target} lacks {', '.join(lacking)} of {name_of(protocol)}")
+            raise UserError(f"{self.group}: {target} lacks {', '.join(lacking)} of {name_of(protocol)}")
         if call:
             names = list(inspect.signature(call).parameters)[1:]
             self._check_call(made, f"cannot be called as {self.group}({', '.join(names)})", *names)
@@ -82,59 +72,44 @@ class Factory:
         try:
             inspect.signature(code).bind(*arguments, **words)
         except TypeError as error:
-            what = f"{self.group}._target_={self.target} {fault}: {error}"
-            raise MissingArgument(f"{what}; give what it needs as +{self.group}.<argument>=...") from error
+            what = f"{self.group}._target_={self.part['_target_']} {fault}: {error}"
+            raise UserError(f"{what}; give what it needs as +{self.group}.<argument>=...") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class Factories:
+class Factories(dict[str, Factory]):
     """The factories of a configuration's parts, by group."""
-
-    by_group: Mapping[str, Factory]
 
     @classmethod
     def of(cls, parts: Mapping[str, Any]) -> Factories:
         """UserError lists everything that is wrong with the parts' settings."""
         return cls(_each(parts, lambda group: factory(group, parts[group])))
 
-    def __getitem__(self, group: str) -> Factory:
-        return self.by_group[group]
-
     def named(self, group: str) -> str:
         """Return `group=choice` as a person types it."""
         return f"{group}={choice_of(group, self[group].part)}"
 
     def fact(self, group: str, name: str) -> Any:
-        """Return a fact of the part of a group (`support.facts`), None if it has none; of an engine of workers what
-        theirs states where it states nothing."""
-        having = self.engines() if group == "engine" else [self[group]] if group in self.by_group else []
-        return next((found for one in having if (found := getattr(one.code, name, None)) is not None), None)
+        """Return a fact of a group's part (`support.facts`); None if it has none. Of engines, the one that samples."""
+        part = self.sampling_engine if group == "engine" else self.get(group)
+        return getattr(part and part.code, name, None)
 
-    def engines(self) -> list[Factory]:
-        """Return the engine and, where it has workers, that of its workers. UserError if that is unknown."""
+    @property
+    def sampling_engine(self) -> Factory:
+        """The engine, or that of its workers where it has some."""
         engine = self["engine"]
-        if (inner := engine.settings.get(INNER)) is None:
-            return [engine]
-        known = [one for one in choices("engine") if INNER not in shipped("engine", one)]
-        if inner not in known:
-            raise UserError(f"engine.{INNER}={inner} must be one of {', '.join(known)}{closest(str(inner), known)}")
-        return [engine, factory("engine", shipped("engine", inner) | dict(engine.settings.get("options") or {}))]
+        if (inner := engine.settings.get("inner")) is None:
+            return engine
+        return factory("engine", shipped("engine", inner) | dict(engine.settings.get("options") or {}))
 
-    def engine_parts(self, offered: Mapping[str, Any], early: bool = False) -> dict[str, Any]:
-        """Build sampler, scheduler, predictor and sparsity. UserError if they do not work together or with the engine.
-
-        `early`: before a model is loaded; parts that need an object that is not offered yet are left out.
-        """
-        left_out = MissingArgument if early else ()
-        built = _each(ENGINE_PARTS[1:], lambda group: self[group].make(offered), left_out)
+    def engine_parts(self, seed: int) -> dict[str, Any]:
+        """Build sampler, scheduler, predictor and sparsity, which are offered the seed only. UserError if they do not
+        work together or with the engine."""
+        built = _each(ENGINE_PARTS[1:], lambda group: self[group].make({"seed": seed}))
         problems = list[str]()
-        if isinstance(built.get("predictor"), NoPredictor) and getattr(built.get("scheduler"), "needs_lengths", False):
-            orders, by = self.named("scheduler"), self.named("predictor")
-            problems.append(f"{orders} orders by predicted length, which {by} has not: use predictor=prefix")
-        for engine in self.engines():
-            refuses: Any = getattr(engine.code, "refuses", None)
-            if callable(refuses) and (words := inspect.signature(refuses).parameters).keys() <= built.keys():
-                problems += refuses(**{word: built[word] for word in words})
+        if isinstance(built["predictor"], NoPredictor) and built["scheduler"].needs_lengths:
+            problems.append(f"{self.named('predictor')} predicts no lengths for {self.named('scheduler')}: use prefix")
+        if (refuses := self.fact("engine", "refuses")) is not None:
+            problems += refuses(**built)
         refuse(problems)
         return built
 
@@ -146,16 +121,11 @@ class Factories:
 def factory(group: str, part: Mapping[str, Any]) -> Factory:
     """Return the factory of a part. UserError if its class or function takes other settings."""
     code = _code(group, str(part["_target_"]))
-    settings = {word: value for word, value in part.items() if word not in _NO_ARGUMENTS}
-    takes = _takes(code)
-    others = settings.keys() - (settings if takes is None else takes)
-    problems = [f"{group}.{word}: {part['_target_']} takes no {word}{closest(word, takes or ())}" for word in others]
-    hints = {word: hint for word, hint in (takes or {}).items() if word in settings and hint is not Any}
+    settings, takes = {word: value for word, value in part.items() if word not in _NO_ARGUMENTS}, _takes(code)
+    hints = {word: hint for word, hint in (takes or {}).items() if word in settings}
     kind = dataclasses.make_dataclass("PartSettings", hints.items(), bases=(Strict,), kw_only=True)
-    with gathered(problems):
-        settings |= vars(read(kind, {word: settings[word] for word in hints}, key=group))
-    refuse(problems)
-    return Factory(group, part, code, settings)
+    checked = {word: value for word, value in settings.items() if takes is not None or word in hints}
+    return Factory(group, part, code, settings | vars(read(kind, checked, key=group)))
 
 
 def make(group: str, part: Mapping[str, Any], offered: Mapping[str, Any] | None = None) -> Any:
@@ -170,17 +140,15 @@ def ready(group: str, choice: str, offered: Mapping[str, Any] | None = None, /, 
 
 def without_inherited(group: str, part: Mapping[str, Any], typed: Set[str]) -> dict[str, Any]:
     """Return a user's own part without the settings of the choices that it replaces, unless typed or taken."""
-    known = {word for choice in choices(group) for word in shipped(group, choice)} - {*_NO_ARGUMENTS}
-    takes: Mapping[str, Any] | None = {}
+    inherited = {word for choice in choices(group) for word in shipped(group, choice)} - {*_NO_ARGUMENTS}
     with suppress(UserError):  # a target that cannot be imported is refused where it is built
         takes = _takes(_code(group, str(part["_target_"])))
-    inherited = known - (known if takes is None else takes.keys())
+        inherited -= inherited if takes is None else takes.keys()
     return {word: value for word, value in part.items() if word not in inherited or f"{group}.{word}" in typed}
 
 
 def _takes(code: Any) -> dict[str, Any] | None:
-    """Return the settings that a class or function takes with their types, those of `**words: Unpack[...]` included;
-    None where it takes any. Types of a user's code are not read."""
+    """Return the settings that code takes with their types; None where it takes any. A user's types are not read."""
     constructor = isinstance(code, type) and not dataclasses.is_dataclass(code)
     typed = code.__init__ if constructor else code
     hints = typing.get_type_hints(typed, include_extras=True) if is_package_target(code.__module__) else {}
@@ -202,17 +170,16 @@ def _code(group: str, target: str) -> Any:
             code: Any = pkgutil.resolve_name(target)
             inspect.signature(code)
         except (ImportError, AttributeError, TypeError, ValueError) as error:
-            reason = " ".join(str(error.__cause__ or error).splitlines()[:2])
-            way_out = "write it as module.name, with the module in the current folder or installed"
-            raise UserError(f"{group}._target_={target} cannot be imported: {reason}; {way_out}") from error
+            why = " ".join(str(error.__cause__ or error).splitlines()[:2])
+            raise UserError(f"{group}._target_={target} cannot be imported as module.name: {why}") from error
     return code
 
 
-def _each(groups: Iterable[str], build: Callable[[str], Any], left_out: Any = ()) -> dict[str, Any]:
-    """Build each group's part, but for those that raise what may be `left_out`. UserError lists all that is wrong."""
+def _each(groups: Iterable[str], build: Callable[[str], Any]) -> dict[str, Any]:
+    """Build the part of each group. UserError lists all that is wrong."""
     built, problems = dict[str, Any](), list[str]()
     for group in groups:
-        with gathered(problems), suppress(left_out):
+        with gathered(problems):
             built[group] = build(group)
     refuse(problems)
     return built

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 
@@ -33,17 +32,22 @@ def key_of(word: str) -> str:
 
 
 def value_of(key: str, words: Sequence[str]) -> str | None:
-    """Return the last value of a key in these overrides, unquoted; None if there is none."""
-    values = [word.partition("=")[2] for word in words if key_of(word) == key and "=" in word]
-    return unquoted(values[-1]) if values else None
+    """Return the last value of a key in these overrides, a string as Hydra reads it; None if there is none or null."""
+    typed = [word for word in words if key_of(word) == key and "=" in word]
+    value = parsed(typed[-1]) if typed else None
+    return value if value is None or isinstance(value, str) else typed[-1].partition("=")[2]
 
 
-def unquoted(value: str) -> str:
-    """Return a quoted string as Hydra parses it: `'it\\'s'` is it's. Any other value is unchanged."""
-    if value.startswith(("'", '"')):
-        from hydra.core.override_parser.overrides_parser import OverridesParser
-        from hydra.errors import HydraException
+def parsed(word: str) -> Any:
+    """Return the value of an override, the values of a sweep, or the text of what Hydra cannot read."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import ChoiceSweep
+    from hydra.errors import HydraException
 
-        with suppress(HydraException):
-            return str(OverridesParser.create().parse_override(f"value={value}").value()).replace("\\${", "${")
-    return value
+    try:
+        value = OverridesParser.create().parse_override(word).value()
+    except HydraException:
+        return word.partition("=")[2]
+    if isinstance(value, ChoiceSweep):
+        return [getattr(one, "text", one) for one in value.list]
+    return value.replace("\\${", "${") if isinstance(value, str) else value

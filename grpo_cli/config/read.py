@@ -17,33 +17,22 @@ from grpo_cli.settings import STRICT
 from grpo_cli.support.errors import closest, refuse
 from grpo_cli.support.formatting import shown
 
-_LARGEST = {int: 2**64, float: 3.4e38}  # the largest seed and float32
-
 
 def read(kind: Any, values: Any, cfg: DictConfig | None = None, key: str = "") -> Any:
     """Return the values as this type. UserError lists all that are wrong.
 
     A setting that only follows a wrong one, such as `m=${n}` in `cfg`, gets no line of its own."""
-    known, found = leaves(key, values), dict[str, str]()
+    config = None if dataclasses.is_dataclass(kind) else STRICT
     try:
-        plain, config = json.dumps(values, default=str), None if dataclasses.is_dataclass(kind) else STRICT
-        result = TypeAdapter(kind, config=config).validate_json(plain)
+        return TypeAdapter(kind, config=config).validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         wrong: dict[str, list[ErrorDetails]] = {}
         for one in error.errors(include_url=False):
             wrong.setdefault(_key(one["loc"], values, key), []).append(one)
-        found = {name: _line(name, errors, sorted(known.keys() - wrong.keys())) for name, errors in wrong.items()}
-    for name, one in ((name, one) for name, value in known.items() for one in _numbers(value)):
-        if abs(one) > _LARGEST[type(one)] and abs(one) != float("inf"):
-            number = f"a number of {len(str(abs(one)))} digits" if isinstance(one, int) else str(one)
-            found[name] = f"{name}={number} must be at most {_LARGEST[type(one)]:.3g}"
+    known = sorted(leaves(key, values).keys() - wrong.keys())
+    found = {name: _line(name, errors, known) for name, errors in wrong.items()}
     follow = [name for name in found if cfg is not None and _follows(cfg, name)]
     refuse([line for name, line in found.items() if name not in follow or len(follow) == len(found)])
-    return result
-
-
-def _numbers(value: Any) -> list[Any]:
-    return [one for one in (value if isinstance(value, list) else [value]) if type(one) in _LARGEST]
 
 
 def _follows(cfg: DictConfig, key: str) -> bool:
@@ -73,4 +62,4 @@ def _line(key: str, errors: Sequence[ErrorDetails], known: Sequence[str]) -> str
     ranged = [error for error in errors if set(error.get("ctx", ())) & {"ge", "gt", "le", "lt"}]
     reasons = dict.fromkeys(error["msg"].partition(" should ")[2] or f"be {error['msg']}" for error in ranged or errors)
     words = [word for error in errors for word in re.findall(r"'([^']*)'", error.get("ctx", {}).get("expected", ""))]
-    return f"{key}={shown(value)} must {' or '.join(reasons)}{closest(str(value), words)}"
+    return f"{key}={shown(value):.200} must {' or '.join(reasons)}{closest(str(value), words)}"

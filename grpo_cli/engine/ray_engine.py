@@ -25,7 +25,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import psutil
@@ -64,7 +64,7 @@ class RayEngine(SequenceEngine):
         parts: EngineParts,
         build: Callable[..., Engine],
         *,
-        inner: str,
+        inner: Literal["torch", "vllm", "generate"],
         options: Mapping[str, Any] | None,
         workers: Count,
         address: str | None,

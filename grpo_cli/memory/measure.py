@@ -69,7 +69,7 @@ def measure(
     ends = {"eos_token_ids": (NEVER,)} if wanted.lengths == "full" else {}
     runtime = experiment.set_up(run, settings.model, span=meter.span, warn=warn, **ends)
     rules = replace(run.rules, advantage=partial(_never_all_equal, run.rules.advantage))
-    parts = experiment.parts_of(replace(run, rules_or_search=rules), runtime, (), meter, say, warn)
+    parts = experiment.parts_of(replace(run, rules=rules), runtime, (), meter, say, warn)
     step, progress, seconds = Step(settings, parts), Progress(), defaultdict[str, list[float]](list)
     for number in range(-wanted.warmup, wanted.steps):
         if number == 0:

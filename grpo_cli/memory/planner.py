@@ -27,6 +27,7 @@ from grpo_cli.memory.shapes import ShapeModel, trained
 from grpo_cli.model.checkpointing import last_states
 from grpo_cli.model.checks import window_of
 from grpo_cli.model.load import TINY, load_model, load_tokenizer, model_config
+from grpo_cli.support.extras import installed
 from grpo_cli.support.facts import fact
 from grpo_cli.support.memory import resident_bytes
 
@@ -35,6 +36,7 @@ TOKENS, CHUNK, SLOTS = "train.micro_batch_tokens", "train.logprob_chunk", "sampl
 RECOMPUTE, OFFLOAD, PARK = "model.gradient_checkpointing", "model.offload_activations", "optim.park"
 AS_IT_IS: Values = MappingProxyType({})
 UNLIMITED_TOKENS = 1 << 30
+UNREAD = 256  # tokens of a problem that is not read: as many as the longest of GSM8K have
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Planner:
         def shapes(recompute: str, offload: bool) -> ShapeModel:
             return ShapeModel(replace(model, gradient_checkpointing=recompute, offload_activations=offload), device)
 
-        built = run.parts.engine_parts({"seed": settings.seed})
+        built = run.parts.engine_parts(settings.seed)
         m, updates = min(settings.m, settings.n), train.epochs * train.minibatches
         old_logprobs_first = correction.needs_old_logprobs or updates > 1 or model.lora.dropout > 0
         corrects_all = correction.rejects and pass_before(correction.prox, True)
@@ -136,25 +138,37 @@ def not_planned(run: Prepared[Any]) -> tuple[str, ...]:
         "rollouts of another engine: prefill, decode and eval are missing": not uses_torch_engine(run.settings),
         "rollouts that are left partial: all are taken to end in their step": resumes,
         "several rounds of rollouts: the most that the collector requests at a time count": several and not resumes,
+        f"prompts, which the extra hub reads: each is taken to have {UNREAD} tokens": _unread(run),
     }
     return tuple(note for note, applies in notes.items() if applies)
 
 
 def _workloads(run: Prepared[Any]) -> tuple[Workload, Workload | None]:
-    """Return a step's rollouts and an evaluation's, on the first prompts of the task."""
+    """Return a step's rollouts and an evaluation's, on the first prompts of the task if they can be read."""
     settings, model = run.settings, run.settings.model
     count = -(-max_rollouts_at_once(run.rules.collector, settings.n, settings.train.prompts) // settings.n)
-    # A plan needs only a preset's shape, if there is one, and the embedded tokenizer.
-    tokenizer = load_tokenizer(model if model.architecture is None else replace(model, random_init=True))
-    # Without its warnings, which the run itself gives.
-    offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": 1 << 20, "warn": lambda line: None}
-    task = make("task", settings.parts["task"], offered)
+    if _unread(run):
+        asked, examined = [UNREAD] * count, [UNREAD] * settings.eval.problems
+    else:
+        # A plan needs only a preset's shape, if there is one, and the embedded tokenizer.
+        tokenizer = load_tokenizer(model if model.architecture is None else replace(model, random_init=True))
+        # Without its warnings, which the run itself gives.
+        offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": 1 << 20, "warn": str}
+        task = make("task", settings.parts["task"], offered)
+        held_out = task.prompts("eval")
+        picked = Epochs(task.prompts("train"), settings.train.prompts, settings.seed).pick(0, count, frozenset())
+        asked = [len(prompt.token_ids) for prompt in picked]
+        examined = [len(held_out[i].token_ids) for i in range(min(settings.eval.problems, len(held_out)))]
 
-    def work(prompts: Sequence[Any], n: int) -> Workload:
-        return Workload(tuple(len(prompt.token_ids) for prompt in prompts), n, settings.sampling.max_new_tokens)
+    def work(lengths: Sequence[int], n: int) -> Workload:
+        return Workload(tuple(lengths), n, settings.sampling.max_new_tokens)
 
-    picked = Epochs(task.prompts("train"), settings.train.prompts, settings.seed).pick(0, count, frozenset())
-    held_out = task.prompts("eval")
-    examined = [held_out[i] for i in range(min(settings.eval.problems, len(held_out)))]
     wanted = getattr(getattr(settings, "profile", None), "eval", True) and settings.eval.every > 0
-    return work(picked, settings.n), work(examined, 1 + settings.eval.k) if wanted else None  # one greedy, k sampled
+    return work(asked, settings.n), work(examined, 1 + settings.eval.k) if wanted else None  # one greedy, k sampled
+
+
+def _unread(run: Prepared[Any]) -> bool:
+    """Return whether this is a plan alone, of problems of the hub that this installation cannot read."""
+    task, profile = run.settings.parts["task"], getattr(run.settings, "profile", None)
+    source = str(task.get("path") or task.get("default_path"))
+    return profile is not None and profile.plan_only and source.startswith("hub:") and not installed("datasets")

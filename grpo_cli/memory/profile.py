@@ -40,18 +40,17 @@ _SLOTS = "rollouts: {decode_steps:.0f} decode steps in {slots:.0f} slots, {slot_
 
 def fast_when_planned(word: bool | str) -> bool | None:
     """Return whether the GPU of `profile.for_gpu` computes bfloat16 faster than float32; None without one."""
-    return word != "t4" if isinstance(word, str) else word or None
+    return None if word is False else word != "t4"
 
 
 def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, warn: Say, console: Console) -> int:
-    """Measure (unless `profile.plan_only`), plan, write `profile.json` and show it; return the peak memory. What `fit`
-    would choose is reported, and not used."""
+    """Measure (unless `profile.plan_only` or `profile.for_gpu`), plan, write `profile.json` and show it; return the
+    peak memory. What `fit` would choose is reported, and not used."""
     settings, wanted = run.settings, run.settings.profile
     if wanted.lengths != "natural" and not experiment.uses_torch_engine(settings):
         raise UserError(f"profile.lengths={wanted.lengths} forces lengths, which only engine=torch can do")
     device = torch.device("cuda") if wanted.for_gpu else run.device
-    gpu = wanted.for_gpu if isinstance(wanted.for_gpu, str) else "a GPU"
-    room = settings.fit_bytes or int(GPUS.get(gpu, 0)) or total_bytes(device)
+    room = settings.fit_bytes or int(GPUS.get(str(wanted.for_gpu), 0)) or total_bytes(device)
     planner, within = Planner.of(run, device, process_alone(device)), fit.within(room, device)
     if settings.train.micro_batch_tokens == AUTO:
         tokens = fit.cheapest_fit(planner.without_rollouts, within, {TOKENS}, f"{TOKENS}=auto").values[TOKENS]
@@ -59,7 +58,7 @@ def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, w
         run = replace(run, settings=settings)
         planner = replace(planner, run=run, step=replace(planner.step, tokens=tokens))
     measured = None
-    if not wanted.plan_only:
+    if not (wanted.plan_only or wanted.for_gpu):
         with explaining_out_of_memory(run):
             measured = measure(run, say, warn)
     named = torch.cuda.get_device_name(device) if run.device.type == "cuda" else f"cpu ({platform.machine()})"
@@ -71,7 +70,7 @@ def profile(run: Prepared[ProfileRunSettings], typed: Sequence[str], say: Say, w
     largest_n = fit.largest(MOST, lambda n: replace(planner, step=planner.step.with_n(n)).plan().peak <= room)
     found = {
         "command": ["grpo", "profile", *typed],
-        "device": f"{gpu} of {gib(room)}" if wanted.for_gpu else named,
+        "device": f"{wanted.for_gpu} of {gib(room)}" if wanted.for_gpu else named,
         "threads": torch.get_num_threads(),
         "versions": code_version(),
         "settings": asdict(settings),
@@ -105,7 +104,7 @@ def _show(console: Console, found: Mapping[str, Any], plan: MemoryPlan) -> None:
     lines += breakdown(plan, plan.fullest)
     lines.append(f"{gib(plan.peak)} {verdict} {gib(fits['room_bytes'])}; the largest n that fits: {largest}{more}.")
     for line in lines:
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 
 def _phases(measured: Mapping[str, Any], plan: MemoryPlan) -> Table:

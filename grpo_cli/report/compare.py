@@ -77,7 +77,7 @@ class Arm:
         )
         pairs = ((seconds, theirs.get(seed)) for seed, seconds in mine.items())
         found = estimate(math.log(of_base / seconds) for seconds, of_base in pairs if seconds and of_base)
-        return found and Estimate(*map(math.exp, (found.mean, found.low, found.high)), over=found.over)
+        return found and Estimate(math.exp(found.mean), math.exp(found.low), math.exp(found.high), found.over)
 
     def mean(self, figure: str) -> Estimate | None:
         """Return the mean over seeds of a nonnegative figure of the runs such as `peak_bytes`."""

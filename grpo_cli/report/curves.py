@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+from grpo_cli.support.intervals import student_95
+
 Rows = Sequence[Mapping[str, float | int]]  # of a run's metrics.jsonl
 
 GREEDY = "eval/accuracy"
@@ -70,9 +72,10 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     return Curve(tuple(steps), mean([curve.accuracy for curve in curves]), axes)
 
 
-def deviation(curves: Sequence[Curve]) -> Float[np.ndarray, " steps"]:
-    """Return the standard deviation over two or more runs at each step of `mean_curve`."""
-    return _at(_common_steps(curves), curves, [curve.accuracy for curve in curves]).std(axis=0, ddof=1)
+def half_width(curves: Sequence[Curve]) -> Float[np.ndarray, " steps"]:
+    """Return half of the 95 % interval over two or more runs at each step of `mean_curve`."""
+    spread = _at(_common_steps(curves), curves, [curve.accuracy for curve in curves]).std(axis=0, ddof=1)
+    return student_95(len(curves) - 1) * spread / math.sqrt(len(curves))
 
 
 def _common_steps(curves: Sequence[Curve]) -> list[int]:

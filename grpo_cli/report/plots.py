@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_cli.report.compare import Arm, Comparison
-from grpo_cli.report.curves import AXES, SERIES, Curve, accuracy_label, deviation
+from grpo_cli.report.curves import AXES, SERIES, Curve, accuracy_label, half_width
 from grpo_cli.support.formatting import short
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def pictures(comparison: Comparison) -> dict[str, bytes]:
 
 
 def accuracy_figure(arms: Sequence[Arm], target: float | None, metric: str) -> Figure:
-    """Return one panel per axis, below each other: mean accuracy of each arm, and a band of one standard deviation.
+    """Return one panel per axis, below each other: mean accuracy of each arm, and its 95 % interval as a band.
 
     Curves that are not averaged are dotted, the target accuracy is dashed.
     """
@@ -118,7 +118,7 @@ def _draw(panel: Axes, arm: Arm, axis: str, colour: str, marker: str) -> None:
         every, name = max(1, len(x) // 8), _broken(arm.label)
         panel.plot(x, y, color=colour, lw=1.6, marker=marker, ms=4, markevery=every, mec="white", label=name)
         if len(arm.curves) > 1:
-            band = deviation(arm.curves)
+            band = half_width(arm.curves)
             panel.fill_between(x, np.maximum(y - band, 0), np.minimum(y + band, 1), color=colour, alpha=0.13, lw=0)
     for curve in _unfinished(arm):
         panel.plot(curve.along(axis), curve.accuracy, color=colour, lw=1.0, ls=":", label="not averaged")

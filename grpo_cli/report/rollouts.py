@@ -93,7 +93,7 @@ def before_and_after(folder: Path) -> str | None:
     for rows in recordings:
         prompt_id = next(row.prompt_id for row in rows if row.prompt_id in both or not both)
         group = [row for row in rows if row.prompt_id == prompt_id]
-        lines += [f"## After {group[0].step} steps", "", *_indented(group[0].prompt), ""]
+        lines += [f"## Step {group[0].step}", "", *_indented(group[0].prompt), ""]
         for row in sorted(group, key=lambda row: row.sample):
             lines += [f"- {', '.join(row.facts())}", "", *_indented(row.reply, 8), ""]
     return "\n".join(lines)

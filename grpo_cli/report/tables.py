@@ -39,7 +39,7 @@ def show(comparison: Comparison, console: Console) -> None:
     if comparison.arms:
         print_table(console, arm_table(comparison))
     for note in footnotes(comparison):
-        console.print(Text(note, style="dim"))
+        console.print(Text(note, style="dim"), soft_wrap=not console.is_terminal)
     if comparison.left_out:
         console.print(Text("\nNot averaged:", style="bold"))
         print_table(console, run_table(comparison))

@@ -1,4 +1,4 @@
-"""Signals that end a run gracefully: it finishes its step, saves, and ends as interrupted.
+"""Signals that end a run gracefully: it leaves its step unless that has changed the model, saves, and is interrupted.
 
 SIGTERM and SIGINT (ctrl-C), SIGHUP (the terminal is gone) and SIGUSR1 (a cluster's warning before the time limit).
 """
@@ -8,13 +8,17 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from grpo_cli.support.isolation import undone_in_children
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal in a part of a run that may be left at any place."""
 
 
 class Stop:
@@ -28,6 +32,7 @@ class Stop:
         self._before: dict[signal.Signals, Any] = {}
         self._in_children = ExitStack()
         self.stopped_by: str | None = None
+        self.may_leave = False  # a signal raises `Stopped`
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
@@ -43,6 +48,17 @@ class Stop:
             for child in multiprocessing.active_children():  # at its exit, Python would wait for them
                 child.kill()
 
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Leave the body at the first signal, as long as `may_leave` is True."""
+        self.may_leave = True
+        try:
+            if self.stopped_by:
+                raise Stopped
+            yield
+        finally:
+            self.may_leave = False
+
     def _put_back(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -53,4 +69,6 @@ class Stop:
             raise KeyboardInterrupt
         self.stopped_by = self.stopped_by or signal.Signals(number).name
         with suppress(OSError, RuntimeError):  # the terminal is gone, or busy with another line
-            self._say(f"{self.stopped_by}: stopping after this step; a second ctrl-C stops at once")
+            self._say(f"{self.stopped_by}: stopping, and saving what is finished; a second ctrl-C stops at once")
+        if self.may_leave:
+            raise Stopped

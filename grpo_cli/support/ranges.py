@@ -31,5 +31,5 @@ def _readable(value: Any) -> Any:
 
 
 Bytes = Annotated[int | str, BeforeValidator(_readable)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -25,6 +25,7 @@ PLAIN_SECONDS = 10.0  # between step lines of a plain run
 REMINDER_SECONDS, TICK = 60.0, 1.0  # between lines of a plain run inside a long phase; between looks at the clock
 FORESEEN_SECONDS, FORESEEN_SHARE, LONG_RUN = 20.0, 0.05, 3600.0  # of a first step's rollouts; of a run
 HISTORY = 40  # bars in the sparkline, and steps in the estimate of the time left
+PARTS = {"step", "eval", "forward", "backward", "optimizer", "prefill", "decode"}  # spans of, beside or in those shown
 # A label in the view, a metric, and its format.
 FACTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("completions", "response/length_mean", lambda value: f"length {value:.0f}"),
@@ -188,7 +189,7 @@ class ConsoleTracker:
             if name in seen:
                 rows[label] = f"{rows[label]}  {text(seen[name])}" if label in rows else text(seen[name])
         phases = {name.removeprefix("time/"): seen[name] for name in seen if name.startswith("time/")}
-        slowest = sorted(phases.keys() - {"step"}, key=lambda name: -phases[name])
+        slowest = sorted(phases.keys() - PARTS, key=lambda name: -phases[name])
         rows |= {"time": "  ".join(f"{name} {phases[name]:.2f} s" for name in slowest)} if slowest else {}
         return rows | {label: plain(self._completions[label]) for label in sorted(self._completions)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,16 @@ def doubts(settings: RunSettings) -> Iterator[str]:
             f"optim.lr={lr:g} trains every weight of a pretrained model, which soon ruins it: leave it out "
             "(optim.lr=auto), or train adapters (model.lora.rank=16)"
         )
+
+
+def doubts_of_shape(settings: RunSettings, config: Any, presets: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield that a model has the shape of one of the presets with another learning rate, if none was chosen."""
+    path, own = settings.model.path, settings.model.recipe.get("lr")
+    shape = ("hidden_size", "num_hidden_layers", "vocab_size")
+    for preset, values in presets.items() if settings.optim.lr == own else ():
+        published, rate = values.get("architecture") or {}, values["recipe"]["lr"]
+        if rate != own and all(published.get(key) == getattr(config, key, "") for key in shape):
+            yield f"{path} has the shape of {preset}, which learns at {rate:g}: type model={preset} model.path={path}"
 
 
 def doubts_of_prompts(

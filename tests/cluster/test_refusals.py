@@ -17,12 +17,12 @@ from grpo_cli.support.errors import UserError
 
 
 def test_the_inner_engine_is_that_of_its_file_with_the_options_on_top_and_refuses_what_it_does_elsewhere():
-    found = Factories.of({"engine": made.part("engine", "ray", inner="vllm", options={"memory": 0.8})}).engines()[-1]
+    found = Factories.of({"engine": made.part("engine", "ray", inner="vllm", options={"memory": 0.8})}).sampling_engine
     assert found.part == shipped("engine", "vllm") | {"memory": 0.8}
     for inner, said in (("vllm", "sparsity=rkv"), ("ray", "engine.inner=ray")):
         parts = dict(made.settings().parts) | {"engine": made.part("engine", "ray", inner=inner)}
         with pytest.raises(UserError, match=said):
-            Factories.of(parts | {"sparsity": made.part("sparsity", "rkv")}).engine_parts({"seed": 0}, early=True)
+            Factories.of(parts | {"sparsity": made.part("sparsity", "rkv")}).engine_parts(0)
 
 
 def test_what_a_ray_engine_refuses_of_its_model_and_settings():

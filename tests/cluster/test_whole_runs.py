@@ -106,7 +106,7 @@ def test_the_end_of_a_run_ends_its_workers(tmp_path, number):
     left = psutil.wait_procs([one for one in family if "Agent" not in name_of(one)], timeout=60)[1]
     assert not [one for one in left if "Agent" not in name_of(one)]
     if number == signal.SIGTERM:
-        assert "SIGTERM: stopping after this step" in said
+        assert "SIGTERM: stopping, and saving what is finished" in said
         assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
         assert not list(Path("/tmp").glob(f"grpo_ray_{family[0].pid}_*"))
 

@@ -144,7 +144,7 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(tmp_path, p
             assert message in refused("train", "-m", own, "resume=sweep", "hydra.sweep.dir=s")
     path = tmp_path / "s" / "1" / "status.json"
     path.write_text(path.read_text().replace("seed=2", "seed=4"))
-    assert "job 1 of s was seed=4 and would" in refused("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
+    assert "job 1 of s was seed=4 and would" in refused("train", "-m", own, "resume=sweep", "hydra.sweep.dir=s")
 
 
 def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path, pretended):

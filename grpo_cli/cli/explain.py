@@ -12,20 +12,33 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grpo_cli.cli.mistakes import listed, meant_by, no_choice
-from grpo_cli.config.choices import Setting, choices, config_dir, groups_of, marked, read_choice, read_command
+from grpo_cli.config.choices import (
+    ConfFile,
+    Setting,
+    choices,
+    config_dir,
+    groups_of,
+    marked,
+    read_choice,
+    read_command,
+    read_conf,
+)
 from grpo_cli.support.errors import UserError, closest, refuse
 
 NOTHING_GIVEN: Mapping[str, str] = {}
 WIDEST = 38  # columns of a setting; a longer one pushes its comment to the right
 
 
-def print_help(command: str, words: Sequence[str]) -> None:
-    """Print the help page of a command with the choices among these words. UserError for one that does not exist."""
+def print_help(command: str, words: Sequence[str], own: Path | None = None) -> None:
+    """Print the help page of a command with the choices among these words, also those in the folder `own`. UserError
+    for one that does not exist."""
     file, typed = read_command(command), dict(word.partition("=")[::2] for word in words)
     named = typed.get("experiment", "none")
     recipe = read_choice("experiment", named if named in choices("experiment") else "none")
     chosen = {group: {**file.choices, **recipe.choices, **typed}[group] for group in groups_of(command)}
-    refuse([no_choice(*one) for one in chosen.items() if one[1] not in choices(one[0])])
+    paths = {group: own / group / f"{choice}.yaml" for group, choice in chosen.items() if own is not None}
+    theirs = {group: read_conf(path) for group, path in paths.items() if path.is_file()}
+    refuse([no_choice(*one) for one in chosen.items() if one[0] not in theirs and one[1] not in choices(one[0])])
     given = {key: one.value for key, one in recipe.settings.items() if one.value} | typed
     about = file.values["hydra"]["help"]
     say(f"grpo {command}: {about['header']}\n\n== Choices (group=choice) ==\n")
@@ -35,7 +48,7 @@ def print_help(command: str, words: Sequence[str]) -> None:
     say_rows(_rows(file.settings, "", given))
     for group, choice in chosen.items():
         say("")
-        say_rows(_choice(group, choice, given))
+        say_rows(_choice(group, choice, given, theirs.get(group)))
     say(f"\n== Examples ==\n\n{about['footer']}\n\ngrpo {command} --cfg job prints the settings and runs nothing.")
 
 
@@ -54,7 +67,8 @@ def explain(word: str) -> None:
         return
     known = [*_metrics(), *_settings(), *(choice for group in _groups() for choice in choices(group))]
     known += [*_groups(), *listed("concepts")]
-    name = {key.lower().replace(" ", "_"): key for key in known}.get(group.lower().replace(" ", "_"), group)
+    names, typed = {key.lower().replace(" ", "_"): key for key in known}, group.lower().replace(" ", "_")
+    name = names.get(typed) or names.get(typed.removesuffix("s"), group)
     if not (rows := [*_meanings(name)]):
         raise UserError(f"{word} is no group, choice, setting or metric{closest(name, known)}")
     say_rows(rows)
@@ -118,9 +132,11 @@ def _settings() -> Mapping[str, Mapping[tuple[str, str], list[str]]]:
     return found
 
 
-def _choice(group: str, choice: str, given: Mapping[str, str] = NOTHING_GIVEN) -> Iterator[tuple[str, str]]:
+def _choice(
+    group: str, choice: str, given: Mapping[str, str] = NOTHING_GIVEN, own: ConfFile | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield a choice with its explanation and the place of its file, and its settings."""
-    file = read_choice(group, choice)
+    file = own or read_choice(group, choice)
     yield f"{group}={choice}:", f"{file.about} ({file.place})"
     yield from _rows(file.settings, "" if group == "experiment" else f"{group.replace('/', '.')}.", given)
 

@@ -80,7 +80,7 @@ def _add(name: str, about: str) -> None:
         if helps:
             from grpo_cli.cli.explain import print_help
 
-            print_help(name, [word for word in overrides or [] if "," not in word])
+            print_help(name, [word for word in overrides or [] if "," not in word], own)
         else:
             from grpo_cli.cli.hydra_run import hand_over
 

@@ -73,7 +73,8 @@ class Factory:
             inspect.signature(code).bind(*arguments, **words)
         except TypeError as error:
             what = f"{self.group}._target_={self.part['_target_']} {fault}: {error}"
-            raise UserError(f"{what}; give what it needs as +{self.group}.<argument>=...") from error
+            give = f"give what it needs as +{self.group}.<argument>=..."
+            raise UserError(f"{what}; {'take all of these' if 'too many' in str(error) else give}") from error
 
 
 class Factories(dict[str, Factory]):

@@ -23,11 +23,11 @@ from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.rules.advantage import advantages
 from grpo_cli.rules.downsample import choose
 from grpo_cli.settings import EvalRunSettings, RunSettings, Sampling
-from grpo_cli.support.errors import explained, gathered, own_code_unless_ours, refuse
+from grpo_cli.support.errors import UserError, explained, gathered, own_code_unless_ours, refuse
 from grpo_cli.support.facts import name_of
 from grpo_cli.support.memory import SHARE, keep_freed, part_of_gpu
 from grpo_cli.support.processor import flush_denormals
-from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
+from grpo_cli.types import Finish, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup
 
 Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
 
@@ -153,5 +153,21 @@ def try_rules(rules: Rules, n: int, m: int) -> None:
         batch = corrected(batch, verdict_on(rules.correction, batch, batch.sampler_logprobs))
     logprobs = batch.sampler_logprobs.clone().requires_grad_()
     batch = replace(batch, ref_logprobs=batch.sampler_logprobs if rules.loss.needs_reference else None)
-    with own_code_unless_ours(f"loss {name_of(rules.loss)}", getattr(rules.loss, "func", rules.loss)):
-        rules.loss(logprobs, batch, totals(batch, 1)).loss.backward()
+    name = f"loss {name_of(rules.loss)}"
+    with own_code_unless_ours(name, getattr(rules.loss, "func", rules.loss)):
+        output: Any = rules.loss(logprobs, batch, totals(batch, 1))
+    if fault := _fault(output):
+        raise UserError(f"{name} returned {fault}")
+
+
+def _fault(output: Any) -> str:
+    """Return why a loss's output cannot be trained on, and what to return; empty if it can."""
+    if not isinstance(output, LossOutput) or not {*map(type, (output.loss, *output.metrics.values()))} <= {
+        torch.Tensor
+    }:
+        return f"a {type(output).__name__}: return LossOutput(loss, metrics) of tensors"
+    if output.loss.dim():
+        return f"a loss of shape {tuple(output.loss.shape)}: return one number, such as its sum over totals.tokens"
+    if not output.loss.isfinite():
+        return "NaN or infinity: check what it divides by"
+    return "" if output.loss.requires_grad else "a loss without a gradient: compute it from logprobs"

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from grpo_cli.support.isolation import ends_children, left_unchanged
+from grpo_cli.support.terminal import to_stderr
 
 
 class UserError(Exception):
@@ -43,7 +44,11 @@ def own_code(what: str, about: Callable[[], str] = str) -> Iterator[None]:
     try:
         with ends_children(), left_unchanged():
             yield
-    except (UserError, KeyboardInterrupt):
+    except UserError:
+        raise
+    except KeyboardInterrupt as error:
+        if type(error) is KeyboardInterrupt:  # not a run that is told to stop: the code may never return
+            to_stderr(f"interrupted in {what}")
         raise
     except BaseException as error:
         raise UserError(f"{what} {raised(error)}{about()}") from error

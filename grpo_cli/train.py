@@ -100,8 +100,10 @@ class Trainer:
         while not self._is_done() and not self._stop.stopped_by:
             record = None
             # A step that has changed no weights is left at a signal: a resumed run makes it again.
-            with ends_children(), suppress(Stopped), self._stop.leaving():  # nor may a child forked by a step save it
+            with ends_children(), suppress(Stopped):  # nor may a child forked by a step save it
+                self._stop.may_leave = True
                 record = self._step.run(progress.step, progress)
+                self._stop.may_leave = False
             if record is None:
                 break
             progress.step = record.step

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import made
 from test_report import launched, leave
 from typed import done
+
+from grpo_cli.cli import ls
 
 
 def listed(*arguments: str) -> list[str]:
@@ -68,3 +71,12 @@ def test_damaged_files_cost_a_remark_and_nothing_else(elsewhere):
     assert "".join(lines).isprintable() and len([line for line in lines if line.startswith("train")]) == 2
     remarks = [line.partition(": ")[2] for line in lines if "[red]: " in line]
     assert [remark.split(" ")[0] for remark in remarks[1:]] == ["run.json", "summary.json", "metrics.jsonl:"]
+
+
+def test_a_narrow_screen_leaves_out_what_is_least_needed(elsewhere, monkeypatch, capsys):
+    leave(elsewhere / "outputs/train/a_folder_with_quite_a_long_name", (0.5,), settings=SETTINGS)
+    monkeypatch.setattr(ls.terminal, "console", lambda: SimpleNamespace(is_terminal=True, width=80))
+    ls.list_runs(Path("outputs"))
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["state", "model", "steps", "accuracy", "folder"]
+    assert len(row) <= 80 and row.endswith("outputs/train/a_folder_with_quite_a_long_name")

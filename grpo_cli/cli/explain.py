@@ -52,12 +52,6 @@ def print_help(command: str, words: Sequence[str], own: Path | None = None) -> N
     say(f"\n== Examples ==\n\n{about['footer']}\n\ngrpo {command} --cfg job prints the settings and runs nothing.")
 
 
-def list_words() -> None:
-    """Print the groups and the concepts that can be explained."""
-    say(f"groups: {', '.join(_groups())}\n\nconcepts: {', '.join(listed('concepts'))}\n")
-    say("Every choice, setting and metric too: grpo explain maxvar optim.lr policy/entropy")
-
-
 def explain(word: str) -> None:
     """Explain a word. UserError, with the nearest known one, if it is unknown."""
     group, _, choice = word.partition("=")

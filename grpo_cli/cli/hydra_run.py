@@ -74,11 +74,11 @@ def explained(command: str, words: Sequence[str], composing: Callable[[], bool] 
     longer `composing`, an error is a bug, and keeps its traceback."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, OSError, ValueError, AssertionError) as error:
         if not composing():
             raise
         refuse([*unknown(command, words)])
-        text = f"{' '.join(f'{word:.60}' for word in words)}: {error}".split("\n\n")[0].strip()
+        text = f"{' '.join(f'{word:.60}' for word in words)}: {str(error) or 'unusable'}".split("\n\n")[0].strip()
         if isinstance(error, OverrideParseException):
             word = str(error.override)
             text = f"{word} cannot be read: {as_text(word) or 'write key=value or group=choice, without spaces'}"

@@ -7,15 +7,17 @@ from pathlib import Path
 
 from grpo_cli.report.read import Run, State, read_all
 from grpo_cli.runs import layout
+from grpo_cli.support import terminal
 from grpo_cli.support.formatting import duration, plain, shown
 
 COLUMNS = ("command", "state", "task", "model", "n", "m", "steps", "accuracy", "age", "folder")
+LEAST_NEEDED = ("command", "age", "m", "n", "task", "model")  # left out, in this order, of a narrow screen
 FOLDERS = "grpo train leaves runs in outputs/train, grpo eval in outputs/eval, grpo train -m in outputs/multirun"
 WRITTEN = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.RUN)  # their times show when a run was alive
 
 
 def list_runs(folder: Path) -> None:
-    """Print the trainings and evaluations in or below a folder. UserError if it is not a folder."""
+    """Print the trainings and evaluations in or below a folder, with columns that fit. UserError if it is none."""
     found = [] if folder == Path("outputs") and not folder.exists() else read_all([folder])
     runs = sorted((run for run in found if run.recorded.command in ("train", "eval")), key=_last_written, reverse=True)
     if not runs:
@@ -24,8 +26,12 @@ def list_runs(folder: Path) -> None:
     paths = [folder if run.folder == folder.resolve() else folder / run.name for run in runs]
     rows = [COLUMNS, *([*map(plain, (*_cells(run), path))] for run, path in zip(runs, paths, strict=True))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    places, screen = list(range(len(COLUMNS))), terminal.console()
+    for name in LEAST_NEEDED if screen.is_terminal else ():
+        if sum(widths[place] + 2 for place in places) - 2 > screen.width:
+            places.remove(COLUMNS.index(name))
     for row in rows:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        print("  ".join(f"{row[place]:<{widths[place]}}" for place in places).rstrip())
     for run, path in zip(runs, paths, strict=True):
         for remark in filter(None, (run.reason * (run.state is not State.COMPLETED), *run.notes)):
             print(f"{plain(path)}: {plain(remark)}")

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from grpo_cli import __version__
-from grpo_cli.support.errors import UserError, gathered, refuse
+from grpo_cli.support.errors import UserError, closest, gathered, refuse
 from grpo_cli.support.formatting import legible
 from grpo_cli.support.processor import set_variables
 from grpo_cli.support.terminal import outlive_the_reader
@@ -159,22 +159,18 @@ def list_runs(
     ls(folder)
 
 
-@app.command(epilog="an example is: grpo explain sampler kl train.epochs")
+@app.command(epilog="an example is: grpo explain sampler kl train.epochs", no_args_is_help=True)
 def explain(
-    words: Annotated[
-        list[str] | None, typer.Argument(help="Such as sampler, maxvar, kl, group. Default: a list.")
-    ] = None,
+    words: Annotated[list[str], typer.Argument(help="Such as sampler, maxvar, train.epochs, kl, group.")],
 ) -> None:
     """Explain a choice, setting, metric or concept."""
-    from grpo_cli.cli import explain as pages
+    from grpo_cli.cli.explain import explain as explain_word
 
-    if not words:
-        pages.list_words()
     unknown = list[str]()
-    for place, word in enumerate(words or ()):
+    for place, word in enumerate(words):
         typer.echo("\n" * (place > 0), nl=False)
         with gathered(unknown):
-            pages.explain(word)
+            explain_word(word)
     refuse(unknown)
 
 
@@ -200,3 +196,12 @@ def init(folder: Annotated[Path, typer.Argument(help="A new folder.")]) -> None:
 
     commands = written(folder)
     typer.echo("\n".join([f"cd {shlex.quote(str(folder))}", *commands]))
+
+
+@app.command(epilog="an example is: grpo docs quickstart")
+def docs(page: Annotated[str | None, typer.Argument(help="Which page. Default: the names of all.")] = None) -> None:
+    """Print a page about grpo-cli."""
+    pages = {file.stem: file.read_text(encoding="utf-8") for file in (Path(__file__).parents[1] / "docs").glob("*.md")}
+    if page not in (None, *pages):
+        fail(f"there is no page {page}{closest(str(page), pages)}; grpo docs lists them")
+    typer.echo(pages[page] if page else "\n".join(sorted(pages)))

@@ -8,8 +8,8 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from grpo_cli.support.isolation import undone_in_children
@@ -32,7 +32,7 @@ class Stop:
         self._before: dict[signal.Signals, Any] = {}
         self._in_children = ExitStack()
         self.stopped_by: str | None = None
-        self.may_leave = False  # a signal raises `Stopped`
+        self.may_leave = False  # if True, the next signal raises `Stopped`
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
@@ -48,17 +48,6 @@ class Stop:
             for child in multiprocessing.active_children():  # at its exit, Python would wait for them
                 child.kill()
 
-    @contextmanager
-    def leaving(self) -> Iterator[None]:
-        """Leave the body at the first signal, as long as `may_leave` is True."""
-        self.may_leave = True
-        try:
-            if self.stopped_by:
-                raise Stopped
-            yield
-        finally:
-            self.may_leave = False
-
     def _put_back(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -71,4 +60,5 @@ class Stop:
         with suppress(OSError, RuntimeError):  # the terminal is gone, or busy with another line
             self._say(f"{self.stopped_by}: stopping, and saving what is finished; a second ctrl-C stops at once")
         if self.may_leave:
+            self.may_leave = False
             raise Stopped
